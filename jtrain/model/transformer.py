@@ -182,15 +182,18 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
         """Result of `hidden`, and the router losses summed over layers (None for a dense model)."""
         x_BLD = self.embed(params, batch.token_BL, placement)
+        x_BLD, losses = self.through_layers(params["layers"], x_BLD, batch, placement)
+        return self.normed(params, x_BLD, placement), losses
+
+    def through_layers(
+        self, weights: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
+    ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
+        """Residual stream after all layers, and the router losses summed over them (None for a dense model)."""
         layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_layers
         shared = self.shared(batch)
         with jax.named_scope("layers"):
             losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
-            carry = x_BLD, losses
-            x_BLD, losses = scan_layers(
-                layer, carry, params["layers"], shared, unroll=unroll, offload=placement.offload
-            )
-        return self.normed(params, x_BLD, placement), losses
+            return scan_layers(layer, (x_BLD, losses), weights, shared, unroll=unroll, offload=placement.offload)
 
     def embed(self, params: Params, token_BL: Int[Array, "B L"], placement: Placement) -> Float[Array, "B _ D"]:
         """Embedding rows of the tokens at this device's positions; of its stage's part of the vocabulary, others 0."""

@@ -7,6 +7,7 @@ from jtrain.layout.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import Machine
+from jtrain.step.description import repeated_activations
 from jtrain_kernels.device import Platform
 
 
@@ -43,6 +44,14 @@ class Job:
           UserError: the batch does not split evenly over the mesh and the microbatches.
         """
         return check_batch(self.layout.spec, self.layout.mesh, global_batch=self.global_batch, seq_len=self.seq_len)
+
+    def repeated(self) -> frozenset[str]:
+        """Names of the activations that the backward pass computes a second time.
+
+        Raises:
+          UserError: as `rows`.
+        """
+        return repeated_activations(self.model, self.layout, rows=self.rows(), seq_len=self.seq_len)
 
     def relaid(self, spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int | None = None) -> "Job":
         """The same job with another layout, and another batch if one is given.

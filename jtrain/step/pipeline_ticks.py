@@ -16,8 +16,21 @@ def layers_permute(layout: Layout) -> bool:
     A permute is one collective of all devices, so it cannot lie in a branch that only some workers take: the others
     would be waited for for ever (seen on CPUs). Every worker then computes all kinds of work in every tick.
     """
-    ring = layout.mesh.context > 1 and layout.spec.context_attention == "ring"
-    return layout.spec.tensor_overlap or ring
+    return layout.spec.tensor_overlap or attention_is_a_ring(layout)
+
+
+def chunk_passes(layout: Layout) -> int:
+    """Forward passes of chunks that a device of a pipeline computes in a step; as many are backward.
+
+    Layers that permute compute in every tick: see `layers_permute`.
+    """
+    counts = counts_of(layout)
+    return counts.num_ticks if layers_permute(layout) else counts.microbatches * counts.chunks
+
+
+def attention_is_a_ring(layout: Layout) -> bool:
+    """True if attention is a loop in which devices along `context` send each other keys and values."""
+    return layout.mesh.context > 1 and layout.spec.context_attention == "ring"
 
 
 def counts_of(layout: Layout) -> TickCounts:

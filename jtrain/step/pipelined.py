@@ -89,7 +89,7 @@ def pipelined_gradients(
     ticks = ticks_of(layout)
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
-    worker = _Worker(model, layout, ticks, ends, _chunks(model, layout, placement, params, trained, scaling, unit))
+    worker = _Worker(model, layout, ticks, ends, chunks_of(model, layout, placement, params, trained, scaling, unit))
     end = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
     seen = {"layers": unflatten_dict(end.layers.seen, sep=".")} if scaling else {}
     return {**end.ends, "layers": unflatten_dict(end.layers.trained, sep=".")}, seen, end.nats
@@ -102,12 +102,12 @@ def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Ba
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
     trained = trained_part(layout, params)
-    chunks = _chunks(model, layout, placement, params, trained, None, jnp.float32(0))
+    chunks = chunks_of(model, layout, placement, params, trained, None, jnp.float32(0))
     worker = _Worker(model, layout, ticks, ends, chunks)
     return worker.evaluated({key: value for key, value in trained.items() if key != "layers"}, parts)
 
 
-def _chunks(
+def chunks_of(
     model: Transformer,
     layout: Layout,
     placement: Placement,

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -119,7 +119,7 @@ def make_train_step(
                 )
                 with jax.named_scope("guard"):
                     counts = counts + not_finite(scaling).astype(jnp.float32)
-                    found["by_device"] = _everywhere(mesh, jnp.stack([share, counts], axis=1))
+                    found["by_device"] = everywhere(mesh, jnp.stack([share, counts], axis=1))
                 new = TrainState(state.step + 1, params, opt_state, scaling, guard)
                 of_bits = sums.metric(given, new) if sums else {}
                 return new, metrics | scalars.metrics | found | of_bits
@@ -176,7 +176,7 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=options)
 
 
-def _everywhere(mesh: Mesh, rows: Float[Array, "devices 2"]) -> Float[Array, "devices 2"]:
+def everywhere(mesh: Mesh | AbstractMesh, rows: Float[Array, "devices 2"]) -> Float[Array, "devices 2"]:
     """Gives every device the row of each, in one all-gather of 8 bytes per device."""
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     if not axes:
@@ -205,7 +205,6 @@ def _local_gradients(
     """
     spec = layout.spec
     placement = placement_of(layout)
-    infos = tuple(p.info for p in layout.params)
     params = own_heads(layout, params)
     with jax.named_scope("batch"):
         num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
@@ -215,9 +214,7 @@ def _local_gradients(
     def objective(
         trained: Params, seen: Any, part: Batch, sums: GradientSums | None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        weights = with_whole(layout, trained, params) if sums is None else sums.weights(trained, params)
-        if layout.precision.matmul_dtype != "compute":
-            weights = with_fp8(weights, infos, scaling, seen, weight)
+        weights = weights_of(layout, trained, params, scaling, seen, weight, sums)
         total, nats = model.loss(weights, part, placement)
         with jax.named_scope("loss"):
             return total * weight, nats * weight
@@ -241,6 +238,41 @@ def _local_gradients(
         carry = (no_sums(layout, trained), unseen(scaling), jnp.zeros((), jnp.float32))
         (grads, seen, loss), _ = jax.lax.scan(microbatch, carry, (parts, jnp.arange(spec.microbatches)))
 
+    return finished(layout, grads, seen, loss, batch, num_tokens)
+
+
+def weights_of(
+    layout: Layout,
+    trained: Params,
+    params: Params,
+    scaling: dict[str, Any],
+    seen: Any,
+    unit: Float[Array, ""],
+    sums: GradientSums | None,
+) -> Params:
+    """The weights that a forward pass reads, from what JAX differentiates.
+
+    Args:
+      trained: from `zero.trained_part`; of layers the sums of their gradients, if there are any.
+      unit: 1 / tokens of the batch.
+    """
+    weights = with_whole(layout, trained, params) if sums is None else sums.weights(trained, params)
+    if layout.precision.matmul_dtype == "compute":
+        return weights
+    return with_fp8(weights, tuple(p.info for p in layout.params), scaling, seen, unit)
+
+
+def finished(
+    layout: Layout, grads: Params, seen: Any, loss: Float[Array, ""], batch: Batch, num_tokens: Int[Array, ""]
+) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
+    """Sums over devices at the end of a step: gradients, largest values, loss and the hash of the batch.
+
+    Args:
+      grads, seen, loss: of this device's tokens; num_tokens: valid targets of the global batch.
+
+    Returns:
+      As `_local_gradients`.
+    """
     axes = tuple(axis for axis, size in layout.mesh.shape.items() if size > 1)
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
@@ -249,7 +281,8 @@ def _local_gradients(
         seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, shared), seen)
         share, loss = loss, jax.lax.psum(loss, axes)
     with jax.named_scope("batch"):
-        hash_2 = psum_batch(layout, hash_block(batch, placement.context.position_L(batch.token_BL.shape[1])))
+        position_L = placement_of(layout).context.position_L(batch.token_BL.shape[1])
+        hash_2 = psum_batch(layout, hash_block(batch, position_L))
     return grads, seen, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}, share[None]
 
 

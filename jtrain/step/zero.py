@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from jtrain.layout.layout import Layout, ParamLayout
@@ -375,7 +375,7 @@ def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array
     return jax.shard_map(local, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(param)
 
 
-def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh, shard: Array) -> Array:
+def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
     """Gathers the parameter that `own_shard` sliced.
 
     Shards are gathered along a new leading dimension and then moved into place. With a gather directly into the donated

@@ -22,8 +22,8 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim import Optimizer
 from jtrain.pipeline.ticks import SCOPES
-from jtrain.plan.estimate.pipeline import chunk_passes
 from jtrain.plan.job import Job
+from jtrain.step.pipeline_ticks import chunk_passes
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain.step.zero import along_torus

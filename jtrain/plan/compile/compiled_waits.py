@@ -7,7 +7,6 @@ The two-stream model walks the compiled schedule; matmuls, passes over memory, a
 import math
 
 from jtrain.errors import UserError
-from jtrain.model.saved_activations import kept_names
 from jtrain.plan.compile.stream_clock import Timeline
 from jtrain.plan.compile.two_streams import Rates, two_streams
 from jtrain.plan.estimate.attention_time import attention_s
@@ -69,8 +68,7 @@ def schedule_waits_s(hlo: str, job: Job) -> float | None:
 def _kernel_s(job: Job, assume: Assumptions) -> dict[tuple[str, str], float]:
     """Seconds of the kernels of a step's attention and experts in each phase."""
     forward_s, backward_s = attention_s(job)
-    kept = kept_names(job.layout)
-    again_s = forward_s if kept is not None and "attention" not in kept else 0.0
+    again_s = forward_s if "attention" in job.repeated() else 0.0
     found = matmuls(job, memory=assume.memory, fraction=assume.matmul)
     experts = found.experts
     return {

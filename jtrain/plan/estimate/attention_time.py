@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jtrain.layout.dims import kv_heads_in_use
 from jtrain.plan.job import Job
+from jtrain.step.pipeline_ticks import attention_is_a_ring
 from jtrain_kernels import cost, registry
 from jtrain_kernels.device import DeviceSpec
 
@@ -54,7 +55,7 @@ def _calls(job: Job) -> Iterator[tuple[int, tuple[_Shape, str, int, bool, str | 
     forced = dict(job.layout.kernels).get("attention")
     rows, length = job.rows(), job.seq_len
     same = job.layout.precision.compute_dtype, model.attention_chunk
-    if mesh.context > 1 and job.layout.spec.context_attention == "ulysses":
+    if mesh.context > 1 and not attention_is_a_ring(job.layout):
         heads, kv_heads = heads // mesh.context, max(1, kv_heads // mesh.context)
     elif mesh.context > 1:
         length //= mesh.context

@@ -10,16 +10,15 @@ import dataclasses
 from collections.abc import Iterable
 
 from jtrain.layout.layout import Layout
-from jtrain.layout.mesh import ZERO_AXES
 from jtrain.layout.precision import itemsize
 from jtrain.model.expert_dispatch import num_pieces
-from jtrain.model.saved_activations import kept_names
 from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.network import seconds
 from jtrain.plan.estimate.pipeline import layer_passes, layers_here
 from jtrain.plan.job import Job
 from jtrain.step.gradient_sums import sums_gradients
+from jtrain.step.pipeline_ticks import attention_is_a_ring
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
 
@@ -133,7 +132,7 @@ def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
         pieces = num_pieces(job.rows() * job.seq_len // layout.mesh.context, job.model.moe.top_k)
         return (pieces - 1) / pieces
     if one.purpose == GATHERED_AGAIN:
-        return 1.0 if {"attention_q", "attention_k", "attention_v"} <= set(kept_names(layout) or ()) else 0.5
+        return 0.5 if one.feeds_products else 1.0
     if one.purpose == BESIDE_WEIGHTS:
         # XLA:GPU has gradients of weights left for the last sum of a layer alone, that of attention's input.
         return 1.0 if on_tpu else 0.5 * (one.kind == "reduce-scatter")
@@ -143,7 +142,9 @@ def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
         return 1 - _exchange_waits(one, job)
     if one.purpose.startswith("parameters") or (one.kind == "collective-permute" and "stage" not in one.axes):
         return 1.0
-    if set(one.axes) <= set(ZERO_AXES) and one.kind == "reduce-scatter" and layout.spec.zero_stage >= 2:
+    if one.kind == "reduce-scatter":
+        if one.purpose == "gradients" and not one.in_layers:
+            return 0.0
         if one.purpose == "gradients" and on_tpu:
             return 1 - LAST_REDUCTION * _left_share(layout)
         if one.purpose == "gradients":
@@ -183,6 +184,6 @@ def _left_share(layout: Layout) -> float:
     """
     sizes = {p.info.path: p.info.size for p in layout.params if p.info.is_stacked and p.zero_dim is not None}
     left = max(sizes.values())
-    if layout.mesh.context > 2 and layout.spec.context_attention == "ring":
+    if layout.mesh.context > 2 and attention_is_a_ring(layout):
         left += sum(size for path, size in sizes.items() if path.startswith("layers.attention."))
     return left / sum(sizes.values())

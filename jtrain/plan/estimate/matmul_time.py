@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 from jtrain.errors import UserError
 from jtrain.layout.dims import kv_heads_in_use
-from jtrain.model.saved_activations import kept_names
 from jtrain.plan.estimate.pipeline import layers_here
 from jtrain.plan.job import Job
 from jtrain_kernels.device import DeviceSpec
@@ -168,10 +167,10 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
             up, down = up + one(width, wide), down + one(wide, width)
         router = one(width, moe.num_experts, in_8_bits=False)
     named |= {"mlp_gate": up, "mlp_up": up}
-    kept = kept_names(layout)
+    repeated = job.repeated()
     times = layers_here(layout, model.num_layers) * layout.spec.microbatches
     layer = functools.reduce(MatmulPasses.__add__, named.values(), down + router)
-    again = {} if kept is None else {name: took.forward_s for name, took in named.items() if name not in kept}
+    again = {name: named[name].forward_s for name in named if name in repeated}
     recomputed_s = sum(again.values(), 0.0)
     experts_again_s = 0.0 if moe is None else again.get("mlp_gate", 0.0) + again.get("mlp_up", 0.0)
     unembedding = one(width, model.vocab_size // tensor // mesh.stage, in_8_bits=False)

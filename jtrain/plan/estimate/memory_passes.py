@@ -8,7 +8,6 @@ feed-forward layer. The counts below are those of kernels that make one pass of 
 import dataclasses
 
 from jtrain.layout.precision import itemsize
-from jtrain.model.saved_activations import kept_names
 from jtrain.plan.estimate.pipeline import layers_here
 from jtrain.plan.job import Job
 
@@ -57,8 +56,7 @@ def memory_passes(job: Job, bytes_per_s: float) -> MemoryPasses:
     per_byte = itemsize(layout.precision.compute_dtype) / bytes_per_s
     per_layers = tokens * layers_here(layout, model.num_layers) * per_byte
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
-    kept = kept_names(layout)
-    again = kept is not None and not {"mlp_gate", "mlp_up"} <= set(kept)
+    again = bool({"mlp_gate", "mlp_up"} & job.repeated())
     routed = 0.0
     if model.moe is not None:
         routed = model.moe.top_k * model.d_model * (ROUTED + (EXCHANGED if mesh.expert > 1 else 0))

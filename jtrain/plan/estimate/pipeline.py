@@ -2,7 +2,7 @@
 
 from jtrain.layout.layout import Layout
 from jtrain.pipeline.tick_counts import TickCounts
-from jtrain.step.pipeline_ticks import counts_of, layers_permute
+from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
 
 def layers_here(layout: Layout, num_layers: int) -> int:
@@ -26,16 +26,6 @@ def kept_layers(layout: Layout, num_layers: int) -> int:
     slots = ticks(layout)
     assert slots is not None
     return slots.num_inputs * layout.pipeline.layers_per_chunk
-
-
-def chunk_passes(layout: Layout) -> int:
-    """Forward passes of chunks that a device of a pipeline computes in a step; as many are backward.
-
-    Layers that permute compute in every tick: see `layers_permute`.
-    """
-    steps = ticks(layout)
-    assert steps is not None
-    return steps.num_ticks if layers_permute(layout) else steps.microbatches * steps.chunks
 
 
 def layer_passes(layout: Layout, num_layers: int) -> int:

@@ -9,27 +9,8 @@ import dataclasses
 
 from jtrain.layout.layout import Layout
 from jtrain.pipeline.clocks import Costs
-from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective
-from jtrain.plan.estimate.pipeline import chunk_passes, ticks
-from jtrain.step.pipeline_ticks import layers_permute
-from jtrain.step.zero import gathers_once
-
-_IN_LAYERS = frozenset(
-    (
-        "parameters, forward",
-        "parameters, backward",
-        "activations",
-        BESIDE_WEIGHTS,
-        GATHERED_AGAIN,
-        "keys and values",
-        "heads for positions",
-        "segments",
-        "expert counts",
-        "rows to experts",
-        "routing",
-    )
-)
-"""Purposes of collectives that every pass of a layer has."""
+from jtrain.plan.estimate.pipeline import ticks
+from jtrain.step.pipeline_ticks import chunk_passes, layers_permute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +60,3 @@ def bubble_s(layout: Layout, spent: StageSeconds, costs: Costs) -> float:
     if layers_permute(layout):  # every stage computes in every tick, and `collectives` counts what it sends in all
         return (steps.num_ticks - n) / n * (spent.busy_s - spent.waits_s)
     return steps.makespan(costs.forward[0], costs.by_input[0], costs.by_weight[0]) - spent.busy_s
-
-
-def in_layers(one: Collective, layout: Layout) -> bool:
-    """True if a collective lies in the passes of chunks, so that all stages wait for the stage that waits for it."""
-    every_time = layout.spec.zero_stage >= 2 and not gathers_once(layout)
-    return one.purpose in _IN_LAYERS or (every_time and one.purpose == "gradients" and one.kind == "reduce-scatter")

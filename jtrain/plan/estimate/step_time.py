@@ -10,7 +10,6 @@ import dataclasses
 from jtrain.errors import UserError
 from jtrain.layout.layout import Layout
 from jtrain.layout.precision import itemsize
-from jtrain.model.saved_activations import kept_names
 from jtrain.pipeline.clocks import Costs
 from jtrain.plan.estimate.attention_time import attention_s
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES
@@ -20,7 +19,7 @@ from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.memory_passes import memory_passes
 from jtrain.plan.estimate.pipeline import layers_here
-from jtrain.plan.estimate.pipeline_time import StageSeconds, bubble_s, in_layers, operation_costs
+from jtrain.plan.estimate.pipeline_time import StageSeconds, bubble_s, operation_costs
 from jtrain.plan.job import Job
 from jtrain_kernels.cost import MEMORY
 from jtrain_kernels.device import DeviceSpec
@@ -179,8 +178,8 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     passes = memory_passes(job, hbm / assume.computation)
     part = layers_here(layout, job.model.num_layers) / job.model.num_layers  # of the layers, on one device
     attention_forward_s, attention_backward_s = (assume.computation * part * took for took in attention_s(job))
-    if (kept := kept_names(layout)) is not None and "attention" not in kept:
-        attention_backward_s += attention_forward_s  # recomputed
+    if "attention" in job.repeated():
+        attention_backward_s += attention_forward_s
     forward_s = multiply.layers.forward_s + attention_forward_s + passes.forward_s
     by_input_s = multiply.layers.by_input_s + multiply.recomputed_s + attention_backward_s + passes.backward_s
     by_weight_s = multiply.layers.by_weight_s
@@ -219,7 +218,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         slowest_s=compute_s * (1 / assume.slowest_of(device, mesh.size) - 1),
     )
     if layout.pipeline is not None:
-        waits_s = sum((one.exposed_s for one in sent if in_layers(one.what, layout)), 0.0)
+        waits_s = sum((one.exposed_s for one in sent if one.what.in_layers), 0.0)
         spent = StageSeconds(forward_s, by_input_s, by_weight_s + accumulate_s, waits_s)
         [message_s] = [one.total_s / one.what.count for one in sent if one.what.purpose == BETWEEN_STAGES]
         costs = operation_costs(layout, spent, message_s=message_s)

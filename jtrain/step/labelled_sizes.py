@@ -1,0 +1,269 @@
+"""Sizes for an abstract trace of a step that a reader of the trace can tell apart.
+
+Every size that the layouts of a class may have differently is a prime of its own in the trace: rows, positions, widths,
+devices along an axis. The number of elements of a traced array then says by its prime factors how it depends on each
+size, and so how many elements the array has in any layout of the class.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any, Literal
+
+from jtrain.layout.dims import kv_heads_in_use
+from jtrain.layout.layout import Layout, make_layout
+from jtrain.layout.layout_spec import LayoutSpec
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.offload_spec import OffloadSpec
+from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.expert_dispatch import num_pieces
+from jtrain.model.router import MoESpec
+from jtrain.model.saved_activations import kept_names
+from jtrain.model.transformer import Transformer
+from jtrain.model.unembedding import PART_COLUMNS, num_parts
+from jtrain.pipeline.spec import PipelineSpec
+from jtrain.step.gradient_sums import sums_gradients
+from jtrain.step.pipeline_ticks import counts_of
+from jtrain.step.zero import gathers_once
+
+type Part = Literal["layers", "embedding", "loss", "end"]
+"""Part of a step that is traced on its own: all layers for one microbatch, embedding or loss of one microbatch, and
+what a step does once."""
+
+type Monomial = tuple[int, tuple[tuple[str, int], ...]]
+"""A number as a factor and powers of sizes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutClass:
+    """Layouts whose steps do the same in one part, on arrays of other sizes.
+
+    spec, precision: options of the layout, as they are unless this part of a step does not depend on them.
+    staged: True with pipeline stages, whose schedule is `pipeline`.
+    tensor, kv_heads: devices along `tensor`, and a device's key heads; 0 where only their products matter.
+    shared: devices that compute the same key head.
+    pieces: pieces of an exchange of tokens over `expert`; 0 without one.
+    in_parts: True if the unembedding is gathered in parts.
+    rings: number of torus dimensions of ZeRO's collectives.
+    """
+
+    part: Part
+    spec: LayoutSpec
+    precision: PrecisionSpec
+    staged: bool
+    pipeline: PipelineSpec
+    context: int
+    order: str
+    tensor: int
+    kv_heads: int
+    shared: int
+    moe: MoESpec | None
+    pieces: int
+    qk_norm: bool
+    tied: bool
+    in_parts: bool
+    rings: int
+
+
+def class_of(part: Part, model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> LayoutClass:
+    """The class that a layout belongs to in one part of the step.
+
+    Args:
+      rows: sequences that a device computes at a time.
+    """
+    mesh, spec, precision = layout.mesh, layout.spec, layout.precision
+    of_layers, at_end = part == "layers", part == "end"
+    splits = layout.pipeline is not None and counts_of(layout).splits_backward
+    # Passes of a layer are the same in a pipeline, but for what a loop over layers does once for all of them, and for
+    # weights in 8 bits.
+    same = of_layers and not splits and mesh.context == 1 and precision.matmul_dtype == "compute"
+    staged = layout.pipeline is not None and not same
+    stage = spec.zero_stage if mesh.zero_shards > 1 else 0
+    if not at_end and (stage == 1 or gathers_once(layout)):
+        stage = 0
+    kept = kept_names(layout) if of_layers else None
+    sums = of_layers and mesh.context > 1 and not staged and sums_gradients(layout)
+    changed: dict[str, Any] = dict(
+        zero_stage=stage,
+        microbatches=4 if staged else 2 if sums else 1,
+        remat="none" if kept is None else "named" if kept else "full",
+        remat_save=kept or (),
+        offload=OffloadSpec(),
+        auto=False,
+    )
+    precision = dataclasses.replace(precision, grad_accum_dtype="float32")
+    if not of_layers:
+        changed |= dict(tensor_overlap=False, sequence_groups=1, context_attention="ring")
+        precision = precision if at_end else dataclasses.replace(precision, matmul_dtype="compute")
+    in_heads = of_layers and mesh.context > 1 and spec.context_attention == "ulysses"
+    exchanged = of_layers and model.moe is not None and mesh.expert > 1
+    shards = mesh.tensor * mesh.stage
+    return LayoutClass(
+        part,
+        dataclasses.replace(spec, **changed),
+        precision,
+        staged,
+        _schedule(layout, splits=splits and of_layers, at_end=at_end) if staged else PipelineSpec(),
+        mesh.context,
+        layout.context_order,
+        mesh.tensor if spec.tensor_overlap and of_layers else 0,
+        kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor if in_heads else 0,
+        max(1, mesh.tensor // model.num_kv_heads) if of_layers or at_end else 1,
+        model.moe if of_layers or at_end else None,
+        num_pieces(rows * seq_len // mesh.context, model.moe.top_k) if exchanged and model.moe is not None else 0,
+        model.qk_norm if of_layers or at_end else False,
+        model.tie_embeddings,
+        part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
+        len(layout.rings),
+    )
+
+
+def _schedule(layout: Layout, *, splits: bool, at_end: bool) -> PipelineSpec:
+    """The simplest schedule whose passes of a layer are the same."""
+    gather = layout.pipeline_spec.gather if at_end else "tick"
+    return PipelineSpec("zb-h1" if splits else "1f1b", gather=gather)
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """Model, layout and batch of a trace.
+
+    labels: letter -> the prime that stands for it. w, p, z, e, t are devices along replica, stage, data, expert and
+      tensor, z, r, s those of ZeRO's torus dimensions; b rows; l positions; d, k, g, h, f, x, v parts of the sizes D,
+      K, N, H, F, X, V that no axis splits; y layers; u, q, m positions of a device in the loss, those of a chunk, and
+      chunks; o columns of a part of the vocabulary, n parts.
+    """
+
+    model: Transformer
+    layout: Layout
+    rows: int
+    seq_len: int
+    labels: Mapping[str, int]
+
+    def monomial(self, number: int) -> Monomial:
+        """A traced number as a product of labels; 0 has none."""
+        if number == 0:
+            return 0, ()
+        powers: list[tuple[str, int]] = []
+        for letter, prime in self.labels.items():
+            power = 0
+            while number % prime == 0:
+                number, power = number // prime, power + 1
+            if power:
+                powers.append((letter, power))
+        return number, tuple(powers)
+
+
+def labelled(of: LayoutClass) -> Labelled:
+    """Sizes of a trace for a class."""
+    exact = of.context * of.shared * (of.tensor or 1) * (of.kv_heads or 1) * max(1, of.pieces)
+    exact *= of.moe.top_k * max(1, of.moe.shared_experts) if of.moe else 1
+    # An exchange in one piece takes few tokens, one in several takes many; the code itself has none of these factors.
+    first = {0: 11, 1: 5}.get(of.pieces, 61)
+    primes = (n for n in range(first, 10_000) if _is_prime(n) and exact % n)
+    at: dict[str, int] = {letter: next(primes) for letter in "btlwezrsdkghfxvyp"}
+    if of.tensor:
+        del at["t"]
+    rings = ["z", "r", "s"][: of.rings]
+    data = math.prod(at[name] for name in rings) if rings else at["z"]
+    c = of.context
+    tensor = of.tensor or (of.shared * at["k"] if of.shared > 1 else at["t"])
+    width = at["d"] * data * c * (tensor if of.shared > 1 else 1)
+    kv_heads = at["k"] if of.shared > 1 else (of.kv_heads or at["k"]) * tensor
+    heads = max(kv_heads, tensor) * at["g"] * (c if of.kv_heads else 1)
+    stages = (2 if of.part == "layers" else at["p"]) if of.staged else 1
+    halves = math.lcm(2 if c > 1 else 1, of.pieces or 1)
+    rows, local = at["b"] * of.spec.sequence_groups, at["l"] * halves
+    vocab, chunk = at["v"], 10**9
+    if of.part == "loss":
+        # 7 chunks, the last one short: positions and those of all chunks are different numbers.
+        at |= {"u": 1009, "m": 7}
+        chunked = at["u"] * (tensor * stages if of.in_parts else 1)
+        chunk = next(n for n in range(-(-chunked // at["m"]), chunked) if _is_prime(n))
+        at["q"], rows, local = chunk, 1, at["u"] * stages
+        if of.in_parts:
+            at |= {"o": 16381, "n": 5}
+            vocab = at["o"] * at["n"]
+            assert -(-vocab // PART_COLUMNS) == at["n"]
+    moe = of.moe and dataclasses.replace(of.moe, num_experts=at["x"] * at["e"])
+    model = Transformer(
+        num_layers=2 if of.staged and of.part == "layers" else at["y"] * stages,
+        d_model=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=2 * at["h"],
+        d_ff=at["f"] * tensor,
+        vocab_size=vocab * tensor * stages,
+        moe=moe,
+        qk_norm=of.qk_norm,
+        tie_embeddings=of.tied,
+        loss_chunk_tokens=chunk,
+        attention_chunk=10**9,
+    )
+    expert = at["e"] if of.pieces or (of.moe is not None and of.part == "end") else 1
+    mesh = MeshSpec(at["w"], stages, data, expert, c, tensor)
+    more: Any = dict(context_order=of.order, precision=of.precision, pipeline=of.pipeline)
+    layout = make_layout(of.spec, mesh, model.param_infos(), **more)
+    if of.rings:
+        lengths = [at[name] for name in rings]
+        layout = dataclasses.replace(layout, rings=(*lengths[:-1], lengths[-1] * c))
+    return Labelled(model, layout, rows, local * tensor * c, at)
+
+
+def _is_prime(number: int) -> bool:
+    return all(number % k for k in range(2, math.isqrt(number) + 1))
+
+
+def values_of(
+    of: LayoutClass, model: Transformer, layout: Layout, *, rows: int, seq_len: int
+) -> dict[str, tuple[int, int]]:
+    """Letter of `Labelled` -> its number in a layout of the class, as a ratio."""
+    mesh, c = layout.mesh, of.context
+    tensor, zero = mesh.tensor, mesh.zero_shards
+    in_use = kv_heads_in_use(model.num_kv_heads, tensor)
+    halves = math.lcm(2 if c > 1 else 1, of.pieces or 1)
+    placed = layout.pipeline
+    layers = model.num_layers if placed is None else placed.places // placed.stages
+    shards = tensor * mesh.stage
+    local = -(-rows * seq_len // c // tensor // mesh.stage)
+    chunked = local * (shards if of.in_parts else 1)
+    chunk = min(model.loss_chunk, chunked) if of.part == "loss" else 1
+    parts = num_parts(model.vocab_size, shards) if of.in_parts else 1
+    found: dict[str, Fraction | int] = {
+        "b": Fraction(rows, of.spec.sequence_groups),
+        "l": Fraction(seq_len, c * tensor * halves),
+        "w": mesh.replica,
+        "p": mesh.stage,
+        "z": mesh.shape["data"],
+        "e": mesh.expert,
+        "t": tensor,
+        "d": Fraction(model.d_model, zero * (tensor if of.shared > 1 else 1)),
+        "k": model.num_kv_heads if of.shared > 1 else Fraction(model.num_kv_heads, tensor),
+        "g": Fraction(model.num_heads, in_use * (c if of.kv_heads else 1)),
+        "h": Fraction(model.head_dim, 2),
+        "f": Fraction(model.d_ff, tensor),
+        "x": Fraction(model.moe.num_experts, mesh.expert) if model.moe else 1,
+        "v": Fraction(model.vocab_size, shards),
+        "y": 1 if placed is not None and of.part == "layers" else layers,  # a pipeline's passes are of single layers
+        "u": local,
+        "q": chunk,
+        "m": -(-chunked // chunk),
+        "o": -(-model.vocab_size // shards // parts),
+        "n": parts,
+    }
+    for letter, length in zip("zrs", layout.rings, strict=False):
+        found[letter] = Fraction(length, c if letter == "zrs"[len(layout.rings) - 1] else 1)
+    return {letter: value.as_integer_ratio() for letter, value in found.items()}
+
+
+def evaluated(of: Monomial, values: Mapping[str, tuple[int, int]]) -> int:
+    """The number that a monomial is in a layout, from the numerators and denominators of `values_of`."""
+    number, powers = of
+    below = 1
+    for letter, power in powers:
+        over, under = values[letter]
+        number *= over**power
+        below *= under**power
+    assert number % below == 0, "an array has a whole number of elements"
+    return number // below

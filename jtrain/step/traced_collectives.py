@@ -1,0 +1,249 @@
+"""Collectives of a traced function, read off its jaxpr: what each one sends, and the part of the function it is in.
+
+Equations are followed through calls and loops with a number for every value, so that a collective that is repeated in
+the same computation with the same operand counts once, as compilers compute it once, and what a value depends on is
+known.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+type Kind = Literal[
+    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
+]
+
+type When = Literal["forward", "again", "backward"]
+"""Pass of a collective: `again` repeats one of the forward pass for the backward pass."""
+
+_KINDS: dict[str, Kind] = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+}
+
+_TRANSFORMATION = re.compile(r"\w+\(|\)")
+"""What transformations add to a scope: `transpose(jvp(attention))`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedCollective:
+    """One collective of a jaxpr.
+
+    scope: names of `jax.named_scope` around it, without those of transformations.
+    dims: shape of the whole array: the result of an all-gather, the operand of a reduce-scatter, an all-reduce, an
+      all-to-all or a permute.
+    ring: devices of a group, if the groups split the axes; None if a group has all of them.
+    trips: lengths of the loops around it.
+    repeats_products: True if a product of the recomputed forward pass reads its result.
+    largest: True for an all-reduce that takes the largest number instead of the sum.
+    """
+
+    kind: Kind
+    axes: tuple[str, ...]
+    dtype: str
+    dims: tuple[int, ...]
+    ring: int | None
+    scope: tuple[str, ...]
+    when: When
+    trips: tuple[int, ...]
+    repeats_products: bool
+    largest: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A value of the trace: its number, and the repeated collectives that it depends on, a bit for each."""
+
+    number: int
+    marks: int
+
+
+type _Known = dict[Any, list[_Value]]
+"""Operand and settings of a collective of a computation -> its results."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Position of a jaxpr in the trace: scope and trips as in `TracedCollective`; backward: in a backward pass."""
+
+    scope: tuple[str, ...]
+    trips: tuple[int, ...]
+    when: When
+
+
+def traced_collectives(jaxpr: Any) -> tuple[list[TracedCollective], frozenset[str]]:
+    """What a closed jaxpr does, without that whose results nobody reads.
+
+    Returns:
+      Its collectives, in its order, and the names (`checkpoint_name`) of the values that it computes a second time.
+    """
+    lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+    reader = _Reader()
+    reader.follow(lean, [reader.new(0) for _ in lean.invars], _Place((), (), "forward"), {})
+    return reader.result(), frozenset(reader.names_again)
+
+
+class _Reader:
+    """Follows jaxprs and collects their collectives."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count()
+        self.marks = itertools.count()
+        self.found: list[tuple[TracedCollective, int]] = []
+        self.read_again = 0
+        self.names_again = set[str]()
+
+    def new(self, marks: int) -> _Value:
+        return _Value(next(self.numbers), marks)
+
+    def result(self) -> list[TracedCollective]:
+        return [
+            dataclasses.replace(one, repeats_products=bool(mark & self.read_again)) if mark else one
+            for one, mark in self.found
+        ]
+
+    def follow(self, jaxpr: Any, given: Sequence[_Value], place: _Place, known: _Known) -> list[_Value]:
+        """Values of a jaxpr's results; `known` has the results of the collectives of the same computation."""
+        values: dict[Any, _Value] = dict(zip(jaxpr.invars, given, strict=True))
+        values |= {var: self.new(0) for var in jaxpr.constvars}
+
+        def read(atom: Any) -> _Value:
+            return self.new(0) if isinstance(atom, core.Literal) else values[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self._results(eqn, [read(atom) for atom in eqn.invars], place, known)
+            values |= zip(eqn.outvars, results, strict=True)
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _results(self, eqn: Any, given: list[_Value], place: _Place, known: _Known) -> list[_Value]:
+        name, params = eqn.primitive.name, eqn.params
+        inside = _inside(eqn, place)
+        marks = 0
+        for value in given:
+            marks |= value.marks
+        if name in _KINDS:
+            return self._collective(eqn, given, inside, known)
+        if name == "name" and inside.when == "again":
+            self.names_again.add(params["name"])
+        if name in ("name", "reduce_precision"):  # `jax.checkpoint` names and rounds what it keeps
+            return given
+        if name == "scan":
+            num_consts = len(params["ft_in"].unpack()[0])
+            body, length = params["jaxpr"].jaxpr, params["length"]
+            if length == 0:  # a ring of two devices has no hop between the first and the last
+                return [self.new(marks) for _ in eqn.outvars]
+            looped = dataclasses.replace(inside, trips=(*inside.trips, length))
+            carried = [self.new(marks) for _ in given[num_consts:]]
+            results = self.follow(body, [*given[:num_consts], *carried], looped, {})
+            return [self.new(result.marks | marks) for result in results]
+        if name == "cond":
+            branch = _taken(params).jaxpr
+            return [self.new(v.marks | marks) for v in self.follow(branch, given[1:], inside, known)]
+        if (called := _called(params)) is not None:
+            again: _Known = known if name != "remat2" else {}
+            if name == "remat2" and params.get("differentiated"):
+                inside = dataclasses.replace(inside, when="backward")
+            jaxpr, skipped = called, len(given) - len(called.invars)
+            return self.follow(jaxpr, given[skipped:], inside, again)
+        if name == "while":
+            bodies = [params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr]
+            assert not any(e.primitive.name in _KINDS for body in bodies for e in _equations(body)), "unknown trips"
+        if name == "dot_general" and inside.when == "again":
+            self.read_again |= marks
+        return [self.new(marks) for _ in eqn.outvars]
+
+    def _collective(self, eqn: Any, given: list[_Value], place: _Place, known: _Known) -> list[_Value]:
+        name, params = eqn.primitive.name, eqn.params
+        axes = params.get("axes", params.get("axis_name"))
+        axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+        groups = params.get("axis_index_groups")
+        results: list[_Value] = []
+        single = name not in ("psum", "psum_invariant", "pmax", "pmin", "ppermute")
+        for index, out in enumerate(eqn.outvars):
+            operands = given if single else [given[index]]
+            same = repr({key: value for key, value in params.items() if key != "axis_index_groups"})
+            key = name, place.trips, same, str(groups), *(value.number for value in operands)
+            if key not in known:
+                mark = 0
+                if place.when == "again":
+                    mark = 1 << next(self.marks)
+                one = TracedCollective(
+                    _KINDS[name],
+                    axes,
+                    str(eqn.invars[index].aval.dtype),
+                    _whole(name, eqn.invars[index].aval.shape, out.aval.shape),
+                    None if groups is None else len(groups[0]),
+                    place.scope,
+                    place.when,
+                    place.trips,
+                    False,
+                    name == "pmax",
+                )
+                self.found.append((one, mark))
+                marks = mark
+                for value in operands:
+                    marks |= value.marks
+                known[key] = [self.new(marks)]
+            results += known[key]
+        return results
+
+
+def _whole(name: str, operand: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape that `TracedCollective.dims` has; a ragged exchange's is the smaller, which is not padded."""
+    if name == "all_gather":
+        return result
+    return min(operand, result, key=math.prod) if name == "ragged_all_to_all" else operand
+
+
+def _inside(eqn: Any, place: _Place) -> _Place:
+    """Place of an equation, and of the jaxprs that it calls."""
+    stack, when = str(eqn.source_info.name_stack), place.when
+    names = list(place.scope)
+    if "transpose(" in stack and when == "forward":
+        when = "backward"
+    for name in filter(None, _TRANSFORMATION.sub("", stack).split("/")):
+        if name == "rematted_computation":
+            when = "again"
+        else:
+            names.append(name)
+    return _Place(tuple(names), place.trips, when)
+
+
+def _taken(params: dict[str, Any]) -> Any:
+    """The branch of a conditional that counts: for GPUs, where it chooses by platform, else the one that does most."""
+    branches, platforms = params["branches"], params.get("branches_platforms")
+    if platforms is None:
+        return max(branches, key=lambda branch: sum(1 for _ in _equations(branch.jaxpr)))
+    return next(branch for branch, of in zip(branches, platforms, strict=True) if of is None or "cuda" in of)
+
+
+def _called(params: dict[str, Any]) -> Any:
+    """The jaxpr that an equation calls once, or None."""
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        inner = params.get(name)
+        if inner is not None and hasattr(inner, "eqns"):
+            return getattr(inner, "jaxpr", inner)
+    return None
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """Equations of a jaxpr and of all inside it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns"):
+                    yield from _equations(getattr(inner, "jaxpr", inner))

@@ -1,0 +1,210 @@
+"""A step's own description: traces that scale, that follow the step's code, and that a damaged cache does not hurt.
+
+`test_collectives.py` compiles whole steps and finds in the programs what the description says.
+"""
+
+import collections
+import dataclasses
+import math
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from jtrain.layout.dims import Batch
+from jtrain.layout.mesh import AXES, MeshSpec, local_shape
+from jtrain.model.forward_placement import SAVEABLE
+from jtrain.model.transformer import Block, Transformer
+from jtrain.optim import AdamW
+from jtrain.plan.estimate.collectives import collectives
+from jtrain.plan.job import Job
+from jtrain.step import description, description_cache, zero
+from jtrain.step.description import repeated_activations, step_collectives, traced
+from jtrain.step.labelled_sizes import class_of, labelled, values_of
+from jtrain.step.traced_collectives import traced_collectives
+from jtrain.step.train_step import BATCH_SPEC, _local_gradients
+from jtrain.step.zero import param_tree
+from tests.layouts import layout_from
+
+SIZES: dict[str, Any] = dict(
+    num_layers=3, d_model=64, num_heads=8, num_kv_heads=4, head_dim=16, d_ff=96, vocab_size=128
+)
+ROWS, LENGTH = 2, 64
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No traces from memory or disk, and none left behind."""
+    monkeypatch.setattr(description_cache, "folder", lambda: None)
+    traced.cache_clear()
+    yield
+    traced.cache_clear()
+
+
+def job_of(axes: dict[str, int], **layout: Any) -> Job:
+    model, mesh = Transformer(**SIZES), MeshSpec(**axes)
+    batch = ROWS * mesh.batch_shards * layout.get("microbatches", 1)
+    return Job(model, layout_from(layout, mesh, model.param_infos()), AdamW(peak_lr=1e-3), batch, LENGTH)
+
+
+def gradients_of(job: Job) -> collections.Counter[tuple[Any, ...]]:
+    """Arrays and elements of each kind, axes and dtype in the jaxpr of the whole step before its update."""
+    model, layout = job.model, job.layout
+    mesh = AbstractMesh(tuple(layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    shapes = param_tree(layout, lambda p: jax.ShapeDtypeStruct(p.info.shape, layout.precision.param_dtype))
+    ids = jax.ShapeDtypeStruct((job.global_batch, job.seq_len), jnp.int32)
+    step = jax.shard_map(
+        lambda params, batch, step: _local_gradients(model, layout, params, {}, batch, step),
+        mesh=mesh,
+        in_specs=(param_tree(layout, lambda p: p.param), BATCH_SPEC, P()),
+        out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P(), P(AXES)),
+        check_vma=False,
+    )
+    jaxpr = jax.make_jaxpr(step)(shapes, Batch(ids, ids, ids, ids), jax.ShapeDtypeStruct((), jnp.int32))
+    found: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    for one in traced_collectives(jaxpr)[0]:
+        axes = tuple(axis for axis in AXES if axis in one.axes and layout.mesh.shape[axis] > 1)
+        if axes:
+            count = math.prod(one.trips)
+            found[one.kind, axes, one.dtype, "arrays"] += count
+            found[one.kind, axes, one.dtype, "elements"] += count * math.prod(one.dims)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("axes", "layout"),
+    [
+        (dict(replica=2, data=4, tensor=2), dict(zero_stage=3, microbatches=2, remat="full")),
+        (dict(data=2, tensor=4), dict(zero_stage=2, remat="named", remat_save=("attention", "mlp_gate"))),
+        (dict(data=2, context=4), dict(zero_stage=1)),
+    ],
+    ids=str,
+)
+def test_the_parts_are_the_whole_step(axes: dict[str, int], layout: dict[str, Any]) -> None:
+    """The jaxpr of one device's gradients has what the scaled traces say, array by array and element by element."""
+    job = job_of(axes, **layout)
+    want: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    for one in step_collectives(job.model, job.layout, rows=job.rows(), seq_len=job.seq_len):
+        if one.part != "partitioner" and not {description.UPDATE, description.METRICS} & set(one.scope):
+            want[one.kind, one.axes, one.dtype, "arrays"] += one.count
+            want[one.kind, one.axes, one.dtype, "elements"] += one.elements
+    assert gradients_of(job) == want
+    assert len(want) > 8
+
+
+def test_a_collective_more_in_a_layer_is_in_the_plan(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum over `tensor` in every layer's feed-forward part: of as many bytes more, forward and backward."""
+    job = job_of(dict(data=2, tensor=4), zero_stage=3, microbatches=2)
+
+    def bytes_of_sums() -> int:
+        return sum(c.array_bytes for c in collectives(job) if c.kind == "all-reduce" and c.axes == ("tensor",))
+
+    before, original = bytes_of_sums(), Block.feed_forward
+
+    def summed(self: Block, *args: Any, **settings: Any) -> Any:
+        y_BLD, losses = original(self, *args, **settings)
+        return jax.lax.psum(y_BLD, "tensor"), losses
+
+    monkeypatch.setattr(Block, "feed_forward", summed)
+    traced.cache_clear()
+    passes, elements = 2 * SIZES["num_layers"] * 2, ROWS * LENGTH // 4 * SIZES["d_model"]
+    assert bytes_of_sums() - before == passes * elements * 2
+
+
+def test_another_dtype_of_gathers_is_in_the_plan(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights gathered in float32 take twice the bytes of bfloat16 in both passes."""
+    job = job_of(dict(data=8), zero_stage=3, remat="full")
+
+    def gathered() -> dict[str, int]:
+        return {c.purpose: c.array_bytes for c in collectives(job) if c.purpose.startswith("parameters")}
+
+    before, original = gathered(), zero.gather_shards
+
+    def wide(layout: Any, shard: Any, dim: int) -> Any:
+        return original(layout, shard.astype(jnp.float32), dim).astype(shard.dtype)
+
+    monkeypatch.setattr(zero, "gather_shards", wide)
+    traced.cache_clear()
+    assert gathered() == {purpose: 2 * size for purpose, size in before.items()}
+    assert len(before) == 2
+
+
+@pytest.mark.parametrize(
+    ("zero_stage", "kept", "again"),
+    [
+        (0, None, ()),
+        (3, None, ()),
+        (0, ("attention", "mlp_gate"), ("attention_k", "attention_out", "attention_q", "attention_v", "mlp_up")),
+    ],
+)
+def test_activations_that_no_layer_keeps_are_computed_again(
+    zero_stage: int, kept: tuple[str, ...] | None, again: tuple[str, ...]
+) -> None:
+    """Those of the names that a layer may keep; the last product of a layer has no name, and nobody needs it again."""
+    remat: dict[str, Any] = {} if kept is None else dict(remat="named", remat_save=kept)
+    job = job_of(dict(data=8), zero_stage=zero_stage, **remat)
+    found = repeated_activations(job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
+    assert found & set(SAVEABLE) == set(again)
+
+
+def test_labels_are_the_sizes_of_the_layout() -> None:
+    """The blocks of all parameters and of the batch, from the primes of a trace, for sizes that share factors."""
+    job = job_of(dict(replica=2, data=2, context=2, tensor=4), zero_stage=3, microbatches=2)
+    of = class_of("end", job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
+    trace, values = labelled(of), values_of(of, job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
+    for p, real in zip(trace.layout.params, job.layout.params, strict=True):
+        block = math.prod(local_shape(p.optimizer, p.info.shape, trace.layout.mesh.shape))
+        number, powers = trace.monomial(block)
+        for letter, power in powers:
+            over, under = values[letter]
+            number = number * over**power / under**power
+        assert number == job.layout.local_size(real.optimizer, real.info.shape)
+    assert len(set(trace.labels.values())) == len(trace.labels)
+
+
+def _described(cache: str, number: int) -> int:
+    """Bytes of a job's collectives in another process, with traces in `cache`."""
+    jax.config.update("jax_compilation_cache_dir", cache)
+    del number
+    return sum(c.array_bytes for c in collectives(job_of(dict(data=8), zero_stage=3)))
+
+
+def test_processes_share_traces_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
+    """Two at a time write the same files; a file that is cut short, empty or of another form is traced again."""
+    with multiprocessing.get_context("spawn").Pool(2) as pool:
+        first = pool.starmap(_described, [(str(tmp_path), number) for number in range(2)])
+    [folder] = (tmp_path / "traces").iterdir()
+    files = sorted(folder.iterdir())
+    assert len(set(first)) == 1
+    assert len(files) == 4, "a file for each part of a step, and nothing else"
+    whole = {file: file.read_text() for file in files}
+    files[0].write_text(whole[files[0]][:100])
+    files[1].write_text("")
+    files[2].write_text('[{"kind": "all-gather"}]')
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.starmap(_described, [(str(tmp_path), 0)]) == first[:1]
+    assert {file: file.read_text() for file in sorted(folder.iterdir())} == whole
+
+
+def test_traces_are_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a file says is believed: twice the count doubles the plan. Without a folder nothing is read."""
+    job = job_of(dict(data=8), zero_stage=3)
+    monkeypatch.setattr(description_cache, "folder", lambda: tmp_path)
+    traced.cache_clear()
+    of = class_of("embedding", job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
+    found = traced(of)
+    [file] = tmp_path.iterdir()
+    each = (dataclasses.replace(one, count=(2 * one.count[0], one.count[1])) for one in found.collectives)
+    doubled = dataclasses.replace(found, collectives=tuple(each))
+    description_cache._write(file, description_cache._text(doubled))
+    traced.cache_clear()
+    assert traced(of) == doubled
+    monkeypatch.setattr(description_cache, "folder", lambda: None)
+    traced.cache_clear()
+    assert traced(of) == found
