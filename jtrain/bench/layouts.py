@@ -15,14 +15,13 @@ jtrain refuses are drawn, and the ways out that the messages name are followed: 
 one setting per reason is run. Exit code 1 if anything is unequal.
 """
 
-import argparse
 import collections
 import itertools
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from jtrain.bench import Row, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,15 +37,15 @@ REFUSED = 4
 """Settings by chance for each of `--trials`, most of which are refused."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of this benchmark."""
-    parser.add_argument("--trials", type=int, default=20, help="settings to run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sequence of settings (default: %(default)s)")
-    parser.add_argument("--only", metavar="K[:L]", help="only trial K, or those from K to L - 1")
-    parser.add_argument("--refusals", action="store_true", help="no trials: only settings that jtrain refuses")
+OPTIONS = (
+    option("--trials", type=int, default=20, help="settings to run (default: %(default)s)"),
+    option("--seed", type=int, default=0, help="of the sequence of settings (default: %(default)s)"),
+    option("--only", metavar="K[:L]", help="only trial K, or those from K to L - 1"),
+    option("--refusals", action="store_true", help="no trials: only settings that jtrain refuses"),
+)
 
 
-def run(args: argparse.Namespace) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Runs the trials one after another; prints a line for each, then the tables, and yields rows for `--json`.
 
     Raises:

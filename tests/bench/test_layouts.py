@@ -1,6 +1,5 @@
 """The fuzz of layouts: its draws, its reference, a slice of its trials, and a bug that it has to find."""
 
-import argparse
 import itertools
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.bench import layouts
+from jtrain.bench import Options, layouts
 from jtrain.bench.layout_trials import adversarial_batch, pairs
 from jtrain.bench.layout_trials.refusals import follow, helps, reason_of, ways_out
 from jtrain.bench.layout_trials.settings import (
@@ -131,7 +130,7 @@ def test_a_failing_setting_is_shrunk() -> None:
 
 def test_arguments_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="--trials 0 must be at least 1"):
-        list(layouts.run(argparse.Namespace(trials=0, seed=0, only=None, refusals=False)))
+        list(layouts.run(Options(trials=0, seed=0, only=None, refusals=False)))
     for only in ("20", "5:3", "x", "-1:2"):
         with pytest.raises(ValueError, match=f"--only {only} must be K or K:L, trials from 0 to --trials 20"):
             layouts.chosen_trials(only, 20)
