@@ -138,12 +138,14 @@ def step_collectives(model: Transformer, layout: Layout, *, rows: int, seq_len: 
         times = 1 if part == "end" else layout.spec.microbatches
         if part == "layers" and layout.pipeline is not None:
             times = chunk_passes(layout) * layout.pipeline.layers_per_chunk
-        for one in traced(of).collectives:
+        labelled_ones = traced(of).collectives
+        counts = evaluated([one.count for one in labelled_ones], values)
+        sizes = evaluated([one.elements for one in labelled_ones], values)
+        for one, count, size in zip(labelled_ones, counts, sizes, strict=True):
             axes = tuple(axis for axis in AXES if axis in one.along and shape[axis] > 1)
             if axes:
                 group = math.prod(shape[axis] for axis in axes) if one.ring is None else layout.rings[one.ring]
                 group = 2 if one.kind == "collective-permute" else group
-                count = times * evaluated(one.count, values)
                 found.append(
                     StepCollective(
                         part,
@@ -154,8 +156,8 @@ def step_collectives(model: Transformer, layout: Layout, *, rows: int, seq_len: 
                         axes,
                         group,
                         one.dtype,
-                        count,
-                        count * evaluated(one.elements, values),
+                        times * count,
+                        times * count * size,
                         one.when,
                         one.repeats_products,
                         one.largest,

@@ -7,7 +7,7 @@ size, and so how many elements the array has in any layout of the class.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -170,7 +170,9 @@ def labelled(of: LayoutClass) -> Labelled:
     c = of.context
     tensor = of.tensor or (of.shared * at["k"] if of.shared > 1 else at["t"])
     width = at["d"] * data * c * (tensor if of.shared > 1 else 1)
-    kv_heads = at["k"] if of.shared > 1 else (of.kv_heads or at["k"]) * tensor
+    if of.tensor and of.shared > 1:
+        del at["k"]
+    kv_heads = tensor // of.shared if of.shared > 1 else (of.kv_heads or at["k"]) * tensor
     heads = max(kv_heads, tensor) * at["g"] * (c if of.kv_heads else 1)
     stages = (2 if of.part == "layers" else at["p"]) if of.staged else 1
     halves = math.lcm(2 if c > 1 else 1, of.pieces or 1)
@@ -257,13 +259,15 @@ def values_of(
     return {letter: value.as_integer_ratio() for letter, value in found.items()}
 
 
-def evaluated(of: Monomial, values: Mapping[str, tuple[int, int]]) -> int:
-    """The number that a monomial is in a layout, from the numerators and denominators of `values_of`."""
-    number, powers = of
-    below = 1
-    for letter, power in powers:
-        over, under = values[letter]
-        number *= over**power
-        below *= under**power
-    assert number % below == 0, "an array has a whole number of elements"
-    return number // below
+def evaluated(monomials: Sequence[Monomial], values: Mapping[str, tuple[int, int]]) -> list[int]:
+    """The numbers that monomials are in a layout, from the numerators and denominators of `values_of`."""
+    found: list[int] = []
+    for number, powers in monomials:
+        below = 1
+        for letter, power in powers:
+            over, under = values[letter]
+            number *= over**power
+            below *= under**power
+        assert number % below == 0, "an array has a whole number of elements"
+        found.append(number // below)
+    return found
