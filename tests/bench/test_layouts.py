@@ -9,6 +9,7 @@ import pytest
 
 from jtrain.bench import Options, layouts
 from jtrain.bench.layout_trials import adversarial_batch, pairs
+from jtrain.bench.layout_trials.bounds import role_bound
 from jtrain.bench.layout_trials.refusals import follow, helps, reason_of, ways_out
 from jtrain.bench.layout_trials.settings import (
     FACTORS,
@@ -117,6 +118,14 @@ def test_a_pipeline_is_equal_until_its_backward_pass_reads_other_positions(
     assert any("gradient (mu)" in line for line in found.unequal)
     assert found.shares["gradient (mu)"] > 1000, "far beyond rounding"
     assert found.shares["first loss"] < 1, "the forward pass is right"
+
+
+def test_the_largest_gradient_of_few_bits_is_bound_least() -> None:
+    """A weight's largest value hardly moves; in float32 a gradient's is held as closely as an input's."""
+    in_bfloat16 = role_bound(defaults() | {"precision.compute_dtype": "bfloat16"})
+    assert in_bfloat16.shape == (1, 3, 1), "broadcasts over layers and steps of a history"
+    assert in_bfloat16[0, :, 0].tolist() == [0.25, 0.02, 1.0]
+    assert role_bound(defaults())[0, :, 0].tolist() == [0.25, 0.02, 0.25]
 
 
 def test_a_failing_setting_is_shrunk() -> None:
