@@ -1,6 +1,5 @@
 """Tables of ticks: an interpreter that follows their documentation gets exact gradients in the slots that they say."""
 
-import itertools
 import random
 
 import numpy as np
@@ -37,8 +36,8 @@ def test_every_schedule_in_every_packing_is_the_unpipelined_run(name: str, packi
 
 def test_random_schedules_in_any_packing_are_the_unpipelined_run() -> None:
     """Any valid order, also with chunks, a V, and backward passes of which only some are split."""
-    for seed, packing in zip(range(40), itertools.cycle(PACKINGS), strict=False):
-        check_table(random_schedule(random.Random(seed)), packing)
+    for seed in range(40):
+        check_table(random_schedule(random.Random(seed)), PACKINGS[seed % len(PACKINGS)])
 
 
 def test_a_wrong_slot_would_be_found() -> None:

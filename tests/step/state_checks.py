@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jtrain.layout.dims import Batch
-from jtrain.step.guard import LEFT_OUT
+from jtrain.step.guard import LEFT_OUT, GuardState
 from jtrain.step.state import TrainState
 
 
@@ -27,14 +27,16 @@ def assert_copies_agree(tree: Any) -> None:
 def assert_a_rejected_step_changes_nothing(step: Any, state: TrainState, batch: Batch) -> None:
     """Of parameters, moments and histories of 8-bit matmuls every bit stays; the step and the guard count it."""
     guard, number = state.guard, int(state.step) + 1
+    assert isinstance(guard, GuardState)
     left_out: Any = np.zeros(LEFT_OUT, np.int32)
     left_out[3] = number
     state = dataclasses.replace(
         state, guard=dataclasses.replace(guard, left_out=jax.device_put(left_out, guard.left_out.sharding))
     )
     before = jax.device_get((state.params, state.opt_state, state.scaling))
-    skipped = int(state.guard.skipped)
+    skipped = int(guard.skipped)
     after, metrics = step(state, batch)
     assert not bool(metrics["applied"])
+    assert isinstance(after.guard, GuardState)
     assert (int(after.step), int(after.guard.skipped)) == (number, skipped + 1)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get((after.params, after.opt_state, after.scaling)), before)

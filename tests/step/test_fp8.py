@@ -79,7 +79,8 @@ def trained(mode: Any, axes: tuple[tuple[str, int], ...] = (), **fields: Any) ->
     assert_copies_agree(state)
     scaling = jax.device_get(state.scaling)
     assert_a_rejected_step_changes_nothing(step, state, batch)
-    return Trained(np.array(losses), *first, scaling, step._cache_size())
+    gradient, first_scaling = first
+    return Trained(np.array(losses), gradient, first_scaling, scaling, step._cache_size())
 
 
 def assert_same_first_histories(got: Trained, want: Trained) -> None:

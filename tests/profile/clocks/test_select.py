@@ -196,6 +196,7 @@ def test_the_cpus_chain_is_relative_to_its_best() -> None:
     """The clock is never above its best, and not absurdly below, whatever else runs."""
     source = cpufreq.Cpu()
     found = [source.read(-1, slow=True) for _ in range(5)]
+    assert source.ref_mhz is not None
     assert all(0.02 * source.ref_mhz < one.sm_mhz <= source.ref_mhz for one in found)
     assert all(one.reasons in (0, samples.STOLEN) for one in found)
     assert "relative to its own best" in source.notes.lines[0]
