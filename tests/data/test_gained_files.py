@@ -209,9 +209,7 @@ def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resu
         assert not [line for line in batches.said() if "gained" in line], "they had joined before"
 
 
-def test_a_source_that_has_become_large_is_opened_as_at_its_first_start(
-    tmp_path: Path, same_batch: Callable[[Batch, Batch], None]
-) -> None:
+def test_a_source_that_has_become_large_is_opened_as_at_its_first_start(tmp_path: Path, same_batch: Any) -> None:
     """From below the limit of what is opened whole to above it, and with the limit lowered; its order must go on."""
     for file in range(50):
         write_lines(tmp_path / "files", file)
