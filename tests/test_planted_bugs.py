@@ -170,12 +170,6 @@ BUGS = {
         "_padded(target_T, stage)",
         STAGES,
     ),
-    "stages: router losses of identity layers": Bug(
-        "jtrain/step/pipeline_chunks.py",
-        "jnp.where(self.real_Y[row] & present, weight, 0.0), self.router)",
-        "jnp.where(present, weight, 0.0), self.router)",
-        STAGES,
-    ),
     # An option or an axis that is forgotten in one combination.
     "8 bits: largest values not shared over context": Bug(
         "jtrain/step/train_step.py",
@@ -330,11 +324,11 @@ BUGS = {
         "    dk, dv = dkv  # back",
         "tests/kernels/test_context_attention.py",
     ),
-    "window: the first chunk of keys left out": Bug(
-        KERNELS + "attention/pairs.py",
-        "jnp.maximum(i * chunk - (window - 1), 0)",
-        "jnp.maximum(i * chunk - (window - 2), 0)",
-        "tests/kernels/test_attention_pairs.py",
+    "window: the first key that a chunk sees left out": Bug(
+        KERNELS + "attention/chunks.py",
+        "else window - 1",
+        "else window - 2",
+        "tests/kernels/test_attention.py",
     ),
 }
 
