@@ -96,7 +96,7 @@ def test_the_workdir_is_named_after_the_config(config: str, workdir: str) -> Non
         (["--config=tiny", "--device", "tpu"], "--device tpu: this host has no TPU"),
         (["--config=tiny", "-n", "2"], "--processes 2 starts processes from a supervisor. Add --supervise."),
         (["--config=tiny", "--supervise", "-n", "0"], "--processes 0 must be at least 1"),
-        (["--confg=tiny"], "error: no option --confg. Did you mean --config? `python -m jtrain.launch --help` lists"),
+        (["--confg=tiny"], "error: no option --confg. Did you mean --config"),
         ([], "error: the following arguments are required: --config. `python"),
     ],
     ids=str,
