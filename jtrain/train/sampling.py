@@ -86,8 +86,7 @@ def stream(
 
     Raises:
       UserError: prompt and answer are longer than the context, the prompt is empty and the tokenizer has no begin id,
-        or
-        a value is out of range.
+        or a value is out of range.
     """
     sampler = TokenSampler(temperature, top_k, top_p, vocab_size=tokenizer.vocab_size)
     prompt_ids = tokenizer.encode(prompt)

@@ -64,7 +64,7 @@ class ClockSource:
 
     def read(self, device: int, slow: bool) -> Reading:
         """Reads one device; with `slow` also the quantities of the slow period."""
-        raise NotImplementedError
+        raise NotImplementedError  # every source reads in its own way
 
     def close(self) -> None:
         """Closes the driver, if one is open."""
