@@ -95,6 +95,11 @@ class PipelineTimeline:
         """
         return tuple(_in_flight(spans) for spans in self.workers)
 
+    @property
+    def peaks(self) -> tuple[int, ...]:
+        """For each worker the most chunks and microbatches in flight at once, as papers give a schedule's memory."""
+        return tuple(max(count for _, count in kept) for kept in self.in_flight())
+
 
 def _in_flight(spans: tuple[Span, ...]) -> tuple[tuple[float, int], ...]:
     changes: collections.Counter[float] = collections.Counter()

@@ -20,6 +20,7 @@ FREE_W). Each value gets the lowest slot that is free, so the number of slots is
 on the same worker goes directly into that reader's slot.
 """
 
+import collections
 import dataclasses
 import heapq
 from collections.abc import Iterator
@@ -27,7 +28,6 @@ from typing import Literal, NamedTuple
 
 from jtrain.pipeline.schedule import PassKind, PipelineSchedule, StageHop
 
-type Gathering = Literal["once", "each"]
 type WorkerInstructionKind = (
     PassKind
     | Literal[
@@ -77,25 +77,12 @@ class Program:
     cotangents: tuple[int, ...]
     stashes: tuple[int, ...]
 
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """For each worker the most chunks and microbatches at once that are past F and before their last backward pass.
 
-        The published figure of a schedule's memory: kept inputs and stashes together.
-        """
-        return tuple(_in_flight(program) for program in self.workers)
-
-
-def make_program(schedule: PipelineSchedule, gathering: Gathering = "once") -> Program:
-    """Derives the instructions of a schedule.
-
-    Args:
-      gathering: `once` keeps the gathered weights of a chunk from its first to its last use in the step (ZeRO 1 and 2);
-        `each` drops them as soon as another chunk follows (ZeRO 3).
-    """
+def make_program(schedule: PipelineSchedule) -> Program:
+    """Derives the instructions of a schedule, which keep the gathered weights of a chunk from first to last use."""
     workers, peaks = [], []
     for worker in range(schedule.stages):
-        plain = _with_chunk_work(schedule, worker, _with_messages(schedule, worker), gathering)
+        plain = _with_chunk_work(schedule, worker)
         program, counts = _with_slots(plain)
         workers.append(program)
         peaks.append(counts)
@@ -103,55 +90,34 @@ def make_program(schedule: PipelineSchedule, gathering: Gathering = "once") -> P
     return Program(schedule, tuple(workers), **counts)
 
 
-class Touched(NamedTuple):
-    """Values that an instruction reads, writes and frees."""
-
-    reads: tuple[Value, ...] = ()
-    writes: tuple[Value, ...] = ()
-    frees: Value | None = None
-
-
-def touched(schedule: PipelineSchedule, kind: WorkerInstructionKind, stage: int, microbatch: int) -> Touched:
-    """The values that an instruction of one microbatch must read, write and free."""
-    given, cotangent, stash = (Value(array, stage, microbatch) for array in ARRAYS)
+def _of(
+    schedule: PipelineSchedule, kind: WorkerInstructionKind, stage: int, microbatch: int, peer: int | None = None
+) -> WorkerInstruction:
+    """An instruction of one microbatch, with the values that it reads, writes and frees; slots are still 0."""
+    given, cotangent, stash = ((Value(array, stage, microbatch), 0) for array in ARRAYS)
+    one = WorkerInstruction(kind, stage, microbatch, peer)
     match kind:
         case "RECV_F" | "RECV_B":
-            return Touched(writes=(given if kind == "RECV_F" else cotangent,))
+            return one._replace(writes=(given if kind == "RECV_F" else cotangent,))
         case "FREE_F" | "FREE_B" | "FREE_W":
-            return Touched(frees={"FREE_F": given, "FREE_B": cotangent, "FREE_W": stash}[kind])
+            return one._replace(frees={"FREE_F": given, "FREE_B": cotangent, "FREE_W": stash}[kind])
         case "W":
-            return Touched(reads=(stash,))
+            return one._replace(reads=(stash,))
         case "F":
             hop = schedule.activation_hop(stage)
             writes = [given] if stage == 0 else []
             if hop is None:
                 writes.append(cotangent)
             elif hop is StageHop.LOCAL:
-                writes.append(Value("inputs", stage + 1, microbatch))
-            return Touched(() if stage == 0 else (given,), tuple(writes))
+                writes.append((Value("inputs", stage + 1, microbatch), 0))
+            return one._replace(reads=() if stage == 0 else (given,), writes=tuple(writes))
         case "I" | "B":
             writes = [stash] if kind == "I" else []
             if schedule.cotangent_hop(stage) is StageHop.LOCAL:
-                writes.append(Value("cotangents", stage - 1, microbatch))
-            return Touched((given, cotangent), tuple(writes))
+                writes.append((Value("cotangents", stage - 1, microbatch), 0))
+            return one._replace(reads=(given, cotangent), writes=tuple(writes))
         case _:
-            return Touched()
-
-
-def _of(
-    schedule: PipelineSchedule, kind: WorkerInstructionKind, stage: int, microbatch: int, peer: int | None = None
-) -> WorkerInstruction:
-    """An instruction of one microbatch; slots are still 0."""
-    reads, writes, frees = touched(schedule, kind, stage, microbatch)
-    return WorkerInstruction(
-        kind,
-        stage,
-        microbatch,
-        peer,
-        tuple((value, 0) for value in reads),
-        tuple((value, 0) for value in writes),
-        None if frees is None else (frees, 0),
-    )
+            return one
 
 
 def _with_messages(schedule: PipelineSchedule, worker: int) -> Iterator[WorkerInstruction]:
@@ -174,41 +140,21 @@ def _with_messages(schedule: PipelineSchedule, worker: int) -> Iterator[WorkerIn
             yield _of(schedule, "FREE_B", stage, m)
 
 
-def _with_chunk_work(
-    schedule: PipelineSchedule, worker: int, plain: Iterator[WorkerInstruction], gathering: Gathering
-) -> list[WorkerInstruction]:
+def _with_chunk_work(schedule: PipelineSchedule, worker: int) -> list[WorkerInstruction]:
     """Adds what is done for a whole chunk: GATHER, DROP, REDUCE, UPDATE."""
-    instructions = list(plain)
-    uses = [i for i, one in enumerate(instructions) if one.kind in ("F", "I", "B")]
-    gradients = [i for i, one in enumerate(instructions) if one.kind in ("W", "B")]
-    before: dict[int, list[WorkerInstruction]] = {}
-    after: dict[int, list[WorkerInstruction]] = {}
-    chunks = {instructions[i].stage for i in uses}
-    for stage in sorted(chunks):
-        mine = [n for n, i in enumerate(uses) if instructions[i].stage == stage]
-        runs = [mine] if gathering == "once" else _runs(mine)
-        for run in runs:
-            before.setdefault(uses[run[0]], []).append(WorkerInstruction("GATHER", stage))
-            after.setdefault(uses[run[-1]], []).append(WorkerInstruction("DROP", stage))
-        added = [i for i in gradients if instructions[i].stage == stage]
-        if added:
-            after.setdefault(added[-1], []).append(WorkerInstruction("REDUCE", stage))
-    found: list[WorkerInstruction] = []
-    for i, one in enumerate(instructions):
-        found += [*before.get(i, ()), one, *after.get(i, ())]
+    instructions = list(_with_messages(schedule, worker))
     held = [schedule.stage(worker, chunk) for chunk in range(schedule.chunks)]
+    before: dict[int, list[WorkerInstruction]] = collections.defaultdict(list)
+    after: dict[int, list[WorkerInstruction]] = collections.defaultdict(list)
+    for stage in sorted(held):
+        mine = [(i, one.kind) for i, one in enumerate(instructions) if one.stage == stage]
+        if uses := [i for i, kind in mine if kind in ("F", "I", "B")]:
+            before[uses[0]].append(WorkerInstruction("GATHER", stage))
+            after[uses[-1]].append(WorkerInstruction("DROP", stage))
+        if gradients := [i for i, kind in mine if kind in ("W", "B")]:
+            after[gradients[-1]].append(WorkerInstruction("REDUCE", stage))
+    found = [every for i, one in enumerate(instructions) for every in (*before[i], one, *after[i])]
     return found + [WorkerInstruction("UPDATE", stage) for stage in held]
-
-
-def _runs(numbers: list[int]) -> list[list[int]]:
-    """Consecutive numbers together."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][-1] == n - 1:
-            runs[-1].append(n)
-        else:
-            runs.append([n])
-    return runs
 
 
 def _with_slots(plain: list[WorkerInstruction]) -> tuple[tuple[WorkerInstruction, ...], dict[Array, int]]:
@@ -237,15 +183,3 @@ def _with_slots(plain: list[WorkerInstruction]) -> tuple[tuple[WorkerInstruction
             heapq.heappush(free[value.array], slots[value])
         found.append(one)
     return tuple(found), counts
-
-
-def _in_flight(program: tuple[WorkerInstruction, ...]) -> int:
-    """Most chunks and microbatches at once between F and the last backward pass."""
-    now = peak = 0
-    for one in program:
-        if one.kind == "F":
-            now += 1
-            peak = max(peak, now)
-        elif one.kind in ("W", "B"):
-            now -= 1
-    return peak

@@ -51,7 +51,7 @@ def text_rows(
 def memory_rows(timeline: PipelineTimeline, *, width: int) -> list[Text]:
     """A line per worker with the height of what it has in flight over time."""
     columns = _columns(timeline, width)[1]
-    most = max(count for worker in timeline.in_flight() for _, count in worker)
+    most = max(timeline.peaks)
     rows: list[Text] = []
     for worker, kept in enumerate(timeline.in_flight()):
         line = Text(f"worker {worker:<3}")
@@ -98,7 +98,7 @@ def svg(
     names = range(len(timeline.workers)) if workers is None else workers
     height = _ROW * len(names) + 60
     scale = _WIDTH / timeline.makespan
-    most = max(count for worker in timeline.in_flight() for _, count in worker)
+    most = max(timeline.peaks)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 110} {height}" '
         f'font-family="sans-serif" font-size="12" role="img" aria-label="{text(title)}">',

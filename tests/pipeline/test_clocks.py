@@ -1,8 +1,9 @@
 """The two clocks, the memory over time and the messages of schedules."""
 
+import itertools
+
 import pytest
 
-from jtrain.pipeline.checker import check
 from jtrain.pipeline.clocks import (
     dataflow,
     equal_costs,
@@ -60,11 +61,13 @@ def test_messages_delay_workers() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_memory_over_time_has_the_peak_of_the_instructions(name: str) -> None:
-    """And ends with nothing."""
+    """Counted along each worker's stream; and ends with nothing."""
     schedule = make_schedule(name, 4, 8)
-    over_time = dataflow(schedule, unit_costs(schedule)).in_flight()
-    assert tuple(max(count for _, count in worker) for worker in over_time) == check(schedule).in_flight
-    assert all(worker[-1][1] == 0 for worker in over_time)
+    timeline = dataflow(schedule, unit_costs(schedule))
+    added = {"F": 1, "I": 0, "W": -1, "B": -1}
+    streams = (itertools.accumulate(added[op.kind] for op in stream) for stream in schedule.streams)
+    assert timeline.peaks == tuple(map(max, streams))
+    assert all(worker[-1][1] == 0 for worker in timeline.in_flight())
 
 
 def test_messages_are_counted_per_pair_of_workers() -> None:

@@ -82,7 +82,7 @@ def to_json(shown: Shown) -> dict[str, Any]:
     """
     return {
         "bubble": shown.flow.bubble,
-        "peak_buffers": list(shown.program.in_flight),
+        "peak_buffers": list(shown.flow.peaks),
         "instructions": [[str(one) for one in program] for program in shown.program.workers],
     }
 
@@ -126,7 +126,7 @@ def figures(shown: Shown) -> list[tuple[str, str]]:
             "bubble, one SPMD program",
             f"{shown.bubble:.4g}, in {ticks.num_ticks} ticks packed as `{ticks.packing}`",
         ),
-        ("in flight, per worker", " ".join(map(str, program.in_flight))),
+        ("in flight, per worker", _listed(shown.flow.peaks)),
         ("input slots", f"{_listed(program.inputs)}; in lockstep {_listed(ticks.inputs)}"),
         ("cotangent slots", f"{_listed(program.cotangents)}; in lockstep {_listed(ticks.cotangents)}"),
         ("slots for W", f"{_listed(program.stashes)}; in lockstep {_listed(ticks.stashes)}"),
@@ -168,7 +168,7 @@ def print_comparison(found: Sequence[Shown], planned: "Planned | None", console:
     for shown in ranked:
         ticks = shown.ticks
         cells = [str(shown.schedule.chunks), f"{shown.flow.bubble:.3f}", f"{shown.bubble:.3f}", ticks.packing]
-        cells += [str(ticks.num_ticks), str(max(shown.program.in_flight)), str(ticks.num_inputs)]
+        cells += [str(ticks.num_ticks), str(max(shown.flow.peaks)), str(ticks.num_inputs)]
         cells += [str(ticks.num_stashes), str(sum(messages(shown.schedule).values()))]
         if shown.point is not None:
             cells += [f"{shown.point.step_s:,.4g}", gib(shown.point.plan.total_bytes)]
