@@ -28,6 +28,8 @@ Sources: doi:10.1145/3567955.3567959 (decomposition into permutes and matmuls), 
 """
 
 import dataclasses
+import itertools
+from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from jtrain_kernels.errors import UserError
@@ -71,11 +73,10 @@ class Wait:
 
     arrived: the piece that `peer` sent is in `place`.
     sent: the copy from `place` to `peer` has read its source, so the place may be written.
-    released: `peer` no longer needs the contents of `place`, one of its slots.
     """
 
     place: Place
-    until: Literal["arrived", "sent", "released"]
+    until: Literal["arrived", "sent"]
     peer: int
 
 
@@ -96,15 +97,7 @@ class Reduce:
     into: Place
 
 
-@dataclasses.dataclass(frozen=True)
-class Release:
-    """Tells `peer`, which filled this rank's `slot`, that it may fill it again."""
-
-    slot: Place
-    peer: int
-
-
-type ScheduleInstruction = Barrier | Send | Wait | Compute | Reduce | Release
+type ScheduleInstruction = Barrier | Send | Wait | Compute | Reduce
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +156,7 @@ type _Steps = list[list[ScheduleInstruction]]
 def _gather(trees: Trees, rank: int) -> _Steps:
     """Passes pieces down the trees: takes each piece as it arrives, sends it on at once, then computes with it."""
     steps: _Steps = []
-    for group in trees.by_time(rank, trees.pieces):
+    for group in trees.by_time(rank):
         step: list[ScheduleInstruction] = []
         for piece in group:
             place = Place("shard", piece)
@@ -176,45 +169,17 @@ def _gather(trees: Trees, rank: int) -> _Steps:
     return steps
 
 
-class _Mailboxes:
-    """Slots of the parents in which the partial sums land.
-
-    rounds: for each pair of ranks, the partial sums of so many successive moments have slots of their own.
-    """
-
-    def __init__(self, trees: Trees, rounds: int | None) -> None:
-        self.num_slots = 0
-        self._slot: dict[tuple[int, int], int] = {}  # (sender, piece) -> slot of its parent
-        self._reuses: set[tuple[int, int]] = set()  # sums that land in a slot which was filled before
-        self._reused: set[tuple[int, int]] = set()  # sums that are followed by another one in the same slot
-        for receiver in range(trees.num_ranks):
-            used = 0
-            for sender in sorted(range(trees.num_ranks), key=lambda rank: trees.relative(rank, receiver)):
-                moments = reversed(trees.by_time(sender, trees.pieces))
-                sent = [[piece for piece in step if trees.parent(sender, piece) == receiver] for step in moments]
-                sent = [step for step in sent if step]
-                width = max(map(len, sent), default=0)
-                count = len(sent) if rounds is None else min(rounds, len(sent))
-                last: dict[int, int] = {}  # slot -> the piece that it held last
-                for turn, step in enumerate(sent):
-                    for index, piece in enumerate(step):
-                        slot = used + turn % count * width + index
-                        self._slot[sender, piece] = slot
-                        if slot in last:
-                            self._reuses.add((sender, piece))
-                            self._reused.add((sender, last[slot]))
-                        last[slot] = piece
-                used += count * width
-            self.num_slots = max(self.num_slots, used)
-
-    def slot(self, sender: int, piece: int) -> Place:
-        return Place("slot", self._slot[sender, piece])
-
-    def is_second_use(self, sender: int, piece: int) -> bool:
-        return (sender, piece) in self._reuses
-
-    def is_used_after(self, sender: int, piece: int) -> bool:
-        return (sender, piece) in self._reused
+def _slots(trees: Trees) -> dict[tuple[int, int], Place]:
+    """(sender, piece) -> slot of its parent in which the partial sum lands: each sum has a slot of its own."""
+    slots: dict[tuple[int, int], Place] = {}
+    for receiver in range(trees.num_ranks):
+        number = itertools.count()
+        for sender in sorted(range(trees.num_ranks), key=lambda rank: trees.relative(rank, receiver)):
+            for moment in reversed(trees.by_time(sender)):
+                for piece in moment:
+                    if trees.parent(sender, piece) == receiver:
+                        slots[sender, piece] = Place("slot", next(number))
+    return slots
 
 
 class _Accumulators:
@@ -234,13 +199,13 @@ class _Accumulators:
         return place, [] if before is None else [Wait(place, "sent", before)]
 
 
-def _reduce(trees: Trees, rank: int, mailboxes: _Mailboxes, accumulators: _Accumulators) -> _Steps:
+def _reduce(trees: Trees, rank: int, slots: Mapping[tuple[int, int], Place], accumulators: _Accumulators) -> _Steps:
     """Passes sums up the trees: computes a partial sum while those of others travel, adds them, sends the total on.
 
     A rank's own pieces come last.
     """
     steps: _Steps = []
-    for group in reversed(trees.by_time(rank, trees.pieces)):
+    for group in reversed(trees.by_time(rank)):
         step: list[ScheduleInstruction] = []
         for piece in group:
             parent = trees.parent(rank, piece)
@@ -250,15 +215,10 @@ def _reduce(trees: Trees, rank: int, mailboxes: _Mailboxes, accumulators: _Accum
                 step += before
             step.append(Compute(piece, into))
             for child in reversed(trees.children(rank, piece)):
-                slot = mailboxes.slot(child, piece)
+                slot = slots[child, piece]
                 step += [Wait(slot, "arrived", child), Reduce(piece, slot, into)]
-                if mailboxes.is_used_after(child, piece):
-                    step.append(Release(slot, child))
             if parent is not None:
-                target = mailboxes.slot(rank, piece)
-                if mailboxes.is_second_use(rank, piece):
-                    step.append(Wait(target, "released", parent))
-                step.append(Send(piece, parent, into, target))
+                step.append(Send(piece, parent, into, slots[rank, piece]))
         steps.append(step)
     return steps
 
@@ -277,33 +237,25 @@ def _complete(trees: Trees, rank: int, steps: _Steps) -> tuple[ScheduleInstructi
     return (Barrier(tuple(sorted(peers, key=lambda peer: trees.relative(peer, rank)))), *program)
 
 
-def make_schedule(
-    op: OpName,
-    swizzle: Swizzle,
-    num_ranks: int,
-    *,
-    parts: int = 1,
-    slot_rounds: int | None = None,
-) -> Schedule:
+def make_schedule(op: OpName, swizzle: Swizzle, num_ranks: int, *, parts: int = 1) -> Schedule:
     """Builds the schedule of an op.
 
     Args:
       parts: number of parts into which each piece is split, for a finer overlap.
-      slot_rounds: number of slots that the partial sums of one peer use in turn; the peer waits until a slot is
-        released. None: each partial sum has a slot of its own, and nobody waits for a slot.
 
     Raises:
       UserError: a count is below 1.
     """
-    if num_ranks < 1 or parts < 1 or (slot_rounds is not None and slot_rounds < 1):
-        raise UserError(f"{op}: num_ranks={num_ranks}, parts={parts} and slot_rounds={slot_rounds} must be at least 1.")
+    if num_ranks < 1 or parts < 1:
+        raise UserError(f"{op}: num_ranks={num_ranks} and parts={parts} must be at least 1.")
     trees = make_trees(swizzle, num_ranks, parts)
     if op == "all_gather_matmul":
         num_slots = num_accumulators = 0
         steps = [_gather(trees, rank) for rank in range(num_ranks)]
     else:
-        mailboxes = _Mailboxes(trees, slot_rounds)
-        num_slots, num_accumulators = mailboxes.num_slots, 0 if num_ranks == 1 else 2 * trees.pieces_per_rank
-        steps = [_reduce(trees, rank, mailboxes, _Accumulators(num_accumulators)) for rank in range(num_ranks)]
+        slots = _slots(trees)
+        num_slots = max((slot.number + 1 for slot in slots.values()), default=0)
+        num_accumulators = 0 if num_ranks == 1 else 2 * trees.pieces_per_rank
+        steps = [_reduce(trees, rank, slots, _Accumulators(num_accumulators)) for rank in range(num_ranks)]
     programs = tuple(_complete(trees, rank, steps[rank]) for rank in range(num_ranks))
     return Schedule(op, swizzle, num_ranks, trees.pieces_per_rank, num_slots, num_accumulators, programs)

@@ -4,7 +4,7 @@ A swizzle defines one tree per owner; the trees of all owners have the same form
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 type Swizzle = Literal["ring", "bidirectional", "full_mesh"]
@@ -54,11 +54,6 @@ class Trees:
         self.pieces_per_rank = len(routes) * parts
         self._routes = routes
 
-    @property
-    def pieces(self) -> list[int]:
-        """All pieces of all ranks."""
-        return list(range(self.num_ranks * self.pieces_per_rank))
-
     def relative(self, rank: int, origin: int) -> int:
         """Steps upwards around the ranks from `origin` to `rank`."""
         return (rank - origin) % self.num_ranks
@@ -76,14 +71,15 @@ class Trees:
         found = [child for child in range(self.num_ranks) if self.parent(child, piece) == rank]
         return sorted(found, key=lambda child: (self.time(child, piece), self.relative(child, rank)))
 
-    def by_time(self, rank: int, pieces: Sequence[int]) -> list[list[int]]:
-        """Pieces grouped by when they can be at `rank`; within a group in the same relative order for every rank."""
+    def by_time(self, rank: int) -> list[list[int]]:
+        """All pieces, grouped by when they can be at `rank`; a group has the same relative order for every rank."""
 
         def key(piece: int) -> tuple[int, int, int]:
             owner, index = divmod(piece, self.pieces_per_rank)
             return self.time(rank, piece), index, self.relative(owner, rank)
 
-        return [list(group) for _, group in itertools.groupby(sorted(pieces, key=key), key=lambda p: key(p)[0])]
+        pieces = sorted(range(self.num_ranks * self.pieces_per_rank), key=key)
+        return [list(group) for _, group in itertools.groupby(pieces, key=lambda piece: key(piece)[0])]
 
 
 def make_trees(swizzle: Swizzle, num_ranks: int, parts: int) -> Trees:

@@ -135,12 +135,6 @@ def test_a_rank_knows_how_far_its_peers_are(op: OpName, swizzle: Swizzle, offset
     assert program.keeping_own().offsets == offsets
 
 
-def test_a_schedule_that_uses_slots_again_is_refused() -> None:
-    """A GPU's blocks do not wait for slots to be released."""
-    with pytest.raises(ValueError, match=r"matmul_reduce_scatter: .* uses slots again.*slot_rounds=None"):
-        gpu_program(make_schedule("matmul_reduce_scatter", "ring", 4, slot_rounds=1))
-
-
 @pytest.mark.parametrize(
     ("m", "n", "k", "dtype", "sending", "reason"),
     (

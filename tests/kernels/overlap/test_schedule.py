@@ -15,7 +15,6 @@ from jtrain_kernels.overlap.schedule import (
     OpName,
     Place,
     Reduce,
-    Release,
     Schedule,
     ScheduleInstruction,
     Send,
@@ -29,12 +28,9 @@ from tests.kernels.overlap.protocol.simulator import Fault, ProtocolError
 
 
 def schedules(num_ranks: int, all_parts: tuple[int, ...] = (1,)) -> list[Schedule]:
-    """All schedules of so many ranks, with a slot for each partial sum and with slots used again."""
-    found: list[Schedule] = []
-    for op, swizzle, parts in itertools.product(OPS, SWIZZLES, all_parts):
-        for rounds in (None,) if op == "all_gather_matmul" else (None, 1):
-            found.append(make_schedule(op, swizzle, num_ranks, parts=parts, slot_rounds=rounds))
-    return found
+    """All schedules of so many ranks."""
+    each = itertools.product(OPS, SWIZZLES, all_parts)
+    return [make_schedule(op, swizzle, num_ranks, parts=parts) for op, swizzle, parts in each]
 
 
 def name(schedule: Schedule) -> str:
@@ -123,8 +119,7 @@ def is_a(kind: type) -> Callable[[ScheduleInstruction], bool]:
 
 
 GATHER = make_schedule("all_gather_matmul", "ring", 3)
-SCATTER = make_schedule("matmul_reduce_scatter", "ring", 3, slot_rounds=1)
-OWN_SLOTS = make_schedule("matmul_reduce_scatter", "ring", 3)
+SCATTER = make_schedule("matmul_reduce_scatter", "ring", 3)
 
 PLANTED = {
     "gather: no wait for what arrives": (without(GATHER, waits("arrived")), {Fault.TOO_EARLY}),
@@ -133,14 +128,8 @@ PLANTED = {
     "gather: nothing sent": (without(GATHER, is_a(Send)), {Fault.DEADLOCK}),
     "gather: nothing computed": (without(GATHER, is_a(Compute)), {Fault.WRONG_RESULT}),
     "scatter: no wait for what arrives": (without(SCATTER, waits("arrived")), {Fault.TOO_EARLY}),
-    "scatter: no wait for a released slot": (
-        without(SCATTER, waits("released")),
-        {Fault.OVERWRITTEN, Fault.LOST_SIGNAL, Fault.WRONG_RESULT},
-    ),
-    "scatter: no slot released": (without(SCATTER, is_a(Release)), {Fault.DEADLOCK}),
-    "scatter: a sum left out": (without(SCATTER, is_a(Reduce)), {Fault.OVERWRITTEN, Fault.WRONG_RESULT}),
+    "scatter: a sum left out": (without(SCATTER, is_a(Reduce)), {Fault.WRONG_RESULT}),
     "scatter: no barrier": (without(SCATTER, is_a(Barrier)), {Fault.TOO_EARLY}),
-    "scatter: the sum sent before it is whole": (without(OWN_SLOTS, is_a(Reduce)), {Fault.WRONG_RESULT}),
 }
 
 
@@ -176,7 +165,7 @@ def test_an_accumulator_written_before_it_was_sent_is_found() -> None:
     assert found.fault in (Fault.OVERWRITTEN, Fault.LOST_SIGNAL)
 
 
-@pytest.mark.parametrize("schedule", [GATHER, SCATTER, OWN_SLOTS], ids=name)
+@pytest.mark.parametrize("schedule", [GATHER, SCATTER], ids=name)
 def test_the_shorter_search_is_the_full_one(schedule: Schedule) -> None:
     """Skipping orders that differ only in commuting events visits far fewer states with the same result."""
     short, full = check(schedule), check(schedule, reduced=False)
@@ -207,9 +196,8 @@ def test_rows_of_a_piece_follow_its_owner() -> None:
 @pytest.mark.parametrize(
     ("op", "swizzle", "num_ranks", "more", "message"),
     [
-        ("all_gather_matmul", "ring", 0, {}, "num_ranks=0, parts=1"),
-        ("all_gather_matmul", "bidirectional", 4, {"parts": 0}, "parts=0 and slot_rounds=None must be at least 1"),
-        ("matmul_reduce_scatter", "ring", 4, {"slot_rounds": 0}, "slot_rounds=0 must be at least 1"),
+        ("all_gather_matmul", "ring", 0, {}, "num_ranks=0 and parts=1"),
+        ("all_gather_matmul", "bidirectional", 4, {"parts": 0}, "parts=0 must be at least 1"),
     ],
 )
 def test_what_cannot_be_scheduled_is_refused(

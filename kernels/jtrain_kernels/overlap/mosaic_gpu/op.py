@@ -75,7 +75,7 @@ def _fused(op: OpName, x_BRK: Array, kernel_KN: Array, plan: FusedPlan, *, keep:
         return _alone(x_BRK, kernel_KN, plan), x_BRK
     rows = x_BRK.shape[1] * (plan.axis_size if op == "all_gather_matmul" else 1)
     program, config = _cut(op, plan, rows, kernel_KN.shape[1], x_BRK.shape[2])
-    peers = PeerDevices(plan.axis_name, plan.axis_size)
+    peers = PeerDevices(plan.axis_size, plan.axis_name)
     return fused(program, peers, x_BRK, kernel_KN, num_cores=plan.num_cores, config=config, keep_gathered=keep)
 
 

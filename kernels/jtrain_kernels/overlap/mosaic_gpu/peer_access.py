@@ -1,13 +1,14 @@
 """Access to the memory and counters of peers: other GPUs, or virtual ranks that share one GPU.
 
-The kernels of `mosaic_gpu` are written once, against the `PeerAccess` protocol. Virtual ranks are groups of blocks of
+The kernels of `mosaic_gpu` are written once, against `PeerAccess`. Virtual ranks are groups of blocks of
 one GPU, where every array and counter has a leading rank dimension: the same tables, waits and copies without a second
 GPU.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,86 +19,74 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import THREADS
 
 
-@runtime_checkable
-class PeerAccess(Protocol):
+@dataclasses.dataclass(frozen=True)
+class PeerAccess(abc.ABC):
     """Operations of one rank on its peers, inside a kernel whose grid has the single axis `block`.
 
     num_ranks: number of ranks, this one included.
     """
 
-    @property
-    def num_ranks(self) -> int: ...
+    num_ranks: int
 
+    @abc.abstractmethod
     def blocks(self, num_cores: int) -> tuple[int, int]:
         """Blocks of one rank and of the whole grid on a chip with `num_cores` cores, so that all run at once."""
-        ...
 
     def grid(self, blocks: int) -> dict[str, Any]:
         """Arguments of `plgpu.kernel` for a grid of `blocks` blocks."""
-        ...
+        return {"grid": (blocks,), "grid_names": ("block",)}
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the whole array if each rank has an array of shape `shape`."""
-        ...
+        return shape
 
     def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
         """Extra kernel inputs that serve as counters; empty where the chip has semaphores."""
-        ...
+        return ()
 
     def counters(self, shape: tuple[int, ...], given: Any) -> Any:
         """Counters of shape `shape` per rank, 0 when the kernel starts; `given` is their extra input or None."""
-        ...
+        return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
 
-    def rank(self) -> jax.Array: ...
+    @abc.abstractmethod
+    def rank(self) -> jax.Array:
+        """This rank's number."""
 
+    @abc.abstractmethod
     def block(self, blocks: int) -> jax.Array:
         """This block's number within its rank."""
-        ...
 
+    @abc.abstractmethod
     def mine(self, ref: Any) -> Any:
         """This rank's part of `ref`."""
-        ...
 
+    @abc.abstractmethod
     def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
         """Calls `copy` with the ref of the same array on a peer, to be written.
 
         offsets: (peer - rank) % num_ranks for every peer that this rank writes to.
         """
-        ...
 
+    @abc.abstractmethod
     def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
         """Adds one to a counter of a peer, after all writes that this warpgroup has waited for."""
-        ...
 
+    @abc.abstractmethod
     def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
         """Waits until a counter of this rank is at least `value`; counters only grow."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
-class PeerDevices:
+class PeerDevices(PeerAccess):
     """Ranks as the GPUs along a mesh axis, in one process or with NVSHMEM; arrays that peers write are symmetric.
 
     axis: mesh axis over which the kernel is traced in shard_map.
     """
 
     axis: str
-    num_ranks: int
 
     def blocks(self, num_cores: int) -> tuple[int, int]:
         return num_cores, num_cores
-
-    def grid(self, blocks: int) -> dict[str, Any]:
-        return {"grid": (blocks,), "grid_names": ("block",)}
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape
-
-    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        return ()
-
-    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
-        return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
 
     def rank(self) -> jax.Array:
         return lax.axis_index(self.axis)
@@ -128,26 +117,15 @@ class PeerDevices:
 
 
 @dataclasses.dataclass(frozen=True)
-class VirtualRanks:
+class VirtualRanks(PeerAccess):
     """Ranks as groups of blocks of one GPU, to test and time a protocol where only one GPU is available."""
-
-    num_ranks: int
 
     def blocks(self, num_cores: int) -> tuple[int, int]:
         each = num_cores // self.num_ranks
         return each, each * self.num_ranks
 
-    def grid(self, blocks: int) -> dict[str, Any]:
-        return {"grid": (blocks,), "grid_names": ("block",)}
-
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.num_ranks, *shape)
-
-    def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
-        return ()
-
-    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
-        return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
 
     def rank(self) -> jax.Array:
         return lax.rem(lax.axis_index("block"), self.num_ranks)

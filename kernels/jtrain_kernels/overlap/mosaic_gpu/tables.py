@@ -9,7 +9,7 @@ schedule's order. They synchronise through counters in memory, one per row of ti
 | moves (sending blocks) | Sends of gathered rows | its rows to arrive |
 
 A job keeps its sum in registers from the first product to the send, so the schedule's accumulators need no memory here
-and nobody waits for "sent". A slot is used once per call, so no slot is released either.
+and nobody waits for "sent".
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jtrain_kernels.errors import UserError
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import CANDIDATES, DTYPES, TileConfig, does_not_fit
 from jtrain_kernels.overlap.schedule import Barrier, Compute, Place, Reduce, Schedule, Send, Wait
 
@@ -94,16 +93,7 @@ def _table(ranks: Iterable[Iterable[tuple[int, ...]]]) -> np.ndarray:
 
 
 def gpu_program(schedule: Schedule) -> GpuProgram:
-    """Splits a schedule into the two streams of every rank.
-
-    Raises:
-      UserError: the schedule uses a slot twice.
-    """
-    if any(isinstance(i, Wait) and i.until == "released" for program in schedule.programs for i in program):
-        raise UserError(
-            f"{schedule.op}: the schedule uses slots again, but a GPU's blocks do not wait for a released slot. Make "
-            "it with slot_rounds=None."
-        )
+    """Splits a schedule into the two streams of every rank."""
     streams = [_streams(schedule, rank) for rank in range(schedule.num_ranks)]
     jobs, moves = tuple(jobs for jobs, _ in streams), tuple(moves for _, moves in streams)
     for stream in (jobs, moves):
@@ -132,8 +122,6 @@ def _streams(schedule: Schedule, rank: int) -> tuple[tuple[PieceJob, ...], tuple
                 jobs[at] = dataclasses.replace(jobs[at], peer=peer, slot=target.number)
             case Send(piece, peer, _, _):
                 moves.append(Move(piece, peer))
-            case _:
-                raise AssertionError(instruction)
     return tuple(jobs), tuple(moves)
 
 

@@ -8,7 +8,7 @@ event held back. Each signal is taken by one rank in the order of its program, s
 
 from typing import Any, NamedTuple
 
-from jtrain_kernels.overlap.schedule import Barrier, Compute, Place, Reduce, Release, Send, Wait
+from jtrain_kernels.overlap.schedule import Barrier, Compute, Place, Reduce, Send, Wait
 from tests.kernels.overlap.protocol.simulator import Event, Simulator, State
 
 
@@ -74,7 +74,7 @@ class Commuting:
                 return {(rank, Place("shard", instruction.piece)): False, (rank, instruction.into): True}
             if isinstance(instruction, Reduce):
                 return {(rank, instruction.slot): True, (rank, instruction.into): True}
-            return {instruction.peer: False} if isinstance(instruction, Release) else {}
+            return {}
         sender, send = self._simulator.sends[doing.who]
         if doing.what == "read":
             return {(sender, send.source): False}
@@ -134,8 +134,6 @@ class _Run:
                 if not self._signals[index]:
                     return False
                 self._signals[index] -= 1
-            elif isinstance(instruction, Release):
-                self._signals[self._simulator.signal(instruction.peer, instruction.slot, "released", rank)] += 1
             elif isinstance(instruction, Send):
                 self._copy(self._simulator.send_number[rank, counter], False)
         self._done.append(doing)

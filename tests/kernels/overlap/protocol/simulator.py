@@ -14,7 +14,6 @@ from jtrain_kernels.overlap.schedule import (
     Compute,
     Place,
     Reduce,
-    Release,
     Schedule,
     ScheduleInstruction,
     Send,
@@ -106,8 +105,6 @@ class Simulator[V]:
         signals: list[_Signal] = []
         if isinstance(instruction, Wait):
             signals.append((rank, instruction.place, instruction.until, instruction.peer))
-        elif isinstance(instruction, Release):
-            signals.append((instruction.peer, instruction.slot, "released", rank))
         elif isinstance(instruction, Send):
             number = self.send_number[rank, counter] = len(self.sends)
             self.sends.append((rank, instruction))
@@ -209,9 +206,6 @@ class Simulator[V]:
         instruction = self._programs[rank][counter]
         if isinstance(instruction, Wait):
             return self._signalled(state, (rank, instruction.place, instruction.until, instruction.peer), -1)
-        if isinstance(instruction, Release):
-            self._check_present(state, instruction.peer, f"`released` of {_name(instruction.slot)} from rank {rank}")
-            return self._signalled(state, (instruction.peer, instruction.slot, "released", rank), 1)
         if isinstance(instruction, Send):
             return state._replace(flights=state.flights | {self.send_number[rank, counter]})
         if isinstance(instruction, Compute):
