@@ -1,8 +1,7 @@
-"""`python -m jtrain.generate`: see jtrain/cli/generate.py."""
+"""`python -m jtrain.generate`: jtrain/cli/generate.py."""
 
+import pkgutil
 import sys
 
-from jtrain.cli.generate import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pkgutil.resolve_name("jtrain.cli.generate:main")())

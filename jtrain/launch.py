@@ -1,8 +1,7 @@
-"""`python -m jtrain.launch`: see jtrain/cli/launch.py."""
+"""`python -m jtrain.launch`: jtrain/cli/launch.py."""
 
+import pkgutil
 import sys
 
-from jtrain.cli.launch import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pkgutil.resolve_name("jtrain.cli.launch:main")())

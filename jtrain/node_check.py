@@ -1,8 +1,7 @@
-"""`python -m jtrain.node_check`: see jtrain/cli/node_check.py."""
+"""`python -m jtrain.node_check`: jtrain/cli/node_check.py."""
 
+import pkgutil
 import sys
 
-from jtrain.cli.node_check import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(pkgutil.resolve_name("jtrain.cli.node_check:main")())

@@ -23,11 +23,10 @@ ROWS = (
     ("train",),
     ("cli",),
     ("bench",),
-    ("entry",),
+    ("__main__", "launch", "generate", "node_check"),
 )
-"""A module imports only rows above its own, and itself. An entry (`__main__.py`, `launch.py`) calls into cli/."""
+"""A module imports only rows above its own, and itself. `python -m` finds the command line of a package by name."""
 
-ENTRIES = {"launch", "generate", "node_check"}
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 KERNEL_IMPORTS = {"jax", "jaxlib", "jax_triton", "jaxtyping", "numpy", "tokamax", "triton", "jtrain_kernels"}
 OTHER_ENVIRONMENTS = {"peers", "checkpoint_programs"}
@@ -52,9 +51,8 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def component(path: Path) -> str:
-    """jtrain/model/rope.py -> model; jtrain/launch.py and any __main__.py -> entry."""
-    name = path.relative_to(ROOT / "jtrain").parts[0].removesuffix(".py")
-    return "entry" if path.name == "__main__.py" or name in ENTRIES else name
+    """jtrain/model/rope.py -> model; jtrain/launch.py -> launch."""
+    return path.relative_to(ROOT / "jtrain").parts[0].removesuffix(".py")
 
 
 def upward(name: str, path: Path, source: str) -> list[str]:

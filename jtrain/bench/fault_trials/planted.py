@@ -5,7 +5,6 @@ as by a broken memory cell), or in the arithmetic of a step. The command is othe
 """
 
 import dataclasses
-import importlib
 import json
 import random
 import sys
@@ -158,7 +157,9 @@ def plant_fault(plant: Plant) -> None:
 def main(argv: Sequence[str]) -> int:
     """Plants the fault of the first argument and runs the training command of the others."""
     plant_fault(Plant(**json.loads(argv[0])))
-    return importlib.import_module("jtrain.launch").main(argv[1:])  # a command, as in a shell: no module of a row above
+    from jtrain.cli.launch import main as launch  # after the fault is planted
+
+    return launch(argv[1:])
 
 
 if __name__ == "__main__":
