@@ -87,27 +87,26 @@ def _figures(run: Any, devices: list[Any], *, checks: bool) -> tuple[int, int]:
 
 def _moved_bytes(hlo: str) -> int:
     """Bytes that a program's instructions read and write, with loops counted as often as they run."""
+    from jtrain.hlo.flops import bytes_accessed
     from jtrain.hlo.memory_traffic import NO_ACCESS
-    from jtrain.hlo.parser import called, read, trip_count, types_of
-    from jtrain.profile.analysis.hlo_flops import bytes_accessed
+    from jtrain.hlo.parser import read
 
-    computations, entry = read(hlo)
+    program = read(hlo)
     no_traffic = {*NO_ACCESS, "opt-barrier", "iota"}
-    types = types_of(computations)
 
     def moved(name: str) -> int:
         total = 0
-        for i in computations[name]:
+        for i in program.computations[name]:
             if i.opcode == "while":
                 body = re.search(r"body=%([\w.-]+)", i.line)
-                trips = trip_count(i.line, computations)
+                trips = program.trip_count(i.line)
                 assert body is not None, i.line[:200]
                 assert trips is not None, i.line[:200]
                 total += trips * moved(body[1])
             elif i.opcode in ("call", "conditional"):
-                total += sum(moved(inside) for inside in called(i.line))
+                total += sum(moved(inside) for inside in i.called)
             elif i.opcode not in no_traffic and not i.opcode.endswith(("-update", "-done")):
-                total += bytes_accessed(i, types, computations)
+                total += bytes_accessed(i, program)
         return total
 
-    return moved(entry)
+    return moved(program.entry)

@@ -107,11 +107,11 @@ def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
     from jtrain.config.load import load_config
     from jtrain.config.run import build_run
     from jtrain.hlo import traffic
+    from jtrain.hlo.scopes import scope_mark
     from jtrain.plan.compile.compiled_step import compile_step, topology_devices
     from jtrain.plan.compile.stream_clock import Timeline
     from jtrain.plan.compile.two_streams import rates_of, two_streams
     from jtrain.plan.from_run import make_optimizer, plan_job
-    from jtrain.profile.analysis.hlo_ops import scope_mark
     from jtrain_kernels.device import from_name
 
     built = build_run(load_config("llama8b", sets=(*SETTINGS, *sets)))

@@ -129,7 +129,7 @@ def export(args: Args) -> int:
     from jtrain.profile.analysis.breakdown import load as load_trace  # lazy: jax
     from jtrain.profile.report.perfetto import perfetto
 
-    trace, ops = load_trace(folder)
+    trace, ops, _ = load_trace(folder)
     file = args.out or folder / TRACE
     write_whole(file, json.dumps(perfetto(trace, ops, clocks)))
     print(f"{file}: open it at https://ui.perfetto.dev, which reads it in the browser without uploading it")

@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 from jtrain.errors import UserError
-from jtrain.hlo.parser import array_bytes, called, elements, read
+from jtrain.hlo.parser import array_bytes, arrays, elements, read
 
 NO_ACCESS = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all"}
 NO_ACCESS |= {"partition-id", "replica-id"}
@@ -12,8 +12,6 @@ NO_ACCESS |= {"partition-id", "replica-id"}
 
 _ON_CHIP = re.compile(r"[a-z]\w*\[[\d,]*\]\{[^{}]*T\([^{}]*S\(1\)[^{}]*\}")
 """Array that a TPU keeps in VMEM: it has tiles and is in memory space 1, which on GPUs is device memory."""
-
-_IN_LOOPS = {"while", "conditional", "call"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +32,12 @@ def passes(hlo: str) -> tuple[Pass, ...]:
     Raises:
       UserError: the program has a loop, conditional or call.
     """
-    computations, entry = read(hlo)
-    instructions = computations[entry]
+    program = read(hlo)
+    instructions = program.computations[program.entry]
     size = {i.name: array_bytes(_ON_CHIP.sub("", i.type)) for i in instructions}
     found: list[Pass] = []
     for i in instructions:
-        if i.opcode in _IN_LOOPS:
+        if i.holds_others:
             raise UserError(f"{i.name} is a {i.opcode}: bytes are counted only in programs without one.")
         if i.opcode in NO_ACCESS or 'custom_call_target="ConcatBitcast"' in i.line:
             continue
@@ -57,18 +55,7 @@ def written_arrays(hlo: str) -> frozenset[tuple[str, tuple[int, ...]]]:
 
     What exists within a fusion only is not written; every other instruction's results are.
     """
-    computations, _ = read(hlo)
-    fused = {
-        name
-        for instructions in computations.values()
-        for i in instructions
-        if i.opcode == "fusion"
-        for name in called(i.line)
-    }
-    return frozenset(
-        (dtype, tuple(int(d) for d in dims.split(",") if d))
-        for name, instructions in computations.items()
-        if name not in fused
-        for i in instructions
-        for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", i.type)
-    )
+    computations = read(hlo).computations
+    fused = {name for body in computations.values() for i in body if i.opcode == "fusion" for name in i.called}
+    written = (i for name, body in computations.items() if name not in fused for i in body)
+    return frozenset(array for i in written for array in arrays(i.type))

@@ -5,6 +5,7 @@ The text is in schedule order. A pair of start and done (`all-gather-start`, `co
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,8 @@ _ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
 _ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
 
 _KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
+
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
 
 _CALLED = re.compile(
     r"\b(calls|to_apply|body|branch_computations|(?:true|false)_computation|called_computations)=(?:%([\w.-]+)|\{([^}]*)\})"
@@ -53,6 +56,83 @@ class Instruction:
         found = re.search(r'op_name="([^"]*)"', self.line)
         return found[1] if found else ""
 
+    @property
+    def is_root(self) -> bool:
+        """True if its result is that of its computation."""
+        return self.line.lstrip().startswith("ROOT ")
+
+    @property
+    def holds_others(self) -> bool:
+        """True for a loop, a conditional or a call."""
+        return self.opcode in ("while", "conditional", "call")
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it calls, without the condition of a loop."""
+        matches = _CALLED.finditer(self.line)
+        return [name for m in matches for name in ([m[2]] if m[2] else re.findall(r"%([\w.-]+)", m[3]))]
+
+    @property
+    def run_by(self) -> list[str]:
+        """Names of the computations that it calls, with the condition of a loop."""
+        return [*self.called, *re.findall(r"\bcondition=%([\w.-]+)", self.line)]
+
+
+@dataclasses.dataclass(frozen=True)
+class HloProgram:
+    """Text of a program, parsed.
+
+    header: its first line. computations: instructions of each by name; `entry` is the one that runs.
+    """
+
+    header: str
+    computations: Mapping[str, list[Instruction]]
+    entry: str
+
+    @functools.cached_property
+    def types(self) -> dict[str, str]:
+        """Result type of every instruction, by name."""
+        return {one.name: one.type for body in self.computations.values() for one in body}
+
+    def inside(self, instruction: Instruction) -> list[Instruction]:
+        """Instructions of the computations that an instruction calls."""
+        return [one for name in instruction.called for one in self.computations[name]]
+
+    @functools.cached_property
+    def _known(self) -> dict[str, bool]:
+        return {}
+
+    def multiplies(self, instruction: Instruction) -> bool:
+        """True if an instruction is or contains a matmul, or calls a kernel."""
+        if instruction.opcode in ("dot", "convolution"):
+            return True
+        if instruction.opcode == "custom-call":
+            return _KERNEL.search(instruction.line) is not None
+        for name in instruction.called:
+            if name not in self._known:
+                self._known[name] = any(map(self.multiplies, self.computations[name]))
+            if self._known[name]:
+                return True
+        return False
+
+    def trip_count(self, line: str) -> int | None:
+        """Trip count of a while loop: the compiler's annotation, else the bound in its condition (from 0 by 1)."""
+        if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
+            return int(noted[1])
+        condition = re.search(r"condition=%([\w.-]+)", line)
+        if not condition:
+            return None
+        bounds: list[int] = []
+        pending = [condition[1]]
+        compared = False
+        while pending:
+            for instruction in self.computations[pending.pop()]:
+                if constant := re.search(r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line):
+                    bounds.append(int(constant[1]))
+                compared |= "direction=LT" in instruction.line
+                pending += instruction.called
+        return bounds[0] if len(bounds) == 1 and compared else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Visit:
@@ -85,12 +165,10 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
     Args:
       branch_times: how often branches are taken, which no HLO says; without it, as often as their conditional is met.
     """
-    computations, entry = read(hlo)
-    types = types_of(computations)
-    multiplies: dict[str, bool] = {}
+    program = read(hlo)
 
     def visit(name: str, times: int | None, asynchronous: bool, hidden: bool) -> Iterator[Visit]:
-        instructions = computations[name]
+        instructions = program.computations[name]
         for index, instruction in enumerate(instructions):
             opcode = instruction.opcode
             if opcode.endswith(("-done", "-update")):
@@ -101,23 +179,21 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
                 stop = stop or len(instructions)
                 between = instructions[begin + 1 : stop]
                 under |= any(
-                    _multiplies(i, computations, multiplies)
-                    for i in between
-                    if not i.opcode.endswith(("-start", "-update", "-done"))
+                    program.multiplies(i) for i in between if not i.opcode.endswith(("-start", "-update", "-done"))
                 )
-            yield Visit(name, instruction, times, beside, under, instructions, begin, stop, types)
+            yield Visit(name, instruction, times, beside, under, instructions, begin, stop, program.types)
             inner = times
             if opcode == "while":
-                trips = trip_count(instruction.line, computations)
+                trips = program.trip_count(instruction.line)
                 inner = None if times is None or trips is None else times * trips
             elif opcode == "conditional" and branch_times is not None:
                 taken = branch_times(instruction.op_name)
                 inner = times if taken is None else taken
             # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all callers.
-            for inside in called(instruction.line):
+            for inside in instruction.called:
                 yield from visit(inside, inner, beside, under)
 
-    yield from visit(entry, 1, False, False)
+    yield from visit(program.entry, 1, False, False)
 
 
 def begin_of(instructions: list[Instruction], start: int) -> int:
@@ -146,26 +222,14 @@ def done_of(instructions: list[Instruction], start: int) -> int | None:
     return None
 
 
-def _multiplies(
-    instruction: Instruction, computations: Mapping[str, list[Instruction]], known: dict[str, bool]
-) -> bool:
-    """True if an instruction is or contains a matmul, or calls a kernel."""
-    if instruction.opcode in ("dot", "convolution"):
-        return True
-    if instruction.opcode == "custom-call":
-        return _KERNEL.search(instruction.line) is not None
-    for name in called(instruction.line):
-        if name not in known:
-            known[name] = any(_multiplies(i, computations, known) for i in computations[name])
-        if known[name]:
-            return True
-    return False
+def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Element type and dimensions of an array type, or of each array of a tuple type."""
+    return [(dtype, tuple(int(d) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(type_)]
 
 
 def array_bytes(type_: str) -> int:
     """Bytes of an array type, or of all arrays of a tuple type."""
-    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
-    return sum(_ITEMSIZE[dtype] * math.prod(int(d) for d in dims.split(",") if d) for dtype, dims in arrays)
+    return sum(_ITEMSIZE[dtype] * math.prod(dims) for dtype, dims in arrays(type_))
 
 
 def elements(type_: str) -> list[str]:
@@ -180,8 +244,8 @@ def elements(type_: str) -> list[str]:
     return parts
 
 
-def read(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
-    """Parses HLO text: instructions of each computation by name, and the name of the entry computation."""
+def read(hlo: str) -> HloProgram:
+    """Parses HLO text."""
     found: dict[str, list[Instruction]] = {}
     entry = ""
     current: list[Instruction] = []
@@ -195,12 +259,7 @@ def read(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
             current.append(Instruction(name, type_, rest.partition("(")[0].strip(), line))
         elif current and line.strip() not in ("", "}"):  # metadata of a TPU kernel has lines of its own
             current[-1] = dataclasses.replace(current[-1], line=f"{current[-1].line} {line}")
-    return found, entry
-
-
-def types_of(computations: Mapping[str, list[Instruction]]) -> dict[str, str]:
-    """Result type of every instruction of a program, by name."""
-    return {one.name: one.type for body in computations.values() for one in body}
+    return HloProgram(hlo.partition("\n")[0], found, entry)
 
 
 def _split_type(text: str) -> tuple[str, str]:
@@ -216,31 +275,6 @@ def _split_type(text: str) -> tuple[str, str]:
     return text, ""
 
 
-def called(line: str) -> Iterator[str]:
-    """Names of the computations that an instruction calls."""
-    for match in _CALLED.finditer(line):
-        yield from [match[2]] if match[2] else re.findall(r"%([\w.-]+)", match[3])
-
-
-def trip_count(line: str, computations: Mapping[str, list[Instruction]]) -> int | None:
-    """Trip count of a while loop: the compiler's annotation, else the bound in its condition (a count from 0 by 1)."""
-    if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
-        return int(noted[1])
-    condition = re.search(r"condition=%([\w.-]+)", line)
-    if not condition:
-        return None
-    bounds: list[int] = []
-    pending = [condition[1]]
-    compared = False
-    while pending:
-        for instruction in computations[pending.pop()]:
-            if constant := re.search(r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line):
-                bounds.append(int(constant[1]))
-            compared |= "direction=LT" in instruction.line
-            pending += called(instruction.line)
-    return bounds[0] if len(bounds) == 1 and compared else None
-
-
 def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str]) -> Iterator[tuple[str, int]]:
     """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's sum.
 
@@ -248,20 +282,20 @@ def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str])
     the smaller of the two is counted.
 
     Args:
-      types: `types_of` the program.
+      types: those of the program.
     """
     kind, type_ = instruction.collective, instruction.type
     if type_.startswith("((") or instruction.opcode in ("all-gather-start", "collective-permute-start"):
         type_ = elements(type_)[1]  # (operands, results, ...): each an array or a tuple of arrays
-    arrays = re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_)
+    each = arrays(type_)
     if kind == "all-to-all":  # the tuple has one piece per device, together one array
-        yield arrays[0][0], array_bytes(type_)
+        yield each[0][0], array_bytes(type_)
         return
     if kind == "ragged-all-to-all":
-        yield arrays[0][0], min(array_bytes(type_), array_bytes(types[instruction.operands[0]]))
+        yield each[0][0], min(array_bytes(type_), array_bytes(types[instruction.operands[0]]))
         return
-    for dtype, dims in arrays:
-        yield dtype, array_bytes(f"{dtype}[{dims}]") * (group if kind == "reduce-scatter" else 1)
+    for dtype, dims in each:
+        yield dtype, _ITEMSIZE[dtype] * math.prod(dims) * (group if kind == "reduce-scatter" else 1)
 
 
 def wire_bytes(kind: str, array_bytes: int, group: int) -> int:

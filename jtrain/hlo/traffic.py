@@ -12,7 +12,6 @@ from jtrain.hlo.parser import (
     Visit,
     array_bytes,
     axes_of,
-    called,
     done_of,
     elements,
     groups_of,
@@ -134,7 +133,7 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
         copy = None if visit.computation in counted else host_copy(visit.instruction, visit.around)
         if copy is not None:
             direction, size = copy
-            counted.update(called(visit.instruction.line))
+            counted.update(visit.instruction.called)
             times = _known(visit, "copy")
             _add(total, (direction,), visit, times, size)
             total[direction, "duplex_bytes"] += times * size * _meets_opposite(visit, direction)

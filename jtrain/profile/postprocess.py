@@ -40,7 +40,7 @@ def postprocess(folder: Path) -> list[str]:
     said = [figures.pipeline_line(found.pipeline)] if found.pipeline is not None else []
     said += [note for note in found.notes if note.startswith(pipeline_trace.UNKNOWN)]
     try:
-        annotate(folder, *loaded)
+        annotate(folder, loaded.trace, loaded.ops)
     except Exception as error:  # the report must not fail because the trace could not be annotated
         said.append(f"no clocks in the trace itself: {type(error).__name__}: {error}")
     return said

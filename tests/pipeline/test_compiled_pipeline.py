@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.hlo.parser import called, groups_of, read
+from jtrain.hlo.parser import groups_of, read
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
@@ -47,19 +47,19 @@ class Collective:
 
 def collectives(hlo: str, mesh: dict[str, int]) -> list[Collective]:
     """Every collective, once per place from which it is reached."""
-    computations, entry = read(hlo)
+    program = read(hlo)
 
     def walk(name: str, conditional: str | None) -> Iterator[Collective]:
-        for instruction in computations[name]:
+        for instruction in program.computations[name]:
             if kind := instruction.collective:
                 yield Collective(kind, groups_of(instruction, mesh), conditional, instruction.line)
             inside = conditional
             if instruction.opcode == "conditional" and conditional is None:
                 inside = instruction.op_name
-            for callee in called(instruction.line):
+            for callee in instruction.called:
                 yield from walk(callee, inside)
 
-    return list(walk(entry, None))
+    return list(walk(program.entry, None))
 
 
 def check_program(hlo: str, mesh: MeshSpec) -> None:
@@ -147,7 +147,7 @@ def test_split_backward_passes_compute_nothing_twice() -> None:
     counts = []
     for schedule in ("1f1b", "zb-h1"):
         hlo, _ = on_cpu(dict(stage=2), SIZES, microbatches=4, pipeline=PipelineSpec(schedule=schedule))
-        computations, _ = read(hlo)
+        computations = read(hlo).computations
         counts.append(sum(one.opcode == "dot" for instructions in computations.values() for one in instructions))
     layer = 7 * 3
     assert counts[0] > layer, "a layer has seven matrices, with three products each"

@@ -24,25 +24,23 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, cast
 
 from jtrain.errors import UserError
+from jtrain.hlo.flops import bytes_accessed, flops
 from jtrain.hlo.memory_traffic import NO_ACCESS
 from jtrain.hlo.parser import (
+    HloProgram,
     Instruction,
     axes_of,
     begin_of,
-    called,
     done_of,
     groups_of,
     read,
-    trip_count,
-    types_of,
     whole_arrays,
     wire_bytes,
 )
+from jtrain.hlo.scopes import scope_mark
 from jtrain.hlo.traffic import host_copy
 from jtrain.plan.compile.stream_clock import Action, ComputeTime, LoopRun, StreamClock, Timeline, Transfer, TransferWait
 from jtrain.plan.estimate.collectives import Kind
-from jtrain.profile.analysis.hlo_flops import bytes_accessed, flops
-from jtrain.profile.analysis.hlo_ops import scope_mark
 from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
 from jtrain_kernels.device import DeviceSpec
 
@@ -116,8 +114,8 @@ def two_streams(
       UserError: the trip count of a loop is unknown; the program copies to or from host memory, but the speed of that
         link is not published.
     """
-    program = _Program(hlo, mesh_shape, rates, kernels or {})
-    clock = StreamClock(program.actions, rates.links)
+    program = read(hlo)
+    clock = StreamClock(_Program(program, mesh_shape, rates, kernels or {}).actions, rates.links)
     clock.run(program.entry)
     return clock.timeline()
 
@@ -126,23 +124,22 @@ class _Program:
     """Actions of every computation that is not part of a fusion, in schedule order."""
 
     def __init__(
-        self, hlo: str, mesh_shape: Mapping[str, int], rates: Rates, kernels: Mapping[tuple[str, str], float]
+        self, program: HloProgram, mesh_shape: Mapping[str, int], rates: Rates, kernels: Mapping[tuple[str, str], float]
     ) -> None:
-        self.computations, self.entry = read(hlo)
-        self._types = types_of(self.computations)
+        self.program = program
         self._mesh_shape = mesh_shape
         self._rates = rates
         self._known: dict[str, tuple[Action, ...]] = {}
         found = collections.Counter[tuple[str, str]]()
         if kernels:
-            for kernel, times in self._all_kernels(self.entry, 1):
+            for kernel, times in self._all_kernels(self.program.entry, 1):
                 found[self._mark(kernel)] += times
         self._kernel_s = {mark: seconds / found[mark] for mark, seconds in kernels.items() if found[mark]}
 
     def actions(self, name: str) -> tuple[Action, ...]:
         """Actions of one computation."""
         if name not in self._known:
-            self._known[name] = tuple(self._actions(self.computations[name]))
+            self._known[name] = tuple(self._actions(self.program.computations[name]))
         return self._known[name]
 
     def _actions(self, body: list[Instruction]) -> Iterator[Action]:
@@ -156,12 +153,12 @@ class _Program:
                 yield late[i.name]
             elif i.opcode == "while":
                 found = re.search(r"body=%([\w.-]+)", i.line)
-                trips = trip_count(i.line, self.computations)
+                trips = self.program.trip_count(i.line)
                 if found is None or trips is None:
                     raise UserError(f"a loop's trip count is not in the HLO: {i.line[:200]}")
                 yield LoopRun(found[1], trips)
             elif i.opcode in ("call", "conditional"):
-                yield from (LoopRun(name, 1) for name in called(i.line))
+                yield from (LoopRun(name, 1) for name in i.called)
             elif transfer := self._transfer(i, body):
                 begin = begin_of(body, index) if i.opcode.endswith("-start") else index
                 if begin == index:
@@ -184,9 +181,8 @@ class _Program:
         if i.collective:
             yield i
         elif not i.opcode.endswith(("-update", "-done")):
-            for name in called(i.line):
-                for inside in self.computations[name]:
-                    yield from self._collectives(inside)
+            for inside in self.program.inside(i):
+                yield from self._collectives(inside)
 
     def _transfer(self, i: Instruction, body: list[Instruction]) -> Transfer | None:
         if collectives := list(self._collectives(i)):
@@ -204,16 +200,16 @@ class _Program:
         if copy := host_copy(i, body):
             yield copy
         elif i.opcode == "fusion" or i.opcode.endswith("-start"):
-            for name in called(i.line):
-                for inside in self.computations[name]:
-                    yield from self._host_copies(inside, self.computations[name])
+            for name in i.called:
+                for inside in self.program.computations[name]:
+                    yield from self._host_copies(inside, self.program.computations[name])
 
     def _sent(self, i: Instruction, collectives: list[Instruction]) -> Transfer:
         sent, seconds, link = 0, 0.0, ""
         for one in collectives:
             kind, groups = one.collective, groups_of(one, self._mesh_shape)
             group = max(map(len, groups), default=1)
-            whole = sum(size for _, size in whole_arrays(one, group, self._types))
+            whole = sum(size for _, size in whole_arrays(one, group, self.program.types))
             size = wire_bytes(kind, whole, group)
             permutes = kind == "collective-permute"
             link = str(groups) if permutes else ""
@@ -230,17 +226,17 @@ class _Program:
         kernels = sum(self._kernel_s.get(self._mark(kernel), 0.0) for kernel in self._kernels(i))
         if kernels:  # kernels of experts leave most of their buffers unread
             return kernels + self._matmul_s(i)
-        moving = bytes_accessed(i, self._types, self.computations) / self._rates.memory
+        moving = bytes_accessed(i, self.program) / self._rates.memory
         return max(moving, self._matmul_s(i))
 
     def _matmul_s(self, i: Instruction) -> float:
         """Seconds of the matmuls of an instruction, each at the rate of its first operand's dtype."""
         if i.opcode == "fusion":
-            return sum(self._matmul_s(inside) for name in called(i.line) for inside in self.computations[name])
-        work = flops(i, self._types, self.computations)
+            return sum(map(self._matmul_s, self.program.inside(i)))
+        work = flops(i, self.program)
         if not work:
             return 0.0
-        dtype = self._types.get(i.operands[0], "")
+        dtype = self.program.types.get(i.operands[0], "")
         if dtype.startswith("f8"):
             return work / self._rates.flops_8
         return work / (self._rates.flops_32 if dtype.startswith("f32") else self._rates.flops_16)
@@ -249,21 +245,20 @@ class _Program:
         """Custom calls in an instruction that are kernels without stated FLOPs."""
         if i.opcode == "custom-call":
             is_kernel = re.search(r'custom_call_target="[^"]*(mosaic|tpu_custom_call|triton|fmha)', i.line)
-            if is_kernel and not flops(i, self._types, self.computations):
+            if is_kernel and not flops(i, self.program):
                 yield i
         elif i.opcode == "fusion":
-            for name in called(i.line):
-                for inside in self.computations[name]:
-                    yield from self._kernels(inside)
+            for inside in self.program.inside(i):
+                yield from self._kernels(inside)
 
     def _all_kernels(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:
         """Kernels of a computation that runs `times` times, with their executions."""
-        for i in self.computations[name]:
+        for i in self.program.computations[name]:
             for kernel in self._kernels(i):
                 yield kernel, times
             if i.opcode in ("while", "call", "conditional"):
-                turns = trip_count(i.line, self.computations) or 1 if i.opcode == "while" else 1
-                for inside in called(i.line):
+                turns = self.program.trip_count(i.line) or 1 if i.opcode == "while" else 1
+                for inside in i.called:
                     yield from self._all_kernels(inside, times * turns)
 
     def _mark(self, kernel: Instruction) -> tuple[str, str]:

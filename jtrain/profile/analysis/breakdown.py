@@ -9,11 +9,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jtrain.errors import UserError
+from jtrain.hlo import parser
+from jtrain.hlo.parser import HloProgram
 from jtrain.profile.analysis import clock_loss, memory_timeline, pipeline_trace, records
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.figures import PARTS
@@ -43,7 +45,7 @@ class _Clocked:
     overlap_s: np.ndarray
 
 
-def analyse(folder: Path, loaded: tuple[Trace, dict[str, HloOp]] | None = None) -> Breakdown:
+def analyse(folder: Path, loaded: "Traced | None" = None) -> Breakdown:
     """Returns the breakdown of the window in `folder`.
 
     Args:
@@ -54,19 +56,26 @@ def analyse(folder: Path, loaded: tuple[Trace, dict[str, HloOp]] | None = None) 
     """
     from jtrain.profile.analysis.advice import advise  # reads a Breakdown, so it comes after this module
 
-    trace, ops = loaded or load(folder)
+    trace, ops, step = loaded or load(folder)
     facts = read_facts(folder)
     found = break_down(trace, ops, facts, aligned_samples(folder, trace))
-    hlo = (folder / f"{facts['module']}.hlo.txt").read_text()
-    pipeline, unknown = pipeline_trace.find(trace, hlo, ops, facts["pipeline"])
-    alive = memory_timeline.track(trace, hlo, ops)
+    pipeline, unknown = pipeline_trace.find(trace, step, ops, facts["pipeline"])
+    alive = memory_timeline.track(trace, step, ops)
     return dataclasses.replace(
         found, advice=advise(found), live=alive, pipeline=pipeline, notes=[*found.notes, *unknown]
     )
 
 
-def load(folder: Path) -> tuple[Trace, dict[str, HloOp]]:
-    """Reads the trace of a window, and the ops of its compiled programs by the names that the trace uses.
+class Traced(NamedTuple):
+    """Trace of a window, the ops of its compiled programs by the names that the trace uses, and the step's program."""
+
+    trace: Trace
+    ops: dict[str, HloOp]
+    step: HloProgram
+
+
+def load(folder: Path) -> Traced:
+    """Reads a window.
 
     Raises:
       UserError: as `analyse`.
@@ -75,14 +84,14 @@ def load(folder: Path) -> tuple[Trace, dict[str, HloOp]]:
     module = facts["module"]
     trace = read(folder, module=module, platform=facts["platform"], device_kind=facts["device_kind"])
     files = sorted(folder.glob("*.hlo.txt"))
-    if folder / f"{module}.hlo.txt" not in files:
+    programs = {file.name.removesuffix(".hlo.txt"): parser.read(file.read_text()) for file in files}
+    if module not in programs:
         raise UserError(f"{folder} lacks {module}.hlo.txt, the compiled program that was traced. Trace again.")
     ops: dict[str, HloOp] = {}
-    for file in files:
-        of = file.name.removesuffix(".hlo.txt")
-        found = read_ops(file.read_text(), facts["mesh"])
+    for of, program in programs.items():
+        found = read_ops(program, facts["mesh"])
         ops |= found if of == module else {f"{of}/{name}": op for name, op in found.items()}
-    return trace, ops
+    return Traced(trace, ops, programs[module])
 
 
 def aligned_samples(folder: Path, trace: Trace) -> dict[int, Samples]:

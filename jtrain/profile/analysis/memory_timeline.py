@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Int64
 
-from jtrain.hlo.parser import Instruction, array_bytes, called, elements, read
-from jtrain.profile.analysis.records import HloOp, LiveTrack, OpEvent, Phase, StepSpan, Trace
+from jtrain.hlo.parser import HloProgram, Instruction, array_bytes, elements
+from jtrain.hlo.scopes import Phase
+from jtrain.profile.analysis.records import HloOp, LiveTrack, OpEvent, StepSpan, Trace
 
 CLASSES: dict[Phase, str] = {
     "forward": "made by the forward pass",
@@ -32,52 +33,39 @@ _ELEMENT = "#"
 
 _MAKES_NOTHING = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "after-all", "opt-barrier")
 _MAKES_NOTHING += ("dynamic-update-slice", "partition-id", "replica-id")
-_ELEMENTWISE = (
-    "add",
-    "subtract",
-    "multiply",
-    "divide",
-    "convert",
-    "select",
-    "maximum",
-    "negate",
-    "exponential",
-    "tanh",
-)
-_LOOPS = ("while", "conditional", "call")
+_ELEMENTWISE = ("add", "subtract", "multiply", "divide", "convert", "select", "maximum", "negate")
+_ELEMENTWISE += ("exponential", "tanh")
 
 type _Value = frozenset[str] | tuple[frozenset[str], ...]
 """Names of the buffers that hold a value: one set for an array, one set per element for a tuple."""
 
 
-def live_bytes(hlo: str, ops: Mapping[str, HloOp]) -> dict[str, Int64[np.ndarray, " classes"]]:
+def live_bytes(program: HloProgram, ops: Mapping[str, HloOp]) -> dict[str, Int64[np.ndarray, " classes"]]:
     """Bytes alive while each instruction runs, by class in the order of `CLASSES`.
 
     Args:
-      hlo: optimized and scheduled HLO text.
-      ops: the result of `jtrain.profile.analysis.hlo_ops.read_ops` for this text.
+      program: optimized and scheduled.
+      ops: the result of `jtrain.profile.analysis.hlo_ops.read_ops` for this program.
     """
-    computations, entry = read(hlo)
     alive: dict[str, Int64[np.ndarray, " classes"]] = {}
 
     def visit(name: str, around: np.ndarray) -> None:
-        body = computations[name]
-        rows = around + _live(body, ops, computations, is_entry=name == entry, aliased=_aliased(hlo))
-        for instruction, row in zip(body, rows, strict=True):
+        rows = around + _live(name, ops, program)
+        for instruction, row in zip(program.computations[name], rows, strict=True):
             alive[instruction.name] = row
-            if instruction.opcode in _LOOPS:
-                for inside in called(instruction.line):
+            if instruction.holds_others:
+                for inside in instruction.called:
                     visit(inside, row)
 
-    visit(entry, np.zeros(len(_NAMES), np.int64))
+    visit(program.entry, np.zeros(len(_NAMES), np.int64))
     return alive
 
 
-def track(trace: Trace, hlo: str, ops: Mapping[str, HloOp]) -> LiveTrack | None:
+def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTrack | None:
     """Curve over the window's median step on its first device; None if no op of the program ran in that step."""
     steps = sorted(trace.steps, key=lambda step: step.end_ns - step.start_ns)
     step = steps[len(steps) // 2]
-    alive = live_bytes(hlo, ops)
+    alive = live_bytes(program, ops)
     device = min((event.device for event in trace.events), default=0)
     events = [e for e in trace.events if e.step == step.step and e.device == device and e.name in alive]
     if not events:
@@ -98,21 +86,11 @@ def _curve(events: Sequence[OpEvent], alive: Mapping[str, np.ndarray], step: Ste
     )
 
 
-def _aliased(hlo: str) -> set[int]:
-    """Indices of the entry's results that reuse the buffer of an argument (donation)."""
-    head = hlo[: hlo.find("\n")]
-    return {int(index) for index in re.findall(r"\{(\d+)\}: \(\d+, \{\}", head)}
-
-
-def _live(
-    body: Sequence[Instruction],
-    ops: Mapping[str, HloOp],
-    computations: Mapping[str, list[Instruction]],
-    *,
-    is_entry: bool,
-    aliased: set[int],
-) -> Int64[np.ndarray, "instructions classes"]:
-    """Bytes of this computation's own buffers while each of its instructions runs."""
+def _live(computation: str, ops: Mapping[str, HloOp], program: HloProgram) -> Int64[np.ndarray, "instructions classes"]:
+    """Bytes of a computation's own buffers while each of its instructions runs."""
+    body, is_entry = program.computations[computation], computation == program.entry
+    # Indices of the entry's results that reuse the buffer of an argument (donation).
+    aliased = {int(index) for index in re.findall(r"\{(\d+)\}: \(\d+, \{\}", program.header)}
     values: dict[str, _Value] = {}
     sizes: dict[str, int] = {}
     last: dict[str, int] = {}
@@ -120,10 +98,10 @@ def _live(
     for index, instruction in enumerate(body):
         given = _given(instruction, values)
         last |= dict.fromkeys(_all(given), index)
-        values[instruction.name], own = _value(instruction, given, computations)
+        values[instruction.name], own = _value(instruction, given, program)
         for buffer, size in own.items():
             sizes[buffer], made[buffer], last[buffer] = size, index, index
-    root = next(i for i in body if i.line.lstrip().startswith("ROOT "))
+    root = next(i for i in body if i.is_root)
     results = values[root.name]
     parts = results if isinstance(results, tuple) else (results,)
     for place, part in enumerate(parts):
@@ -172,9 +150,7 @@ def _all(values: Sequence[_Value]) -> frozenset[str]:
     return _NONE.union(*(part for value in values for part in (value if isinstance(value, tuple) else (value,))))
 
 
-def _value(
-    instruction: Instruction, given: Sequence[_Value], computations: Mapping[str, list[Instruction]]
-) -> tuple[_Value, dict[str, int]]:
+def _value(instruction: Instruction, given: Sequence[_Value], program: HloProgram) -> tuple[_Value, dict[str, int]]:
     """Buffers that hold an instruction's result, and the bytes of those that the instruction allocates."""
     opcode = instruction.opcode
     if opcode == "tuple":
@@ -187,7 +163,7 @@ def _value(
         return (given[0] if given else _NONE), {}
     if opcode in _MAKES_NOTHING:
         return _NONE, {}
-    if (place := _in_place(instruction, computations)) is not None and place < len(given):
+    if (place := _in_place(instruction, program)) is not None and place < len(given):
         return given[place], {}
     name = instruction.name
     if opcode.endswith("-start"):
@@ -198,12 +174,12 @@ def _value(
     return tuple(frozenset({buffer}) for buffer in own), own
 
 
-def _in_place(instruction: Instruction, computations: Mapping[str, list[Instruction]]) -> int | None:
+def _in_place(instruction: Instruction, program: HloProgram) -> int | None:
     """Index of the operand that a fusion updates in place; None if its root is not an in-place update."""
     if instruction.opcode != "fusion":
         return None
-    inside = {i.name: i for name in called(instruction.line) for i in computations[name]}
-    at = next((i for i in inside.values() if i.line.lstrip().startswith("ROOT ")), None)
+    inside = {i.name: i for i in program.inside(instruction)}
+    at = next((i for i in inside.values() if i.is_root), None)
     while at is not None and at.opcode in ("bitcast", "dynamic-update-slice", "copy") and at.operands:
         updates = at.opcode == "dynamic-update-slice"
         at = inside.get(at.operands[0])

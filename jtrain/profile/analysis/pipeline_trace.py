@@ -24,12 +24,11 @@ from typing import Any, Literal
 import numpy as np
 
 from jtrain.errors import UserError
-from jtrain.hlo.parser import Instruction, called, read
+from jtrain.hlo.parser import HloProgram, Instruction
 from jtrain.pipeline.clocks import PipelineTimeline, Span, equal_costs, lockstep
 from jtrain.pipeline.schedule import PipelineSchedule, StageOp, parse_op
 from jtrain.pipeline.ticks import SCOPES, Ticks, make_ticks
 from jtrain.profile.analysis import intervals
-from jtrain.profile.analysis.hlo_ops import holds_others, run_by
 from jtrain.profile.analysis.records import HloOp, OpEvent, PipelineShares, PipelineTrack, Trace
 from jtrain.profile.analysis.timeline import find_op, kernel_names
 
@@ -70,22 +69,22 @@ def facts_of(ticks: Ticks, costs: tuple[float, float, float], workers: Sequence[
 
 
 def find(
-    trace: Trace, hlo: str, ops: Mapping[str, HloOp], facts: Mapping[str, Any] | None
+    trace: Trace, program: HloProgram, ops: Mapping[str, HloOp], facts: Mapping[str, Any] | None
 ) -> tuple[PipelineTrack | None, list[str]]:
     """`track`, or a note on why it is unknown; neither without stages."""
     if facts is None:
         return None, []
     try:
-        return track(trace, hlo, ops, facts), []
+        return track(trace, program, ops, facts), []
     except UserError as error:
         return None, [f"{UNKNOWN}{error}"]
 
 
-def track(trace: Trace, hlo: str, ops: Mapping[str, HloOp], facts: Mapping[str, Any]) -> PipelineTrack:
+def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp], facts: Mapping[str, Any]) -> PipelineTrack:
     """Finds the instructions of the window's median step, and the shares of every step.
 
     Args:
-      hlo: text of the compiled step.
+      program: the compiled step.
       facts: `facts_of`.
 
     Raises:
@@ -94,7 +93,7 @@ def track(trace: Trace, hlo: str, ops: Mapping[str, HloOp], facts: Mapping[str, 
     ticks, workers = ticks_of_facts(facts), facts["workers"]
     if trace.num_devices != len(workers):
         raise UserError(f"the trace holds {trace.num_devices} of {len(workers)} devices. {_AGAIN}")
-    loop, kernels = tick_loop(hlo), kernel_names(ops)
+    loop, kernels = tick_loop(program), kernel_names(ops)
     by_place: dict[tuple[int, int], list[tuple[HloOp, OpEvent]]] = collections.defaultdict(list)
     names = {name: find_op(ops, kernels, name) for name in {event.name for event in trace.events}}
     for event in trace.events:
@@ -135,24 +134,23 @@ def timeline_of(rows: Sequence[Sequence[Sequence[Any]]]) -> PipelineTimeline:
     return PipelineTimeline(tuple(tuple(Span(parse_op(op), start, end) for op, start, end in row) for row in rows))
 
 
-def tick_loop(hlo: str) -> TickLoop:
-    """Finds the loop over ticks in the text of a compiled step.
+def tick_loop(program: HloProgram) -> TickLoop:
+    """Finds the loop over ticks of a compiled step.
 
     Raises:
       UserError: there is none, or several: the compiler has unrolled it.
     """
-    computations, entry = read(hlo)
-    bodies: list[str] = []
-    pending, seen = [entry], set[str]()
+    computations, bodies = program.computations, list[str]()
+    pending, seen = [program.entry], set[str]()
     while pending:
         for instruction in computations[pending.pop()]:
-            if not holds_others(instruction):
+            if not instruction.holds_others:
                 continue
             body = re.search(r"\bbody=%([\w.-]+)", instruction.line)
             if body and any(_part(inside) for inside in computations[body[1]]):
                 bodies.append(body[1])
             else:
-                new = [name for name in run_by(instruction) if name not in seen]
+                new = [name for name in instruction.run_by if name not in seen]
                 seen.update(new)
                 pending += new
     if len(bodies) != 1:
@@ -169,8 +167,8 @@ def tick_loop(hlo: str) -> TickLoop:
             _give(parts, computations, _branches(one)[-1], part or "ends")
         elif always and part is not None:
             parts[one.name] = part
-            if holds_others(one):
-                for name in run_by(one):
+            if one.holds_others:
+                for name in one.run_by:
                     _give(parts, computations, name, part)
     return TickLoop(parts, frozenset(one.name for one in body), always)
 
@@ -184,15 +182,15 @@ def _part(instruction: Instruction) -> Part | None:
 def _branches(conditional: Instruction) -> list[str]:
     """Computations of a conditional, the one for true last."""
     true = re.search(r"\btrue_computation=%([\w.-]+)", conditional.line)
-    return [true[1]] if true else list(called(conditional.line))
+    return [true[1]] if true else conditional.called
 
 
 def _give(parts: dict[str, Part], computations: Mapping[str, list[Instruction]], computation: str, part: Part) -> None:
     """Gives all ops that a computation runs to a part."""
     for one in computations[computation]:
         parts[one.name] = part
-        if holds_others(one):
-            for name in run_by(one):
+        if one.holds_others:
+            for name in one.run_by:
                 _give(parts, computations, name, part)
 
 

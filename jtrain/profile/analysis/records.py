@@ -7,14 +7,14 @@ resolves the time since the epoch to 256 ns only.
 import dataclasses
 from typing import Any, Literal
 
-type Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "other"]
+from jtrain.hlo.scopes import Phase
 
 type OpKind = Literal["compute", "communication", "copy", "control"]
 """Kind of an op; a `control` op (loop, conditional, call) contains other ops and has no time of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TracedCollective:
+class OpTraffic:
     """Network traffic of one execution of an op, as one device sees it.
 
     wire_bytes: bytes that the device sends, assuming a ring algorithm.
@@ -42,7 +42,7 @@ class HloOp:
     scope: str
     flops: int
     bytes: int
-    collective: TracedCollective | None
+    collective: OpTraffic | None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.hlo.parser import Instruction, called, done_of, read
+from jtrain.hlo.parser import Instruction, done_of, read
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
@@ -31,14 +31,13 @@ FORCED = (("all_gather_matmul", "mosaic_gpu"), ("matmul_reduce_scatter", "mosaic
 
 def beside_fused(hlo: str) -> list[tuple[str, str]]:
     """Names of each asynchronous collective and each fused kernel that runs between its start and its done."""
-    computations, _ = read(hlo)
+    program = read(hlo)
 
     def has(instruction: Instruction, wanted: Any) -> bool:
-        inside = (inner for name in called(instruction.line) for inner in computations[name])
-        return wanted(instruction) or any(has(inner, wanted) for inner in inside)
+        return wanted(instruction) or any(has(inner, wanted) for inner in program.inside(instruction))
 
     found: list[tuple[str, str]] = []
-    for instructions in computations.values():
+    for instructions in program.computations.values():
         for index, start in enumerate(instructions):
             begins = start.opcode.endswith("-start") or start.opcode in ("send", "recv")
             if not begins or '"is_sync":true' in start.line or not has(start, is_collective):
@@ -120,7 +119,7 @@ def test_all_collectives_of_a_step_with_fused_kernels_are_in_order() -> None:
     without the options several collectives are asynchronous.
     """
     text = compiled_step(data=2, tensor=4)
-    computations, _ = read(text)
+    computations = read(text).computations
     every = [one for instructions in computations.values() for one in instructions]
     assert sum(map(is_fused, every)) >= 8, "both products of attention and of the feed-forward, both passes"
     assert {"all-gather", "reduce-scatter", "all-reduce", "all-to-all"} <= {one.opcode for one in every}

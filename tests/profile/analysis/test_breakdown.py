@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jtrain.hlo.parser import visits
+from jtrain.hlo.scopes import scope_mark
 from jtrain.layout.mesh import AXES
-from jtrain.profile.analysis.breakdown import analyse, break_down, load, read_json, write_json
+from jtrain.profile.analysis.breakdown import Traced, analyse, break_down, load, read_json, write_json
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.figures import PARTS
-from jtrain.profile.analysis.hlo_ops import is_recomputed, scope_mark
-from jtrain.profile.analysis.records import Breakdown, HloOp, HostSpan, OpEvent, StepSpan, Trace, TracedCollective
+from jtrain.profile.analysis.hlo_ops import is_recomputed
+from jtrain.profile.analysis.records import Breakdown, HloOp, HostSpan, OpEvent, OpTraffic, StepSpan, Trace
 from jtrain.profile.clocks import samples
 from tests.profile.traced import COLS, MODULE, ROWS, SIZES, STEPS, WAIT_S, traced
 
@@ -78,7 +79,7 @@ OPS = {
         "c",
         0,
         0,
-        TracedCollective("all-gather", ("data",), 5 * 10**8),
+        OpTraffic("all-gather", ("data",), 5 * 10**8),
     ),
     "while.1": HloOp("while.1", "while", "control", "forward", "layers", "d", 0, 0, None),
 }
@@ -249,7 +250,7 @@ def test_a_gpu_s_kernel_without_an_op_is_found_by_the_name_of_its_fusion() -> No
 
 
 @functools.cache
-def loaded() -> tuple[Trace, dict[str, HloOp]]:
+def loaded() -> Traced:
     return load(traced(data=8))
 
 
@@ -283,7 +284,7 @@ def test_a_traced_step_sums_to_its_duration_and_every_op_finds_its_layer_and_pha
 
 def test_hardly_any_op_s_layer_is_guessed() -> None:
     """Ops of 97 % of the time have a layer in their own path; the rule for compiler-made ops covers the rest."""
-    trace, ops = loaded()
+    trace, ops, _ = loaded()
     ran = [(event.duration_ns, ops[event.name]) for event in trace.events if ops[event.name].kind != "control"]
     own = sum(duration for duration, op in ran if any(scope_mark(part)[1] for part in op.scope.split(":")))
     assert own / sum(duration for duration, _ in ran) > 0.97
@@ -301,7 +302,7 @@ def test_executed_collectives_are_the_planned_ones_byte_by_byte(run: dict[str, i
 
 def test_flops_of_a_traced_step_are_those_of_the_model() -> None:
     """By hand, per device: 2 FLOPs per MLP parameter and token forward, 4 backward, up to 2 recomputed."""
-    trace, ops = loaded()
+    trace, ops, _ = loaded()
     counted: collections.Counter[str] = collections.Counter()
     for event in trace.events:
         op = ops[event.name]
@@ -317,7 +318,7 @@ def test_flops_of_a_traced_step_are_those_of_the_model() -> None:
 
 def test_a_loop_s_flops_are_counted_as_often_as_the_compiler_says_that_it_runs() -> None:
     """Executions in the trace and trip counts in the program give the same sum."""
-    trace, ops = loaded()
+    trace, ops, _ = loaded()
     executed = sum(ops[event.name].flops for event in trace.events) / len(STEPS) / trace.num_devices
     text = (traced(data=8) / f"{MODULE}.hlo.txt").read_text()
     outside = [v for v in visits(text) if v.instruction.name in ops and ops[v.instruction.name].kind == "compute"]

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jtrain.hlo.parser import read
+from jtrain.hlo.scopes import scope_mark
 from jtrain.layout.mesh import AXES
-from jtrain.profile.analysis.hlo_ops import is_recomputed, read_ops, scope_mark, unknown_op
-from jtrain.profile.analysis.records import HloOp, TracedCollective
+from jtrain.profile.analysis.hlo_ops import is_recomputed, read_ops, unknown_op
+from jtrain.profile.analysis.records import HloOp, OpTraffic
 from jtrain.profile.trace_dir import read_facts
 from tests.profile.traced import MODULE, SIZES, traced
 
@@ -50,7 +52,7 @@ PROGRAM = Path(__file__).with_name("program.hlo.txt").read_text()
 
 
 def ops() -> dict[str, HloOp]:
-    return read_ops(PROGRAM, MESH)
+    return read_ops(read(PROGRAM), MESH)
 
 
 def test_what_the_compiler_adds_belongs_to_what_it_is_for() -> None:
@@ -94,10 +96,10 @@ def test_flops_and_bytes_are_those_of_the_shapes() -> None:
 def test_a_collective_says_its_axes_and_what_a_device_sends() -> None:
     """On a ring it is (n - 1) / n of the whole array; the done instruction sends nothing more."""
     found = ops()
-    assert found["ag"].collective == TracedCollective("all-gather", ("data",), 64 * 32 * 2 * 3 // 4)
-    assert found["agd"].collective == TracedCollective("all-gather", ("data",), 0)
-    assert found["as"].collective == TracedCollective("reduce-scatter", ("data", "tensor"), 64 * 4 * 7 // 8)
-    assert found["ad"].collective == TracedCollective("reduce-scatter", ("data", "tensor"), 0)
+    assert found["ag"].collective == OpTraffic("all-gather", ("data",), 64 * 32 * 2 * 3 // 4)
+    assert found["agd"].collective == OpTraffic("all-gather", ("data",), 0)
+    assert found["as"].collective == OpTraffic("reduce-scatter", ("data", "tensor"), 64 * 4 * 7 // 8)
+    assert found["ad"].collective == OpTraffic("reduce-scatter", ("data", "tensor"), 0)
     assert is_recomputed(found["ag"])
     assert not is_recomputed(found["conv"])
 
@@ -114,15 +116,15 @@ ENTRY %main (x: bf16[8,4], room: bf16[16,4], o: s32[4]) -> bf16[16,4] {
 
 def test_a_ragged_exchange_sends_its_operand_not_the_room_for_it() -> None:
     """Experts' rows: the result has room for more rows than a device has."""
-    found = read_ops(RAGGED, MESH)["sent"]
+    found = read_ops(read(RAGGED), MESH)["sent"]
     assert found.kind == "communication"
-    assert found.collective == TracedCollective("ragged-all-to-all", ("data",), 8 * 4 * 2 * 3 // 4)
+    assert found.collective == OpTraffic("ragged-all-to-all", ("data",), 8 * 4 * 2 * 3 // 4)
 
 
 def test_a_text_without_a_program_is_refused() -> None:
     """Refuses half a file, and a file that is not HLO."""
     with pytest.raises(ValueError, match="no entry computation"):
-        read_ops("HloModule jit_f\n\n%add (a: f32[]) -> f32[] {\n", MESH)
+        read_ops(read("HloModule jit_f\n\n%add (a: f32[]) -> f32[] {\n"), MESH)
 
 
 def test_flops_of_a_compiled_program_are_those_of_its_products() -> None:
@@ -134,13 +136,13 @@ def test_flops_of_a_compiled_program_are_those_of_its_products() -> None:
         x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
         return jnp.sum(x @ jnp.ones((16, 128)))
 
-    found = read_ops(f.lower(jnp.ones((8, 16))).compile().as_text() or "", MESH)
+    found = read_ops(read(f.lower(jnp.ones((8, 16))).compile().as_text() or ""), MESH)
     flops = collections.Counter(op.flops for op in found.values() if op.flops)
     assert flops == {2 * 8 * 16 * 16: 1, 2 * 8 * 16 * 128: 1}
 
 
 def program(folder: Path) -> dict[str, HloOp]:
-    return read_ops((folder / f"{MODULE}.hlo.txt").read_text(), read_facts(folder)["mesh"])
+    return read_ops(read((folder / f"{MODULE}.hlo.txt").read_text()), read_facts(folder)["mesh"])
 
 
 def test_every_collective_of_a_real_step_finds_its_layer() -> None:
@@ -188,6 +190,6 @@ ENTRY %main (x: bf16[32,4,8], i: s32[]) -> bf16[32,4,8] {
 
 def test_a_slice_behind_a_bitcast_is_all_that_is_read_or_written() -> None:
     """One layer's 64 bytes of 32 layers', in and out, and the index; XLA bitcasts stacked arrays before it slices."""
-    found = read_ops(SLICED, MESH)
+    found = read_ops(read(SLICED), MESH)
     assert found["taken"].bytes == 64 + 4 + 64
     assert found["given"].bytes == 64 + 4 + 64

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jtrain.hlo.parser import read
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
@@ -65,7 +66,7 @@ ENTRY %main (w: f32[256], x: f32[256]) -> (f32[256], f32[4,256]) {
 
 def test_a_buffer_lives_from_its_maker_to_its_last_reader() -> None:
     """In KiB: loop state is not counted twice, tuple elements die one by one, an in-place result is free."""
-    alive = live_bytes(PROGRAM, read_ops(PROGRAM, MESH))
+    alive = live_bytes(read(PROGRAM), read_ops(read(PROGRAM), MESH))
     kib = {name: (row / 1024).tolist() for name, row in alive.items()}
     assert list(CLASSES) == ["forward", "backward", "optimizer", "other"]
     assert kib["space"] == [4, 0, 0, 0]
@@ -78,7 +79,8 @@ def test_a_buffer_lives_from_its_maker_to_its_last_reader() -> None:
 
 def test_the_curve_is_that_of_the_median_step_on_the_first_device() -> None:
     """Points are ops in order of their start; with more than 500 ops, the maximum of each run of ops is kept."""
-    ops = read_ops(PROGRAM, MESH)
+    program = read(PROGRAM)
+    ops = read_ops(program, MESH)
     steps = tuple(StepSpan(n, 1000 * n, 1000 * n + took) for n, took in ((1, 900), (2, 500), (3, 700)))
     names = ("space", "made", "pair", "grad")
     events = [
@@ -87,18 +89,18 @@ def test_the_curve_is_that_of_the_median_step_on_the_first_device() -> None:
         for d in (1, 0)
         for i, name in enumerate(names)
     ]
-    found = track(Trace("cpu", "cpu", 2, steps, tuple(events), ()), PROGRAM, ops)
+    found = track(Trace("cpu", "cpu", 2, steps, tuple(events), ()), program, ops)
     assert found is not None
     assert found.step == 3
     assert found.time_s == pytest.approx([0.0, 1e-7, 2e-7, 3e-7])
     assert found.bytes["made by the forward pass"] == [4096, 5120, 4096, 4096]
     assert found.bytes["made by the backward pass"] == [0, 0, 3072, 1024]
     many = tuple(OpEvent(0, 1, "pair" if i == 777 else "space", i, 1) for i in range(1200))
-    thinned = track(Trace("cpu", "cpu", 1, steps[:1], many, ()), PROGRAM, ops)
+    thinned = track(Trace("cpu", "cpu", 1, steps[:1], many, ()), program, ops)
     assert thinned is not None
     assert len(thinned.time_s) <= MOST_POINTS
     assert max(thinned.bytes["made by the backward pass"]) == 3072
-    assert track(Trace("cpu", "cpu", 1, steps[:1], (), ()), PROGRAM, ops) is None
+    assert track(Trace("cpu", "cpu", 1, steps[:1], (), ()), program, ops) is None
 
 
 @pytest.mark.parametrize(
@@ -120,6 +122,6 @@ def test_the_most_that_is_alive_is_what_the_compiler_allocates(mesh: MeshSpec, s
     step: Any = make_train_step(model, optimizer, layout, devices)
     compiled = step.lower(abstract_state(layout, optimizer, devices), Batch(ids, ids, ids, ids)).compile()
     hlo = compiled.as_text()
-    alive = live_bytes(hlo, read_ops(hlo, mesh.shape))
+    alive = live_bytes(read(hlo), read_ops(read(hlo), mesh.shape))
     most = max(int(row.sum()) for row in alive.values())
     assert most == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.1)

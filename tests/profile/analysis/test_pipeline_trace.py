@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jtrain.errors import UserError
+from jtrain.hlo.parser import read
 from jtrain.pipeline.schedule import parse_op
 from jtrain.pipeline.ticks import Ticks, make_ticks
 from jtrain.profile.analysis import breakdown, pipeline_trace
@@ -36,14 +37,14 @@ class Window:
 
     def found(self, **changes: Any) -> PipelineTrack:
         changed = dataclasses.replace(self, **changes)
-        return track(changed.trace, changed.hlo, changed.ops, changed.facts)
+        return track(changed.trace, read(changed.hlo), changed.ops, changed.facts)
 
     def with_events(self, events: Iterator[OpEvent]) -> Trace:
         return dataclasses.replace(self.trace, events=tuple(events))
 
 
 def window(folder: Path) -> Window:
-    trace, ops = breakdown.load(folder)
+    trace, ops, _ = breakdown.load(folder)
     facts = json.loads((folder / "facts.json").read_text())["pipeline"]
     return Window(trace, ops, (folder / f"{MODULE}.hlo.txt").read_text(), facts)
 
@@ -96,7 +97,7 @@ def test_the_trace_has_every_instruction_where_the_schedule_has_it(zb_h1: Window
 
 def test_a_trace_that_lacks_something_gives_no_picture(zb_h1: Window) -> None:
     """Missing events and other schedules end in a message with step, device and numbers."""
-    loop, events = tick_loop(zb_h1.hlo), zb_h1.trace.events
+    loop, events = tick_loop(read(zb_h1.hlo)), zb_h1.trace.events
     last = STEPS[-1]
 
     def without(*, part: str | None, device: int) -> Trace:
@@ -134,7 +135,7 @@ def test_a_trace_that_lacks_something_gives_no_picture(zb_h1: Window) -> None:
 
 def test_instructions_outside_of_their_tick_are_refused(zb_h1: Window) -> None:
     """A pass in a tick where the schedule has none, and ticks that overlap."""
-    loop, events = tick_loop(zb_h1.hlo), zb_h1.trace.events
+    loop, events = tick_loop(read(zb_h1.hlo)), zb_h1.trace.events
     whole_ns = zb_h1.trace.steps[0].end_ns - zb_h1.trace.steps[0].start_ns
     here = [event for event in events if (event.step, event.device) == (STEPS[0], 0)]
     late = {event: dataclasses.replace(event, start_ns=event.start_ns + whole_ns) for event in here}
@@ -168,7 +169,7 @@ def test_reports_show_both_pictures_and_the_bubble(folder: Path, capsys: pytest.
 
 def test_a_trace_that_does_not_show_the_schedule_is_noted(zb_h1: Window) -> None:
     """The report says among its unknown values why it has no picture; a run without stages has nothing to say."""
-    given = zb_h1.trace, zb_h1.hlo, zb_h1.ops
+    given = zb_h1.trace, read(zb_h1.hlo), zb_h1.ops
     found, notes = pipeline_trace.find(*given, zb_h1.facts | {"workers": [1, 0]})
     assert found is None
     assert [note.startswith(f"{pipeline_trace.UNKNOWN}step {STEPS[0]}, device 0: of 12") for note in notes] == [True]
@@ -192,7 +193,7 @@ def test_other_schedules_and_packings(schedule: str, remat: str, more: dict[str,
     """All packings with two devices per worker, two chunks, and layers that permute, which compute in every tick."""
     found = window(traced(data=2, microbatches=4, stage=2, schedule=schedule, remat=remat, **more))
     always = "tensor_overlap" in more
-    assert tick_loop(found.hlo).always == always
+    assert tick_loop(read(found.hlo)).always == always
     shown = found.found()
     assert found.facts["workers"] == sorted(found.facts["workers"])
     assert len(found.facts["workers"]) > 2

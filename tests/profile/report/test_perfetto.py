@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from jtrain.profile.analysis.records import HloOp, HostSpan, OpEvent, StepSpan, Trace, TracedCollective
+from jtrain.profile.analysis.records import HloOp, HostSpan, OpEvent, OpTraffic, StepSpan, Trace
 from jtrain.profile.report.perfetto import perfetto
 from tests.profile import example
 
@@ -12,7 +12,7 @@ EPOCH = 1_763_000_000_000_000_123
 """Nanoseconds since the epoch: more digits than a float holds."""
 
 
-def op(name: str, kind: Any, phase: Any, layer: str, collective: TracedCollective | None = None) -> HloOp:
+def op(name: str, kind: Any, phase: Any, layer: str, collective: OpTraffic | None = None) -> HloOp:
     return HloOp(name, "fusion", kind, phase, layer, f"jit(step)/{layer}", 10, 20, collective)
 
 
@@ -25,7 +25,7 @@ OPS = {
         op("mlp.2", "compute", "forward", "layers/mlp"),
         op("mlp_bwd.1", "compute", "backward", "layers/mlp"),
         op("adam.1", "compute", "optimizer", "optimizer"),
-        op("all-gather.1", "communication", "forward", "layers/mlp", TracedCollective("all-gather", ("data",), 4096)),
+        op("all-gather.1", "communication", "forward", "layers/mlp", OpTraffic("all-gather", ("data",), 4096)),
     )
 }
 

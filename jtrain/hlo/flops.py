@@ -6,63 +6,54 @@ thousandth of a model's, and vendors quote no peak for them.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 
-from jtrain.hlo.parser import Instruction, array_bytes, called, elements
-
-type Computations = Mapping[str, list[Instruction]]
+from jtrain.hlo.parser import HloProgram, Instruction, array_bytes, arrays, elements
 
 _SLICES = ("dynamic-slice", "gather", "slice")
 
 
-def flops(instruction: Instruction, types: Mapping[str, str], computations: Computations) -> int:
+def flops(instruction: Instruction, program: HloProgram) -> int:
     """FLOPs of a matrix product, of all products in a fusion, or of a kernel's cost estimate; 0 if unknown.
 
     Args:
       instruction: not a loop or conditional; their bodies are executed, and counted, on their own.
-      types: result type of every instruction of the program, by name.
-      computations: as returned by `jtrain.hlo.parser.read`.
     """
-    if instruction.opcode == "dot":
-        return _dot(instruction, types)
-    if instruction.opcode == "convolution":
-        return _convolution(instruction, types)
-    if instruction.opcode == "custom-call":
-        return _custom_call(instruction, types)
     if instruction.opcode.startswith(("fusion", "async")):
-        inside = [i for name in called(instruction.line) for i in computations[name]]
-        return sum(flops(i, types, computations) for i in inside)
-    return 0
+        return sum(flops(one, program) for one in program.inside(instruction))
+    count = {"dot": _dot, "convolution": _convolution, "custom-call": _custom_call}.get(instruction.opcode)
+    if count is None:
+        return 0
+    return count(instruction, [program.types.get(name, "") for name in instruction.operands])
 
 
-def bytes_accessed(instruction: Instruction, types: Mapping[str, str], computations: Computations) -> int:
+def bytes_accessed(instruction: Instruction, program: HloProgram) -> int:
     """Bytes read and written: each operand once, or only its slices if only slices are used.
 
     For arrays that fit in a cache this is an upper bound on the traffic to main memory.
     """
-    operands = instruction.operands
-    sizes = [array_bytes(types.get(name, "")) for name in operands]
+    sizes = [array_bytes(program.types.get(name, "")) for name in instruction.operands]
     result = array_bytes(instruction.type)
     if instruction.opcode in _SLICES:
         return 2 * result
     if instruction.opcode == "dynamic-update-slice":
         return 2 * sizes[1]
     if instruction.opcode == "fusion":
-        inside = [i for name in called(instruction.line) for i in computations[name]]
-        for index, of_operand in enumerate(_read_inside(inside, types)):
+        inside = program.inside(instruction)
+        for index, of_operand in enumerate(_read_inside(inside)):
             if index < len(sizes) and of_operand is not None:
                 sizes[index] = of_operand
-        root = next((i for i in inside if i.line.lstrip().startswith("ROOT ")), None)
+        root = next((i for i in inside if i.is_root), None)
         while root is not None and root.opcode == "bitcast":
             root = next((i for i in inside if i.name == root.operands[0]), None)
         if root is not None and root.opcode == "dynamic-update-slice":
-            result = array_bytes(types.get(root.operands[1], ""))
+            result = array_bytes(program.types.get(root.operands[1], ""))
     return sum(sizes) + result
 
 
-def _read_inside(inside: list[Instruction], types: Mapping[str, str]) -> list[int | None]:
+def _read_inside(inside: list[Instruction]) -> list[int | None]:
     """Bytes that a fusion reads of each of its parameters, also through bitcasts; None if it reads the whole array."""
     users: dict[str, list[Instruction]] = {}
     for instruction in inside:
@@ -92,20 +83,19 @@ def _read_inside(inside: list[Instruction], types: Mapping[str, str]) -> list[in
     return [read.get(index) for index in range(len(read))]
 
 
-def _dims(type_: str) -> list[int]:
+def _dims(type_: str) -> tuple[int, ...]:
     """Dimensions of an array type, or of a tuple's first array."""
-    found = re.search(r"[a-z]\w*\[([\d,]*)\]", type_)
-    return [int(n) for n in found[1].split(",") if n] if found else []
+    return next((dims for _, dims in arrays(type_)), ())
 
 
-def _dot(instruction: Instruction, types: Mapping[str, str]) -> int:
-    left = _dims(types.get(instruction.operands[0], ""))
+def _dot(instruction: Instruction, operands: list[str]) -> int:
+    left = _dims(operands[0])
     over = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.line)
     contracted = [left[int(n)] for n in over[1].split(",") if n] if over else []
     return 2 * math.prod(_dims(instruction.type)) * math.prod(contracted)
 
 
-def _convolution(instruction: Instruction, types: Mapping[str, str]) -> int:
+def _convolution(instruction: Instruction, operands: list[str]) -> int:
     """FLOPs of a convolution, including the matrix products that XLA:TPU writes as convolutions.
 
     Counts only window positions that meet the input: XLA:TPU makes batch dimensions spatial, and the window of a
@@ -114,7 +104,7 @@ def _convolution(instruction: Instruction, types: Mapping[str, str]) -> int:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.line)
     if not labels:
         return 0
-    left, right = (_dims(types.get(name, "")) for name in instruction.operands[:2])
+    left, right = map(_dims, operands[:2])
     result = _dims(instruction.type)
     sizes = {
         key: dict(zip(of, dims, strict=True))
@@ -146,11 +136,11 @@ def _window(line: str) -> dict[str, list[int]]:
     }
 
 
-def _custom_call(instruction: Instruction, types: Mapping[str, str]) -> int:
+def _custom_call(instruction: Instruction, operands: list[str]) -> int:
     """FLOPs of a cuBLAS product from its dimension numbers, or of another kernel from its cost estimate."""
     if re.search(r'custom_call_target="__cublas\$', instruction.line):
         over = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.line)
-        left = _dims(types.get(instruction.operands[0], ""))
+        left = _dims(operands[0])
         result = instruction.type
         result = elements(result)[0] if result.startswith("(") else result
         contracted = [left[int(n)] for n in re.findall(r"\d+", over[1])] if over else []

@@ -1,0 +1,42 @@
+"""Named scopes of a step in its compiled program: the phase and the layer that an instruction belongs to.
+
+The compiler keeps the path of named scopes that an instruction was traced from as its `op_name`:
+`jit(train_step)/shard_map/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/dot_general` belongs to
+the backward pass of the MLPs; recomputation counts as backward.
+"""
+
+import re
+from typing import Literal
+
+type Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "other"]
+
+_TOP = ("batch", "embed", "rope", "layers", "final_norm", "loss", "reduce_gradients", "optimizer")
+"""Named scopes of `jtrain.step.train_step` and `jtrain.model.transformer`; each is a layer of the report."""
+
+_INSIDE = {"attention": "attention", "attention_norm": "attention", "mlp": "mlp", "mlp_norm": "mlp"}
+"""Scope, or component of a weight's path, inside `layers` -> second half of the layer's name."""
+
+_PHASES: dict[str, Phase] = {"optimizer": "optimizer", "reduce_gradients": "backward", "batch": "data"}
+
+NOWHERE: tuple[Phase, str] = ("other", "")
+"""Phase and layer of what has none of our scopes."""
+
+
+def scope_mark(scope: str) -> tuple[Phase, str]:
+    """Phase and layer of a path of named scopes; ("other", "") if it has none of ours.
+
+    >>> scope_mark("jit(train_step)/shard_map/transpose(jvp(layers))/while/body/checkpoint/mlp/dot_general")
+    ('backward', 'layers/mlp')
+    """
+    names = re.findall(r"[\w.-]+", re.sub(r"\bp?jit\([^)]*\)", "", scope))
+    top = next((name for name in names if name in _TOP), None)
+    if top is None:
+        return NOWHERE
+    if top == "layers":
+        inside = next((_INSIDE[name] for name in names[names.index(top) + 1 :] if name in _INSIDE), None)
+        layer = f"layers/{inside}" if inside else "layers"
+    else:
+        layer = top
+    if top in _PHASES:
+        return _PHASES[top], layer
+    return ("backward" if "transpose" in names or "rematted_computation" in names else "forward"), layer
