@@ -31,9 +31,9 @@ from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
+from jtrain.runtime.malloc import keep_freed_memory
 from jtrain.step.state import init_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
-from jtrain_kernels.host_memory import keep_freed_memory
 
 SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
 INSTALL = {

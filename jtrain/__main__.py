@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from jtrain.cli.run import run
 from jtrain.errors import UserError, did_you_mean
-from jtrain.runtime import exit_codes
 
 VERBS = {
     "launch": "train the model of a config; the same command again resumes",
@@ -40,7 +39,7 @@ def _dispatch(words: list[str]) -> int:
     verb, *rest = words or [""]
     if verb in ("-h", "--help"):
         print(usage())
-        return exit_codes.DONE
+        return 0
     if not verb:
         raise UserError(f"no verb is given.\n{usage()}")
     if verb not in VERBS:

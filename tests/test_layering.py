@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 ROWS = (
-    ("constants", "errors", "report"),  # tables and pages, which everybody describes
+    ("errors", "report"),  # tables and pages, which everybody describes
     ("runtime", "hlo", "pipeline"),  # schedules are data, which the layout reads
     ("layout", "telemetry"),
     ("data", "model", "optim", "profile", "checkpoint", "supervise"),

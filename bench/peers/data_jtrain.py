@@ -76,7 +76,7 @@ def mixing(args: Any) -> None:
     """Draws packed rows, with `mallopt` as the training loop sets it on a CPU."""
     from bench.data_sources import mixture
     from jtrain.data.dataset import open_dataset
-    from jtrain_kernels.host_memory import keep_freed_memory
+    from jtrain.runtime.malloc import keep_freed_memory
 
     keep_freed_memory()
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.global_batch)

@@ -25,7 +25,6 @@ from jtrain.profile.analysis.records import Peaks
 from jtrain.profile.clocks import samples
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.profile.clocks.samples import energy_j
-from jtrain.profile.clocks.select import spec_mhz
 from jtrain_kernels import device
 
 SIZE = 8192
@@ -68,7 +67,7 @@ def run(args: Options) -> Iterator[Row]:
         )
     size = REHEARSED if args.rehearse else SIZE
     random = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
-    peaks = Peaks(spec.peak_bf16_flops, spec.hbm_bytes_per_s, spec_mhz(spec), None)
+    peaks = Peaks(spec.peak_bf16_flops, spec.hbm_bytes_per_s, spec.peak_mhz, None)
     more = range(0, size // 2, size // 16)
     for first, second, work in (
         ("zeros", "random numbers", [_multiply(jnp.zeros_like(random)), _multiply(random)]),

@@ -37,13 +37,13 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim import Optimizer, optimizer
 from jtrain.plan.from_run import make_optimizer
+from jtrain.runtime.malloc import keep_freed_memory
 from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
 from jtrain.step.guard import GuardState
 from jtrain.step.state import abstract_state, init_state
 from jtrain.train.bad_steps import BadSteps, Numbers
 from jtrain.train.integrity import IntegrityCheck
-from jtrain_kernels.host_memory import keep_freed_memory
 
 PRINTS = True
 

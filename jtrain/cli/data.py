@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from jtrain.cli.options import add_config, add_json
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
-from jtrain.constants import BATCH_AXES
 from jtrain.data.inspect.excerpt import excerpt
 from jtrain.errors import FileError, UserError
+from jtrain.layout.constants import BATCH_AXES
 from jtrain.report.table import Table, numbers, words
 from jtrain.runtime.platform import start_jax
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-from jtrain.constants import IGNORE
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.sources.formats.masked_text import MaskedText
 from jtrain.data.tokenizer import EncodedDocuments, TextChunk, Tokenizer
+from jtrain.layout.constants import IGNORE
 
 NO_RUNS = np.zeros((0, 2), np.int32)
 """Runs of tokens of which all are learned."""

@@ -20,7 +20,7 @@ from typing import Any, Literal, no_type_check
 import jax
 from jaxtyping import Int
 
-from jtrain.constants import IGNORE as IGNORE
+from jtrain.layout.constants import IGNORE as IGNORE
 
 
 @no_type_check  # a pytree: its leaves are also shardings, specs and shapes

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jtrain.constants import BATCH_AXES as BATCH_AXES
 from jtrain.errors import UserError
+from jtrain.layout.constants import BATCH_AXES as BATCH_AXES
 
 AXES = ("replica", "stage", "data", "expert", "context", "tensor")
 """Mesh axes, outermost (slowest network) first, so that neighbours along `tensor` are the closest devices."""

@@ -69,7 +69,7 @@ def start_jax(
 
     import jax  # lazy: 0.6 s
 
-    from jtrain_kernels.host_memory import keep_freed_memory
+    from jtrain.runtime.malloc import keep_freed_memory
 
     if emulate_devices is not None or device is not None:
         jax.config.update("jax_platforms", environ["JAX_PLATFORMS"])

@@ -8,9 +8,9 @@ from jax.sharding import Mesh
 from jaxtyping import Float64, Int64
 
 from jtrain.config.run import Run, check_vocabulary
-from jtrain.constants import IGNORE
 from jtrain.data import HeldOutSet, TextDataset, open_sets, put_batch
 from jtrain.errors import UserError
+from jtrain.layout.constants import IGNORE
 from jtrain.layout.layout import Layout
 from jtrain.model.param import Params
 from jtrain.runtime.multihost import same_everywhere

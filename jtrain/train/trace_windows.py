@@ -17,7 +17,6 @@ from jtrain.profile.analysis.pipeline_trace import facts_of
 from jtrain.profile.capture.trace import compiled_text
 from jtrain.profile.capture.windows import Windows
 from jtrain.profile.clocks.sampler import Sampler
-from jtrain.profile.clocks.select import spec_mhz
 from jtrain.profile.trace_dir import FOLDER
 from jtrain.step.pipeline_ticks import relative_costs, ticks_of
 from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, RunContext
@@ -148,7 +147,7 @@ class TraceWindows(Callback):
             "peaks": {
                 "flops": None if spec is None else spec.peak_flops(run.precision.compute_dtype),
                 "hbm_bytes_per_s": None if spec is None else spec.hbm_bytes_per_s,
-                "ref_mhz": (spec_mhz(spec) if spec is not None else None) or clocks.get("ref_mhz"),
+                "ref_mhz": (None if spec is None else spec.peak_mhz) or clocks.get("ref_mhz"),
                 "max_mhz": clocks.get("max_mhz"),
             },
             "planned": [

@@ -71,11 +71,24 @@ class DeviceSpec:
             return self.peak_bf16_flops
         return self.peak_fp8_flops if dtype.startswith("float8") else None
 
+    @property
+    def peak_mhz(self) -> float | None:
+        """Clock at which the vendor quotes the peak: A100 1410, H100 and H200 1830, B200 1856, MI300X 2100 MHz.
+
+        This is not the highest clock: an H100 reaches 1980 MHz. None if the FLOPs per core and cycle are unknown.
+        """
+        per_cycle = _FLOPS_PER_CORE_CYCLE.get(self.kind)
+        if per_cycle is None or self.num_cores is None or self.peak_bf16_flops is None:
+            return None
+        return self.peak_bf16_flops / (self.num_cores * per_cycle) / 1e6
+
 
 _GB = 10**9
 _GIB = 2**30
 _MIB = 2**20
 _HOPPER_SHARED = 227 * 1024
+_FLOPS_PER_CORE_CYCLE = {"A100": 2048, "H100": 4096, "H200": 4096, "GH200": 4096, "B200": 8192, "MI300X": 2048}
+"""Dense bfloat16 FLOPs per cycle of one multiprocessor or compute unit. H100: 132 * 4096 * 1830 MHz = 989.4 TFLOP/s."""
 
 # Sources: NVIDIA A100, H100, H200, B200 and GH200 data sheets (SXM, dense); AMD Instinct MI300X data sheet; Google
 # Cloud's TPU v4, v5e, v5p, v6e and 7x system architecture pages; ICI as in the scaling book, times the links of a chip.

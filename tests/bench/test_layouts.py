@@ -20,7 +20,7 @@ from jtrain.bench.layout_trials.settings import (
     refusal,
 )
 from jtrain.bench.layout_trials.trial import Lab, batches_of, shrink
-from jtrain.constants import IGNORE
+from jtrain.layout.constants import IGNORE
 from jtrain.pipeline.ticks import Field
 from jtrain.step import pipelined
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.constants import IGNORE
 from jtrain.data import PackedText, Source
+from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import Batch
 
 NAMES = ("web", "code", "books", "chat")

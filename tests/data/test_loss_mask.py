@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.constants import IGNORE
 from jtrain.data import PackedText, Source, open_dataset
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.pretokenized.build import prepare
@@ -20,6 +19,7 @@ from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer
 from jtrain.errors import UserError
+from jtrain.layout.constants import IGNORE
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh

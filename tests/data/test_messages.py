@@ -11,13 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.constants import IGNORE
 from jtrain.data import Source, open_dataset
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import UserError
+from jtrain.layout.constants import IGNORE
 from tests.data.masked_sources import write_records
 from tests.data.test_loss_mask import documents_of, expected, prepared, spec
 

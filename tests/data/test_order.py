@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jtrain.cli.data import main
-from jtrain.constants import IGNORE
 from jtrain.data import Constant, PackedText, Source, open_dataset
 from jtrain.data.inspect.order_report import LEAST_STEPS, OrderReport, lines_of, measure_order
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
+from jtrain.layout.constants import IGNORE
 from tests.data.writers import Write, write_jsonl, write_parquet
 
 STEPS = 200

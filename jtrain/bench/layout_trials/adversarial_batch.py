@@ -4,7 +4,7 @@ import numpy as np
 
 ROWS, COLUMNS = 16, 16
 IGNORED = -1
-"""Target where there is nothing to predict, `jtrain.constants.IGNORE`; the test holds the two together."""
+"""Target where there is nothing to predict, `jtrain.layout.constants.IGNORE`; the test holds the two together."""
 
 type Arrays = dict[str, np.ndarray]
 """token_BL, target_BL, position_BL and segment_BL, int32."""

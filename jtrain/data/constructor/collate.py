@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from jaxtyping import Int32
 
-from jtrain.constants import IGNORE
 from jtrain.data.planner.pieces import Pieces
 from jtrain.errors import UserError
+from jtrain.layout.constants import IGNORE
 
 ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 """Arrays of a batch, in their order in a slot of shared memory."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.constants import IGNORE
 from jtrain.data.dataset import TextDataset
 from jtrain.data.inspect.excerpt import marked
+from jtrain.layout.constants import IGNORE
 from jtrain.runtime.multihost import process_index
 
 

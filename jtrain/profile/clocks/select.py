@@ -19,7 +19,6 @@ from pathlib import Path
 
 from jtrain.errors import UserError
 from jtrain.profile.clocks.reading import ClockSource
-from jtrain_kernels.device import DeviceSpec
 
 SOURCES = ("auto", "nvml", "amd", "tpu", "cpu", "none")
 """Names of sources; `scripted:PATH` is valid too."""
@@ -108,18 +107,3 @@ def open_source(source: str, devices: Sequence[int]) -> ClockSource:
     from jtrain.profile.clocks.cpufreq import Cpu
 
     return Cpu()
-
-
-_FLOPS_PER_CORE_CYCLE = {"A100": 2048, "H100": 4096, "H200": 4096, "GH200": 4096, "B200": 8192, "MI300X": 2048}
-"""Dense bfloat16 FLOPs per cycle of one multiprocessor or compute unit. H100: 132 * 4096 * 1830 MHz = 989.4 TFLOP/s."""
-
-
-def spec_mhz(spec: DeviceSpec) -> float | None:
-    """Clock at which the vendor quotes the peak: A100 1410, H100 and H200 1830, B200 1856, MI300X 2100 MHz.
-
-    This is not the highest clock: an H100 reaches 1980 MHz. None if the FLOPs per core and cycle are unknown.
-    """
-    per_cycle = _FLOPS_PER_CORE_CYCLE.get(spec.kind)
-    if per_cycle is None or spec.num_cores is None or spec.peak_bf16_flops is None:
-        return None
-    return spec.peak_bf16_flops / (spec.num_cores * per_cycle) / 1e6

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jtrain.constants import IGNORE
 from jtrain.data.constructor import collate
 from jtrain.data.constructor.collate import ARRAYS, Rows, fill_rows, views_of
 from jtrain.data.planner.pieces import Pieces
+from jtrain.layout.constants import IGNORE
 
 layouts = st.lists(st.lists(st.integers(1, 9), max_size=5), min_size=1, max_size=6)
 

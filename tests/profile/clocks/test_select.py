@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.profile.clocks import cpufreq, samples, select, tpu
+from jtrain.profile.clocks import cpufreq, samples, tpu
 from jtrain.profile.clocks.amdsmi import Amd
 from jtrain.profile.clocks.nvml import Nvml
 from jtrain.profile.clocks.reading import Notes, Reading
@@ -242,5 +242,5 @@ def test_a_note_is_one_line_and_once() -> None:
 )
 def test_a_published_peak_belongs_to_a_clock(name: str, mhz: float) -> None:
     """Cores times FLOPs per cycle times this clock give the vendor's peak to 0.1 %."""
-    assert select.spec_mhz(device.from_name(name)) == pytest.approx(mhz, rel=1e-3)
-    assert select.spec_mhz(device.from_name("v5p")) is None
+    assert device.from_name(name).peak_mhz == pytest.approx(mhz, rel=1e-3)
+    assert device.from_name("v5p").peak_mhz is None
