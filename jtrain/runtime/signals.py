@@ -43,9 +43,7 @@ class StopRequest:
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             if handler is not None:  # None stands for a handler of C code, which Python cannot restore
                 signal.signal(number, handler)

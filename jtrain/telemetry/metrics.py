@@ -1,10 +1,10 @@
-"""Metrics of a run: their definitions, and the lines of metrics.jsonl; `metrics_writer` writes them."""
+"""Metrics of a run, the lines of metrics.jsonl; `metrics_writer` writes them."""
 
 import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from jtrain.errors import UserError
 from jtrain.telemetry.append_file import keep_lines, parsed
@@ -13,85 +13,16 @@ FILE = "metrics.jsonl"
 EVENTS = "tensorboard"
 NOTES = "data.log"
 
-type Reduced = Literal[
-    "this step", "mean since the last line", "last 1000 steps", "highest so far", "so far", "held-out batches"
-]
-
-
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """Definition of a metric.
-
-    reduced: steps or batches over which its value is taken; always over all devices and processes.
-    """
-
-    name: str
-    unit: str
-    reduced: Reduced
-    meaning: str
-
-
-TRAIN_METRICS = (
-    Metric("step", "steps", "this step", "completed updates"),
-    Metric("loss_nats", "nats/token", "this step", "cross entropy over the batch's valid targets, without z-loss"),
-    Metric("grad_norm", "", "this step", "global norm of the gradient before clipping"),
-    Metric("learning_rate", "", "this step", "learning rate of this update"),
-    Metric("skipped_updates", "updates", "so far", "updates not applied because of bad numbers, over all attempts"),
-    Metric("tokens", "tokens", "this step", "valid targets in the global batch"),
-    Metric("tokens_per_s", "tokens/s", "mean since the last line", "valid targets per second of wall time"),
-    Metric("step_time_ms", "ms", "mean since the last line", "wall time per step, everything included"),
-    Metric("data_wait_ms", "ms", "mean since the last line", "part of step_time_ms spent waiting for the next batch"),
-    Metric("batch_hash", "hex", "this step", "hash of this step's global batch, computed on the devices' copy"),
-    Metric("mfu", "", "mean since the last line", "model FLOP/s over the devices' peak; null if the peak is unknown"),
-    Metric(
-        "device_memory_peak_gib",
-        "GiB",
-        "highest so far",
-        "peak memory of process 0's fullest device; null if the device does not report it",
-    ),
-    Metric("data_fill", "", "this step", "share of the batch's positions that hold a token"),
-    Metric("data_cost_spread", "", "this step", "largest over mean work of a data rank: 1 is perfect balance"),
-    Metric("data_drift", "", "this step", "largest deviation of a source's share so far from the mixture schedule"),
-    Metric("data_skipped", "documents", "this step", "bad documents left out so far, over all attempts"),
-    Metric("data_retries", "reads", "this step", "reads repeated so far by process 0's Source Loaders"),
-    Metric("data_tokens", "tokens", "this step", "tokens by source; sources without tokens are left out"),
-    Metric("data_queue", "runs", "this step", "runs requested from each Source Loader of process 0 and not yet read"),
-    Metric("data_memory_mib", "MiB", "this step", "resident memory of process 0's Source Loaders, with shared pages"),
-    Metric("step_time_p50_ms", "ms", "last 1000 steps", "median step time, without evaluations and saves"),
-    Metric("step_time_p90_ms", "ms", "last 1000 steps", "90th percentile of step times"),
-    Metric("step_time_p99_ms", "ms", "last 1000 steps", "99th percentile of step times"),
-    Metric(
-        "straggler_score",
-        "",
-        "mean since the last line",
-        "per host and device, 1 = fastest, lower = straggler; hosts: share of the step time that would remain if the "
-        "host were as fast as the fastest; devices: clock over the highest clock, if clocks are known",
-    ),
-    Metric("clock_mhz", "MHz", "mean since the last line", "clock of the cores, mean over devices; null if unknown"),
-    Metric("power_w", "W", "mean since the last line", "power of a device, mean over devices; null if unknown"),
-    Metric("joules_per_token", "J/token", "mean since the last line", "energy per token, all devices; null if unknown"),
-    Metric("host_rss_mib", "MiB", "this step", "resident memory of process 0, with shared pages; null without /proc"),
-    Metric("compile_count", "programs", "so far", "train steps compiled by this attempt; 1 unless an argument changed"),
-)
-"""Fields of the line of a train step, in this order."""
-
-EVAL_METRICS = (
-    Metric("step", "steps", "this step", "completed updates"),
-    Metric("eval_loss_nats", "nats/token", "held-out batches", "cross entropy over all their valid targets"),
-    Metric(
-        "eval_loss_standard_error", "nats/token", "held-out batches", "of the loss, over documents; null if only one"
-    ),
-    Metric("eval_bits_per_byte", "bits/byte", "held-out batches", "all nats over the targets' UTF-8; null if unknown"),
-    Metric("eval_tokens", "tokens", "held-out batches", "valid targets"),
-    Metric("eval_documents", "documents", "held-out batches", "documents of these targets"),
-    Metric("eval_sets", "", "held-out batches", "eval.sets by name: the same five, without their prefix"),
-)
-"""Fields of the line of an evaluation; those of the split are null if data.eval_fraction=0."""
-
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """Result on one held-out set; `EVAL_METRICS` describes the fields."""
+    """Result on one held-out set, the fields of a line of an evaluation: null for the split if data.eval_fraction=0.
+
+    loss_nats: cross entropy per token, over all valid targets.
+    loss_standard_error: of the loss, over documents; None if there is only one.
+    bits_per_byte: all nats over the bytes of the targets' UTF-8; None if they are unknown.
+    tokens, documents: valid targets, and the documents that they are of.
+    """
 
     loss_nats: float
     loss_standard_error: float | None
@@ -108,7 +39,40 @@ class EvalResult:
 
 @dataclasses.dataclass(frozen=True)
 class TrainLine:
-    """Line of a train step in metrics.jsonl; `TRAIN_METRICS` describes the fields."""
+    """Line of a train step in metrics.jsonl: values of all devices and processes, null where unknown.
+
+    Of this step:
+    step: completed updates.
+    loss_nats: cross entropy per token, over the batch's valid targets, without z-loss.
+    grad_norm: global norm of the gradient before clipping.
+    learning_rate: learning rate of this update.
+    tokens: valid targets in the global batch.
+    batch_hash: hash of this step's global batch, computed on the devices' copy.
+    data_fill: share of the batch's positions that hold a token.
+    data_cost_spread: largest over mean work of a data rank: 1 is perfect balance.
+    data_drift: largest deviation of a source's share so far from the mixture schedule.
+    data_skipped: bad documents left out so far, over all attempts.
+    data_retries: reads repeated so far by process 0's Source Loaders.
+    data_tokens: tokens by source; sources without tokens are left out.
+    data_queue: runs requested from each Source Loader of process 0 and not yet read.
+    data_memory_mib, host_rss_mib: resident memory of process 0's Source Loaders, and of process 0, with shared pages.
+
+    Mean since the last line:
+    tokens_per_s: valid targets per second of wall time.
+    step_time_ms: wall time per step, everything included.
+    data_wait_ms: part of step_time_ms spent waiting for the next batch.
+    mfu: model FLOP/s over the devices' peak.
+    straggler_score: per host and device, 1 = fastest, lower = straggler; hosts: share of the step time that would
+      remain if the host were as fast as the fastest; devices: clock over the highest clock, if clocks are known.
+    clock_mhz, power_w: clock of the cores and power of a device, mean over devices.
+    joules_per_token: energy per token, all devices.
+
+    So far, or of the last 1000 steps:
+    skipped_updates: updates not applied because of bad numbers, over all attempts.
+    device_memory_peak_gib: highest memory of process 0's fullest device.
+    compile_count: train steps compiled by this attempt; 1 unless an argument changed.
+    step_time_p50_ms, step_time_p90_ms, step_time_p99_ms: percentiles of step times, without evaluations and saves.
+    """
 
     step: int
     loss_nats: float

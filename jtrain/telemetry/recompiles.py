@@ -2,13 +2,13 @@
 
 import contextlib
 import threading
-import types
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jtrain.telemetry.step_timer import Signature
+type Signature = dict[str, tuple[str, ...]]
+"""Path of an argument's leaf -> its shape, dtype and sharding, as text."""
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 """jax's event name for the time in which XLA compiled a program or read it from the persistent cache."""
@@ -109,9 +109,7 @@ class CompileSeconds:
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         import jax
 
         with contextlib.suppress(ValueError, AssertionError):  # other code may have cleared all listeners

@@ -28,10 +28,6 @@ class StepTimes:
         return tuple(float(x) for x in np.percentile(self._seconds[: min(self._count, RECENT_STEPS)], PERCENTILES))
 
 
-type Signature = dict[str, tuple[str, ...]]
-"""Path of an argument's leaf -> its shape, dtype and sharding, as text."""
-
-
 def host_scores(own_s: Sequence[float], step_s: float) -> dict[str, float]:
     """Straggler score per host, 1.0 = fastest, lower = straggler.
 

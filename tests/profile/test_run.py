@@ -1,5 +1,6 @@
 """Profiling of real runs: a window set by its steps, one by a signal, and the ledger after a kill."""
 
+import dataclasses
 import json
 import os
 import re
@@ -95,7 +96,7 @@ def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> No
     lines = train_lines(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 31))
     for line in lines:
-        assert list(line) == [metric.name for metric in metrics.TRAIN_METRICS]
+        assert list(line) == [field.name for field in dataclasses.fields(metrics.TrainLine)]
         assert line["compile_count"] == 1
         assert line["straggler_score"] == {"host 0": 1.0}
         assert line["host_rss_mib"] > 100

@@ -160,9 +160,7 @@ class Windows:
         self._before = signal.signal(signal.SIGUSR1, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGUSR1, self._before if self._before is not None else signal.SIG_DFL)
         if self._window is not None:  # the run failed inside the window
             window, self._window = self._window, None
