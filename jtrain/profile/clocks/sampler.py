@@ -51,12 +51,12 @@ class Sampler:
 
     Args:
       folder: folder for the child's file; every process of a run has its own file in it.
-      source: one of `clocks.select.SOURCES`, or scripted:PATH.
+      source: `ProfileSpec.clocks`.
       platform: cpu, gpu or tpu, as JAX names them; selects the source for "auto".
       devices: for each device of this process, its number among the devices that the driver shows.
 
     Raises:
-      UserError: the source does not exist, or was asked for by name and cannot be read here.
+      UserError: the source was asked for by name and cannot be read here.
     """
 
     def __init__(self, folder: Path, *, source: str, platform: str, devices: Sequence[int]) -> None:

@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jtrain.errors import UserError
+from jtrain.profile.clocks.amdsmi import Amd
+from jtrain.profile.clocks.cpufreq import Cpu
+from jtrain.profile.clocks.nvml import Nvml
 from jtrain.profile.clocks.reading import ClockSource
-
-SOURCES = ("auto", "nvml", "amd", "tpu", "cpu", "none")
-"""Names of sources; `scripted:PATH` is valid too."""
+from jtrain.profile.clocks.scripted import Scripted
+from jtrain.profile.clocks.tpu import Tpu
 
 
 def _library(name: str) -> bool:
@@ -57,11 +59,12 @@ def absent(source: str) -> str | None:
 def choose(source: str, platform: str) -> tuple[str, str]:
     """Returns (source to open, note); for "auto" without a readable source, ("none", note with the reasons).
 
+    Args:
+      source: `ProfileSpec.clocks`.
+
     Raises:
-      UserError: the source does not exist, or was asked for by name and cannot be read here.
+      UserError: the source was asked for by name and cannot be read here.
     """
-    if source not in SOURCES and not source.startswith("scripted:"):
-        raise UserError(f"profile.clocks={source} is unknown. Set it to one of {', '.join(SOURCES)}, scripted:PATH.")
     if source == "none":
         return "none", "clocks: not sampled (profile.clocks=none)."
     if source != "auto":
@@ -89,21 +92,7 @@ def open_source(source: str, devices: Sequence[int]) -> ClockSource:
       UserError: the driver cannot be initialised.
     """
     if source.startswith("scripted:"):
-        from jtrain.profile.clocks.scripted import Scripted
-
         return Scripted(Path(source.removeprefix("scripted:")))
-    if source == "nvml":
-        from jtrain.profile.clocks.nvml import Nvml
-
-        return Nvml(devices)
-    if source == "amd":
-        from jtrain.profile.clocks.amdsmi import Amd
-
-        return Amd(devices)
-    if source == "tpu":
-        from jtrain.profile.clocks.tpu import Tpu
-
-        return Tpu(devices)
-    from jtrain.profile.clocks.cpufreq import Cpu
-
-    return Cpu()
+    if source == "cpu":
+        return Cpu()
+    return {"nvml": Nvml, "amd": Amd, "tpu": Tpu}[source](devices)

@@ -202,70 +202,36 @@ def _divides(op: OpName, swizzle: Swizzle, parts: int, avals: Avals) -> bool:
     return rows % (_ranks(avals) * parts * (2 if swizzle == "bidirectional" else 1)) == 0
 
 
-def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
+def _op(
+    op: OpName, permute: Callable[..., object], plain: Callable[..., object], case: Avals, *, in_8_bits: bool = False
+) -> Op:
+    # Gathered operands are rounded before they are sent; partial sums are not.
+    sent = {"itemsize": 1} if in_8_bits and op == "all_gather_matmul" else {}
+
     def supports(device: DeviceSpec, avals: Avals) -> str | None:
-        del device
+        if in_8_bits and (why := unsupported(device)):
+            return why
         if _divides(op, "ring", 1, avals):
             return None
         return f"{_shape(avals, 'x').shape[1]} rows do not split evenly over {_ranks(avals)} devices"
 
-    return supports
-
-
-def _permute_s(op: OpName) -> Callable[[DeviceSpec, Avals], float | None]:
-    def cost_s(device: DeviceSpec, avals: Avals) -> float | None:
-        config = _configs(op)(device, avals)[0]
-        return overlapped_s(device, _work(op, avals), SWIZZLES[config["swizzle"]], config["parts"])
-
-    return cost_s
-
-
-def _plain_s(op: OpName) -> Callable[[DeviceSpec, Avals], float | None]:
-    return lambda device, avals: plain_s(device, _work(op, avals))
-
-
-def _op(
-    op: OpName,
-    permute: Callable[..., object],
-    plain: Callable[..., object],
-    case: Avals,
-) -> Op:
-    return Op(
-        op,
-        (
-            mosaic_op.implementation(op, _work),
-            Implementation("permute", permute, _supports(op), _permute_s(op), _configs(op)),
-            Implementation("xla", plain, cost_s=_plain_s(op)),
-        ),
-        cases={"llama8b": {**case, "axis_name": "tensor", "axis_size": 8}},
-    )
-
-
-def _op_fp8(op: OpName, name: str, permute: Callable[..., object], plain: Callable[..., object], case: Avals) -> Op:
-    # Gathered operands are rounded before they are sent; partial sums are not.
-    sent = {"itemsize": 1} if op == "all_gather_matmul" else {}
-
-    def supports(device: DeviceSpec, avals: Avals) -> str | None:
-        return unsupported(device) or _supports(op)(device, avals)
-
     def permute_s(device: DeviceSpec, avals: Avals) -> float | None:
         config = _configs(op)(device, avals)[0]
-        work = _work(op, avals, in_8_bits=True, **sent)
+        work = _work(op, avals, in_8_bits=in_8_bits, **sent)
         return overlapped_s(device, work, SWIZZLES[config["swizzle"]], config["parts"])
 
-    def plain_op_s(device: DeviceSpec, avals: Avals) -> float | None:
-        return plain_s(device, _work(op, avals, in_8_bits=True))
+    def one_after_the_other_s(device: DeviceSpec, avals: Avals) -> float | None:
+        return plain_s(device, _work(op, avals, in_8_bits=in_8_bits))
 
-    count = sum(name.startswith("kernel") for name in case)
-    scaling = jax.ShapeDtypeStruct((count, 3), jnp.float32)
-    return Op(
-        name,
-        (
-            Implementation("permute", permute, supports, permute_s, _configs(op)),
-            Implementation("xla", plain, cost_s=plain_op_s),
-        ),
-        cases={"llama8b": {**case, "scale": scaling, "seen": scaling, "axis_name": "tensor", "axis_size": 8}},
+    back_ends = (
+        Implementation("permute", permute, supports, permute_s, _configs(op)),
+        Implementation("xla", plain, cost_s=one_after_the_other_s),
     )
+    axis = {"axis_name": "tensor", "axis_size": 8}
+    if not in_8_bits:
+        return Op(op, (mosaic_op.implementation(op, _work), *back_ends), cases={"llama8b": {**case, **axis}})
+    scaling = jax.ShapeDtypeStruct((sum(name.startswith("kernel") for name in case), 3), jnp.float32)
+    return Op(f"{op}_fp8", back_ends, cases={"llama8b": {**case, "scale": scaling, "seen": scaling, **axis}})
 
 
 def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
@@ -277,8 +243,6 @@ _DOWN = {"x": _bf16(1, 8192, 1792), "kernel": _bf16(1792, 4096)}
 
 ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _UP)
 MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _DOWN)
-ALL_GATHER_MATMUL_FP8 = _op_fp8("all_gather_matmul", "all_gather_matmul_fp8", _gather_fp8, _gather_fp8_plain, _UP)
-MATMUL_REDUCE_SCATTER_FP8 = _op_fp8(
-    "matmul_reduce_scatter", "matmul_reduce_scatter_fp8", _scatter_fp8, _scatter_fp8_plain, _DOWN
-)
+ALL_GATHER_MATMUL_FP8 = _op("all_gather_matmul", _gather_fp8, _gather_fp8_plain, _UP, in_8_bits=True)
+MATMUL_REDUCE_SCATTER_FP8 = _op("matmul_reduce_scatter", _scatter_fp8, _scatter_fp8_plain, _DOWN, in_8_bits=True)
 OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, ALL_GATHER_MATMUL_FP8, MATMUL_REDUCE_SCATTER_FP8)

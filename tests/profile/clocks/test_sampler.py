@@ -177,7 +177,6 @@ def test_the_file_is_a_ring(tmp_path: Path, script: str, monkeypatch: pytest.Mon
 def test_what_cannot_be_sampled_is_refused_or_noted(tmp_path: Path) -> None:
     """A source given by name is refused in one line; "none", and "auto" without a source, give a note."""
     for source, match in (
-        ("gpu", "Set it to one of auto, nvml"),
         ("scripted:nowhere.json", r"nowhere\.json does not exist"),
         ("amd", "amdsmi is not installed"),
         ("tpu", "no TPU is attached|libtpu is not installed"),
