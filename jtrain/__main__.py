@@ -1,53 +1,6 @@
-"""`jtrain VERB ...`, the console script: the same as `python -m jtrain.VERB ...`.
+"""`python -m jtrain`: jtrain/cli/verbs.py, by name: no module imports from a row above its own."""
 
-Imports neither jax nor the verb, so that the list of verbs and a misspelt verb are answered at once.
-"""
-
-import os
+import pkgutil
 import sys
-from collections.abc import Sequence
 
-from jtrain.cli.run import run
-from jtrain.errors import UserError, did_you_mean
-
-VERBS = {
-    "launch": "train the model of a config; the same command again resumes",
-    "plan": "bytes, FLOPs, network, seconds and money of a run, before it runs",
-    "profile": "where a run's time went, and what got slower between two runs",
-    "checkpoint": "list, show and verify the checkpoints of a run",
-    "data": "inspect, plan, prepare, adopt, verify and time what a run reads",
-    "hf": "export to and import from Hugging Face directories",
-    "generate": "sample text from a checkpoint",
-    "bench": "measure one of the published numbers",
-}
-"""Verb -> one line of help. A verb is a module or package of `jtrain` that runs with `python -m`."""
-
-
-def usage() -> str:
-    """The verbs with a line each."""
-    lines = [f"  {verb:11} {line}" for verb, line in VERBS.items()]
-    return "\n".join(["usage: jtrain VERB [options]    (`jtrain VERB --help` lists the options)", "", *lines])
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Replaces this process by the verb's; returns only for `--help` (0) and a mistake (2)."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    return run(lambda: _dispatch(words))
-
-
-def _dispatch(words: list[str]) -> int:
-    verb, *rest = words or [""]
-    if verb in ("-h", "--help"):
-        print(usage())
-        return 0
-    if not verb:
-        raise UserError(f"no verb is given.\n{usage()}")
-    if verb not in VERBS:
-        raise UserError(f"no verb {verb}. {did_you_mean(verb, VERBS)}There are: {', '.join(VERBS)}.")
-    sys.stdout.flush()
-    # `python -m`, word for word: the same sys.path, the same command in run.json, the same process id for signals.
-    return os.execv(sys.executable, [sys.executable, "-m", f"jtrain.{verb}", *rest])
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(pkgutil.resolve_name("jtrain.cli.verbs:main")())

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from jtrain.__main__ import VERBS
+from jtrain.cli.verbs import VERBS
 from jtrain.config.load import load_config
 from jtrain.train.callbacks import load_callbacks
 

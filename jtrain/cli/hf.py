@@ -36,18 +36,18 @@ def add_import_options(parser: Parser) -> None:
 def export(args: Args) -> int:
     """Writes a model directory; returns the exit code."""
     _start_jax()
-    from jtrain.hf import workdirs
+    from jtrain.train import hf_workdirs
 
-    workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype)
+    hf_workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype)
     return 0
 
 
 def import_(args: Args) -> int:
     """Writes a workdir; returns the exit code."""
     _start_jax()
-    from jtrain.hf import workdirs
+    from jtrain.train import hf_workdirs
 
-    workdirs.import_directory(args.folder, args.workdir, config=args.config, fiddlers=args.fiddlers, sets=args.sets)
+    hf_workdirs.import_directory(args.folder, args.workdir, config=args.config, fiddlers=args.fiddlers, sets=args.sets)
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.__main__ import VERBS, main
+from jtrain.cli.verbs import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,9 +31,8 @@ def test_help_lists_the_verbs_without_importing_jax(capsys: pytest.CaptureFixtur
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(VERBS)
-    code = (
-        "import sys; from jtrain.__main__ import main; main(['--help']); assert not {'jax', 'numpy'} & set(sys.modules)"
-    )
+    code = "import sys; from jtrain.cli.verbs import main; main(['--help'])"
+    code += "; assert not {'jax', 'numpy'} & set(sys.modules)"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     subprocess.run(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, check=True, capture_output=True
