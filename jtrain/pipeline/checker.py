@@ -13,11 +13,11 @@ import collections
 from collections.abc import Iterable
 
 from jtrain.errors import UserError
-from jtrain.pipeline.instructions import Program, WorkerInstruction, make_program
+from jtrain.pipeline.instructions import PipelineProgram, WorkerInstruction, make_program
 from jtrain.pipeline.schedule import PipelineSchedule, StageOp
 
 
-def check(schedule: PipelineSchedule, *, capacity: int | None = None) -> Program:
+def check(schedule: PipelineSchedule, *, capacity: int | None = None) -> PipelineProgram:
     """Checks a schedule; returns its program.
 
     Args:
@@ -110,7 +110,7 @@ def _check_order(schedule: PipelineSchedule) -> None:
                     raise _refuse(schedule, worker, op, f"it needs {need}, which comes later on this worker.")
 
 
-def _waiting(program: Program, capacity: int | None) -> list[tuple[int, WorkerInstruction, str]]:
+def _waiting(program: PipelineProgram, capacity: int | None) -> list[tuple[int, WorkerInstruction, str]]:
     """Passes messages until nobody can go on; returns each worker that waits, its instruction and what that needs."""
     channels: dict[tuple[int, int, str], set[tuple[int, int | None]]] = collections.defaultdict(set)
     place = [0] * len(program.workers)

@@ -68,7 +68,7 @@ class WorkerInstruction(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class PipelineProgram:
     """Instructions of all workers, with the number of slots of each array and worker."""
 
     schedule: PipelineSchedule
@@ -78,7 +78,7 @@ class Program:
     stashes: tuple[int, ...]
 
 
-def make_program(schedule: PipelineSchedule) -> Program:
+def make_program(schedule: PipelineSchedule) -> PipelineProgram:
     """Derives the instructions of a schedule, which keep the gathered weights of a chunk from first to last use."""
     workers, peaks = [], []
     for worker in range(schedule.stages):
@@ -87,7 +87,7 @@ def make_program(schedule: PipelineSchedule) -> Program:
         workers.append(program)
         peaks.append(counts)
     counts = {array: tuple(of[array] for of in peaks) for array in ARRAYS}
-    return Program(schedule, tuple(workers), **counts)
+    return PipelineProgram(schedule, tuple(workers), **counts)
 
 
 def _of(

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jtrain.config.run import Run
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.plan.estimate.flops import flops_per_token, mfu
+from jtrain.plan.estimate.machine import machine_of
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.runtime.multihost import gather
 from jtrain.runtime.resident_memory import resident_bytes
@@ -21,7 +22,6 @@ from jtrain.telemetry.metrics import TrainLine
 from jtrain.telemetry.recompiles import Compilations
 from jtrain.telemetry.step_timer import StepTimes
 from jtrain.train.callbacks import Callback, LoopPhase, RunContext, StepResults
-from jtrain_kernels import device
 
 _OUTSIDE: tuple[LoopPhase, ...] = ("evaluation", "checkpoint", "profile")
 """Phases outside training; step times exclude them."""
@@ -125,7 +125,7 @@ class StepLog(Callback):
         interval, run, stats, values = self._interval, self._run, results.batch.stats, results.values
         mesh = self._context.mesh
         seconds = now_s - interval.since_s - interval.outside_s
-        spec = device.from_device(mesh.devices.flat[0])
+        chip = machine_of([mesh.devices.flat[0]]).device
         self._context.metrics.train(
             TrainLine(
                 step=results.step,
@@ -142,7 +142,7 @@ class StepLog(Callback):
                     self._flops,
                     tokens_per_s=interval.steps * run.data.global_batch * run.data.seq_len / seconds,
                     num_devices=mesh.devices.size,
-                    peak_flops=None if spec is None else spec.peak_flops(run.precision.compute_dtype),
+                    peak_flops=chip.peak_flops(run.precision.compute_dtype),
                 ),
                 device_memory_peak_gib=_memory_peak_gib(mesh),
                 data_fill=stats.fill,

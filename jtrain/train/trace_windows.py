@@ -12,6 +12,7 @@ import numpy as np
 from jtrain.config.run import Run
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import flops_per_token
+from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.estimate.memory import memory
 from jtrain.profile.analysis.pipeline_trace import facts_of
 from jtrain.profile.capture.trace import compiled_text
@@ -21,7 +22,6 @@ from jtrain.profile.trace_dir import FOLDER
 from jtrain.step.pipeline_ticks import relative_costs, ticks_of
 from jtrain.train.callbacks import Callback, DispatchedStep, LoopPhase, RunContext
 from jtrain.train.goodput_ledger import GoodputLedger
-from jtrain_kernels import device
 
 MODULE = "jit_train_step"
 """Name that jax gives to the compiled train step."""
@@ -123,8 +123,8 @@ class TraceWindows(Callback):
     def _facts(self) -> dict[str, Any]:
         """Returns the facts that a trace lacks and its analysis needs; they are written beside it."""
         run, job, mesh = self._run, self._context.job, self._context.mesh
-        clocks, spec = self.sampler.facts(), device.from_device(mesh.devices.flat[0])
-        first = mesh.devices.flat[0]
+        clocks, first = self.sampler.facts(), mesh.devices.flat[0]
+        chip = machine_of([first]).device
         plan = memory(job)
         rows = [{"name": name, "bytes": size, "source": "plan"} for name, size in plan.classes().items()]
         in_use = (mesh.local_devices[0].memory_stats() or {}).get("bytes_in_use")
@@ -145,9 +145,9 @@ class TraceWindows(Callback):
             "goodput": self._goodput.ledger.so_far(),
             "mesh": dict(mesh.shape),
             "peaks": {
-                "flops": None if spec is None else spec.peak_flops(run.precision.compute_dtype),
-                "hbm_bytes_per_s": None if spec is None else spec.hbm_bytes_per_s,
-                "ref_mhz": (None if spec is None else spec.peak_mhz) or clocks.get("ref_mhz"),
+                "flops": chip.peak_flops(run.precision.compute_dtype),
+                "hbm_bytes_per_s": chip.hbm_bytes_per_s,
+                "ref_mhz": chip.peak_mhz or clocks.get("ref_mhz"),
                 "max_mhz": clocks.get("max_mhz"),
             },
             "planned": [

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.pipeline.instructions import Program
+from jtrain.pipeline.instructions import PipelineProgram
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
 from jtrain.pipeline.tick_grid import NONE
 from jtrain.pipeline.ticks import Field, Ticks, arriving_cotangent, arriving_input
@@ -157,7 +157,7 @@ def _move(hop: StageHop, wrap: tuple[int, int], sent: list[Any], slots: Array, p
             pools[target].write(int(slots[target]), sent[source])
 
 
-def run_program(program: Program, toy: Toy, seed: int = 0) -> Gradients:
+def run_program(program: PipelineProgram, toy: Toy, seed: int = 0) -> Gradients:
     """Runs the workers' instructions in a random interleaving; messages wait in mailboxes."""
     schedule, rng = program.schedule, random.Random(seed)
     found, added = zeros(toy), zeros(toy)

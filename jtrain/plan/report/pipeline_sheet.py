@@ -8,7 +8,7 @@ from rich.console import Console
 
 from jtrain.pipeline.checker import check, needed_capacity
 from jtrain.pipeline.clocks import Costs, PipelineTimeline, dataflow, equal_costs, messages
-from jtrain.pipeline.instructions import Program
+from jtrain.pipeline.instructions import PipelineProgram
 from jtrain.pipeline.picture import MEANINGS, memory_rows, text_rows
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.tick_counts import count_ticks, shortest
@@ -34,7 +34,7 @@ class Shown:
     """
 
     schedule: PipelineSchedule
-    program: Program
+    program: PipelineProgram
     costs: Costs
     flow: PipelineTimeline
     ticks: Ticks

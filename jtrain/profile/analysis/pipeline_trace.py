@@ -32,10 +32,10 @@ from jtrain.profile.analysis import intervals
 from jtrain.profile.analysis.records import HloOp, OpEvent, PipelineShares, PipelineTrack, Trace
 from jtrain.profile.analysis.timeline import find_op, kernel_names
 
-type Part = Literal["forward", "backward", "weight", "ends"]
+type TracedPart = Literal["forward", "backward", "weight", "ends"]
 """Instructions by their place in `TickOps`, and `ends`: embedding, loss and the embedding's gradient."""
 
-_PARTS: tuple[Part, Part, Part] = ("forward", "backward", "weight")
+_PARTS: tuple[TracedPart, TracedPart, TracedPart] = ("forward", "backward", "weight")
 
 UNKNOWN = "The instructions of the pipeline are unknown: "
 """Begin of the note in a breakdown whose trace does not show the schedule."""
@@ -52,7 +52,7 @@ class TickLoop:
     always: True if layers compute in every tick of every worker.
     """
 
-    parts: dict[str, Part]
+    parts: dict[str, TracedPart]
     once: frozenset[str]
     always: bool
 
@@ -159,21 +159,18 @@ def tick_loop(program: HloProgram) -> TickLoop:
         )
     body = computations[bodies[0]]
     always = not any(_part(one) for one in body if one.opcode == "conditional")
-    parts: dict[str, Part] = {}
+    parts: dict[str, TracedPart] = {}
     for one in body:
         part = _part(one)
         if one.opcode == "conditional":
             # Only the branch with work counts; the other one makes zeros, and stands first.
-            _give(parts, computations, _branches(one)[-1], part or "ends")
+            _give(parts, computations, computations[_branches(one)[-1]], part or "ends")
         elif always and part is not None:
-            parts[one.name] = part
-            if one.holds_others:
-                for name in one.run_by:
-                    _give(parts, computations, name, part)
+            _give(parts, computations, [one], part)
     return TickLoop(parts, frozenset(one.name for one in body), always)
 
 
-def _part(instruction: Instruction) -> Part | None:
+def _part(instruction: Instruction) -> TracedPart | None:
     """The part whose scope an instruction was traced in."""
     scope = instruction.op_name
     return next((part for part, name in zip(_PARTS, SCOPES, strict=True) if f"/{name}/" in scope), None)
@@ -185,13 +182,18 @@ def _branches(conditional: Instruction) -> list[str]:
     return [true[1]] if true else conditional.called
 
 
-def _give(parts: dict[str, Part], computations: Mapping[str, list[Instruction]], computation: str, part: Part) -> None:
-    """Gives all ops that a computation runs to a part."""
-    for one in computations[computation]:
+def _give(
+    parts: dict[str, TracedPart],
+    computations: Mapping[str, list[Instruction]],
+    instructions: list[Instruction],
+    part: TracedPart,
+) -> None:
+    """Gives instructions, and all that the computations which they run hold, to a part."""
+    for one in instructions:
         parts[one.name] = part
         if one.holds_others:
             for name in one.run_by:
-                _give(parts, computations, name, part)
+                _give(parts, computations, computations[name], part)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +214,7 @@ def _device_ticks(
     events: Sequence[tuple[HloOp, OpEvent]], loop: TickLoop, ticks: Ticks, worker: int, at: str
 ) -> _DeviceTicks:
     begins = _tick_begins(events, loop, ticks.num_ticks, at)
-    found: dict[tuple[int, Part], tuple[int, int]] = {}
+    found: dict[tuple[int, TracedPart], tuple[int, int]] = {}
     ends: list[tuple[int, int]] = []
     for op, event in events:
         part, start, end = loop.parts.get(op.name), event.start_ns, event.start_ns + event.duration_ns
@@ -222,7 +224,7 @@ def _device_ticks(
             tick = int(np.searchsorted(begins, start, side="right")) - 1
             before = found.get((tick, part), (start, end))
             found[tick, part] = min(before[0], start), max(before[1], end)
-    of_schedule: dict[tuple[int, Part], StageOp] = {
+    of_schedule: dict[tuple[int, TracedPart], StageOp] = {
         (tick, part): op
         for tick, row in enumerate(ticks.ops)
         for part, op in zip(_PARTS, row[worker], strict=True)

@@ -43,21 +43,9 @@ THERMAL_REASONS = 0x20 | 0x40
 HARDWARE_SLOWDOWN = 0x8
 STOLEN, THROTTLED = 0x20000, 0x10000
 
-RECORD = np.dtype(
-    [
-        (name, "<i8")
-        for name in (
-            "sequence",
-            "device",
-            "epoch_ns",
-            "monotonic_ns",
-            "reasons",
-            "power_violation_ns",
-            "thermal_violation_ns",
-        )
-    ]
-    + [(name, "<f8") for name in ("sm_mhz", "mem_mhz", "power_w", "temperature_c", "energy_j")]
-)
+_WHOLE = ("sequence", "device", "epoch_ns", "monotonic_ns", "reasons", "power_violation_ns", "thermal_violation_ns")
+_REAL = ("sm_mhz", "mem_mhz", "power_w", "temperature_c", "energy_j")
+RECORD = np.dtype([(name, "<i8") for name in _WHOLE] + [(name, "<f8") for name in _REAL])
 """Layout of one reading in the sampler's file, 96 bytes. `sequence` counts from 1; device -1 stands for all devices."""
 
 SERIES = tuple(name for name in RECORD.names or () if name not in ("sequence", "device"))

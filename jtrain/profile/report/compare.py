@@ -63,7 +63,7 @@ class Change:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class ProfileComparison:
     """Changes from profile A to B; parts, ops and communication are each sorted by growth, largest first."""
 
     a: str
@@ -81,13 +81,13 @@ class Comparison:
         return dataclasses.asdict(self) | {"says": verdict(self)}
 
 
-def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> Comparison:
+def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> ProfileComparison:
     """Compares two profiles."""
     step_a, step_b = mean_step(a), mean_step(b)
     values = [(part, step_a.parts.get(part.key), step_b.parts.get(part.key)) for part in figures.parts_of(step_a)]
     parts = [Change(part.name, "", x or 0.0, y or 0.0, {}) for part, x, y in values if (x, y) != (None, None)]
     clocks = [figures.mean(device.mean_mhz for device in figures.by_device(each)) for each in (a, b)]
-    return Comparison(
+    return ProfileComparison(
         a_name,
         b_name,
         step_a.duration_s,
@@ -100,7 +100,7 @@ def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> Comparis
     )
 
 
-def verdict(found: Comparison) -> list[str]:
+def verdict(found: ProfileComparison) -> list[str]:
     """Summary in a few sentences: change of the step time, parts that caused it, op that changed most."""
     grew = found.b_s - found.a_s
     how = "no slower" if grew == 0 else "slower" if grew > 0 else "faster"
@@ -121,7 +121,7 @@ def verdict(found: Comparison) -> list[str]:
     return lines
 
 
-def print_comparison(found: Comparison, console: Console) -> None:
+def print_comparison(found: ProfileComparison, console: Console) -> None:
     """Prints the comparison, per step and device."""
     print_blocks([f"A: {found.a}\nB: {found.b}", *verdict(found)], console)
     for title, changes, named in (

@@ -93,31 +93,13 @@ def configured(name: str, config: _Config) -> Passes:
     return Passes(partial(passes.forward, **dict(config)), partial(passes.backward, **dict(config)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _attention(
-    q_BLNH: Array,
-    k_BMKH: Array,
-    v_BMKH: Array,
-    segment_BL: Array,
-    segment_BM: Array,
-    passes: Passes,
-    mask: Mask,
-    chunk: int,
-) -> Float[Array, "B L N H"]:
-    return _vjp_forward(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, passes, mask, chunk)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attention(passes: Passes, mask: Mask, chunk: int, *given: Array) -> Float[Array, "B L N H"]:
+    """Attention of `given`, the arrays that `Passes.forward` takes."""
+    return _vjp_forward(passes, mask, chunk, *given)[0]
 
 
-def _vjp_forward(
-    q_BLNH: Array,
-    k_BMKH: Array,
-    v_BMKH: Array,
-    segment_BL: Array,
-    segment_BM: Array,
-    passes: Passes,
-    mask: Mask,
-    chunk: int,
-) -> tuple[Array, tuple[Array, ...]]:
-    given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
+def _vjp_forward(passes: Passes, mask: Mask, chunk: int, *given: Array) -> tuple[Array, tuple[Array, ...]]:
     result = passes.forward(*given, mask=mask, chunk=chunk)
     y_BLNH, lse_BNL = (checkpoint_name(x, "attention") for x in result)
     return y_BLNH, (*given, y_BLNH, lse_BNL)
@@ -148,7 +130,7 @@ def _call(
     **config: int,
 ) -> Float[Array, "B L N H"]:
     passes = configured(name, tuple(sorted(config.items())))
-    return _attention(q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, passes, Mask(causal, window), chunk)
+    return _attention(passes, Mask(causal, window), chunk, q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM)
 
 
 def _llama8b() -> registry.Avals:

@@ -13,20 +13,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def forward(
-    chunk: int,
-    window: int | None,
-    q_BLNH: Array,
-    k_BMKH: Array,
-    v_BMKH: Array,
-    segment_BL: Array,
-    segment_BM: Array,
-) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
-    """Result, and each query's log-partition in float32.
+def forward(chunk: int, window: int | None, *given: Array) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+    """Result, and each query's log-partition in float32; takes the arrays that `Passes.forward` does.
 
     Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
     """
-    given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM
     y_BLNH, lse_BKGL1 = _on_each_platform(_forward, chunk, window, given)
     return y_BLNH, lse_BKGL1.reshape(lse_BKGL1.shape[0], -1, lse_BKGL1.shape[3])
 

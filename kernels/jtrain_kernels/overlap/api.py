@@ -16,7 +16,7 @@ from jtrain_kernels.fp8.formats import unsupported
 from jtrain_kernels.linear.api import linear
 from jtrain_kernels.overlap import fp8
 from jtrain_kernels.overlap.mosaic_gpu import op as mosaic_op
-from jtrain_kernels.overlap.overlap_cost import Work, overlapped_s, plain_s
+from jtrain_kernels.overlap.overlap_cost import OpWork, overlapped_s, plain_s
 from jtrain_kernels.overlap.schedule import OpName
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
 from jtrain_kernels.overlap.xla import op as xla
@@ -165,13 +165,13 @@ def _ranks(avals: Avals) -> int:
     return size
 
 
-def _work(op: OpName, avals: Avals, *, itemsize: int | None = None, in_8_bits: bool = False) -> Work:
+def _work(op: OpName, avals: Avals, *, itemsize: int | None = None, in_8_bits: bool = False) -> OpWork:
     x = _shape(avals, "x")
     columns = sum(_shape(avals, name).shape[1] for name in avals if name.startswith("kernel"))
     gathers = op == "all_gather_matmul"
     rows = x.shape[0] * x.shape[1] * (_ranks(avals) if gathers else 1)
     travels = x.shape[2] if gathers else columns
-    return Work(_ranks(avals), rows, x.shape[2], columns, travels * (itemsize or x.dtype.itemsize), in_8_bits)
+    return OpWork(_ranks(avals), rows, x.shape[2], columns, travels * (itemsize or x.dtype.itemsize), in_8_bits)
 
 
 def _configs(op: OpName) -> Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]]:

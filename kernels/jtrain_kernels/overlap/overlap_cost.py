@@ -29,7 +29,7 @@ _NOMINAL_FLOPS, _NOMINAL_BYTES_PER_S = 1e12, 1e10
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class OpWork:
     """Sizes of one op on one device.
 
     rows: rows of the result, summed over ranks.
@@ -49,13 +49,13 @@ class Work:
         return 2.0 * self.rows * self.contracted * self.columns
 
 
-def plain_s(device: DeviceSpec, work: Work) -> float:
+def plain_s(device: DeviceSpec, work: OpWork) -> float:
     """Seconds of the collective and the matmul, one after the other."""
     wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
     return _matmul_s(device, work) + wire_s + _ALONE_S[device.platform]
 
 
-def overlapped_s(device: DeviceSpec, work: Work, swizzle: Swizzle, parts: int) -> float:
+def overlapped_s(device: DeviceSpec, work: OpWork, swizzle: Swizzle, parts: int) -> float:
     """Seconds of both overlapped: the longer of the two, plus the one piece that has nothing to overlap with."""
     directions = 2 if swizzle == "bidirectional" else 1
     pieces = work.ranks * directions * parts
@@ -68,7 +68,7 @@ def overlapped_s(device: DeviceSpec, work: Work, swizzle: Swizzle, parts: int) -
     return max(matmul_s, wire_s) + launches_s + min(matmul_s, wire_s) / pieces
 
 
-def fused_s(device: DeviceSpec, work: Work, *, sending_cores: int) -> float:
+def fused_s(device: DeviceSpec, work: OpWork, *, sending_cores: int) -> float:
     """Seconds of a kernel that sends from within: one launch, and the first or last rank's piece has no overlap.
 
     Collectives elsewhere in the program, such as those of ZeRO, cannot overlap with such kernels; that is not counted.
@@ -83,7 +83,7 @@ def fused_s(device: DeviceSpec, work: Work, *, sending_cores: int) -> float:
     return max(matmul_s, wire_s) + min(matmul_s, wire_s) / work.ranks + _PIECE_S[device.platform]
 
 
-def _matmul_s(device: DeviceSpec, work: Work) -> float:
+def _matmul_s(device: DeviceSpec, work: OpWork) -> float:
     in_8_bits = device.peak_fp8_flops if work.in_8_bits else None
     peak = in_8_bits or device.peak_bf16_flops or _NOMINAL_FLOPS
     return work.flops() / (peak * _EFFICIENCY)

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from jtrain_kernels import compat, device, registry
 from jtrain_kernels.overlap import api
-from jtrain_kernels.overlap.overlap_cost import Work, overlapped_s, plain_s
+from jtrain_kernels.overlap.overlap_cost import OpWork, overlapped_s, plain_s
 from jtrain_kernels.overlap.swizzle import Swizzle
 from jtrain_kernels.overlap.xla import op
 from jtrain_kernels.overlap.xla.op import OverlapPlan
@@ -159,7 +159,7 @@ def test_small_matmuls_are_not_split_and_the_choice_says_why() -> None:
     assert dict(large.others)["xla"].startswith("predicted")
 
 
-def smallest_gflop(spec: device.DeviceSpec, work: Work, swizzle: Swizzle) -> float:
+def smallest_gflop(spec: device.DeviceSpec, work: OpWork, swizzle: Swizzle) -> float:
     """Smallest GFLOP per device at which overlapping wins, as rows are added; infinite if it never wins."""
     rows = work.ranks
     while rows < 2**30:
@@ -172,7 +172,7 @@ def smallest_gflop(spec: device.DeviceSpec, work: Work, swizzle: Swizzle) -> flo
 
 def test_there_is_a_size_below_which_overlapping_loses() -> None:
     """It exists on every GPU and TPU for llama8b; on an H100 it is near the 100 GFLOP at which others fall back."""
-    work = Work(ranks=8, rows=8, contracted=4096, columns=1792 * 2, sent_bytes=4096 * 2)
+    work = OpWork(ranks=8, rows=8, contracted=4096, columns=1792 * 2, sent_bytes=4096 * 2)
     for name in ("h100", "h200", "b200", "v5e", "v5p", "v6e", "tpu7x"):
         spec = device.from_name(name)
         swizzle = "ring" if spec.platform == "gpu" else "bidirectional"

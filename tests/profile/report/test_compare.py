@@ -6,11 +6,11 @@ import pytest
 from rich.console import Console
 
 from jtrain.profile.analysis.records import Breakdown
-from jtrain.profile.report.compare import Change, Comparison, compare, print_comparison, verdict
+from jtrain.profile.report.compare import Change, ProfileComparison, compare, print_comparison, verdict
 from tests.profile import example
 
 
-def between(a: Breakdown, b: Breakdown) -> Comparison:
+def between(a: Breakdown, b: Breakdown) -> ProfileComparison:
     return compare(a, b, a_name="runs/a", b_name="runs/b")
 
 

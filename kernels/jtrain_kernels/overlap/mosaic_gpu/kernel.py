@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jtrain_kernels.errors import UserError
 from jtrain_kernels.overlap.mosaic_gpu import wgmma_tile
-from jtrain_kernels.overlap.mosaic_gpu.launch_params import Call, Sizes
+from jtrain_kernels.overlap.mosaic_gpu.launch_params import Call, LaunchSizes
 from jtrain_kernels.overlap.mosaic_gpu.peer_access import PeerAccess, when
 from jtrain_kernels.overlap.mosaic_gpu.send_blocks import SENDERS, send
 from jtrain_kernels.overlap.mosaic_gpu.tables import OWN, GpuProgram, OverlapConfig, default_config, op_does_not_fit
@@ -76,7 +76,7 @@ def fused(
     width = k if gathers else n
     if keep_gathered:
         program = program.keeping_own()
-    sizes = Sizes(
+    sizes = LaunchSizes(
         rows=batch * of_one,
         of_one=of_one,
         columns=n // tiles.tile_n,
@@ -233,7 +233,7 @@ class _Kernel(Call):
 
                 return lax.fori_loop(0, jobs[rank, at.turn, 3], one, sums)
 
-            do = wgmma_tile.Steps(tile=tile, load=load, store=store, ready=ready, before_store=before_store)
+            do = wgmma_tile.TileSteps(tile=tile, load=load, store=store, ready=ready, before_store=before_store)
             if in_smem is not None:
                 do = dataclasses.replace(do, add=add)
             wgmma_tile.multiply(do, share, sizes.steps, tiles, **smem)

@@ -10,7 +10,7 @@ from jtrain_kernels.overlap.mosaic_gpu.tables import GpuProgram, OverlapConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class LaunchSizes:
     """Sizes of one call, from which every block computes its tiles.
 
     rows, columns: rows and columns of tiles in a piece.
@@ -48,7 +48,7 @@ class Call:
     program: GpuProgram
     peers: PeerAccess
     config: OverlapConfig
-    sizes: Sizes
+    sizes: LaunchSizes
     blocks: int
 
     @property

@@ -32,7 +32,7 @@ from jtrain_kernels.overlap.mosaic_gpu.tables import (
     op_does_not_fit,
 )
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import CANDIDATES, does_not_fit, unsupported
-from jtrain_kernels.overlap.overlap_cost import Work, fused_s
+from jtrain_kernels.overlap.overlap_cost import OpWork, fused_s
 from jtrain_kernels.overlap.schedule import OpName, make_schedule
 from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
 from jtrain_kernels.registry import Avals, Implementation
@@ -181,7 +181,7 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
     return supports
 
 
-def implementation(op: OpName, work: Callable[[OpName, Avals], Work]) -> Implementation:
+def implementation(op: OpName, work: Callable[[OpName, Avals], OpWork]) -> Implementation:
     """Implementation of an op, for `overlap/api.py`, which counts its work."""
 
     def cost_s(device: DeviceSpec, avals: Avals) -> float | None:

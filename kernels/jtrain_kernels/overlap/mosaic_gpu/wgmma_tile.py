@@ -52,7 +52,7 @@ def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class TileSteps:
     """Callbacks of `multiply`; their argument `tile` is the value that the callback `tile` returned.
 
     tile: i -> this block's i-th tile.
@@ -72,7 +72,7 @@ class Steps:
 
 
 def multiply(
-    do: Steps,
+    do: TileSteps,
     num_tiles: Any,
     steps: int,
     config: TileConfig,
@@ -196,7 +196,7 @@ def matmul(
             load_a(a_ref, at[0], step, config, a_smem, barrier)
             load_b(b_ref, at[1], step, config, b_smem, barrier)
 
-        do = Steps(
+        do = TileSteps(
             tile=lambda i: plgpu.planar_snake(block + i * blocks, (tiles_m, tiles_n), 0, config.group),
             load=load,
             store=lambda at, piece, smem: plgpu.copy_smem_to_gmem(smem, out_ref.at[piece_of(at, piece, config)]),
