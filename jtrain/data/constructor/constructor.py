@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float64, Int, Int64
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
 from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
-from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import ChunkRun, LoaderState
+from jtrain.data.loaders.messages import ChunkRun, LoaderState, RequestPart
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import ignore_targets
 from jtrain.data.planner import balance

@@ -3,7 +3,7 @@
 ("ask", request, part, first)                                   asks for the lengths of a run of documents
 ("run", request, number, numbers, lengths, skipped, anchor, seconds)   one of the answers
 ("fetch", request, number, source, numbers, anchor)             asks for the ids of some documents of a run
-("ids", request, lengths, ids, ignored)                         the answer; `ignored`: bytes of the runs not learned
+("ids", request, lengths, ids, ignored)                         the answer; `ignored`: the runs not learned
 ("done", number)                                                a run is needed no more
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.data.loaders.loader import RequestPart
+from jtrain.data.loaders.messages import RequestPart
 from jtrain.data.stream.growing_order import WindowAnchor
 from jtrain.runtime import link
 
@@ -56,7 +56,7 @@ def encoded(message: tuple[Any, ...]) -> list[bytes]:
             fields = {"request": request, "number": number, "source": int(source), "numbers": numbers}
             fields |= {"anchor": _numbers(anchor)}
         case "ids", request, lengths, ids, ignored:
-            fields = {"request": request, "lengths": lengths, "ids": ids, "ignored": np.frombuffer(ignored, np.uint8)}
+            fields = {"request": request, "lengths": lengths, "ids": ids, "ignored": ignored}
         case "done", number:
             fields = {"number": number}
         case _:
@@ -76,8 +76,6 @@ def decoded(kind: str, fields: dict[str, Any]) -> tuple[Any, ...]:
             return kind, fields["request"], part, fields["first"]
         case "run":
             fields["skipped"] = {_number(document): str(reason) for document, reason in fields["skipped"]}
-        case "ids":
-            fields["ignored"] = fields["ignored"].tobytes()
     return kind, *(fields[name] for name in SCHEMA[kind])
 
 

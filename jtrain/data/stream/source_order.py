@@ -10,7 +10,7 @@ from jtrain.data.sources.generations import Generation
 from jtrain.data.stream.chunk_order import ChunkOrder, PreparedChunks, SizedChunks, WholeRecords
 from jtrain.data.stream.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.stream.windowed_order import WindowedChunks
-from jtrain.data.tokenizer import Tokenizer
+from jtrain.data.tokenizer import Tokenizer, encode_documents
 
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
 """First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
@@ -86,7 +86,7 @@ def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: in
             break
     if not texts:
         return chunk_tokens
-    tokens = int(tokenizer.encode_documents(texts)[0].sum())
+    tokens = int(encode_documents(tokenizer, texts)[0].sum())
     content = sum(len(text.encode("utf-8")) for text in texts)
     return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))
 

@@ -15,6 +15,7 @@ from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.storage import StoredFile
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import UserError
+from tests.data.documents import encode_document
 
 SEPARATOR = b"\n=====\n"
 """Between the files of an input of several files."""
@@ -124,7 +125,7 @@ def _tokenizer(files: list[bytes], folder: Path) -> None:
     for name, content in zip(("tokenizer.json", "tokenizer_config.json"), files, strict=True):
         (folder / name).write_bytes(content)
     tokenizer = make_tokenizer(str(folder))
-    tokenizer.text_bytes(tokenizer.encode_document("It's 3 o'clock.\n"))
+    tokenizer.text_bytes(encode_document(tokenizer, "It's 3 o'clock.\n"))
 
 
 def _hf(files: list[bytes], folder: Path) -> None:
