@@ -1,5 +1,6 @@
 """Schedules of the mixture: shares of the sources per step, constant, in stages, piecewise linear or by a function."""
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -27,8 +28,32 @@ Points = tuple[tuple[int, Weights], ...]
 """Pairs of a step and the weights by source from that step on."""
 
 
+class Schedule(abc.ABC):
+    """Shares of the sources per step."""
+
+    @abc.abstractmethod
+    def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
+        """Returns the shares of `names` at `step`, which add up to 1."""
+
+    def later(self, step: int) -> Points:
+        """Returns the changes of weights after `step`: (first step, weights by source), the soonest first.
+
+        Returns nothing if the shares never change, or nobody knows how.
+        """
+        return ()
+
+    @abc.abstractmethod
+    def describe(self, step: int) -> str:
+        """Describes the shares at `step` for logs."""
+
+    @property
+    @abc.abstractmethod
+    def identity(self) -> str:
+        """Text that changes if, and only if, the weights of some step can change; of a function, with its file."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class Constant(Schedule):
     """Shares that are the same at every step.
 
     weights_by_source: a source that is not named has weight 0. None: use the `weight` of each source.
@@ -41,7 +66,6 @@ class Constant:
             _check(self.weights_by_source, "data.mixture.weights_by_source")
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
-        """Returns the shares of `names` at `step`, which add up to 1."""
         assert self.weights_by_source is not None, "call own_weights() first"
         names = tuple(names)
         if names not in self._found:
@@ -53,22 +77,16 @@ class Constant:
         """Shares by names: every step ahead asks for the same ones."""
         return {}
 
-    def later(self, step: int) -> Points:
-        """Returns nothing, because the shares never change; see `Staged.later`."""
-        return ()
-
     def describe(self, step: int) -> str:
-        """Describes the shares at `step` for logs."""
         return f"constant: {_listed(self.weights_by_source or {})}"
 
     @property
     def identity(self) -> str:
-        """Hash that changes if, and only if, the weights of some step can change."""
         return _identity("constant", [(0, self.weights_by_source or {})])
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class Staged(Schedule):
     """Shares in stages, each from its step until the next one: `((0, {"web": 1}), (5000, {"web": 1, "code": 1}))`."""
 
     stages: Points
@@ -82,21 +100,17 @@ class Staged:
             )
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
-        """Returns the shares of `names` at `step`, which add up to 1."""
         return _shares(self._stage(step)[1], names, "data.mixture.stages")
 
     def later(self, step: int) -> Points:
-        """Returns the changes of weights after `step`: (first step, weights by source), the soonest first."""
         return tuple(stage for stage in self.stages if stage[0] > step)
 
     def describe(self, step: int) -> str:
-        """Describes the shares at `step` for logs."""
         first, weights = self._stage(step)
         return f"stage from step {first}: {_listed(weights)}"
 
     @property
     def identity(self) -> str:
-        """Hash that changes if, and only if, the weights of some step can change."""
         return _identity("staged", self.stages)
 
     def _stage(self, step: int) -> tuple[int, Weights]:
@@ -104,7 +118,7 @@ class Staged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(Schedule):
     """Shares interpolated linearly between points; constant before the first and after the last point."""
 
     points: Points
@@ -113,7 +127,6 @@ class Linear:
         _check_steps(self.points, "data.mixture.points")
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
-        """Returns the shares of `names` at `step`, which add up to 1; between two points they are interpolated."""
         steps = [point[0] for point in self.points]
         after = sum(at <= step for at in steps)
         around = max(after - 1, 0), min(after, len(steps) - 1)
@@ -124,24 +137,22 @@ class Linear:
         return ends[0] * (1.0 - done) + ends[1] * done
 
     def later(self, step: int) -> Points:
-        """Returns changes as in `Staged.later`: sources of a point have weight one step after the previous point."""
+        # Sources of a point have weight one step after the previous point.
         rising = ((before + 1, weights) for (before, _), (_, weights) in itertools.pairwise(self.points))
         return tuple(point for point in rising if point[0] > step)
 
     def describe(self, step: int) -> str:
-        """Describes the shares at `step` for logs."""
         names = sorted({name for _, weights in self.points for name in weights})
         shares = dict(zip(names, self.weights(step, names).tolist(), strict=True))
         return f"linear over steps {self.points[0][0]} to {self.points[-1][0]}, at {step}: {_listed(shares)}"
 
     @property
     def identity(self) -> str:
-        """Hash that changes if, and only if, the weights of some step can change."""
         return _identity("linear", self.points)
 
 
 @dataclasses.dataclass(frozen=True)
-class Custom:
+class Custom(Schedule):
     """Shares from a function of the step. The function may depend on nothing else, because every host calls it itself.
 
     function: `module:name`, or `path/to/file.py:name`; takes a step, returns weights by source.
@@ -150,7 +161,6 @@ class Custom:
     function: str
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
-        """Returns the shares of `names` at `step`, which add up to 1."""
         weights: Any = _load(self.function)[0](step)
         where = f"data.mixture.function={self.function!r} at step {step}"
         if not isinstance(weights, Mapping):
@@ -158,21 +168,12 @@ class Custom:
         _check(weights, where)
         return _shares(weights, names, where)
 
-    def later(self, step: int) -> Points:
-        """Returns nothing, because the future values of a function are not known; see `Staged.later`."""
-        return ()
-
     def describe(self, step: int) -> str:
-        """Describes the shares at `step` for logs."""
         return f"{self.function} at step {step}: {_listed(_load(self.function)[0](step))}"
 
     @property
     def identity(self) -> str:
-        """Name of the function with a hash of its file."""
         return f"custom {self.function} {_load(self.function)[1]}"
-
-
-Schedule = Constant | Staged | Linear | Custom
 
 
 def own_weights(schedule: Schedule, weights: Weights) -> Schedule:

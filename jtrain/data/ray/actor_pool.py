@@ -225,10 +225,10 @@ class RayPool(LoaderPool[_LoaderActor]):
             ids = payload[begin : begin + head.ids_bytes]
             begin += head.ids_bytes
             run = head.run(part, ids, peer.name)
-            place = _Fetched(part=part) if request.into is None else request.into[i].place
+            place: _Fetched | None = _Fetched(part=part) if request.into is None else request.into[i].place
             if part.wanted is not None and place is not None:  # None: released before its ids have arrived
                 place.put(part.wanted.tolist(), head.lengths, run.ids, run.ignored)
-            if request.into is None:
+            if request.into is None and place is not None:
                 peer.busy_s += head.read_s
                 place.asked = set(place.ids)
                 run.place = place

@@ -15,6 +15,7 @@ from jtrain.data.sources.file_parts import evenly_spread, identities_of_parts, p
 from jtrain.data.sources.formats import BadRecord, Records, open_file
 from jtrain.data.sources.formats.arrow import ArrowFile
 from jtrain.data.sources.formats.long_lines import TextPart
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.parquet import ParquetFile
 from jtrain.data.sources.formats.record import SKIP, LostFile
 from jtrain.data.sources.formats.row_group_cache import shared_cache
@@ -118,10 +119,8 @@ class Corpus:
             self._open = functools.partial(
                 open_file,
                 format=source.format,
-                text_field=source.text_field,
-                mask=source.mask,
+                fields=TextFields(source.text_field, field, source.mask),
                 text_piece_bytes=source.text_piece_bytes,
-                field=field,
                 cache_dir=cache_dir,
                 groups=shared_cache(decoded_cache_bytes),
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 from jtrain.data.pretokenized.foreign.find import find_layout
 from jtrain.data.sources.formats import BadRecord, RowGroupCache, open_file
 from jtrain.data.sources.formats.arrow import saved_dataset_files
-from jtrain.data.sources.formats.masked_text import MaskFields
+from jtrain.data.sources.formats.masked_text import MaskFields, TextFields
 from jtrain.data.sources.storage import StoredFile
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import UserError
@@ -64,10 +64,8 @@ def _records(suffix: str, *, mask: MaskFields | None = None, text_field: str = "
         records = open_file(
             _stored(folder / f"a{suffix}", _with_checksums(files[0]) if suffix == ".tar" else files[0]),
             format="auto",
-            text_field=text_field,
-            mask=mask,
+            fields=TextFields(text_field, "data.sources.web", mask),
             text_piece_bytes=1 << 12,
-            field="data.sources.web",
             cache_dir=folder,
             groups=cache,
             check_content=False,

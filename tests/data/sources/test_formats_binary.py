@@ -18,6 +18,7 @@ from jtrain.data.sources.formats import arrayrecord as arrayrecord_format
 from jtrain.data.sources.formats.arrayrecord import ArrayRecordFile
 from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
 from jtrain.data.sources.formats.graindataset import GrainDataset
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.webdataset import TarFile
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError
@@ -38,7 +39,7 @@ def write_array_record(path: Path, records: Iterable[bytes]) -> Path:
 
 
 def array_record(path: Path, text_field: str = "text") -> ArrayRecordFile:
-    return ArrayRecordFile(stored(path), text_field=text_field, field=FIELD)
+    return ArrayRecordFile(stored(path), TextFields(text_field, FIELD))
 
 
 def write_tar(path: Path, members: Sequence[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> Path:
@@ -51,7 +52,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]], format: int = ta
 
 
 def tar_file(path: Path, text_field: str = "txt") -> TarFile:
-    return TarFile(stored(path), text_field=text_field, field=FIELD, cache_dir=path.parent / "cache")
+    return TarFile(stored(path), TextFields(text_field, FIELD), cache_dir=path.parent / "cache")
 
 
 def write_arrow(path: Path, table: pa.Table, *, rows: int = 7, **options: Any) -> Path:
@@ -61,7 +62,7 @@ def write_arrow(path: Path, table: pa.Table, *, rows: int = 7, **options: Any) -
 
 
 def arrow(path: Path, text_field: str = "text") -> ArrowFile:
-    return ArrowFile(stored(path), text_field=text_field, field=FIELD)
+    return ArrowFile(stored(path), TextFields(text_field, FIELD))
 
 
 def test_an_array_record_is_its_text_or_a_field_of_it_where_it_is_json(tmp_path: Path) -> None:

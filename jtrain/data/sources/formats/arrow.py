@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.masked_text import MaskFields
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.parquet import check_columns, column_at, damage, grouped_sizes, read_grouped
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
@@ -21,28 +21,32 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ArrowFile(Records):
-    """Arrow file with one document per row of column `text_field`. Reading a row of the map touches no other row.
+    """Arrow file with one document per row of the text column. Reading a row of the map touches no other row.
 
-    `text_field` may name a field of a struct column: `meta.text`.
+    `fields.text` may name a field of a struct column: `meta.text`.
 
     Raises:
       UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that name.
     """
 
-    __slots__ = ("_batch_at", "_file", "_first_row", "_is_checked", "_mask", "_text_field")
+    __slots__ = (
+        "_batch_at",
+        "_fields",
+        "_file",
+        "_first_row",
+        "_is_checked",
+    )
 
-    def __init__(self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str) -> None:
+    def __init__(self, file: StoredFile, fields: TextFields) -> None:
         import pyarrow as pa
 
         self._file = file
-        self._text_field = text_field
-        self._mask = mask
+        self._fields = fields
         first_row, batch_at = [0], []
-        read = text_field if mask is None else mask.read(text_field)[0]
         with self._map() as mapped:
             try:
                 schema = _schema(mapped)
-                check_columns(schema, text_field, mask, called=file.called, field=field)
+                check_columns(schema, fields, called=file.called)
                 while mapped.read_at(8, position := mapped.tell()) != _END_OF_STREAM:
                     message = pa.ipc.read_message(mapped)
                     if message.type != "record batch":
@@ -52,7 +56,7 @@ class ArrowFile(Records):
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
                     batch.validate()
-                    if batch.num_rows and not _lies_in(column_at(batch, read), message.body):
+                    if batch.num_rows and not _lies_in(column_at(batch, fields.read[0]), message.body):
                         raise UserError(
                             f"{file.called}: its batches are compressed, so a row can only be read with its whole "
                             "batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
@@ -64,7 +68,7 @@ class ArrowFile(Records):
                     raise
                 raise UserError(
                     f"{file.called}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of another "
-                    f"format. Save it again, or leave it out of {field}.path."
+                    f"format. Save it again, or leave it out of {fields.at}.path."
                 ) from error
         self._first_row = np.asarray(first_row, np.int64)
         self._batch_at = np.asarray(batch_at, np.int64)
@@ -78,14 +82,12 @@ class ArrowFile(Records):
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text, from the batches' offsets."""
         with self._columns() as column_of:
-            found = grouped_sizes(first, end, self._first_row, column_of, self._text_field, self._mask)
+            found = grouped_sizes(first, end, self._first_row, column_of, self._fields)
         return np.clip(found, 0, self._file.size_bytes)  # the offsets of a damaged file may say anything
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._columns() as column_of:
-            return read_grouped(
-                records, self._first_row, column_of, self._text_field, self._mask, called=self._file.called
-            )
+            return read_grouped(records, self._first_row, column_of, self._fields, called=self._file.called)
 
     @contextlib.contextmanager
     def _columns(self) -> Iterator[Callable[[int, str], Any]]:
