@@ -95,7 +95,6 @@ class BatchStats:
     drift: float
     row_cost: Float64[np.ndarray, " rows"]
     plan_s: float
-    fill_s: float
     wait_s: float
     skipped: int
     retries: int
@@ -225,7 +224,6 @@ class Constructor:
         if self._waiting_since_s is not None:
             self._wait_s = time.perf_counter() - self._waiting_since_s
             self._waiting_since_s = None
-        begun_s = time.perf_counter()
         rows = Rows(**out)
         fill_rows(rows, planned.pieces, self._views)
         if self._masked:
@@ -242,7 +240,6 @@ class Constructor:
             drift=plan.drift,
             row_cost=plan.row_cost,
             plan_s=planned.plan_s,
-            fill_s=time.perf_counter() - begun_s,
             wait_s=self._wait_s,
             skipped=int(self._state.skipped.sum()),
             retries=self._pool.retries,

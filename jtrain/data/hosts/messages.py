@@ -34,13 +34,13 @@ def encoded(message: tuple[Any, ...]) -> list[bytes]:
         request, part, first = values
         values = [request, first, part.source, part.numbers, part.anchor, _numbers(part.skip), _numbers(part.share)]
     types = SCHEMA[kind].items()  # of numbers, which may be those of NumPy
-    fields = {
+    fields: dict[str, Any] = {
         name: kind_of(value) if kind_of in (int, float) else value
         for (name, kind_of), value in zip(types, values, strict=True)
     }
     if "anchor" in fields:
         fields["anchor"] = _numbers(fields["anchor"])
-    if "skipped" in fields:
+    if kind == "run":
         fields["skipped"] = [[int(document), reason] for document, reason in fields["skipped"].items()]
     return link.encoded(kind, fields)
 
@@ -50,7 +50,7 @@ def decoded(kind: str, fields: dict[str, Any]) -> tuple[Any, ...]:
     fields = dict(fields)
     if "anchor" in fields:
         fields["anchor"] = WindowAnchor(*map(_number, fields["anchor"])) if fields["anchor"] else None
-    if "skipped" in fields:
+    if kind == "run":
         fields["skipped"] = {_number(document): str(reason) for document, reason in fields["skipped"]}
     if kind == "ask":
         skip, (rest, modulus) = frozenset(map(_number, fields["skip"])), map(_number, fields["share"])

@@ -5,7 +5,6 @@ what order and how far ahead. So a loader can be killed, replaced or duplicated 
 stays the same.
 """
 
-import dataclasses
 import time
 from multiprocessing.connection import Connection
 
@@ -29,13 +28,6 @@ much it has done so far. `OPENED`: files and bytes of the source that it is open
 
 IDENTITY_AT, IDENTITY_BYTES = 64, HEADER_BYTES - 64 * 8
 """First header word of the identity of the document being read, `file:number` as UTF-8 with a zero byte at the end."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LoaderSetup:
-    """First message to a loader process."""
-
-    sources: tuple[SourceSetup, ...]
 
 
 class SourceLoader:
@@ -88,11 +80,11 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     `RunHead`) of each part])`, where the ids are at `start` in shared memory; or `("failed", source, message)`. Before
     that, for each read that is repeated, `("again", source, line for the log)`.
     """
-    setup: LoaderSetup = connection.recv()
+    sources: tuple[SourceSetup, ...] = connection.recv()
     shared = SharedMemory(descriptors[0])
     header = shared.header
     identity = np.frombuffer(header, np.uint8)[IDENTITY_AT * 8 :]
-    loader = SourceLoader(setup.sources, _HeaderOpening(header))
+    loader = SourceLoader(sources, _HeaderOpening(header))
 
     def tell(line: str, wait_s: float) -> None:
         header[SINCE_NS] = time.monotonic_ns() + int(wait_s * 1e9)  # it does not hang: the time until then is free

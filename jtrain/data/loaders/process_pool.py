@@ -20,7 +20,6 @@ from jtrain.data.loaders.loader import (
     SINCE_NS,
     SOURCE,
     STATE,
-    LoaderSetup,
 )
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart
 from jtrain.data.loaders.pool import LoaderPool, Request
@@ -53,7 +52,7 @@ class _LoaderProcess:
         self.retiring = False
         # Start of the opening that the log said last, in ns, and how long it had taken then.
         self.said: tuple[int, float] = (0, 0.0)
-        child.connection.send(LoaderSetup(setups))
+        child.connection.send(setups)
 
     def at(self) -> tuple[int, int, int, str, float]:
         """Returns what the loader is doing: state, source, document, `file:number`, and seconds since that began."""

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -28,7 +28,6 @@ from jtrain.data.loaders.messages import DataError
 from jtrain.data.loaders.shared_memory import SharedMemory
 from jtrain.data.planner.planner import LoadingPlan
 from jtrain.runtime.lease import Watch
-from jtrain.runtime.link import Peers
 
 MOST_RESTARTS = 3
 """Restarts of a constructor in a row, without a batch in between, before the run fails."""
@@ -51,22 +50,22 @@ class Delivered:
     plan: LoadingPlan | None = None
 
 
-@runtime_checkable
-class Plane(Protocol):
+class Plane(abc.ABC):
     """Source of batches for the trainer."""
 
+    @abc.abstractmethod
     def take(self) -> Delivered:
         """Returns the next batch. Raises StopIteration after the last one, DataError if the stream cannot continue."""
-        ...
 
+    @abc.abstractmethod
     def said(self) -> list[str]:
         """Returns the log lines since the last call: takeovers, decisions of the autoscaler."""
-        ...
 
+    @abc.abstractmethod
     def close(self) -> None: ...
 
 
-class InlinePlane:
+class InlinePlane(Plane):
     """Data plane in the caller's thread: `data.engine=inline`."""
 
     def __init__(self, setup: ConstructorSetup, state: DataState | None) -> None:
@@ -102,7 +101,7 @@ class ConstructorReply:
     said: tuple[str, ...] = ()
 
 
-class RestartedPlane(abc.ABC):
+class RestartedPlane(Plane):
     """Data plane with a constructor elsewhere, which is restarted from the state of the last batch if it is lost.
 
     So the stream is unchanged.
@@ -186,35 +185,18 @@ class ProcessPlane(RestartedPlane):
     kill.
 
     Args:
-      peers: socket of this process's constructor, and where those of the other processes are (`runtime.link.meet`):
-        they divide the reading. None: this process reads everything itself.
+      preload: modules that the forkserver imports once for all loaders.
+      listening: socket of this process's constructor, if it divides the reading with others.
     """
 
     logs = "stderr"
 
     def __init__(
-        self,
-        setup: ConstructorSetup,
-        state: DataState | None,
-        *,
-        max_loaders: int,
-        shadows: int,
-        read_timeout_s: float,
-        slots: int,
-        preload: tuple[str, ...],
-        peers: tuple[socket.socket, Peers] | None = None,
+        self, setup: ProcessSetup, *, preload: tuple[str, ...], listening: socket.socket | None = None
     ) -> None:
-        super().__init__(state)
-        self._setup = ProcessSetup(
-            constructor=setup,
-            max_loaders=max_loaders,
-            shadows=shadows,
-            read_timeout_s=read_timeout_s,
-            slots=slots,
-            state=state,
-            peers=None if peers is None else peers[1],
-        )
-        self._listening = None if peers is None else peers[0]
+        super().__init__(setup.state)
+        self._setup = setup
+        self._listening = listening
         self._preload = preload
         self._forkserver: Forkserver | None = None
         self._start()

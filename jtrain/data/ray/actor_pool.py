@@ -249,7 +249,7 @@ class RayPool(LoaderPool[_LoaderActor]):
           request: the one that it was reading; None: perhaps the oldest.
           where: what it was doing; empty if nobody knows.
         """
-        if request is not None:
+        if request is not None:  # answers with large payloads to earlier ones may be on their way: they come after it
             others = {ref: other for ref, other in peer.in_flight.items() if other is not request}
             peer.in_flight = {None: request, **others}
         if not where and peer.in_flight:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.data.pretokenized.foreign.foreign_file import Found
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Found
 from jtrain.data.sources.formats.parquet import damage, decoded_group
 from jtrain.data.sources.formats.record import names_of
 from jtrain.errors import FileError, UserError
@@ -13,10 +13,9 @@ from jtrain.errors import FileError, UserError
 COLUMN = "input_ids"
 
 
-class ParquetIds:
+class ParquetIds(ForeignFile):
     """Parquet file; each row is a document, a list of ids. A row without a list is an empty document."""
 
-    first_byte = 0
     dtype = np.dtype("<u8")
 
     def __init__(self, path: Path, column: str) -> None:
@@ -69,6 +68,3 @@ class ParquetIds:
                 raise
             raise FileError(f"{self.path}: row group {part} cannot be read ({error}). Copy it again.") from error
         return Found(ids, np.cumsum(lengths, dtype=np.int64))
-
-    def close(self) -> None:
-        pass

@@ -98,15 +98,10 @@ class ArrayRecordFile(Records):
             return self._bad(record, f"not UTF-8 at byte {error.start} of the record ({error.reason})")
         if self._fields.mask is None and not (self._fields.text and content.startswith(b"{")):
             return text
-        try:
-            return text_of_json(
-                content,
-                self._fields,
-                what=f"{self._file.called}, record {record}",
-                way_out=f"Mend the record, or, where records are text as a whole, set {self._fields.at}.text_field=''",
-            )
-        except BadRecord as error:
-            return text if self._fields.mask is None and ": no JSON" in str(error) else error
+        way_out = f"Mend the record, or, where records are text as a whole, set {self._fields.at}.text_field=''"
+        found = text_of_json(content, self._fields, what=f"{self._file.called}, record {record}", way_out=way_out)
+        is_no_json = isinstance(found, BadRecord) and ": no JSON" in str(found)
+        return text if is_no_json and self._fields.mask is None else found
 
     def _bad(self, record: int, why: str) -> BadRecord:
         return BadRecord(f"{self._file.called}, record {record}: {why}, {SKIP}")

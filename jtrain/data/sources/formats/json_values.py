@@ -86,17 +86,9 @@ class JsonValues(Records):
         with self._file.open() as file:
             for record, (start, end) in zip(records, self._values.rows(records), strict=True):
                 file.seek(start)
-                try:
-                    text = text_of_json(
-                        file.read(end - start),
-                        self._fields,
-                        what=f"{self._file.called}, record {record} (at byte {start:,})",
-                        way_out="Mend the record",
-                        place=" of the record",
-                    )
-                except BadRecord as error:
-                    text = error
-                texts.append(text)
+                what = f"{self._file.called}, record {record} (at byte {start:,})"
+                place = {"way_out": "Mend the record", "place": " of the record"}
+                texts.append(text_of_json(file.read(end - start), self._fields, what=what, **place))
         return texts
 
     def _index(self) -> Int[np.ndarray, "records 2"]:

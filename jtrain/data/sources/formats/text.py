@@ -134,16 +134,10 @@ class JsonLines(Records):
                 if self._fields.mask is None and (plain := plain_text_of_json(line, self._fields.text)) is not None:
                     texts.append(plain)
                     continue
-                try:
-                    text = text_of_json(
-                        line.removeprefix(BOM),
-                        self._fields,
-                        what=self._file.called,
-                        way_out="Mend the line",
-                        place=" of the line",
-                    )
-                except BadRecord as error:
-                    text = BadRecord(str(error).replace(self._file.called, self._place(start), 1))
+                content, what = line.removeprefix(BOM), self._file.called
+                text = text_of_json(content, self._fields, what=what, way_out="Mend the line", place=" of the line")
+                if isinstance(text, BadRecord):  # to find the number of a line takes long
+                    text = BadRecord(str(text).replace(what, self._place(start), 1))
                 texts.append(text)
         return texts
 
