@@ -150,8 +150,9 @@ class LoaderPool[L: Loader](abc.ABC):
                 self._send(loader, request)
 
     def _without_skipped(self, part: RequestPart) -> RequestPart:
-        skip = frozenset(self._skip.get(part.source, ())) & frozenset(part.numbers.tolist())
-        return dataclasses.replace(part, skip=skip) if skip else part
+        if part.source not in self._skip:
+            return part
+        return dataclasses.replace(part, skip=frozenset(self._skip[part.source]) & frozenset(part.numbers.tolist()))
 
     def _answered(self, loader: L, number: Any) -> Request:
         """Returns the request that a loader has answered."""

@@ -4,8 +4,6 @@ import abc
 import dataclasses
 import functools
 import hashlib
-import importlib
-import importlib.util
 import itertools
 import json
 import math
@@ -16,7 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from jtrain.errors import FileError, UserError, did_you_mean
+from jtrain.errors import UserError, did_you_mean
+from jtrain.runtime.user_code import load_function
 
 SHARE_BITS = 28
 ONE = 1 << SHARE_BITS
@@ -266,42 +265,6 @@ def _identity(kind: str, points: Iterable[tuple[int, Weights]]) -> str:
 @functools.cache
 def _load(function: str) -> tuple[Callable[[int], Any], str]:
     """Loads a function by its location; returns it and a hash of its file."""
-    module_name, _, name = function.rpartition(":")
-    where = f"data.mixture.function={function!r}"
-    if not module_name or not name:
-        raise UserError(f"{where} must be 'module:name' or 'path/to/file.py:name'.")
-    if module_name.endswith(".py"):
-        file = Path(module_name).expanduser()
-        if not file.is_file():
-            raise FileError(f"{where}: there is no file {file.absolute()}.")
-        module_spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert module_spec is not None
-        assert module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
-        try:
-            module_spec.loader.exec_module(module)
-        except ImportError as error:
-            raise UserError(f"{where}: {_why_not_imported(error, 'Install it, or mend the file')}") from error
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            way_out = "Set the path of its file, ending in .py"
-            raise UserError(f"{where}: {_why_not_imported(error, way_out)}") from error
-    found: Any = getattr(module, name, None)
-    if not callable(found):
-        hint = did_you_mean(name, vars(module))
-        raise UserError(f"{where}: {module_name} has no function {name!r}. {hint}Set the name of a function in it.")
+    found, module = load_function("data.mixture.function", function)
     text = Path(module.__file__).read_bytes() if module.__file__ else b""
     return found, hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _why_not_imported(error: ImportError, way_out: str) -> str:
-    if (error.name or "").partition(".")[0] == "jax":
-        return (
-            "its module imports jax, directly or indirectly, and the processes that plan the data do without jax. "
-            "Put the function into a file of its own that does not need jax."
-        )
-    if isinstance(error, ModuleNotFoundError):
-        return f"there is no module {error.name!r}. {way_out}."
-    return f"its module cannot be imported ({error}). {way_out}."

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jtrain.data.pretokenized.foreign.find import find_layout
+from jtrain.data.sources.data_files import saved_dataset_files
 from jtrain.data.sources.formats import BadRecord, RowGroupCache, open_file
-from jtrain.data.sources.formats.arrow import saved_dataset_files
 from jtrain.data.sources.formats.masked_text import MaskFields, TextFields
 from jtrain.data.sources.storage import StoredFile
 from jtrain.data.tokenizer import make_tokenizer

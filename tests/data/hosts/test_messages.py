@@ -24,7 +24,7 @@ MESSAGES: tuple[tuple[Any, ...], ...] = (
     ("run", 5, 6, np.arange(3), np.asarray([1, 2, 3], np.int32), {4: "a.jsonl:7 ünreadable"}, ANCHOR, 0.1),
     ("run", 5, 6, np.arange(0), np.zeros(0, np.int32), {}, None, 0.0),
     ("fetch", 7, 8, 0, np.asarray([5, 2**40]), ANCHOR),
-    ("ids", 9, np.asarray([2], np.int32), np.arange(1 << 20, dtype=np.uint16), np.int32([[0, 1], [2, 3]])),
+    ("ids", 9, np.asarray([2], np.int32), np.arange(1 << 20, dtype=np.uint16), np.asarray([[0, 1], [2, 3]], np.int32)),
     ("ids", 9, np.asarray([1], np.int32), np.asarray([1], np.int32), NO_RUNS),
     ("done", 10),
 )

@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jtrain.data.sources.cache import SMALL_TABLE_BYTES
-from jtrain.data.sources.formats import BadRecord, JsonLines, ParquetFile, RowGroupCache, TextFile, format_of
+from jtrain.data.sources.formats import BadRecord, JsonLines, RowGroupCache, TextFile, format_of
 from jtrain.data.sources.formats.masked_text import TextFields
+from jtrain.data.sources.formats.parquet import ParquetFile
 from jtrain.data.sources.storage import CacheLost, StoredFile, find_files
 
 

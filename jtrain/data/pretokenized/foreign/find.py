@@ -10,7 +10,6 @@ import numpy as np
 from jtrain.data.pretokenized.foreign.dense import MegatronFile, llm_c_file, npy_file, raw_file
 from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, ForeignLayout
 from jtrain.data.pretokenized.foreign.mds import mds_shards
-from jtrain.data.pretokenized.foreign.parquet_ids import COLUMN, ParquetIds
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError, UserError
 
@@ -69,6 +68,8 @@ def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, c
         megatron = [MegatronFile(root / file.name.replace(".idx", ".bin")) for file in some]
         return _layout("megatron", root, megatron, {})
     if suffix == ".parquet":
+        from jtrain.data.pretokenized.foreign.parquet_ids import COLUMN, ParquetIds  # imports pyarrow
+
         column = column or COLUMN
         parquet = [ParquetIds(Path(file.location), column) for file in some]
         return _layout("parquet", root, parquet, {"column": column}, copies=True)

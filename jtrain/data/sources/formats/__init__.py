@@ -6,14 +6,13 @@ from pathlib import Path
 from jtrain.data.sources.cache import local_copy
 from jtrain.data.sources.formats import sniff
 from jtrain.data.sources.formats.masked_text import TextFields, check_format
-from jtrain.data.sources.formats.parquet import ParquetFile
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.formats.row_group_cache import RowGroupCache
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines, TextFile
 from jtrain.data.sources.storage import StoredFile
 
-__all__ = ["BadRecord", "JsonLines", "ParquetFile", "Records", "RowGroupCache", "TextFile", "format_of", "open_file"]
+__all__ = ["BadRecord", "JsonLines", "Records", "RowGroupCache", "TextFile", "format_of", "open_file"]
 
 
 def open_file(
@@ -50,11 +49,11 @@ def open_file(
         check_format(kind, what=file.called, setting=f"{field}.{mask.setting}", name=mask.field)
     if check_content and compression and not file.is_remote:
         sniff.check_compression(file, compression=compression, field=field)
-    if kind == "parquet" and compression is None and file.is_remote and file.size_bytes >= 0:
-        return ParquetFile(file, fields, groups=groups)
-    file = local_copy(file, compression=compression, cache_dir=cache_dir, told=told)
-    if check_content:
-        sniff.check_content(file, kind=kind, field=field)
+    reads_ranges = kind == "parquet" and compression is None and file.is_remote and file.size_bytes >= 0
+    if not reads_ranges:
+        file = local_copy(file, compression=compression, cache_dir=cache_dir, told=told)
+        if check_content:
+            sniff.check_content(file, kind=kind, field=field)
     match kind:
         case "text":
             return TextFile(file, piece_bytes=text_piece_bytes)
@@ -69,6 +68,8 @@ def open_file(
 
             return DelimitedFile(file, fields, kind=kind, cache_dir=cache_dir)
         case "parquet":
+            from jtrain.data.sources.formats.parquet import ParquetFile  # imports pyarrow, which takes 0.1 s
+
             return ParquetFile(file, fields, groups=groups)
         case "arrayrecord":
             from jtrain.data.sources.formats.arrayrecord import ArrayRecordFile

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Int
 
 from jtrain.data.sources.formats.chat import LAYOUT_BYTES
@@ -12,6 +13,9 @@ from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.formats.row_group_cache import DecodedColumns, RowGroupCache
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
+
+DAMAGE = (pa.ArrowException, OSError, EOFError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
+"""Errors of pyarrow for a damaged file, also for names that are not UTF-8 and numbers too large."""
 
 _MOST_ROWS = (1 << 31) - 1
 """Rows of a row group that Arrow can number."""
@@ -34,9 +38,10 @@ class ParquetFile(Records):
     """
 
     __slots__ = ("_fields", "_file", "_group_bytes", "_group_starts", "_groups")
+    checks_columns = True
 
     def __init__(self, file: StoredFile, fields: TextFields, *, groups: RowGroupCache) -> None:
-        import pyarrow.parquet as pq  # lazy: takes 0.1 s, which other formats need not pay
+        import pyarrow.parquet as pq  # lazy: Arrow files need none of it
 
         self._file = file
         self._fields = fields
@@ -48,7 +53,7 @@ class ParquetFile(Records):
                     check_columns(parquet.schema_arrow, fields, called=file.called)
                     row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
                     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-            except damage() as error:
+            except DAMAGE as error:
                 if isinstance(error, UserError) or file.called in str(error):
                     raise  # of the columns, or an error of the store, already translated
                 raise UserError(
@@ -110,7 +115,7 @@ class ParquetFile(Records):
                     table = decoded_group(parquet, group, names, called=self._file.called)
                 columns = {name: column_at(table, name) for name in names}
                 whole = {n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()}
-            except damage() as error:
+            except DAMAGE as error:
                 if self._file.called in str(error):
                     raise  # an error of the store, already translated
                 said = " ".join(str(error).split())
@@ -120,22 +125,12 @@ class ParquetFile(Records):
         return DecodedColumns(whole)
 
 
-def damage() -> tuple[type[Exception], ...]:
-    """Returns what pyarrow raises for a damaged file, also for names that are not UTF-8 and numbers too large."""
-    import pyarrow as pa
-
-    general = (OSError, EOFError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
-    return (pa.ArrowException, *general)
-
-
 def decoded_group(parquet: Any, group: int, names: list[str], *, called: str) -> Any:
     """Returns columns of a row group as a table, decoded piece by piece: a few bytes can stand for any number of rows.
 
     Raises:
       FileError: the row group decodes to 2 GiB or more, or has not as many rows as the file says.
     """
-    import pyarrow as pa
-
     batches, size_bytes = [], 0
     for batch in parquet.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=names, use_threads=False):
         batches.append(batch)
@@ -159,8 +154,6 @@ def _arrow_file(file: StoredFile) -> Any:
     A local file is Arrow's own: over a Python file such a thread needs the interpreter, and aborts the process if it
     asks while the interpreter ends (apache/arrow issue 34314). A remote file is read by Python, and has that risk.
     """
-    import pyarrow as pa
-
     opened = file.open()
     if file.is_remote:
         return opened
@@ -174,8 +167,6 @@ def check_columns(schema: Any, fields: TextFields, *, called: str) -> None:
     Raises:
       UserError: there is no such column, or it is not of text, not of messages, or a mask's is not of spans.
     """
-    import pyarrow as pa
-
     field, mask = fields.at, fields.mask
     if mask is not None and mask.is_chat:
         kind = _type_at(schema, mask.field, called=called, field=field, setting=mask.setting)
@@ -206,8 +197,6 @@ def check_columns(schema: Any, fields: TextFields, *, called: str) -> None:
 
 def _type_at(schema: Any, name: str, *, called: str, field: str, setting: str) -> Any:
     """Returns the type of a column, or of a field of a struct column; raises UserError if there is none."""
-    import pyarrow as pa
-
     fields = {name: schema.field(name).type for name in schema.names}
     path, kind = "", None
     for key in _keys(schema.names, name):
@@ -225,8 +214,6 @@ def _type_at(schema: Any, name: str, *, called: str, field: str, setting: str) -
 
 def _is_spans(kind: Any) -> bool:
     """True for lists of lists of integers; a column of empty lists only may have no type of its own."""
-    import pyarrow as pa
-
     for _ in range(2):
         if pa.types.is_null(kind):
             return True
@@ -238,8 +225,6 @@ def _is_spans(kind: Any) -> bool:
 
 def _no_chat(kind: Any) -> str:
     """Returns why a type is not that of lists of messages; empty if it is."""
-    import pyarrow as pa
-
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return "no list of structs"
     fields = {field.name: field.type for field in kind.value_type.fields}
@@ -341,8 +326,6 @@ def read_grouped(
 
 def _values(column: Any, rows: list[int], name: str) -> list[Any]:
     """Returns the values of a column's rows; a ValueError that says why for each that cannot be read."""
-    import pyarrow as pa
-
     texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
     content = column.view(texts[column.type]) if column.type in texts else None
     return [_value_or_why(column, content, row, name) for row in rows]
@@ -350,8 +333,6 @@ def _values(column: Any, rows: list[int], name: str) -> list[Any]:
 
 def _value_or_why(column: Any, content: Any, row: int, name: str) -> Any:
     """Returns the value of a row, or a ValueError; `content` is a column of texts as bytes."""
-    import pyarrow as pa
-
     try:
         if content is not None:
             content.slice(row, 1).validate(full=True)  # 1 us: nothing else checks the offsets of a file that is mapped

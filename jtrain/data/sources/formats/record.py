@@ -51,6 +51,9 @@ class Records(abc.ABC):
     sizes_need_reading: ClassVar[bool] = True
     """True if `sizes` reads the records; False if it looks their sizes up in an index."""
 
+    checks_columns: ClassVar[bool] = False
+    """True if a file without the fields that are read cannot be opened."""
+
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the UTF-8 bytes of the texts of records `first` to `end` - 1, or a few more; 0 for a bad record."""
         texts = self.read(list(range(first, end)))
