@@ -152,7 +152,8 @@ class LoaderPool[L: Loader](abc.ABC):
     def _without_skipped(self, part: RequestPart) -> RequestPart:
         if part.source not in self._skip:
             return part
-        return dataclasses.replace(part, skip=frozenset(self._skip[part.source]) & frozenset(part.numbers.tolist()))
+        skip = self._skip[part.source].intersection(part.numbers.tolist())
+        return dataclasses.replace(part, skip=part.skip | skip)
 
     def _answered(self, loader: L, number: Any) -> Request:
         """Returns the request that a loader has answered."""

@@ -215,7 +215,9 @@ class RayPool(LoaderPool[_LoaderActor]):
             source, number, identity = answer.stuck
             peer.dying = answer.pid
             why = f"has not moved for {self._read_timeout_s:g} s (data.read_timeout_s)"
-            where = f"at {self._field(source)}, document {number} ({identity})"
+            where = f"opening {self._field(source)}"
+            if number >= 0:
+                where = f"at {self._field(source)}, document {number} ({identity})"
             self._away(peer, why, where, request=peer.in_flight[ref], opening=source if number < 0 else None)
             return
         request = self._answered(peer, ref)
