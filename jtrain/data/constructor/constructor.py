@@ -94,7 +94,6 @@ class BatchStats:
     fill: float
     drift: float
     row_cost: Float64[np.ndarray, " rows"]
-    plan_s: float
     wait_s: float
     skipped: int
     retries: int
@@ -125,7 +124,6 @@ class _Planned(NamedTuple):
     plan: LoadingPlan
     after: PlannerState
     pieces: Pieces
-    plan_s: float
 
 
 class Constructor:
@@ -191,10 +189,9 @@ class Constructor:
         new: list[_Planned] = []
         try:
             while len(self._plans) < self._setup.lookahead_steps and not self._planned_all:
-                begun_s = time.perf_counter()
                 plan, after = self._planner.plan(self._plans[-1].after if self._plans else self._state.planner)
                 pieces = plan.pieces.of_rows(self._setup.rows)
-                new.append(_Planned(plan, after, pieces, time.perf_counter() - begun_s))
+                new.append(_Planned(plan, after, pieces))
                 self._plans.append(new[-1])
                 self._planned_all = plan.last
         except EndOfData:
@@ -239,7 +236,6 @@ class Constructor:
             fill=plan.fill,
             drift=plan.drift,
             row_cost=plan.row_cost,
-            plan_s=planned.plan_s,
             wait_s=self._wait_s,
             skipped=int(self._state.skipped.sum()),
             retries=self._pool.retries,
