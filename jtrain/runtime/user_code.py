@@ -73,7 +73,8 @@ def located(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()]
         if isinstance(error, SyntaxError):
             lines = [error.lineno]
         where = f"{path}:{lines[-1]}" if lines else f"{path}"
