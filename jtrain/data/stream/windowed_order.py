@@ -118,7 +118,7 @@ class WindowedChunks:
         for one in sorted(set(window_of.tolist())):
             here = np.flatnonzero(window_of == one)
             start, end = int(order.first_slot[one]), int(order.first_slot[one + 1])
-            found.append((one, here, permuted(places[here] - start, np.int64(end - start), order.keys[one])))
+            found.append((one, here, permuted(places[here] - start, np.int64(end - start), np.uint64(order.keys[one]))))
         now = {(epoch, one) for one, _, _ in found}
         self._windows = {at: window for at, window in self._windows.items() if at in now | self._just_read}
         self._just_read = now
