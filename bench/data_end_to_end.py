@@ -26,7 +26,7 @@ from bench import data_sources
 from bench.data_sources import peer, peer_program
 from jtrain.bench import Options, Row, option, row
 from jtrain.data.dataset import PackedText, open_dataset
-from jtrain.data.plane.prefetch import prefetch
+from jtrain.data.plane.prefetch import Prefetch
 from jtrain.data.planner.balance import balanced_order, spread
 from jtrain.data.sources.source import Source
 
@@ -149,7 +149,7 @@ def our_text(text: Text, steps: int) -> Steps:
     second_per_cost = text.linear_s / (LINEAR * text.rows * text.seq_len)
     step_s, wait_s, spreads = [], [], []
     batches = open_dataset(spec, seed=0).train_batches(context=text.context, cost=(LINEAR, 1.0))
-    with batches, prefetch(batches, lambda batch: batch) as ahead:
+    with batches, Prefetch(batches, lambda batch: batch) as ahead:
         for _ in range(3 + steps):
             start_s = time.perf_counter()
             batch = next(ahead).batch

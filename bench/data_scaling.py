@@ -34,7 +34,7 @@ from jtrain.data.constructor.collate import Rows
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup
 from jtrain.data.dataset import PackedText, TextDataset, open_dataset
 from jtrain.data.loaders.forkserver import Forkserver
-from jtrain.data.loaders.pool import ProcessPool
+from jtrain.data.loaders.process_pool import ProcessPool
 from jtrain.data.mixture.schedule import Constant, Staged
 from jtrain.data.sources.source import Source
 

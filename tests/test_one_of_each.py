@@ -108,6 +108,9 @@ ROWS = (
     ),
     Row("proofs of a shared secret", "runtime/link.py", calling("compare_digest")),
     Row("pickle of received bytes", "data/plane/data_plane.py", calling(r"pickle\.loads?")),  # of its own child
+    Row("documents that no loader survives", "data/loaders/pool.py", saying(r"\{where\}, again and again")),
+    Row("restarts of a constructor", "data/plane/data_plane.py", saying("times in a row without making a batch")),
+    Row("Python files of the user", "runtime/user_code.py", calling("spec_from_file_location")),
     Row("command lines", "cli/run.py", importing("argparse"), besides=("bench/__main__.py",)),
     Row("tables on a terminal", "report/terminal.py", importing("rich", "table")),
 )

@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 import os
 import shlex
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -161,36 +159,9 @@ def bench(args: Args, run: "Run", dataset: "TextDataset") -> int:
     if args.steps < 2:
         raise UserError(f"--steps {args.steps} must be at least 2, because the first batch is timed separately.")
     ranks = math.prod(run.mesh.settled(1).shape[axis] for axis in BATCH_AXES)
-    begun_s = time.perf_counter()
-    fills, spreads, tokens = [], [], 0
-    with dataset.train_batches() as batches:
-        next(batches)
-        first_s = time.perf_counter() - begun_s
-        begun_s = time.perf_counter()
-        taken = 0
-        for _ in itertools.islice(batches, args.steps - 1):
-            assert batches.stats is not None
-            taken += 1
-            fills.append(batches.stats.fill)
-            spreads.append(batches.stats.spread(ranks))
-            tokens += int(batches.stats.tokens_by_source.sum())
-        seconds = time.perf_counter() - begun_s
-        stats = batches.stats
-        said = batches.said()
-    assert stats is not None
-    figures = {
-        "first_batch_s": first_s,
-        "batches_per_s": taken / seconds,
-        "tokens_per_s": tokens / seconds,
-        "fill": sum(fills) / len(fills),
-        "cost_spread": sum(spreads) / len(spreads),
-        "data_ranks": ranks,
-        "drift": stats.drift,
-        "skipped": stats.skipped,
-        "retries": stats.retries,
-        "loader_memory_mib": {loader.name: loader.memory_bytes / 2**20 for loader in stats.loaders},
-        "loader_documents": {loader.name: loader.documents for loader in stats.loaders},
-    }
+    from jtrain.data.inspect.throughput import measure_throughput
+
+    figures, said = measure_throughput(dataset, args.steps, ranks=ranks)
     print(dataset.describe())
     for line in said:
         print(line)
@@ -222,11 +193,12 @@ def prepare(args: Args) -> int:
     return 0
 
 
-def adopt(args: Args) -> int:
+def adopt_files(args: Args) -> int:
     """Adopts token files; returns the exit code."""
-    from jtrain.data.pretokenized.adopt import adopt_command  # lazy: numpy
+    from jtrain.data.pretokenized import reader
+    from jtrain.data.pretokenized.adopt import adopt  # lazy: numpy
 
-    row = adopt_command(
+    row = adopt(
         args.path,
         args.out,
         name=args.name,
@@ -235,6 +207,13 @@ def adopt(args: Args) -> int:
         dtype=args.dtype,
         column=args.column,
         command=shlex.join(["python", "-m", "jtrain.data", "adopt", *args.words]),
+        stream=sys.stderr,
+    )
+    index = reader.PreparedIndex(args.out / args.name)
+    files = "files copied" if index.made_of["adopted"] == "parquet" else "files read in place"
+    print(
+        f"{args.name}: {row.records:,} documents, {row.tokens:,} tokens, {len(index.names):,} {files} "
+        f"({index.made_of['adopted']}), index of {row.bytes / 2**20:,.1f} MiB in {args.out / args.name} ({row.state})"
     )
     write_json(args, dataclasses.asdict(row))
     return 0
@@ -318,7 +297,7 @@ VERB = Verb(
         ),
         "adopt": Command(
             "make an index of token files that another project prepared, which stay where they are",
-            adopt,
+            adopt_files,
             add_adopt_options,
             "Reads each file once, for the documents, the largest id and a hash, and writes an index of 4.5 bytes per "
             "document; runs then read the ids from the files themselves. Parquet is the exception: its ids are copied. "

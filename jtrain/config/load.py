@@ -1,12 +1,10 @@
 """Config loading: makes a `fdl.Config[Run]` of `--config NAME --with FIDDLER --set PATH=VALUE`."""
 
-import contextlib
 import dataclasses
-import importlib.util
+import importlib
 import inspect
-import traceback
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from jtrain.config.run import Run, _built
 from jtrain.errors import UserError, did_you_mean
 from jtrain.layout.layout import LayoutSpec
 from jtrain.layout.mesh import BATCH_AXES, MeshSpec, shard_size
+from jtrain.runtime.user_code import load_python_file, located
 
 
 def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = ()) -> fdl.Config[Run]:
@@ -132,30 +131,6 @@ def _find(name: str) -> tuple[types.ModuleType, str]:
     )
 
 
-def load_python_file(path: Path) -> types.ModuleType:
-    """Loads a Python file outside the package; an exception in it becomes a UserError with file and line."""
-    spec = importlib.util.spec_from_file_location(f"jtrain_config_{path.stem}", path)
-    assert spec is not None, path
-    assert spec.loader is not None, path
-    module = importlib.util.module_from_spec(spec)
-    with _located(path):
-        spec.loader.exec_module(module)
-    return module
-
-
-@contextlib.contextmanager
-def _located(path: Path) -> Iterator[None]:
-    """Turns any exception from a config file into a UserError with file and line, because the user can fix it."""
-    try:
-        yield
-    except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
-        if isinstance(error, SyntaxError):
-            lines = [error.lineno]
-        where = f"{path}:{lines[-1]}" if lines else f"{path}"
-        raise UserError(f"{where}: {type(error).__name__}: {error}") from error
-
-
 def _call(module: types.ModuleType, name: str, what: str, num_arguments: int, *arguments: Any) -> Any:
     """Calls the base function or fiddler `name` of a module."""
     assert module.__file__ is not None, module
@@ -173,5 +148,5 @@ def _call(module: types.ModuleType, name: str, what: str, num_arguments: int, *a
         raise UserError(
             f"{module.__file__} has no {what} {name}. {did_you_mean(name, found)}It has: {', '.join(found) or 'none'}."
         )
-    with _located(Path(module.__file__)):
+    with located(Path(module.__file__)):
         return found[name](*arguments)

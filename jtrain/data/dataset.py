@@ -10,6 +10,7 @@ from jaxtyping import Int
 
 from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.context_order import context_order
+from jtrain.data.constructor.process import ProcessSetup
 from jtrain.data.held_out import HeldOutSet
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.plane.data_plane import InlinePlane, Plane, ProcessPlane
@@ -195,16 +196,18 @@ class TextDataset:
                 read_timeout_s=self.spec.read_timeout_s,
             )
         else:
-            plane = ProcessPlane(
-                work,
-                state,
+            listening, peers = meet() if multihost.is_joined() and self.spec.prepared is None else (None, None)
+            setup = ProcessSetup(
+                constructor=work,
                 max_loaders=self.spec.num_loaders(),
                 shadows=self.spec.shadows,
                 read_timeout_s=self.spec.read_timeout_s,
                 slots=SLOTS,
-                preload=tuple(name for name in _PRELOAD if name in sys.modules),
-                peers=meet() if multihost.is_joined() and self.spec.prepared is None else None,
+                state=state,
+                peers=peers,
             )
+            preload = tuple(name for name in _PRELOAD if name in sys.modules)
+            plane = ProcessPlane(setup, preload=preload, listening=listening)
         return BatchIterator(plane, state, self._identity(setups), self.names, joined + changes)
 
     def first_state(self) -> dict[str, Any]:

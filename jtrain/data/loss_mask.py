@@ -54,11 +54,6 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
     return parts
 
 
-def whole_document(tokenizer: Tokenizer, text: str) -> TextChunk:
-    """Returns a document as one chunk, with its border ids; no ids for an empty document."""
-    return TextChunk(text.encode("utf-8"), begins=bool(text) and tokenizer.begin_id is not None, ends=bool(text))
-
-
 def encode_parts(
     tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
 ) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:

@@ -45,7 +45,7 @@ class Tokenizer(Protocol):
 
     @property
     def id_dtype(self) -> np.dtype[Any]:
-        """Dtype of the ids that `encode_documents` returns: the smallest unsigned one that holds all of them."""
+        """Dtype of the ids that `encode_chunks` returns: the smallest unsigned one that holds all of them."""
         ...
 
     @property
@@ -67,16 +67,11 @@ class Tokenizer(Protocol):
         """Returns the ids of `text` without begin and end, as for a prompt."""
         ...
 
-    def encode_document(self, text: str) -> Ids:
-        """Returns the ids of a document with its begin and end ids; no ids for an empty document."""
-        ...
-
-    def encode_documents(self, texts: Sequence[str]) -> EncodedDocuments:
-        """Returns the ids of `encode_document` for many documents at once: faster, and in a smaller dtype."""
-        ...
-
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
-        """Returns the tokens of each chunk and the ids of all, with the border ids of the documents that they end."""
+        """Returns the tokens of each chunk and the ids of all, with the border ids of the documents that they end.
+
+        RAYON_NUM_THREADS sets the number of threads of a Hugging Face tokenizer.
+        """
         ...
 
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
@@ -105,20 +100,6 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> Ids:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
-
-    def encode_document(self, text: str) -> Ids:
-        if not text:
-            return np.empty(0, np.int32)
-        return np.frombuffer(b"\0" + text.encode("utf-8") + b"\0", np.uint8).astype(np.int32)
-
-    def encode_documents(self, texts: Sequence[str]) -> EncodedDocuments:
-        """Encodes each document as `encode_document` does, at over 1 GB/s."""
-        # Encoded one by one: in a joined str, one character beyond Latin-1 would widen all others to 2 or 4 bytes.
-        encoded = [text.encode("utf-8") for text in texts]
-        lengths = [len(content) + 2 if content else 0 for content in encoded]
-        full = [content for content in encoded if content]
-        joined = b"".join((b"\0", b"\0\0".join(full), b"\0")) if full else b""
-        return np.asarray(lengths, np.int32), np.frombuffer(joined, np.uint8)
 
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
         parts: list[bytes] = []
@@ -208,24 +189,6 @@ class HFTokenizer:
         # for 30 ms (tokenizers 0.23). The ids are the same; `fast` leaves out offsets and is 1.2x faster.
         return np.asarray(self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
-    def encode_document(self, text: str) -> Ids:
-        if not text:
-            return np.empty(0, np.int32)
-        begin = [] if self.begin_id is None else [self.begin_id]
-        return np.concatenate([begin, self.encode(text), [self.end_id]], dtype=np.int32, casting="unsafe")
-
-    def encode_documents(self, texts: Sequence[str]) -> EncodedDocuments:
-        """Encodes each document as `encode_document` does; RAYON_NUM_THREADS sets the number of threads."""
-        begin = [] if self.begin_id is None else [self.begin_id]
-        parts = [np.empty(0, self.id_dtype)]
-        lengths = np.zeros(len(texts), np.int32)
-        full = [i for i, text in enumerate(texts) if text]
-        encoded = self._rust.encode_batch_fast([texts[i] for i in full], add_special_tokens=False)
-        for i, one in zip(full, encoded, strict=True):
-            parts.append(np.asarray([*begin, *one.ids, self.end_id], self.id_dtype))
-            lengths[i] = len(parts[-1])
-        return lengths, np.concatenate(parts)
-
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
         parts = [np.empty(0, self.id_dtype)]
         lengths = np.zeros(len(chunks), np.int32)
@@ -282,6 +245,16 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int] | Ids) -> str:
         """Returns the text without special tokens."""
         return self._rust.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+def whole_document(tokenizer: Tokenizer, text: str) -> TextChunk:
+    """Returns a document as one chunk, with its border ids; no ids for an empty document."""
+    return TextChunk(text.encode("utf-8"), begins=bool(text) and tokenizer.begin_id is not None, ends=bool(text))
+
+
+def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> EncodedDocuments:
+    """Returns the tokens of each document and the ids of all, with their border ids."""
+    return tokenizer.encode_chunks([whole_document(tokenizer, text) for text in texts])
 
 
 def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str | None) -> int:

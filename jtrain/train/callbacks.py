@@ -21,7 +21,6 @@ A callback must not change the state. An exception that it raises ends the run.
 
 import contextlib
 import dataclasses
-import importlib
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,11 +29,11 @@ from typing import Any, Literal
 import jax
 from jax.sharding import Mesh
 
-from jtrain.config.load import load_python_file
 from jtrain.config.run import Run
 from jtrain.data import Fed
-from jtrain.errors import UserError, did_you_mean
+from jtrain.errors import UserError
 from jtrain.plan.job import Job
+from jtrain.runtime.user_code import load_function
 from jtrain.telemetry.metrics_writer import Metrics
 
 type LoopPhase = Literal[
@@ -221,26 +220,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 
 def _load(name: str) -> Callback:
-    place, _, attribute = name.rpartition(":")
-    if not place:
-        raise UserError(f"callbacks={name!r} must be module:name or path/to/file.py:name.")
-    if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise UserError(f"callbacks={name!r}: there is no file {path.absolute()}.")
-        module = load_python_file(path)
-    else:
-        try:
-            module = importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise UserError(f"callbacks={name!r}: no module {place} ({error}).") from error
-    make = getattr(module, attribute, None)
-    if not callable(make):
-        found = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(
-            f"callbacks={name!r}: {place} has no {attribute}. {did_you_mean(attribute, found)}It has: "
-            f"{', '.join(found) or 'nothing to call'}."
-        )
+    make, _ = load_function("callbacks", name)
     made = make()
     if not isinstance(made, Callback):
         raise UserError(

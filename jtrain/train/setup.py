@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Prefetch, TextDataset, open_dataset, place_tree, put_batch
 from jtrain.data.inspect.resource_estimate import budget
-from jtrain.data.plane.prefetch import prefetch  # not of jtrain.data, where that name is the module
 from jtrain.errors import UserError
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim.optimizer import Optimizer
@@ -59,7 +58,7 @@ class Setup:
             context=self.run.mesh.context,
             cost=self._token_cost(),
         )
-        return prefetch(batches, lambda batch: put_batch(batch, self.mesh, place))
+        return Prefetch(batches, lambda batch: put_batch(batch, self.mesh, place))
 
     def _token_cost(self) -> tuple[float, float]:
         """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document adds."""

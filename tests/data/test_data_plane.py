@@ -21,9 +21,8 @@ import pytest
 from jtrain.data import BatchIterator, PackedText, Source, open_dataset
 from jtrain.data.inspect.resource_estimate import budget
 from jtrain.data.loaders.forkserver import Forkserver
-from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import ChunkRun, DataError
-from jtrain.data.loaders.pool import ProcessPool
+from jtrain.data.loaders.messages import ChunkRun, DataError, RequestPart
+from jtrain.data.loaders.process_pool import ProcessPool
 from jtrain.data.plane.data_plane import ProcessPlane
 from tests.data.conftest import assert_same_batch
 from tests.data.descriptors import descriptors

@@ -15,6 +15,7 @@ import pytest
 from jtrain.data import PackedText, open_dataset
 from jtrain.data.inspect.resource_estimate import budget
 from jtrain.data.sources import file_parts
+from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.generations import Generation
@@ -220,6 +221,6 @@ def test_parts_of_a_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest
 def test_a_corpus_without_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n" * 5000)
     corpus = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache", eager_bytes=10)
-    order = GrowingChunks(corpus, chunk_bytes=CHUNK, extra_bytes=2, seed=0, generations=ONE_FILE, window_bytes=100)
+    order = GrowingChunks(corpus, ChunkCut(CHUNK, 2, exact=True), seed=0, generations=ONE_FILE, window_bytes=100)
     with pytest.raises(ValueError, match=r"none of its 1 files holds a record\. Set the source's path"):
         order.anchor(0)

@@ -13,6 +13,7 @@ from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.errors import UserError
 from jtrain.layout.dims import IGNORE
+from tests.data.documents import encode_document
 
 WORDS = ["the", "cat", "sat", "on", "mat,", "Ünï", "漢字", "🙂", "\n", "  and"]
 
@@ -184,7 +185,7 @@ def test_a_tokenizer_that_puts_a_space_before_a_document_does_not_count_it(
     """In the style of Llama 2: a SentencePiece vocabulary with single bytes, and a begin id before the first word."""
     tokenizer = make_tokenizer(str(make_sentence_tokenizer()))
     text = "the cat 漢  sat 🙂"
-    ids = tokenizer.encode_document(text)
+    ids = encode_document(tokenizer, text)
     sizes = tokenizer.text_bytes(ids)
     assert sizes is not None
     assert sizes.sum() == len(text.encode())

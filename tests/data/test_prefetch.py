@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jtrain.data.plane.prefetch import Prefetch, place_tree, prefetch, put_batch
+from jtrain.data.plane.prefetch import Prefetch, place_tree, put_batch
 from jtrain.data.planner.device_tree import ClientPlaceTree
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import BATCH_AXES, MeshSpec, make_mesh
@@ -155,7 +155,7 @@ def test_a_batch_that_does_not_split_evenly_is_refused(
 
 def test_prefetch_yields_batches_in_order_with_the_state_after_each() -> None:
     source = Counting(end_at=20)
-    with prefetch(source, lambda batch: batch, depth=3) as batches:
+    with Prefetch(source, lambda batch: batch, depth=3) as batches:
         seen = list(batches)
     assert [(int(f.batch.token_BL[0, 0]), f.state()) for f in seen] == [(k, {"next": k + 1}) for k in range(20)]
     assert [fed.said for fed in seen] == [[f"made {k + 1}"] for k in range(20)]
@@ -167,7 +167,7 @@ def test_prefetch_yields_batches_in_order_with_the_state_after_each() -> None:
 def test_a_slow_consumer_never_makes_it_grow() -> None:
     """The test counts the live batches, including those being made."""
     source = Counting()
-    with prefetch(source, lambda batch: batch, depth=3) as batches:
+    with Prefetch(source, lambda batch: batch, depth=3) as batches:
         for taken in range(10):
             wait_until(lambda taken=taken: source.made == taken + 3)
             time.sleep(0.01)
@@ -186,12 +186,12 @@ def test_waiting_is_measured_where_the_source_is_slow_and_near_zero_where_it_is_
         time.sleep(0.05)
         return batch
 
-    with prefetch(source, slow, depth=1) as batches:
+    with Prefetch(source, slow, depth=1) as batches:
         started.append(batches)
         for _ in range(3):
             assert next(batches).wait_ms > 49
     source, waits = Counting(), []
-    with prefetch(source, lambda batch: batch, depth=2) as batches:
+    with Prefetch(source, lambda batch: batch, depth=2) as batches:
         for taken in range(20):
             wait_until(lambda taken=taken: len(batches._ready) == 2)
             waits.append(next(batches).wait_ms)
@@ -199,7 +199,7 @@ def test_waiting_is_measured_where_the_source_is_slow_and_near_zero_where_it_is_
 
 
 def test_an_error_reaches_the_consumer_after_the_batches_before_it() -> None:
-    batches = prefetch(Counting(fail_at=2), lambda batch: batch, depth=4)
+    batches = Prefetch(Counting(fail_at=2), lambda batch: batch, depth=4)
     assert [next(batches).state()["next"] for _ in range(2)] == [1, 2]
     for _ in range(2):  # asking again raises the same error instead of ending or hanging
         with pytest.raises(ValueError, match=r"data\.path: a\.jsonl, line 7: no JSON"):
@@ -211,7 +211,7 @@ def test_an_error_reaches_the_consumer_after_the_batches_before_it() -> None:
 def test_an_error_while_placing_reaches_the_consumer(emulated_devices: list[jax.Device]) -> None:
     mesh = make_mesh(MeshSpec(data=3), emulated_devices[:3])
     with (
-        prefetch(Counting(), lambda batch: put_batch(batch, mesh)) as batches,
+        Prefetch(Counting(), lambda batch: put_batch(batch, mesh)) as batches,
         pytest.raises(ValueError, match=r"data\.global_batch=8 does not split evenly"),
     ):
         next(batches)
@@ -220,7 +220,7 @@ def test_an_error_while_placing_reaches_the_consumer(emulated_devices: list[jax.
 
 def test_closing_joins_the_thread_and_lets_go_of_its_batches() -> None:
     source = Counting()
-    batches = prefetch(source, lambda batch: batch, depth=3)
+    batches = Prefetch(source, lambda batch: batch, depth=3)
     assert len(threads()) == 1
     wait_until(lambda: source.made == 3)
     batches.close()

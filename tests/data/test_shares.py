@@ -15,9 +15,8 @@ import pytest
 from jtrain.data import PackedText, Source, open_dataset
 from jtrain.data.constructor.known_lengths import KnownLengths
 from jtrain.data.loaders.forkserver import Forkserver
-from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import ChunkRun, LoaderState
-from jtrain.data.loaders.pool import ProcessPool
+from jtrain.data.loaders.messages import ChunkRun, LoaderState, RequestPart
+from jtrain.data.loaders.process_pool import ProcessPool
 from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.stream.chunk_stream import ChunkStream, Read
 from jtrain.data.stream.source_setup import SourceSetup

@@ -18,8 +18,7 @@ from jaxtyping import Bool, Float64, Int, Int64
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
 from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
-from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import ChunkRun, LoaderState
+from jtrain.data.loaders.messages import ChunkRun, LoaderState, RequestPart
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import ignore_targets
 from jtrain.data.planner import balance
@@ -95,8 +94,6 @@ class BatchStats:
     fill: float
     drift: float
     row_cost: Float64[np.ndarray, " rows"]
-    plan_s: float
-    fill_s: float
     wait_s: float
     skipped: int
     retries: int
@@ -127,7 +124,6 @@ class _Planned(NamedTuple):
     plan: LoadingPlan
     after: PlannerState
     pieces: Pieces
-    plan_s: float
 
 
 class Constructor:
@@ -193,10 +189,9 @@ class Constructor:
         new: list[_Planned] = []
         try:
             while len(self._plans) < self._setup.lookahead_steps and not self._planned_all:
-                begun_s = time.perf_counter()
                 plan, after = self._planner.plan(self._plans[-1].after if self._plans else self._state.planner)
                 pieces = plan.pieces.of_rows(self._setup.rows)
-                new.append(_Planned(plan, after, pieces, time.perf_counter() - begun_s))
+                new.append(_Planned(plan, after, pieces))
                 self._plans.append(new[-1])
                 self._planned_all = plan.last
         except EndOfData:
@@ -226,7 +221,6 @@ class Constructor:
         if self._waiting_since_s is not None:
             self._wait_s = time.perf_counter() - self._waiting_since_s
             self._waiting_since_s = None
-        begun_s = time.perf_counter()
         rows = Rows(**out)
         fill_rows(rows, planned.pieces, self._views)
         if self._masked:
@@ -242,8 +236,6 @@ class Constructor:
             fill=plan.fill,
             drift=plan.drift,
             row_cost=plan.row_cost,
-            plan_s=planned.plan_s,
-            fill_s=time.perf_counter() - begun_s,
             wait_s=self._wait_s,
             skipped=int(self._state.skipped.sum()),
             retries=self._pool.retries,

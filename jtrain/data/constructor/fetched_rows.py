@@ -1,6 +1,7 @@
 """Data Constructor that learns the lengths of all documents, and fetches the ids of only those in its rows."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -25,6 +26,30 @@ class FetchedIds:
     ids: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
     asked: set[int] = dataclasses.field(default_factory=set)
     ignored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def put(
+        self,
+        places: Sequence[int],
+        lengths: Int[np.ndarray, " n"],
+        ids: np.ndarray,
+        ignored: Int[np.ndarray, "runs 2"],
+    ) -> None:
+        """Stores the ids of the documents at `places` of the run, and the runs of them that are not learned."""
+        ends = np.cumsum(lengths)
+        for at, start, end in zip(places, (ends - lengths).tolist(), ends.tolist(), strict=True):
+            self.ids[at] = ids[start:end]
+            if len(ignored) and len(runs := runs_within(ignored, start, end)):
+                self.ignored[at] = runs
+
+
+def to_fetch(documents: list[tuple[ChunkRun, int]]) -> dict[ChunkRun, list[int]]:
+    """Returns run -> places of those documents whose ids were not asked for so far, and notes that they are now."""
+    wanted: dict[ChunkRun, list[int]] = {}
+    for run, at in documents:
+        if at not in run.place.asked:
+            run.place.asked.add(at)
+            wanted.setdefault(run, []).append(at)
+    return wanted
 
 
 @runtime_checkable

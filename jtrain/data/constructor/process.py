@@ -19,7 +19,8 @@ from jtrain.data.constructor.collate import ARRAYS
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
 from jtrain.data.constructor.fetched_rows import FetchedRows
 from jtrain.data.loaders.forkserver import ForkserverClient
-from jtrain.data.loaders.pool import Pool, ProcessPool
+from jtrain.data.loaders.pool import Pool
+from jtrain.data.loaders.process_pool import ProcessPool
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.runtime.lease import Lease
 from jtrain.runtime.lease_stores import MessageStore

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import ChunkRun, runs_of_bytes
+from jtrain.data.loaders.messages import ChunkRun, RequestPart
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.stream.growing_order import WindowAnchor
@@ -181,16 +180,15 @@ class RunKeeper:
         }
         lengths, ids, ignored = zip(*(found[number] for number in again.numbers.tolist()), strict=True)
         first = np.cumsum([0, *map(len, ids)])[:-1].tolist()
-        runs = [runs_of_bytes(one) + start for one, start in zip(ignored, first, strict=True)]
-        content = np.concatenate(runs).astype(np.int32).tobytes()
-        self._answer(again.host, ("ids", again.request, np.concatenate(lengths), np.concatenate(ids), content))
+        runs = np.concatenate([one + start for one, start in zip(ignored, first, strict=True)]).astype(np.int32)
+        self._answer(again.host, ("ids", again.request, np.concatenate(lengths), np.concatenate(ids), runs))
         for run in again.runs:
             self._local.release(run)
 
 
-def _payload(run: ChunkRun, places: Int64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, bytes]:
-    """Returns lengths and ids of documents of a run, and the bytes of the runs of those ids that are not learned."""
+def _payload(run: ChunkRun, places: Int64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns lengths and ids of documents of a run, and the runs of those ids that are not learned."""
     starts, ends = run.starts[places], run.starts[places + 1]
     ids = [run.ids[low:high] for low, high in zip(starts.tolist(), ends.tolist(), strict=True)]
     ignored = runs_of_spans(run.ignored, starts, ends) if len(run.ignored) else NO_RUNS
-    return (ends - starts).astype(np.int32), np.concatenate(ids), ignored.tobytes()
+    return (ends - starts).astype(np.int32), np.concatenate(ids), ignored

@@ -4,19 +4,17 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jtrain.data.constructor.fetched_rows import FetchedIds
+from jtrain.data.constructor.fetched_rows import FetchedIds, to_fetch
 from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.hosts.run_keeper import RunKeeper
-from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
+from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart, starts_of
 from jtrain.data.loaders.pool import Pool
-from jtrain.data.loss_mask import runs_within
 from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
 
@@ -100,12 +98,7 @@ class SharedPool:
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
-        wanted: dict[ChunkRun, list[int]] = collections.defaultdict(list)
-        for run, at in documents:
-            if at not in run.place.asked:
-                run.place.asked.add(at)
-                wanted[run].append(at)
-        for run, places in wanted.items():
+        for run, places in to_fetch(documents).items():
             request, place = next(self._request), run.place
             message = ("fetch", request, place.number, run.source, run.numbers[places], run.anchor)
             self._fetches[request] = _Fetch(run, places, message)
@@ -119,7 +112,7 @@ class SharedPool:
         for run in self._local.collect():
             if not self._keeper.take(run):  # of a prepared source
                 place = _Place(local=run)
-                _put_ids(place, range(len(run.numbers)), run.starts, run.ids, run.ignored)
+                place.put(range(len(run.numbers)), np.diff(run.starts), run.ids, run.ignored)
                 self._ready.append(dataclasses.replace(run, place=place))
         for host, message in self._links.received():
             if message == CONNECTED:
@@ -193,7 +186,7 @@ class SharedPool:
                 run.place, run.anchor = _Place(host=host, number=number), anchor
                 self._got(request, run)
             case ("ids", request, lengths, ids, ignored):
-                self._got_ids(request, lengths, ids, runs_of_bytes(ignored))
+                self._got_ids(request, lengths, ids, ignored)
             case _:
                 raise AssertionError(message)
 
@@ -226,7 +219,7 @@ class SharedPool:
                 f"{lengths[at]} tokens now and had {planned[at]} before: its files have changed, or differ between the "
                 "hosts. Restore them, or start in a new --workdir."
             )
-        _put_ids(run.place, fetch.places, starts_of(lengths), ids, ignored)
+        run.place.put(fetch.places, lengths, ids, ignored)
 
     def _repeat(self, host: int) -> None:
         """Sends again what may have been lost with the connection before."""
@@ -252,17 +245,3 @@ class SharedPool:
             self._replaced.add(host)
             for message in self._out.pop(host):
                 self._take(self._here, message)
-
-
-def _put_ids(
-    place: _Place,
-    places: Sequence[int],
-    starts: Int[np.ndarray, " n_and_end"],
-    ids: np.ndarray,
-    ignored: Int[np.ndarray, "runs 2"],
-) -> None:
-    """Stores the ids of the documents at `places` of a run, and the runs of them that are not learned."""
-    for at, low, high in zip(places, starts[:-1].tolist(), starts[1:].tolist(), strict=True):
-        place.ids[at] = ids[low:high]
-        if len(ignored) and len(here := runs_within(ignored, low, high)):
-            place.ignored[at] = here

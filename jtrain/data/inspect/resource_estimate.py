@@ -5,7 +5,7 @@ import sys
 
 from jtrain.data.constructor.process import slot_bytes
 from jtrain.data.dataset import SLOTS, TextDataset
-from jtrain.data.loaders.pool import IN_FLIGHT
+from jtrain.data.loaders.process_pool import IN_FLIGHT
 
 _MIB = 1 << 20
 _ARROW_THREADS, _ARRAY_RECORD_THREADS = 2, 66

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.data.loaders.loader import RequestPart, SourceLoader
-from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, starts_of
+from jtrain.data.loaders.loader import SourceLoader
+from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart, RunHead
 from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
@@ -58,17 +58,13 @@ class InlinePool:
                     read = self._loader.documents(part.source).read(part.numbers, share=part.share, anchor=part.anchor)
             except (ValueError, OSError) as error:
                 raise DataError(f"{self._reading}: {error}") from error
-            seconds = time.perf_counter() - begun_s
-            numbers = part.numbers if read.numbers is None else read.numbers
-            if not len(numbers):
+            run = RunHead.of(read, time.perf_counter() - begun_s).run(part, read.ids, "trainer")
+            if not len(run.numbers):
                 continue
-            self._documents += len(numbers)
-            self._busy_s += seconds
-            skipped = dict(read.skipped)
-            starts = starts_of(read.lengths) if read.starts is None else read.starts
-            run = ChunkRun(part.source, numbers, starts, read.ids, skipped, seconds, "trainer", read.ignored)
-            run.lengths = None if read.starts is None else read.lengths.astype(np.int64)
-            run.anchor, run.tag = read.anchor, part.tag
+            self._documents += len(run.numbers)
+            self._busy_s += run.read_s
+            if read.starts is not None:
+                run.starts, run.lengths = read.starts, read.lengths.astype(np.int64)
             self._ready.append(run)
 
     @property

@@ -5,19 +5,18 @@ what order and how far ahead. So a loader can be killed, replaced or duplicated 
 stays the same.
 """
 
-import dataclasses
 import time
 from multiprocessing.connection import Connection
 
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.loaders.messages import RequestPart, RunHead
 from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.data.sources import retry
 from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.opening import Opening
-from jtrain.data.stream.chunk_stream import WHOLE, ChunkStream, Read
-from jtrain.data.stream.growing_order import WindowAnchor
+from jtrain.data.stream.chunk_stream import ChunkStream, Read
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.runtime.resident_memory import resident_bytes
 
@@ -29,13 +28,6 @@ much it has done so far. `OPENED`: files and bytes of the source that it is open
 
 IDENTITY_AT, IDENTITY_BYTES = 64, HEADER_BYTES - 64 * 8
 """First header word of the identity of the document being read, `file:number` as UTF-8 with a zero byte at the end."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LoaderSetup:
-    """First message to a loader process."""
-
-    sources: tuple[SourceSetup, ...]
 
 
 class SourceLoader:
@@ -67,39 +59,6 @@ class SourceLoader:
         return sum(shared_cache(size).decoded for size in {setup.decoded_cache_bytes for setup in self._setups})
 
 
-@dataclasses.dataclass(frozen=True)
-class RequestPart:
-    """Part of a request to a loader: documents of one source.
-
-    numbers: numbers of the chunks.
-    anchor: see `ChunkStream.read`.
-    skip: numbers to leave out.
-    tag: returned with each run that answers this part, for whoever asked.
-    share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the answer holds
-      their numbers alone. The m shares of a request answer each number once.
-    """
-
-    source: int
-    numbers: Int[np.ndarray, " n"]
-    anchor: WindowAnchor | None = None
-    skip: frozenset[int] = frozenset()
-    tag: int = 0
-    share: tuple[int, int] = WHOLE
-
-    def split(self, count: int) -> "list[RequestPart]":
-        """Splits the part into `count` shares, which together are its own share.
-
-        Each source begins with another one, since many sources have fewer groups in a window than there are shares.
-        """
-        rest, modulus = self.share
-        turns = [(i + self.source) % count for i in range(count)]
-        return [dataclasses.replace(self, share=(rest + modulus * turn, modulus * count)) for turn in turns]
-
-    def each(self) -> "list[RequestPart]":
-        """Splits the part into parts of one chunk each."""
-        return [dataclasses.replace(self, numbers=self.numbers[i : i + 1]) for i in range(len(self.numbers))]
-
-
 class _HeaderOpening(Opening):
     """Opening that tells the pool in the header of the loader's shared memory."""
 
@@ -118,15 +77,14 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a loader process: answers requests until the connection closes.
 
     Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
-    bytes of ids, dtype of ids, skipped, seconds, anchor, bytes of `Read.ignored`, `Read.numbers`) of each part])`,
-    where the payload starts at `start` in shared memory, the lengths before the ids; or `("failed", id, source,
-    message)`. Before that, for each read that is repeated, `("again", source, line for the log)`.
+    `RunHead`) of each part])`, where the ids are at `start` in shared memory; or `("failed", source, message)`. Before
+    that, for each read that is repeated, `("again", source, line for the log)`.
     """
-    setup: LoaderSetup = connection.recv()
+    sources: tuple[SourceSetup, ...] = connection.recv()
     shared = SharedMemory(descriptors[0])
     header = shared.header
     identity = np.frombuffer(header, np.uint8)[IDENTITY_AT * 8 :]
-    loader = SourceLoader(setup.sources, _HeaderOpening(header))
+    loader = SourceLoader(sources, _HeaderOpening(header))
 
     def tell(line: str, wait_s: float) -> None:
         header[SINCE_NS] = time.monotonic_ns() + int(wait_s * 1e9)  # it does not hang: the time until then is free
@@ -159,27 +117,18 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             case ("close", source):
                 loader.close(source)
             case ("read", request, parts):
-                source, found = -1, []
+                source, heads = -1, []
                 try:
                     for part in parts:
                         source, begun_s = part.source, time.perf_counter()
                         with retry.heard(retries):
-                            done = read(part)
-                        lengths_bytes = padded(done.lengths.nbytes)
-                        start = shared.allocate(lengths_bytes + done.ids.nbytes)
-                        shared.view(start, done.lengths.nbytes)[:] = done.lengths.view(np.uint8)
-                        shared.view(start + lengths_bytes, done.ids.nbytes)[:] = done.ids.view(np.uint8)
-                        seconds = time.perf_counter() - begun_s
-                        more = done.skipped, seconds, done.anchor, done.ignored.tobytes(), done.numbers
-                        found.append((start, done.ids.nbytes, done.ids.dtype.str, *more))
+                            result = read(part)
+                        start = shared.allocate(result.ids.nbytes)
+                        shared.view(start, result.ids.nbytes)[:] = result.ids.view(np.uint8)
+                        heads.append((start, RunHead.of(result, time.perf_counter() - begun_s)))
                 except (ValueError, OSError) as error:
-                    connection.send(("failed", request, source, str(error)))
+                    connection.send(("failed", source, str(error)))
                 else:
                     header[MEMORY_BYTES] = resident_bytes() or 0
-                    connection.send(("run", request, found))
+                    connection.send(("run", request, heads))
                 header[STATE] = IDLE
-
-
-def padded(size_bytes: int) -> int:
-    """Rounds up to a multiple of 8, so that the array that follows is aligned."""
-    return -(-size_bytes // 8) * 8

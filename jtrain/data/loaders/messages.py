@@ -1,4 +1,4 @@
-"""Messages from Source Loaders: documents that were read, the state of a loader, and errors that end the stream."""
+"""Messages to and from Source Loaders: requests, documents that were read, the state of a loader, and errors."""
 
 import dataclasses
 from typing import Any
@@ -7,12 +7,54 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
 
 from jtrain.data.loss_mask import NO_RUNS
+from jtrain.data.stream.chunk_stream import WHOLE, Read
 from jtrain.data.stream.growing_order import WindowAnchor
 from jtrain.errors import UserError
 
 
 class DataError(UserError):
     """Error that ends the stream; the message names the source and, if one is the cause, the document."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestPart:
+    """Part of a request to a loader: documents of one source.
+
+    numbers: numbers of the chunks.
+    anchor: see `ChunkStream.read`.
+    skip: numbers to leave out.
+    tag: returned with each run that answers this part, for whoever asked.
+    share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the answer holds
+      their numbers alone. The m shares of a request answer each number once.
+    wanted: for a loader that keeps ids until they are requested (`RayLoader`): places in `numbers` of the documents
+      whose ids are wanted; None: the lengths of all are.
+    """
+
+    source: int
+    numbers: Int[np.ndarray, " n"]
+    anchor: WindowAnchor | None = None
+    skip: frozenset[int] = frozenset()
+    tag: int = 0
+    share: tuple[int, int] = WHOLE
+    wanted: Int[np.ndarray, " k"] | None = None
+
+    def split(self, count: int) -> "list[RequestPart]":
+        """Splits the part into `count` shares, which together are its own share.
+
+        Each source begins with another one, since many sources have fewer groups in a window than there are shares.
+        """
+        rest, modulus = self.share
+        turns = [(i + self.source) % count for i in range(count)]
+        return [dataclasses.replace(self, share=(rest + modulus * turn, modulus * count)) for turn in turns]
+
+    def each(self, *, by_number: bool) -> "list[RequestPart]":
+        """Splits the part into parts of one chunk each, by its numbers or by the places whose ids are wanted."""
+        if not by_number:
+            assert self.wanted is not None
+            return [dataclasses.replace(self, wanted=self.wanted[i : i + 1]) for i in range(len(self.wanted))]
+        wanted = None if self.wanted is None else np.zeros(1, np.int64)
+        numbers = (self.numbers[i : i + 1] for i in range(len(self.numbers)))
+        return [dataclasses.replace(self, numbers=number, wanted=wanted) for number in numbers]
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +95,41 @@ class ChunkRun:
 
 
 @dataclasses.dataclass(frozen=True)
+class RunHead:
+    """Answer to a part of a request: a `Read` without its ids, which travel as bytes, and the seconds that it took."""
+
+    numbers: Int[np.ndarray, " n"] | None
+    lengths: Int[np.ndarray, " n"]
+    ids_bytes: int
+    ids_dtype: str
+    skipped: tuple[tuple[int, str], ...]
+    ignored: Int32[np.ndarray, "runs 2"]
+    anchor: WindowAnchor | None
+    read_s: float
+
+    @classmethod
+    def of(cls, read: Read, read_s: float) -> "RunHead":
+        """Returns the head of what a loader has read."""
+        ids, more = read.ids, (read.skipped, read.ignored, read.anchor)
+        return cls(read.numbers, read.lengths, ids.nbytes, ids.dtype.str, *more, read_s)
+
+    def run(self, part: RequestPart, ids: Integer[np.ndarray, " _"], loader: str) -> ChunkRun:
+        """Returns the run that answers `part`, with these ids or the bytes of them."""
+        return ChunkRun(
+            part.source,
+            part.numbers if self.numbers is None else self.numbers,
+            starts_of(self.lengths),
+            ids.view(self.ids_dtype),
+            dict(self.skipped),
+            self.read_s,
+            loader,
+            self.ignored,
+            anchor=self.anchor,
+            tag=part.tag,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
 class LoaderState:
     """State of one loader, for metrics and the autoscaler.
 
@@ -67,11 +144,6 @@ class LoaderState:
     busy_s: float
     sources: tuple[int, ...]
     decoded: int = 0
-
-
-def runs_of_bytes(content: bytes) -> Int32[np.ndarray, "runs 2"]:
-    """Returns the runs that a message holds as bytes; no bytes stand for no runs."""
-    return np.frombuffer(content, np.int32).reshape(-1, 2) if content else NO_RUNS
 
 
 def starts_of(lengths: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n_and_end"]:

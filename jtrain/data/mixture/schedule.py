@@ -1,10 +1,9 @@
 """Schedules of the mixture: shares of the sources per step, constant, in stages, piecewise linear or by a function."""
 
+import abc
 import dataclasses
 import functools
 import hashlib
-import importlib
-import importlib.util
 import itertools
 import json
 import math
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
-from jtrain.errors import FileError, UserError, did_you_mean
+from jtrain.errors import UserError, did_you_mean
+from jtrain.runtime.user_code import load_function
 
 SHARE_BITS = 28
 ONE = 1 << SHARE_BITS
@@ -27,8 +27,32 @@ Points = tuple[tuple[int, Weights], ...]
 """Pairs of a step and the weights by source from that step on."""
 
 
+class Schedule(abc.ABC):
+    """Shares of the sources per step."""
+
+    @abc.abstractmethod
+    def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
+        """Returns the shares of `names` at `step`, which add up to 1."""
+
+    def later(self, step: int) -> Points:
+        """Returns the changes of weights after `step`: (first step, weights by source), the soonest first.
+
+        Returns nothing if the shares never change, or nobody knows how.
+        """
+        return ()
+
+    @abc.abstractmethod
+    def describe(self, step: int) -> str:
+        """Describes the shares at `step` for logs."""
+
+    @property
+    @abc.abstractmethod
+    def identity(self) -> str:
+        """Text that changes if, and only if, the weights of some step can change; of a function, with its file."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Constant:
+class Constant(Schedule):
     """Shares that are the same at every step.
 
     weights_by_source: a source that is not named has weight 0. None: use the `weight` of each source.
@@ -41,7 +65,6 @@ class Constant:
             _check(self.weights_by_source, "data.mixture.weights_by_source")
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
-        """Returns the shares of `names` at `step`, which add up to 1."""
         assert self.weights_by_source is not None, "call own_weights() first"
         names = tuple(names)
         if names not in self._found:
@@ -53,22 +76,16 @@ class Constant:
         """Shares by names: every step ahead asks for the same ones."""
         return {}
 
-    def later(self, step: int) -> Points:
-        """Returns nothing, because the shares never change; see `Staged.later`."""
-        return ()
-
     def describe(self, step: int) -> str:
-        """Describes the shares at `step` for logs."""
         return f"constant: {_listed(self.weights_by_source or {})}"
 
     @property
     def identity(self) -> str:
-        """Hash that changes if, and only if, the weights of some step can change."""
         return _identity("constant", [(0, self.weights_by_source or {})])
 
 
 @dataclasses.dataclass(frozen=True)
-class Staged:
+class Staged(Schedule):
     """Shares in stages, each from its step until the next one: `((0, {"web": 1}), (5000, {"web": 1, "code": 1}))`."""
 
     stages: Points
@@ -82,21 +99,17 @@ class Staged:
             )
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
-        """Returns the shares of `names` at `step`, which add up to 1."""
         return _shares(self._stage(step)[1], names, "data.mixture.stages")
 
     def later(self, step: int) -> Points:
-        """Returns the changes of weights after `step`: (first step, weights by source), the soonest first."""
         return tuple(stage for stage in self.stages if stage[0] > step)
 
     def describe(self, step: int) -> str:
-        """Describes the shares at `step` for logs."""
         first, weights = self._stage(step)
         return f"stage from step {first}: {_listed(weights)}"
 
     @property
     def identity(self) -> str:
-        """Hash that changes if, and only if, the weights of some step can change."""
         return _identity("staged", self.stages)
 
     def _stage(self, step: int) -> tuple[int, Weights]:
@@ -104,7 +117,7 @@ class Staged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(Schedule):
     """Shares interpolated linearly between points; constant before the first and after the last point."""
 
     points: Points
@@ -113,7 +126,6 @@ class Linear:
         _check_steps(self.points, "data.mixture.points")
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
-        """Returns the shares of `names` at `step`, which add up to 1; between two points they are interpolated."""
         steps = [point[0] for point in self.points]
         after = sum(at <= step for at in steps)
         around = max(after - 1, 0), min(after, len(steps) - 1)
@@ -124,24 +136,22 @@ class Linear:
         return ends[0] * (1.0 - done) + ends[1] * done
 
     def later(self, step: int) -> Points:
-        """Returns changes as in `Staged.later`: sources of a point have weight one step after the previous point."""
+        # Sources of a point have weight one step after the previous point.
         rising = ((before + 1, weights) for (before, _), (_, weights) in itertools.pairwise(self.points))
         return tuple(point for point in rising if point[0] > step)
 
     def describe(self, step: int) -> str:
-        """Describes the shares at `step` for logs."""
         names = sorted({name for _, weights in self.points for name in weights})
         shares = dict(zip(names, self.weights(step, names).tolist(), strict=True))
         return f"linear over steps {self.points[0][0]} to {self.points[-1][0]}, at {step}: {_listed(shares)}"
 
     @property
     def identity(self) -> str:
-        """Hash that changes if, and only if, the weights of some step can change."""
         return _identity("linear", self.points)
 
 
 @dataclasses.dataclass(frozen=True)
-class Custom:
+class Custom(Schedule):
     """Shares from a function of the step. The function may depend on nothing else, because every host calls it itself.
 
     function: `module:name`, or `path/to/file.py:name`; takes a step, returns weights by source.
@@ -150,7 +160,6 @@ class Custom:
     function: str
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
-        """Returns the shares of `names` at `step`, which add up to 1."""
         weights: Any = _load(self.function)[0](step)
         where = f"data.mixture.function={self.function!r} at step {step}"
         if not isinstance(weights, Mapping):
@@ -158,21 +167,12 @@ class Custom:
         _check(weights, where)
         return _shares(weights, names, where)
 
-    def later(self, step: int) -> Points:
-        """Returns nothing, because the future values of a function are not known; see `Staged.later`."""
-        return ()
-
     def describe(self, step: int) -> str:
-        """Describes the shares at `step` for logs."""
         return f"{self.function} at step {step}: {_listed(_load(self.function)[0](step))}"
 
     @property
     def identity(self) -> str:
-        """Name of the function with a hash of its file."""
         return f"custom {self.function} {_load(self.function)[1]}"
-
-
-Schedule = Constant | Staged | Linear | Custom
 
 
 def own_weights(schedule: Schedule, weights: Weights) -> Schedule:
@@ -265,42 +265,6 @@ def _identity(kind: str, points: Iterable[tuple[int, Weights]]) -> str:
 @functools.cache
 def _load(function: str) -> tuple[Callable[[int], Any], str]:
     """Loads a function by its location; returns it and a hash of its file."""
-    module_name, _, name = function.rpartition(":")
-    where = f"data.mixture.function={function!r}"
-    if not module_name or not name:
-        raise UserError(f"{where} must be 'module:name' or 'path/to/file.py:name'.")
-    if module_name.endswith(".py"):
-        file = Path(module_name).expanduser()
-        if not file.is_file():
-            raise FileError(f"{where}: there is no file {file.absolute()}.")
-        module_spec = importlib.util.spec_from_file_location(file.stem, file)
-        assert module_spec is not None
-        assert module_spec.loader is not None
-        module = importlib.util.module_from_spec(module_spec)
-        try:
-            module_spec.loader.exec_module(module)
-        except ImportError as error:
-            raise UserError(f"{where}: {_why_not_imported(error, 'Install it, or mend the file')}") from error
-    else:
-        try:
-            module = importlib.import_module(module_name)
-        except ImportError as error:
-            way_out = "Set the path of its file, ending in .py"
-            raise UserError(f"{where}: {_why_not_imported(error, way_out)}") from error
-    found: Any = getattr(module, name, None)
-    if not callable(found):
-        hint = did_you_mean(name, vars(module))
-        raise UserError(f"{where}: {module_name} has no function {name!r}. {hint}Set the name of a function in it.")
+    found, module = load_function("data.mixture.function", function)
     text = Path(module.__file__).read_bytes() if module.__file__ else b""
     return found, hashlib.blake2b(text, digest_size=8).hexdigest()
-
-
-def _why_not_imported(error: ImportError, way_out: str) -> str:
-    if (error.name or "").partition(".")[0] == "jax":
-        return (
-            "its module imports jax, directly or indirectly, and the processes that plan the data do without jax. "
-            "Put the function into a file of its own that does not need jax."
-        )
-    if isinstance(error, ModuleNotFoundError):
-        return f"there is no module {error.name!r}. {way_out}."
-    return f"its module cannot be imported ({error}). {way_out}."

@@ -1,5 +1,6 @@
 """Data plane in the trainer: starts the constructor process with its loaders, and receives its batches."""
 
+import abc
 import contextlib
 import dataclasses
 import pickle
@@ -7,7 +8,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -27,7 +28,6 @@ from jtrain.data.loaders.messages import DataError
 from jtrain.data.loaders.shared_memory import SharedMemory
 from jtrain.data.planner.planner import LoadingPlan
 from jtrain.runtime.lease import Watch
-from jtrain.runtime.link import Peers
 
 MOST_RESTARTS = 3
 """Restarts of a constructor in a row, without a batch in between, before the run fails."""
@@ -50,22 +50,22 @@ class Delivered:
     plan: LoadingPlan | None = None
 
 
-@runtime_checkable
-class Plane(Protocol):
+class Plane(abc.ABC):
     """Source of batches for the trainer."""
 
+    @abc.abstractmethod
     def take(self) -> Delivered:
         """Returns the next batch. Raises StopIteration after the last one, DataError if the stream cannot continue."""
-        ...
 
+    @abc.abstractmethod
     def said(self) -> list[str]:
         """Returns the log lines since the last call: takeovers, decisions of the autoscaler."""
-        ...
 
+    @abc.abstractmethod
     def close(self) -> None: ...
 
 
-class InlinePlane:
+class InlinePlane(Plane):
     """Data plane in the caller's thread: `data.engine=inline`."""
 
     def __init__(self, setup: ConstructorSetup, state: DataState | None) -> None:
@@ -91,45 +91,113 @@ class InlinePlane:
         self._pool.close()
 
 
-class ProcessPlane:
-    """Data plane of processes: a forkserver, a constructor and its loaders.
+@dataclasses.dataclass(frozen=True)
+class ConstructorReply:
+    """Reply of a constructor; without batch, end or failure it means that the constructor is still at work."""
 
-    A constructor or forkserver that dies is restarted from the state of the last batch taken, so the stream is
-    unchanged. `close` ends every process, and so does any end of this process, even a kill.
+    batch: tuple[DataState, BatchStats] | None = None
+    ended: bool = False
+    failed: str | None = None
+    said: tuple[str, ...] = ()
 
-    Args:
-      peers: socket of this process's constructor, and where those of the other processes are (`runtime.link.meet`):
-        they divide the reading. None: this process reads everything itself.
+
+class RestartedPlane(Plane):
+    """Data plane with a constructor elsewhere, which is restarted from the state of the last batch if it is lost.
+
+    So the stream is unchanged.
     """
 
-    def __init__(
-        self,
-        setup: ConstructorSetup,
-        state: DataState | None,
-        *,
-        max_loaders: int,
-        shadows: int,
-        read_timeout_s: float,
-        slots: int,
-        preload: tuple[str, ...],
-        peers: tuple[socket.socket, Peers] | None = None,
-    ) -> None:
-        self._setup = ProcessSetup(
-            constructor=setup,
-            max_loaders=max_loaders,
-            shadows=shadows,
-            read_timeout_s=read_timeout_s,
-            slots=slots,
-            state=state,
-            peers=None if peers is None else peers[1],
-        )
-        self._listening = None if peers is None else peers[0]
+    logs: ClassVar[str]
+    """Where a constructor says why it died, for messages."""
+
+    def __init__(self, state: DataState | None) -> None:
         self._state = state
-        self._preload = preload
         self._said: list[str] = []
         self._deaths = 0
         self._ended = self._closed = False
         self._taking = threading.Lock()  # `take` runs on the prefetch thread, `close` on the trainer's
+
+    @abc.abstractmethod
+    def _receive(self) -> tuple[ConstructorReply, dict[str, Int[np.ndarray, "rows L"]]] | None:
+        """Returns what the constructor says next and the arrays of its batch; None if it has said nothing for 1 s.
+
+        Raises:
+          ConnectionError: the constructor is gone.
+        """
+
+    @abc.abstractmethod
+    def _restart(self) -> None:
+        """Ends the constructor, and starts one that continues after the last batch taken."""
+
+    def take(self) -> Delivered:
+        with self._taking:
+            heard = Watch()
+            while not (self._ended or self._closed):
+                try:
+                    answer = self._receive()
+                except ConnectionError as error:
+                    self._replace("died", str(error))
+                    heard = Watch()
+                    continue
+                if answer is None:
+                    if heard.silent_s > SILENCE_S:
+                        self._replace(f"was silent for {SILENCE_S:g} s")
+                        heard = Watch()
+                    continue
+                heard = Watch()
+                reply, arrays = answer
+                self._said += reply.said
+                self._ended = reply.ended
+                if reply.failed is not None:
+                    raise DataError(reply.failed)
+                if reply.batch is not None:
+                    self._state, stats = reply.batch
+                    self._deaths = 0
+                    return Delivered(arrays, self._state, stats)
+            raise StopIteration
+
+    def said(self) -> list[str]:
+        said, self._said = self._said, []
+        return said
+
+    def _replace(self, why: str, details: str = "") -> None:
+        if self._closed:
+            return
+        self._deaths += 1
+        if self._deaths > MOST_RESTARTS:
+            raise DataError(
+                f"the data constructor {why} {self._deaths} times in a row without making a batch. See {self.logs}. "
+                f"{details}".rstrip()
+            )
+        begun_s = time.perf_counter()
+        self._restart()
+        step = 0 if self._state is None else self._state.planner.step
+        milliseconds = (time.perf_counter() - begun_s) * 1e3
+        self._said.append(
+            f"data: the constructor {why}; another one goes on from step {step} after {milliseconds:.0f} ms"
+        )
+
+
+class ProcessPlane(RestartedPlane):
+    """Data plane of processes: a forkserver, a constructor and its loaders.
+
+    A forkserver that dies is restarted as well. `close` ends every process, and so does any end of this process, even a
+    kill.
+
+    Args:
+      preload: modules that the forkserver imports once for all loaders.
+      listening: socket of this process's constructor, if it divides the reading with others.
+    """
+
+    logs = "stderr"
+
+    def __init__(
+        self, setup: ProcessSetup, *, preload: tuple[str, ...], listening: socket.socket | None = None
+    ) -> None:
+        super().__init__(setup.state)
+        self._setup = setup
+        self._listening = listening
+        self._preload = preload
         self._forkserver: Forkserver | None = None
         self._start()
 
@@ -156,45 +224,28 @@ class ProcessPlane:
                 if attempt == 2:
                     raise
 
-    def take(self) -> Delivered:
-        with self._taking:
-            return self._take()
-
-    def _take(self) -> Delivered:
-        if self._ended:
-            raise StopIteration
-        heard = Watch()
-        while True:
-            try:
-                if not self._child.connection.poll(1.0):
-                    if heard.silent_s > SILENCE_S:
-                        self._restart(f"was silent for {SILENCE_S:g} s")
-                        heard = Watch()
-                    continue
-                kind, *rest = self._child.connection.recv()
-            except (EOFError, ConnectionError):
-                self._restart("died")
-                heard = Watch()
-                continue
-            heard = Watch()
-            if kind == "say":
-                self._said.append(rest[0])
-            elif kind == "end":
-                self._ended = True
-                raise StopIteration
-            elif kind == "failed":
-                raise DataError(rest[0])
-            elif kind == "batch":
+    def _receive(self) -> tuple[ConstructorReply, dict[str, Int[np.ndarray, "rows L"]]] | None:
+        connection = self._child.connection
+        try:
+            if not connection.poll(1.0):
+                return None
+            kind, *rest = connection.recv()
+        except EOFError as error:
+            raise ConnectionError from error
+        match kind:
+            case "say":
+                return ConstructorReply(said=(rest[0],)), {}
+            case "end":
+                return ConstructorReply(ended=True), {}
+            case "failed":
+                return ConstructorReply(failed=rest[0]), {}
+            case "batch":
                 slot, state, stats = rest
                 arrays = {name: array.copy() for name, array in self._slots.arrays(slot).items()}
                 with contextlib.suppress(ConnectionError):  # it died after this batch; the next call notices
-                    self._child.connection.send(("free", slot))
-                self._state, self._deaths = pickle.loads(state), 0
-                return Delivered(arrays, self._state, stats)
-
-    def said(self) -> list[str]:
-        said, self._said = self._said, []
-        return said
+                    connection.send(("free", slot))
+                return ConstructorReply(batch=(pickle.loads(state), stats)), arrays
+        return ConstructorReply(), {}  # it lives
 
     def pids(self) -> list[int]:
         """Returns the process ids of the forkserver and its children."""
@@ -219,21 +270,8 @@ class ProcessPlane:
         self._slab.close()
         del self._slab, self._slots  # the memory mapping of `_slots` has its own file descriptor
 
-    def _restart(self, why: str) -> None:
-        if self._closed:
-            raise DataError("the data plane is closed")
-        self._deaths += 1
-        if self._deaths > MOST_RESTARTS:
-            raise DataError(
-                f"the data constructor {why} {self._deaths} times in a row without making a batch. See stderr."
-            )
+    def _restart(self) -> None:
         self._child.kill()
         self._child.close()
         self._drop_slots()
-        begun_s = time.perf_counter()
         self._start()
-        milliseconds = (time.perf_counter() - begun_s) * 1e3
-        step = 0 if self._state is None else self._state.planner.step
-        self._said.append(
-            f"data: the constructor {why}; a new one continues from step {step} after {milliseconds:.0f} ms"
-        )

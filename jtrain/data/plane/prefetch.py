@@ -88,7 +88,7 @@ def _share(mesh: Mesh) -> Callable[[Batch], Batch]:
 
 
 class Fed(NamedTuple):
-    """Batch that `prefetch` yields.
+    """Batch that `Prefetch` yields.
 
     batch: global arrays on the devices.
     state: returns the data state to save after the batch was used.
@@ -106,7 +106,7 @@ class Fed(NamedTuple):
 
 @runtime_checkable
 class Batches(Protocol):
-    """Source that `prefetch` reads: host batches, with their data state, statistics and log lines."""
+    """Source that `Prefetch` reads: host batches, with their data state, statistics and log lines."""
 
     stats: Any
 
@@ -119,18 +119,14 @@ class Batches(Protocol):
     def close(self) -> None: ...
 
 
-def prefetch(batches: Batches, put: Callable[[Batch], Batch], *, depth: int = 2) -> "Prefetch":
-    """Reads batches and copies them to the devices on one thread, up to `depth` batches ahead of the consumer.
-
-    Yields `Fed` until the batches end. Close it, or use it as a context manager; that also closes `batches`.
-    """
-    return Prefetch(batches, put, depth)
-
-
 class Prefetch:
-    """Iterator that `prefetch` returns. At most `depth` batches are ready or being made, however slow the consumer."""
+    """Iterator that reads batches and copies them to the devices on one thread, ahead of the consumer.
 
-    def __init__(self, batches: Batches, put: Callable[[Batch], Batch], depth: int) -> None:
+    At most `depth` batches are ready or being made, however slow the consumer. Yields `Fed` until the batches end.
+    Close it, or use it as a context manager; that also closes `batches`.
+    """
+
+    def __init__(self, batches: Batches, put: Callable[[Batch], Batch], *, depth: int = 2) -> None:
         assert depth >= 1, depth
         self.said: list[str] = []
         """Log lines between the last batch and an error."""

@@ -12,7 +12,6 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from jtrain.data.mixture.draw import Buffers, Lengths, NotYet
-from jtrain.data.mixture.drift import mixture_drift
 from jtrain.data.mixture.schedule import ONE, Schedule
 from jtrain.data.planner.graph import Graph, Spans, Unit
 from jtrain.data.planner.packing import Packing
@@ -329,7 +328,13 @@ class Planner:
 
 
 def _drift(state: PlannerState) -> float:
-    """Returns the drift after a step, with the tokens of documents that are carried into the next one."""
-    deficit = state.deficit / ONE
+    """Returns the largest difference between a source's share of the placed units and its scheduled share, 0 to 1.
+
+    Tokens of documents that are carried into the next step are drawn and not placed yet.
+    """
+    deficit, tokens = state.deficit / ONE, state.tokens
+    if state.unit != "tokens":
+        return float(np.abs(deficit).max() / max(1, state.units))
     waiting = np.bincount(state.carry[:, 0], weights=state.carry[:, 3] - state.carry[:, 2], minlength=len(deficit))
-    return mixture_drift(unit=state.unit, units=state.units, deficit=deficit, tokens=state.tokens, waiting=waiting)
+    due = tokens + waiting + deficit
+    return float(np.abs(tokens / tokens.sum() - due / due.sum()).max())

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +25,14 @@ from jtrain.data.pretokenized.adopted import edges_of_path
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.foreign.find import find_layout
 from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignLayout
-from jtrain.data.pretokenized.partial_folder import begin, publish, read_json, write_lengths
+from jtrain.data.pretokenized.partial_folder import (
+    STATE,
+    begin,
+    drop_damaged_states,
+    latest_state,
+    publish,
+    write_lengths,
+)
 from jtrain.data.pretokenized.progress import ProgressOutput
 from jtrain.data.pretokenized.reader import PreparedIndex, digest
 from jtrain.data.pretokenized.writer import IndexSummary, summary_of
@@ -34,7 +40,7 @@ from jtrain.data.tokenizer import Tokenizer, make_tokenizer, smallest_id_dtype
 from jtrain.errors import UserError
 from jtrain.runtime.atomic_io import write_whole
 
-_STATE, _RUNS = "scanned.json", "runs"
+_RUNS = "runs"
 _APPENDED = (reader.LENGTHS, reader.SHARDS, _RUNS)
 _SAVE_S = 10.0
 _ROWS_AT_ONCE = 1 << 20
@@ -127,6 +133,7 @@ class _Adoption:
         self._dtype = (
             smallest_id_dtype(tokenizer.vocab_size) if layout.copies else np.dtype(f"u{min(4, stored.itemsize)}")
         )
+        self._appended = (*_APPENDED, *((reader.IDS,) if layout.copies else ()))
         self._state: dict[str, Any] = {}
 
     def is_there(self) -> bool:
@@ -149,24 +156,12 @@ class _Adoption:
     def resume(self, host: BuildProcess) -> None:
         """Goes on after the files that an earlier call scanned, if it scanned the same ones."""
         begin(self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host, source=self._folder.name)
-        fresh = {
-            "files": 0,
-            "placed": 0,
-            "records": 0,
-            "tokens": 0,
-            "empty": 0,
-            "ends": 0,
-            "file_ends": [],
-            "bytes": {},
-        }
-        state = read_json(self._partial / _STATE) or fresh
-        names = (*_APPENDED, *((reader.IDS,) if self._layout.copies else ()))
-        for name in names:
+        drop_damaged_states(self._partial)
+        state = {"files": 0, "placed": 0, "records": 0, "ends": 0, "file_ends": [], **latest_state(self._partial)}
+        state["bytes"] = {name: state["bytes"].get(name, 0) for name in self._appended}
+        for name, size in state["bytes"].items():
             with open(self._partial / name, "ab") as file:
-                if file.tell() < state["bytes"].get(name, 0):
-                    state = fresh
-        for name in names:
-            os.truncate(self._partial / name, state["bytes"].get(name, 0))
+                file.truncate(size)
         self._state = state
         if state["files"]:
             self._say(f"goes on after {state['files']:,} of {len(self._layout.files):,} files.")
@@ -178,9 +173,8 @@ class _Adoption:
         total, done = sum(self._sizes[file] for file in left), 0
         said_s = saved_s = time.monotonic()
         carry = 0  # tokens of the document that a part ends within
-        names = (*_APPENDED, *((reader.IDS,) if layout.copies else ()))
         with contextlib.ExitStack() as stack:
-            outputs = {name: stack.enter_context(open(self._partial / name, "ab")) for name in names}
+            outputs = {name: stack.enter_context(open(self._partial / name, "ab")) for name in self._appended}
             for part in self._scanned(left, tokenizer):
                 carry = self._append(part, carry, outputs)
                 done += self._sizes[part.file] if part.last else 0
@@ -285,7 +279,7 @@ class _Adoption:
             file.flush()
             os.fdatasync(file.fileno())
             self._state["bytes"][name] = file.tell()
-        write_whole(self._partial / _STATE, json.dumps(self._state))
+        write_whole(self._partial / f"adopted{STATE}", json.dumps(self._state))
 
     def finish(self) -> None:
         """Writes the remaining files of the index and gives the folder its name."""
@@ -327,35 +321,3 @@ def _write_places(runs: Path, places: Path, tokens: int) -> None:
 
 def _threads() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def adopt_command(
-    path: str,
-    out: Path,
-    *,
-    name: str,
-    tokenizer: str,
-    end_token: str | None,
-    dtype: str | None,
-    column: str | None,
-    command: str,
-) -> IndexSummary:
-    """Runs `python -m jtrain.data adopt`: adopts, prints what the files held and returns it."""
-    row = adopt(
-        path,
-        out,
-        name=name,
-        tokenizer=tokenizer,
-        end_token=end_token,
-        dtype=dtype,
-        column=column,
-        command=command,
-        stream=sys.stderr,
-    )
-    index = PreparedIndex(out / name)
-    files = "files copied" if index.made_of["adopted"] == "parquet" else "files read in place"
-    print(
-        f"{name}: {row.records:,} documents, {row.tokens:,} tokens, {len(index.names):,} {files} "
-        f"({index.made_of['adopted']}), index of {row.bytes / 2**20:,.1f} MiB in {out / name} ({row.state})"
-    )
-    return row

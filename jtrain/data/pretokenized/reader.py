@@ -20,17 +20,20 @@ import hashlib
 import json
 import shlex
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt
 
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.pretokenized.adopted import AdoptedIds
-from jtrain.data.pretokenized.index_files import IndexFiles, LocalFiles, refusing
+from jtrain.data.pretokenized.index_files import LocalFiles, refusing
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import field_of, identity_of
 from jtrain.errors import FileError, UserError
+
+if TYPE_CHECKING:
+    from jtrain.data.pretokenized.remote_files import RemoteFiles
 
 FORMAT = 1
 INDEX, LENGTHS, IDS, SHARDS, SKIPPED = "index.json", "lengths.bin", "ids.bin", "units.jsonl", "skipped.jsonl"
@@ -358,7 +361,7 @@ class PreparedIndex:
         return UserError(f"{self.location}: the prepared index is damaged: {what}. {way_out}")
 
 
-def open_files(location: str, cache_dir: Path | None) -> IndexFiles:
+def open_files(location: str, cache_dir: Path | None) -> "LocalFiles | RemoteFiles":
     """Returns the files of a folder, or of a URL; file:// is a folder."""
     location = location.removeprefix("file://")
     if "://" not in location:

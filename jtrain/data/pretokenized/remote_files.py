@@ -32,7 +32,7 @@ _CACHE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EN
 
 
 class RemoteFiles:
-    """Files of a prepared index below a URL. Nothing is copied when it is opened.
+    """Files of a prepared index below a URL, with the methods of `LocalFiles`. Nothing is copied when it is opened.
 
     Args:
       url: folder of the index.

@@ -22,12 +22,12 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 
-from jtrain.data.loss_mask import encode_parts, split_chunk, whole_document
+from jtrain.data.loss_mask import encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import digest
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.source import Source
-from jtrain.data.tokenizer import Tokenizer, make_tokenizer
+from jtrain.data.tokenizer import Tokenizer, encode_documents, make_tokenizer, whole_document
 from jtrain.errors import FileError
 
 _FOOTER = struct.Struct("<QQQ8s")
@@ -133,7 +133,7 @@ def write_shard(
             def encode() -> None:
                 nonlocal tokens
                 if corpus.source.mask is None:
-                    counts, ids = tokenizer.encode_documents(texts)
+                    counts, ids = encode_documents(tokenizer, texts)
                 else:
                     parts = [split_chunk(whole_document(tokenizer, text), 0, text) for text in texts]
                     (counts, ids), runs = encode_parts(tokenizer, parts)

@@ -8,13 +8,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from jtrain.data.constructor.fetched_rows import FetchedIds
-from jtrain.data.loaders.loader import RequestPart
-from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, runs_of_bytes, starts_of
-from jtrain.data.loaders.pool import MOST_DEATHS
-from jtrain.data.loss_mask import runs_within
-from jtrain.data.ray.loader_actor import LoaderReply, RunKey, RunRequest
-from jtrain.data.sources.source import field_of
+from jtrain.data.constructor.fetched_rows import FetchedIds, to_fetch
+from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart
+from jtrain.data.loaders.pool import LoaderPool, Request
+from jtrain.data.ray.loader_actor import LoaderReply, RunKey, key_of
 from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 4
@@ -22,39 +19,19 @@ IN_FLIGHT = 4
 
 _CALL_EVERY_S = 0.1
 
-_SUSPECTS = 8
-"""Pieces into which a request is cut after loaders were lost at it: two cuts narrow a run down to one document."""
-
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Fetched(FetchedIds):
     """Payload of a run, with its request."""
 
-    ask: RunRequest
-
-
-@dataclasses.dataclass(eq=False)
-class _Request:
-    """Request to one loader.
-
-    asks: runs requested.
-    home: name of the loader that answers it, if that is up.
-    into: runs whose ids are requested; None if the runs themselves are.
-    refs: object references of the reply and its payload.
-    deaths: loaders lost while they held the request.
-    """
-
-    asks: list[RunRequest]
-    home: str
-    into: list[ChunkRun] | None = None
-    refs: Any = None
-    deaths: int = 0
+    part: RequestPart
 
 
 @dataclasses.dataclass(eq=False)
 class _LoaderActor:
     """Loader or standby, as the pool sees it.
 
+    in_flight: requests by the object reference whose arrival says that the answer is complete.
     done: runs that this constructor no longer needs, to be told with the next request.
     away: True from its loss until it answers again.
     calling: pending call that shows whether a lost actor is back.
@@ -66,7 +43,7 @@ class _LoaderActor:
     name: str
     actor: Any
     sources: tuple[int, ...] = ()
-    in_flight: dict[Any, _Request] = dataclasses.field(default_factory=dict)
+    in_flight: dict[Any, Request] = dataclasses.field(default_factory=dict)
     done: list[RunKey] = dataclasses.field(default_factory=list)
     away: bool = False
     calling: Any = None
@@ -79,55 +56,42 @@ class _LoaderActor:
     busy_s: float = 0.0
 
 
-class RayPool:
+class RayPool(LoaderPool[_LoaderActor]):
     """Requests runs from loader actors, and token ids only of documents that are fetched. Only `wait` blocks.
 
     Every constructor requests a run from the same loader, so it is read once for all of them. Requests to a lost loader
-    go to a standby until Ray has restarted the loader.
+    go to a standby until Ray has restarted the loader. For sources that are not prepared a request returns only the
+    lengths; `fetch` requests ids.
     """
+
+    # One more than of processes: a dead actor does not tell if it was reading a request of this constructor.
+    most_deaths = 3
 
     def __init__(
         self, setups: tuple[SourceSetup, ...], actors: dict[str, Any], *, who: int, read_timeout_s: float
     ) -> None:
         import ray
 
+        self._said: list[str] = []
+        super().__init__(setups, lambda line: self._said.append(line))
         self._ray: Any = ray
-        self._setups = setups
         self._who = who
         self._read_timeout_s = read_timeout_s
         self._peers = {name: _LoaderActor(name, actor) for name, actor in actors.items()}
         self._loaders = [name for name in actors if name.startswith("loader")]
         self._standbys = [name for name in actors if not name.startswith("loader")]
-        self._urgent: collections.deque[_Request] = collections.deque()
-        self._waiting: collections.deque[_Request] = collections.deque()
-        self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
-        self._skip: dict[int, set[int]] = collections.defaultdict(set)
-        self._fruitless = self.retries = 0
-        self._said: list[str] = []
         self.place(_dealt_out(len(setups), self._loaders))
-
-    def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
-        """Requests runs. For sources that are not prepared only the lengths are returned; `fetch` requests ids."""
-        by_home: dict[str, list[RunRequest]] = collections.defaultdict(list)
-        for part in parts:
-            prepared = self._setups[part.source].prepared is not None
-            by_home[self._home(part)].append(RunRequest(part, np.arange(len(part.numbers)) if prepared else None))
-        (self._urgent if first else self._waiting).extend(_Request(asks, home) for home, asks in by_home.items())
-        self._hand_out()
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
-        by_run: dict[ChunkRun, list[int]] = collections.defaultdict(list)
-        for run, at in documents:
-            if at not in run.place.asked:
-                run.place.asked.add(at)
-                by_run[run].append(at)
-        by_home: dict[str, list[tuple[ChunkRun, RunRequest]]] = collections.defaultdict(list)
-        for run, places in by_run.items():
-            part = run.place.ask.part
-            by_home[self._home(part)].append((run, RunRequest(part, np.asarray(places, np.int64))))
-        for home, pairs in by_home.items():
-            self._urgent.append(_Request([ask for _, ask in pairs], home, into=[run for run, _ in pairs]))
+        requests: dict[str, Request] = {}
+        for run, places in to_fetch(documents).items():
+            part: RequestPart = run.place.part
+            request = requests.setdefault(self._home(part), Request([], self._home(part), into=[]))
+            assert request.into is not None
+            request.parts.append(dataclasses.replace(part, wanted=np.asarray(places, np.int64)))
+            request.into.append(run)
+        self._urgent.extend(requests.values())
         self._hand_out()
 
     def connections(self) -> list[Any]:
@@ -151,30 +115,35 @@ class RayPool:
                 try:
                     answer, payload = self._ray.get(peer.in_flight[ref].refs)
                 except self._ray.exceptions.RayActorError as error:
-                    self._lost(peer, error)
+                    self._away(peer, "died", "")
+                    if self._fruitless > 2 * (2 + len(self._peers)):
+                        raise DataError(
+                            f"data.engine='ray': {self._fruitless} loaders were lost in a row, {peer.name} the last. "
+                            f"Ray: {error}"
+                        ) from error
                 except self._ray.exceptions.ObjectLostError:  # the node is gone, and the objects on it
                     self._urgent.appendleft(peer.in_flight.pop(ref))
                 else:
                     peer.heard_s, peer.watch = time.monotonic(), None
-                    self._take(peer, peer.in_flight.pop(ref), answer, payload, runs)
+                    self._take(peer, ref, answer, payload, runs)
             self._look_after(peer)
         self._hand_out()
         return runs
 
     def release(self, run: ChunkRun) -> None:
-        ask: RunRequest = run.place.ask
-        if ask.wanted is None:
-            self._peers[self._home(ask.part)].done.append(ask.key)
+        part: RequestPart = run.place.part
+        if part.wanted is None:
+            self._peers[self._home(part)].done.append(key_of(part))
         run.place = None
 
     def states(self) -> list[LoaderState]:
-        found = []
+        states = []
         for name in self._loaders:
             peer = self._peers[name]
-            queued = len(peer.in_flight) + sum(r.home == name for r in (*self._urgent, *self._waiting))
+            queued = len(peer.in_flight) + sum(r.loader == name for r in (*self._urgent, *self._waiting))
             numbers = peer.answer.memory_bytes, peer.answer.documents, peer.busy_s
-            found.append(LoaderState(name, queued, *numbers, peer.sources))
-        return found
+            states.append(LoaderState(name, queued, *numbers, peer.sources))
+        return states
 
     def said(self) -> list[str]:
         """Returns messages about losses and returns of loaders since the last call."""
@@ -203,27 +172,26 @@ class RayPool:
         refs = [ref for peer in self._peers.values() for ref in (*peer.in_flight, peer.calling, peer.watch)]
         return [ref for ref in refs if ref is not None]
 
-    def _hand_out(self) -> None:
-        full: set[str] = set()
-        for queue in (self._urgent, self._waiting):
-            for _ in range(len(queue)):
-                request = queue.popleft()
-                peer = None if request.home in full else self._stand_in(request.home)
-                if peer is None or len(peer.in_flight) >= IN_FLIGHT:
-                    full.add(request.home)
-                    queue.append(request)
-                else:
-                    self._send(peer, request)
+    def _requests(self, parts: list[RequestPart]) -> list[Request]:
+        by_home: dict[str, list[RequestPart]] = collections.defaultdict(list)
+        for part in parts:
+            if self._setups[part.source].prepared is not None:
+                part = dataclasses.replace(part, wanted=np.arange(len(part.numbers)))
+            by_home[self._home(part)].append(part)
+        return [Request(asked, home) for home, asked in by_home.items()]
 
-    def _send(self, peer: _LoaderActor, request: _Request) -> None:
-        if not peer.in_flight:
-            peer.heard_s = time.monotonic()
-        if request.into is None:
-            request.asks = [self._without_skipped(ask) for ask in request.asks]
-        done, peer.done = peer.done, []
-        reply, payload = request.refs = peer.actor.read.options(num_returns=2).remote(self._who, request.asks, done)
+    def _loader_for(self, request: Request) -> _LoaderActor | None:
+        assert request.loader is not None
+        peer = self._stand_in(request.loader)
+        return None if peer is None or len(peer.in_flight) >= IN_FLIGHT else peer
+
+    def _send(self, loader: _LoaderActor, request: Request) -> None:
+        if not loader.in_flight:
+            loader.heard_s = time.monotonic()
+        done, loader.done = loader.done, []
+        reply, payload = request.refs = loader.actor.read.options(num_returns=2).remote(self._who, request.parts, done)
         # The reply is sent at once; a large payload stays on the loader's node until somebody waits for it.
-        peer.in_flight[reply if all(ask.wanted is None for ask in request.asks) else payload] = request
+        loader.in_flight[reply if all(part.wanted is None for part in request.parts) else payload] = request
 
     def _stand_in(self, home: str) -> _LoaderActor | None:
         """Returns the loader; while it is away a standby, the same for every constructor; None if all are away."""
@@ -232,77 +200,71 @@ class RayPool:
         up = [name for name in self._standbys if not self._peers[name].away]
         return self._peers[up[self._loaders.index(home) % len(up)]] if up else None
 
-    def _without_skipped(self, ask: RunRequest) -> RunRequest:
-        skip = frozenset(self._skip.get(ask.part.source, ())) & frozenset(ask.part.numbers.tolist())
-        return dataclasses.replace(ask, part=dataclasses.replace(ask.part, skip=skip)) if skip else ask
-
     def _take(
         self,
         peer: _LoaderActor,
-        request: _Request,
+        ref: Any,
         answer: LoaderReply,
         payload: UInt8[np.ndarray, " bytes"],
         runs: list[ChunkRun],
     ) -> None:
         self.retries, self._said = self.retries + len(answer.again), [*self._said, *filter(None, answer.again)]
         if answer.failed is not None:
-            source, message = answer.failed
-            raise DataError(f"{field_of(self._setups[source].name)}: {message}")
+            raise self._failed(*answer.failed)
         if answer.stuck is not None:
             source, number, identity = answer.stuck
-            self._urgent.appendleft(request)
             peer.dying = answer.pid
-            at = f"{field_of(self._setups[source].name)}, document {number} ({identity})"
-            self._away(peer, f"has not moved for {self._read_timeout_s:g} s (data.read_timeout_s) at {at}")
-            if number < 0:
-                self._blame(source, number, f" ({identity})", hung=True, known=False)
-            else:  # formats that read several records at once name only the first, so the document is searched for
-                self._suspect(request, f" ({identity})", hung=True)
+            why = f"has not moved for {self._read_timeout_s:g} s (data.read_timeout_s)"
+            where = f"opening {self._field(source)}"
+            if number >= 0:
+                where = f"at {self._field(source)}, document {number} ({identity})"
+            self._away(peer, why, where, request=peer.in_flight[ref], opening=source if number < 0 else None)
             return
-        self._fruitless = 0
+        request = self._answered(peer, ref)
         peer.answer = answer
         begin = 0
-        for i, (ask, found) in enumerate(zip(request.asks, answer.found, strict=True)):
-            ids = payload[begin : begin + found.ids_bytes].view(found.dtype)
-            begin += found.ids_bytes
-            starts = starts_of(found.lengths)
-            by_place, ignored, all_ignored = {}, {}, runs_of_bytes(found.ignored)
-            if ask.wanted is not None:
-                spans = list(zip(ask.wanted.tolist(), starts[:-1].tolist(), starts[1:].tolist(), strict=True))
-                by_place = {place: ids[start:end] for place, start, end in spans}
-                if len(all_ignored):
-                    ignored = {place: runs_within(all_ignored, start, end) for place, start, end in spans}
-            if request.into is not None:
-                if (fetched := request.into[i].place) is not None:
-                    fetched.ids |= by_place
-                    fetched.ignored |= ignored
-                continue
-            peer.busy_s += found.seconds
-            part = ask.part
-            run = ChunkRun(part.source, part.numbers, starts, ids, dict(found.skipped), found.seconds, peer.name)
-            run.anchor, run.place = found.anchor, _Fetched(by_place, set(by_place), ignored, ask=ask)
-            runs.append(run)
+        for i, (part, head) in enumerate(zip(request.parts, answer.heads, strict=True)):
+            ids = payload[begin : begin + head.ids_bytes]
+            begin += head.ids_bytes
+            run = head.run(part, ids, peer.name)
+            place: _Fetched | None = _Fetched(part=part) if request.into is None else request.into[i].place
+            if part.wanted is not None and place is not None:  # None: released before its ids have arrived
+                place.put(part.wanted.tolist(), head.lengths, run.ids, run.ignored)
+            if request.into is None and place is not None:
+                peer.busy_s += head.read_s
+                place.asked = set(place.ids)
+                run.place = place
+                runs.append(run)
 
-    def _lost(self, peer: _LoaderActor, error: Exception) -> None:
-        """Handles the death of a loader, which may be due to the oldest request it held."""
-        suspect = next(iter(peer.in_flight.values()), None)
-        self._away(peer, "died")
-        if suspect is not None:
-            self._suspect(suspect, "", hung=False)
-        if self._fruitless > MOST_DEATHS * (2 + len(self._peers)):
-            raise DataError(
-                f"data.engine='ray': {self._fruitless} loaders were lost in a row, {peer.name} the last. Ray: {error}"
-            )
+    def _away(
+        self,
+        peer: _LoaderActor,
+        why: str,
+        where: str,
+        *,
+        request: Request | None = None,
+        opening: int | None = None,
+    ) -> None:
+        """Makes a loader's requests of standbys, until Ray has restarted the loader.
 
-    def _away(self, peer: _LoaderActor, why: str) -> None:
-        """Requeues a loader's requests for standbys, until Ray has restarted the loader."""
-        self._urgent.extendleft(reversed(peer.in_flight.values()))
-        peer.in_flight, peer.watch = {}, None
-        self._fruitless += 1
+        Args:
+          request: the one that it was reading; None: perhaps the oldest.
+          where: what it was doing; empty if nobody knows.
+        """
+        if request is not None:  # answers with large payloads to earlier ones may be on their way: they come after it
+            others = {ref: other for ref, other in peer.in_flight.items() if other is not request}
+            peer.in_flight = {None: request, **others}
+        if not where and peer.in_flight:
+            part = next(iter(peer.in_flight.values())).parts[0]
+            number = int(part.numbers[0 if part.wanted is None else part.wanted[0]])
+            where = f"at {self._field(part.source)}, document {number}"
+        self._lost(peer, why, where, opening=opening)
+        peer.watch = None
         if not peer.away:
             peer.away, peer.lost_s = True, time.monotonic()
             instead = self._stand_in(peer.name) if peer.name in self._loaders else None
-            self._said.append(f"data: {peer.name} {why}" + (f"; {instead.name} answers for it" if instead else ""))
+            said = f"{peer.name} {why}" + (f" {where}" if request is not None else "")
+            self._said.append(f"data: {said}" + (f"; {instead.name} answers for it" if instead else ""))
 
     def _look_after(self, peer: _LoaderActor) -> None:
         """Checks whether a lost loader is back, and kills one that does not answer at all."""
@@ -335,57 +297,6 @@ class RayPool:
 
     def _is_ready(self, ref: Any) -> bool:
         return bool(self._ray.wait([ref], timeout=0)[0])
-
-    def _suspect(self, request: _Request, identity: str, *, hung: bool) -> None:
-        """Cuts a request at which two loaders were lost into pieces, until one document is left as the cause."""
-        request.deaths += 1
-        if request.deaths < 2:
-            return
-        asks = request.asks
-        if len(asks) == 1 and asks[0].num_documents == 1:
-            part, wanted = asks[0].part, asks[0].wanted
-            number = int(part.numbers[0 if wanted is None else wanted[0]])
-            self._blame(part.source, number, identity, hung=hung, known=request.into is not None)
-            return
-        self._urgent.remove(request)
-        for i, ask in reversed(list(enumerate(asks))):
-            into = None if request.into is None else [request.into[i]]
-            pieces = [ask] if len(asks) > 1 else _cut(ask, by_numbers=into is None)
-            self._urgent.extendleft(_Request([piece], request.home, into, deaths=1) for piece in reversed(pieces))
-
-    def _blame(self, source: int, number: int, identity: str, *, hung: bool, known: bool) -> None:
-        """Counts a loader lost at one document; at the second one the document is skipped or the stream ends.
-
-        Args:
-          known: True if the length of the document was already delivered, so that it can no longer be skipped.
-        """
-        self._deaths[source, number] += 1
-        if self._deaths[source, number] < 2:
-            return
-        setup = self._setups[source]
-        if number >= 0 and not known and setup.prepared is None and setup.on_bad_record == "skip":
-            self._skip[source].add(number)
-            return
-        raise DataError(
-            f"loaders {'hang' if hung else 'die'} again and again at {field_of(setup.name)}"
-            + (f", document {number}{identity}" if number >= 0 else identity)
-            + ". Mend or remove that file"
-            + (", or raise data.read_timeout_s." if hung else ".")
-            + (" data.on_bad_record='skip' leaves the document out and counts it." if number >= 0 else "")
-        )
-
-
-def _cut(ask: RunRequest, *, by_numbers: bool) -> list[RunRequest]:
-    """Cuts a request into several, by its document numbers or by the documents whose ids are wanted."""
-    pieces = min(_SUSPECTS, ask.num_documents)
-    if not by_numbers:
-        assert ask.wanted is not None
-        return [RunRequest(ask.part, wanted) for wanted in np.array_split(ask.wanted, pieces)]
-    cut = []
-    for places in np.array_split(np.arange(len(ask.part.numbers)), pieces):
-        part = dataclasses.replace(ask.part, numbers=ask.part.numbers[places])
-        cut.append(RunRequest(part, None if ask.wanted is None else np.arange(len(places))))
-    return cut
 
 
 def _dealt_out(num_sources: int, loaders: list[str]) -> dict[str, tuple[int, ...]]:

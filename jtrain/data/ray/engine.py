@@ -11,7 +11,6 @@ loader that dies is restarted, on another node if its own is gone; until it is b
 """
 
 import collections
-import dataclasses
 import functools
 import importlib.util
 import logging
@@ -24,18 +23,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int, Int32
 
 from jtrain.data.constructor.collate import ARRAYS
-from jtrain.data.constructor.constructor import BatchStats, ConstructorSetup, DataState
+from jtrain.data.constructor.constructor import ConstructorSetup, DataState
 from jtrain.data.constructor.fetched_rows import FetchedRows
 from jtrain.data.loaders.messages import DataError
-from jtrain.data.plane.data_plane import MOST_RESTARTS, SILENCE_S, Delivered
+from jtrain.data.plane.data_plane import ConstructorReply, RestartedPlane
 from jtrain.data.ray.actor_pool import RayPool
 from jtrain.data.ray.loader_actor import ActorEnvironment, RayLoader
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
-from jtrain.runtime.lease import Watch
 from jtrain.runtime.retry import Backoff, retried
 
 PATIENCE_S = 60.0
@@ -46,16 +44,6 @@ _CURRENT = Path("/tmp/ray/ray_current_cluster")
 
 BATCHES_AHEAD = 2
 """Batches requested from a constructor ahead of their use."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ConstructorReply:
-    """Reply of a constructor; without batch, end or failure it means that the constructor is still at work."""
-
-    batch: tuple[DataState, BatchStats] | None = None
-    ended: bool = False
-    failed: str | None = None
-    said: tuple[str, ...] = ()
 
 
 class RayConstructor:
@@ -120,11 +108,11 @@ def trainers() -> dict[str, Any]:
     }
 
 
-class RayPlane:
+class RayPlane(RestartedPlane):
     """Data plane of one trainer whose loaders and constructor are Ray actors.
 
     Process 0 starts the loaders, evenly over the nodes of the cluster, and ends them when it closes. Every process
-    starts its own constructor and replaces one that dies, continuing from the state of the last batch taken.
+    starts its own constructor.
 
     Args:
       run: name that only the trainers of this run share.
@@ -135,6 +123,7 @@ class RayPlane:
       UserError: the package ray is missing, or this machine is not part of a cluster.
     """
 
+    logs = "/tmp/ray/session_latest/logs on this host"
     _users: ClassVar[int] = 0
     _connected_here: ClassVar[bool] = False
 
@@ -150,17 +139,14 @@ class RayPlane:
         shadows: int,
         read_timeout_s: float,
     ) -> None:
+        super().__init__(state)
         self._ray = _connect()
         self._setup = setup
-        self._state = state
         self._process = process
         self._read_timeout_s = read_timeout_s
-        self._said: list[str] = []
         self._asked: collections.deque[list[Any]] = collections.deque()
-        self._deaths = 0
-        self._ended = self._closed = False
         # One thread may take while another closes, and any call after ray.shutdown() would start a new cluster.
-        self._changing, self._taking = threading.Lock(), threading.Lock()
+        self._changing = threading.Lock()
         self._constructor: Any = None
         self._loaders: dict[str, Any] = {}
         try:
@@ -173,41 +159,17 @@ class RayPlane:
             self.close()
             raise
 
-    def take(self) -> Delivered:
-        with self._taking:
-            return self._take()
-
-    def _take(self) -> Delivered:
-        heard = Watch()
-        while not (self._ended or self._closed):
-            asked = self._ask()
-            try:
-                told, arrays = self._ray.get(asked, timeout=1.0)
-            except self._ray.exceptions.GetTimeoutError:
-                if heard.silent_s > SILENCE_S:
-                    self._restart(f"has said nothing for {SILENCE_S:g} s")
-                    heard = Watch()
-                continue
-            except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
-                self._restart("died", str(error))
-                heard = Watch()
-                continue
-            self._asked.popleft()
-            heard = Watch()
-            self._said += told.said
-            self._ended = told.ended
-            if told.failed is not None:
-                raise DataError(told.failed)
-            if told.batch is not None:
-                self._state, stats = told.batch
-                self._deaths = 0
-                # Copied, because arrays in the object store do not outlive the connection to it.
-                return Delivered(dict(zip(ARRAYS, arrays.copy(), strict=True)), self._state, stats)
-        raise StopIteration
-
-    def said(self) -> list[str]:
-        said, self._said = self._said, []
-        return said
+    def _receive(self) -> tuple[ConstructorReply, dict[str, Int[np.ndarray, "rows L"]]] | None:
+        asked = self._ask()
+        try:
+            reply, arrays = self._ray.get(asked, timeout=1.0)
+        except self._ray.exceptions.GetTimeoutError:
+            return None
+        except (self._ray.exceptions.RayActorError, self._ray.exceptions.ObjectLostError) as error:
+            raise ConnectionError(str(error)) from error
+        self._asked.popleft()
+        # Copied, because arrays in the object store do not outlive the connection to it.
+        return reply, dict(zip(ARRAYS, arrays.copy(), strict=True))
 
     def actors(self) -> dict[str, tuple[int, str]]:
         """Returns process id and node of every loader and of this trainer's constructor."""
@@ -288,19 +250,9 @@ class RayPlane:
             self._asked.append(self._constructor.take.options(num_returns=2).remote())
         return self._asked[0]
 
-    def _restart(self, why: str, details: str = "") -> None:
-        if self._closed:
-            return
-        self._deaths += 1
-        if self._deaths > MOST_RESTARTS:
-            raise DataError(
-                f"the data constructor {why}, {self._deaths} times in a row, without a batch. See "
-                f"/tmp/ray/session_latest/logs on this host. {details}"
-            )
+    def _restart(self) -> None:
         self._ray.kill(self._constructor)
         self._start()
-        step = 0 if self._state is None else self._state.planner.step
-        self._said.append(f"data: the constructor {why}; another one goes on from step {step}")
 
 
 def _connect() -> Any:

@@ -14,15 +14,14 @@ import time
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int, Int64, UInt8
+from jaxtyping import Int64, UInt8
 
-from jtrain.data.loaders.loader import RequestPart, SourceLoader
-from jtrain.data.loaders.messages import starts_of
+from jtrain.data.loaders.loader import SourceLoader
+from jtrain.data.loaders.messages import RequestPart, RunHead, starts_of
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
 from jtrain.data.stream.chunk_stream import Read
-from jtrain.data.stream.growing_order import WindowAnchor
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.runtime.resident_memory import resident_bytes
 
@@ -54,55 +53,23 @@ class ActorEnvironment:
         os.chdir(self.folder)
 
 
-@dataclasses.dataclass(frozen=True)
-class RunRequest:
-    """Request for a run of documents.
-
-    part: documents of the run.
-    wanted: places in `part.numbers` of the documents whose ids are wanted. None: the lengths of all are wanted, and the
-      loader keeps the ids until they are requested.
-    """
-
-    part: RequestPart
-    wanted: Int[np.ndarray, " k"] | None
-
-    @property
-    def key(self) -> RunKey:
-        return self.part.source, self.part.numbers.tobytes(), self.part.skip
-
-    @property
-    def num_documents(self) -> int:
-        """Number of documents that it takes to read, at most."""
-        return len(self.part.numbers) if self.wanted is None else len(self.wanted)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunReply:
-    """Reply to one `RunRequest`: lengths of all documents, or of those whose ids are in the payload.
-
-    ignored: bytes of the runs of those ids that are not learned.
-    """
-
-    lengths: Int[np.ndarray, " n"]
-    ids_bytes: int
-    dtype: str
-    skipped: tuple[tuple[int, str], ...]
-    seconds: float
-    anchor: WindowAnchor | None
-    ignored: bytes
+def key_of(part: RequestPart) -> RunKey:
+    """Returns the key of the run that a part of a request is about."""
+    return part.source, part.numbers.tobytes(), part.skip
 
 
 @dataclasses.dataclass(frozen=True)
 class LoaderReply:
     """Reply of a loader; if `failed` or `stuck` is set, the other fields have their defaults.
 
+    heads: answer to each part of the request; the ids of those that were wanted are in the payload.
     failed: source and message.
     stuck: source, document (-1: none yet) and `file:number` that the loader has been reading for longer than
       `data.read_timeout_s`; the process `pid` then ends itself.
     """
 
     pid: int
-    found: tuple[RunReply, ...] = ()
+    heads: tuple[RunHead, ...] = ()
     memory_bytes: int = 0
     documents: int = 0
     failed: tuple[int, str] | None = None
@@ -161,7 +128,7 @@ class RayLoader:
         return self._documents, self._kept_bytes, heavy
 
     def read(
-        self, who: int, asks: list[RunRequest], done: list[RunKey]
+        self, who: int, parts: list[RequestPart], done: list[RunKey]
     ) -> tuple[LoaderReply, UInt8[np.ndarray, " bytes"]]:
         """Answers one request of constructor `who`, which needs nothing more of the runs in `done`."""
         for key in done:
@@ -169,8 +136,8 @@ class RayLoader:
                 kept.taken.add(who)
                 if len(kept.taken) == self._constructors:
                     self._let_go(key)
-        self._at = (asks[0].part.source, -1, -1, time.monotonic())
-        working = self._reader.submit(self._answer, asks)
+        self._at = (parts[0].source, -1, -1, time.monotonic())
+        working = self._reader.submit(self._answer, parts)
         while not concurrent.futures.wait([working], min(1.0, self._read_timeout_s / 4)).done:
             source, number, record, since_s = self._at
             if time.monotonic() - since_s > self._read_timeout_s:
@@ -179,22 +146,20 @@ class RayLoader:
                 return LoaderReply(os.getpid(), stuck=(source, number, identity)), np.zeros(0, np.uint8)
         return working.result()
 
-    def _answer(self, asks: list[RunRequest]) -> tuple[LoaderReply, UInt8[np.ndarray, " bytes"]]:
-        found: list[RunReply] = []
+    def _answer(self, parts: list[RequestPart]) -> tuple[LoaderReply, UInt8[np.ndarray, " bytes"]]:
+        heads: list[RunHead] = []
         payload: list[np.ndarray] = []
-        for ask in asks:
+        for part in parts:
             begun_s = time.perf_counter()
             try:
                 with retry.heard(self._retries):
-                    read = self._one(ask)
+                    read = self._read_or_kept(part)
             except (ValueError, OSError) as error:
-                failed = ask.part.source, str(error)
+                failed = part.source, str(error)
                 return LoaderReply(os.getpid(), failed=failed, again=self._taken()), np.zeros(0, np.uint8)
-            seconds = time.perf_counter() - begun_s
-            ids, more = read.ids, (read.skipped, seconds, read.anchor, read.ignored.tobytes())
-            found.append(RunReply(read.lengths, ids.nbytes, ids.dtype.str, *more))
-            payload.append(np.ascontiguousarray(ids).view(np.uint8))
-        reply = LoaderReply(os.getpid(), tuple(found), resident_bytes() or 0, self._documents, again=self._taken())
+            heads.append(RunHead.of(read, time.perf_counter() - begun_s))
+            payload.append(np.ascontiguousarray(read.ids).view(np.uint8))
+        reply = LoaderReply(os.getpid(), tuple(heads), resident_bytes() or 0, self._documents, again=self._taken())
         return reply, np.concatenate(payload)
 
     def _tell(self, line: str, wait_s: float) -> None:
@@ -206,23 +171,22 @@ class RayLoader:
         again, self._again = self._again, []
         return tuple(again)
 
-    def _one(self, ask: RunRequest) -> Read:
-        kept = self._kept.get(ask.key)
-        if ask.wanted is None:
+    def _read_or_kept(self, part: RequestPart) -> Read:
+        kept, wanted = self._kept.get(key_of(part)), part.wanted
+        if wanted is None:
             if kept is None:
-                read = self._read(ask.part)
-                kept = self._kept[ask.key] = _Kept(read, starts_of(read.lengths))
+                read = self._read(part)
+                kept = self._kept[key_of(part)] = _Kept(read, starts_of(read.lengths))
                 self._kept_bytes += read.ids.nbytes
                 while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
                     self._let_go(next(iter(self._kept)))
             return dataclasses.replace(kept.read, ids=kept.read.ids[:0], ignored=NO_RUNS)
         if kept is None:  # of a prepared source, dropped, or kept by a loader that is gone
-            part = ask.part
-            return self._read(dataclasses.replace(part, numbers=part.numbers[ask.wanted]))
-        read, starts, ends = kept.read, kept.starts[ask.wanted], kept.starts[ask.wanted + 1]
+            return self._read(dataclasses.replace(part, numbers=part.numbers[wanted]))
+        read, starts, ends = kept.read, kept.starts[wanted], kept.starts[wanted + 1]
         ids = [read.ids[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
         ignored = runs_of_spans(read.ignored, starts, ends)
-        return Read(read.lengths[ask.wanted], np.concatenate(ids), ignored=ignored)
+        return Read(read.lengths[wanted], np.concatenate(ids), ignored=ignored)
 
     def _read(self, part: RequestPart) -> Read:
         self._at = (part.source, -1, -1, time.monotonic())

@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from jtrain.data.sources.remote import SteadyFile, can_seek, explained, filesystem, translated
 from jtrain.data.sources.retry import Passing
-from jtrain.data.sources.storage import CacheLost, StoredFile, cache_lost
+from jtrain.data.sources.storage import StoredFile, cache_lost
 from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import replacing
 
@@ -155,16 +155,7 @@ class NumberTable:
 
     def span(self, first: int, end: int) -> Int[np.ndarray, "records 2"]:
         """Returns the pairs of records `first` to `end` - 1."""
-        if isinstance(self._rows, np.ndarray):
-            return self._rows[first:end]
-        assert self._path is not None
-        try:
-            with self._path.open("rb") as file:
-                file.seek(16 * first)
-                content = file.read(16 * (end - first))
-        except OSError as error:
-            raise self._gone(error) from error
-        return self._pairs(content, end - first)
+        return self._rows[first:end] if isinstance(self._rows, np.ndarray) else self._read([(first, end)])
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the difference of each pair of records `first` to `end` - 1, for tables of starts and ends."""
@@ -175,18 +166,16 @@ class NumberTable:
         """Returns the pairs of these records."""
         if isinstance(self._rows, np.ndarray):
             return self._rows[records].tolist()
+        return self._read([(record, record + 1) for record in records]).tolist()
+
+    def _read(self, spans: list[tuple[int, int]]) -> Int[np.ndarray, "records 2"]:
+        """Reads the pairs of spans of records from the cache file."""
         assert self._path is not None
         try:
             with self._path.open("rb") as file:
-                content = b"".join(os.pread(file.fileno(), 16, 16 * record) for record in records)
+                parts = [os.pread(file.fileno(), 16 * (end - first), 16 * first) for first, end in spans]
         except OSError as error:
-            raise self._gone(error) from error
-        return self._pairs(content, len(records)).tolist()
-
-    def _pairs(self, content: bytes, count: int) -> Int[np.ndarray, "records 2"]:
-        if len(content) != 16 * count:
+            raise cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})") from error
+        if any(len(part) != 16 * (end - first) for part, (first, end) in zip(parts, spans, strict=True)):
             raise cache_lost(f"{self._what}: its index {self._path} was cut short. Remove it")
-        return np.frombuffer(content, "<i8").reshape(-1, 2)
-
-    def _gone(self, error: OSError) -> CacheLost:
-        return cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})")
+        return np.frombuffer(b"".join(parts), "<i8").reshape(-1, 2)

@@ -2,8 +2,10 @@
 
 from typing import NamedTuple
 
+import numpy as np
+from jaxtyping import Int, Int64
+
 from jtrain.data.sources.formats.long_lines import TextPart
-from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.tokenizer import TextChunk
 
 _SEARCH_BYTES = 64
@@ -25,10 +27,17 @@ class ChunkCut(NamedTuple):
     border_tokens: int
     exact: bool
 
-    def spans(self, chunks: Chunks) -> list[tuple[int, int]]:
-        """Returns the bytes of its text that `chunk` looks at for each chunk."""
-        start = (chunks.first * self.chunk_bytes - _SEARCH_BYTES - _BORDER_BYTES).clip(0)
-        stop = (chunks.first + chunks.num) * self.chunk_bytes + _BORDER_BYTES
+    def counts(self, sizes: Int[np.ndarray, " n"], *, per_slot: int = 1) -> Int64[np.ndarray, " n"]:
+        """Returns how often so many chunks are in texts of these sizes, rounded up.
+
+        An empty text has a chunk too, which is then empty.
+        """
+        return np.maximum(-(-(sizes.astype(np.int64) + self.border_tokens) // (self.chunk_bytes * per_slot)), 1)
+
+    def spans(self, first: Int[np.ndarray, " n"], num: Int[np.ndarray, " n"]) -> list[tuple[int, int]]:
+        """Returns the bytes of its text that `chunk` looks at, for each of several chunks."""
+        start = (first * self.chunk_bytes - _SEARCH_BYTES - _BORDER_BYTES).clip(0)
+        stop = (first + num) * self.chunk_bytes + _BORDER_BYTES
         return list(zip(start.tolist(), stop.tolist(), strict=True))
 
     def chunk(self, part: TextPart, first: int, num: int) -> tuple[TextChunk, int]:

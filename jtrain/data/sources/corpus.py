@@ -13,9 +13,8 @@ from jaxtyping import Int
 from jtrain.data.sources.data_files import files_of
 from jtrain.data.sources.file_parts import evenly_spread, identities_of_parts, part_bytes, part_name, parts_of
 from jtrain.data.sources.formats import BadRecord, Records, open_file
-from jtrain.data.sources.formats.arrow import ArrowFile
 from jtrain.data.sources.formats.long_lines import TextPart
-from jtrain.data.sources.formats.parquet import ParquetFile
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP, LostFile
 from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.formats.suffix import format_of
@@ -47,8 +46,6 @@ _CHECKED_FILES = 256
 
 _FIRST_RECORDS = 8
 """First records of a file of which one must be good in some file of the source."""
-
-_WITH_SCHEMA = (ParquetFile, ArrowFile)
 
 _RUN_RECORDS = 512
 """Records that `Corpus.read` reads at a time: enough to look up a row group once, few enough to hold as text."""
@@ -118,10 +115,8 @@ class Corpus:
             self._open = functools.partial(
                 open_file,
                 format=source.format,
-                text_field=source.text_field,
-                mask=source.mask,
+                fields=TextFields(source.text_field, field, source.mask),
                 text_piece_bytes=source.text_piece_bytes,
-                field=field,
                 cache_dir=cache_dir,
                 groups=shared_cache(decoded_cache_bytes),
             )
@@ -208,7 +203,7 @@ class Corpus:
         """
         some = range(len(self._records)) if self.is_open else sorted(self._checked)
         files = {n: self._at(n) for n in some if self._sizes[n]}
-        filled = [n for n, file in files.items() if len(file) and not isinstance(file, _WITH_SCHEMA)]
+        filled = [n for n, file in files.items() if len(file) and not file.checks_columns]
         if not filled or len(filled) < sum(len(file) > 0 for file in files.values()):
             return
         bad: list[BadRecord] = []

@@ -1,14 +1,15 @@
 """Data files of a folder: documentation, metadata and scripts that lie beside them are left out."""
 
+import json
 import re
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from jtrain.data.sources.formats.arrow import saved_dataset_files
 from jtrain.data.sources.formats.suffix import RECORD_FORMATS, split_suffix
 from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import StoredFile, search
-from jtrain.errors import UserError
+from jtrain.errors import FileError, UserError
 
 _DOCUMENTATION = re.compile(
     r"(readme([._-][a-z]{2}([_-][a-z]{2})?)?|licen[cs]e|notice|copying|authors|contributing|citation|changelog)"
@@ -109,3 +110,44 @@ def _glob(path: str, file: StoredFile, suffixes: dict[str, str]) -> str:
     """Returns a glob of the files that end like `file`, its compression included."""
     ending = _base(file)[max(_base(file).rfind(suffixes[file.name]), 0) :] if suffixes[file.name] else ""
     return f"{path.rstrip('/')}/**/*{ending}"
+
+
+def saved_dataset_files(files: list[StoredFile], *, field: str) -> list[StoredFile] | None:
+    """Returns the files with the rows of a folder that `save_to_disk` wrote; None for any other folder.
+
+    Such a folder may also hold caches of earlier transforms in the same format.
+
+    Args:
+      files: all files below the folder.
+      field: config path of the folder, for messages.
+
+    Raises:
+      UserError: the folder holds several splits.
+      FileError: a file of the dataset is missing.
+    """
+    by_name = {file.name: file for file in files}
+    if "dataset_dict.json" in by_name:
+        splits = _listed(by_name["dataset_dict.json"], lambda body: body["splits"])
+        raise UserError(
+            f"{field}: a dataset of several splits ({', '.join(splits)}), which would be mixed. Set it to the "
+            f"folder of one split, such as {splits[0]!r} in there."
+        )
+    if not {"state.json", "dataset_info.json"} <= by_name.keys():
+        return None
+    names = _listed(by_name["state.json"], lambda body: [entry["filename"] for entry in body["_data_files"]])
+    if missing := [name for name in names if name not in by_name]:
+        raise FileError(f"{field}: {missing[0]} is named by state.json but missing. Save the dataset again.")
+    return [by_name[name] for name in names]
+
+
+def _listed(file: StoredFile, names_in: Callable[[Any], list[Any]]) -> list[str]:
+    """Returns the names that a JSON file lists; raises UserError unless it lists names, and one at least."""
+    try:
+        with file.open() as opened:
+            names = names_in(json.loads(opened.read()))
+        if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
+            return names
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+    raise UserError(f"{file.called}: not what `save_to_disk` of datasets writes. Save the dataset again.")

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from jaxtyping import Float, Int, UInt64
 
-from jtrain.data.sources.formats.masked_text import MaskFields, check_mask, mask_fields
+from jtrain.data.sources.formats.masked_text import MaskFields, check_format
 from jtrain.errors import UserError
 
 Format = Literal[
@@ -42,7 +42,7 @@ class Source:
     path: a file, a folder, a glob (`**` for any depth), `stdlib` (source text of the Python standard library), or the
       URL of a file, folder or glob: s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. A
       folder takes only its data files (`data_files`); a file or a glob takes all that it names. For format grain,
-      `module:function` of a function that returns a `grain.MapDataset` of str.
+      `module:function` or `path/to/file.py:function` of a function that returns a `grain.MapDataset` of str.
     weight: weight in the mixture, relative to the other sources; may be zero.
     format: `auto` goes by each file's suffix: .jsonl and .ndjson (JSON lines), .json (one object, an array of objects,
       or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet, .arrayrecord, .tar (WebDataset),
@@ -88,15 +88,40 @@ class Source:
             raise UserError(f"{field}.weight={self.weight} must be a number, zero or more.")
         if self.text_piece_bytes < 16:
             raise UserError(f"{field}.text_piece_bytes={self.text_piece_bytes} must be at least 16.")
-        check_mask(
-            field,
-            prompt_field=self.prompt_field,
-            mask_prompt=self.mask_prompt,
-            mask_field=self.mask_field,
-            messages_field=self.messages_field,
-            text_field=self.text_field,
-            format=self.format,
-        )
+        self._check_mask(field)
+
+    def _check_mask(self, field: str) -> None:
+        """Raises UserError if the fields that say what is learned do not go together."""
+        prompt, mask, messages = self.prompt_field, self.mask_field, self.messages_field
+        others = {"prompt_field": prompt, "mask_field": mask}
+        if messages is not None:
+            text = None if self.text_field == "text" else self.text_field
+            for setting, name in {**others, "text_field": text}.items():
+                if name is not None:
+                    raise UserError(
+                        f"{field}: messages_field={messages!r} and {setting}={name!r} are both set. Remove one: the "
+                        "text of a chat, and what is learned of it, are in its messages alone."
+                    )
+        if prompt is not None and mask is not None:
+            raise UserError(
+                f"{field}: prompt_field={prompt!r} and mask_field={mask!r} are both set. Remove one: a prompt and its "
+                "completion need no spans, and spans can leave out a prompt that is part of the text."
+            )
+        if prompt is None and messages is None and not self.mask_prompt:
+            raise UserError(
+                f"{field}.mask_prompt=False has no prompt to learn. Set {field}.prompt_field or "
+                f"{field}.messages_field, or remove it."
+            )
+        for setting, name in others.items():
+            if name is not None and name == self.text_field:
+                of = "completion" if setting == "prompt_field" else "text"
+                raise UserError(
+                    f"{field}.{setting}={name!r} is also its text_field. Set {field}.text_field to the field of the "
+                    f"{of}."
+                )
+        if (learned := self.mask) is not None:
+            setting, name = f"{field}.{learned.setting}", learned.field
+            check_format(self.format, what=f"{field}.format={self.format!r}", setting=setting, name=name)
 
     def fields_at(self, field: str) -> str:
         """Returns the settings that name fields of a record, for messages; `field` is the config path of the source."""
@@ -106,12 +131,10 @@ class Source:
     @property
     def mask(self) -> MaskFields | None:
         """Field that says what is learned of each text; None if all of it is."""
-        return mask_fields(
-            prompt_field=self.prompt_field,
-            mask_field=self.mask_field,
-            messages_field=self.messages_field,
-            mask_prompt=self.mask_prompt,
-        )
+        for setting in ("prompt_field", "mask_field", "messages_field"):
+            if (name := getattr(self, setting)) is not None:
+                return MaskFields(name, setting, self.mask_prompt)
+        return None
 
 
 def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: int) -> str:

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Int, Int16, Int64
 
 from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
+from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.shuffle import epoch_key, permuted
@@ -63,11 +64,6 @@ class ChunkOrder(Protocol):
     def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of slots `places` (0 to `slots` - 1) of an epoch."""
         ...
-
-
-def chunk_counts(sizes: Int[np.ndarray, " n"], chunk: int) -> Int64[np.ndarray, " n"]:
-    """Returns the number of chunks of documents of these sizes; an empty one has a chunk too, which is then empty."""
-    return np.maximum(-(-sizes.astype(np.int64) // chunk), 1)
 
 
 class _Permuted(abc.ABC):
@@ -199,15 +195,13 @@ class WholeRecords:
 class SizedChunks(_Permuted):
     """Order of a source whose records' sizes are known from an index, one permutation of the whole source."""
 
-    def __init__(
-        self, corpus: Corpus, *, chunk_bytes: int, extra_bytes: int, seed: int, generations: Sequence[Generation]
-    ) -> None:
+    def __init__(self, corpus: Corpus, cut: ChunkCut, *, seed: int, generations: Sequence[Generation]) -> None:
         self._corpus = corpus
-        self._chunk, self._extra = chunk_bytes, extra_bytes
+        self._cut = cut
         self._seed = seed
         firsts, slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for start, end in corpus.file_bounds():
-            counts = chunk_counts(corpus.sizes(start, end) + extra_bytes, chunk_bytes)
+            counts = cut.counts(corpus.sizes(start, end))
             cuts = np.arange(0, end - start, _LOOKED_UP)
             firsts.append(start + cuts)
             slots.append(np.add.reduceat(counts, cuts) if len(cuts) else cuts)
@@ -227,7 +221,7 @@ class SizedChunks(_Permuted):
             here = np.flatnonzero(block == one)
             start, end = int(self._first_record[one]), int(self._first_record[one + 1])
             sizes = self._corpus.sizes(start, end)
-            counts = chunk_counts(sizes + self._extra, self._chunk)
+            counts = self._cut.counts(sizes)
             # A file that cannot be read any more has lost its sizes: its slots go to records that cannot be read.
             counts[np.argmin(sizes)] += self._first_slot[one + 1] - self._first_slot[one] - counts.sum()
             ends = np.cumsum(counts)

@@ -117,10 +117,16 @@ class ChunkStream:
 
     def _new_order(self) -> ChunkOrder:
         setup = self.setup
-        cut = {"chunk_tokens": setup.chunk_tokens, "chunk_bytes": self.chunk_bytes, "extra_bytes": self._border_tokens}
-        seed = order_seed(setup.seed, setup.name)
-        documents = self.corpus if self.prepared is None else self.prepared
-        return make_order(documents, self.generations, seed=seed, window_bytes=setup.window_bytes, **cut)
+        documents = self.prepared if self.corpus is None else self.corpus
+        assert documents is not None
+        return make_order(
+            documents,
+            self._chunk_cut,
+            self.generations,
+            seed=order_seed(setup.seed, setup.name),
+            chunk_tokens=setup.chunk_tokens,
+            window_bytes=setup.window_bytes,
+        )
 
     def resumed(self, setup: SourceSetup) -> "ChunkStream":
         """Returns the same open source in the order of another setup, by its cuts and generations."""
@@ -390,9 +396,9 @@ class ChunkStream:
         if not self._has_marks or not len(chunks.record):
             return {}
         assert self.corpus is not None
-        found = self.corpus.parts(chunks.record, self._chunk_cut.spans(chunks))
+        found = self.corpus.parts(chunks.record, self._chunk_cut.spans(chunks.first, chunks.num))
         return {i: part for i, part in enumerate(found) if part is not None}
 
-    @functools.cached_property
+    @property
     def _chunk_cut(self) -> ChunkCut:
         return ChunkCut(self.chunk_bytes, self._border_tokens, exact=self.tokenizer.identity == "bytes")

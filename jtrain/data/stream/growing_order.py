@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
+from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
-from jtrain.data.stream.chunk_order import Chunks, chunk_counts
+from jtrain.data.stream.chunk_order import Chunks
 from jtrain.errors import UserError
 
 _MOST_FILES = 4096
@@ -58,22 +59,15 @@ class GrowingChunks:
     numbers = EpochNumbers((Generation(0, 0, 0, 0),), (ENDLESS_SLOTS,))
 
     def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        chunk_bytes: int,
-        extra_bytes: int,
-        seed: int,
-        generations: Sequence[Generation],
-        window_bytes: int,
+        self, corpus: Corpus, cut: ChunkCut, *, seed: int, generations: Sequence[Generation], window_bytes: int
     ) -> None:
         self._corpus = corpus
-        self._chunk, self._extra = chunk_bytes, extra_bytes
+        self._cut = cut
         self._seed = seed
         self._generations = generations
         self._window_bytes = window_bytes
         self._anchors = [WindowAnchor(0, 0, 0)]
-        self._windows_of = functools.lru_cache(maxsize=2)(self._cut_epoch)
+        self._windows_of = functools.lru_cache(maxsize=2)(self._files_by_window)
         self._opened: dict[WindowAnchor, _OpenWindow] = {}
 
     def anchor(self, number: int) -> WindowAnchor:
@@ -124,19 +118,19 @@ class GrowingChunks:
         ends = self._window(anchor).ends
         return int(ends[-1]) if len(ends) else 0
 
-    def _cut_epoch(self, epoch: int) -> list[Int64[np.ndarray, " _"]]:
+    def _files_by_window(self, epoch: int) -> list[Int64[np.ndarray, " _"]]:
         """Returns the files of each window of an epoch."""
         base, joined = members(self._generations, epoch)
-        windows = self._cut(shuffled_parts(self._generations[base].files, epoch_key(self._seed, epoch)))
+        windows = self._split(shuffled_parts(self._generations[base].files, epoch_key(self._seed, epoch)))
         for generation in joined:
             kept = self._generations[generation].window
             new = np.arange(self._generations[generation - 1].files, self._generations[generation].files)
             files = np.sort(np.concatenate([*windows[kept:], new]))
             order = shuffled_parts(len(files), join_key(self._seed, generation, epoch))
-            windows = windows[:kept] + self._cut(files[order])
+            windows = windows[:kept] + self._split(files[order])
         return windows
 
-    def _cut(self, files: Int64[np.ndarray, " files"]) -> list[Int64[np.ndarray, " _"]]:
+    def _split(self, files: Int64[np.ndarray, " files"]) -> list[Int64[np.ndarray, " _"]]:
         """Returns files in this order as windows."""
         sizes = self._corpus.file_sizes()[files]
         window = (np.cumsum(sizes) - sizes) // self._window_bytes
@@ -158,7 +152,7 @@ class GrowingChunks:
                 count = self._corpus.count(file)
                 records.append(np.arange(first, first + count))
                 sizes.append(self._corpus.sizes(first, first + count))
-            counts = chunk_counts(np.concatenate(sizes) + self._extra, self._chunk)
+            counts = self._cut.counts(np.concatenate(sizes))
             self._opened[anchor] = _OpenWindow(np.concatenate(records), np.cumsum(counts))
         return self._opened[anchor]
 

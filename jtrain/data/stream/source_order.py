@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jtrain.data.pretokenized.reader import PreparedIndex
+from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import Generation
 from jtrain.data.stream.chunk_order import ChunkOrder, PreparedChunks, SizedChunks, WholeRecords
 from jtrain.data.stream.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.stream.windowed_order import WindowedChunks
-from jtrain.data.tokenizer import Tokenizer
+from jtrain.data.tokenizer import Tokenizer, encode_documents
 
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
 """First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
@@ -20,36 +21,32 @@ _FULL = 0.9
 
 
 def make_order(
-    documents: Corpus | PreparedIndex | None,
+    documents: Corpus | PreparedIndex,
+    cut: ChunkCut,
     generations: Sequence[Generation],
     *,
     seed: int,
     chunk_tokens: int,
-    chunk_bytes: int,
-    extra_bytes: int,
     window_bytes: int,
 ) -> ChunkOrder:
     """Returns the order of a source.
 
     Args:
       documents: the source as text, or prepared.
+      cut: cut of its texts; without meaning for prepared sources.
       generations: generations of its files; without meaning for prepared sources and Grain datasets.
       seed: seed of the order.
-      chunk_tokens, chunk_bytes: most tokens of a chunk of a prepared source, most bytes of one of text.
-      extra_bytes: tokens that a text has besides its bytes.
+      chunk_tokens: most tokens of a chunk of a prepared source.
       window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
     """
     if isinstance(documents, PreparedIndex):
         return PreparedChunks(documents, chunk_tokens=chunk_tokens, seed=seed)
-    assert documents is not None
     if documents.source.format == "grain":
         return WholeRecords(len(documents), seed=seed)
-    cut = {"chunk_bytes": chunk_bytes, "extra_bytes": extra_bytes, "seed": seed}
-    if not documents.is_open:
-        return GrowingChunks(documents, generations=generations, window_bytes=window_bytes, **cut)
-    if documents.sizes_need_reading:
-        return WindowedChunks(documents, generations=generations, window_bytes=window_bytes, **cut)
-    return SizedChunks(documents, generations=generations, **cut)
+    if documents.is_open and not documents.sizes_need_reading:
+        return SizedChunks(documents, cut, seed=seed, generations=generations)
+    order = WindowedChunks if documents.is_open else GrowingChunks
+    return order(documents, cut, seed=seed, generations=generations, window_bytes=window_bytes)
 
 
 def join(order: ChunkOrder, number: int, anchor: WindowAnchor | None, *, files: int, epochs: int | None) -> Generation:
@@ -86,7 +83,7 @@ def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: in
             break
     if not texts:
         return chunk_tokens
-    tokens = int(tokenizer.encode_documents(texts)[0].sum())
+    tokens = int(encode_documents(tokenizer, texts)[0].sum())
     content = sum(len(text.encode("utf-8")) for text in texts)
     return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))
 

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int64
 
+from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.part_window import PartWindow, ReadPart
 from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
-from jtrain.data.stream.chunk_order import Chunks, chunk_counts, permuted_within
+from jtrain.data.stream.chunk_order import Chunks, permuted_within
 
 _PART_RECORDS = 1024
 """Most records of a part of a file whose sizes are only known by reading."""
@@ -53,23 +54,16 @@ class WindowedChunks:
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        chunk_bytes: int,
-        extra_bytes: int,
-        seed: int,
-        generations: Sequence[Generation],
-        window_bytes: int,
+        self, corpus: Corpus, cut: ChunkCut, *, seed: int, generations: Sequence[Generation], window_bytes: int
     ) -> None:
         self._corpus = corpus
-        self._chunk, self._extra = chunk_bytes, extra_bytes
+        self._cut = cut
         self._seed = seed
         self._generations = generations
         self._window_bytes = window_bytes
         self._start, self._bytes, decoded, file_parts = _parts(corpus)
         text_bytes = self._bytes * np.where(decoded, 1, _MOST_EXPANSION)
-        self._slots = np.diff(self._start) + -(-text_bytes // chunk_bytes)
+        self._slots = np.diff(self._start) + -(-text_bytes // cut.chunk_bytes)
         self._parts = [int(file_parts[generation.files]) for generation in generations]
         slots = [int(self._slots[:parts].sum()) for parts in self._parts]
         self.slots = slots[-1]
@@ -124,7 +118,7 @@ class WindowedChunks:
         for one in sorted(set(window_of.tolist())):
             here = np.flatnonzero(window_of == one)
             start, end = int(order.first_slot[one]), int(order.first_slot[one + 1])
-            found.append((one, here, permuted(places[here] - start, np.int64(end - start), order.keys[one])))
+            found.append((one, here, permuted(places[here] - start, np.int64(end - start), np.uint64(order.keys[one]))))
         now = {(epoch, one) for one, _, _ in found}
         self._windows = {at: window for at, window in self._windows.items() if at in now | self._just_read}
         self._just_read = now
@@ -139,7 +133,7 @@ class WindowedChunks:
     def _open_epoch(self, epoch: int) -> _Epoch:
         base, newer = members(self._generations, epoch)
         key = epoch_key(self._seed, epoch)
-        windows = self._cut(shuffled_parts(self._parts[base], key))
+        windows = self._split(shuffled_parts(self._parts[base], key))
         joined = []
         for generation in newer:
             place, kept = self._generations[generation].place, self._generations[generation].window
@@ -154,12 +148,12 @@ class WindowedChunks:
                 windows.append(np.sort(parts[:few]))
                 parts = parts[few:]
                 joined.append(((place, int(self._ends(windows)[-1])), mine))
-            windows += self._cut(parts)
+            windows += self._split(parts)
         lengths = np.asarray([len(window) for window in windows], np.int64)
         keys = window_keys(np.arange(len(windows)), key)
         return _Epoch(windows, self._ends(windows), np.cumsum(lengths) - lengths, keys, joined[::-1])
 
-    def _cut(self, parts: Int64[np.ndarray, " parts"]) -> list[Int64[np.ndarray, " _"]]:
+    def _split(self, parts: Int64[np.ndarray, " parts"]) -> list[Int64[np.ndarray, " _"]]:
         """Returns parts in this order as windows."""
         parts = parts[self._slots[parts] > 0]
         sizes = self._bytes[parts]
@@ -181,9 +175,9 @@ class WindowedChunks:
     def _read_part(self, part: int) -> ReadPart:
         start, end = int(self._start[part]), int(self._start[part + 1])
         held = self._corpus.hold(start)
-        sizes = self._corpus.sizes(start, end) + self._extra
+        sizes = self._corpus.sizes(start, end)
         per_slot = 1
-        while int((counts := chunk_counts(sizes, self._chunk * per_slot)).sum()) > self._slots[part]:
+        while int((counts := self._cut.counts(sizes, per_slot=per_slot)).sum()) > self._slots[part]:
             per_slot += 1
         return ReadPart(np.cumsum(counts), per_slot, held)
 

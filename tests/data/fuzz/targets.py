@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jtrain.data.pretokenized.foreign.find import find_layout
+from jtrain.data.sources.data_files import saved_dataset_files
 from jtrain.data.sources.formats import BadRecord, RowGroupCache, open_file
-from jtrain.data.sources.formats.arrow import saved_dataset_files
-from jtrain.data.sources.formats.masked_text import MaskFields
+from jtrain.data.sources.formats.masked_text import MaskFields, TextFields
 from jtrain.data.sources.storage import StoredFile
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import UserError
+from tests.data.documents import encode_document
 
 SEPARATOR = b"\n=====\n"
 """Between the files of an input of several files."""
@@ -63,10 +64,8 @@ def _records(suffix: str, *, mask: MaskFields | None = None, text_field: str = "
         records = open_file(
             _stored(folder / f"a{suffix}", _with_checksums(files[0]) if suffix == ".tar" else files[0]),
             format="auto",
-            text_field=text_field,
-            mask=mask,
+            fields=TextFields(text_field, "data.sources.web", mask),
             text_piece_bytes=1 << 12,
-            field="data.sources.web",
             cache_dir=folder,
             groups=cache,
             check_content=False,
@@ -124,7 +123,7 @@ def _tokenizer(files: list[bytes], folder: Path) -> None:
     for name, content in zip(("tokenizer.json", "tokenizer_config.json"), files, strict=True):
         (folder / name).write_bytes(content)
     tokenizer = make_tokenizer(str(folder))
-    tokenizer.text_bytes(tokenizer.encode_document("It's 3 o'clock.\n"))
+    tokenizer.text_bytes(encode_document(tokenizer, "It's 3 o'clock.\n"))
 
 
 def _hf(files: list[bytes], folder: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from jtrain.data.pretokenized.foreign.find import find_layout
 from jtrain.data.sources.formats import RowGroupCache, open_file
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.storage import StoredFile
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import UserError
@@ -100,9 +101,8 @@ def test_a_pickle_is_a_bad_file_of_every_format(tmp_path: Path, owned: Path) -> 
             open_file(
                 stored,
                 format="auto",
-                text_field="text",
+                fields=TextFields("text", "data"),
                 text_piece_bytes=4096,
-                field="data",
                 cache_dir=tmp_path,
                 groups=RowGroupCache(1),
                 check_content=True,

@@ -12,7 +12,8 @@ import pytest
 
 from jtrain.data.hosts.messages import SCHEMA, decoded
 from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
-from jtrain.data.loaders.loader import RequestPart
+from jtrain.data.loaders.messages import RequestPart
+from jtrain.data.loss_mask import NO_RUNS
 from jtrain.data.stream.growing_order import WindowAnchor
 from jtrain.runtime.link import Peers
 
@@ -23,8 +24,8 @@ MESSAGES: tuple[tuple[Any, ...], ...] = (
     ("run", 5, 6, np.arange(3), np.asarray([1, 2, 3], np.int32), {4: "a.jsonl:7 ünreadable"}, ANCHOR, 0.1),
     ("run", 5, 6, np.arange(0), np.zeros(0, np.int32), {}, None, 0.0),
     ("fetch", 7, 8, 0, np.asarray([5, 2**40]), ANCHOR),
-    ("ids", 9, np.asarray([2], np.int32), np.arange(1 << 20, dtype=np.uint16), np.arange(4, dtype=np.int32).tobytes()),
-    ("ids", 9, np.asarray([1], np.int32), np.asarray([1], np.int32), b""),
+    ("ids", 9, np.asarray([2], np.int32), np.arange(1 << 20, dtype=np.uint16), np.asarray([[0, 1], [2, 3]], np.int32)),
+    ("ids", 9, np.asarray([1], np.int32), np.asarray([1], np.int32), NO_RUNS),
     ("done", 10),
 )
 

@@ -21,6 +21,7 @@ from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import make_tokenizer
+from tests.data.documents import encode_document
 from tests.data.two_sources import contents, recipes_of, write_lines
 
 
@@ -35,7 +36,7 @@ def test_every_format_has_the_ids_of_its_documents(
     [made] = prepare([recipe], tmp_path / "out", workers=2, stream=io.StringIO(), shard_bytes=3000)
     index = PreparedIndex(tmp_path / "out" / "a")
     assert len((Path(index.location) / reader.SHARDS).read_text().splitlines()) > 2
-    want = [tokenizer.encode_document(text) for text in texts]
+    want = [encode_document(tokenizer, text) for text in texts]
     lengths, ids = index.read(np.arange(len(index)))
     assert lengths.tolist() == [len(one) for one in want]
     np.testing.assert_array_equal(ids, np.concatenate(want))

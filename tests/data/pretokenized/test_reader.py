@@ -17,6 +17,7 @@ from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer
 from jtrain.errors import FileError
+from tests.data.documents import encode_document
 
 NUM_DOCUMENTS = 5 * BLOCK + 3  # the last block is not full
 
@@ -51,7 +52,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> PreparedIndex:
 def test_any_records_in_any_order_have_the_ids_of_their_documents(index: PreparedIndex, records: list[int]) -> None:
     numbers = np.asarray(records, np.int64)
     lengths, ids = index.read(numbers)
-    want = [ByteTokenizer().encode_document(documents()[record]) for record in records]
+    want = [encode_document(ByteTokenizer(), documents()[record]) for record in records]
     assert lengths.dtype == np.int32
     assert lengths.tolist() == index.lengths(numbers).tolist() == [len(one) for one in want]
     assert ids.dtype == index.dtype == np.uint8
@@ -63,7 +64,7 @@ def test_any_spans_of_any_records_have_their_ids(index: PreparedIndex, data: st.
     """Spans may be empty, overlap, and lie in any order."""
     want, records, starts, ends = [np.empty(0, np.int32)], [], [], []
     for record in data.draw(st.lists(st.integers(0, NUM_DOCUMENTS - 1), max_size=20)):
-        ids = ByteTokenizer().encode_document(documents()[record])
+        ids = encode_document(ByteTokenizer(), documents()[record])
         start = data.draw(st.integers(0, len(ids)))
         end = data.draw(st.integers(start, len(ids)))
         want.append(ids[start:end])
@@ -95,7 +96,7 @@ def test_a_span_beyond_its_record_is_refused(index: PreparedIndex, start: int, e
 
 
 def test_counts_and_names_are_those_of_the_source(index: PreparedIndex) -> None:
-    want = [len(ByteTokenizer().encode_document(text)) for text in documents()]
+    want = [len(encode_document(ByteTokenizer(), text)) for text in documents()]
     assert len(index) == index.num_records == NUM_DOCUMENTS
     assert index.num_tokens == sum(want)
     assert index.num_empty == sum(not text for text in documents())
@@ -110,7 +111,7 @@ def test_a_larger_vocabulary_takes_two_bytes_for_an_id(tokenizer_json: Path, tmp
     index = PreparedIndex(make(tmp_path, str(tokenizer_json)))
     assert index.dtype == np.uint16
     lengths, ids = index.read(np.arange(len(index)))
-    want = [tokenizer.encode_document(text) for text in documents()]
+    want = [encode_document(tokenizer, text) for text in documents()]
     assert lengths.tolist() == [len(one) for one in want]
     np.testing.assert_array_equal(ids, np.concatenate(want))
     assert max(lengths) > 100
@@ -272,7 +273,7 @@ def test_an_index_is_complete_without_its_raw_files(tmp_path: Path) -> None:
     moved = PreparedIndex(shutil.copytree(folder, tmp_path / "moved" / "web"))
     shutil.rmtree(tmp_path / "raw")
     _, ids = moved.read(np.arange(NUM_DOCUMENTS))
-    assert ids.tolist() == np.concatenate([ByteTokenizer().encode_document(text) for text in documents()]).tolist()
+    assert ids.tolist() == np.concatenate([encode_document(ByteTokenizer(), text) for text in documents()]).tolist()
     assert (moved.names, moved.file_ends.tolist()) == (["web.jsonl"], [NUM_DOCUMENTS])
     assert moved.identity_of(7) == "web.jsonl:7"
     moved.check(on_bad_record="fail", tokenizer="bytes", text_field="text")

@@ -288,18 +288,20 @@ def source():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("at_41", "timeout_s", "how"), [("os.kill(os.getpid(), 9)", 60.0, "die"), ("time.sleep(1000)", 4.0, "hang")]
+    ("at_41", "timeout_s", "how"),
+    [("os.kill(os.getpid(), 9)", 60.0, "died"), ("time.sleep(1000)", 4.0, "has not moved for 4 s")],
 )
 def test_a_document_that_no_loader_survives_is_found_and_skipped_or_named(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_41: str, timeout_s: float, how: str
 ) -> None:
     """A dead loader does not tell what it was reading: its run is cut into pieces until one document is left."""
+    kind = how.partition(" ")[0]
     for name, line in (("bad", at_41), ("good", 'return ""')):
-        (tmp_path / f"{name}_{how}.py").write_text(RECORDS.format(at_41=line))
+        (tmp_path / f"{name}_{kind}.py").write_text(RECORDS.format(at_41=line))
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def dataset(name: str, policy: Literal["skip", "fail"]) -> TextDataset:
-        source = Source(path=f"{name}_{how}:source", format="grain")
+        source = Source(path=f"{name}_{kind}:source", format="grain")
         spec = PackedText(sources={"a": source}, seq_len=16, global_batch=8, eval_fraction=0.0, on_bad_record=policy)
         return open_dataset(spec, seed=1)
 
@@ -316,7 +318,7 @@ def test_a_document_that_no_loader_survives_is_found_and_skipped_or_named(
         plane.close()
     plane = ray_plane(work(dataset("bad", "fail"), rows, epochs=1), "fail", read_timeout_s=timeout_s)
     (number,) = np.flatnonzero(dataset("bad", "fail").streams[0].locate(np.arange(100)).record == 41).tolist()
-    with pytest.raises(DataError, match=f"loaders {how} again and again at data.sources.a, document {number}[. ]"):
+    with pytest.raises(DataError, match=f"a loader {how}.* at data.sources.a, document {number}[ ,].*again and again"):
         list(iter_batches(plane))
     plane.close()
     until(lambda: not actors_left(cluster))

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from jtrain.data.sources.formats import BadRecord, delimited
 from jtrain.data.sources.formats.delimited import DelimitedFile
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.storage import find_files
 
 
 def opened(path: Path, text_field: str = "text") -> DelimitedFile:
     [file] = find_files(str(path), field="data.sources.web.path")
     kind, cache_dir = path.suffix.removeprefix("."), path.parent / "cache"
-    return DelimitedFile(file, kind=kind, text_field=text_field, field="data.sources.web", cache_dir=cache_dir)
+    return DelimitedFile(file, TextFields(text_field, "data.sources.web"), kind=kind, cache_dir=cache_dir)
 
 
 @pytest.mark.parametrize("kind", ["csv", "tsv"])

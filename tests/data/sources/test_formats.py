@@ -9,7 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from jtrain.data.sources.cache import SMALL_TABLE_BYTES
-from jtrain.data.sources.formats import BadRecord, JsonLines, ParquetFile, RowGroupCache, TextFile, format_of
+from jtrain.data.sources.formats import BadRecord, JsonLines, RowGroupCache, TextFile, format_of
+from jtrain.data.sources.formats.masked_text import TextFields
+from jtrain.data.sources.formats.parquet import ParquetFile
 from jtrain.data.sources.storage import CacheLost, StoredFile, find_files
 
 
@@ -22,11 +24,11 @@ def text_file(path: Path, *, piece_bytes: int) -> TextFile:
 
 
 def json_lines(path: Path, *, text_field: str = "text") -> JsonLines:
-    return JsonLines(stored(path), text_field=text_field, field="data.sources.web", cache_dir=path.parent / "cache")
+    return JsonLines(stored(path), TextFields(text_field, "data.sources.web"), cache_dir=path.parent / "cache")
 
 
 def parquet(path: Path, *, text_field: str = "text", cache_bytes: int = 1 << 20) -> ParquetFile:
-    return ParquetFile(stored(path), text_field=text_field, field="data.sources.web", groups=RowGroupCache(cache_bytes))
+    return ParquetFile(stored(path), TextFields(text_field, "data.sources.web"), groups=RowGroupCache(cache_bytes))
 
 
 @example(content="0" * 14 + "🙂", piece_bytes=16)  # the last cut falls into the last character

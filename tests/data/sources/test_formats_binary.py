@@ -13,11 +13,13 @@ import pyarrow as pa
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from jtrain.data.sources.data_files import saved_dataset_files
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.formats import arrayrecord as arrayrecord_format
 from jtrain.data.sources.formats.arrayrecord import ArrayRecordFile
-from jtrain.data.sources.formats.arrow import ArrowFile, saved_dataset_files
+from jtrain.data.sources.formats.arrow import ArrowFile
 from jtrain.data.sources.formats.graindataset import GrainDataset
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.webdataset import TarFile
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError
@@ -38,7 +40,7 @@ def write_array_record(path: Path, records: Iterable[bytes]) -> Path:
 
 
 def array_record(path: Path, text_field: str = "text") -> ArrayRecordFile:
-    return ArrayRecordFile(stored(path), text_field=text_field, field=FIELD)
+    return ArrayRecordFile(stored(path), TextFields(text_field, FIELD))
 
 
 def write_tar(path: Path, members: Sequence[tuple[str, bytes]], format: int = tarfile.GNU_FORMAT) -> Path:
@@ -51,7 +53,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]], format: int = ta
 
 
 def tar_file(path: Path, text_field: str = "txt") -> TarFile:
-    return TarFile(stored(path), text_field=text_field, field=FIELD, cache_dir=path.parent / "cache")
+    return TarFile(stored(path), TextFields(text_field, FIELD), cache_dir=path.parent / "cache")
 
 
 def write_arrow(path: Path, table: pa.Table, *, rows: int = 7, **options: Any) -> Path:
@@ -61,7 +63,7 @@ def write_arrow(path: Path, table: pa.Table, *, rows: int = 7, **options: Any) -
 
 
 def arrow(path: Path, text_field: str = "text") -> ArrowFile:
-    return ArrowFile(stored(path), text_field=text_field, field=FIELD)
+    return ArrowFile(stored(path), TextFields(text_field, FIELD))
 
 
 def test_an_array_record_is_its_text_or_a_field_of_it_where_it_is_json(tmp_path: Path) -> None:
@@ -345,10 +347,14 @@ def test_a_bad_element_of_a_grain_dataset_is_named(made: str) -> None:
     [
         ("endless", r"the dataset has no end\. Leave out `repeat\(\)`"),
         ("iterated", r"returned a \w*IterDataset, not a grain\.MapDataset"),
-        ("nowhere", r"no such function \(module 'made_for_test' has no attribute 'nowhere'\)"),
-        ("", r"no such function \(it is not of the form module:function\)"),
+        ("nowhere", r"made_for_test has no function 'nowhere'\. "),
     ],
 )
 def test_what_is_no_grain_dataset_is_refused(function: str, message: str, made: str) -> None:
     with pytest.raises(ValueError, match=rf"data\.sources\.web\.path='made_for_test:{function}': {message}"):
         GrainDataset(f"{made}:{function}", field=FIELD)
+
+
+def test_a_grain_dataset_without_a_function_is_refused(made: str) -> None:
+    with pytest.raises(ValueError, match=rf"data\.sources\.web\.path='{made}' must be 'module:name'"):
+        GrainDataset(made, field=FIELD)

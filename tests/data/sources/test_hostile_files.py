@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data.sources.formats import BadRecord, Records, RowGroupCache, open_file, parquet
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.storage import StoredFile
 from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import FileError, UserError
@@ -25,9 +26,8 @@ def opened(folder: Path, suffix: str, content: bytes) -> Records:
     return open_file(
         StoredFile(str(path), path.name, len(content), "1", str(path)),
         format="auto",
-        text_field="txt" if suffix == ".tar" else "text",
+        fields=TextFields("txt" if suffix == ".tar" else "text", "data"),
         text_piece_bytes=4096,
-        field="data",
         cache_dir=folder,
         groups=RowGroupCache(1 << 20),
         check_content=True,

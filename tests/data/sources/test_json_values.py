@@ -13,6 +13,7 @@ from jtrain.data.sources.cache import SMALL_TABLE_BYTES
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord, JsonLines, Records, json_values
 from jtrain.data.sources.formats.json_values import JsonValues, open_json
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import find_files
 
@@ -25,7 +26,7 @@ VALUES = st.recursive(
 
 def opened(path: Path) -> Records:
     [file] = find_files(str(path), field="data.sources.web.path")
-    return open_json(file, text_field="text", field="data.sources.web", cache_dir=path.parent / "cache")
+    return open_json(file, TextFields("text", "data.sources.web"), cache_dir=path.parent / "cache")
 
 
 @pytest.mark.parametrize("form", ["array", "one after another"])

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from jtrain.data import PackedText, Source, open_dataset, open_sets
-from jtrain.data.loaders import pool as pools
+from jtrain.data.loaders import process_pool as pools
 from jtrain.data.loaders.forkserver import Forkserver
-from jtrain.data.loaders.loader import RequestPart
+from jtrain.data.loaders.messages import RequestPart
 from jtrain.data.sources import opening
 from jtrain.data.sources.opening import Opened
 from tests.data.sources.object_store import gs_store

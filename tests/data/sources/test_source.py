@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jtrain.data.sources.corpus import Corpus
-from jtrain.data.sources.formats import BadRecord, ParquetFile, TextFile
+from jtrain.data.sources.formats import BadRecord, TextFile
+from jtrain.data.sources.formats.parquet import ParquetFile
 from jtrain.data.sources.source import FileKeys, Source, split_positions
 from jtrain.data.sources.storage import CacheLost, StoredFile
 from jtrain.errors import FileError

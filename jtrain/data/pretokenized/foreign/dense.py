@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, Found, unsigned
+from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignFile, Found, unsigned
 from jtrain.errors import FileError, UserError
 
 _LLM_C = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
@@ -21,7 +21,7 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 
 
-class SplitFile:
+class SplitFile(ForeignFile):
     """File of ids whose documents end with an end id, which belongs to the document before it.
 
     What follows the last end id is a document too. In llm.c's files the token stands before each document: the first
@@ -46,11 +46,8 @@ class SplitFile:
             )
         return Found(ids, np.flatnonzero(ids == self._end_id) + 1)
 
-    def close(self) -> None:
-        pass
 
-
-class MegatronFile:
+class MegatronFile(ForeignFile):
     """Megatron's .bin with its .idx, which says where documents end; a document is one or more sequences.
 
     Files of fairseq have the same index without the list of documents: each sequence is one.
@@ -58,8 +55,6 @@ class MegatronFile:
     Raises:
       UserError: the index is of another version, has an unknown dtype, or does not fit the .bin.
     """
-
-    first_byte = 0
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,7 +90,7 @@ class MegatronFile:
         return Found(ids, self._ends[low:high] - first)
 
     def close(self) -> None:
-        self.__dict__.pop("_ends", None)
+        vars(self).pop("_ends", None)
 
     @functools.cached_property
     def _ends(self) -> Int64[np.ndarray, " documents"]:

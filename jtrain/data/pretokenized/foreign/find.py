@@ -2,15 +2,14 @@
 
 import glob
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jtrain.data.pretokenized.foreign.dense import MegatronFile, llm_c_file, npy_file, raw_file
 from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, ForeignLayout
 from jtrain.data.pretokenized.foreign.mds import mds_shards
-from jtrain.data.pretokenized.foreign.parquet_ids import COLUMN, ParquetIds
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError, UserError
 
@@ -45,7 +44,7 @@ def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, c
     if any(file.name == "index.json" and _is_mds(Path(file.location)) for file in files):
         shards, column = mds_shards(root, column=column, dtype=np.dtype(f"<u{np.dtype(dtype or 'int64').itemsize}"))
         assumed = any(shard.dtype_is_assumed for shard in shards)
-        return _layout("mds", root, list(shards), {"column": column}, dtype_is_assumed=assumed)
+        return _layout("mds", root, shards, {"column": column}, dtype_is_assumed=assumed)
     suffixes = {
         suffix: [f for f in files if f.name.endswith(suffix)] for suffix in (".idx", ".bin", ".npy", ".parquet")
     }
@@ -67,11 +66,13 @@ def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, c
     [(suffix, some)] = found.items()
     if suffix == ".idx":
         megatron = [MegatronFile(root / file.name.replace(".idx", ".bin")) for file in some]
-        return _layout("megatron", root, list(megatron), {})
+        return _layout("megatron", root, megatron, {})
     if suffix == ".parquet":
+        from jtrain.data.pretokenized.foreign.parquet_ids import COLUMN, ParquetIds  # imports pyarrow
+
         column = column or COLUMN
         parquet = [ParquetIds(Path(file.location), column) for file in some]
-        return _layout("parquet", root, list(parquet), {"column": column}, copies=True)
+        return _layout("parquet", root, parquet, {"column": column}, copies=True)
     return _flat(suffix, root, some, end_id, vocab_size, dtype)
 
 
@@ -94,7 +95,9 @@ def _flat(
     return _layout(kind, root, files, {"end_id": end_id}, splits=True, dtype_is_assumed=kind == "raw")
 
 
-def _layout(kind: str, root: Path, files: list[Any], decided_by: dict[str, str | int], **more: bool) -> ForeignLayout:
+def _layout(
+    kind: str, root: Path, files: Sequence[ForeignFile], decided_by: dict[str, str | int], **more: bool
+) -> ForeignLayout:
     """Returns the layout, once all files are known to hold ids of one dtype."""
     dtypes = {file.dtype.name: file.path for file in files}
     if len(dtypes) > 1:

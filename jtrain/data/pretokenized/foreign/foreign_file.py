@@ -1,8 +1,10 @@
 """Interface of foreign token files: each is scanned once, in parts, for its documents and its largest id."""
 
+import abc
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int, UInt
@@ -28,8 +30,7 @@ class Found:
     offsets: Int[np.ndarray, " documents"] | None = None
 
 
-@runtime_checkable
-class ForeignFile(Protocol):
+class ForeignFile(abc.ABC):
     """File of token ids.
 
     Attributes:
@@ -40,17 +41,17 @@ class ForeignFile(Protocol):
 
     path: Path
     dtype: np.dtype[Any]
-    first_byte: int
+    first_byte = 0
 
+    @abc.abstractmethod
     def num_parts(self) -> int: ...
 
+    @abc.abstractmethod
     def scan(self, part: int) -> Found:
         """Reads a part; called from several threads, on different parts."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 (most layouts keep nothing)
         """Frees what was kept between the scans."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class ForeignLayout:
     kind: str
     root: Path
     names: list[str]
-    files: list[ForeignFile]
+    files: Sequence[ForeignFile]
     decided_by: dict[str, str | int]
     splits: bool = False
     copies: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from jtrain.data.pretokenized.foreign.foreign_file import Found, unsigned
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Found, unsigned
 from jtrain.errors import FileError, UserError
 
 _KNOWN_COLUMNS = ("tokens", "input_ids")
@@ -15,7 +15,7 @@ _ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 6
 """Code of an array's dtype, where the encoding of the column does not name it."""
 
 
-class MdsShard:
+class MdsShard(ForeignFile):
     """Uncompressed shard.
 
     A shard is uint32: number of samples, then the first byte of each and the end; a description; the samples. A sample
@@ -30,8 +30,6 @@ class MdsShard:
       FileError: the shard is missing, or only its compressed form is there.
       UserError: the column holds no ids.
     """
-
-    first_byte = 0
 
     def __init__(self, folder: Path, entry: dict[str, Any], column: str, dtype: np.dtype[Any]) -> None:
         name = entry["raw_data"]["basename"]
@@ -95,9 +93,6 @@ class MdsShard:
         parts = [content[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
         ids = np.concatenate([np.empty(0, np.uint8), *parts]).view(self.dtype)
         return Found(ids, np.cumsum(sizes // self.dtype.itemsize), starts)
-
-    def close(self) -> None:
-        pass
 
     def _columns(self, content: UInt8[np.ndarray, " b"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the first byte and the end of the column in each sample."""

@@ -4,39 +4,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
-from jtrain.data.pretokenized.foreign.foreign_file import Found
-from jtrain.data.sources.formats.parquet import damage, decoded_group
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Found
+from jtrain.data.sources.formats.parquet import DAMAGE, decoded_group
 from jtrain.data.sources.formats.record import names_of
 from jtrain.errors import FileError, UserError
 
 COLUMN = "input_ids"
 
 
-class ParquetIds:
+class ParquetIds(ForeignFile):
     """Parquet file; each row is a document, a list of ids. A row without a list is an empty document."""
 
-    first_byte = 0
     dtype = np.dtype("<u8")
 
     def __init__(self, path: Path, column: str) -> None:
-        import pyarrow.parquet as pq
-
         self.path = path
         self._column = column
         try:
             schema = pq.read_schema(str(path))
             self._groups = pq.read_metadata(str(path)).num_row_groups
             self._check(schema)
-        except damage() as error:
+        except DAMAGE as error:
             if isinstance(error, UserError):
                 raise
             raise FileError(f"{path}: not a whole Parquet file ({error}). Copy it again.") from error
 
     def _check(self, schema: Any) -> None:
         """Raises UserError unless the column holds lists of integers."""
-        import pyarrow as pa
-
         if self._column not in schema.names:
             raise UserError(
                 f"{self.path}: no column {self._column!r}. Set --column to one of {names_of(schema.names)}."
@@ -53,8 +50,6 @@ class ParquetIds:
         return self._groups
 
     def scan(self, part: int) -> Found:
-        import pyarrow.parquet as pq
-
         try:
             with pq.ParquetFile(str(self.path)) as parquet:
                 table = decoded_group(parquet, part, [self._column], called=str(self.path))
@@ -64,11 +59,8 @@ class ParquetIds:
             if values.null_count:
                 raise UserError(f"{self.path}: row group {part} has lists with missing ids. Write it without them.")
             ids = values.to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64)
-        except damage() as error:
+        except DAMAGE as error:
             if isinstance(error, UserError):
                 raise
             raise FileError(f"{self.path}: row group {part} cannot be read ({error}). Copy it again.") from error
         return Found(ids, np.cumsum(lengths, dtype=np.int64))
-
-    def close(self) -> None:
-        pass

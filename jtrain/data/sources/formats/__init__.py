@@ -5,25 +5,22 @@ from pathlib import Path
 
 from jtrain.data.sources.cache import local_copy
 from jtrain.data.sources.formats import sniff
-from jtrain.data.sources.formats.masked_text import MaskFields, check_format
-from jtrain.data.sources.formats.parquet import ParquetFile
+from jtrain.data.sources.formats.masked_text import TextFields, check_format
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.formats.row_group_cache import RowGroupCache
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines, TextFile
 from jtrain.data.sources.storage import StoredFile
 
-__all__ = ["BadRecord", "JsonLines", "ParquetFile", "Records", "RowGroupCache", "TextFile", "format_of", "open_file"]
+__all__ = ["BadRecord", "JsonLines", "Records", "RowGroupCache", "TextFile", "format_of", "open_file"]
 
 
 def open_file(
     file: StoredFile,
     *,
     format: str,
-    text_field: str,
-    mask: MaskFields | None = None,
+    fields: TextFields,
     text_piece_bytes: int,
-    field: str,
     cache_dir: Path,
     groups: RowGroupCache,
     check_content: bool,
@@ -34,10 +31,8 @@ def open_file(
     Args:
       file: the file.
       format: format of the file; `auto` goes by the suffix.
-      text_field: JSON key, column, or member suffix of the text; a field of a JSON object or struct as `meta.text`.
-      mask: field that says what is learned of each text; None if all of it is.
+      fields: fields that make up the text.
       text_piece_bytes: `piece_bytes` of `TextFile`.
-      field: config path of the source, such as `data.sources.web`, for messages.
       cache_dir: folder of copies and indexes.
       groups: cache of decoded row groups.
       told: called with the bytes that were read so far, while a file is copied or searched for lines.
@@ -47,43 +42,46 @@ def open_file(
       UserError: the file is not of that format, or has no such field.
       FileError: the file cannot be read.
     """
+    field, mask = fields.at, fields.mask
     by_suffix, compression = format_of(file.name, field=f"{field}.path")
     kind = by_suffix if format == "auto" else format
     if mask is not None:
         check_format(kind, what=file.called, setting=f"{field}.{mask.setting}", name=mask.field)
     if check_content and compression and not file.is_remote:
         sniff.check_compression(file, compression=compression, field=field)
-    if kind == "parquet" and compression is None and file.is_remote and file.size_bytes >= 0:
-        return ParquetFile(file, text_field=text_field, mask=mask, field=field, groups=groups)
-    file = local_copy(file, compression=compression, cache_dir=cache_dir, told=told)
-    if check_content:
-        sniff.check_content(file, kind=kind, field=field)
+    reads_ranges = kind == "parquet" and compression is None and file.is_remote and file.size_bytes >= 0
+    if not reads_ranges:
+        file = local_copy(file, compression=compression, cache_dir=cache_dir, told=told)
+        if check_content:
+            sniff.check_content(file, kind=kind, field=field)
     match kind:
         case "text":
             return TextFile(file, piece_bytes=text_piece_bytes)
         case "jsonl":
-            return JsonLines(file, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir, told=told)
+            return JsonLines(file, fields, cache_dir=cache_dir, told=told)
         case "json":
             from jtrain.data.sources.formats.json_values import open_json
 
-            return open_json(file, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir)
+            return open_json(file, fields, cache_dir=cache_dir)
         case "csv" | "tsv":
             from jtrain.data.sources.formats.delimited import DelimitedFile
 
-            return DelimitedFile(file, kind=kind, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir)
+            return DelimitedFile(file, fields, kind=kind, cache_dir=cache_dir)
         case "parquet":
-            return ParquetFile(file, text_field=text_field, mask=mask, field=field, groups=groups)
+            from jtrain.data.sources.formats.parquet import ParquetFile  # imports pyarrow, which takes 0.1 s
+
+            return ParquetFile(file, fields, groups=groups)
         case "arrayrecord":
             from jtrain.data.sources.formats.arrayrecord import ArrayRecordFile
 
-            return ArrayRecordFile(file, text_field=text_field, mask=mask, field=field)
+            return ArrayRecordFile(file, fields)
         case "webdataset":
             from jtrain.data.sources.formats.webdataset import TarFile
 
-            return TarFile(file, text_field=text_field, field=field, cache_dir=cache_dir)
+            return TarFile(file, fields, cache_dir=cache_dir)
         case "arrow":
             from jtrain.data.sources.formats.arrow import ArrowFile
 
-            return ArrowFile(file, text_field=text_field, mask=mask, field=field)
+            return ArrowFile(file, fields)
         case _:
             raise AssertionError(kind)

@@ -4,7 +4,7 @@ import collections
 import contextlib
 from typing import Any
 
-from jtrain.data.sources.formats.masked_text import MaskFields
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.retry import Passing, text_may_pass
 from jtrain.data.sources.storage import StoredFile
@@ -24,19 +24,17 @@ _BUFFER_BYTES = 1 << 15
 
 
 class ArrayRecordFile(Records):
-    """ArrayRecord file with one document per record: the record, or its `text_field` if it is a JSON object.
+    """ArrayRecord file with one document per record: the record, or its text field if it is a JSON object.
 
     Raises:
       UserError: the file is not an ArrayRecord file, or is cut short.
     """
 
-    __slots__ = ("_count", "_field", "_file", "_mask", "_text_field")
+    __slots__ = ("_count", "_fields", "_file")
 
-    def __init__(self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str) -> None:
+    def __init__(self, file: StoredFile, fields: TextFields) -> None:
         self._file = file
-        self._text_field = text_field
-        self._mask = mask
-        self._field = field
+        self._fields = fields
         self._count = 0
         if file.size_bytes:
             reader = self._open()
@@ -81,7 +79,7 @@ class ArrayRecordFile(Records):
                     raise Passing(f"{self._file.called}: {error}") from error
                 raise UserError(
                     f"{self._file.called}: not a whole ArrayRecord file ({error}). Replace it, or leave it out of "
-                    f"{self._field}.path."
+                    f"{self._fields.at}.path."
                 ) from error
         return reader
 
@@ -98,19 +96,12 @@ class ArrayRecordFile(Records):
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
             return self._bad(record, f"not UTF-8 at byte {error.start} of the record ({error.reason})")
-        if self._mask is None and not (self._text_field and content.startswith(b"{")):
+        if self._fields.mask is None and not (self._fields.text and content.startswith(b"{")):
             return text
-        try:
-            return text_of_json(
-                content,
-                text_field=self._text_field,
-                mask=self._mask,
-                what=f"{self._file.called}, record {record}",
-                field=self._field,
-                way_out=f"Mend the record, or, where records are text as a whole, set {self._field}.text_field=''",
-            )
-        except BadRecord as error:
-            return text if self._mask is None and ": no JSON" in str(error) else error
+        way_out = f"Mend the record, or, where records are text as a whole, set {self._fields.at}.text_field=''"
+        found = text_of_json(content, self._fields, what=f"{self._file.called}, record {record}", way_out=way_out)
+        is_no_json = isinstance(found, BadRecord) and ": no JSON" in str(found)
+        return text if is_no_json and self._fields.mask is None else found
 
     def _bad(self, record: int, why: str) -> BadRecord:
         return BadRecord(f"{self._file.called}, record {record}: {why}, {SKIP}")

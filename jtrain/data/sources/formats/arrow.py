@@ -1,15 +1,15 @@
 """Arrow streams as written by `save_to_disk` of Hugging Face datasets: record batches, memory-mapped."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.masked_text import MaskFields
-from jtrain.data.sources.formats.parquet import check_columns, column_at, damage, grouped_sizes, read_grouped
+from jtrain.data.sources.formats.masked_text import TextFields
+from jtrain.data.sources.formats.parquet import DAMAGE, check_columns, column_at, grouped_sizes, read_grouped
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -21,28 +21,30 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ArrowFile(Records):
-    """Arrow file with one document per row of column `text_field`. Reading a row of the map touches no other row.
+    """Arrow file with one document per row of the text column. Reading a row of the map touches no other row.
 
-    `text_field` may name a field of a struct column: `meta.text`.
+    `fields.text` may name a field of a struct column: `meta.text`.
 
     Raises:
       UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that name.
     """
 
-    __slots__ = ("_batch_at", "_file", "_first_row", "_is_checked", "_mask", "_text_field")
+    __slots__ = (
+        "_batch_at",
+        "_fields",
+        "_file",
+        "_first_row",
+        "_is_checked",
+    )
 
-    def __init__(self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str) -> None:
-        import pyarrow as pa
-
+    def __init__(self, file: StoredFile, fields: TextFields) -> None:
         self._file = file
-        self._text_field = text_field
-        self._mask = mask
+        self._fields = fields
         first_row, batch_at = [0], []
-        read = text_field if mask is None else mask.read(text_field)[0]
         with self._map() as mapped:
             try:
                 schema = _schema(mapped)
-                check_columns(schema, text_field, mask, called=file.called, field=field)
+                check_columns(schema, fields, called=file.called)
                 while mapped.read_at(8, position := mapped.tell()) != _END_OF_STREAM:
                     message = pa.ipc.read_message(mapped)
                     if message.type != "record batch":
@@ -52,19 +54,19 @@ class ArrowFile(Records):
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
                     batch.validate()
-                    if batch.num_rows and not _lies_in(column_at(batch, read), message.body):
+                    if batch.num_rows and not _lies_in(column_at(batch, fields.read[0]), message.body):
                         raise UserError(
                             f"{file.called}: its batches are compressed, so a row can only be read with its whole "
                             "batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
                         )
                     batch_at.append(position)
                     first_row.append(first_row[-1] + batch.num_rows)
-            except damage() as error:
+            except DAMAGE as error:
                 if isinstance(error, UserError):
                     raise
                 raise UserError(
                     f"{file.called}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of another "
-                    f"format. Save it again, or leave it out of {field}.path."
+                    f"format. Save it again, or leave it out of {fields.at}.path."
                 ) from error
         self._first_row = np.asarray(first_row, np.int64)
         self._batch_at = np.asarray(batch_at, np.int64)
@@ -74,24 +76,21 @@ class ArrowFile(Records):
         return int(self._first_row[-1])
 
     sizes_need_reading = False
+    checks_columns = True
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text, from the batches' offsets."""
         with self._columns() as column_of:
-            found = grouped_sizes(first, end, self._first_row, column_of, self._text_field, self._mask)
+            found = grouped_sizes(first, end, self._first_row, column_of, self._fields)
         return np.clip(found, 0, self._file.size_bytes)  # the offsets of a damaged file may say anything
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._columns() as column_of:
-            return read_grouped(
-                records, self._first_row, column_of, self._text_field, self._mask, called=self._file.called
-            )
+            return read_grouped(records, self._first_row, column_of, self._fields, called=self._file.called)
 
     @contextlib.contextmanager
     def _columns(self) -> Iterator[Callable[[int, str], Any]]:
         """Gives a function that returns a column of a batch by its name, a view of the mapped file."""
-        import pyarrow as pa
-
         with self._map() as mapped:
             try:
                 schema = _schema(mapped)
@@ -109,22 +108,18 @@ class ArrowFile(Records):
                     return column
 
                 yield column_of
-            except damage() as error:
+            except DAMAGE as error:
                 if isinstance(error, UserError):
                     raise
                 raise FileError(f"{self._file.called}: cannot be read ({error}). Save the dataset again.") from error
 
     def _map(self) -> Any:
-        import pyarrow as pa
-
         self._file.open().close()  # raises a clear error if the file is gone or cut short
         return pa.memory_map(self._file.location)
 
 
 def _schema(mapped: Any) -> Any:
     """Reads the schema at the begin of a mapped file; raises EOFError if another message is there."""
-    import pyarrow as pa
-
     mapped.seek(len(_FILE_MAGIC) if mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC else 0)
     message = pa.ipc.read_message(mapped)
     if message.type != "schema":  # pyarrow would end the process
@@ -136,44 +131,3 @@ def _lies_in(column: Any, body: Any) -> bool:
     """True if the texts of the column lie in the mapped file, which means that they were not compressed."""
     texts = column.buffers()[-1]
     return texts is None or texts.size == 0 or body.address <= texts.address < body.address + body.size
-
-
-def saved_dataset_files(files: list[StoredFile], *, field: str) -> list[StoredFile] | None:
-    """Returns the files with the rows of a folder that `save_to_disk` wrote; None for any other folder.
-
-    Such a folder may also hold caches of earlier transforms in the same format.
-
-    Args:
-      files: all files below the folder.
-      field: config path of the folder, for messages.
-
-    Raises:
-      UserError: the folder holds several splits.
-      FileError: a file of the dataset is missing.
-    """
-    by_name = {file.name: file for file in files}
-    if "dataset_dict.json" in by_name:
-        splits = _listed(by_name["dataset_dict.json"], lambda body: body["splits"])
-        raise UserError(
-            f"{field}: a dataset of several splits ({', '.join(splits)}), which would be mixed. Set it to the "
-            f"folder of one split, such as {splits[0]!r} in there."
-        )
-    if not {"state.json", "dataset_info.json"} <= by_name.keys():
-        return None
-    names = _listed(by_name["state.json"], lambda body: [entry["filename"] for entry in body["_data_files"]])
-    if missing := [name for name in names if name not in by_name]:
-        raise FileError(f"{field}: {missing[0]} is named by state.json but missing. Save the dataset again.")
-    return [by_name[name] for name in names]
-
-
-def _listed(file: StoredFile, names_in: Callable[[Any], list[Any]]) -> list[str]:
-    """Returns the names that a JSON file lists; raises UserError unless it lists names, and one at least."""
-    try:
-        with file.open() as opened:
-            names = names_in(json.loads(opened.read()))
-        if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
-            return names
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
-    raise UserError(f"{file.called}: not what `save_to_disk` of datasets writes. Save the dataset again.")

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
-from jtrain.data.sources.formats.masked_text import MaskFields
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, names_of
 from jtrain.data.sources.formats.text import BOM
 from jtrain.data.sources.storage import StoredFile
@@ -23,34 +23,23 @@ _FIELD_BYTES = 1 << 26
 
 
 class DelimitedFile(Records):
-    """CSV (RFC 4180) or TSV file: one document per row, its text in the column that the header calls `text_field`.
+    """CSV (RFC 4180) or TSV file: one document per row, its text in a column that the header names.
 
     Python's csv module cuts the rows when the file is opened, at about 0.1 GB/s, and parses them when they are read.
     For files above 1 MiB that index, 16 bytes per record, is kept in the cache folder. Blank lines are not records.
 
     Raises:
-      UserError: the header does not name `text_field`, or names it twice.
+      UserError: the header does not name that column, or names it twice.
     """
 
-    __slots__ = ("_column", "_columns", "_field", "_file", "_mask", "_rows", "_separator", "_text_field")
+    __slots__ = ("_column", "_columns", "_fields", "_file", "_rows", "_separator")
 
-    def __init__(
-        self,
-        file: StoredFile,
-        *,
-        kind: str,
-        text_field: str,
-        mask: MaskFields | None = None,
-        field: str,
-        cache_dir: Path,
-    ) -> None:
+    def __init__(self, file: StoredFile, fields: TextFields, *, kind: str, cache_dir: Path) -> None:
         self._file = file
-        self._mask = mask
+        self._fields = fields
         self._separator = SEPARATORS[kind]
-        self._text_field = text_field
-        self._field = field
         self._columns = self._header()
-        self._column = self._columns.index(text_field) if self._columns else 0
+        self._column = self._columns.index(fields.text) if self._columns else 0
         self._rows = NumberTable(file, f"{kind}-rows", self._index, cache_dir)
 
     def __len__(self) -> int:
@@ -79,7 +68,7 @@ class DelimitedFile(Records):
         else:
             why = f"{len(row)} fields, but the header names {len(self._columns)}"
             if len(row) == len(self._columns):
-                text, mask = row[self._column], self._mask
+                text, mask = row[self._column], self._fields.mask
                 if mask is None:
                     return text
                 try:
@@ -98,18 +87,19 @@ class DelimitedFile(Records):
             except (UnicodeDecodeError, csv.Error) as error:
                 raise UserError(
                     f"{self._file.called}: its header cannot be read ({error}). Mend it, or leave the file out of "
-                    f"{self._field}.path."
+                    f"{self._fields.at}.path."
                 ) from error
-        fields = {"text_field": self._text_field} | ({self._mask.setting: self._mask.field} if self._mask else {})
-        for setting, name in fields.items() if columns else ():
+        mask = self._fields.mask
+        names = {"text_field": self._fields.text} | ({mask.setting: mask.field} if mask else {})
+        for setting, name in names.items() if columns else ():
             if (count := columns.count(name)) == 1:
                 continue
             said = names_of(columns)
             if count:
                 raise UserError(f"{self._file.called}: {count} columns {name!r}: {said}. Rename all of them but one.")
             raise UserError(
-                f"{self._file.called}: no column {name!r}; its header: {said}. Set {self._field}.{setting} to one of "
-                f"them. Columns are separated by {self._separator!r}, and the first row is the header."
+                f"{self._file.called}: no column {name!r}; its header: {said}. Set {self._fields.at}.{setting} to one "
+                f"of them. Columns are separated by {self._separator!r}, and the first row is the header."
             )
         return tuple(columns)
 
@@ -154,6 +144,6 @@ class DelimitedFile(Records):
             if len(line) == 2 * _FIELD_BYTES:
                 raise UserError(
                     f"{self._file.called}: a line of more than {len(line):,} bytes. Split it, or leave the file out of "
-                    f"{self._field}.path."
+                    f"{self._fields.at}.path."
                 )
             yield line

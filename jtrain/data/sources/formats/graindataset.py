@@ -1,10 +1,9 @@
 """Records of a `grain.MapDataset` of strings that a function of the user returns."""
 
-import importlib
-
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.retry import passing
 from jtrain.errors import UserError
+from jtrain.runtime.user_code import load_function
 
 
 class GrainDataset(Records):
@@ -17,17 +16,8 @@ class GrainDataset(Records):
     def __init__(self, path: str, *, field: str) -> None:
         import grain  # lazy: takes 0.9 s, and only this format needs it
 
-        module, _, function = path.partition(":")
         where = f"{field}.path={path!r}"
-        try:
-            if not function:
-                raise ImportError("it is not of the form module:function")
-            make = getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise UserError(
-                f"{where}: no such function ({error}). For {field}.format='grain' set it to `module:function`, the "
-                "module importable by every process."
-            ) from error
+        make, _ = load_function(f"{field}.path", path)
         self._path = path
         self._dataset = make()
         if not isinstance(self._dataset, grain.MapDataset):

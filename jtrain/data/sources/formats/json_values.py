@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from jtrain.data.sources.cache import NumberTable
-from jtrain.data.sources.formats.masked_text import MaskFields
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import BadRecord, Records, text_of_json
 from jtrain.data.sources.formats.text import BOM, JsonLines
 from jtrain.data.sources.storage import StoredFile
@@ -32,16 +32,14 @@ _SCALAR = re.compile(rb'"(?:[^"\\]|\\.)*+"|[^\s,]+', re.DOTALL)
 """Value beside the objects of an array: a string, a number, null. It is a record, and a bad one."""
 
 
-def open_json(
-    file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str, cache_dir: Path
-) -> Records:
+def open_json(file: StoredFile, fields: TextFields, *, cache_dir: Path) -> Records:
     """Opens a .json file: JSON lines if its first line is a whole object and is not the last, otherwise `JsonValues`.
 
     Raises:
       UserError: the file is JSON of no such form, or is cut short.
     """
     kind = JsonLines if _is_json_lines(file) else JsonValues
-    return kind(file, text_field=text_field, mask=mask, field=field, cache_dir=cache_dir)
+    return kind(file, fields, cache_dir=cache_dir)
 
 
 def _is_json_lines(file: StoredFile) -> bool:
@@ -58,7 +56,7 @@ def _is_json_lines(file: StoredFile) -> bool:
 
 
 class JsonValues(Records):
-    """JSON file of one object, or an array of objects: one document per object, its text in `text_field`.
+    """JSON file of one object, or an array of objects: one document per object, its text in a field.
 
     Opening finds the ends of the objects at about 0.1 GB/s and parses nothing. For files above 1 MiB that index, 16
     bytes per record, is kept in the cache folder.
@@ -67,15 +65,11 @@ class JsonValues(Records):
       UserError: the file does not begin with an object or array, or is cut short.
     """
 
-    __slots__ = ("_field", "_file", "_mask", "_text_field", "_values")
+    __slots__ = ("_fields", "_file", "_values")
 
-    def __init__(
-        self, file: StoredFile, *, text_field: str, mask: MaskFields | None = None, field: str, cache_dir: Path
-    ) -> None:
+    def __init__(self, file: StoredFile, fields: TextFields, *, cache_dir: Path) -> None:
         self._file = file
-        self._text_field = text_field
-        self._mask = mask
-        self._field = field
+        self._fields = fields
         self._values = NumberTable(file, "values", self._index, cache_dir)
 
     def __len__(self) -> int:
@@ -92,19 +86,9 @@ class JsonValues(Records):
         with self._file.open() as file:
             for record, (start, end) in zip(records, self._values.rows(records), strict=True):
                 file.seek(start)
-                try:
-                    text = text_of_json(
-                        file.read(end - start),
-                        text_field=self._text_field,
-                        mask=self._mask,
-                        what=f"{self._file.called}, record {record} (at byte {start:,})",
-                        field=self._field,
-                        way_out="Mend the record",
-                        place=" of the record",
-                    )
-                except BadRecord as error:
-                    text = error
-                texts.append(text)
+                what = f"{self._file.called}, record {record} (at byte {start:,})"
+                place = {"way_out": "Mend the record", "place": " of the record"}
+                texts.append(text_of_json(file.read(end - start), self._fields, what=what, **place))
         return texts
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
@@ -158,7 +142,7 @@ class JsonValues(Records):
     def _refusal(self, why: str) -> UserError:
         return UserError(
             f"{self._file.called}: not a whole JSON file: it {why}. A .json file is one object, an array of objects, "
-            f"or JSON lines. Replace it, or leave it out of {self._field}.path."
+            f"or JSON lines. Replace it, or leave it out of {self._fields.at}.path."
         )
 
 

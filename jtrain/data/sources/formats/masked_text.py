@@ -52,10 +52,6 @@ class MaskFields:
         """True if the field holds the whole text, as messages, and `text_field` is not read."""
         return self.setting == "messages_field"
 
-    def read(self, text_field: str) -> list[str]:
-        """Returns the fields that are read of a record."""
-        return [self.field] if self.is_chat else [text_field, self.field]
-
     def __str__(self) -> str:
         """Text that changes whenever other tokens could be learned."""
         more = "" if self.setting == "mask_field" else f", mask_prompt={self.mask_prompt}"
@@ -80,57 +76,30 @@ class MaskFields:
         return MaskedText(value + text, ((border, end),) if self.mask_prompt else ((0, border), (border, end)))
 
 
-def mask_fields(
-    *, prompt_field: str | None, mask_field: str | None, messages_field: str | None, mask_prompt: bool
-) -> MaskFields | None:
-    """Returns the one of these fields of a `Source` that is set; None if none is."""
-    if prompt_field is not None:
-        return MaskFields(prompt_field, "prompt_field", mask_prompt)
-    if mask_field is not None:
-        return MaskFields(mask_field, "mask_field", mask_prompt)
-    return None if messages_field is None else MaskFields(messages_field, "messages_field", mask_prompt)
+@dataclasses.dataclass(frozen=True)
+class TextFields:
+    """Fields of a record that make up its text, and what is learned of it.
 
+    text: JSON key, column, or member suffix of the text; a field of a JSON object or struct as `meta.text`.
+    at: config path of the source, such as `data.sources.web`, for messages.
+    mask: field that says what is learned of each text; None if all of it is.
+    """
 
-def check_mask(
-    field: str,
-    *,
-    prompt_field: str | None,
-    mask_prompt: bool,
-    mask_field: str | None,
-    messages_field: str | None,
-    text_field: str,
-    format: str,
-) -> None:
-    """Raises UserError if these fields of a `Source`, at config path `field`, do not go together."""
-    if messages_field is not None:
-        others = {"prompt_field": prompt_field, "mask_field": mask_field}
-        others["text_field"] = None if text_field == "text" else text_field
-        for setting, name in others.items():
-            if name is not None:
-                raise UserError(
-                    f"{field}: messages_field={messages_field!r} and {setting}={name!r} are both set. Remove one: the "
-                    "text of a chat, and what is learned of it, are in its messages alone."
-                )
-    if prompt_field is not None and mask_field is not None:
-        raise UserError(
-            f"{field}: prompt_field={prompt_field!r} and mask_field={mask_field!r} are both set. Remove one: a prompt "
-            "and its completion need no spans, and spans can leave out a prompt that is part of the text."
-        )
-    if prompt_field is None and messages_field is None and not mask_prompt:
-        raise UserError(
-            f"{field}.mask_prompt=False has no prompt to learn. Set {field}.prompt_field or {field}.messages_field, or "
-            "remove it."
-        )
-    fields = {"prompt_field": prompt_field, "mask_field": mask_field, "messages_field": messages_field}
-    for setting, name in fields.items():
-        if name is None:
-            continue
-        if name == text_field and setting != "messages_field":
-            of = "completion" if setting == "prompt_field" else "text"
-            raise UserError(
-                f"{field}.{setting}={name!r} is also its text_field. Set {field}.text_field to the field of the {of}."
-            )
-        check_format(format, what=f"{field}.format={format!r}", setting=f"{field}.{setting}", name=name)
+    text: str
+    at: str
+    mask: MaskFields | None = None
+
+    @property
+    def read(self) -> list[str]:
+        """Fields that are read of a record."""
+        if self.mask is None:
+            return [self.text]
+        return [self.mask.field] if self.mask.is_chat else [self.text, self.mask.field]
+
+    @property
+    def in_text(self) -> list[str]:
+        """Fields that make up the text: a prompt belongs to it."""
+        return self.read if self.mask is not None and self.mask.setting != "mask_field" else [self.text]
 
 
 def check_format(format: str, *, what: str, setting: str, name: str) -> None:

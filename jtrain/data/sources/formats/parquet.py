@@ -4,14 +4,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from jaxtyping import Int
 
 from jtrain.data.sources.formats.chat import LAYOUT_BYTES
-from jtrain.data.sources.formats.masked_text import MaskFields, set_messages
+from jtrain.data.sources.formats.masked_text import MaskFields, TextFields, set_messages
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.formats.row_group_cache import DecodedColumns, RowGroupCache
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
+
+DAMAGE = (pa.ArrowException, OSError, EOFError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
+"""Errors of pyarrow for a damaged file, also for names that are not UTF-8 and numbers too large."""
 
 _MOST_ROWS = (1 << 31) - 1
 """Rows of a row group that Arrow can number."""
@@ -23,9 +27,9 @@ _ROWS_AT_ONCE = 512
 
 
 class ParquetFile(Records):
-    """Parquet file with one document per row, its text in column `text_field`; `groups` caches decoded row groups.
+    """Parquet file with one document per row, its text in a column; `groups` caches decoded row groups.
 
-    `text_field` may name a field of a struct column: `meta.text`.
+    `fields.text` may name a field of a struct column: `meta.text`.
 
     Between reads it keeps only two numbers per row group; an open file with its schema would take 34 KB or more.
 
@@ -33,46 +37,37 @@ class ParquetFile(Records):
       UserError: the file is not a Parquet file, or has no text column of that name.
     """
 
-    __slots__ = ("_field", "_file", "_group_bytes", "_group_starts", "_groups", "_mask", "_text_field")
+    __slots__ = ("_fields", "_file", "_group_bytes", "_group_starts", "_groups")
+    checks_columns = True
 
-    def __init__(
-        self,
-        file: StoredFile,
-        *,
-        text_field: str,
-        mask: MaskFields | None = None,
-        field: str,
-        groups: RowGroupCache,
-    ) -> None:
-        import pyarrow.parquet as pq  # lazy: takes 0.1 s, which other formats need not pay
+    def __init__(self, file: StoredFile, fields: TextFields, *, groups: RowGroupCache) -> None:
+        import pyarrow.parquet as pq  # lazy: Arrow files need none of it
 
         self._file = file
-        self._text_field = text_field
-        self._mask = mask
-        self._field = field
+        self._fields = fields
         self._groups = groups
         with _arrow_file(file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
                     metadata = parquet.metadata
-                    check_columns(parquet.schema_arrow, text_field, mask, called=file.called, field=field)
+                    check_columns(parquet.schema_arrow, fields, called=file.called)
                     row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
                     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-            except damage() as error:
+            except DAMAGE as error:
                 if isinstance(error, UserError) or file.called in str(error):
                     raise  # of the columns, or an error of the store, already translated
                 raise UserError(
                     f"{file.called}: not a readable Parquet file ({error}): cut short, or of another format. Replace "
-                    f"it, or leave it out of {field}.path."
+                    f"it, or leave it out of {fields.at}.path."
                 ) from error
         # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes both.
-        read = [text_field] if mask is None else mask.read(text_field)
+        read = fields.read
         columns = [i for i, path in enumerate(paths) if path in read or path.startswith(f"{read[-1]}.list.")]
         rows = [group.num_rows for group in row_groups]
         if rows and not 0 <= min(rows) <= max(rows) <= _MOST_ROWS:
             raise UserError(
                 f"{file.called}: a row group of {max(rows, key=abs):,} rows, and row groups have 0 to {_MOST_ROWS:,}: "
-                f"damaged. Replace it, or leave it out of {field}.path."
+                f"damaged. Replace it, or leave it out of {fields.at}.path."
             )
         self._group_starts = np.cumsum([0, *rows], dtype=np.int64)
         sizes = [sum(group.column(i).total_uncompressed_size for i in columns) for group in row_groups]
@@ -91,13 +86,11 @@ class ParquetFile(Records):
         return int(self._group_starts[-1])
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
-        return read_grouped(
-            records, self._group_starts, self._column, self._text_field, self._mask, called=self._file.called
-        )
+        return read_grouped(records, self._group_starts, self._column, self._fields, called=self._file.called)
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text; decodes the row groups, which the texts are then read from."""
-        return grouped_sizes(first, end, self._group_starts, self._column, self._text_field, self._mask)
+        return grouped_sizes(first, end, self._group_starts, self._column, self._fields)
 
     def close(self) -> None:
         self._groups.drop(self._file.key)
@@ -109,20 +102,20 @@ class ParquetFile(Records):
         return self._decoded(group)[name]
 
     def _decoded(self, group: int) -> DecodedColumns:
-        key = (self._file.key, self._text_field, self._mask, group)
+        key = (self._file.key, self._fields, group)
         return self._groups.get(key, lambda: self._read_group(group))
 
     def _read_group(self, group: int) -> DecodedColumns:
         import pyarrow.parquet as pq
 
-        names = [self._text_field] if self._mask is None else self._mask.read(self._text_field)
+        names = self._fields.read
         with _arrow_file(self._file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
                     table = decoded_group(parquet, group, names, called=self._file.called)
                 columns = {name: column_at(table, name) for name in names}
                 whole = {n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()}
-            except damage() as error:
+            except DAMAGE as error:
                 if self._file.called in str(error):
                     raise  # an error of the store, already translated
                 said = " ".join(str(error).split())
@@ -132,22 +125,12 @@ class ParquetFile(Records):
         return DecodedColumns(whole)
 
 
-def damage() -> tuple[type[Exception], ...]:
-    """Returns what pyarrow raises for a damaged file, also for names that are not UTF-8 and numbers too large."""
-    import pyarrow as pa
-
-    general = (OSError, EOFError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
-    return (pa.ArrowException, *general)
-
-
 def decoded_group(parquet: Any, group: int, names: list[str], *, called: str) -> Any:
     """Returns columns of a row group as a table, decoded piece by piece: a few bytes can stand for any number of rows.
 
     Raises:
       FileError: the row group decodes to 2 GiB or more, or has not as many rows as the file says.
     """
-    import pyarrow as pa
-
     batches, size_bytes = [], 0
     for batch in parquet.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=names, use_threads=False):
         batches.append(batch)
@@ -171,8 +154,6 @@ def _arrow_file(file: StoredFile) -> Any:
     A local file is Arrow's own: over a Python file such a thread needs the interpreter, and aborts the process if it
     asks while the interpreter ends (apache/arrow issue 34314). A remote file is read by Python, and has that risk.
     """
-    import pyarrow as pa
-
     opened = file.open()
     if file.is_remote:
         return opened
@@ -180,14 +161,13 @@ def _arrow_file(file: StoredFile) -> Any:
     return pa.OSFile(file.location)
 
 
-def check_columns(schema: Any, text_field: str, mask: MaskFields | None, *, called: str, field: str) -> None:
+def check_columns(schema: Any, fields: TextFields, *, called: str) -> None:
     """Checks that an Arrow schema has the columns that are read, or struct columns with such fields.
 
     Raises:
       UserError: there is no such column, or it is not of text, not of messages, or a mask's is not of spans.
     """
-    import pyarrow as pa
-
+    field, mask = fields.at, fields.mask
     if mask is not None and mask.is_chat:
         kind = _type_at(schema, mask.field, called=called, field=field, setting=mask.setting)
         if why := _no_chat(kind):
@@ -196,7 +176,7 @@ def check_columns(schema: Any, text_field: str, mask: MaskFields | None, *, call
                 "to a column of list<struct<role: string, content: string>>."
             )
         return
-    for name, setting in [(text_field, "text_field"), *([(mask.field, mask.setting)] if mask else [])]:
+    for name, setting in [(fields.text, "text_field"), *([(mask.field, mask.setting)] if mask else [])]:
         kind = _type_at(schema, name, called=called, field=field, setting=setting)
         if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
             continue
@@ -217,8 +197,6 @@ def check_columns(schema: Any, text_field: str, mask: MaskFields | None, *, call
 
 def _type_at(schema: Any, name: str, *, called: str, field: str, setting: str) -> Any:
     """Returns the type of a column, or of a field of a struct column; raises UserError if there is none."""
-    import pyarrow as pa
-
     fields = {name: schema.field(name).type for name in schema.names}
     path, kind = "", None
     for key in _keys(schema.names, name):
@@ -236,8 +214,6 @@ def _type_at(schema: Any, name: str, *, called: str, field: str, setting: str) -
 
 def _is_spans(kind: Any) -> bool:
     """True for lists of lists of integers; a column of empty lists only may have no type of its own."""
-    import pyarrow as pa
-
     for _ in range(2):
         if pa.types.is_null(kind):
             return True
@@ -249,8 +225,6 @@ def _is_spans(kind: Any) -> bool:
 
 def _no_chat(kind: Any) -> str:
     """Returns why a type is not that of lists of messages; empty if it is."""
-    import pyarrow as pa
-
     if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
         return "no list of structs"
     fields = {field.name: field.type for field in kind.value_type.fields}
@@ -262,30 +236,23 @@ def _no_chat(kind: Any) -> str:
     return ""
 
 
-def text_fields(text_field: str, mask: MaskFields | None) -> list[str]:
-    """Returns the columns that make up the text: a prompt belongs to it."""
-    return [text_field, mask.field] if mask is not None and mask.is_prompt else [text_field]
-
-
 def grouped_sizes(
     first: int,
     end: int,
     group_starts: Int[np.ndarray, " groups_and_end"],
     column_of: Callable[[int, str], Any],
-    text_field: str,
-    mask: MaskFields | None,
+    fields: TextFields,
 ) -> Int[np.ndarray, " n"]:
     """Returns the bytes of the texts of rows `first` to `end` - 1, summed over columns; 0 where there is none."""
     import pyarrow.compute as pc
 
-    is_chat = mask is not None and mask.is_chat
-    names = mask.read(text_field) if mask is not None and is_chat else text_fields(text_field, mask)
+    is_chat = fields.mask is not None and fields.mask.is_chat
     low, high = np.searchsorted(group_starts, (first, end - 1), side="right") - 1
     found = []
     for group in range(int(low), int(high) + 1):
         start, stop = int(group_starts[group]), int(group_starts[group + 1])
         total = np.zeros(min(end, stop) - max(first, start), np.int64)
-        for name in names:
+        for name in fields.in_text:
             texts = column_of(group, name).slice(max(first - start, 0), len(total))
             if is_chat:
                 total += _chat_sizes(texts)
@@ -330,12 +297,12 @@ def read_grouped(
     records: list[int],
     group_starts: Int[np.ndarray, " groups_and_end"],
     column_of: Callable[[int, str], Any],
-    text_field: str,
-    mask: MaskFields | None,
+    fields: TextFields,
     *,
     called: str,
 ) -> list[str | BadRecord]:
     """Returns the texts of rows in the given order, fetching the columns of each group once."""
+    mask = fields.mask
     places_of: dict[int, list[int]] = {}
     for place, group in enumerate((np.searchsorted(group_starts, records, side="right") - 1).tolist()):
         places_of.setdefault(group, []).append(place)
@@ -346,11 +313,9 @@ def read_grouped(
         # Not `take`: its first call imports pyarrow.compute, 80 ms in each loader, and it is no faster for few rows.
         found: list[Any] = [""] * len(rows)
         if mask is None or not mask.is_chat:
-            column = column_of(group, text_field)
-            found = _values(column, rows, text_field)
+            found = _values(column_of(group, fields.text), rows, fields.text)
         if mask is not None:
-            column = column_of(group, mask.field)
-            values = _values(column, rows, mask.field)
+            values = _values(column_of(group, mask.field), rows, mask.field)
             found = [_masked_or_why(mask, text, value) for text, value in zip(found, values, strict=True)]
         for place, text in zip(places, found, strict=True):
             if isinstance(text, ValueError):
@@ -361,8 +326,6 @@ def read_grouped(
 
 def _values(column: Any, rows: list[int], name: str) -> list[Any]:
     """Returns the values of a column's rows; a ValueError that says why for each that cannot be read."""
-    import pyarrow as pa
-
     texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
     content = column.view(texts[column.type]) if column.type in texts else None
     return [_value_or_why(column, content, row, name) for row in rows]
@@ -370,8 +333,6 @@ def _values(column: Any, rows: list[int], name: str) -> list[Any]:
 
 def _value_or_why(column: Any, content: Any, row: int, name: str) -> Any:
     """Returns the value of a row, or a ValueError; `content` is a column of texts as bytes."""
-    import pyarrow as pa
-
     try:
         if content is not None:
             content.slice(row, 1).validate(full=True)  # 1 us: nothing else checks the offsets of a file that is mapped

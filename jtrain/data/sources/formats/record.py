@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.masked_text import MaskFields, is_chat, set_messages
+from jtrain.data.sources.formats.masked_text import TextFields, is_chat, set_messages
 from jtrain.data.sources.retry import FileLost
 from jtrain.errors import UserError
 
@@ -50,6 +50,9 @@ class Records(abc.ABC):
 
     sizes_need_reading: ClassVar[bool] = True
     """True if `sizes` reads the records; False if it looks their sizes up in an index."""
+
+    checks_columns: ClassVar[bool] = False
+    """True if a file without the fields that are read cannot be opened."""
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the UTF-8 bytes of the texts of records `first` to `end` - 1, or a few more; 0 for a bad record."""
@@ -102,69 +105,57 @@ class LostFile(Records):
         return [BadRecord(self._why) for _ in records]
 
 
-def text_of_json(
-    line: bytes,
-    *,
-    text_field: str,
-    mask: MaskFields | None,
-    what: str,
-    field: str,
-    way_out: str,
-    place: str = "",
-) -> str:
-    """Returns the text in `text_field` of a JSON object; a `MaskedText` if `mask` is given.
+def text_of_json(line: bytes, fields: TextFields, *, what: str, way_out: str, place: str = "") -> str | BadRecord:
+    """Returns the text in a JSON object; a `MaskedText` if `fields.mask` is set.
+
+    Returns a BadRecord if `line` is not UTF-8, not JSON or not an object, or a field is missing or not of its kind.
 
     Args:
       line: the object, as UTF-8.
-      text_field: key of the text, or the keys to it joined by dots (`meta.text`).
-      mask: field that says what is learned; None if all of the text is.
       what: file and place of the object, for messages.
-      field: config path of the source, for messages.
       way_out: how to mend the object, for messages.
       place: words after `at byte N` in the message about bytes that are not UTF-8.
-
-    Raises:
-      BadRecord: `line` is not UTF-8, not JSON or not an object, or a field is missing or not of its kind.
     """
 
     def bad(why: str) -> BadRecord:
         return BadRecord(f"{what}: {why}. {way_out}, {SKIP}")
 
+    text_field, mask = fields.text, fields.mask
+
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise bad(f"not UTF-8 at byte {error.start}{place} ({error.reason})") from error
+        return bad(f"not UTF-8 at byte {error.start}{place} ({error.reason})")
     except (ValueError, RecursionError) as error:  # ValueError also for numbers of over 4,300 digits
-        raise bad(f"no JSON: {error}") from error
+        return bad(f"no JSON: {error}")
     if not isinstance(record, dict):
-        wanted = text_field if mask is None else mask.read(text_field)[0]
-        raise bad(f"a JSON {type(record).__name__}, not an object with a field {wanted!r}")
+        return bad(f"a JSON {type(record).__name__}, not an object with a field {fields.read[0]!r}")
     if mask is not None and mask.is_chat:
         text = ""
     elif not isinstance(text := record.get(text_field), str):
         try:
             text = field_at(record, text_field)
         except KeyError as error:
-            chats = [set_messages(field, key) for key, value in record.items() if is_chat(value)]
-            advice = ". ".join([*chats, f"Set {field}.text_field"][:1])
-            raise bad(f"no field {text_field!r}; {error.args[0]}. {advice}") from error
+            chats = [set_messages(fields.at, key) for key, value in record.items() if is_chat(value)]
+            advice = ". ".join([*chats, f"Set {fields.at}.text_field"][:1])
+            return bad(f"no field {text_field!r}; {error.args[0]}. {advice}")
         if is_chat(text):
-            raise bad(f"field {text_field!r} is a list of messages. {set_messages(field, text_field)}")
+            return bad(f"field {text_field!r} is a list of messages. {set_messages(fields.at, text_field)}")
         if not isinstance(text, str):
-            raise bad(f"field {text_field!r} is {type(text).__name__}, not text")
+            return bad(f"field {text_field!r} is {type(text).__name__}, not text")
     if b"\\u" in line and b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise bad(f"field {text_field!r} holds half a surrogate pair ({error.reason})") from error
+            return bad(f"field {text_field!r} holds half a surrogate pair ({error.reason})")
     if mask is None:
         return text
     try:
         return mask.join(text, field_at(record, mask.field))
     except KeyError as error:
-        raise bad(f"no field {mask.field!r}; {error.args[0]}. Set {field}.{mask.setting}") from error
+        return bad(f"no field {mask.field!r}; {error.args[0]}. Set {fields.at}.{mask.setting}")
     except ValueError as error:
-        raise bad(f"field {mask.field!r} {error}") from error
+        return bad(f"field {mask.field!r} {error}")
 
 
 def names_of(names: Collection[str]) -> str:

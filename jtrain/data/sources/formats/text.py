@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.long_lines import LONG_LINE_BYTES, KeptMarks, TextPart, marks_of, text_of_part
-from jtrain.data.sources.formats.masked_text import MaskFields
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, plain_text_of_json, text_of_json
 from jtrain.data.sources.storage import StoredFile
 
@@ -88,28 +88,24 @@ _KEPT_MARKS = KeptMarks()
 
 
 class JsonLines(Records):
-    """JSON lines file: one object per line, its text in `text_field`; blank lines are not records.
+    """JSON lines file: one object per line, its text in a field; blank lines are not records.
 
     Opening finds the line starts at about 1 GB/s and parses nothing. For files above 1 MiB that index, 16 bytes per
     record, is kept in the cache folder; for a part of a file, which has the lines that start in it, in memory.
     """
 
-    __slots__ = ("_field", "_file", "_key", "_lines", "_mask", "_text_field")
+    __slots__ = ("_fields", "_file", "_key", "_lines")
 
     def __init__(
         self,
         file: StoredFile,
+        fields: TextFields,
         *,
-        text_field: str,
-        mask: MaskFields | None = None,
-        field: str,
         cache_dir: Path,
         told: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         self._file = file
-        self._text_field = text_field
-        self._mask = mask
-        self._field = field
+        self._fields = fields
         self._key = object()  # of the marks: it does not hold the lines, as this object does
         self._lines = NumberTable(file, "lines", lambda: _lines(file, told), cache_dir, in_memory=file.span is not None)
 
@@ -135,31 +131,27 @@ class JsonLines(Records):
         with self._file.open() as file:
             rows = self._lines.rows(records)
             for (start, _), line in zip(rows, _contents(file.fileno(), rows), strict=True):
-                if self._mask is None and (plain := plain_text_of_json(line, self._text_field)) is not None:
+                if self._fields.mask is None and (plain := plain_text_of_json(line, self._fields.text)) is not None:
                     texts.append(plain)
                     continue
-                try:
-                    text = text_of_json(
-                        line.removeprefix(BOM),
-                        text_field=self._text_field,
-                        mask=self._mask,
-                        what=self._file.called,
-                        field=self._field,
-                        way_out="Mend the line",
-                        place=" of the line",
-                    )
-                except BadRecord as error:
-                    text = BadRecord(str(error).replace(self._file.called, self._place(start), 1))
+                content, what = line.removeprefix(BOM), self._file.called
+                text = text_of_json(content, self._fields, what=what, way_out="Mend the line", place=" of the line")
+                if isinstance(text, BadRecord):  # to find the number of a line takes long
+                    text = BadRecord(str(text).replace(what, self._place(start), 1))
                 texts.append(text)
         return texts
 
     def mark(self, record: int, text: str) -> bool:
         """Keeps marks of the record with this text, if its line is long, so that `parts` can read it from there."""
         [[start, end]] = self._lines.rows([record])
-        if end - start < LONG_LINE_BYTES or self._mask is not None or _KEPT_MARKS.get(self._key, record) is not None:
+        if (
+            end - start < LONG_LINE_BYTES
+            or self._fields.mask is not None
+            or _KEPT_MARKS.get(self._key, record) is not None
+        ):
             return False
         with self._file.open() as file:
-            marks = marks_of(_content(file.fileno(), start, end), text, self._text_field)
+            marks = marks_of(_content(file.fileno(), start, end), text, self._fields.text)
         if marks is not None:
             _KEPT_MARKS.add(self._key, record, marks)
         return marks is not None

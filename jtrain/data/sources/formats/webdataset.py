@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
@@ -24,7 +25,7 @@ _MOST_NAMED = 20
 
 
 class TarFile(Records):
-    """WebDataset file with one document per sample: the member with the suffix `text_field`, such as `txt`.
+    """WebDataset file with one document per sample: the member with the suffix `fields.text`, such as `txt`.
 
     Opening reads all headers; for files above 1 MiB the positions found are kept in the cache folder.
 
@@ -32,13 +33,12 @@ class TarFile(Records):
       UserError: the file is not a tar file, is cut short, or has no member with that suffix.
     """
 
-    __slots__ = ("_field", "_file", "_places", "_text_field")
+    __slots__ = ("_fields", "_file", "_places")
 
-    def __init__(self, file: StoredFile, *, text_field: str, field: str, cache_dir: Path) -> None:
+    def __init__(self, file: StoredFile, fields: TextFields, *, cache_dir: Path) -> None:
         self._file = file
-        self._text_field = text_field
-        self._field = field
-        kind = f"{text_field.replace('/', '_')}.samples"
+        self._fields = fields
+        kind = f"{fields.text.replace('/', '_')}.samples"
         self._places = NumberTable(file, kind, self._index, cache_dir)
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class TarFile(Records):
                 file.seek(abs(start) - _BLOCK)
                 name = _printable(_name(file.read(_BLOCK)))
                 if start < 0:
-                    texts.append(self._bad(record, f"{name} and what follows hold no member .{self._text_field}"))
+                    texts.append(self._bad(record, f"{name} and what follows hold no member .{self._fields.text}"))
                     continue
                 try:
                     texts.append(file.read(size).decode("utf-8"))
@@ -78,14 +78,14 @@ class TarFile(Records):
             if name != last:
                 places.append((-start, 0))
                 last = name
-            if suffix == self._text_field:
+            if suffix == self._fields.text:
                 places[-1] = (start, size)
-        if places and self._text_field not in suffixes:
+        if places and self._fields.text not in suffixes:
             found = [f".{_printable(suffix)}" for suffix in sorted(suffixes)[:_MOST_NAMED]]
             more = [f"and {len(suffixes) - _MOST_NAMED:,} more"] if len(suffixes) > _MOST_NAMED else []
             raise UserError(
-                f"{self._file.called}: no member ends in .{self._text_field}; suffixes: {', '.join(found + more)}. Set "
-                f"{self._field}.text_field to one of them, without its dot."
+                f"{self._file.called}: no member ends in .{self._fields.text}; suffixes: {', '.join(found + more)}. "
+                f"Set {self._fields.at}.text_field to one of them, without its dot."
             )
         return np.asarray(places, np.int64).reshape(-1, 2)
 
@@ -114,7 +114,7 @@ class TarFile(Records):
                 except ValueError as error:
                     raise UserError(
                         f"{self._file.called}: not a whole tar file: at byte {position:,}, {error}. Replace it, or "
-                        f"leave it out of {self._field}.path."
+                        f"leave it out of {self._fields.at}.path."
                     ) from error
                 position = start + -(-size // _BLOCK) * _BLOCK
                 if kind in (b"0", b"\0", b"7"):
@@ -127,7 +127,7 @@ class TarFile(Records):
                     long_name = ""
         raise UserError(
             f"{self._file.called}: the tar file ends without its end mark: cut short. Replace it, or leave it out of "
-            f"{self._field}.path."
+            f"{self._fields.at}.path."
         )
 
 
