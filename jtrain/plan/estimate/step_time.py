@@ -200,7 +200,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
     forward_copy_s, backward_copy_s, copy_s = _loop_copies(layout, plan, job.machine, assume)
     loop_s = max(0.0, forward_copy_s - forward_s) + max(0.0, backward_copy_s - by_input_s - by_weight_s)
-    if spec.offload.unified_memory and plan.total_bytes > job.machine.hbm_bytes:
+    if plan.total_bytes > job.machine.hbm_bytes and job.machine.room_bytes(spec) > job.machine.hbm_bytes:
         # Pages that do not fit, the optimizer's first, move to the device and back once per step.
         pages_s = 2 * (plan.total_bytes - job.machine.hbm_bytes) / _host_link(job.machine, assume)
         copy_s, loop_s = copy_s + pages_s, loop_s + pages_s
@@ -250,7 +250,6 @@ def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_
 
 def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float) -> tuple[float, float]:
     """Seconds of the update, and of the copies of offloaded state; both directions of the link run at once."""
-    spec = layout.spec
     elements = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.params)
     state = plan.optimizer + plan.host_optimizer
     # Gradients are read twice, for their norm and for the update; parameters and state are read and written.
@@ -259,7 +258,7 @@ def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumpti
         return device_s, 0.0
     link = _host_link(machine, assume)
     norm_s = plan.host_gradients / link
-    if spec.offload.update == "device" or not plan.host_optimizer:
+    if not layout.updates_on_host or not plan.host_optimizer:
         return device_s, norm_s + (plan.host_argument_bytes + plan.host_gradients) / link
     share = plan.host_optimizer / state
     on_host_s = elements * share * CPU_ADAM_S_PER_PARAM * machine.devices_per_host
