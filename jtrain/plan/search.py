@@ -136,6 +136,8 @@ def _estimate(task: SearchTask, job: Job, *, timed: bool) -> Point:
 
 def _timed(task: SearchTask, point: Point) -> Point:
     """The point with its step time."""
+    if point.timed is not None:
+        return point
     return dataclasses.replace(point, timed=step_time(point.job, point.plan, assume=task.assume))
 
 
@@ -203,29 +205,33 @@ def search(
         if not any_fits and not (with_host and any(_fits_on_host(task, frugal, index) for index in ends)):
             continue
         for series in every:
-            first = fastest if series is every[0] else series.at(task, 0)
-            if first.working_s >= limit():
+            first = fastest if series is every[0] else series.at(task, 0, timed=False)
+            is_missed = with_host and not fits(task, first.plan)
+            fitting = list(_that_fit(task, series, first)) if any_fits else []
+            # A time may take a trace of the step's code, so layouts that cannot be used have none.
+            lead = first if is_missed else next(iter(fitting), None)
+            if lead is None or _timed(task, lead).working_s >= limit():
                 continue
-            if with_host and not fits(task, first.plan):
+            if is_missed:
                 missed.append(series)
-            if any_fits:
-                found += _that_fit(task, series, first)
+            found += [_timed(task, point) for point in fitting]
     if helps:
         found += _helped_by_host(task, missed, min((point.step_s for point in found), default=math.inf))
     return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
 
 
-def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
-    """The layout of the fewest microbatches that fits; with stages all that fit, because more shorten the bubble."""
+def _that_fit(task: SearchTask, series: _Series, first: Point) -> Iterator[Point]:
+    """Yields the layout of the fewest microbatches that fits, untimed; with stages all: more shorten the bubble."""
+    if fits(task, first.plan):
+        yield first
     if series.job.layout.mesh.stage > 1:
         more = (series.at(task, index, timed=False) for index in range(1, len(series.parts)))
-        fitting = [point for point in itertools.chain([first], more) if fits(task, point.plan)]
-        return [point if point is first else _timed(task, point) for point in fitting]
-    if fits(task, first.plan):
-        return [first]
-    # Bytes fall with the microbatches, after the accumulator that two need.
-    index = _fewest(len(series.parts), lambda index: fits(task, series.at(task, index, timed=False).plan), 1)
-    return [series.at(task, index)] if index < len(series.parts) else []
+        yield from (point for point in more if fits(task, point.plan))
+    elif not fits(task, first.plan):
+        # Bytes fall with the microbatches, after the accumulator that two need.
+        index = _fewest(len(series.parts), lambda index: fits(task, series.at(task, index, timed=False).plan), 1)
+        if index < len(series.parts):
+            yield series.at(task, index, timed=False)
 
 
 def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
