@@ -82,8 +82,11 @@ class StepMatmuls:
 
     def scaled(self, factor: float) -> "StepMatmuls":
         """All seconds times a factor."""
-        layers, experts = ({when: s * factor for when, s in of.items()} for of in (self.layers, self.experts))
-        return StepMatmuls(layers, experts, self.unembedding_s * factor)
+
+        def scale(seconds: Mapping[Gradient, float]) -> dict[Gradient, float]:
+            return {when: factor * took_s for when, took_s in seconds.items()}
+
+        return StepMatmuls(scale(self.layers), scale(self.experts), factor * self.unembedding_s)
 
 
 def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMatmuls:
