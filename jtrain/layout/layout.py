@@ -155,6 +155,11 @@ class Layout:
         return self.spec.zero_stage == 3 and self.mesh.zero_shards > 1
 
     @property
+    def updates_on_host(self) -> bool:
+        """True if the host's cores update the optimizer state that is in host memory."""
+        return self.spec.offload.update == "host"
+
+    @property
     def layer_order(self) -> tuple[int, ...] | None:
         """Layer of the model at each place of the state, -1 for none; None if they are in the model's order."""
         return None if self.pipeline is None or self.pipeline.in_order else self.pipeline.order

@@ -33,11 +33,11 @@ from jtrain.plan.search import (
     evaluate,
     fastest_miss,
     fits,
-    layout_settings,
     resolve_as_needed,
     search,
 )
 from jtrain.runtime.multihost import from_process_zero, same_everywhere
+from jtrain.step.layout_choices import layout_settings
 from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device, live
 
 _CPU = dataclasses.replace(

@@ -1,13 +1,14 @@
 """The training job that a plan is made for, as one value: model, layout, optimizer, batch shape and machine."""
 
 import dataclasses
+import functools
 
 from jtrain.layout.layout import Layout, LayoutSpec, check_batch
 from jtrain.layout.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import Machine
-from jtrain.step.description import repeated_activations
+from jtrain.step.description import StepDescription
 from jtrain_kernels.device import Platform
 
 
@@ -45,13 +46,14 @@ class Job:
         """
         return check_batch(self.layout.spec, self.layout.mesh, global_batch=self.global_batch, seq_len=self.seq_len)
 
-    def repeated(self) -> frozenset[str]:
-        """Names of the activations that the backward pass computes a second time.
+    @functools.cached_property
+    def step(self) -> StepDescription:
+        """What the step multiplies and sends.
 
         Raises:
           UserError: as `rows`.
         """
-        return repeated_activations(self.model, self.layout, rows=self.rows(), seq_len=self.seq_len)
+        return StepDescription(self.model, self.layout, self.rows(), self.seq_len)
 
     def relaid(self, spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int | None = None) -> "Job":
         """The same job with another layout, and another batch if one is given.

@@ -10,9 +10,10 @@ from jtrain.errors import UserError
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.plan.estimate.memory import MemoryPlan
-from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, offload_of
+from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes
 from jtrain.plan.smaller_settings import GIB, set_options, smaller_states, with_state
 from jtrain.runtime.platform import HOST_SHARE
+from jtrain.step.layout_choices import frugal, with_shares
 
 MOST = 4096
 """Devices up to which a layout is looked for."""
@@ -42,15 +43,14 @@ def _over(task: SearchTask, mesh: MeshSpec | None) -> Iterable[MeshSpec]:
 def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
     """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with everything."""
     for mesh in over:
-        stage = 3 if mesh.zero_shards > 1 else 0
-        base = dataclasses.replace(task.asked, zero_stage=stage, remat="full", remat_save=(), auto=False)
+        base = frugal(task.asked, mesh)
         can = task.offloadable(base, mesh) if task.machine.host_bytes_per_device is not None else ()
         fields = dict.fromkeys(((), can[:1], can))
         most = task.job.global_batch // mesh.batch_shards
         # One microbatch needs no accumulator; the largest number has the smallest activations.
         for parts, on_host in itertools.product(sorted({1, most}), fields):
             shares = dict.fromkeys(OFFLOADABLE, 0.0) | dict.fromkeys(on_host, 1.0)
-            spec = dataclasses.replace(base, microbatches=parts, offload=offload_of(task, base, shares))
+            spec = with_shares(dataclasses.replace(base, microbatches=parts), task.asked, shares)
             try:
                 yield evaluate(task, spec, mesh, timed=False)
             except ValueError:

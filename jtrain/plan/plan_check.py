@@ -58,7 +58,7 @@ def check_good(sheet: Sheet, asked: Mapping[str, str]) -> None:
             f"device, but its share of the host is {there / 2**30:.1f}, with {1 - HOST_SHARE:.0%} left free. Give "
             f"--host-memory {needed}GiB if the host has it, or set smaller shares of layout.offload."
         )
-    room = sheet.machine.room_bytes(unified=sheet.job.layout.spec.offload.unified_memory)
+    room = sheet.machine.room_bytes(sheet.job.layout.spec)
     if takes > room:
         raise UserError(
             f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of {room / 2**30:.1f} GiB per device. "

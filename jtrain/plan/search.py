@@ -12,13 +12,12 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Literal
+from typing import Any
 
 from jtrain.errors import UserError
-from jtrain.layout.layout import LayoutSpec, OffloadSpec
+from jtrain.layout.layout import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
-from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import check_scanned
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.machine import Machine
@@ -26,21 +25,10 @@ from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
 from jtrain.plan.job import Job
 from jtrain.plan.mesh_options import mesh_options, microbatch_options
+from jtrain.step.layout_choices import EVERY, ZeroStages, alternatives, layout_settings, open_shares, with_shares
 
-type ZeroStages = tuple[Literal[0, 1, 2, 3], ...]
-EVERY: ZeroStages = (0, 1, 2, 3)
 SLACK = 0.15
 """Error margin of the closed form: the fraction of the memory that an estimate has to leave free."""
-
-REMATS: tuple[tuple[str, ...] | None, ...] = (
-    None,  # keep everything
-    SAVEABLE,
-    tuple(name for name in SAVEABLE if not name.startswith("mlp")),
-    ("attention_q", "attention_k", "attention_v", "attention"),
-    ("attention",),
-    (),  # keep the layer's input only
-)
-"""Activations that a layer keeps for its backward pass, from the most memory and least work to the opposite."""
 
 SHARES = tuple(k / 20 for k in range(1, 21))
 """Shares of offload to try; whole arrays are moved, so finer steps would give the same bytes."""
@@ -80,7 +68,7 @@ class SearchTask:
     @property
     def budget_bytes(self) -> int:
         """Bytes that a step may take on one device by the closed form."""
-        return int(self.machine.room_bytes(unified=self.asked.offload.unified_memory) * self.memory_share)
+        return int(self.machine.room_bytes(self.asked) * self.memory_share)
 
     def changed(self, **changes: Any) -> "SearchTask":
         """The same search of a job with other fields."""
@@ -127,13 +115,6 @@ class Point:
         return found | layout_settings(self.spec)
 
 
-def layout_settings(spec: LayoutSpec) -> dict[str, object]:
-    """Config path -> value of every setting that `layout.auto` decides."""
-    names = ("zero_stage", "remat", "remat_save", "microbatches")
-    found: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
-    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")}
-
-
 def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) -> Point:
     """Estimates one layout, also one that does not fit.
 
@@ -155,6 +136,8 @@ def _estimate(task: SearchTask, job: Job, *, timed: bool) -> Point:
 
 def _timed(task: SearchTask, point: Point) -> Point:
     """The point with its step time."""
+    if point.timed is not None:
+        return point
     return dataclasses.replace(point, timed=step_time(point.job, point.plan, assume=task.assume))
 
 
@@ -222,29 +205,33 @@ def search(
         if not any_fits and not (with_host and any(_fits_on_host(task, frugal, index) for index in ends)):
             continue
         for series in every:
-            first = fastest if series is every[0] else series.at(task, 0)
-            if first.working_s >= limit():
+            first = fastest if series is every[0] else series.at(task, 0, timed=False)
+            is_missed = with_host and not fits(task, first.plan)
+            fitting = list(_that_fit(task, series, first)) if any_fits else []
+            # A time may take a trace of the step's code, so layouts that cannot be used have none.
+            lead = first if is_missed else next(iter(fitting), None)
+            if lead is None or _timed(task, lead).working_s >= limit():
                 continue
-            if with_host and not fits(task, first.plan):
+            if is_missed:
                 missed.append(series)
-            if any_fits:
-                found += _that_fit(task, series, first)
+            found += [_timed(task, point) for point in fitting]
     if helps:
         found += _helped_by_host(task, missed, min((point.step_s for point in found), default=math.inf))
     return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
 
 
-def _that_fit(task: SearchTask, series: _Series, first: Point) -> list[Point]:
-    """The layout of the fewest microbatches that fits; with stages all that fit, because more shorten the bubble."""
+def _that_fit(task: SearchTask, series: _Series, first: Point) -> Iterator[Point]:
+    """Yields the layout of the fewest microbatches that fits, untimed; with stages all: more shorten the bubble."""
+    if fits(task, first.plan):
+        yield first
     if series.job.layout.mesh.stage > 1:
         more = (series.at(task, index, timed=False) for index in range(1, len(series.parts)))
-        fitting = [point for point in itertools.chain([first], more) if fits(task, point.plan)]
-        return [point if point is first else _timed(task, point) for point in fitting]
-    if fits(task, first.plan):
-        return [first]
-    # Bytes fall with the microbatches, after the accumulator that two need.
-    index = _fewest(len(series.parts), lambda index: fits(task, series.at(task, index, timed=False).plan), 1)
-    return [series.at(task, index)] if index < len(series.parts) else []
+        yield from (point for point in more if fits(task, point.plan))
+    elif not fits(task, first.plan):
+        # Bytes fall with the microbatches, after the accumulator that two need.
+        index = _fewest(len(series.parts), lambda index: fits(task, series.at(task, index, timed=False).plan), 1)
+        if index < len(series.parts):
+            yield series.at(task, index, timed=False)
 
 
 def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
@@ -281,8 +268,8 @@ def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
 def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
     spec, mesh = series.job.layout.spec, series.job.layout.mesh
-    everything = offload_of(task, spec, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
-    spec = dataclasses.replace(spec, microbatches=series.parts[index], offload=everything)
+    everything = with_shares(spec, task.asked, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
+    spec = dataclasses.replace(everything, microbatches=series.parts[index])
     return evaluate(task, spec, mesh, timed=False).plan.total_bytes <= task.budget_bytes
 
 
@@ -301,8 +288,8 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     Raises:
       UserError: the run does not fit even with all of them on the host.
     """
-    open_fields = [name for name in OFFLOADABLE if getattr(task.asked.offload, name) == "as_needed"]
-    spec = dataclasses.replace(task.asked, offload=offload_of(task, task.asked, dict.fromkeys(open_fields, 0.0)))
+    open_fields = open_shares(task.asked)
+    spec = with_shares(task.asked, task.asked, dict.fromkeys(open_fields, 0.0))
     if set(open_fields) - {"optimizer"}:
         check_scanned(task.job.model.scan_layers)
     if not open_fields or fits(task, evaluate(task, spec, mesh, timed=False).plan):
@@ -310,7 +297,7 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     for name in open_fields:
         if (shared := _smallest_share(task, spec, mesh, name)) is not None:
             return shared
-        spec = dataclasses.replace(spec, offload=offload_of(task, spec, {name: 1.0}))
+        spec = with_shares(spec, task.asked, {name: 1.0})
     plan = evaluate(task, spec, mesh, timed=False).plan
     there = task.machine.host_bytes_per_device
     held = "an unknown size (give it with --host-memory)" if there is None else f"{there / 2**30:.1f}"
@@ -324,32 +311,24 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
 
 def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
-    offload = offload_of(task, task.asked, dict.fromkeys(OFFLOADABLE, 0.0))
-    plain = dict[str, Any](remat="none", remat_save=(), microbatches=1, offload=offload, auto=False)
-    for stage in zero if mesh.zero_shards > 1 else (0,):
+    plain = with_shares(task.asked, task.asked, dict.fromkeys(OFFLOADABLE, 0.0))
+    for specs in alternatives(dataclasses.replace(plain, microbatches=1, auto=False), mesh, zero):
         try:
-            job = task.job.relaid(dataclasses.replace(task.asked, zero_stage=stage, **plain), mesh)
+            job = task.job.relaid(specs[0], mesh)
             parts = microbatch_options(job.rows(), mesh.stage)
             check_layout(job.optimizer, job.layout)
         except ValueError:
             continue  # does not split evenly
-        found: list[_Series] = []
-        for kept in REMATS if parts else ():
-            if kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1:
-                continue  # remat=none keeps the same under stage 3
-            remat = "none" if kept is None else "named" if kept else "full"
-            spec = dataclasses.replace(job.layout.spec, remat=remat, remat_save=kept or ())
-            layout = dataclasses.replace(job.layout, spec=spec)
-            found.append(_Series(dataclasses.replace(job, layout=layout), parts))
-        if found:
-            yield found
+        if parts:
+            layouts = (dataclasses.replace(job.layout, spec=spec) for spec in specs)
+            yield [_Series(dataclasses.replace(job, layout=layout), parts) for layout in layouts]
 
 
 def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
     """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last field."""
     offloadable = task.offloadable(miss.spec, miss.mesh)
-    everything = offload_of(task, miss.spec, dict.fromkeys(offloadable, 1.0))
-    most = evaluate(task, dataclasses.replace(miss.spec, offload=everything), miss.mesh, timed=False).plan
+    everything = with_shares(miss.spec, task.asked, dict.fromkeys(offloadable, 1.0))
+    most = evaluate(task, everything, miss.mesh, timed=False).plan
     if most.total_bytes > task.budget_bytes:
         return
     each = (most.host_optimizer, most.host_activations, most.host_parameters, most.host_gradients)
@@ -359,7 +338,7 @@ def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
             if miss.plan.total_bytes - sum(saves[name] for name in fields) > task.budget_bytes:
                 continue  # not enough, even with all of these on the host
             *whole, last = fields
-            spec = dataclasses.replace(miss.spec, offload=offload_of(task, miss.spec, dict.fromkeys(whole, 1.0)))
+            spec = with_shares(miss.spec, task.asked, dict.fromkeys(whole, 1.0))
             if (shared := _smallest_share(task, spec, miss.mesh, last)) is not None:
                 yield evaluate(task, shared, miss.mesh)
 
@@ -368,7 +347,7 @@ def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: s
     """`spec` with the smallest share of `field` on the host that fits; None if even all of it is not enough."""
 
     def with_share(share: float) -> LayoutSpec:
-        return dataclasses.replace(spec, offload=offload_of(task, spec, {field: share}))
+        return with_shares(spec, task.asked, {field: share})
 
     def fits_device(share: float) -> bool:
         try:
@@ -384,17 +363,3 @@ def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: s
         low, high = (low, middle) if fits_device(SHARES[middle]) else (middle + 1, high)
     found = with_share(SHARES[high])
     return found if fits(task, evaluate(task, found, mesh, timed=False).plan) else None
-
-
-def offload_of(task: SearchTask, spec: LayoutSpec, shares: dict[str, float]) -> OffloadSpec:
-    """The offload of `spec` with these shares replaced; 0 means `none`.
-
-    `update` is the asked one if any optimizer state is on the host; `unified_memory` if nothing is.
-    """
-    asked = task.asked.offload
-    named: dict[str, Any] = {name: shares.get(name, getattr(spec.offload, name)) or "none" for name in OFFLOADABLE}
-    return OffloadSpec(
-        **named,
-        update="device" if named["optimizer"] == "none" else asked.update,
-        unified_memory=asked.unified_memory and set(named.values()) == {"none"},
-    )

@@ -16,7 +16,8 @@ from jtrain.layout.mesh import BATCH_AXES
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job
-from jtrain.plan.search import SearchTask, layout_settings, resolve_as_needed
+from jtrain.plan.search import SearchTask, resolve_as_needed
+from jtrain.step.layout_choices import frugal, keeping, layout_settings, open_shares, with_shares
 
 GIB = 2**30
 
@@ -115,8 +116,9 @@ def ways_out(job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_
       share: share of the optimizer's state and of the parameters to offer for host memory.
     """
     for spec, global_batch, state in _candidates(job, share):
+        plain = with_shares(spec, spec, dict.fromkeys(open_shares(spec), 0.0))
         try:
-            changed = with_state(job, state).relaid(_plain(spec), job.layout.mesh, global_batch=global_batch)
+            changed = with_state(job, state).relaid(plain, job.layout.mesh, global_batch=global_batch)
             check_layout(changed.optimizer, changed.layout)
             resolved = _resolved(changed, spec, limit)
             plan = memory(changed.relaid(resolved, job.layout.mesh))
@@ -133,7 +135,7 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
     spec, mesh, batch = job.layout.spec, job.layout.mesh, job.global_batch
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
-    remats = list(dict.fromkeys((spec, dataclasses.replace(spec, remat="full", remat_save=()))))
+    remats = list(dict.fromkeys((spec, keeping(spec, ()))))
     parts = sorted({spec.microbatches, max(1, batch // shards)})
     hosts = [spec.offload]
     if _offloads(job):
@@ -143,7 +145,7 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share, gradients=share)]
     for offload, stage, base, microbatches in itertools.product(hosts, stages, remats, parts):
         yield dataclasses.replace(base, zero_stage=stage, microbatches=microbatches, offload=offload), batch, ()
-    least = dataclasses.replace(remats[-1], zero_stage=3 if mesh.zero_shards > 1 else spec.zero_stage)
+    least = frugal(spec, mesh)
     one = dataclasses.replace(least, microbatches=1)
     if shards < batch:
         yield one, shards, ()
@@ -163,22 +165,13 @@ def _offloads(job: Job) -> bool:
     return linked and not job.layout.spec.offload.unified_memory
 
 
-def _plain(spec: LayoutSpec) -> LayoutSpec:
-    """The options with nothing left to resolve."""
-    offload = spec.offload
-    open_fields = {name: "none" for name in ("optimizer", "params") if getattr(offload, name) == "as_needed"}
-    if open_fields.get("optimizer"):
-        open_fields["update"] = "device"
-    return dataclasses.replace(spec, offload=dataclasses.replace(offload, **open_fields))
-
-
 def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
     """The options with every `as_needed` share resolved, as a run with `limit` bytes per device resolves them.
 
     Raises:
       UserError: the run does not fit even with all of them on the host.
     """
-    if "as_needed" not in (spec.offload.optimizer, spec.offload.params):
+    if not open_shares(spec):
         return spec
     assert job.machine is not None
     machine = dataclasses.replace(job.machine, device=dataclasses.replace(job.machine.device, hbm_bytes=limit))

@@ -16,7 +16,6 @@ from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.job import Job
 from jtrain.plan.nothing_fits import nearest_miss, no_point
 from jtrain.plan.search import (
-    REMATS,
     SearchTask,
     evaluate,
     fits,
@@ -25,6 +24,7 @@ from jtrain.plan.search import (
     search,
 )
 from jtrain.plan.smaller_settings import smaller_states, with_state
+from jtrain.step.layout_choices import REMATS
 
 LLAMA8B: dict[str, Any] = dict(
     num_layers=32, d_model=4096, num_heads=32, num_kv_heads=8, head_dim=128, d_ff=14336, vocab_size=128256

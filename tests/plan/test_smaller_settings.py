@@ -15,7 +15,8 @@ from jtrain.errors import UserError
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.fit_check import check_fits_devices
 from jtrain.plan.from_run import plan_job, search_task
-from jtrain.plan.search import layout_settings, resolve_as_needed
+from jtrain.plan.search import resolve_as_needed
+from jtrain.step.layout_choices import layout_settings
 
 CONFIGS = ("llama1b", "llama8b", "llama70b", "qwen3_8b", "qwen3_30b_a3b")
 DEVICES = ("h100", "h200", "a100", "rtx4090", "b200", "v5p", "v5e")

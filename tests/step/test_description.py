@@ -20,14 +20,16 @@ from jax.sharding import PartitionSpec as P
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import AXES, MeshSpec, local_shape
 from jtrain.model.forward_placement import SAVEABLE
+from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Block, Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.collectives import collectives
+from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.job import Job
-from jtrain.step import description, description_cache, zero
-from jtrain.step.description import repeated_activations, step_collectives, traced
+from jtrain.step import description_cache, zero
 from jtrain.step.labelled_sizes import class_of, labelled, values_of
-from jtrain.step.traced_collectives import traced_collectives
+from jtrain.step.traced_parts import METRICS, UPDATE, traced
+from jtrain.step.traced_work import traced_work
 from jtrain.step.train_step import BATCH_SPEC, _local_gradients
 from jtrain.step.zero import param_tree
 from tests.layouts import layout_from
@@ -68,7 +70,7 @@ def gradients_of(job: Job) -> collections.Counter[tuple[Any, ...]]:
     )
     jaxpr = jax.make_jaxpr(step)(shapes, Batch(ids, ids, ids, ids), jax.ShapeDtypeStruct((), jnp.int32))
     found: collections.Counter[tuple[Any, ...]] = collections.Counter()
-    for one in traced_collectives(jaxpr)[0]:
+    for one in traced_work(jaxpr).collectives:
         axes = tuple(axis for axis in AXES if axis in one.axes and layout.mesh.shape[axis] > 1)
         if axes:
             count = math.prod(one.trips)
@@ -90,8 +92,8 @@ def test_the_parts_are_the_whole_step(axes: dict[str, int], layout: dict[str, An
     """The jaxpr of one device's gradients has what the scaled traces say, array by array and element by element."""
     job = job_of(axes, **layout)
     want: collections.Counter[tuple[Any, ...]] = collections.Counter()
-    for one in step_collectives(job.model, job.layout, rows=job.rows(), seq_len=job.seq_len):
-        if one.part != "partitioner" and not {description.UPDATE, description.METRICS} & set(one.scope):
+    for one in job.step.collectives:
+        if one.part != "partitioner" and not {METRICS, UPDATE} & set(one.scope):
             want[one.kind, one.axes, one.dtype, "arrays"] += one.count
             want[one.kind, one.axes, one.dtype, "elements"] += one.elements
     assert gradients_of(job) == want
@@ -103,7 +105,8 @@ def test_a_collective_more_in_a_layer_is_in_the_plan(fresh: None, monkeypatch: p
     job = job_of(dict(data=2, tensor=4), zero_stage=3, microbatches=2)
 
     def bytes_of_sums() -> int:
-        return sum(c.array_bytes for c in collectives(job) if c.kind == "all-reduce" and c.axes == ("tensor",))
+        fresh_job = dataclasses.replace(job)  # a job keeps what it was told about its step
+        return sum(c.array_bytes for c in collectives(fresh_job) if c.kind == "all-reduce" and c.axes == ("tensor",))
 
     before, original = bytes_of_sums(), Block.feed_forward
 
@@ -117,12 +120,43 @@ def test_a_collective_more_in_a_layer_is_in_the_plan(fresh: None, monkeypatch: p
     assert bytes_of_sums() - before == passes * elements * 2
 
 
+def _multiplied(job: Job) -> int:
+    return sum(2 * one.count * one.rows * one.depth * one.columns for one in job.step.products)
+
+
+@pytest.mark.parametrize("moe", [None, MoESpec(num_experts=4, top_k=2, shared_experts=1)], ids=["dense", "experts"])
+def test_products_are_the_models_flops(moe: MoESpec | None) -> None:
+    """With everything saved, a device multiplies what the FLOPs of its tokens are by definition."""
+    model, mesh = Transformer(**SIZES, moe=moe), MeshSpec(data=2, context=2, expert=1 if moe is None else 2)
+    layout = layout_from(dict(zero_stage=1), mesh, model.param_infos())
+    job = Job(model, layout, AdamW(peak_lr=1e-3), ROWS * mesh.batch_shards, LENGTH)
+    flops = flops_per_token(model, seq_len=LENGTH).matmul_flops
+    assert _multiplied(job) == flops * job.tokens // mesh.size
+
+
+def test_a_product_more_in_a_layer_is_in_the_plan(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product with a constant in every layer's feed-forward part: once forward, and once for its input's gradient."""
+    job = job_of(dict(data=2, tensor=4), zero_stage=3, microbatches=2)
+    before, original = _multiplied(job), Block.feed_forward
+
+    def widened(self: Block, x_BLD: Any, *args: Any, **settings: Any) -> Any:
+        y_BLD, losses = original(self, x_BLD, *args, **settings)
+        width = y_BLD.shape[-1]
+        return y_BLD @ jnp.ones((width, width), y_BLD.dtype), losses
+
+    monkeypatch.setattr(Block, "feed_forward", widened)
+    traced.cache_clear()
+    passes, width = 2 * SIZES["num_layers"] * 2, SIZES["d_model"]
+    assert _multiplied(dataclasses.replace(job)) - before == passes * 2 * ROWS * LENGTH // 4 * width * width
+
+
 def test_another_dtype_of_gathers_is_in_the_plan(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights gathered in float32 take twice the bytes of bfloat16 in both passes."""
     job = job_of(dict(data=8), zero_stage=3, remat="full")
 
     def gathered() -> dict[str, int]:
-        return {c.purpose: c.array_bytes for c in collectives(job) if c.purpose.startswith("parameters")}
+        found = collectives(dataclasses.replace(job))  # a job keeps what it was told about its step
+        return {c.purpose: c.array_bytes for c in found if c.purpose.startswith("parameters")}
 
     before, original = gathered(), zero.gather_shards
 
@@ -149,8 +183,7 @@ def test_activations_that_no_layer_keeps_are_computed_again(
     """Those of the names that a layer may keep; the last product of a layer has no name, and nobody needs it again."""
     remat: dict[str, Any] = {} if kept is None else dict(remat="named", remat_save=kept)
     job = job_of(dict(data=8), zero_stage=zero_stage, **remat)
-    found = repeated_activations(job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
-    assert found & set(SAVEABLE) == set(again)
+    assert job.step.again & set(SAVEABLE) == set(again)
 
 
 def test_labels_are_the_sizes_of_the_layout() -> None:

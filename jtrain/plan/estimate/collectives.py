@@ -10,8 +10,9 @@ from typing import Any
 from jtrain.hlo.parser import wire_bytes
 from jtrain.layout.precision import itemsize
 from jtrain.plan.job import Job
-from jtrain.step.description import ONCE, UPDATE, WEIGHT_GRADIENTS, StepCollective, step_collectives
-from jtrain.step.traced_collectives import Kind as Kind
+from jtrain.step.description import StepCollective
+from jtrain.step.traced_parts import ONCE, UPDATE, WEIGHT_GRADIENTS
+from jtrain.step.traced_work import Kind as Kind
 
 BETWEEN_STAGES = "stage to stage"
 """Purpose of the permutes of activations and cotangents at the end of each tick."""
@@ -60,7 +61,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
     Raises:
       UserError: the batch does not split evenly over the mesh and the microbatches.
     """
-    sent = step_collectives(job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
+    sent = job.step.collectives
     gathered = {one.parameter for one in sent if one.part == "loss" and one.kind == "all-gather"}
     totals: dict[tuple[Any, ...], list[Any]] = {}
     for one in sent:

@@ -8,6 +8,7 @@ halves would raise MFU by up to 10 % at 8192 positions.
 """
 
 import dataclasses
+import functools
 
 from jtrain.model.transformer import Transformer
 
@@ -33,6 +34,7 @@ class TokenFlops:
         return self.matmul_flops + self.attention_flops
 
 
+@functools.lru_cache(maxsize=64)
 def flops_per_token(model: Transformer, *, seq_len: int) -> TokenFlops:
     """FLOPs that training on one token of a sequence of `seq_len` takes."""
     matrices = {info.path: info.active_size for info in model.param_infos() if info.is_matrix}

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jtrain.errors import UserError
+from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.runtime.platform import HOST_SHARE
 from jtrain_kernels.device import DEVICES, Device, DeviceSpec, from_name, live
 
@@ -37,9 +38,9 @@ class Machine:
             return None
         return int(self.host_memory_bytes * HOST_SHARE) // self.devices_per_host
 
-    def room_bytes(self, *, unified: bool) -> int:
+    def room_bytes(self, spec: LayoutSpec) -> int:
         """Bytes that a step may take on one device; with `layout.offload.unified_memory` also its share of the host."""
-        return self.hbm_bytes + ((self.host_bytes_per_device or 0) if unified else 0)
+        return self.hbm_bytes + ((self.host_bytes_per_device or 0) if spec.offload.unified_memory else 0)
 
     def changed(self, *, host_memory_bytes: int | None, network_bytes_per_s: float | None) -> "Machine":
         """The machine with other figures, where they are given: memory of a host, one device's share of the network."""

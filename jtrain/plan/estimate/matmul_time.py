@@ -1,4 +1,4 @@
-"""Seconds of a step's matmuls with weights, op by op: by chip, precision and shape.
+"""Seconds of a step's matmuls with weights by chip, precision and shape; the step itself says which ones it has.
 
 A matmul takes the longer of its FLOPs at the chip's rate and of its bytes at the memory's bandwidth. The rate is the
 maker's peak times the fraction that matmuls of a whole step reach, times two factors of the shape: dimensions are
@@ -9,11 +9,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
+from typing import get_args
 
 from jtrain.errors import UserError
-from jtrain.layout.dims import kv_heads_in_use
-from jtrain.plan.estimate.pipeline import layers_here
 from jtrain.plan.job import Job
+from jtrain.step.traced_parts import Gradient
 from jtrain_kernels.device import DeviceSpec
 
 
@@ -59,63 +59,34 @@ def rate_of(device: DeviceSpec) -> MatmulRate:
 
 
 @dataclasses.dataclass(frozen=True)
-class MatmulPasses:
-    """Seconds of the product of the forward pass, and of the gradients of its input and of its weights."""
-
-    forward_s: float = 0.0
-    by_input_s: float = 0.0
-    by_weight_s: float = 0.0
-
-    @property
-    def all_s(self) -> float:
-        """Seconds of all three."""
-        return self.forward_s + self.by_input_s + self.by_weight_s
-
-    def __add__(self, other: "MatmulPasses") -> "MatmulPasses":
-        return MatmulPasses(
-            self.forward_s + other.forward_s, self.by_input_s + other.by_input_s, self.by_weight_s + other.by_weight_s
-        )
-
-    def times(self, count: float | int) -> "MatmulPasses":
-        """Seconds of `count` of them."""
-        return MatmulPasses(self.forward_s * count, self.by_input_s * count, self.by_weight_s * count)
-
-
-@dataclasses.dataclass(frozen=True)
 class StepMatmuls:
     """Seconds of a step's matmuls on one device.
 
-    layers: the layers' weights.
-    experts, experts_again_s: the parts of `layers` and `recomputed_s` that are of the experts of a mixture.
-    recomputed_s: products that the backward pass repeats.
-    unembedding: logits and their gradients.
+    layers: of the layers' weights, by pass; experts: the part of them that is of the experts of a mixture.
+    unembedding_s: logits and their gradients.
     """
 
-    layers: MatmulPasses
-    experts: MatmulPasses
-    experts_again_s: float
-    recomputed_s: float
-    unembedding: MatmulPasses
+    layers: Mapping[Gradient, float]
+    experts: Mapping[Gradient, float]
+    unembedding_s: float
 
     @property
     def experts_s(self) -> float:
         """Seconds of all products of experts."""
-        return self.experts.all_s + self.experts_again_s
+        return sum(self.experts.values())
 
     @property
     def all_s(self) -> float:
         """Seconds of all matmuls."""
-        return self.layers.all_s + self.recomputed_s + self.unembedding.all_s
+        return sum(self.layers.values()) + self.unembedding_s
 
     def scaled(self, factor: float) -> "StepMatmuls":
         """All seconds times a factor."""
-        return StepMatmuls(
-            self.layers.times(factor),
-            self.experts.times(factor),
-            self.experts_again_s * factor,
-            self.recomputed_s * factor,
-            self.unembedding.times(factor),
-        )
+
+        def scale(seconds: Mapping[Gradient, float]) -> dict[Gradient, float]:
+            return {when: factor * took_s for when, took_s in seconds.items()}
+
+        return StepMatmuls(scale(self.layers), scale(self.experts), factor * self.unembedding_s)
 
 
 def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMatmuls:
@@ -129,86 +100,57 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
       UserError: the device's peak for the compute dtype is not published, or matmuls are in 8 bits and it has none.
     """
     assert job.machine is not None, "seconds are those of a machine"
-    model, layout, device = job.model, job.layout, job.machine.device
-    mesh, tensor = layout.mesh, layout.mesh.tensor
-    rows = job.rows() * job.seq_len // mesh.context  # per device, or per group along `tensor`
+    device = job.machine.device
     assert device.hbm_bytes_per_s is not None
     rate, bytes_per_s = rate_of(device), device.hbm_bytes_per_s * memory
-    peak, eight = bf16_peak(job), layout.precision.matmul_dtype != "compute"
-    layers_peak = _fp8_peak(job) if eight else peak
-
-    def one(
-        depth: int, columns: int, *, of_rows: int = rows, experts: int = 1, in_8_bits: bool = eight
-    ) -> MatmulPasses:
-        at = layers_peak if in_8_bits else peak
-        share = fraction or (rate.fp8 if in_8_bits else rate.bf16)
+    rates = {False: bf16_peak(job) * (fraction or rate.bf16)}
+    if job.layout.precision.matmul_dtype != "compute":
+        rates[True] = _fp8_peak(job) * (fraction or rate.fp8)
+    layers: dict[Gradient, float] = dict.fromkeys(get_args(Gradient.__value__), 0.0)
+    experts, unembedding_s = dict(layers), 0.0
+    for one in job.step.products:
+        shape = one.rows, one.depth, one.columns, one.groups
         tile = 0 if fraction else rate.tile
-        return _passes(at * share, bytes_per_s, tile, of_rows, depth, columns, experts)
-
-    width, heads = model.d_model, model.num_heads * model.head_dim // tensor
-    keys = kv_heads_in_use(model.num_kv_heads, tensor) * model.head_dim // tensor
-    moe = model.moe
-    experts = MatmulPasses()
-    named = {
-        "attention_q": one(width, heads),
-        "attention_k": one(width, keys),
-        "attention_v": one(width, keys),
-        "attention_out": one(heads, width),
-    }
-    if moe is None:
-        up, down, router = one(width, model.d_ff // tensor), one(model.d_ff // tensor, width), MatmulPasses()
-    else:
-        # Each device has the rows of `expert` devices for its own experts, if all are chosen equally often.
-        of_rows, num, each = rows * moe.top_k, max(1, moe.num_experts // mesh.expert), model.d_ff // tensor
-        up, down = (one(*shape, of_rows=of_rows, experts=num) for shape in ((width, each), (each, width)))
-        experts = up + up + down
-        if moe.shared_experts:
-            wide = moe.shared_experts * model.d_ff // tensor
-            up, down = up + one(width, wide), down + one(wide, width)
-        router = one(width, moe.num_experts, in_8_bits=False)
-    named |= {"mlp_gate": up, "mlp_up": up}
-    repeated = job.repeated()
-    times = layers_here(layout, model.num_layers) * layout.spec.microbatches
-    layer = functools.reduce(MatmulPasses.__add__, named.values(), down + router)
-    again = {name: named[name].forward_s for name in named if name in repeated}
-    recomputed_s = sum(again.values(), 0.0)
-    experts_again_s = 0.0 if moe is None else again.get("mlp_gate", 0.0) + again.get("mlp_up", 0.0)
-    unembedding = one(width, model.vocab_size // tensor // mesh.stage, in_8_bits=False)
-    return StepMatmuls(
-        layer.times(times),
-        experts.times(times),
-        experts_again_s * times,
-        recomputed_s * times,
-        unembedding.times(layout.spec.microbatches),
-    )
+        took_s = one.count * _product_s(rates[one.in_8_bits], bytes_per_s, tile, one.when == "by_weight", *shape)
+        if one.part == "loss":
+            unembedding_s += took_s
+            continue
+        layers[one.when] += took_s
+        if one.groups:
+            experts[one.when] += took_s
+    return StepMatmuls(layers, experts, unembedding_s)
 
 
 @functools.lru_cache(maxsize=100_000)
-def _passes(
-    flops_per_s: float, bytes_per_s: float, tile: int, rows: int, depth: int, columns: int, experts: int
-) -> MatmulPasses:
-    """Seconds of [rows, depth] x [depth, columns] and of both gradients; cached, because a search asks for few shapes.
+def _product_s(
+    flops_per_s: float,
+    bytes_per_s: float,
+    tile: int,
+    by_weight: bool,
+    rows: int,
+    depth: int,
+    columns: int,
+    groups: int,
+) -> float:
+    """Seconds of a `StepProduct`; cached, because a search asks for few shapes.
 
     Args:
       flops_per_s: rate of large shapes.
       tile: 0 leaves the factors of the shape out.
     """
-    flops = 2.0 * rows * depth * columns
-    moved_s = 2.0 * (rows * (depth + columns) + experts * depth * columns) / bytes_per_s
-    padding = _padding(rows, depth, columns, experts, tile) if tile else 1.0
-
-    def seconds(reduced: float | int) -> float:
-        reduced = max(reduced, tile)
-        filling = (reduced + FILL) / reduced if tile else 1.0
-        return max(flops * padding * filling / flops_per_s, moved_s)
-
-    return MatmulPasses(seconds(depth), seconds(columns), seconds(rows / experts))
+    flops, weights = 2.0 * rows * depth * columns, max(1, groups)
+    moved_s = 2.0 * (rows * (depth + columns) + weights * depth * columns) / bytes_per_s
+    if not tile:
+        return max(flops / flops_per_s, moved_s)
+    reduced = max(rows / weights if by_weight else depth, tile)
+    filling = (reduced + FILL) / reduced
+    return max(flops * _padding(rows, depth, columns, groups, tile) * filling / flops_per_s, moved_s)
 
 
-def _padding(rows: int, depth: int, columns: int, experts: int, tile: int) -> float:
+def _padding(rows: int, depth: int, columns: int, groups: int, tile: int) -> float:
     """Ratio of the padded to the useful FLOPs; the rows of each expert end in half a tile on average."""
     padded = math.prod(-(-size // tile) * tile / size for size in (depth, columns))
-    return padded * ((rows + experts * tile / 2) / rows if experts > 1 else -(-rows // tile) * tile / rows)
+    return padded * ((rows + groups * tile / 2) / rows if groups > 1 else -(-rows // tile) * tile / rows)
 
 
 def bf16_peak(job: Job) -> float:

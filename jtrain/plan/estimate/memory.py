@@ -159,7 +159,7 @@ def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple
         for name, x in named.items():
             elements = local_elements(layout, p.optimizer, x.shape, platform)
             held[(p.info.path, name) in on_host] += elements * x.dtype.itemsize
-    if layout.spec.offload.update == "device":
+    if not layout.updates_on_host:
         return held[0], held[1], 0
     # Copies: the state once more, float32 gradients, and the parameters before and after the update.
     paths = {path for path, _ in on_host}

@@ -56,7 +56,7 @@ def memory_passes(job: Job, bytes_per_s: float) -> MemoryPasses:
     per_byte = itemsize(layout.precision.compute_dtype) / bytes_per_s
     per_layers = tokens * layers_here(layout, model.num_layers) * per_byte
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
-    again = bool({"mlp_gate", "mlp_up"} & job.repeated())
+    again = bool({"mlp_gate", "mlp_up"} & job.step.again)
     routed = 0.0
     if model.moe is not None:
         routed = model.moe.top_k * model.d_model * (ROUTED + (EXCHANGED if mesh.expert > 1 else 0))

@@ -5,6 +5,8 @@ Arguments are not counted, because they live for the whole step. Every term is a
 Source: XLA's buffer assignment at its peak, read for H200 and v5p.
 """
 
+import functools
+
 from jtrain.layout.dims import kv_heads_in_use
 from jtrain.layout.layout import ParamLayout
 from jtrain.layout.precision import itemsize
@@ -58,6 +60,7 @@ class _Step:
     x: residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
     q: queries, or attention's output; k: keys, or values; lse: attention's log-partition.
     f: one of the MLP's wide arrays.
+    heads: query heads; chunk: queries whose scores exist at a time.
     attention: implementation of attention; per_token: bytes of each named activation; carried: see `_carried`.
     pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
     """
@@ -74,22 +77,23 @@ class _Step:
         self.tokens, tensor = self.rows * self.seq_len, mesh.tensor
         self.layers, self.ticks = layers_here(layout, model.num_layers), ticks(layout)
         self.shards = tensor * mesh.stage  # of the vocabulary
+        self.heads, self.chunk = model.num_heads // tensor, min(model.attention_chunk, self.seq_len)
         self.h = self.tokens * model.d_model * self.compute
         self.x = self.h // tensor
-        self.q = self.tokens * model.num_heads // tensor * model.head_dim * self.compute
+        self.q = self.tokens * self.heads * model.head_dim * self.compute
         kv_heads = kv_heads_in_use(model.num_kv_heads, tensor) // tensor
         self.k = self.tokens * kv_heads * model.head_dim * self.compute
         self.f = self.tokens * wide_per_token(layout) // tensor * self.compute
         self.pairs = self.h * (model.moe.top_k if model.moe else 0)
         self.rows_x = self.h * rows_per_token(layout)
-        self.lse = self.tokens * model.num_heads // tensor * _F32
+        self.lse = self.tokens * self.heads * _F32
         self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
         self.once = gathers_once(layout) and mesh.zero_shards > 1  # all weights and gradients of a stage are whole
         # Every layer's gradient, at once.
         self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1 and not self.once
         self.gathers = layout.gathers_weights and not self.once
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
-        self.names = kept_names(layout)
+        self.names, self.offloaded = kept_names(layout), offloaded_names(layout)
         self.attention = implementation(job)
         self.per_token, self.carried = named_bytes(layout), self._carried()
 
@@ -156,6 +160,7 @@ class _Step:
             return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in last)
         return 0
 
+    @functools.cached_property
     def _before_loops(self) -> int:
         """Copies of parameters that live while the layers compute."""
         if self.once and self.layout.spec.zero_stage == 3:
@@ -190,6 +195,7 @@ class _Step:
 
     # Activations -------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
     def _all_kept(self) -> int:
         """Activations of all layers that wait for their backward pass.
 
@@ -214,7 +220,7 @@ class _Step:
             before_norm = self.q + self.k if self.model.qk_norm else 0
             of_rows = self.rows_x + self.pairs  # inputs and outputs of the experts
             return 2 * self.x + 2 * self.h + 3 * self.q + 2 * self.k + self.lse + 3 * self.f + before_norm + of_rows
-        on_device = [name for name in (LAYER_INPUT, *self.names) if name not in offloaded_names(self.layout)]
+        on_device = [name for name in (LAYER_INPUT, *self.names) if name not in self.offloaded]
         return sum(self._named(name) for name in on_device)
 
     def _named(self, name: str) -> int:
@@ -223,7 +229,7 @@ class _Step:
 
     def _back_from_host(self) -> int:
         """Offloaded activations of the current layer, and those of the next on their way."""
-        return 2 * sum(self._named(name) for name in offloaded_names(self.layout))
+        return 2 * sum(self._named(name) for name in self.offloaded)
 
     # Moments -----------------------------------------------------------------------------------------------------
 
@@ -250,14 +256,14 @@ class _Step:
         return Moment(
             "loss",
             gradients=self.carried + self._sums_of_layers(1),  # the last layer's, on their way
-            weights=self._before_loops() + self._kept_weights() + self._streamed(),
-            activations=self._all_kept() + self._back_from_host() // 2,  # the last layer's, on their way
+            weights=self._before_loops + self._kept_weights() + self._streamed(),
+            activations=self._all_kept + self._back_from_host() // 2,  # the last layer's, on their way
             loss=loss,
         )
 
     def layer(self) -> Moment:
         """Moment of a layer's backward pass."""
-        weights = self._before_loops() + self._kept_weights() + self._streamed()
+        weights = self._before_loops + self._kept_weights() + self._streamed()
         if self.gathers:
             weights += self._one_layer() * self.compute
         if self.reduces:
@@ -270,7 +276,7 @@ class _Step:
             # The sums of this layer, of the layer before it on their way, and of the one after it on their way back.
             gradients=self.carried + self._found(layers=True) + self._sums_of_layers(3),
             weights=weights,
-            activations=self._all_kept() + self._back_from_host(),
+            activations=self._all_kept + self._back_from_host(),
             loss=self._unembedding_gradient(),
             workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace()) + self._over_context(),
         )
@@ -309,10 +315,10 @@ class _Step:
             padded = 4 * (self.q + self.k) // size * width if width > size else 0
             return self.q + 2 * self.k + self.lse + mask + padded
         rows = 1 if self.platform == "cpu" else self.rows
-        num_chunks = -(-self.seq_len // self._chunk)
-        masks = rows * self.seq_len * (self.seq_len + self._chunk) // 2 * _F32
+        num_chunks = -(-self.seq_len // self.chunk)
+        masks = rows * self.seq_len * (self.seq_len + self.chunk) // 2 * _F32
         keys = 2 * self.k * _F32 // self.compute + self.k * (num_chunks - 1) // 2
-        return rows * self._heads * self._chunk * self.seq_len * self._score + masks + keys
+        return rows * self.heads * self.chunk * self.seq_len * self._score + masks + keys
 
     def _tpu_workspace(self) -> int:
         """Workspace of a layer's backward pass on a TPU, in the MLP or in attention, less what vector memory holds.
@@ -323,9 +329,9 @@ class _Step:
         queries in float32, while the gradients of gate and up are still alive.
         """
         both = 2 * self.h + 2 * self.x + 3 * self.q + 4 * self.k
-        keys = self._chunk if self.seq_len % self._chunk == 0 else self.seq_len
-        attention = self.rows * self._heads * self._chunk * keys * self._score
-        if self.seq_len > self._chunk:
+        keys = self.chunk if self.seq_len % self.chunk == 0 else self.seq_len
+        attention = self.rows * self.heads * self.chunk * keys * self._score
+        if self.seq_len > self.chunk:
             attention += self.q + self.q * _F32 // self.compute
         needed = both + max(self._mlp(), 2 * self.f + attention)
         return needed if self.model.moe else needed - min(_VECTOR_MEMORY_BYTES, needed // 3)
@@ -342,14 +348,6 @@ class _Step:
             return 3 * self.q + 4 * self.k
         wide = _F32 // self.compute
         return 6 * self.k + 4 * self.k * wide + 3 * self.q + self.q * wide
-
-    @property
-    def _heads(self) -> int:
-        return self.model.num_heads // self.layout.mesh.tensor
-
-    @property
-    def _chunk(self) -> int:
-        return min(self.model.attention_chunk, self.seq_len)
 
     @property
     def _score(self) -> int:
@@ -370,7 +368,7 @@ class _Step:
         return Moment(
             "embedding",
             gradients=self.carried + self._found(layers=True),
-            weights=self._before_loops(),
+            weights=self._before_loops,
             loss=self._unembedding_gradient(),
             workspace=workspace,
         )

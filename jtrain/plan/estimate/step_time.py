@@ -14,6 +14,7 @@ from jtrain.pipeline.clocks import Costs
 from jtrain.plan.estimate.attention_time import attention_s
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES
 from jtrain.plan.estimate.exposed_network import Hiding, NetworkTime, by_axes, exposed_network
+from jtrain.plan.estimate.flops import flops_per_token, mfu
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
 from jtrain.plan.estimate.memory import MemoryPlan
@@ -171,18 +172,17 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     assert job.machine is not None, "a step time is that of a machine"
     layout, device = job.layout, job.machine.device
     spec, mesh = layout.spec, layout.mesh
-    peak = bf16_peak(job)
     assert device.hbm_bytes_per_s is not None
     hbm = device.hbm_bytes_per_s * assume.memory
     multiply = matmuls(job, memory=assume.memory, fraction=assume.matmul).scaled(assume.computation)
     passes = memory_passes(job, hbm / assume.computation)
     part = layers_here(layout, job.model.num_layers) / job.model.num_layers  # of the layers, on one device
     attention_forward_s, attention_backward_s = (assume.computation * part * took for took in attention_s(job))
-    if "attention" in job.repeated():
+    if "attention" in job.step.again:
         attention_backward_s += attention_forward_s
-    forward_s = multiply.layers.forward_s + attention_forward_s + passes.forward_s
-    by_input_s = multiply.layers.by_input_s + multiply.recomputed_s + attention_backward_s + passes.backward_s
-    by_weight_s = multiply.layers.by_weight_s
+    forward_s = multiply.layers["forward"] + attention_forward_s + passes.forward_s
+    by_input_s = multiply.layers["by_input"] + multiply.layers["again"] + attention_backward_s + passes.backward_s
+    by_weight_s = multiply.layers["by_weight"]
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(layout.precision.param_dtype)
     summed = 2 * itemsize(layout.precision.grad_accum_dtype) + grad
@@ -200,7 +200,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
     forward_copy_s, backward_copy_s, copy_s = _loop_copies(layout, plan, job.machine, assume)
     loop_s = max(0.0, forward_copy_s - forward_s) + max(0.0, backward_copy_s - by_input_s - by_weight_s)
-    if spec.offload.unified_memory and plan.total_bytes > job.machine.hbm_bytes:
+    if plan.total_bytes > job.machine.hbm_bytes and job.machine.room_bytes(spec) > job.machine.hbm_bytes:
         # Pages that do not fit, the optimizer's first, move to the device and back once per step.
         pages_s = 2 * (plan.total_bytes - job.machine.hbm_bytes) / _host_link(job.machine, assume)
         copy_s, loop_s = copy_s + pages_s, loop_s + pages_s
@@ -223,9 +223,10 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
         [message_s] = [one.total_s / one.what.count for one in sent if one.what.purpose == BETWEEN_STAGES]
         costs = operation_costs(layout, spent, message_s=message_s)
         timed = dataclasses.replace(timed, costs=costs, bubble_s=bubble_s(layout, spent, costs))
-    # The same count as `flops.py`, but without a loop over all parameters: a search needs it thousands of times.
-    model_flops = 3 * _forward_flops(job)
-    return dataclasses.replace(timed, mfu=model_flops * timed.tokens_per_s / (mesh.size * peak))
+    flops, rate = flops_per_token(job.model, seq_len=job.seq_len), timed.tokens_per_s
+    reached = mfu(flops, tokens_per_s=rate, num_devices=mesh.size, peak_flops=bf16_peak(job))
+    assert reached is not None
+    return dataclasses.replace(timed, mfu=reached)
 
 
 def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_per_hour: float | None = None) -> Cost:
@@ -247,19 +248,8 @@ def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_
     )
 
 
-def _forward_flops(job: Job) -> int:
-    """Model FLOPs of a forward pass per token, with the causal half of attention and the unembedding."""
-    model = job.model
-    width, heads = model.d_model, model.num_heads * model.head_dim
-    attention = 4 * width * heads + 4 * width * model.num_kv_heads * model.head_dim + 2 * heads * job.seq_len
-    router = 2 * width * model.moe.num_experts if model.moe else 0
-    layer = attention + 6 * width * model.active_d_ff + router
-    return model.num_layers * layer + 2 * width * model.vocab_size
-
-
 def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float) -> tuple[float, float]:
     """Seconds of the update, and of the copies of offloaded state; both directions of the link run at once."""
-    spec = layout.spec
     elements = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.params)
     state = plan.optimizer + plan.host_optimizer
     # Gradients are read twice, for their norm and for the update; parameters and state are read and written.
@@ -268,7 +258,7 @@ def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumpti
         return device_s, 0.0
     link = _host_link(machine, assume)
     norm_s = plan.host_gradients / link
-    if spec.offload.update == "device" or not plan.host_optimizer:
+    if not layout.updates_on_host or not plan.host_optimizer:
         return device_s, norm_s + (plan.host_argument_bytes + plan.host_gradients) / link
     share = plan.host_optimizer / state
     on_host_s = elements * share * CPU_ADAM_S_PER_PARAM * machine.devices_per_host

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.console import Console
 
-from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.plan.compile.compiled_step import CompiledStep
 from jtrain.plan.compile.compiled_waits import schedule_waits_s
 from jtrain.plan.economics.failures import Uptime, assumed_link
@@ -25,6 +24,7 @@ from jtrain.report.number_formats import gib, seconds, share
 from jtrain.report.page import Title
 from jtrain.report.table import Bars, Facts, Table, bars, numbers, words
 from jtrain.report.terminal import print_blocks
+from jtrain.step.layout_choices import layout_cells, layout_line
 
 TOLERANCE = 0.10
 """Largest relative difference between formula and compiler in a plan that counts as good."""
@@ -168,15 +168,8 @@ def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
 
 def subtitle(sheet: Sheet) -> str:
     """Parameters, mesh and layout in one line."""
-    return f"{sheet.params:,} parameters over {mesh_line(sheet.job.layout.mesh.shape)}, {layout_line(sheet)}"
-
-
-def layout_line(sheet: Sheet) -> str:
-    """ZeRO stage, remat, microbatches and offload in one line."""
-    spec = sheet.job.layout.spec
-    shares = {name: getattr(spec.offload, name) for name in OFFLOADABLE}
-    offload = " ".join(f"offload.{name}={share}" for name, share in shares.items() if share != "none")
-    return f"zero_stage={spec.zero_stage} remat={spec.remat} microbatches={spec.microbatches} {offload}".rstrip()
+    layout = sheet.job.layout
+    return f"{sheet.params:,} parameters over {mesh_line(layout.mesh.shape)}, {layout_line(layout.spec)}"
 
 
 def search_table(task: SearchTask, points: Sequence[Point], compiled: Mapping[int, CompiledStep | str]) -> Table:
@@ -184,13 +177,10 @@ def search_table(task: SearchTask, points: Sequence[Point], compiled: Mapping[in
     names = ["GiB", "host GiB", "step s", "tokens/s", "MFU"]
     names += ["compiler GiB", "formula/compiler"] if compiled else []
     budget = f"{gib(task.budget_bytes)} of {gib(task.machine.hbm_bytes)} GiB per device"
-    columns = words("#", "mesh", "zero", "remat", "micro", "offload") + numbers(*names)
+    columns = words("#", "mesh", *layout_cells(task.asked)) + numbers(*names)
     table = Table(f"the fastest that fit into {budget} on {task.machine}", columns)
     for index, point in enumerate(points):
         assert point.timed is not None
-        kept = f"{len(point.spec.remat_save)} named" if point.spec.remat_save else point.spec.remat
-        shares = {name: getattr(point.spec.offload, name) for name in OFFLOADABLE}
-        offload = " ".join(f"{name[:5]}={share:.0%}" for name, share in shares.items() if share != "none") or "-"
         said = compiled.get(index, "")
         if isinstance(said, CompiledStep):
             beside = [gib(said.peak_bytes), f"{point.plan.total_bytes / said.peak_bytes:.3f}"]
@@ -199,10 +189,7 @@ def search_table(task: SearchTask, points: Sequence[Point], compiled: Mapping[in
         table.add(
             str(index + 1),
             mesh_line(point.mesh.shape, "1"),
-            str(point.spec.zero_stage),
-            kept,
-            str(point.spec.microbatches),
-            offload,
+            *layout_cells(point.spec).values(),
             gib(point.plan.total_bytes),
             gib(point.plan.host_bytes),
             f"{point.step_s:,.3g}",
@@ -223,7 +210,7 @@ def _bytes_table(sheet: Sheet) -> Table:
     plan, compiled, measured, machine = sheet.plan, sheet.compiled, sheet.measured, sheet.machine
     takes = compiled.peak_bytes if compiled else plan.total_bytes
     there = machine.host_bytes_per_device
-    room = machine.room_bytes(unified=sheet.job.layout.spec.offload.unified_memory)
+    room = machine.room_bytes(sheet.job.layout.spec)
     verdict = "fits" if takes <= room and (there is None or plan.host_bytes <= there) else "DOES NOT FIT"
     title = f"{verdict}: {takes / room:.0%} of the memory at the peak, in the moment `{plan.moment}`"
     of_device = {name: size for name, size in classes(plan).items() if name != "host"}

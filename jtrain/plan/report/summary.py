@@ -20,6 +20,7 @@ from jtrain.plan.job import Job
 from jtrain.report.number_formats import gib
 from jtrain.report.table import Table, numbers, words
 from jtrain.report.terminal import new_console, print_blocks
+from jtrain.step.layout_choices import layout_line
 
 
 def print_plan(
@@ -134,7 +135,7 @@ def mesh_line(shape: Mapping[str, int], alone: str = "one device") -> str:
 def _title(job: Job) -> str:
     layout = job.layout
     total = sum(p.info.size for p in layout.params)
-    held = f"zero_stage={layout.spec.zero_stage}, {layout.precision.param_dtype} on device"
+    held = f"{layout_line(layout.spec)}, {layout.precision.param_dtype} on device"
     return f"{total:,} parameters over {mesh_line(layout.mesh.shape)}, {held}"
 
 

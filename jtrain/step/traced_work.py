@@ -1,4 +1,4 @@
-"""Collectives of a traced function, read off its jaxpr: what each one sends, and the part of the function it is in.
+"""Collectives and matmuls of a traced function, read off its jaxpr: what each one sends or multiplies, and where.
 
 Equations are followed through calls and loops with a number for every value, so that a collective that is repeated in
 the same computation with the same operand counts once, as compilers compute it once, and what a value depends on is
@@ -20,7 +20,7 @@ type Kind = Literal[
 ]
 
 type When = Literal["forward", "again", "backward"]
-"""Pass of a collective: `again` repeats one of the forward pass for the backward pass."""
+"""Pass of a collective or a product: `again` repeats one of the forward pass for the backward pass."""
 
 _KINDS: dict[str, Kind] = {
     "all_gather": "all-gather",
@@ -64,11 +64,59 @@ class TracedCollective:
 
 
 @dataclasses.dataclass(frozen=True)
+class TracedProduct:
+    """One matmul of a jaxpr. Products with batch dimensions are not listed: they are attention's, of activations alone.
+
+    kept: sizes of the dimensions of the first operand that the result has; reduced, added: of those that are summed
+      over, and of those of the second operand that the result has.
+    groups: groups of rows, each multiplied with a matrix of its own; 0 for one matrix.
+    in_8_bits: True if both operands were rounded to 8 bits.
+    when, trips: as in `TracedCollective`.
+    """
+
+    kept: tuple[int, ...]
+    reduced: tuple[int, ...]
+    added: tuple[int, ...]
+    groups: int
+    in_8_bits: bool
+    when: When
+    trips: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedWork:
+    """What a jaxpr does, in its order.
+
+    again: names (`checkpoint_name`) of the values that it computes a second time.
+    """
+
+    collectives: list[TracedCollective]
+    products: list[TracedProduct]
+    again: frozenset[str]
+
+
+_KEEPS_BITS = (
+    "convert_element_type",
+    "mul",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "dynamic_slice",
+    "optimization_barrier",
+)
+"""Operations between the rounding of an operand to 8 bits and its product: a factor and a change of shape."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _Value:
-    """A value of the trace: its number, and the repeated collectives that it depends on, a bit for each."""
+    """A value of the trace: its number, and the repeated collectives that it depends on, a bit for each.
+
+    in_8_bits: True if it was rounded to 8 bits.
+    """
 
     number: int
     marks: int
+    in_8_bits: bool = False
 
 
 type _Known = dict[Any, list[_Value]]
@@ -84,25 +132,22 @@ class _Place:
     when: When
 
 
-def traced_collectives(jaxpr: Any) -> tuple[list[TracedCollective], frozenset[str]]:
-    """What a closed jaxpr does, without that whose results nobody reads.
-
-    Returns:
-      Its collectives, in its order, and the names (`checkpoint_name`) of the values that it computes a second time.
-    """
+def traced_work(jaxpr: Any) -> TracedWork:
+    """What a closed jaxpr does, without that whose results nobody reads."""
     lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
     reader = _Reader()
     reader.follow(lean, [reader.new(0) for _ in lean.invars], _Place((), (), "forward"), {})
-    return reader.result(), frozenset(reader.names_again)
+    return TracedWork(reader.result(), reader.products, frozenset(reader.names_again))
 
 
 class _Reader:
-    """Follows jaxprs and collects their collectives."""
+    """Follows jaxprs and collects what they do."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count()
         self.marks = itertools.count()
         self.found: list[tuple[TracedCollective, int]] = []
+        self.products: list[TracedProduct] = []
         self.read_again = 0
         self.names_again = set[str]()
 
@@ -161,9 +206,13 @@ class _Reader:
         if name == "while":
             bodies = [params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr]
             assert not any(e.primitive.name in _KINDS for body in bodies for e in _equations(body)), "unknown trips"
-        if name == "dot_general" and inside.when == "again":
-            self.read_again |= marks
-        return [self.new(marks) for _ in eqn.outvars]
+        if name in ("dot_general", "ragged_dot_general"):
+            if inside.when == "again":
+                self.read_again |= marks
+            in_8_bits = all(value.in_8_bits for value in given[:2])
+            self.products += _product(eqn, inside, in_8_bits=in_8_bits)
+        rounded = name in _KEEPS_BITS and (given[0].in_8_bits or "float8" in str(eqn.invars[0].aval.dtype))
+        return [_Value(next(self.numbers), marks, rounded) for _ in eqn.outvars]
 
     def _collective(self, eqn: Any, given: list[_Value], place: _Place, known: _Known) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
@@ -201,6 +250,22 @@ class _Reader:
         return results
 
 
+def _product(eqn: Any, place: _Place, *, in_8_bits: bool) -> list[TracedProduct]:
+    """The product of an equation; none if it has batch dimensions."""
+    numbers = eqn.params.get("dimension_numbers") or eqn.params["ragged_dot_dimension_numbers"]
+    ((first, second), batch) = getattr(numbers, "dot_dimension_numbers", numbers)
+    if any(batch):
+        return []
+    lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
+    grouped, groups = list[int](getattr(numbers, "rhs_group_dimensions", ())), 0
+    if eqn.primitive.name == "ragged_dot_general":
+        groups = eqn.invars[2].aval.shape[0]
+    reduced = tuple(lhs[dim] for dim in first)
+    kept = tuple(size for dim, size in enumerate(lhs) if dim not in first)
+    added = tuple(size for dim, size in enumerate(rhs) if dim not in (*second, *grouped))
+    return [TracedProduct(kept, reduced, added, groups, in_8_bits, place.when, place.trips)]
+
+
 def _whole(name: str, operand: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
     """Shape that `TracedCollective.dims` has; a ragged exchange's is the smaller, which is not padded."""
     if name == "all_gather":
@@ -223,10 +288,17 @@ def _inside(eqn: Any, place: _Place) -> _Place:
 
 
 def _taken(params: dict[str, Any]) -> Any:
-    """The branch of a conditional that counts: for GPUs, where it chooses by platform, else the one that does most."""
+    """The branch of a conditional that counts.
+
+    Where it chooses by platform, the branch with one product for all groups, else the one for GPUs: the other way to
+    multiply groups is a loop of unknown length. Elsewhere the branch that does most.
+    """
     branches, platforms = params["branches"], params.get("branches_platforms")
     if platforms is None:
         return max(branches, key=lambda branch: sum(1 for _ in _equations(branch.jaxpr)))
+    for branch in branches:
+        if any(eqn.primitive.name == "ragged_dot_general" for eqn in branch.jaxpr.eqns):
+            return branch
     return next(branch for branch, of in zip(branches, platforms, strict=True) if of is None or "cuda" in of)
 
 

@@ -1,0 +1,102 @@
+"""Choices among layouts of a model: what a search compares, what takes the least memory, and how a layout is written.
+
+The planner compares and prints layouts through this module, so a new option that it should choose is named here alone.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from jtrain.layout.layout_spec import LayoutSpec
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.offload_spec import OFFLOADABLE
+from jtrain.model.forward_placement import SAVEABLE
+
+type ZeroStages = tuple[Literal[0, 1, 2, 3], ...]
+EVERY: ZeroStages = (0, 1, 2, 3)
+
+REMATS: tuple[tuple[str, ...] | None, ...] = (
+    None,  # keep everything
+    SAVEABLE,
+    tuple(name for name in SAVEABLE if not name.startswith("mlp")),
+    ("attention_q", "attention_k", "attention_v", "attention"),
+    ("attention",),
+    (),  # keep the layer's input only
+)
+"""Activations that a layer keeps for its backward pass, from the most memory and least work to the opposite."""
+
+
+def layout_settings(spec: LayoutSpec) -> dict[str, object]:
+    """Config path -> value of every setting that `layout.auto` decides."""
+    names = ("zero_stage", "remat", "remat_save", "microbatches")
+    found: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
+    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")}
+
+
+def layout_line(spec: LayoutSpec) -> str:
+    """ZeRO stage, remat, microbatches and offload in one line."""
+    offload = "".join(f" offload.{name}={share}" for name, share in host_shares(spec).items())
+    return f"zero_stage={spec.zero_stage} remat={spec.remat} microbatches={spec.microbatches}{offload}"
+
+
+def layout_cells(spec: LayoutSpec) -> dict[str, str]:
+    """Heading -> text of what a search decides, for a table of layouts."""
+    offload = " ".join(
+        f"{name[:5]}={share:.0%}" for name, share in host_shares(spec).items() if not isinstance(share, str)
+    )
+    return {
+        "zero": str(spec.zero_stage),
+        "remat": f"{len(spec.remat_save)} named" if spec.remat_save else spec.remat,
+        "micro": str(spec.microbatches),
+        "offload": offload or "-",
+    }
+
+
+def host_shares(spec: LayoutSpec) -> dict[str, float | str]:
+    """Shares of offload that are not `none`."""
+    named = {name: getattr(spec.offload, name) for name in OFFLOADABLE}
+    return {name: share for name, share in named.items() if share != "none"}
+
+
+def open_shares(spec: LayoutSpec) -> list[str]:
+    """Fields of offload whose share is `as_needed`."""
+    return [name for name, share in host_shares(spec).items() if share == "as_needed"]
+
+
+def with_shares(spec: LayoutSpec, asked: LayoutSpec, changed: Mapping[str, float]) -> LayoutSpec:
+    """`spec` with these shares of offload replaced; 0 means `none`.
+
+    `update` is that of `asked` if any optimizer state is on the host; `unified_memory` if nothing is.
+    """
+    named: dict[str, Any] = {name: changed.get(name, getattr(spec.offload, name)) or "none" for name in OFFLOADABLE}
+    offload = dataclasses.replace(
+        asked.offload,
+        **named,
+        update="device" if named["optimizer"] == "none" else asked.offload.update,
+        unified_memory=asked.offload.unified_memory and set(named.values()) == {"none"},
+    )
+    return dataclasses.replace(spec, offload=offload)
+
+
+def alternatives(spec: LayoutSpec, mesh: MeshSpec, stages: ZeroStages = EVERY) -> Iterator[list[LayoutSpec]]:
+    """Yields the layouts of each ZeRO stage that differ from `spec` in what they keep: all activations first.
+
+    Args:
+      stages: those to try where the mesh can shard.
+    """
+    for stage in stages if mesh.zero_shards > 1 else EVERY[:1]:
+        # remat=none keeps what has a name under stage 3.
+        different = [kept for kept in REMATS if not (kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1)]
+        yield [keeping(dataclasses.replace(spec, zero_stage=stage), kept) for kept in different]
+
+
+def keeping(spec: LayoutSpec, kept: tuple[str, ...] | None) -> LayoutSpec:
+    """`spec` with layers that keep these activations; all for None."""
+    remat = "none" if kept is None else "named" if kept else "full"
+    return dataclasses.replace(spec, remat=remat, remat_save=kept or ())
+
+
+def frugal(spec: LayoutSpec, mesh: MeshSpec) -> LayoutSpec:
+    """`spec` with all that can be sharded on a mesh, and layers that keep their input only."""
+    stage = 3 if mesh.zero_shards > 1 else spec.zero_stage
+    return dataclasses.replace(keeping(spec, ()), zero_stage=stage, auto=False)

@@ -1,0 +1,329 @@
+"""Abstract traces of a train step's own functions, one per part of the step and class of layouts.
+
+A trace has sizes that tell each other apart (`labelled_sizes.py`), so its numbers scale to every layout of its class.
+It takes a few tenths of a second, and is kept in memory and on disk (`description_cache.py`).
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from jtrain.layout.dims import Batch
+from jtrain.layout.layout import Layout, ParamLayout
+from jtrain.layout.mesh import AXES, local_shape
+from jtrain.model.fp8_scaling import fp8_weights, history_shape, unseen
+from jtrain.model.param import Params, map_params
+from jtrain.model.transformer import Transformer
+from jtrain.step.description_cache import kept
+from jtrain.step.gradient_sums import GradientSums, no_sums, sums_gradients
+from jtrain.step.labelled_sizes import Labelled, LayoutClass, Monomial, labelled
+from jtrain.step.pipeline_chunks import ChunkPass
+from jtrain.step.pipeline_ends import Ends
+from jtrain.step.pipelined import chunks_of, pipeline_placement
+from jtrain.step.traced_work import Kind, TracedProduct, TracedWork, When, traced_work
+from jtrain.step.train_step import everywhere, finished, weights_of
+from jtrain.step.zero import (
+    gathered_once,
+    gathers_once,
+    own_heads,
+    param_tree,
+    placement_of,
+    psum_batch,
+    scattered_once,
+    trained_part,
+    whole_again,
+    with_whole,
+)
+from jtrain_kernels import registry
+from jtrain_kernels.device import DEVICES
+
+_OVERLAPPED = tuple(f"{name}{bits}" for name in ("all_gather_matmul", "matmul_reduce_scatter") for bits in ("", "_fp8"))
+"""Ops whose collectives are permutes if `layout.tensor_overlap` is True."""
+
+WEIGHT_GRADIENTS, ONCE, UPDATE, METRICS = "weight_gradients", "gathered_once", "update", "metrics"
+"""Scopes of gradients of weights that a pipeline computes later, of whole weights, of updated parameters, and of what
+devices tell each other about themselves."""
+
+type Gradient = Literal["forward", "again", "by_input", "by_weight"]
+"""Pass of a product with a weight; the backward pass has one for the gradient of the input and one for the weight's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledCollective:
+    """A `StepCollective` of a class of layouts: `ring` is the number of a torus dimension, None for whole axes."""
+
+    scope: tuple[str, ...]
+    parameter: str
+    kind: Kind
+    along: tuple[str, ...]
+    ring: int | None
+    dtype: str
+    count: Monomial
+    elements: Monomial
+    when: When
+    repeats_products: bool
+    largest: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelledProduct:
+    """A `StepProduct` of a class of layouts; `sizes` are its rows, depth, columns and groups."""
+
+    when: Gradient
+    in_8_bits: bool
+    count: Monomial
+    sizes: tuple[Monomial, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PartTrace:
+    """What one part of a step does, for a class of layouts.
+
+    again: names of the activations that the backward pass computes a second time.
+    """
+
+    collectives: tuple[LabelledCollective, ...]
+    products: tuple[LabelledProduct, ...]
+    again: tuple[str, ...]
+
+
+@functools.cache
+def traced(of: LayoutClass) -> PartTrace:
+    """What one part of the step does, in a class of layouts."""
+    return kept(of, _trace, _part_trace)
+
+
+def _part_trace(collectives: list[dict[str, Any]], products: list[dict[str, Any]], again: list[str]) -> PartTrace:
+    """A trace from its fields as JSON has them."""
+    multiplied = (_multiplied(**fields) for fields in products)
+    return PartTrace(tuple(_labelled(**fields) for fields in collectives), tuple(multiplied), tuple(again))
+
+
+def _multiplied(count: Any, sizes: Any, **fields: Any) -> LabelledProduct:
+    return LabelledProduct(count=_monomial(count), sizes=tuple(map(_monomial, sizes)), **fields)
+
+
+def _monomial(fields: Any) -> Monomial:
+    number, powers = fields
+    return number, tuple((letter, power) for letter, power in powers)
+
+
+def _labelled(scope: list[str], along: list[str], count: Any, elements: Any, **fields: Any) -> LabelledCollective:
+    sizes: Any = dict(count=_monomial(count), elements=_monomial(elements))
+    return LabelledCollective(scope=tuple(scope), along=tuple(along), **sizes, **fields)
+
+
+def _trace(of: LayoutClass) -> PartTrace:
+    sizes = labelled(of)
+    mesh = AbstractMesh(tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    paths = [p.info.path for p in sizes.layout.params]
+    work = traced_work(_JAXPRS[of.part](sizes, mesh))
+    collectives = (
+        LabelledCollective(
+            one.scope,
+            next((path for path in paths if ".".join(one.scope).endswith(path)), ""),
+            one.kind,
+            one.axes,
+            None if one.ring is None else sizes.layout.rings.index(one.ring),
+            one.dtype,
+            sizes.monomial(math.prod(one.trips)),
+            sizes.monomial(math.prod(one.dims)),
+            one.when,
+            one.repeats_products,
+            one.largest,
+        )
+        for one in work.collectives
+    )
+    return PartTrace(tuple(collectives), _products(sizes, work), tuple(sorted(work.again)))
+
+
+_ROWS = frozenset("bluq")
+"""Labels of the sizes of rows: sequences and positions."""
+
+
+def _products(sizes: Labelled, work: TracedWork) -> tuple[LabelledProduct, ...]:
+    """Products of a trace, those that are alike together."""
+    counts = collections.Counter(_labelled_product(sizes, one) for one in work.products)
+    return tuple(dataclasses.replace(one, count=(one.count[0] * n, one.count[1])) for one, n in counts.items())
+
+
+def _labelled_product(sizes: Labelled, one: TracedProduct) -> LabelledProduct:
+    """A product with its sizes as labels.
+
+    The loss's loops over chunks of tokens and over parts of the vocabulary count as one product of all of them. Rows
+    that other devices send are on average as many as this device sends: their buffer has room for all that any could.
+    """
+    trips = math.prod(one.trips)
+    around = [(loop, chunk) for loop, chunk in (("m", "q"), ("n", "o")) if loop in dict(sizes.monomial(trips)[1])]
+
+    def size_of(dims: tuple[int, ...]) -> Monomial:
+        number, powers = sizes.monomial(math.prod(dims))
+        return number, powers + tuple((loop, 1) for loop, chunk in around if chunk in dict(powers))
+
+    kept, reduced, added = map(size_of, (one.kept, one.reduced, one.added))
+    by_weight = not _ROWS.isdisjoint(dict(reduced[1]))
+    rows, depth = (reduced, kept) if by_weight else (kept, reduced)
+    if one.groups:
+        rows = rows[0], tuple((letter, power) for letter, power in rows[1] if letter != "e")
+    when: Gradient = "by_weight" if by_weight else "by_input" if one.when == "backward" else one.when
+    count = sizes.monomial(trips // math.prod(sizes.labels[loop] for loop, _ in around))
+    return LabelledProduct(when, one.in_8_bits, count, (rows, depth, added, sizes.monomial(one.groups)))
+
+
+def _jaxpr(mesh: AbstractMesh, fn: Any, *args: Any) -> Any:
+    """The jaxpr of what every device computes."""
+    forced = {name: "permute" if name in _OVERLAPPED else registry.REFERENCE for name in registry.ops()}
+    with registry.on(DEVICES["h200"], forced=forced):
+        local = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+        return jax.make_jaxpr(local)(*args)
+
+
+def _array(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype))
+
+
+def _blocks(layout: Layout, spec: Callable[[ParamLayout], P] = lambda p: p.param) -> Params:
+    """One device's block of every parameter."""
+    dtype = layout.precision.param_dtype
+    return param_tree(layout, lambda p: _array(local_shape(spec(p), p.info.shape, layout.mesh.shape), dtype))
+
+
+def _scaling(layout: Layout) -> dict[str, Any]:
+    """One device's amax histories."""
+    if layout.precision.matmul_dtype != "fp8_delayed":
+        return {}
+    infos = fp8_weights([p.info for p in layout.params])
+    shape = layout.mesh.shape
+    return map_params(
+        lambda i: _array(local_shape(layout.per_layer, history_shape(i.shape[0]), shape), "float32"), infos
+    )
+
+
+def _batch(sizes: Labelled) -> Batch:
+    """One device's rows of a microbatch."""
+    ids = _array((sizes.rows, sizes.seq_len // sizes.layout.mesh.context), "int32")
+    return Batch(ids, ids, ids, ids)
+
+
+def _stream(sizes: Labelled) -> jax.ShapeDtypeStruct:
+    """One device's residual stream."""
+    mesh = sizes.layout.mesh
+    length = sizes.seq_len // mesh.context // mesh.tensor
+    return _array((sizes.rows, length, sizes.model.d_model), sizes.layout.precision.compute_dtype)
+
+
+def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
+    model, layout, x = sizes.model, sizes.layout, _stream(sizes)
+    of_stages = layout.pipeline is not None
+
+    def loop(params: Params, scaling: Any, batch: Batch, x_BLD: Any, dy_BLD: Any) -> Any:
+        unit, zero = jnp.float32(1), jnp.int32(0)
+        trained = trained_part(layout, params)
+        sums = GradientSums(layout, trained, zero, zero) if sums_gradients(layout) else None
+        differentiated = trained if sums is None else sums.differentiated(no_sums(layout, trained))
+
+        def forward(trained: Params, seen: Any, x_BLD: Any) -> Any:
+            weights = weights_of(layout, trained, params, scaling, seen, unit, sums)
+            x_BLD, losses = model.through_layers(weights["layers"], x_BLD, batch, placement_of(layout))
+            return x_BLD, losses
+
+        (y_BLD, losses), vjp = jax.vjp(forward, differentiated, unseen(scaling), x_BLD)
+        return y_BLD, vjp((dy_BLD, jax.tree.map(jnp.ones_like, losses)))
+
+    def chunks(params: Params, scaling: Any, batch: Batch, x_BLD: Any, dy_BLD: Any) -> Any:
+        zero = jnp.int32(0)
+        trained = trained_part(layout, params)
+        shared = model.shared(batch)
+        worker = chunks_of(model, layout, pipeline_placement(layout), params, trained, scaling, jnp.float32(1))
+        worker = worker.traced(x_BLD, shared)
+        work = ChunkPass(zero, shared, zero, zero)
+        y_BLD, kept = worker.forward(work, x_BLD, worker.kept_slots(1))
+        given = jax.lax.optimization_barrier((kept, worker.stash_slots(1), worker.no_gradients()))
+        dx_BLD, stashes, gradients = worker.backward(work, dy_BLD, *given)
+        if worker.split:
+            with jax.named_scope(WEIGHT_GRADIENTS):
+                gradients = worker.weight_gradients(work, stashes, gradients)
+        return y_BLD, dx_BLD, gradients
+
+    own = _blocks(layout, lambda p: p.spec(zero_sharded=layout.spec.zero_stage == 3))  # of shared key heads too
+    args = own, _scaling(layout), _batch(sizes), x, x
+    return _jaxpr(mesh, chunks if of_stages else loop, *args)
+
+
+def _ends(layout: Layout, model: Transformer, params: Params) -> Ends:
+    return Ends(model, layout, pipeline_placement(layout), params, 0, layout.mesh.stage - 1)
+
+
+def _embedding(sizes: Labelled, mesh: AbstractMesh) -> Any:
+    model, layout = sizes.model, sizes.layout
+
+    def both(params: Params, token_BL: Any, dx_BLD: Any) -> Any:
+        trained = trained_part(layout, params)
+        if layout.pipeline is not None:
+            ends = _ends(layout, model, params)
+            return ends.embed(trained, token_BL), ends.embed_gradient(trained, token_BL, dx_BLD)
+        placement = placement_of(layout)
+        x_BLD, vjp = jax.vjp(lambda t: model.embed(with_whole(layout, t, params), token_BL, placement), trained)
+        return x_BLD, vjp(dx_BLD)
+
+    return _jaxpr(mesh, both, _blocks(layout), _batch(sizes).token_BL, _stream(sizes))
+
+
+def _loss(sizes: Labelled, mesh: AbstractMesh) -> Any:
+    model, layout = sizes.model, sizes.layout
+
+    def both(params: Params, x_BLD: Any, target_BL: Any) -> Any:
+        trained = trained_part(layout, params)
+        if layout.pipeline is not None:
+            return _ends(layout, model, params).loss(trained, x_BLD, target_BL, jnp.float32(1))
+        placement = placement_of(layout)
+
+        def objective(trained: Params, x_BLD: Any) -> Any:
+            weights = with_whole(layout, trained, params)
+            return model.cross_entropy(weights, model.normed(weights, x_BLD, placement), target_BL, placement)
+
+        return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(trained, x_BLD)
+
+    return _jaxpr(mesh, both, _blocks(layout), _stream(sizes), _batch(sizes).target_BL)
+
+
+def _end(sizes: Labelled, mesh: AbstractMesh) -> Any:
+    layout = sizes.layout
+
+    def local(params: Params, grads: Params, seen: Any, batch: Batch) -> Any:
+        own, found = own_heads(layout, params), ()
+        if gathers_once(layout):
+            with jax.named_scope(ONCE):
+                found = gathered_once(layout, own)[1]
+            grads = scattered_once(layout, grads)
+        loss, num_tokens = jnp.float32(0), psum_batch(layout, jnp.sum(batch.target_BL))
+        return own, found, finished(layout, grads, seen, loss, batch, num_tokens)
+
+    def update(params: Params, rows: Any) -> Any:
+        with jax.named_scope(UPDATE):
+            again = jax.tree.map(lambda p, x: whole_again(layout, p, mesh, x), param_tree(layout, lambda p: p), params)
+        with jax.named_scope(METRICS):
+            return again, everywhere(mesh, rows)
+
+    whole = gathers_once(layout)
+    summed = _blocks(layout, lambda p: p.spec(zero_sharded=False) if whole else p.accumulator)
+    seen = jax.eval_shape(unseen, _scaling(layout))
+    params = param_tree(layout, lambda p: _array(p.info.shape, layout.precision.param_dtype))
+    gradients = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+    def both(blocks: Params, grads: Params, seen: Any, batch: Batch, params: Params, rows: Any) -> Any:
+        return gradients(blocks, grads, seen, batch), update(params, rows)
+
+    rows = _array((mesh.size, 2), "float32")
+    return jax.make_jaxpr(both)(_blocks(layout), summed, seen, _batch(sizes), params, rows)
+
+
+_JAXPRS = {"layers": _layers, "embedding": _embedding, "loss": _loss, "end": _end}
