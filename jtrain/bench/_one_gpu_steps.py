@@ -150,7 +150,7 @@ STEPS = (
     ),
     _llama1b("llama1b-zero3", "layout.zero_stage=3"),
     _SIZED,
-    Step("offload-8B", ("offload", "--live", "--only", "8B", "--steps", "1"), 120),
+    Step("offload-8B", ("offload", "--only", "8B", "--steps", "1"), 120),
     _window(),
     Step("random-against-zeros", ("gpu_clocks", "--seconds", "10"), 90, (), SHORT_SOAKS),
     # The rest.
@@ -164,5 +164,5 @@ STEPS = (
     _timed("grouped_matmul", "qwen3_30b_a3b down"),
     _timed("embedding_lookup", "llama8b"),
     Step("tiny", ("tiny", *NO_TENSORBOARD), 120, FIDDLE, ("tiny", "--steps", "3", *NO_TENSORBOARD)),
-    Step("offload-14B", ("offload", "--live", "--only", "14B", "--steps", "1"), 120),
+    Step("offload-14B", ("offload", "--only", "14B", "--steps", "1"), 120),
 )  # fmt: skip

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from jtrain.bench import Options, Row, option, row
+from jtrain.bench import Row, row
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.data import Constant, PackedText, Source, open_dataset
@@ -33,24 +33,21 @@ LONG_BYTES, LONG_DOCUMENTS = 1_000_000, 256
 _LETTERS = 8  # of a document's own alphabet, so that its chunks are alike and differ from all others
 
 
-OPTIONS = (option("--steps", type=int, default=1000, help="steps of tiny; of 1 MB documents a fifth"),)
-
-
-def run(args: Options) -> list[Row]:
-    """Order of four corpora, then drift of two mixtures."""
+def rows(*, steps: int = 1000) -> Iterator[Row]:
+    """Order of four corpora, then drift of two mixtures; `steps` of tiny, of 1 MB documents a fifth."""
     tiny = build_run(load_config("tiny"))
-    rows = order_rows("tiny", measure_order(open_dataset(tiny.data, seed=tiny.seed), args.steps))
+    yield from order_rows("tiny", measure_order(open_dataset(tiny.data, seed=tiny.seed), steps))
     with tempfile.TemporaryDirectory() as folder:
         for name, spec in long_corpora(Path(folder), documents=LONG_DOCUMENTS, size=LONG_BYTES):
             what = f"{LONG_DOCUMENTS} documents of {LONG_BYTES / 1e6:g} MB, {name}"
-            rows += order_rows(what, measure_order(open_dataset(spec, seed=0), max(args.steps // 5, 20)))
-    with tempfile.TemporaryDirectory() as folder:
-        spec = shipped_mixture(Path(folder))
-        rows += drift_rows("mixture", measure_order(open_dataset(spec, seed=0), 300), (100, 300))
-    with tempfile.TemporaryDirectory() as folder:
-        spec = two_sources(Path(folder))
-        rows += drift_rows("90/10, 17 KB documents", measure_order(open_dataset(spec, seed=0), 100), (100,))
-    return rows
+            yield from order_rows(what, measure_order(open_dataset(spec, seed=0), max(steps // 5, 20)))
+    for what, make, ends in (
+        ("mixture", shipped_mixture, (100, 300)),
+        ("90/10, 17 KB documents", two_sources, (100,)),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            spec = make(Path(folder))
+            yield from drift_rows(what, measure_order(open_dataset(spec, seed=0), ends[-1]), ends)
 
 
 def order_rows(what: str, report: OrderReport) -> list[Row]:
