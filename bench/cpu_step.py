@@ -16,13 +16,16 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from bench import data_sources
+from bench.data_parts.programs import INSTALL as INSTALL_PEERS
+from bench.data_parts.programs import started
+from bench.peers import protocol
 from jtrain import optim
 from jtrain.bench import Options, Row, option, row
 from jtrain.errors import UserError
@@ -36,8 +39,9 @@ from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain_kernels.host_memory import keep_freed_memory
 
 SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
+TORCH_STEP = Path(protocol.__file__).with_name("torch_llama_step.py")
 INSTALL = {
-    "torch": data_sources.INSTALL,
+    "torch": INSTALL_PEERS,
     "maxtext": "python3.12 -m venv M && M/bin/pip install 'maxtext[tpu]==0.2.5'",
 }
 
@@ -63,14 +67,18 @@ def run(args: Options) -> list[Row]:
     """Interleaved rounds of ours and torch's, then MaxText's steps, which come from its own log.
 
     Raises:
-      UserError: no interpreter was given for a peer, or or it lacks the peer.
+      UserError: no interpreter was given for a peer, or it lacks the peer.
     """
     keep_freed_memory()
     torch_python = _python("torch", args.torch_python, "import torch, transformers")
     maxtext_python = _python("maxtext", args.maxtext_python, "import importlib.util as u; u.find_spec('maxtext').name")
     cores = len(os.sched_getaffinity(0))
-    with torch_steps(torch_python, "eager", cores) as eager, torch_steps(torch_python, "compile", cores) as compiled:
-        programs = {"jtrain": our_steps(), "torch eager": eager, "torch compile": compiled}
+    with contextlib.ExitStack() as stack:
+        programs = {"jtrain": our_steps()}
+        for mode in ("eager", "compile"):
+            torch = stack.enter_context(started(torch_python, TORCH_STEP, mode=mode, threads=cores))
+            torch.answer()  # it is warm
+            programs[f"torch {mode}"] = lambda count, torch=torch: torch.ask(count)["step_ms"]
         step_ms: dict[str, list[float]] = {name: [] for name in programs}
         for _ in range(args.rounds):
             for name, steps in programs.items():
@@ -130,33 +138,6 @@ def our_steps() -> Steps:
 
     steps(3)
     return steps
-
-
-@contextlib.contextmanager
-def torch_steps(python: str, mode: str, cores: int) -> Iterator[Steps]:
-    """A torch process that steps when told to, and waits without computing in between."""
-    command = [python, str(data_sources.peer_program("torch_llama_step")), "--mode", mode, "--threads", str(cores)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
-
-        def answer() -> dict[str, list[float]]:
-            line = stdout.readline()
-            if not line:
-                raise RuntimeError(f"it ended, exit code {process.wait()}: {shlex.join(command)}")
-            return json.loads(line)
-
-        def steps(count: int) -> list[float]:
-            stdin.write(f"{count}\n")
-            stdin.flush()
-            return answer()["step_ms"]
-
-        try:
-            answer()  # it is warm
-            yield steps
-        finally:
-            stdin.close()  # its end
 
 
 def maxtext_step_ms(python: str, count: int) -> list[float]:

@@ -1,28 +1,23 @@
 """llama8b over 128 x v5p, compiled without one: temporaries, estimated and compiling seconds, network, by MaxText's.
 
-    python -m jtrain.bench tpu_memory [--maxtext-python M/bin/python]
+    python -m jtrain.bench tpu_memory
 
 Sequences of 4096, two per device, full remat, everything sharded over 128 chips, gradients summed in bfloat16; the
 options are those that training on v5p uses (`jtrain.step.xla_options`). Nothing runs: the compiler of the extra [aot]
 says what it would allocate and send. Temporaries are the block that it packs them into. libtpu's `temp_size_in_bytes`
-is that for MaxText, and for jtrain 1.4 times of it (NOTES.md). Without `--maxtext-python` (or PEER_MAXTEXT_PYTHON)
-MaxText's figures are the recorded ones; its network and estimate always are: it writes no program that could be read.
+is that for MaxText, and for jtrain 1.4 times of it (NOTES.md). MaxText's figures
+were recorded, not measured again.
 The compiler's estimate is that of each instruction, summed over the step. It has none for attention's kernels, and says
 nothing of waits.
 """
 
 import os
 import re
-import shlex
-import subprocess
-import tempfile
 import time
 from pathlib import Path
 
-from jtrain.bench import Options, Row, option, row
-from jtrain.errors import UserError
+from jtrain.bench import Options, Row, row
 from jtrain.hlo.parser import visits
-from jtrain.plan import AOT_ENVIRONMENT
 
 TOPOLOGY = "v5p:4x4x8"
 SETTINGS = (
@@ -34,8 +29,6 @@ SETTINGS = (
     "data.global_batch=256",
     "data.seq_len=4096",
 )
-INSTALL = "python3.12 -m venv M && M/bin/pip install 'maxtext[tpu]==0.2.5'"
-
 RECORDED = {"temporaries": 7.59, "arguments": 0.756, "process": 105.0, "network": 58.7, "estimate": 1.40}
 """MaxText 0.2.5's llama3.1-8b on v5p-256 by JAX 0.11.2 and libtpu 0.0.48.1, two idle cores, its default flags: GB per
 device, seconds of the whole process, GB on the wire per device and step, the compiler's estimate
@@ -51,13 +44,6 @@ RECORDED_ASYNC = {"default flags": 0.0, "SparseCore offload": 0.51}
 """Share of MaxText's network bytes in pairs of start and done."""
 
 
-OPTIONS = (
-    option(
-        "--maxtext-python",
-        default=os.environ.get("PEER_MAXTEXT_PYTHON"),
-        help="interpreter that has maxtext, to measure it here; or $PEER_MAXTEXT_PYTHON",
-    ),
-)
 ABSENT_CHIPS = True
 
 
@@ -65,8 +51,9 @@ def run(args: Options) -> list[Row]:
     """Rows of ours over MaxText's.
 
     Raises:
-      UserError: the compiler is not installed; or the interpreter given has no MaxText.
+      UserError: the compiler is not installed.
     """
+    del args
     from jtrain.config.load import load_config
     from jtrain.config.run import build_run
     from jtrain.hlo.traffic import overlap
@@ -77,18 +64,13 @@ def run(args: Options) -> list[Row]:
     built = build_run(load_config("llama8b", sets=SETTINGS))
     program = compile_step(plan_job(built), make_optimizer(built), devices=devices)
     process_s = seconds_since_start()
-    theirs = dict(RECORDED)
-    source = "recorded"
-    if args.maxtext_python is not None:
-        theirs |= maxtext(args.maxtext_python)
-        source = "measured here"
     sent = overlap(program.traffic)
-    what = f"llama8b, 128 x v5p, 2 x 4096 per device, full remat; MaxText 0.2.5 {source}"
+    what = "llama8b, 128 x v5p, 2 x 4096 per device, full remat; MaxText 0.2.5 as recorded"
     return [
-        row(f"{what}: temporaries", program.temp_bytes / 1e9, "GB", baseline=theirs["temporaries"], bar="<= 0.6"),
-        row("arguments", program.argument_bytes / 1e9, "GB", baseline=theirs["arguments"]),
+        row(f"{what}: temporaries", program.temp_bytes / 1e9, "GB", baseline=RECORDED["temporaries"], bar="<= 0.6"),
+        row("arguments", program.argument_bytes / 1e9, "GB", baseline=RECORDED["arguments"]),
         row("peak", program.peak_bytes / 1e9, "GB"),
-        row("whole process, to the compiled program", process_s, "s", baseline=theirs["process"], bar="<= 0.6"),
+        row("whole process, to the compiled program", process_s, "s", baseline=RECORDED["process"], bar="<= 0.6"),
         row("of it tracing and lowering", program.lower_s, "s"),
         row("of it compiling", program.compile_s, "s"),
         row("sent per device and step", sent.wire_bytes / 1e9, "GB", baseline=RECORDED["network"], bar="<= 0.78"),
@@ -128,41 +110,3 @@ def seconds_since_start() -> float:
     """Since this process began, imports and all."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-
-
-def maxtext(python: str) -> dict[str, float]:
-    """MaxText's own compile-only run of the same shape, with its default flags: GB, and seconds of the whole process.
-
-    Raises:
-      UserError: the interpreter has no MaxText.
-      RuntimeError: it printed no memory.
-    """
-    find = "import importlib.util as u; print(u.find_spec('maxtext').submodule_search_locations[0])"
-    found = subprocess.run([python, "-c", find], capture_output=True, text=True, check=False)
-    if found.returncode:
-        raise UserError(
-            f"tpu_memory measures MaxText with {python}, which cannot import it. Make one with `{INSTALL}` and give "
-            "--maxtext-python or PEER_MAXTEXT_PYTHON; without, the recorded figures are taken."
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {
-            "run_name": "tpu_memory", "base_output_directory": folder, "compile_topology": "v5p-256",
-            "compile_topology_num_slices": "1", "model_name": "llama3.1-8b", "per_device_batch_size": "2",
-            "max_target_length": "4096", "remat_policy": "full", "dataset_type": "synthetic",
-        }  # fmt: skip
-        command = [python, "-m", "maxtext.trainers.pre_train.train_compile"]
-        command += [f"{found.stdout.strip()}/configs/base.yml", *(f"{key}={value}" for key, value in settings.items())]
-        start_s = time.perf_counter()
-        environment = os.environ | AOT_ENVIRONMENT
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
-        process_s = time.perf_counter() - start_s
-    log = done.stdout + done.stderr
-    size = {name: re.search(rf"{name}_size_in_bytes=(\d+)", log) for name in ("temp", "argument")}
-    if size["temp"] is None or size["argument"] is None:
-        code = done.returncode
-        raise RuntimeError(f"MaxText printed no memory, exit code {code}: {shlex.join(command)}\n{log[-3000:]}")
-    return {
-        "temporaries": int(size["temp"][1]) / 1e9,
-        "arguments": int(size["argument"][1]) / 1e9,
-        "process": process_s,
-    }

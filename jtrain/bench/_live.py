@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jtrain.errors import UserError
 from jtrain_kernels import device
@@ -46,3 +47,8 @@ def seconds(function: Callable[..., Any], *arguments: Any, calls: int) -> float:
         jax.block_until_ready(result)
         runs.append((time.perf_counter() - start_s) / calls)
     return statistics.median(runs)
+
+
+def filled(shapes: Any) -> Any:
+    """Arrays of these shapes, each one of its own, filled with 0.5."""
+    return jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), shapes)

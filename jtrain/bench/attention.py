@@ -9,7 +9,6 @@ implementation is first compared with plain JAX in float32; one with wrong resul
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
+from jtrain.bench._live import gpu, seconds
 from jtrain.errors import UserError
 
 BARS = {
@@ -75,12 +75,8 @@ def run(args: Options) -> Iterator[Row]:
     """
     from jtrain_kernels import registry
     from jtrain_kernels.attention.api import ATTENTION
-    from jtrain_kernels.device import live
 
-    device = jax.devices()[0]
-    spec = live(device)
-    if spec.compute_capability is None and not args.rehearse:
-        raise UserError(f"attention needs an NVIDIA GPU, but the device here is {device.device_kind!r}: run it on one.")
+    _, spec = gpu("attention", rehearse=args.rehearse, needs="an NVIDIA GPU")
     only = "xla" if args.rehearse and spec.platform == "cpu" else args.only
     shapes = list(SHAPES.values()) if args.shape is None else [SHAPES[args.shape]]
     for shape in [REHEARSED] if args.rehearse else shapes:
@@ -99,7 +95,7 @@ def run(args: Options) -> Iterator[Row]:
                 yield row(f"{what} IS WRONG by this share of the largest element", error, "", bar="<= 0.02")
                 continue
             forward_s, both_s = (
-                seconds(fn, arrays, args.calls) for fn in (_here(forward, name), _here(with_gradients, name))
+                seconds(fn, *arrays, calls=args.calls) for fn in (_here(forward, name), _here(with_gradients, name))
             )
             took = {"forward": forward_s, "backward": both_s - forward_s}
             for way, times in (("forward", 1.0), ("backward", 2.5)):
@@ -160,11 +156,3 @@ def wrong_by(name: str, arrays: tuple[jax.Array, ...]) -> float:
     got = jax.tree.leaves(_here(with_gradients, name)(*arrays))
     pairs = [(np.asarray(g, np.float64), np.asarray(w, np.float64)) for g, w in zip(got, want, strict=True)]
     return max(float(np.abs(g - w).max() / np.abs(w).max()) for g, w in pairs)
-
-
-def seconds(fn: Callable[..., Any], arrays: tuple[jax.Array, ...], calls: int) -> float:
-    """Seconds of one call, the mean of several calls back to back."""
-    jax.block_until_ready(fn(*arrays))
-    start_s = time.perf_counter()
-    jax.block_until_ready([fn(*arrays) for _ in range(calls)])
-    return (time.perf_counter() - start_s) / calls

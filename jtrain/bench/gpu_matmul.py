@@ -9,9 +9,7 @@ GPUs. Every result is compared with XLA's before it is timed. A rehearsal on a C
 """
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
+from jtrain.bench._live import seconds
 from jtrain.errors import UserError
 from jtrain_kernels import compat
 from jtrain_kernels.device import DEVICES, DeviceSpec, from_device
@@ -189,16 +188,3 @@ def agree(what: str, got: jax.Array, want: np.ndarray) -> None:
     scale = float(np.max(np.abs(want)))
     if not error <= 0.02 * scale:  # so that NaN fails too
         raise RuntimeError(f"{what}: off by {error:.3g} from XLA's result, whose largest entry is {scale:.3g}.")
-
-
-def seconds(function: Callable[..., Any], *args: Any, calls: int) -> float:
-    """Seconds per call: the median of three runs of `calls` calls each, after two calls that are not timed."""
-    for _ in range(2):
-        jax.block_until_ready(function(*args))
-    runs: list[float] = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = [function(*args) for _ in range(calls)]
-        jax.block_until_ready(result)
-        runs.append((time.perf_counter() - start) / calls)
-    return statistics.median(runs)

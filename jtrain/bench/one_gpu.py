@@ -23,8 +23,8 @@ from typing import IO, Any
 import jtrain
 import jtrain_kernels
 from jtrain.bench import REHEARSE, Options, Row, option, rehearsed
-from jtrain.bench._one_gpu_process import Ended, end_processes, step_rows
-from jtrain.bench._one_gpu_steps import STEPS, Step
+from jtrain.bench.one_gpu_parts.process import Ended, end_processes, step_rows
+from jtrain.bench.one_gpu_parts.steps import STEPS, Step
 from jtrain.errors import UserError, did_you_mean
 from jtrain.runtime.platform import nvidia_gpus
 from jtrain.runtime.run_files import git_commit, versions

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench import plan_compiled
-from jtrain.bench import REHEARSE, Options, Row, elementwise, meets_bar, option, row
+from jtrain.bench import REHEARSE, Options, Row, kernels, meets_bar, option, row
 from jtrain.bench.__main__ import FOLDERS, bench, benchmarks, first_line
 from jtrain.plan import AOT_ENVIRONMENT
 
@@ -19,7 +19,7 @@ def test_every_benchmark_says_what_it_measures_and_can_run() -> None:
     """One line each, and a `run`, read without importing any: some need packages of their own."""
     files = benchmarks()
     assert files["startup"].parent == FOLDERS["jtrain.bench"]
-    assert files["data_mixing"].parent == FOLDERS["bench"]
+    assert files["data"].parent == FOLDERS["bench"]
     assert len(files) == sum(len(list(folder.glob("[!_]*.py"))) for folder in FOLDERS.values()), "a name is used twice"
     for name, file in files.items():
         assert first_line(file), name
@@ -101,7 +101,7 @@ def test_a_benchmark_for_absent_chips_needs_no_hardware(monkeypatch: pytest.Monk
     module.__dict__.update(ABSENT_CHIPS=True)
     assert bench(["startup"]) == 0
     assert seen == ["", "-1", "-1"]
-    assert elementwise.ABSENT_CHIPS == ("compiled",)
+    assert kernels.ABSENT_CHIPS == ("device", "compile")
     assert plan_compiled.ABSENT_CHIPS is True
 
 
