@@ -54,7 +54,7 @@ def run(args: Options) -> Iterator[Row]:
 
 
 def start_rows(repeats: int) -> Iterator[Row]:
-    """Seconds of starts: `--help`, a printed config (every library is imported, no backend is started), a first step."""
+    """Seconds of `--help`, of a printed config (imports every library, starts no backend), and of a first step."""
     with tempfile.TemporaryDirectory() as folder:
         filling_s = first_step_s(Path(folder) / "filling")
         warm_s = statistics.median(first_step_s(Path(folder) / str(index)) for index in range(repeats))

@@ -1,7 +1,10 @@
 """The benchmark verb: what it lists, writes and refuses."""
 
+import importlib
 import json
 import os
+import re
+import shlex
 import sys
 import types
 from collections.abc import Iterator
@@ -11,7 +14,8 @@ import pytest
 
 from bench import plan_compiled
 from jtrain.bench import REHEARSE, Options, Row, kernels, meets_bar, option, row
-from jtrain.bench.__main__ import FOLDERS, bench, benchmarks, first_line
+from jtrain.bench.__main__ import CHECKOUT as ROOT
+from jtrain.bench.__main__ import FOLDERS, bench, benchmarks, first_line, parse
 from jtrain.plan import AOT_ENVIRONMENT
 
 
@@ -31,6 +35,19 @@ def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> N
     assert bench([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(benchmarks())
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = sorted({match for page in PAGES for match in re.findall(r"jtrain bench ([a-z][^`\n|]*)", page.read_text())})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_benchmark_that_a_page_names_takes_its_options(command: str) -> None:
+    """A page is where a reader finds the command of a figure."""
+    name, *options = shlex.split(command)
+    (package,) = (package for package, folder in FOLDERS.items() if folder == benchmarks()[name].parent)
+    module = importlib.import_module(f"{package}.{name}")
+    assert parse(getattr(module, "OPTIONS", ()), [name, *options]).name == name
 
 
 def test_an_unknown_benchmark_is_refused() -> None:
