@@ -19,13 +19,28 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jtrain.bench import Options, Row, option, row
+from jtrain.bench.elementwise import cases, implementations_on
+from jtrain.bench.loss import TOKENS, D, V, program_of
 from jtrain.errors import UserError
-
-if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
-    import jtrain_kernels.registry
+from jtrain.hlo.memory_traffic import passes, written_arrays
+from jtrain.hlo.traffic import traffic
+from jtrain_kernels import compat, registry
+from jtrain_kernels.attention.api import ATTENTION
+from jtrain_kernels.compile_only import aot
+from jtrain_kernels.cost import array, size_bytes
+from jtrain_kernels.device import from_name
+from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy, vocab_parallel_linear_cross_entropy
+from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
+from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
+from jtrain_kernels.registry import Avals
 
 GIB = 2**30
 BAR_GIB = 1.0
@@ -63,10 +78,6 @@ def _in_a_process(part: str, chip: str) -> list[Row]:
 
 def attention_rows(chip: str) -> Iterator[Row]:
     """GiB read and written, beside the arrays once; and the number of arrays of scores."""
-    from jtrain_kernels import registry
-    from jtrain_kernels.attention.api import ATTENTION
-    from jtrain_kernels.device import from_name
-
     avals = ATTENTION.cases["llama8b"]
     name = registry.choose(ATTENTION, from_name(chip), avals).implementation.name
     hlo = attention_hlo(chip, avals)
@@ -76,21 +87,13 @@ def attention_rows(chip: str) -> Iterator[Row]:
     yield row(f"{what}: arrays of queries x keys", float(len(score_arrays(hlo, avals))), "", bar="<= 0")
 
 
-def attention_hlo(chip: str, avals: "jtrain_kernels.registry.Avals") -> str:
+def attention_hlo(chip: str, avals: Avals) -> str:
     """Program of attention and its gradients on a chip, with the implementation that the registry chooses.
 
     The compiler chooses the layouts of arguments and results, as it does inside a step.
     """
-    import jax
-    from jax.experimental.layout import Format, Layout
-
-    from jtrain_kernels import compat, registry
-    from jtrain_kernels.attention.api import ATTENTION
-    from jtrain_kernels.compile_only import aot
-    from jtrain_kernels.device import from_name
-
     mesh, spec = aot.virtual_device(chip), from_name(chip)
-    any_layout = Format(Layout.AUTO, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    any_layout = Format(Layout.AUTO, NamedSharding(mesh, P()))
     function: Any = jax.jit(
         aot.op_function(ATTENTION, avals, gradients=True), in_shardings=any_layout, out_shardings=any_layout
     )
@@ -101,26 +104,19 @@ def attention_hlo(chip: str, avals: "jtrain_kernels.registry.Avals") -> str:
 
 def moved_bytes(hlo: str) -> int:
     """Bytes that the instructions of a program read and write; each distinct operand of an instruction counts once."""
-    from jtrain.hlo.memory_traffic import passes
-
     return sum(one.read_bytes + one.written_bytes for one in passes(hlo))
 
 
-def needed_bytes(avals: "jtrain_kernels.registry.Avals") -> int:
+def needed_bytes(avals: Avals) -> int:
     """Bytes of the arrays that both passes of attention must read and write, each once per pass."""
-    from jtrain_kernels.cost import array, size_bytes
-
     q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
     B, L, N, _ = q.shape
     lse = 4 * B * N * L
     return 2 * size_bytes(q) + 2 * size_bytes(k) + lse + 4 * size_bytes(q) + 4 * size_bytes(k) + lse
 
 
-def score_arrays(hlo: str, avals: "jtrain_kernels.registry.Avals") -> tuple[tuple[str, tuple[int, ...]], ...]:
+def score_arrays(hlo: str, avals: Avals) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Arrays in memory with a dimension of all queries and another of all keys, such as `bf16[1,8192,8192]`."""
-    from jtrain.hlo.memory_traffic import written_arrays
-    from jtrain_kernels.cost import array
-
     L, M = (array(avals, name).shape[1] for name in ("q_BLNH", "k_BMKH"))
     return tuple(
         sorted(
@@ -133,12 +129,6 @@ def score_arrays(hlo: str, avals: "jtrain_kernels.registry.Avals") -> tuple[tupl
 
 def loss_rows(chip: str) -> Iterator[Row]:
     """GiB of temporaries by the dtype of the unembedding, whose gradient, an output, has the same dtype."""
-    from jtrain.bench.loss import TOKENS, D, V  # lazy, as below: it imports jax
-    from jtrain_kernels.device import from_name
-    from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
-    from jtrain_kernels.linear_cross_entropy.chunking import best_chunk
-    from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
-
     chunk = best_chunk(from_name(chip), tokens=TOKENS, d_model=D, vocab=V)[0]
     for dtype in ("float32", "bfloat16"):
         chunked = loss_temp_bytes(functools.partial(linear_cross_entropy, chunk_tokens=chunk), chip, dtype)
@@ -156,24 +146,12 @@ def loss_rows(chip: str) -> Iterator[Row]:
 
 def loss_temp_bytes(loss: Callable[..., Any], chip: str, unembed_dtype: str) -> int:
     """Temporary bytes of a compiled loss and its gradient, without arguments and results."""
-    from jtrain.bench.loss import TOKENS, D, V, program_of
-    from jtrain_kernels.compile_only import aot
-
     function, shapes = program_of(loss, (TOKENS, D, V), unembed_dtype)
     return aot.compile_for(chip, function, *shapes).temp_bytes
 
 
 def split_loss_bytes(topology: str, num_devices: int) -> tuple[int, int]:
     """Temporary and sent bytes of a device, with tokens and a float32 unembedding split over devices."""
-    import jax
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    from jtrain.bench.loss import TOKENS, D, V, program_of
-    from jtrain.hlo.traffic import traffic
-    from jtrain_kernels.compile_only import aot
-    from jtrain_kernels.linear_cross_entropy.api import vocab_parallel_linear_cross_entropy
-
     mesh = aot.virtual_mesh(topology, {"tensor": num_devices})
     loss = functools.partial(vocab_parallel_linear_cross_entropy, axis="tensor", chunk_tokens=None)
     value_and_gradients, shapes = program_of(loss, (TOKENS, D, V), "float32")
@@ -194,10 +172,6 @@ def split_loss_bytes(topology: str, num_devices: int) -> tuple[int, int]:
 
 def elementwise_rows(chip: str) -> Iterator[Row]:
     """MiB that each implementation of norms, SwiGLU, RoPE and AdamW moves; baseline: each array once."""
-    from jtrain.bench.elementwise import cases, implementations_on
-    from jtrain_kernels.compile_only import aot
-    from jtrain_kernels.device import from_name
-
     for case in cases():
         for name in implementations_on(from_name(chip), case.op):
             forced = {} if case.op is None else {case.op.name: name}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.data_parts.files import READERS
+from jtrain.bench.fault_trials.processes import descendants
 from jtrain.errors import UserError
 
 INSTALL = "sh bench/peers/setup.sh"
@@ -161,18 +162,7 @@ def _file_kib(pid: int) -> dict[str, int]:
 
 def tree(pid: int) -> list[int]:
     """A process and all below it."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            # after the name, which may hold anything: state, parent
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            continue
-        children.setdefault(parent, []).append(int(stat.parent.name))
-    pids = [pid]
-    for one in pids:
-        pids += children.get(one, [])
-    return pids
+    return [pid, *descendants(pid)]
 
 
 def cpu_s(pids: Iterable[int]) -> float:

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import re
 import shlex
 import sys
@@ -98,27 +97,28 @@ def test_a_benchmark_may_end_with_one_where_it_misses_a_bar(
     assert bench(["startup"]) == code
 
 
-def test_a_benchmark_for_absent_chips_needs_no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its environment is what JAX must find before it is imported; an option may be what asks for it."""
-    seen: list[str] = []
-
-    def run(args: Options) -> list[Row]:
-        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
-        return []
-
-    module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
-    module.__dict__.update(run=run, OPTIONS=(option("--compiled", action="store_true"),), ABSENT_CHIPS=("compiled",))
-    monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
+def test_a_benchmark_for_absent_chips_needs_no_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is what JAX must find before the module imports it; an option may be what asks for it."""
+    package = tmp_path / "absent_chips"
+    package.mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("jtrain.bench.__main__.FOLDERS", FOLDERS | {"absent_chips": package})
     monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
-    for name in AOT_ENVIRONMENT:
-        monkeypatch.setenv(name, "")
-    assert bench(["startup"]) == bench(["startup", "--compiled"]) == 0
-    for name in AOT_ENVIRONMENT:
-        monkeypatch.setenv(name, "")
-    module.__dict__.update(ABSENT_CHIPS=True)
-    assert bench(["startup"]) == 0
-    assert seen == ["", "-1", "-1"]
-    assert kernels.ABSENT_CHIPS == ("device", "compile")
+    text = "import os\nOPTIONS = ()\n{}\nseen = os.environ['CUDA_VISIBLE_DEVICES']\ndef run(args): return []\n"
+    seen: list[str] = []
+    for name, line, more in (
+        ("never", "", ()),
+        ("unasked", "ABSENT_CHIPS = ('--json',)", ()),
+        ("asked", "ABSENT_CHIPS = ('--json',)", ("--json", str(tmp_path / "rows.json"))),
+        ("always", "ABSENT_CHIPS = True", ()),
+    ):
+        (package / f"{name}.py").write_text(text.format(line))
+        for variable in AOT_ENVIRONMENT:
+            monkeypatch.setenv(variable, "")
+        assert bench([name, *more]) == 0
+        seen.append(importlib.import_module(f"absent_chips.{name}").seen)
+    assert seen == ["", "", "-1", "-1"]
+    assert kernels.ABSENT_CHIPS == ("--device", "--compile")
     assert plan_compiled.ABSENT_CHIPS is True
 
 
