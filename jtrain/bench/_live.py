@@ -1,4 +1,4 @@
-"""The device of a live benchmark, and seconds of a call on it."""
+"""The device of a live benchmark, seconds of a call on it, and how far its results are from others."""
 
 import statistics
 import time
@@ -52,3 +52,14 @@ def seconds(function: Callable[..., Any], *arguments: Any, calls: int) -> float:
 def filled(shapes: Any) -> Any:
     """Arrays of these shapes, each one of its own, filled with 0.5."""
     return jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), shapes)
+
+
+def difference(got: Any, want: Any) -> float:
+    """Largest difference of two trees of floating-point arrays, each relative to the largest element wanted."""
+
+    def one(got: Any, want: Any) -> Any:
+        got, want = got.astype(jnp.float32), want.astype(jnp.float32)
+        return jnp.max(jnp.abs(got - want)) / jnp.maximum(jnp.max(jnp.abs(want)), 1e-30)
+
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return max(float(jax.jit(one)(*pair)) for pair in pairs if jnp.issubdtype(pair[1].dtype, jnp.floating))

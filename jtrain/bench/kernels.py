@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import Options, Row, option, row
+from jtrain.bench._live import difference
 from jtrain.errors import UserError
 from jtrain_kernels import device, registry
 from jtrain_kernels.compile_only import aot
@@ -283,17 +284,6 @@ def inputs(avals: Avals) -> dict[str, Any]:
     mesh = _mesh(avals)
     whole = jax.sharding.PartitionSpec()
     return found if mesh is None else jax.device_put(found, jax.sharding.NamedSharding(mesh, whole))
-
-
-def difference(got: Any, want: Any) -> float:
-    """Largest difference of two trees of floating-point arrays, each relative to the largest element wanted."""
-
-    def one(got: Any, want: Any) -> Any:
-        got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-        return jnp.max(jnp.abs(got - want)) / jnp.maximum(jnp.max(jnp.abs(want)), 1e-30)
-
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(jax.jit(one)(*pair)) for pair in pairs if jnp.issubdtype(pair[1].dtype, jnp.floating))
 
 
 def timed(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> tuple[Any, float]:

@@ -29,6 +29,7 @@ from jtrain.plan.from_run import make_optimizer, search_task
 from jtrain.plan.job import Job
 from jtrain.plan.search import resolve_as_needed
 from jtrain_kernels import registry
+from jtrain_kernels.attention.api import ATTENTION
 from jtrain_kernels.compat import lowering_for
 from jtrain_kernels.compile_only import aot
 from jtrain_kernels.device import from_name, live
@@ -91,8 +92,10 @@ def test_attention(step: Step, chip: str) -> None:
     shape = attention.SHAPES[shape_name]
     q, k = (jax.ShapeDtypeStruct((shape.B, shape.L, heads, shape.H), jnp.bfloat16) for heads in (shape.N, shape.K))
     segment = jax.ShapeDtypeStruct((shape.B, shape.L), jnp.int32)
-    for function in (attention.forward, attention.with_gradients):
-        compiles(chip, function, q, k, k, segment, segment, forced={"attention": implementation})
+    arrays = dict(q_BLNH=q, k_BMKH=k, v_BMKH=k, segment_BL=segment, segment_BM=segment)
+    for gradients in (False, True):
+        function = aot.op_function(ATTENTION, attention.STATICS, gradients=gradients)
+        compiles(chip, function, arrays, forced={"attention": implementation})
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -1,4 +1,4 @@
-"""Loss and gradients of the decoder in float64, by the reference of `jtrain bench layouts`, which has no code of ours."""
+"""Loss and gradients of the decoder in float64, by the reference of `jtrain bench layouts`, without code of ours."""
 
 from typing import Any
 
