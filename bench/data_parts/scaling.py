@@ -1,10 +1,9 @@
-"""Step time when reading is what takes time, as a source slows or its weight rises, beside Grain with one worker.
+"""Step time when reading is what takes time, as a source slows or its weight rises.
 
 The trainer's accelerator is emulated: a step sleeps 100 ms. Each of 64 documents a step takes 1 ms to read, 10 ms from
 the slow source, with the interpreter's lock held: what decoding takes on a core of its own, of which this machine has
 two. One loader keeps up with the quick ones (64 ms a step) but not with a slow source at its even share (136 ms) or at
-30 % (237 ms). Grain has one worker, as many as keep up at first: its number of workers and its weights are fixed, so it
-is started anew with the later weights.
+30 % (237 ms). Grain with one worker, as many as keep up at first, takes that long (bench/NOTES.md).
 """
 
 import dataclasses
@@ -12,8 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from bench.data_parts.files import DOCUMENT_CHARACTERS, QUICK_S, SLOW_S
-from bench.data_parts.programs import reader
+from bench.data_parts.files import DOCUMENT_CHARACTERS
 from jtrain.bench import Row, row
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.data.mixture.schedule import Constant, Staged
@@ -42,22 +40,12 @@ class Steps:
 
 
 def rows(*, steps: int = 60) -> Iterator[Row]:
-    """Both scenarios of ours, then Grain's steps under the same weights; `steps` before the change, and after."""
+    """Both scenarios, `steps` before the change, and after."""
     slow, risen = our_slow_source(steps), our_risen_weight(steps)
-    grain = {
-        "no source slow": grain_step_s(steps, weight=EVEN, slow_s=QUICK_S),
-        "one source 10x slower": grain_step_s(steps, weight=EVEN, slow_s=SLOW_S),
-        "its weight 1 %": grain_step_s(steps, weight=RARE, slow_s=SLOW_S),
-        "its weight 30 %": grain_step_s(steps, weight=FREQUENT, slow_s=SLOW_S),
-    }
     for what, found in (("one source 10x slower, against none", slow), ("slow source at 30 %, against 1 %", risen)):
         yield row(f"step, {what}", 1e3 * found.after_s, "ms", baseline=1e3 * found.before_s, bar="<= 1.1")
     yield row("slowest step after the weight rose", 1e3 * risen.slowest_s, "ms")
     yield row("steps until they are within 10 %", float(risen.steps_until_back), "steps")
-    for found, name in ((slow, "one source 10x slower"), (risen, "its weight 30 %")):
-        yield row(f"step, {name}, against Grain", 1e3 * found.after_s, "ms", baseline=1e3 * grain[name])
-    for name, seconds in grain.items():
-        yield row(f"step, Grain, one worker, {name}", 1e3 * seconds, "ms")
 
 
 def our_slow_source(steps: int) -> Steps:
@@ -109,12 +97,3 @@ def steps_of(before_s: list[float], after_s: list[float]) -> Steps:
         slowest_s=max(after_s),
         steps_until_back=above[-1] + 1 if above else 0,
     )
-
-
-def grain_step_s(steps: int, *, weight: float, slow_s: float) -> float:
-    """Median step of a trainer on Grain's batches, in seconds."""
-    sizes = dict(sources=SOURCES, batch=DOCUMENTS, slow_weight=weight, slow_s=slow_s, quick_s=QUICK_S, step_s=STEP_S)
-    with reader(None, "slow-source", "grain", ".", **sizes) as program:
-        program.answer()
-        program.ask(steps // 3)  # what was read ahead is used up
-        return statistics.median(program.ask(steps)["step_s"])

@@ -63,17 +63,6 @@ def draw(batches: Batches) -> None:
         answer(wall_s=wall_s, ids=ids)
 
 
-def timed_steps(step: Callable[[], None]) -> None:
-    """Runs as many steps as each line of standard input says, and answers with the seconds of each."""
-    for line in sys.stdin:
-        step_s = []
-        for _ in range(int(line)):
-            start = time.perf_counter()
-            step()
-            step_s.append(time.perf_counter() - start)
-        answer(step_s=step_s)
-
-
 def consumers(batches_of: Callable[[str, int, int], Iterator[Any]], args: Any) -> None:
     """Starts processes that each draw `args.batches` and keep their data until standard input ends.
 

@@ -4,7 +4,6 @@
     python readers.py consumers READER FOLDER --consumers 32 --batches 40  each opens every source (Parquet)
     python readers.py resume READER FOLDER --step 1000                     seconds to the first batch after that step
     python readers.py trainers jtrain FOLDER --hosts 4 --rows 32           a trainer for each host, opened in two steps
-    python readers.py slow-source grain . --slow-weight 0.3                steps with one source that is slow to read
     python readers.py write mosaicml PARQUET_FOLDER --out FOLDER           rows of ids, as llm-foundry prepares text
 
 torch, WebDataset and MosaicML run in the peers' environment, which setup.sh makes, the others in jtrain's. A reader's
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from protocol import Batches, answer, arguments, consumers, draw, rows_of, timed_steps, weights_of
+from protocol import Batches, answer, arguments, consumers, draw, rows_of, weights_of
 
 SHUFFLED = 100
 """Documents in the shuffle buffer of each of WebDataset's sources."""
@@ -171,30 +170,6 @@ def grain_resume(args: Any) -> Callable[[], None]:
         assert iterator.get_state()["next_index"] == args.step + 1, iterator.get_state()
 
     return first_batch
-
-
-def grain_slow_source(args: Any) -> None:
-    """Runs the steps of a trainer whose accelerator takes `step_s`, with a slow last source."""
-    import grain
-    from absl import flags
-
-    from bench.data_parts.files import Slowly
-
-    flags.FLAGS.mark_as_parsed()  # Grain 0.2.18's workers read a flag
-    quick = [grain.MapDataset.source(Slowly(args.quick_s)) for _ in range(args.sources - 1)]
-    shares = [(1 - args.slow_weight) / len(quick)] * len(quick) + [args.slow_weight]
-    mixed = grain.MapDataset.mix([*quick, grain.MapDataset.source(Slowly(args.slow_s))], weights=shares)
-    batches = mixed.shuffle(0).repeat().batch(args.batch, batch_fn=list).to_iter_dataset(grain.ReadOptions(1, 4))
-    workers = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=4)
-    iterator = iter(batches.mp_prefetch(workers))
-    next(iterator)
-    answer(ready=True)
-
-    def step() -> None:
-        next(iterator)
-        time.sleep(args.step_s)  # the accelerator
-
-    timed_steps(step)
 
 
 def _torch_loader(folder: str, seed: int, batch: int) -> Any:
@@ -383,14 +358,14 @@ MIXTURES: dict[str, Callable[[Any], Batches]] = {
 }
 CONSUMERS = {"grain": grain_consumer, "torch": torch_consumer}
 RESUMED = {"grain": grain_resume, "torch": torch_resume}
-OTHERS = {"trainers": jtrain_trainers, "slow-source": grain_slow_source, "write": mosaicml_write}
+OTHERS = {"trainers": jtrain_trainers, "write": mosaicml_write}
 
 
 def main() -> None:
     """Runs the command line."""
     args = arguments(
         "what", "reader", "folder", rows=64, seq_len=8192, batches=40, batch=64, consumers=1, hosts=1, step=0,
-        prepared="", engine="inline", out="", sources=8, slow_weight=0.0, slow_s=0.0, quick_s=0.0, step_s=0.0,
+        prepared="", engine="inline", out="",
     )  # fmt: skip
     match args.what:
         case "mixing":
