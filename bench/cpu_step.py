@@ -15,27 +15,20 @@ import shlex
 import statistics
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
-
-import jax
-import numpy as np
-from jax.sharding import NamedSharding
 
 from bench.data_parts.programs import INSTALL as INSTALL_PEERS
 from bench.data_parts.programs import started
 from bench.peers import protocol
 from jtrain import optim
 from jtrain.bench import Options, Row, option, row
+from jtrain.bench.h200 import random_steps
 from jtrain.errors import UserError
-from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import LayoutSpec, make_layout
-from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
-from jtrain.step.state import init_state
-from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from jtrain_kernels.host_memory import keep_freed_memory
 
 SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
@@ -111,33 +104,12 @@ def our_steps() -> Steps:
         loss_chunk_tokens=1024,
         attention_chunk=128,
     )
-    spec = MeshSpec()
-    mesh = make_mesh(spec, jax.devices()[:1])
     infos = model.param_infos()
-    layout = make_layout(LayoutSpec(remat="none"), spec, infos)
+    layout = make_layout(LayoutSpec(remat="none"), MeshSpec(), infos)
     adamw = optim.AdamW(peak_lr=1e-3, warmup_steps=2)
     optimizer = optim.build(adamw, num_steps=10_000, params=map_params(lambda info: info, infos))
-    state = init_state(layout, optimizer, mesh, seed=0)
-    step = make_train_step(model, optimizer, layout, mesh)
-
-    token_BL = np.random.default_rng(0).integers(0, VOCAB, (SEQUENCES, SEQ_LEN), dtype=np.int32)
-    target_BL = np.concatenate([token_BL[:, 1:], np.full_like(token_BL[:, :1], IGNORE)], axis=1)
-    position_BL = np.tile(np.arange(SEQ_LEN, dtype=np.int32), (SEQUENCES, 1))
-    sharding = NamedSharding(mesh, BATCH_SPEC)
-    batch = jax.device_put(Batch(token_BL, target_BL, position_BL, np.ones_like(token_BL)), sharding)
-
-    def steps(count: int) -> list[float]:
-        nonlocal state
-        step_ms = []
-        for _ in range(count):
-            start = time.perf_counter()
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-            step_ms.append(1e3 * (time.perf_counter() - start))
-        return step_ms
-
-    steps(3)
-    return steps
+    steps_s = random_steps(model, layout, optimizer, global_batch=SEQUENCES, seq_len=SEQ_LEN)
+    return lambda count: [1e3 * steps_s(1) for _ in range(count)]
 
 
 def maxtext_step_ms(python: str, count: int) -> list[float]:

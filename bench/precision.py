@@ -7,23 +7,18 @@ All precisions see the same weights and batches, seed by seed. A CPU computes 8-
 fast: `fp8_speed` measures their speed on one.
 """
 
-import dataclasses
 import statistics
-import time
-
-import jax
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 from jtrain.bench import Options, Row, option, row
+from jtrain.bench.tiny import trained
 from jtrain.config.load import load_config
-from jtrain.config.run import build_run, run_layout
-from jtrain.data import open_dataset, put_batch
-from jtrain.layout.mesh import make_mesh
+from jtrain.config.run import build_run
 from jtrain.layout.precision import itemsize
 from jtrain.optim import state_bytes
-from jtrain.plan.from_run import make_optimizer
-from jtrain.step.state import init_state
-from jtrain.step.train_step import make_train_step
-from jtrain.train.evaluation import Evaluation
 
 SMALLER = (
     "model.num_layers=2",
@@ -53,14 +48,11 @@ PRECISIONS = {
 """What is trained -> what is set. Those with b2=0.999 are compared with the first of them, the others with float32."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
+class Losses(NamedTuple):
     """Final losses of one run, nats/byte: the mean of the last tenth of its steps, and of what was held out."""
 
     train: float
     held_out: float
-    bytes_per_parameter: float
-    seconds: float
 
 
 OPTIONS = (
@@ -71,51 +63,48 @@ OPTIONS = (
 )
 
 
-def run(args: Options) -> list[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Rows of each precision; a spread is that of the seeds."""
-    rows: list[Row] = []
-    baselines: dict[bool, list[Result]] = {}
-    for name, sets in PRECISIONS.items():
-        is_baseline, slow = name.startswith("float32"), "0.999" in name
-        if args.only and args.only not in name and not is_baseline:
+    chosen = [name for name in PRECISIONS if args.only is None or args.only in name]
+    slow = any("0.999" in name for name in chosen)
+    baselines = [name for name in PRECISIONS if name.startswith("float32") and (slow or "0.999" not in name)]
+    shape = () if args.whole else SMALLER
+    runs = {
+        name: [final_losses((*shape, *sets), seed=seed, num_steps=args.steps) for seed in range(args.seeds)]
+        for name, sets in PRECISIONS.items()
+        if name in chosen or name in baselines
+    }
+    for name, losses in runs.items():
+        size = bytes_per_parameter((*shape, *PRECISIONS[name]))
+        if name in baselines:
+            for what, values in zip(Losses._fields, zip(*losses, strict=True), strict=True):
+                yield row(f"{name}: {what.replace('_', ' ')}", statistics.mean(values), "nats/byte")
+            yield row(f"{name}: parameters and state", size, "bytes/parameter")
             continue
-        if not args.whole:
-            sets = (*SMALLER, *sets)
-        results = [trained(sets, seed=seed, num_steps=args.steps) for seed in range(args.seeds)]
-        baseline = baselines.setdefault(slow, results)
-        bar = None if is_baseline or "nearest" in name else "<= 1.02" if "matmuls" in name else "<= 1.01"
-        for what in ("train", "held_out"):
-            values, wanted = ([getattr(r, what) for r in of] for of in (results, baseline))
-            apart = [v / w - 1 for v, w in zip(values, wanted, strict=True)]
-            spread = f" ({min(apart):+.2%} .. {max(apart):+.2%})" if not is_baseline else ""
-            mean = statistics.mean(wanted)
-            rows.append(row(f"{name}: {what.replace('_', ' ')}{spread}", statistics.mean(values), "nats/byte",
-                            baseline=None if is_baseline else mean, bar=bar))  # fmt: skip
-        size = results[0].bytes_per_parameter
-        rows.append(row(f"{name}: parameters and state", size, "bytes/parameter",
-                        baseline=None if is_baseline else baseline[0].bytes_per_parameter))  # fmt: skip
-        print(f"{name}: {results}", flush=True)
-    return rows
+        of = baselines[-1 if "0.999" in name else 0]
+        bar = None if "nearest" in name else "<= 1.02" if "matmuls" in name else "<= 1.01"
+        for what in Losses._fields:
+            values, wanted = ([getattr(one, what) for one in runs[each]] for each in (name, of))
+            apart = [value / want - 1 for value, want in zip(values, wanted, strict=True)]
+            label = f"{name}: {what.replace('_', ' ')} ({min(apart):+.2%} .. {max(apart):+.2%})"
+            yield row(label, statistics.mean(values), "nats/byte", baseline=statistics.mean(wanted), bar=bar)
+        baseline = bytes_per_parameter((*shape, *PRECISIONS[of]))
+        yield row(f"{name}: parameters and state", size, "bytes/parameter", baseline=baseline)
 
 
-def trained(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Result:
+def final_losses(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Losses:
     """One run, from its first weights to its last evaluation."""
-    started_s = time.perf_counter()
-    built = build_run(load_config("tiny", (), ["mesh.data=1", f"seed={seed}", f"num_steps={num_steps}", *sets]))
-    mesh = make_mesh(built.mesh, jax.devices()[:1])
-    layout = run_layout(built)
-    optimizer = make_optimizer(built)
-    step = make_train_step(built.model, optimizer, layout, mesh)
-    state = init_state(layout, optimizer, mesh, seed=seed)
-    dataset = open_dataset(built.data, seed=seed)
-    losses: list[float] = []
-    with dataset.train_batches(inline=True) as batches:
-        for _ in range(num_steps):
-            state, metrics = step(state, put_batch(next(batches), mesh))
-            losses.append(float(metrics["loss_nats"]))
-    held_out, _ = Evaluation(built, layout, mesh, dataset)(state.params)
-    assert held_out is not None
+    sets += (f"seed={seed}", f"num_steps={num_steps}", f"eval.every_steps={num_steps}", "metrics.log_every_steps=1")
+    with tempfile.TemporaryDirectory() as folder:
+        lines = trained("tiny", (*sets, "checkpoint.every_steps=None", "metrics.tensorboard=False"), Path(folder))
+    losses = [line["loss_nats"] for line in lines if "loss_nats" in line]
+    held_out = [line["eval_loss_nats"] for line in lines if "eval_loss_nats" in line]
+    return Losses(statistics.mean(losses[-max(num_steps // 10, 1) :]), held_out[-1])
+
+
+def bytes_per_parameter(sets: tuple[str, ...]) -> float:
+    """Bytes of parameters and of the optimizer's state."""
+    built = build_run(load_config("tiny", (), sets))
     infos = built.model.param_infos()
     total = sum(state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.precision.param_dtype) for i in infos)
-    train = statistics.mean(losses[-max(num_steps // 10, 1) :])
-    return Result(train, held_out.loss_nats, total / sum(i.size for i in infos), time.perf_counter() - started_s)
+    return total / sum(i.size for i in infos)

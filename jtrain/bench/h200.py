@@ -8,7 +8,7 @@ others are the largest for an H200 and 128 GiB of host memory. What does not fit
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -210,6 +210,14 @@ def step_rate(
     model: Transformer, layout: Layout, optimizer: Optimizer, *, global_batch: int, seq_len: int, num_steps: int
 ) -> float:
     """Tokens/s of the jitted step on random tokens, without padding, on the first device."""
+    steps_s = random_steps(model, layout, optimizer, global_batch=global_batch, seq_len=seq_len)
+    return num_steps * global_batch * seq_len / steps_s(num_steps)
+
+
+def random_steps(
+    model: Transformer, layout: Layout, optimizer: Optimizer, *, global_batch: int, seq_len: int
+) -> Callable[[int], float]:
+    """Function that runs so many steps on one random batch, and returns their seconds; two were run before."""
     mesh = make_mesh(layout.mesh, jax.devices()[:1])
     step = make_train_step(model, optimizer, layout, mesh)
     state = init_state(layout, optimizer, mesh, seed=0)
@@ -217,11 +225,14 @@ def step_rate(
     token = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
     position = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
     batch = put_batch(Batch(token, np.roll(token, -1, axis=1), position, np.ones(shape, np.int32)), mesh)
-    for _ in range(2):
-        state, _ = step(state, batch)
-    jax.block_until_ready(state)
-    start_s = time.perf_counter()
-    for _ in range(num_steps):
-        state, _ = step(state, batch)
-    jax.block_until_ready(state)
-    return num_steps * token.size / (time.perf_counter() - start_s)
+
+    def steps_s(count: int) -> float:
+        nonlocal state
+        start_s = time.perf_counter()
+        for _ in range(count):
+            state, _ = step(state, batch)
+        jax.block_until_ready(state)
+        return time.perf_counter() - start_s
+
+    steps_s(2)
+    return steps_s
