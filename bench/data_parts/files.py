@@ -194,7 +194,8 @@ def _write_tar(path: Path, texts: Sequence[str]) -> None:
             tar.addfile(info, io.BytesIO(text.encode()))
 
 
-def _write_jsonl(path: Path, texts: Sequence[str]) -> None:
+def write_jsonl(path: Path, texts: Sequence[str]) -> None:
+    """One document per line."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
@@ -209,7 +210,7 @@ _WRITERS: dict[Format, Callable[[Path, Sequence[str]], None]] = {
     "parquet": _write_parquet,
     "arrayrecord": _write_arrayrecord,
     "tar": _write_tar,
-    "jsonl": _write_jsonl,
+    "jsonl": write_jsonl,
     "bin": _append_bin,
 }
 

@@ -7,9 +7,6 @@ its share, over all tokens: what no order of whole chunks can avoid is left out.
 """
 
 import dataclasses
-import io
-import json
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +15,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
+from bench.data_parts import files
 from jtrain.bench import Row, row
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.data import Constant, PackedText, Source, open_dataset
 from jtrain.data.inspect.order_report import OrderReport, measure_order
-from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.sample import FILES, write_sample
 
 LONG_BYTES, LONG_DOCUMENTS = 1_000_000, 256
@@ -76,16 +72,12 @@ def long_corpora(folder: Path, *, documents: int, size: int) -> Iterator[tuple[s
     """Yields the same documents of `size` bytes in three forms, with the spec that reads them in rows of `tiny`."""
     texts = long_texts(documents, size=size)
     lines = folder / "long.jsonl"
-    write_lines(lines, texts)
-    cache = folder / "cache"
-    spec = PackedText(path=str(lines), seq_len=256, global_batch=16, eval_fraction=0.0, cache_dir=str(cache))
+    files.write_jsonl(lines, texts)
+    spec = PackedText(path=str(lines), seq_len=256, global_batch=16, eval_fraction=0.0, cache_dir=str(folder / "cache"))
     yield "JSON lines", spec
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "long.parquet", row_group_size=16)
     yield "Parquet", dataclasses.replace(spec, path=str(folder / "long.parquet"))
-    (source,) = spec.named_sources.items()
-    recipe = Recipe(name=source[0], source=source[1], tokenizer=spec.tokenizer, cache_dir=cache)
-    prepare([recipe], folder / "prepared", workers=os.cpu_count() or 1, stream=io.StringIO())
-    yield "prepared", dataclasses.replace(spec, prepared=str(folder / "prepared"))
+    yield "prepared", dataclasses.replace(spec, prepared=str(files.prepared(spec, lines)))
 
 
 def long_texts(documents: int, *, size: int) -> list[str]:
@@ -95,12 +87,6 @@ def long_texts(documents: int, *, size: int) -> list[str]:
     letters = np.frombuffer(bytes(range(33, 127)).replace(b'"', b"").replace(b"\\", b""), np.uint8)
     alphabets = [rng.choice(letters, _LETTERS, replace=False) for _ in range(documents)]
     return [alphabet[drawn].tobytes().decode() for alphabet in alphabets]
-
-
-def write_lines(file: Path, texts: list[str]) -> None:
-    """Writes a file of JSON lines."""
-    with open(file, "w") as out:
-        out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def shipped_mixture(folder: Path) -> PackedText:
@@ -114,7 +100,7 @@ def shipped_mixture(folder: Path) -> PackedText:
 def two_sources(folder: Path) -> PackedText:
     """Writes two sources of 17 KB documents; returns a mixture of nine parts and one part."""
     for name in ("most", "rest"):
-        write_lines(folder / f"{name}.jsonl", long_texts(400, size=17_000))
+        files.write_jsonl(folder / f"{name}.jsonl", long_texts(400, size=17_000))
     return PackedText(
         sources={name: Source(path=str(folder / f"{name}.jsonl")) for name in ("most", "rest")},
         mixture=Constant({"most": 0.9, "rest": 0.1}),
