@@ -135,7 +135,8 @@ def open_readers(stack: ExitStack, python: str | None, num_sources: int, corpus:
     index = files.prepared(files.mixture(records, seq_len=files.ROW_TOKENS, global_batch=ROWS), records)
     shape = dict(rows=ROWS, seq_len=files.ROW_TOKENS)
     peers = [peer for peer in PEERS if python is not None or not peer.is_foreign]
-    formats: set[Format] = {format for format, _ in OURS.values()} | {peer.format for peer in peers}
+    formats: list[Format] = [peer.format for peer in peers]
+    formats.extend(format for format, _ in OURS.values())
     folders = {format: folder(format) for format in formats}
     stack.enter_context(one_core())
     turns = {}
