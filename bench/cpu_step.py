@@ -15,29 +15,26 @@ import shlex
 import statistics
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 
-import jax
-import numpy as np
-from jax.sharding import NamedSharding
-
-from bench import data_sources
+from bench.data_parts.programs import INSTALL as INSTALL_PEERS
+from bench.data_parts.programs import started
+from bench.peers import protocol
 from jtrain import optim
 from jtrain.bench import Options, Row, option, row
+from jtrain.bench.h200 import random_steps
 from jtrain.errors import UserError
-from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import LayoutSpec, make_layout
-from jtrain.layout.mesh import MeshSpec, make_mesh
+from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.runtime.malloc import keep_freed_memory
-from jtrain.step.state import init_state
-from jtrain.step.train_step import BATCH_SPEC, make_train_step
 
 SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
+TORCH_STEP = Path(protocol.__file__).with_name("torch_llama_step.py")
 INSTALL = {
-    "torch": data_sources.INSTALL,
+    "torch": INSTALL_PEERS,
     "maxtext": "python3.12 -m venv M && M/bin/pip install 'maxtext[tpu]==0.2.5'",
 }
 
@@ -63,14 +60,18 @@ def run(args: Options) -> list[Row]:
     """Interleaved rounds of ours and torch's, then MaxText's steps, which come from its own log.
 
     Raises:
-      UserError: no interpreter was given for a peer, or or it lacks the peer.
+      UserError: no interpreter was given for a peer, or it lacks the peer.
     """
     keep_freed_memory()
     torch_python = _python("torch", args.torch_python, "import torch, transformers")
     maxtext_python = _python("maxtext", args.maxtext_python, "import importlib.util as u; u.find_spec('maxtext').name")
     cores = len(os.sched_getaffinity(0))
-    with torch_steps(torch_python, "eager", cores) as eager, torch_steps(torch_python, "compile", cores) as compiled:
-        programs = {"jtrain": our_steps(), "torch eager": eager, "torch compile": compiled}
+    with contextlib.ExitStack() as stack:
+        programs = {"jtrain": our_steps()}
+        for mode in ("eager", "compile"):
+            torch = stack.enter_context(started(torch_python, TORCH_STEP, mode=mode, threads=cores))
+            torch.answer()  # it is warm
+            programs[f"torch {mode}"] = lambda count, torch=torch: torch.ask(count)["step_ms"]
         step_ms: dict[str, list[float]] = {name: [] for name in programs}
         for _ in range(args.rounds):
             for name, steps in programs.items():
@@ -103,60 +104,12 @@ def our_steps() -> Steps:
         loss_chunk_tokens=1024,
         attention_chunk=128,
     )
-    spec = MeshSpec()
-    mesh = make_mesh(spec, jax.devices()[:1])
     infos = model.param_infos()
-    layout = make_layout(LayoutSpec(remat="none"), spec, infos)
+    layout = make_layout(LayoutSpec(remat="none"), MeshSpec(), infos)
     adamw = optim.AdamW(peak_lr=1e-3, warmup_steps=2)
     optimizer = optim.build(adamw, num_steps=10_000, params=map_params(lambda info: info, infos))
-    state = init_state(layout, optimizer, mesh, seed=0)
-    step = make_train_step(model, optimizer, layout, mesh)
-
-    token_BL = np.random.default_rng(0).integers(0, VOCAB, (SEQUENCES, SEQ_LEN), dtype=np.int32)
-    target_BL = np.concatenate([token_BL[:, 1:], np.full_like(token_BL[:, :1], IGNORE)], axis=1)
-    position_BL = np.tile(np.arange(SEQ_LEN, dtype=np.int32), (SEQUENCES, 1))
-    sharding = NamedSharding(mesh, BATCH_SPEC)
-    batch = jax.device_put(Batch(token_BL, target_BL, position_BL, np.ones_like(token_BL)), sharding)
-
-    def steps(count: int) -> list[float]:
-        nonlocal state
-        step_ms = []
-        for _ in range(count):
-            start = time.perf_counter()
-            state, metrics = step(state, batch)
-            jax.block_until_ready((state, metrics))
-            step_ms.append(1e3 * (time.perf_counter() - start))
-        return step_ms
-
-    steps(3)
-    return steps
-
-
-@contextlib.contextmanager
-def torch_steps(python: str, mode: str, cores: int) -> Iterator[Steps]:
-    """A torch process that steps when told to, and waits without computing in between."""
-    command = [python, str(data_sources.peer_program("torch_llama_step")), "--mode", mode, "--threads", str(cores)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
-
-        def answer() -> dict[str, list[float]]:
-            line = stdout.readline()
-            if not line:
-                raise RuntimeError(f"it ended, exit code {process.wait()}: {shlex.join(command)}")
-            return json.loads(line)
-
-        def steps(count: int) -> list[float]:
-            stdin.write(f"{count}\n")
-            stdin.flush()
-            return answer()["step_ms"]
-
-        try:
-            answer()  # it is warm
-            yield steps
-        finally:
-            stdin.close()  # its end
+    steps_s = random_steps(model, layout, optimizer, global_batch=SEQUENCES, seq_len=SEQ_LEN)
+    return lambda count: [1e3 * steps_s(1) for _ in range(count)]
 
 
 def maxtext_step_ms(python: str, count: int) -> list[float]:

@@ -17,12 +17,17 @@ and back, forward and backward.
 
 import collections
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from jtrain.bench import Options, Row, option, row
-
-if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
-    from jtrain.plan.compile.compiled_step import CompiledStep
+from jtrain.config.load import load_config
+from jtrain.config.run import build_run
+from jtrain.hlo import traffic
+from jtrain.hlo.scopes import scope_mark
+from jtrain.plan.compile.compiled_step import CompiledStep, compile_step, topology_devices
+from jtrain.plan.compile.two_streams import rates_of, two_streams
+from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain_kernels.cost import ATTENTION, BACKWARD_FLOPS
+from jtrain_kernels.device import from_name
 
 TOPOLOGIES = {"v5p": "v5p:2x2x2", "h200": "h200:8"}
 DEVICES, SEQUENCES, SEQ_LEN = 8, 4, 8192
@@ -72,17 +77,12 @@ def run(args: Options) -> Iterator[Row]:
             yield from exchange_rows(device)
 
 
-def mixture_step(device: str) -> "CompiledStep":
+def mixture_step(device: str) -> CompiledStep:
     """The step of qwen3_30b_a3b as it ships, compiled for eight of the device.
 
     Raises:
       UserError: the compiler is not installed.
     """
-    from jtrain.config.load import load_config
-    from jtrain.config.run import build_run
-    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-    from jtrain.plan.from_run import make_optimizer, plan_job
-
     built = build_run(load_config("qwen3_30b_a3b"))
     return compile_step(plan_job(built), make_optimizer(built), devices=topology_devices(TOPOLOGIES[device]))
 
@@ -104,16 +104,6 @@ def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
     Raises:
       UserError: the compiler is not installed.
     """
-    from jtrain.config.load import load_config
-    from jtrain.config.run import build_run
-    from jtrain.hlo import traffic
-    from jtrain.hlo.scopes import scope_mark
-    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-    from jtrain.plan.compile.stream_clock import Timeline
-    from jtrain.plan.compile.two_streams import rates_of, two_streams
-    from jtrain.plan.from_run import make_optimizer, plan_job
-    from jtrain_kernels.device import from_name
-
     built = build_run(load_config("llama8b", sets=(*SETTINGS, *sets)))
     job = plan_job(built)
     options = IN_CUBLAS if sets == IN_8_BITS else {}
@@ -121,7 +111,7 @@ def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
     program = compile_step(job, make_optimizer(built), devices=devices, compiler_options=options)
     sent = traffic.overlap(program.traffic)
     rates = rates_of(from_name(device), DEVICES)
-    found: Timeline = two_streams(program.hlo, job.layout.mesh.shape, rates, attention_s(device))
+    found = two_streams(program.hlo, job.layout.mesh.shape, rates, attention_s(device))
     name = f"{device}, {form}"
     beside = sent.hidden_bytes / sent.wire_bytes
     bar = None if form == "plain" else ">= 0.9"
@@ -150,11 +140,6 @@ def attention_s(device: str) -> dict[tuple[str, str], float]:
     Args:
       device: name in `TOPOLOGIES`.
     """
-    from jtrain.config.load import load_config
-    from jtrain.config.run import build_run
-    from jtrain_kernels.cost import ATTENTION, BACKWARD_FLOPS
-    from jtrain_kernels.device import from_name
-
     spec, model = from_name(device), build_run(load_config("llama8b", sets=SETTINGS)).model
     peak = spec.peak_bf16_flops
     assert peak is not None, "both devices have one"

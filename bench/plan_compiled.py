@@ -1,6 +1,6 @@
 """The plan's bytes, and the seconds that it waits for the network, against compiled programs of every kind.
 
-    python -m jtrain.bench plan_compiled [--only cuDNN] [--keep FOLDER]
+    python -m jtrain.bench plan_compiled [--only cuDNN]
 
 Dense layers with ZeRO-3, attention by cuDNN, 8-bit matmuls, experts, sequences over `context`, `tensor`, state, weights
 and activations in host memory, sums in bfloat16: compiled for 8 x H200 and 8 x v5p that are not there, at the widths of
@@ -8,27 +8,27 @@ llama8b and qwen3_30b_a3b. Nothing runs. Bytes are the compiler's. Seconds are t
 `jtrain.plan.compile.two_streams` waits in the compiled schedule, at the rates of the plan beside it, so that the
 schedule alone makes the difference.
 
-Each program takes one to five minutes of a core. `--keep` keeps them all.
+Each program takes one to five minutes of a core; `--lines FILE` has each row as soon as there is one.
 """
 
 import dataclasses
-import gzip
-import json
-import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from jtrain.bench import Options, Row, option, row
-
-if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
-    from jtrain.plan.job import Job
+from jtrain.config.load import load_config
+from jtrain.config.run import Run, build_run
+from jtrain.plan.compile.compiled_step import compile_step, topology_devices
+from jtrain.plan.compile.compiled_waits import compiled_timeline
+from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.estimate.memory import memory
+from jtrain.plan.estimate.step_time import step_time
+from jtrain.plan.from_run import make_optimizer, plan_job
+from jtrain.plan.job import Job
 
 type Chip = Literal["h200", "v5p"]
 
 GIB = 2**30
-
-SIZES = ("argument_bytes", "host_argument_bytes", "peak_bytes")
 
 COMPILER_OPTIONS: dict[Chip, dict[str, int]] = {"h200": {"xla_gpu_autotune_level": 0}, "v5p": {}}
 """Options beside those of the train step. XLA:GPU tries no kernels of matmuls, which changes no bytes and takes a third
@@ -89,33 +89,18 @@ PROGRAMS = (
 )
 
 
-OPTIONS = (
-    option("--only", metavar="TEXT", default="", help="programs whose name has this text"),
-    option("--keep", type=Path, metavar="FOLDER", help="compiled figures, kept there and not compiled again"),
-)
+OPTIONS = (option("--only", metavar="TEXT", default="", help="programs whose name has this text"),)
 ABSENT_CHIPS = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
-    """Figures of the plan of one program, as in `Compiled`."""
+class Figures:
+    """Bytes of one program on a device and in host memory, and seconds that it waits for the network."""
 
     argument_bytes: int
     host_argument_bytes: int
     peak_bytes: int
     waits_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """Figures of one compiled program: bytes on a device and in host memory; seconds of its schedule."""
-
-    argument_bytes: int
-    host_argument_bytes: int
-    peak_bytes: int
-    waits_s: float
-    wire_s: float
-    compute_s: float
 
 
 def run(args: Options) -> Iterator[Row]:
@@ -123,7 +108,7 @@ def run(args: Options) -> Iterator[Row]:
     errors: list[float] = []
     for program in PROGRAMS:
         if args.only in program.name:
-            found = compiled(program, args.keep)
+            found = compiled(program)
             errors.append(_error(planned(program).peak_bytes, found.peak_bytes))
             yield from rows(program, found)
     if errors:
@@ -131,7 +116,7 @@ def run(args: Options) -> Iterator[Row]:
         yield row("peak: largest error", max(errors), "%", bar="<= 10")
 
 
-def rows(program: Program, found: Compiled) -> Iterator[Row]:
+def rows(program: Program, found: Figures) -> Iterator[Row]:
     """The plan's figures of one program beside the compiled ones."""
     plan, name = planned(program), program.name
     off = abs(plan.argument_bytes - found.argument_bytes) + abs(plan.host_argument_bytes - found.host_argument_bytes)
@@ -148,60 +133,32 @@ def _error(planned: float, found: float) -> float:
     return 100 * abs(planned / found - 1)
 
 
-def program_job(program: Program) -> "Job":
-    """The job of a program on its machine."""
-    from jtrain.config.load import load_config
-    from jtrain.config.run import build_run
-    from jtrain.plan.estimate.machine import make_machine
-    from jtrain.plan.from_run import plan_job
+def program_run(program: Program) -> Run:
+    """The config of a program with its settings."""
+    return build_run(load_config(program.config, (), program.sets.split()))
 
-    run = build_run(load_config(program.config, (), program.sets.split()))
+
+def program_job(program: Program) -> Job:
+    """The job of a program on its machine."""
+    run = program_run(program)
     return plan_job(run, make_machine(program.chip, run.mesh.size, host_memory_bytes=2 * 10**12))
 
 
-def planned(program: Program) -> Planned:
+def planned(program: Program) -> Figures:
     """The plan of a program."""
-    from jtrain.plan.estimate.memory import memory
-    from jtrain.plan.estimate.step_time import step_time
-
     job = program_job(program)
     plan = memory(job)
-    return Planned(plan.argument_bytes, plan.host_argument_bytes, plan.total_bytes, step_time(job, plan).waits_s)
+    return Figures(plan.argument_bytes, plan.host_argument_bytes, plan.total_bytes, step_time(job, plan).waits_s)
 
 
-def compiled(program: Program, keep: Path | None) -> Compiled:
+def compiled(program: Program) -> Figures:
     """What the compiler makes of a program, and what its schedule waits for.
-
-    Args:
-      keep: folder with programs that were compiled before; this one is added.
 
     Raises:
       UserError: the compiler is not installed.
     """
-    from jtrain.plan.compile.compiled_waits import compiled_timeline
-
-    size, hlo = _sizes_and_text(program, keep)
-    timeline = compiled_timeline(hlo, program_job(program))
-    return Compiled(**size, waits_s=timeline.waiting_s, wire_s=timeline.wire_s, compute_s=timeline.compute_s)
-
-
-def _sizes_and_text(program: Program, keep: Path | None) -> tuple[dict[str, int], str]:
-    """Bytes of a compiled program by the fields of `Compiled`, and its text."""
-    from jtrain.config.load import load_config
-    from jtrain.config.run import build_run
-    from jtrain.plan.compile.compiled_step import compile_step, topology_devices
-    from jtrain.plan.from_run import make_optimizer
-
-    name = re.sub(r"[^a-z0-9]+", "_", program.name.lower())
-    file, text = (None, None) if keep is None else (keep / f"{name}.json", keep / f"{name}.hlo.gz")
-    if file is not None and text is not None and file.exists():
-        return json.loads(file.read_text()), gzip.decompress(text.read_bytes()).decode()
-    optimizer = make_optimizer(build_run(load_config(program.config, (), program.sets.split())))
+    job, optimizer = program_job(program), make_optimizer(program_run(program))
     devices, options = topology_devices(TOPOLOGIES[program.chip]), COMPILER_OPTIONS[program.chip]
-    step = compile_step(program_job(program), optimizer, devices=devices, compiler_options=options)
-    size = {field: getattr(step, field) for field in SIZES}
-    if file is not None and text is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        text.write_bytes(gzip.compress(step.hlo.encode(), compresslevel=1))
-        file.write_text(json.dumps(size) + "\n")
-    return size, step.hlo
+    step = compile_step(job, optimizer, devices=devices, compiler_options=options)
+    waits_s = compiled_timeline(step.hlo, job).waiting_s
+    return Figures(step.argument_bytes, step.host_argument_bytes, step.peak_bytes, waits_s)

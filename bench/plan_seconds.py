@@ -7,12 +7,19 @@ The constants of `jtrain.plan.estimate.matmul_time` and `jtrain.plan.estimate.st
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jtrain.bench import Options, Row, row
-
-if TYPE_CHECKING:
-    from jtrain.plan.job import Job
+from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
+from jtrain.layout.mesh import MeshSpec
+from jtrain.layout.precision import PrecisionSpec
+from jtrain.model.router import MoESpec
+from jtrain.model.transformer import Transformer
+from jtrain.optim import AdamW
+from jtrain.plan.estimate.machine import make_machine
+from jtrain.plan.estimate.memory import memory
+from jtrain.plan.estimate.step_time import step_time
+from jtrain.plan.job import Job
 
 type Fields = Mapping[str, Any]
 
@@ -95,17 +102,8 @@ PUBLISHED = (
 KEPT = ("attention_q", "attention_k", "attention_v", "attention")
 
 
-def planned_job(step: Published) -> "Job":
+def planned_job(step: Published) -> Job:
     """The job of a published step in the one setting."""
-    from jtrain.layout.layout import LayoutSpec, OffloadSpec, make_layout
-    from jtrain.layout.mesh import MeshSpec
-    from jtrain.layout.precision import PrecisionSpec
-    from jtrain.model.router import MoESpec
-    from jtrain.model.transformer import Transformer
-    from jtrain.optim import AdamW
-    from jtrain.plan.estimate.machine import make_machine
-    from jtrain.plan.job import Job
-
     fields: dict[str, Any] = dict(step.model)
     if "moe" in fields:
         fields["moe"] = MoESpec(**fields["moe"])
@@ -128,9 +126,6 @@ def planned_job(step: Published) -> "Job":
 
 def predicted_s(step: Published) -> float:
     """Seconds of a published step by the plan."""
-    from jtrain.plan.estimate.memory import memory
-    from jtrain.plan.estimate.step_time import step_time
-
     job = planned_job(step)
     return step_time(job, memory(job)).step_s
 

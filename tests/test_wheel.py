@@ -129,11 +129,11 @@ def test_a_wheel_lists_the_benchmarks_it_has_and_refuses_others_in_one_line(inst
     """Published figures beside other projects are measured in a checkout, and the message says so."""
     listed = run(installed, tmp_path, "jtrain", "bench").stdout.splitlines()
     assert {"one_gpu", "faults", "startup", "checkpoint"} <= {line.split()[0] for line in listed}
-    assert not [line for line in listed if "data_scaling" in line]
-    done = run(installed, tmp_path, "jtrain", "bench", "data_scaling")
+    assert not [line for line in listed if "cpu_step" in line]
+    done = run(installed, tmp_path, "jtrain", "bench", "cpu_step")
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert "no benchmark data_scaling. There are: " in line
+    assert "no benchmark cpu_step. There are: " in line
     assert "Those of published figures are in the folder bench/ of a checkout of jtrain: run them there" in line
 
 

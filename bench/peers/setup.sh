@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes the Python environment of the peers that need torch: torchdata, WebDataset and MosaicML streaming for the data
-# benchmarks (data_memory, data_mixing, data_resume, data_sources), transformers for the CPU step (cpu_step).
+# benchmarks (data --only memory mixing resume), transformers for the CPU step (cpu_step).
 #
 #     sh bench/peers/setup.sh [FOLDER]      default: /tmp/jtrain-peers; about 1.2 GB, needs a package index
 #     export PEER_TORCH_PYTHON=/tmp/jtrain-peers/bin/python

@@ -14,7 +14,7 @@ import time
 
 import torch
 import transformers
-from data_protocol import arguments
+from protocol import arguments
 
 
 def main() -> None:

@@ -4,8 +4,9 @@ Here is what a user measures on a machine of theirs. What only jtrain's own publ
 projects or by compilers for absent chips, is in the folder bench/ of a checkout, and runs by the same command.
 A benchmark is a module in either whose docstring's first line says what it measures, with `run(args: Options)` that
 returns a list of rows or yields them as they are measured, and `OPTIONS` if it has options of its own. One that
-compiles for chips that are not here has `ABSENT_CHIPS`: True, or the names of the options with which it does. What it
-is compared with runs in the same process tree, right before or after.
+compiles for chips that are not here has `ABSENT_CHIPS`: True, or the options with which it does, read before the module
+is imported, because JAX then looks for chips. What it is compared with runs in the same process tree, right before or
+after.
 """
 
 import operator

@@ -43,6 +43,15 @@ def first_line(file: Path) -> str:
     return (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
 
 
+def is_for_absent_chips(file: Path, argv: Sequence[str]) -> bool:
+    """True if a module's ABSENT_CHIPS, read without importing it, says so of these words: True, or names of options."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ABSENT_CHIPS":
+            options = ast.literal_eval(node.value)
+            return options is True or any(word.partition("=")[0] in options for word in argv)
+    return False
+
+
 def report(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     """What `--json` writes: the rows, and what one needs to know to measure them again."""
     from jtrain.runtime.run_files import git_commit, versions  # lazy: they import jax
@@ -124,11 +133,10 @@ def bench(argv: Sequence[str]) -> int:
             message += " Those of published figures are in the folder bench/ of a checkout of jtrain: run them there."
         raise UserError(message)
     (package,) = (package for package, folder in FOLDERS.items() if folder == files[name].parent)
+    if is_for_absent_chips(files[name], argv):
+        os.environ.update(AOT_ENVIRONMENT)  # before the benchmark's module imports jax
     module = importlib.import_module(f"{package}.{name}")
     args = parse(getattr(module, "OPTIONS", ()), argv, listed)
-    absent_chips = getattr(module, "ABSENT_CHIPS", ())
-    if absent_chips is True or any(getattr(args, option) for option in absent_chips or ()):
-        os.environ.update(AOT_ENVIRONMENT)  # before jax is imported, which no benchmark's module does that compiles
     start_jax(os.environ)
     rows = list(measured(module.run(args), rehearse=getattr(args, "rehearse", False), lines=args.lines))
     if args.json is not None:

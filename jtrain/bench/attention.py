@@ -9,7 +9,6 @@ implementation is first compared with plain JAX in float32; one with wrong resul
 """
 
 import dataclasses
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
+from jtrain.bench._live import difference, gpu, seconds
 from jtrain.errors import UserError
+from jtrain_kernels import registry
+from jtrain_kernels.attention.api import ATTENTION
+from jtrain_kernels.compile_only import aot
+from jtrain_kernels.device import live
 
 BARS = {
     "h100": {"forward": ">= 550", "backward": ">= 400"},
@@ -57,6 +61,7 @@ SHAPES = {
     "llama1b": Shape(8, 4096, 32, 8, 64),
 }
 REHEARSED = Shape(1, 128, 4, 2, 8, documents=3)
+STATICS = dict(chunk=512, window=None, causal=True)
 
 
 OPTIONS = (
@@ -73,33 +78,25 @@ def run(args: Options) -> Iterator[Row]:
     Raises:
       UserError: the first device is no NVIDIA GPU; or `--only` names none that runs there.
     """
-    from jtrain_kernels import registry
-    from jtrain_kernels.attention.api import ATTENTION
-    from jtrain_kernels.device import live
-
-    device = jax.devices()[0]
-    spec = live(device)
-    if spec.compute_capability is None and not args.rehearse:
-        raise UserError(f"attention needs an NVIDIA GPU, but the device here is {device.device_kind!r}: run it on one.")
+    _, spec = gpu("attention", rehearse=args.rehearse, needs="an NVIDIA GPU")
     only = "xla" if args.rehearse and spec.platform == "cpu" else args.only
     shapes = list(SHAPES.values()) if args.shape is None else [SHAPES[args.shape]]
     for shape in [REHEARSED] if args.rehearse else shapes:
-        arrays = _arrays(shape)
-        avals = registry.avals_of(dict(zip(_NAMES, arrays, strict=True), chunk=512, window=None, causal=True))
-        found = {i.name: i for i in registry.implementations(ATTENTION)}
-        reasons = {name: i.supports(spec, avals) for name, i in found.items()}
+        arrays = draw_arrays(shape)
+        avals = registry.avals_of(arrays | STATICS)
+        reasons = {i.name: i.supports(spec, avals) for i in registry.implementations(ATTENTION)}
         names = [name for name, reason in reasons.items() if reason is None and only in (None, name)]
         if not names:
             raise UserError(f"--only {only}: {reasons.get(str(only), 'no such implementation')}.")
         best: dict[str, float] = {}
         for name in names:
             what = f"{shape}: {name}"
-            error = wrong_by(name, _arrays(dataclasses.replace(shape, B=1, L=min(shape.L, 1024))))
+            error = wrong_by(name, draw_arrays(dataclasses.replace(shape, B=1, L=min(shape.L, 1024))))
             if not error < TOLERANCE:
                 yield row(f"{what} IS WRONG by this share of the largest element", error, "", bar="<= 0.02")
                 continue
             forward_s, both_s = (
-                seconds(fn, arrays, args.calls) for fn in (_here(forward, name), _here(with_gradients, name))
+                seconds(program(name, gradients=gradients), arrays, calls=args.calls) for gradients in (False, True)
             )
             took = {"forward": forward_s, "backward": both_s - forward_s}
             for way, times in (("forward", 1.0), ("backward", 2.5)):
@@ -111,60 +108,33 @@ def run(args: Options) -> Iterator[Row]:
             yield row(f"{shape}: the fastest, {way}", rate, "TFLOP/s", bar=bar)
 
 
-_NAMES = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
-
-
-def _arrays(shape: Shape) -> tuple[jax.Array, ...]:
+def draw_arrays(shape: Shape) -> dict[str, jax.Array]:
+    """Normal queries, keys and values, and segments of documents of different lengths."""
     rng = np.random.default_rng(0)
-    size = shape.B, shape.L
     q, k, v = (
-        jnp.asarray(rng.standard_normal((*size, heads, shape.H), np.float32), jnp.bfloat16)
+        jnp.asarray(rng.standard_normal((shape.B, shape.L, heads, shape.H), np.float32), jnp.bfloat16)
         for heads in (shape.N, shape.K, shape.K)
     )
     ends = [np.sort(rng.choice(shape.L, shape.documents - 1, replace=False)) for _ in range(shape.B)]
     segment = np.stack([np.searchsorted(e, np.arange(shape.L), side="right") + 1 for e in ends])
     segment_BL = jnp.asarray(segment, jnp.int32)
-    return q, k, v, segment_BL, segment_BL
+    return dict(q_BLNH=q, k_BMKH=k, v_BMKH=v, segment_BL=segment_BL, segment_BM=segment_BL)
 
 
-def forward(*arrays: jax.Array) -> jax.Array:
-    """One layer's attention, by the implementation that is forced around the call."""
-    from jtrain_kernels.attention.api import attention
+def program(name: str, *, gradients: bool) -> Callable[[dict[str, jax.Array]], Any]:
+    """The jitted op of an implementation on this device; with the gradients of q, k and v, or without."""
+    function = aot.op_function(ATTENTION, STATICS, gradients=gradients)
 
-    return attention(*arrays, chunk=512)
-
-
-def with_gradients(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> Any:
-    """The result and the gradients of q, k and v."""
-    y, pull = jax.vjp(lambda *qkv: forward(*qkv, *segments), q, k, v)
-    return y, pull(q)  # an existing array with the cotangent's shape
-
-
-def _here(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The jitted function on this device, with an implementation forced."""
-    from jtrain_kernels import registry
-    from jtrain_kernels.device import live
-
-    def forced(*arrays: jax.Array) -> Any:
-        with registry.on(live(jax.devices()[0]), forced={"attention": name}):
-            return function(*arrays)
+    def forced(arrays: dict[str, jax.Array]) -> Any:
+        with registry.on(live(jax.devices()[0]), forced={ATTENTION.name: name}):
+            return function(arrays)
 
     return jax.jit(forced)
 
 
-def wrong_by(name: str, arrays: tuple[jax.Array, ...]) -> float:
+def wrong_by(name: str, arrays: dict[str, jax.Array]) -> float:
     """Largest difference from plain JAX in float32, over value and gradients, relative to each largest element."""
-    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in arrays]
+    wide = {key: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for key, x in arrays.items()}
     with jax.default_matmul_precision("highest"):
-        want = jax.tree.leaves(_here(with_gradients, "xla")(*wide))
-    got = jax.tree.leaves(_here(with_gradients, name)(*arrays))
-    pairs = [(np.asarray(g, np.float64), np.asarray(w, np.float64)) for g, w in zip(got, want, strict=True)]
-    return max(float(np.abs(g - w).max() / np.abs(w).max()) for g, w in pairs)
-
-
-def seconds(fn: Callable[..., Any], arrays: tuple[jax.Array, ...], calls: int) -> float:
-    """Seconds of one call, the mean of several calls back to back."""
-    jax.block_until_ready(fn(*arrays))
-    start_s = time.perf_counter()
-    jax.block_until_ready([fn(*arrays) for _ in range(calls)])
-    return (time.perf_counter() - start_s) / calls
+        want = program("xla", gradients=True)(wide)
+    return difference(program(name, gradients=True)(arrays), want)

@@ -11,7 +11,6 @@ alike in all modes, are left out. Two layers, because XLA removes a loop of one 
 """
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
+from jtrain.bench._live import seconds
 from jtrain.errors import UserError
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
@@ -81,13 +81,13 @@ def run(args: Options) -> Iterator[Row]:
         one = make_mesh(MeshSpec(), [gpu])
         for mode in MODES:
             multiply = jax.jit(functools.partial(matmul, mode), compiler_options=compiler_options(one, mode))
-            flops[mode] = 2e-12 * size**3 / _seconds(multiply, square, args.calls)
+            flops[mode] = 2e-12 * size**3 / seconds(multiply, *square, calls=args.calls)
         yield from _rows(f"matmul {size}^3 with casts", "TFLOP/s", flops, ">= 1.6" if hopper else None)
     if args.only != "matmul":
         rates: dict[MatmulDtype, float] = {}
         for mode in MODES:
             step, arrays = layers(mode, length, sizes, gpu)
-            rates[mode] = LAYERS * length / _seconds(step, arrays(), max(1, args.calls // 3))
+            rates[mode] = LAYERS * length / seconds(step, *arrays(), calls=max(1, args.calls // 3))
         yield from _rows(f"a layer of llama8b, {length} tokens", "tokens/s", rates, ">= 1.2" if hopper else None)
 
 
@@ -138,16 +138,3 @@ def layers(
         return x_BLD, dy_BLD / length, params, first_scaling(infos) if mode == "fp8_delayed" else {}
 
     return jax.jit(step, compiler_options=compiler_options(mesh, mode)), arrays
-
-
-def _seconds(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> float:
-    """Seconds of one call: the fastest of five rounds of `calls` calls."""
-    result = jax.block_until_ready(function(*arguments))
-    rounds: list[float] = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        for _ in range(calls):
-            result = function(*arguments)
-        jax.block_until_ready(result)
-        rounds.append((time.perf_counter() - start_s) / calls)
-    return min(rounds)

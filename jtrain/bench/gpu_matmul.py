@@ -9,16 +9,14 @@ GPUs. Every result is compared with XLA's before it is timed. A rehearsal on a C
 """
 
 import dataclasses
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
+from jtrain.bench._live import difference, seconds
 from jtrain.errors import UserError
 from jtrain_kernels import compat
 from jtrain_kernels.device import DEVICES, DeviceSpec, from_device
@@ -54,7 +52,7 @@ def run(args: Options) -> Iterator[Row]:
     size, calls = (REHEARSED_SIZE, 1) if args.rehearse else (args.size, args.calls)
     x, kernel = (normal(seed, size, size) for seed in (0, 1))
     plain = jax.jit(jnp.matmul)
-    want = np.asarray(plain(x, kernel), np.float32)
+    want = plain(x, kernel)
     flop, found = 2 * size**3, {}
     for tiles in [REHEARSED_TILES] if args.rehearse else tilings(size):
         own = jax.jit(lambda x, kernel, tiles=tiles: matmul(x, kernel, spec, tiles, emulated=emulated))
@@ -92,7 +90,7 @@ def overlap_row(
     """Row of one op on virtual ranks: the longer of its matmul alone and its copies alone, over the fused kernel."""
     program = gpu_program(make_schedule(op, "full_mesh", ranks))
     x, kernel = operands(op, ranks, size)
-    want = np.asarray(jax.jit(lambda x, kernel: plain_op(op, ranks, x, kernel))(x, kernel), np.float32)
+    want = jax.jit(lambda x, kernel: plain_op(op, ranks, x, kernel))(x, kernel)
     found: dict[int, float] = {}
     small = OverlapConfig(REHEARSED_TILES, 1 if program.moves[0] else 0)
     for config in [small] if size == REHEARSED_SIZE else overlap_configs(program, ranks, spec, size):
@@ -179,26 +177,12 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def agree(what: str, got: jax.Array, want: np.ndarray) -> None:
+def agree(what: str, got: jax.Array, want: jax.Array) -> None:
     """Checks that results agree up to the bfloat16 rounding of partial sums.
 
     Raises:
       RuntimeError: the results differ by more.
     """
-    error = float(np.max(np.abs(np.asarray(got, np.float32) - want)))
-    scale = float(np.max(np.abs(want)))
-    if not error <= 0.02 * scale:  # so that NaN fails too
-        raise RuntimeError(f"{what}: off by {error:.3g} from XLA's result, whose largest entry is {scale:.3g}.")
-
-
-def seconds(function: Callable[..., Any], *args: Any, calls: int) -> float:
-    """Seconds per call: the median of three runs of `calls` calls each, after two calls that are not timed."""
-    for _ in range(2):
-        jax.block_until_ready(function(*args))
-    runs: list[float] = []
-    for _ in range(3):
-        start = time.perf_counter()
-        result = [function(*args) for _ in range(calls)]
-        jax.block_until_ready(result)
-        runs.append((time.perf_counter() - start) / calls)
-    return statistics.median(runs)
+    error = difference(got, want)
+    if not error <= 0.02:  # so that NaN fails too
+        raise RuntimeError(f"{what}: off by {error:.3g} of the largest entry of XLA's result.")

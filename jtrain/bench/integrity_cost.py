@@ -9,7 +9,7 @@ on the batch: so the difference is also measured in steps of a small batch, wher
 divided by the time of a whole step. CPU time is that of all threads; it shows what another program's load hides.
 
 The host's part (reading the metrics, comparing sums, judging) and the recomputation count too, the latter by its
-default interval. Rows are printed as they are measured. Run it on an idle machine: about 3 minutes on two cores.
+default interval. Run it on an idle machine: about 3 minutes on two cores.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jtrain.bench import Options, Row, meets_bar, option, row
+from jtrain.bench import Options, Row, option, row
 from jtrain.config.devices import settle_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
@@ -45,8 +45,6 @@ from jtrain.step.state import abstract_state, init_state
 from jtrain.train.bad_steps import BadSteps, Numbers
 from jtrain.train.integrity import IntegrityCheck
 
-PRINTS = True
-
 SHORT = ("data.global_batch=1", "data.seq_len=128")
 """Settings of the small batch."""
 
@@ -56,16 +54,6 @@ OPTIONS = (
     option("--short-pairs", type=int, default=500, help="pairs of steps of a small batch"),
     option("--flips", type=int, default=60, help="bits to flip, each in a state of its own"),
 )
-
-
-def run(args: Options) -> Iterator[Row]:
-    """Prints and returns the rows as they are measured."""
-    keep_freed_memory()
-    for one in _rows(args):
-        verdict = {None: "", True: ", met", False: ", MISSED"}[meets_bar(one)]
-        bar = f" (bar {one['bar']}{verdict})" if one["bar"] else ""
-        print(f"{one['what']}: {one['value']:,.4g} {one['unit']}{bar}", flush=True)
-        yield one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,31 +98,22 @@ def no_guard() -> Iterator[None]:
         yield
 
 
-@dataclasses.dataclass(frozen=True)
-class _Turns:
-    """Times of both programs in ms; the arrays have one element per pair.
-
-    checked, plain: wall time of a step. checked_cpu, plain_cpu: CPU time of all threads.
-    """
-
-    checked: np.ndarray
-    plain: np.ndarray
-    checked_cpu: np.ndarray
-    plain_cpu: np.ndarray
-
-
-def _rows(args: Options) -> Iterator[Row]:
+def run(args: Options) -> Iterator[Row]:
+    """Shares of a step's time, part by part and in all, then the flipped bits that were found."""
+    keep_freed_memory()
     whole, short = _steps(()), _steps(SHORT)
-    turns = _turns(whole, args.pairs)
-    step_ms, step_cpu_ms = float(np.median(turns.plain)), float(np.median(turns.plain_cpu))
+    checked, plain = _turns(whole, args.pairs)
+    step_ms, step_cpu_ms = np.median(plain, axis=1).tolist()
     tokens = whole.run.data.global_batch * whole.run.data.seq_len
     yield row("tiny without any check", 1e3 * tokens / step_ms, "tokens/s")
-    yield _share("whole steps", turns.checked - turns.plain, step_ms)
-    yield _share("whole steps, CPU time", turns.checked_cpu - turns.plain_cpu, step_cpu_ms)
-    few = _turns(short, args.short_pairs)
-    device_ms = float(np.median(few.checked - few.plain))
-    yield _share("device, from steps of a small batch", few.checked - few.plain, step_ms)
-    yield _share("device, from steps of a small batch, CPU time", few.checked_cpu - few.plain_cpu, step_cpu_ms)
+    small_checked, small_plain = _turns(short, args.short_pairs)
+    device_ms = float(np.median(small_checked[0] - small_plain[0]))
+    for what, apart in (
+        ("whole steps", checked - plain),
+        ("device, from steps of a small batch", small_checked - small_plain),
+    ):
+        yield _share(what, apart[0], step_ms)
+        yield _share(f"{what}, CPU time", apart[1], step_cpu_ms)
     host_ms = _host_ms(short)
     yield row("host: reading and judging the numbers of a step", 100 * host_ms / step_ms, "% of tokens/s")
     first_ms, again_ms = _recompute_ms(whole)
@@ -168,19 +147,18 @@ def _steps(sets: tuple[str, ...]) -> _Steps:
     return _Steps(built, mesh, run_layout(built), make_optimizer(built), batch)
 
 
-def _turns(steps: _Steps, pairs: int) -> _Turns:
+def _turns(steps: _Steps, pairs: int) -> list[np.ndarray]:
+    """Times of both programs in ms, with all checks and without: [wall time and CPU time of all threads, pairs]."""
     programs = {checks: steps.step(checks=checks) for checks in (True, False)}
     state = steps.state()
-    wall, cpu = ({checks: np.zeros(pairs + 1) for checks in programs} for _ in range(2))
+    times_ms = {checks: np.zeros((2, pairs + 1)) for checks in programs}
     for pair in range(pairs + 1):
         for checks in (True, False) if pair % 2 else (False, True):
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
             state, metrics = jax.block_until_ready(programs[checks](state, steps.batch))
-            wall[checks][pair] = 1e3 * (time.perf_counter() - start_s)
-            cpu[checks][pair] = 1e3 * (time.process_time() - start_cpu_s)
+            times_ms[checks][:, pair] = 1e3 * (time.perf_counter() - start_s), 1e3 * (time.process_time() - start_cpu_s)
             del metrics
-    # The first pair warms caches.
-    return _Turns(wall[True][1:], wall[False][1:], cpu[True][1:], cpu[False][1:])
+    return [times_ms[checks][:, 1:] for checks in (True, False)]  # the first pair warms caches
 
 
 def _host_ms(steps: _Steps, rounds: int = 300) -> float:

@@ -9,19 +9,24 @@
 Times are of an op with its gradients.
 """
 
+import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jtrain.bench import Options, Row, option, row
+from jtrain.bench._live import difference
 from jtrain.errors import UserError
-
-if TYPE_CHECKING:  # full names in annotations, so that runtime type checks can resolve them
-    import jax
-
-    import jtrain_kernels.device
-    import jtrain_kernels.registry
+from jtrain_kernels import device, registry
+from jtrain_kernels.compile_only import aot
+from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.registry import Avals, Choice, Implementation, Op
 
 TOLERANCE = 5e-2
 """Largest difference from the reference, relative to its largest element, of results in 16 bits, and of gradients."""
@@ -41,7 +46,7 @@ OPTIONS = (
     option("--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER"),
     option("--set", dest="sets", action="append", default=[], metavar="PATH=VALUE"),
 )
-ABSENT_CHIPS = ("device", "compile")
+ABSENT_CHIPS = ("--device", "--compile")
 
 
 def run(args: Options) -> list[Row]:
@@ -50,10 +55,6 @@ def run(args: Options) -> list[Row]:
     Raises:
       UserError: options that do not go together, an unknown op, case or device; or no accelerator to time.
     """
-    import jax
-
-    from jtrain_kernels import device, registry
-
     if args.case is not None and args.config is not None:
         raise UserError(f"kernels: --case {args.case} and --config {args.config} both say which shapes. Give one.")
     if (args.fiddlers or args.sets) and args.config is None:
@@ -94,27 +95,24 @@ def run(args: Options) -> list[Row]:
 class Case(NamedTuple):
     """One case of an op: its name and arguments."""
 
-    op: "jtrain_kernels.registry.Op"
+    op: Op
     name: str
-    avals: "jtrain_kernels.registry.Avals"
+    avals: Avals
 
 
-def _cases(op: "jtrain_kernels.registry.Op", case: str | None) -> list[Case]:
+def _cases(op: Op, case: str | None) -> list[Case]:
     if case is not None and case not in op.cases:
         raise UserError(f"kernels: {op.name} has no case {case}. There are: {', '.join(op.cases) or 'none'}.")
     return [Case(op, name, avals) for name, avals in op.cases.items() if case in (None, name)]
 
 
-def config_cases(
-    args: Options, spec: "jtrain_kernels.device.DeviceSpec", op: "jtrain_kernels.registry.Op | None" = None
-) -> list[Case]:
+def config_cases(args: Options, spec: DeviceSpec, op: Op | None = None) -> list[Case]:
     """Cases that a config's train step has on a device, of one op or of all; the mesh is the config's.
 
     Raises:
       UserError: the config is wrong, the step does not call the op, or the mesh's devices cannot be traced for.
     """
-    import dataclasses
-
+    # Lazy: times of an op's own cases need no config, and so no fiddle.
     from jtrain.config.devices import settle_mesh
     from jtrain.config.load import load_config, mesh_size
     from jtrain.config.run import build_run
@@ -137,31 +135,22 @@ def config_cases(
     return found
 
 
-def _candidates(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> int:
+def _candidates(of: Case, spec: DeviceSpec) -> int:
     """Configurations of all implementations that run for a case on a device."""
-    from jtrain_kernels import registry
-
     able = [i for i in registry.implementations(of.op) if i.supports(spec, of.avals) is None]
     return sum(len(i.configs(spec, of.avals)) for i in able)
 
 
 def too_few_devices(of: Case) -> str | None:
     """Reason why an op that communicates cannot be timed here; None if it can."""
-    import jax
-
-    from jtrain_kernels.compile_only import aot
-
     axis, here = aot.axis_of(of.avals), len(jax.devices())
     if axis is None or axis[1] <= here:
         return None
     return f"{of.op.name} {of.name} needs {axis[1]} devices along {axis[0]}, and {here} are here"
 
 
-def _explain(of: Case, spec: "jtrain_kernels.device.DeviceSpec", compiled: bool) -> Iterator[Row]:
+def _explain(of: Case, spec: DeviceSpec, compiled: bool) -> Iterator[Row]:
     """Prints the choice, and yields rows of predicted or compiled figures."""
-    from jtrain_kernels import registry
-    from jtrain_kernels.compile_only import aot
-
     op, case, avals = of
     choice = registry.choose(op, spec, avals)
     for line in explanation(op, case, spec, avals, choice):
@@ -186,15 +175,13 @@ def _explain(of: Case, spec: "jtrain_kernels.device.DeviceSpec", compiled: bool)
 
 
 def explanation(
-    op: "jtrain_kernels.registry.Op",
+    op: Op,
     case: str,
-    spec: "jtrain_kernels.device.DeviceSpec",
-    avals: "jtrain_kernels.registry.Avals",
-    choice: "jtrain_kernels.registry.Choice",
+    spec: DeviceSpec,
+    avals: Avals,
+    choice: Choice,
 ) -> list[str]:
     """Lines that explain a choice: the chosen implementation, each other one with its reason, and how to force one."""
-    from jtrain_kernels import registry
-
     config = " ".join(f"{name}={value}" for name, value in choice.config.items())
     taken = choice.implementation.name
     able = [i.name for i in registry.implementations(op) if i.name != taken and i.supports(spec, avals) is None]
@@ -212,10 +199,8 @@ def explanation(
     ]
 
 
-def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
+def _time(of: Case, spec: DeviceSpec) -> Iterator[Row]:
     """Times each implementation that runs here in its first configuration, against XLA."""
-    from jtrain_kernels import registry
-
     op, case, avals = of
     able = [i for i in registry.implementations(op) if i.supports(spec, avals) is None]
     found = {
@@ -229,13 +214,11 @@ def _time(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
         yield row(f"{op.name} {case}, {name}: forward and backward", value * 1e6, "us", baseline=baseline)
 
 
-def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
+def _tune(of: Case, spec: DeviceSpec) -> Iterator[Row]:
     """Times every configuration of every implementation that runs here, and yields a row of the fastest.
 
     One whose results are not the reference's is said to be wrong and left out.
     """
-    from jtrain_kernels import registry
-
     op, case, avals = of
     best: tuple[float, str] | None = None
     reference: float | None = None
@@ -264,42 +247,30 @@ def _tune(of: Case, spec: "jtrain_kernels.device.DeviceSpec") -> Iterator[Row]:
 
 
 def _call(
-    op: "jtrain_kernels.registry.Op",
-    implementation: "jtrain_kernels.registry.Implementation",
+    op: Op,
+    implementation: Implementation,
     config: Mapping[str, int],
-    avals: "jtrain_kernels.registry.Avals",
+    avals: Avals,
 ) -> Callable[[dict[str, Any]], Any]:
     """Function that computes the op and its gradients with one implementation and configuration, over its mesh axis."""
-    import functools
-
-    from jtrain_kernels import registry
-    from jtrain_kernels.compile_only import aot
-
-    fixed = registry.Implementation("xla", functools.partial(implementation.call, **config))
-    function = aot.op_function(registry.Op(op.name, (fixed,)), avals, gradients=True)
+    fixed = Implementation("xla", functools.partial(implementation.call, **config))
+    function = aot.op_function(Op(op.name, (fixed,)), avals, gradients=True)
     mesh = _mesh(avals)
     return function if mesh is None else aot.over(mesh, function)
 
 
-def _mesh(avals: "jtrain_kernels.registry.Avals") -> "jax.sharding.Mesh | None":
+def _mesh(avals: Avals) -> jax.sharding.Mesh | None:
     """Mesh of live devices for an op that communicates; None for other ops."""
-    import jax
-    import numpy as np
-
-    from jtrain_kernels.compile_only import aot
-
     if (axis := aot.axis_of(avals)) is None:
         return None
     return jax.sharding.Mesh(np.array(jax.devices()[: axis[1]]), axis[:1])
 
 
-def inputs(avals: "jtrain_kernels.registry.Avals") -> dict[str, Any]:
+def inputs(avals: Avals) -> dict[str, Any]:
     """Arrays for a case: floats are normal, integers are 1 (one segment, one token, one target); groups differ."""
-    import jax
-    import jax.numpy as jnp
     import numpy as np
 
-    def one(name: str, key: Any, x: "jax.ShapeDtypeStruct") -> Any:
+    def one(name: str, key: Any, x: jax.ShapeDtypeStruct) -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jax.random.normal(key, x.shape, x.dtype)
         if name == "group_size":  # uneven, as a router's are: kernels differ in the rows at a group's ends
@@ -315,27 +286,12 @@ def inputs(avals: "jtrain_kernels.registry.Avals") -> dict[str, Any]:
     return found if mesh is None else jax.device_put(found, jax.sharding.NamedSharding(mesh, whole))
 
 
-def difference(got: Any, want: Any) -> float:
-    """Largest difference of two trees of floating-point arrays, each relative to the largest element wanted."""
-    import jax
-    import jax.numpy as jnp
-
-    def one(got: Any, want: Any) -> Any:
-        got, want = got.astype(jnp.float32), want.astype(jnp.float32)
-        return jnp.max(jnp.abs(got - want)) / jnp.maximum(jnp.max(jnp.abs(want)), 1e-30)
-
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
-    return max(float(jax.jit(one)(*pair)) for pair in pairs if jnp.issubdtype(pair[1].dtype, jnp.floating))
-
-
 def timed(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> tuple[Any, float]:
     """Results, and the median seconds of one call after one call that compiles and one more.
 
     Args:
       options: compiler options.
     """
-    import jax
-
     jitted = jax.jit(function, compiler_options=dict(options))
     jax.block_until_ready(jitted(*args))
     results = jax.block_until_ready(jitted(*args))

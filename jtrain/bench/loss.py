@@ -1,6 +1,6 @@
 """Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: milliseconds and temporary bytes, chunked and whole.
 
-Needs a GPU, and refuses without one; the published `loss_memory` has the bytes for an absent H200.
+Needs a GPU, and refuses without one; the published `kernel_bytes` has the bytes for an absent H200.
 """
 
 import functools
@@ -11,9 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
-from jtrain.bench.elementwise import seconds
-from jtrain.errors import UserError
-from jtrain_kernels.device import from_device
+from jtrain.bench._live import filled, gpu, seconds
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
@@ -39,15 +37,10 @@ def run(args: Options) -> Iterator[Row]:
     """Rows of every chunk size; the baseline is the loss with all logits at once.
 
     Raises:
-      UserError: the first device is no GPU that is known by name.
+      UserError: the first device is no GPU.
     """
-    gpu = jax.devices()[0]
-    spec = from_device(gpu)
-    if spec is None or (gpu.platform != "gpu" and not args.rehearse):
-        raise UserError(
-            f"loss needs a GPU, but the device here is {gpu.device_kind!r}. Run the same command on one; for bytes "
-            "without one, run loss_memory in a checkout."
-        )
+    more = "; for bytes without one, run kernel_bytes in a checkout"
+    _, spec = gpu("loss", rehearse=args.rehearse, more=more)
     sizes = tokens, d_model, vocab = REHEARSED if args.rehearse else (TOKENS, D, V)
     whole_s, whole_bytes = measured(linear_cross_entropy_reference, args.repeats, sizes)
     best, because = best_chunk(spec, tokens=tokens, d_model=d_model, vocab=vocab)
@@ -63,12 +56,14 @@ def run(args: Options) -> Iterator[Row]:
         yield row(f"{chunk} tokens at a time, against all at once", took_s, "s", baseline=whole_s)
 
 
-def program_of(loss: Any, sizes: tuple[int, int, int]) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Loss and gradient with a float32 unembedding, for (tokens, width, vocabulary), and its arguments' shapes."""
+def program_of(
+    loss: Any, sizes: tuple[int, int, int], unembed_dtype: str = "float32"
+) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """Loss and gradient for (tokens, width, vocabulary), and its arguments' shapes."""
     tokens, d_model, vocab = sizes
     shapes = (
         jax.ShapeDtypeStruct((1, tokens, d_model), jnp.bfloat16),
-        jax.ShapeDtypeStruct((d_model, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((d_model, vocab), jnp.dtype(unembed_dtype)),
         jax.ShapeDtypeStruct((1, tokens), jnp.int32),
     )
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), shapes
@@ -80,4 +75,4 @@ def measured(loss: Any, repeats: int, sizes: tuple[int, int, int]) -> tuple[floa
     program = jax.jit(function).lower(*shapes).compile()
     memory = program.memory_analysis()
     assert memory is not None
-    return seconds(program, shapes, repeats), memory.temp_size_in_bytes
+    return seconds(program, *filled(shapes), calls=repeats), memory.temp_size_in_bytes

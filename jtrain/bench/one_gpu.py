@@ -22,9 +22,9 @@ from typing import IO, Any
 
 import jtrain
 import jtrain_kernels
-from jtrain.bench import REHEARSE, Options, Row, option, rehearsed
-from jtrain.bench._one_gpu_process import Ended, end_processes, step_rows
-from jtrain.bench._one_gpu_steps import STEPS, Step
+from jtrain.bench import REHEARSE, Options, Row, option, rehearsed, row
+from jtrain.bench.one_gpu_parts.process import Ended, end_processes, step_rows
+from jtrain.bench.one_gpu_parts.steps import STEPS, Step
 from jtrain.errors import UserError, did_you_mean
 from jtrain.runtime.platform import nvidia_gpus
 from jtrain.runtime.run_files import git_commit, versions
@@ -241,14 +241,14 @@ class Session:
             process = step_rows(step, self.out, rehearse=self.rehearse)
             while True:
                 try:
-                    row = next(process)
+                    measured = next(process)
                 except StopIteration as end:
                     ended = end.value
                     break
                 if self.rehearse:
-                    row = rehearsed(row)
-                self.append(step=step.name, key=key, **row)
-                yield row
+                    measured = rehearsed(measured)
+                self.append(step=step.name, key=key, **measured)
+                yield measured
         self.append(step=step.name, key=key, ended=ended.how, seconds=round(ended.seconds, 1), error=ended.error)
         print(f"{step.name}: {ended.how}, {ended.seconds:.0f} s{f': {ended.error}' if ended.error else ''}", flush=True)
         if ended.error is not None:
@@ -266,6 +266,4 @@ class Session:
 
 
 def _error_row(step: str, how: str) -> Row:
-    return Row(
-        what=f"{step}: {how}, the error is in rows.jsonl", value=None, unit="", baseline=None, ratio=None, bar=None
-    )
+    return row(f"{step}: {how}, the error is in rows.jsonl", None, "")

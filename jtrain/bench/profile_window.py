@@ -8,16 +8,14 @@ report.html and breakdown.json of the window, with clocks where the driver tells
 
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from jtrain.bench import Options, Row, option, row
+from jtrain.bench.tiny import trained
 from jtrain.errors import UserError
 from jtrain.profile.trace_dir import FOLDER
-from jtrain.telemetry.metrics import FILE, read
 
 FILES = ("report.html", "breakdown.json")
 TEXT = ("data.path=stdlib", "data.tokenizer=bytes", "checkpoint.every_steps=None", "eval.every_steps=None")
@@ -42,9 +40,8 @@ def run(args: Options) -> Iterator[Row]:
     window = (args.steps - 3, args.steps)
     sets = [*TEXT, f"num_steps={args.steps}", f"profile.steps={window}", "metrics.log_every_steps=1", *args.sets]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "jtrain.launch", f"--config={args.config}", "--workdir", folder]
-        subprocess.run([*command, *(part for one in sets for part in ("--set", one))], check=True)
-        lines = [line for line in read(Path(folder) / FILE) if line.get("tokens_per_s")]
+        lines = trained(args.config, sets, Path(folder), stdout=None)
+        lines = [line for line in lines if line.get("tokens_per_s")]
         for what, first, last in (("before the window", 2, window[0]), ("in the window", window[0], window[1])):
             rates = [line["tokens_per_s"] for line in lines if first < line["step"] <= last]
             yield row(f"{args.config}, {what}, median step", statistics.median(rates), "tokens/s")

@@ -1,47 +1,83 @@
-"""Seconds until `--help` answers, and from process start to the end of the first step of `tiny`."""
+"""Seconds until `--help` answers, until the first step of `tiny`, and until a killed run has its next step.
 
+    python -m jtrain.bench startup
+    python -m jtrain.bench startup --only restart
+
+A restart goes on by local memory, without a checkpoint: of warm `tiny`, and of a state of 1 GiB.
+"""
+
+import contextlib
+import json
+import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jtrain.bench import Options, Row, option, row
 
 LAUNCH = (sys.executable, "-m", "jtrain.launch")
+TINY = (*LAUNCH, "--config=tiny")
 POLL_S = 0.005
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
+
+LARGE = {
+    "model.num_layers": 12,
+    "model.d_model": 768,
+    "model.num_heads": 12,
+    "model.num_kv_heads": 12,
+    "model.head_dim": 64,
+    "model.d_ff": 2304,
+    "data.seq_len": 128,
+    "data.global_batch": 1,
+    "eval.every_steps": None,
+}
+"""Settings of `tiny` whose weights and moments in float32 take 1.0 GiB, and whose step is short."""
 
 
-OPTIONS = (option("--repeats", type=int, default=3, help="times each is measured; the median counts"),)
+OPTIONS = (
+    option("--repeats", type=int, default=3, help="times each is measured; the median counts"),
+    option("--only", choices=("start", "restart"), help="one of the two"),
+)
 
 
-def run(args: Options) -> list[Row]:
+def run(args: Options) -> Iterator[Row]:
     """Medians of whole processes; the first start fills the compile cache and is a row of its own."""
+    if args.only != "restart":
+        yield from start_rows(args.repeats)
+    if args.only != "start":
+        yield from restart_rows(args.repeats)
+
+
+def start_rows(repeats: int) -> Iterator[Row]:
+    """Seconds of `--help`, of a printed config (imports every library, starts no backend), and of a first step."""
     with tempfile.TemporaryDirectory() as folder:
         filling_s = first_step_s(Path(folder) / "filling")
-        warm_s = statistics.median(first_step_s(Path(folder) / str(index)) for index in range(args.repeats))
-    return [
-        row("python -m jtrain.launch --help", statistics.median(help_s() for _ in range(args.repeats)), "s", bar="< 1"),
-        row("import of everything but the loop", statistics.median(import_s() for _ in range(args.repeats)), "s"),
-        row("first tiny step, compile cache as it was", filling_s, "s"),
-        row("first tiny step, warm compile cache", warm_s, "s", bar="< 8"),
-    ]
+        warm_s = statistics.median(first_step_s(Path(folder) / str(index)) for index in range(repeats))
+    for what, words, bar in (
+        ("python -m jtrain.launch --help", (*LAUNCH, "--help"), "< 1"),
+        ("import of everything but the loop", (*TINY, "--print-config"), None),
+    ):
+        yield row(what, statistics.median(process_s(words) for _ in range(repeats)), "s", bar=bar)
+    yield row("first tiny step, compile cache as it was", filling_s, "s")
+    yield row("first tiny step, warm compile cache", warm_s, "s", bar="< 8")
 
 
-def help_s() -> float:
-    """A whole `--help` process."""
-    return process_s([*LAUNCH, "--help"])
+def restart_rows(repeats: int) -> Iterator[Row]:
+    """Seconds from the start of a killed run's command to its next step; there is no checkpoint to go on from."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as folder:
+        tiny, _ = restarts(Path(folder) / "tiny", Path(memory) / "tiny", {}, repeats)
+        large, size_bytes = restarts(Path(folder) / "large", Path(memory) / "large", LARGE, repeats)
+    yield row("restart to first step, warm tiny, from local memory", statistics.median(tiny), "s", bar="< 8")
+    yield row("restart to first step, large state, from local memory", statistics.median(large), "s", bar="< 12")
+    yield row("large state in local memory, one generation", size_bytes / 2**30, "GiB", bar=">= 1")
 
 
-def import_s() -> float:
-    """A whole process that prints a config: every library is imported, no backend is started."""
-    return process_s([*LAUNCH, "--config=tiny", "--print-config"])
-
-
-def process_s(command: list[str]) -> float:
+def process_s(command: tuple[str, ...]) -> float:
     """Wall time of a command that succeeds."""
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
@@ -49,25 +85,88 @@ def process_s(command: list[str]) -> float:
 
 
 def first_step_s(workdir: Path) -> float:
-    """From process start until the first step's metrics are on disk; the loop writes them one dispatch later.
-
-    Raises:
-      RuntimeError: the run ended, or took five minutes, without a first line.
-    """
-    sets = ["--set", "num_steps=1000", "--set", "metrics.log_every_steps=1"]
+    """From process start until the first step's metrics are on disk; the loop writes them one dispatch later."""
     metrics = workdir / "metrics.jsonl"
+    start_s = time.perf_counter()
+    with _running(_command(workdir, {"num_steps": 1000})) as ended:
+        _until(ended, lambda: metrics.exists() and metrics.stat().st_size > 0)
+        return time.perf_counter() - start_s
+
+
+def restarts(workdir: Path, memory: Path, settings: dict[str, object], repeats: int) -> tuple[list[float], int]:
+    """Returns the seconds of each restart, and the bytes of a generation."""
+    local = {"checkpoint.every_steps": None, "checkpoint.local_every_steps": 2, "checkpoint.local_dir": str(memory)}
+    command = _command(workdir, {"num_steps": 100_000} | local | settings)
+    with _running(command) as ended:
+        _until(ended, lambda: _newest(memory) >= 2)
+    seconds, file = [], workdir / "metrics.jsonl"
+    for _ in range(repeats):
+        before = _newest(memory)
+        file.write_text("".join(line for line in file.read_text().splitlines(True) if _step(line) <= before))
+        start_s = time.perf_counter()
+        with _running(command) as ended:
+            _until(ended, lambda before=before: _last_step(file) > before)
+            seconds.append(time.perf_counter() - start_s)
+            _until(ended, lambda before=before: _newest(memory) >= before + 2)
+    size_bytes = max(file.stat().st_size for file in memory.glob(f"jtrain-{workdir.name}-*/process-0/*.bin"))
+    return seconds, size_bytes
+
+
+def _command(workdir: Path, settings: dict[str, object]) -> list[str]:
+    settings = {"metrics.log_every_steps": 1} | settings
+    words = (word for name, value in settings.items() for word in ("--set", f"{name}={value!r}"))
+    return [*TINY, *words, "--workdir", str(workdir)]
+
+
+@contextlib.contextmanager
+def _running(command: list[str]) -> Iterator[Callable[[], str | None]]:
+    """Runs a command until the block ends, then kills it; gives a function that returns its output if it has ended."""
     with tempfile.TemporaryFile("w+") as output:
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            [*LAUNCH, "--config=tiny", *sets, "--workdir", str(workdir)], stdout=output, stderr=subprocess.STDOUT
-        )
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
+
+        def ended() -> str | None:
+            if process.poll() is None:
+                return None
+            output.seek(0)
+            return output.read()
+
         try:
-            while not (metrics.exists() and metrics.stat().st_size):
-                if process.poll() is not None or time.perf_counter() - start > TIMEOUT_S:
-                    output.seek(0)
-                    raise RuntimeError(f"tiny wrote no first step:\n{output.read()}")
-                time.sleep(POLL_S)
-            return time.perf_counter() - start
+            yield ended
         finally:
             process.send_signal(signal.SIGKILL)
             process.wait()
+
+
+def _until(ended: Callable[[], str | None], condition: Callable[[], bool]) -> None:
+    """Waits for a condition of files that the run writes.
+
+    Raises:
+      RuntimeError: the run ended, or took ten minutes, without it.
+    """
+    end_s = time.perf_counter() + TIMEOUT_S
+    while not condition():
+        if (output := ended()) is not None or time.perf_counter() > end_s:
+            raise RuntimeError(f"the run did not get there:\n{output}")
+        time.sleep(POLL_S)  # the files are those of another process
+
+
+def _newest(memory: Path) -> int:
+    """Step of the newest whole generation of any run; 0 if there is none."""
+    steps = [0]
+    for file in memory.glob("*/process-0/*.json"):
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            steps.append(json.loads(file.read_bytes())["step"])
+    return max(steps)
+
+
+def _last_step(file: Path) -> int:
+    """Largest step of a line of metrics.jsonl; 0 if there is none."""
+    return max(map(_step, file.read_text().splitlines()), default=0) if file.exists() else 0
+
+
+def _step(line: str) -> int:
+    """Step of a line; 0 if the line was cut short by the kill."""
+    try:
+        return json.loads(line)["step"]
+    except ValueError:
+        return 0

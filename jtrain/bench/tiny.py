@@ -4,7 +4,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jtrain.bench import Options, Row, option, row
 from jtrain.telemetry.metrics import FILE, read
@@ -22,12 +24,8 @@ def run(args: Options) -> list[Row]:
         sets += [f"num_steps={args.steps}", f"eval.every_steps={args.steps}", "metrics.log_every_steps=1"]
     with tempfile.TemporaryDirectory() as folder:
         start_s = time.perf_counter()
-        command = [sys.executable, "-m", "jtrain.launch", "--config=tiny", "--workdir", folder]
-        for one in sets:
-            command += ["--set", one]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        lines = trained("tiny", sets, Path(folder))
         seconds = time.perf_counter() - start_s
-        lines = read(Path(folder) / FILE)
     last = [line["loss_nats"] for line in lines if "loss_nats" in line][-1]
     held_out = [line["eval_loss_nats"] for line in lines if "eval_loss_nats" in line][-1]
     name, (time_bar, loss_bar) = " ".join(["tiny", *sets]), (None, None) if sets else ("<= 240", "< 2.2")
@@ -36,3 +34,12 @@ def run(args: Options) -> list[Row]:
         row(f"{name}, last training loss", last, "nats/byte", bar=loss_bar),
         row(f"{name}, last evaluation", held_out, "nats/byte", bar=loss_bar),
     ]
+
+
+def trained(
+    config: str, sets: Sequence[str], workdir: Path, *, stdout: int | None = subprocess.DEVNULL
+) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl of a whole run of `jtrain.launch`, a process of its own."""
+    command = [sys.executable, "-m", "jtrain.launch", f"--config={config}", "--workdir", str(workdir)]
+    subprocess.run([*command, *(part for one in sets for part in ("--set", one))], check=True, stdout=stdout)
+    return read(workdir / FILE)

@@ -18,8 +18,8 @@ from jtrain_kernels.device import DEVICES, from_device
 
 MARGIN = {"gpu": 1.15, "tpu": 1.15, "cpu": 1.5}
 """Platform -> largest ratio of estimated to available bytes that is still let through, so that no run that fits is
-refused. The estimate was at most 10 % above what compilers allocate for H200 and v5p (`python -m jtrain.bench
-plan_accuracy`), and 12.5 % for small shapes, much of which a TPU keeps in vector memory. The margin is wider for
+refused. The estimate was at most 10 % above what compilers allocate for H200 and v5p (`bench/NOTES.md`), and 12.5 % for
+small shapes, much of which a TPU keeps in vector memory. The margin is wider for
 XLA:CPU: it widens some bfloat16 arrays, and the estimate was not fitted to it. Settings that the message offers fit
 without a margin."""
 

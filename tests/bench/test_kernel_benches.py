@@ -13,19 +13,20 @@ from jtrain_kernels.device import DEVICES
 
 def test_without_a_gpu_elementwise_ops_are_not_timed() -> None:
     """A CPU's bandwidth would say nothing."""
-    with pytest.raises(ValueError, match=r"times kernels on a GPU, but the device here is 'cpu'\..* add --compiled"):
-        list(elementwise.run(Options(compiled=False, repeats=1, only=None, rehearse=False)))
+    with pytest.raises(ValueError, match=r"elementwise needs a GPU, but the device here is 'cpu'\. Run the same"):
+        list(elementwise.run(Options(repeats=1, only=None, rehearse=False)))
 
 
 @pytest.mark.aot
 def test_calls_of_a_timed_program_are_neither_merged_nor_dropped() -> None:
     """Ten calls, compiled for an H100, are ten kernels that each read and write what the kernel of one call does."""
-    _, function, arguments, op = next(elementwise.cases())
-    assert op is not None
-    program, calls = elementwise.several(function), (arguments,) * elementwise.CALLS
+    case = next(elementwise.cases())
+    assert case.op is not None
+    forced = {case.op.name: "xla"}
+    program, calls = elementwise.several(case.function), (case.arguments,) * elementwise.CALLS
     one, ten = (
-        [(p.read_bytes, p.written_bytes) for p in passes(aot.compile_for("h100", f, *a, forced={op.name: "xla"}).hlo)]
-        for f, a in ((function, arguments), (program, calls))
+        [(p.read_bytes, p.written_bytes) for p in passes(aot.compile_for("h100", f, *a, forced=forced).hlo)]
+        for f, a in ((case.function, case.arguments), (program, calls))
     )
     assert one == [(8192 * 4096 * 2 + 4096 * 4, 8192 * 4096 * 2)]
     assert ten == one * 10
@@ -34,7 +35,7 @@ def test_calls_of_a_timed_program_are_neither_merged_nor_dropped() -> None:
 @pytest.mark.smoke
 def test_without_a_gpu_the_loss_is_not_timed() -> None:
     """Nor its milliseconds; its bytes are another benchmark's."""
-    with pytest.raises(ValueError, match=r"loss needs a GPU, but the device here is 'cpu'\..* run loss_memory"):
+    with pytest.raises(ValueError, match=r"loss needs a GPU, but the device here is 'cpu'\..* run kernel_bytes"):
         list(loss.run(Options(repeats=1, all_chunks=False, rehearse=False)))
 
 

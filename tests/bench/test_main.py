@@ -1,7 +1,9 @@
 """The benchmark verb: what it lists, writes and refuses."""
 
+import importlib
 import json
-import os
+import re
+import shlex
 import sys
 import types
 from collections.abc import Iterator
@@ -10,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from bench import plan_compiled
-from jtrain.bench import REHEARSE, Options, Row, elementwise, meets_bar, option, row
-from jtrain.bench.__main__ import FOLDERS, bench, benchmarks, first_line
+from jtrain.bench import REHEARSE, Options, Row, kernels, meets_bar, option, row
+from jtrain.bench.__main__ import CHECKOUT as ROOT
+from jtrain.bench.__main__ import FOLDERS, bench, benchmarks, first_line, parse
 from jtrain.plan import AOT_ENVIRONMENT
 
 
@@ -19,7 +22,7 @@ def test_every_benchmark_says_what_it_measures_and_can_run() -> None:
     """One line each, and a `run`, read without importing any: some need packages of their own."""
     files = benchmarks()
     assert files["startup"].parent == FOLDERS["jtrain.bench"]
-    assert files["data_mixing"].parent == FOLDERS["bench"]
+    assert files["data"].parent == FOLDERS["bench"]
     assert len(files) == sum(len(list(folder.glob("[!_]*.py"))) for folder in FOLDERS.values()), "a name is used twice"
     for name, file in files.items():
         assert first_line(file), name
@@ -31,6 +34,19 @@ def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> N
     assert bench([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(benchmarks())
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = sorted({match for page in PAGES for match in re.findall(r"jtrain bench ([a-z][^`\n|]*)", page.read_text())})
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_benchmark_that_a_page_names_takes_its_options(command: str) -> None:
+    """A page is where a reader finds the command of a figure."""
+    name, *options = shlex.split(command)
+    (package,) = (package for package, folder in FOLDERS.items() if folder == benchmarks()[name].parent)
+    module = importlib.import_module(f"{package}.{name}")
+    assert parse(getattr(module, "OPTIONS", ()), [name, *options]).name == name
 
 
 def test_an_unknown_benchmark_is_refused() -> None:
@@ -81,27 +97,28 @@ def test_a_benchmark_may_end_with_one_where_it_misses_a_bar(
     assert bench(["startup"]) == code
 
 
-def test_a_benchmark_for_absent_chips_needs_no_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its environment is what JAX must find before it is imported; an option may be what asks for it."""
-    seen: list[str] = []
-
-    def run(args: Options) -> list[Row]:
-        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
-        return []
-
-    module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
-    module.__dict__.update(run=run, OPTIONS=(option("--compiled", action="store_true"),), ABSENT_CHIPS=("compiled",))
-    monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
+def test_a_benchmark_for_absent_chips_needs_no_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its environment is what JAX must find before the module imports it; an option may be what asks for it."""
+    package = tmp_path / "absent_chips"
+    package.mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("jtrain.bench.__main__.FOLDERS", FOLDERS | {"absent_chips": package})
     monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
-    for name in AOT_ENVIRONMENT:
-        monkeypatch.setenv(name, "")
-    assert bench(["startup"]) == bench(["startup", "--compiled"]) == 0
-    for name in AOT_ENVIRONMENT:
-        monkeypatch.setenv(name, "")
-    module.__dict__.update(ABSENT_CHIPS=True)
-    assert bench(["startup"]) == 0
-    assert seen == ["", "-1", "-1"]
-    assert elementwise.ABSENT_CHIPS == ("compiled",)
+    text = "import os\nOPTIONS = ()\n{}\nseen = os.environ['CUDA_VISIBLE_DEVICES']\ndef run(args): return []\n"
+    seen: list[str] = []
+    for name, line, more in (
+        ("never", "", ()),
+        ("unasked", "ABSENT_CHIPS = ('--json',)", ()),
+        ("asked", "ABSENT_CHIPS = ('--json',)", ("--json", str(tmp_path / "rows.json"))),
+        ("always", "ABSENT_CHIPS = True", ()),
+    ):
+        (package / f"{name}.py").write_text(text.format(line))
+        for variable in AOT_ENVIRONMENT:
+            monkeypatch.setenv(variable, "")
+        assert bench([name, *more]) == 0
+        seen.append(importlib.import_module(f"absent_chips.{name}").seen)
+    assert seen == ["", "", "-1", "-1"]
+    assert kernels.ABSENT_CHIPS == ("--device", "--compile")
     assert plan_compiled.ABSENT_CHIPS is True
 
 

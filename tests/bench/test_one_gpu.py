@@ -16,8 +16,8 @@ import pytest
 
 from jtrain.bench import REHEARSED, Options, one_gpu
 from jtrain.bench.__main__ import parse
-from jtrain.bench._one_gpu_process import Ended, environment, processes, step_rows
-from jtrain.bench._one_gpu_steps import STEPS, Step
+from jtrain.bench.one_gpu_parts.process import Ended, environment, processes, step_rows
+from jtrain.bench.one_gpu_parts.steps import STEPS, Step
 
 FAILS = Step("fails", ("no_such_benchmark",), 60)
 ROOT = Path(__file__).parents[2]
@@ -168,7 +168,7 @@ def test_rows_of_an_attempt_that_was_cut_off_do_not_count(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_step_over_its_limit_is_a_row_and_leaves_no_process(tmp_path: Path) -> None:
     """Soaks of a minute each, whose sampler is a process of its own, ended while it samples."""
-    step, started_s = Step("soak", ("gpu_clocks", "--seconds", "60", "--rehearse"), 15), time.monotonic()
+    step, started_s = Step("soak", ("machine", "--soak", "60", "--rehearse"), 15), time.monotonic()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     command = [sys.executable, "-c", WATCH, str(tmp_path)]
     watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths})
@@ -185,7 +185,7 @@ WATCH = """
 import sys, time
 from pathlib import Path
 from jtrain.bench.__main__ import parse
-from jtrain.bench._one_gpu_process import processes
+from jtrain.bench.one_gpu_parts.process import processes
 most, end = 0, time.monotonic() + 14
 while time.monotonic() < end:
     most = max(most, len(list(processes(Path(sys.argv[1])))))

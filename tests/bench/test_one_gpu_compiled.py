@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jtrain.bench import attention, elementwise, fp8_speed, gpu_clocks, gpu_matmul, h200, kernels, loss, offload
+from jtrain.bench import attention, elementwise, fp8_speed, gpu_matmul, h200, kernels, loss, machine
 from jtrain.bench.__main__ import parse
-from jtrain.bench._one_gpu_steps import STEPS, Step
+from jtrain.bench.one_gpu_parts.steps import STEPS, Step
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.hlo.memory_traffic import Pass, passes
@@ -29,6 +29,7 @@ from jtrain.plan.from_run import make_optimizer, search_task
 from jtrain.plan.job import Job
 from jtrain.plan.search import resolve_as_needed
 from jtrain_kernels import registry
+from jtrain_kernels.attention.api import ATTENTION
 from jtrain_kernels.compat import lowering_for
 from jtrain_kernels.compile_only import aot
 from jtrain_kernels.device import from_name, live
@@ -52,6 +53,9 @@ def option(step: Step, name: str) -> list[str]:
 
 def steps_of(benchmark: str) -> list[Step]:
     return [step for step in STEPS if step.options[0] == benchmark]
+
+
+CONFIG_STEPS = [step for step in steps_of("h200") if option(step, "--only")[0] in h200.FIDDLERS]
 
 
 def supported(op: registry.Op, chip: str, avals: Any) -> list[str]:
@@ -88,12 +92,14 @@ def test_attention(step: Step, chip: str) -> None:
     shape = attention.SHAPES[shape_name]
     q, k = (jax.ShapeDtypeStruct((shape.B, shape.L, heads, shape.H), jnp.bfloat16) for heads in (shape.N, shape.K))
     segment = jax.ShapeDtypeStruct((shape.B, shape.L), jnp.int32)
-    for function in (attention.forward, attention.with_gradients):
-        compiles(chip, function, q, k, k, segment, segment, forced={"attention": implementation})
+    arrays = dict(q_BLNH=q, k_BMKH=k, v_BMKH=k, segment_BL=segment, segment_BM=segment)
+    for gradients in (False, True):
+        function = aot.op_function(ATTENTION, attention.STATICS, gradients=gradients)
+        compiles(chip, function, arrays, forced={"attention": implementation})
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("step", steps_of("h200"), ids=lambda step: step.name)
+@pytest.mark.parametrize("step", CONFIG_STEPS, ids=lambda step: step.name)
 def test_training_steps(step: Step, chip: str) -> None:
     """The whole step of the config with the step's settings, laid out for the chip's memory."""
     (name,) = option(step, "--only")
@@ -144,15 +150,14 @@ def test_fp8(mode: MatmulDtype, chip: str) -> None:
 @pytest.mark.parametrize("chip", CHIPS)
 def test_elementwise(chip: str) -> None:
     """The timed programs, which have ten times the passes and bytes of one call: no call is merged or dropped."""
-    for _, function, arguments, op in elementwise.cases():
-        names = ["xla"] if op is None else supported(op, chip, next(iter(op.cases.values())))
-        calls = (arguments,) * elementwise.CALLS
-        for name in names:
-            forced = {} if op is None else {op.name: name}
-            compiles(chip, elementwise.several(function), *calls, forced=forced)
+    for case in elementwise.cases():
+        program, calls = elementwise.several(case.function), (case.arguments,) * elementwise.CALLS
+        for name in elementwise.implementations_on(from_name(chip), case.op):
+            forced = {} if case.op is None else {case.op.name: name}
+            compiles(chip, program, *calls, forced=forced)
             one, all_calls = (
-                passes(aot.compile_for(chip, program, *given, forced=forced).hlo)
-                for program, given in ((function, arguments), (elementwise.several(function), calls))
+                passes(aot.compile_for(chip, function, *given, forced=forced).hlo)
+                for function, given in ((case.function, case.arguments), (program, calls))
             )
             assert sorted(moved(one) * elementwise.CALLS) == sorted(moved(all_calls)), name
 
@@ -204,15 +209,16 @@ def test_ops_that_are_tuned_or_timed(step: Step, chip: str) -> None:
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("case", offload.CASES[:2], ids=lambda case: case.name)
-def test_offloaded_steps(case: offload.Case, chip: str) -> None:
+@pytest.mark.parametrize("case", h200.OFFLOADED[:2], ids=lambda case: case.name)
+def test_offloaded_steps(case: h200.Offloaded, chip: str) -> None:
     """The 8B fits an 80 GB GPU with its optimizer state on the host."""
-    (program,) = offload.compiled(case, f"{chip}:1", compare=False)
-    if case.name.startswith("8B"):
+    job = case.job()
+    program = compile_step(job, h200.optimizer_of(job), devices=topology_devices(f"{chip}:1"))
+    if case.name == "8B":
         assert program.peak_bytes < MEMORY_SHARE * (from_name(chip).hbm_bytes or 0)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_soaks(chip: str) -> None:
-    square = jax.ShapeDtypeStruct((gpu_clocks.SIZE, gpu_clocks.SIZE), jnp.bfloat16)
-    compiles(chip, gpu_clocks._products, square, square)
+    square = jax.ShapeDtypeStruct((machine.SIZE, machine.SIZE), jnp.bfloat16)
+    compiles(chip, machine._products, square, square)

@@ -46,7 +46,7 @@ def measured(spec: PackedText, steps: int = STEPS) -> OrderReport:
 
 
 def assert_as_good_as_one_shuffle(report: OrderReport) -> None:
-    """The bounds of `python -m jtrain.bench data_order`."""
+    """The bounds of `python -m jtrain.bench data --only order`."""
     assert report.distinct_over_rows >= 0.95
     assert abs(report.autocorrelation[1].found) < 0.05
     assert report.autocorrelation[1].error < 0.02, "noise would hide a correlation"

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench.attention_bytes import compiled_hlo, moved_bytes, needed_bytes, score_arrays
+from bench.kernel_bytes import attention_hlo, moved_bytes, needed_bytes, score_arrays
 from jtrain.hlo.memory_traffic import written_arrays
 from jtrain.hlo.traffic import overlap, traffic
 from jtrain.plan.compile.compiled_step import topology_devices
@@ -69,7 +69,7 @@ def check_no_scores(chip: str, config: str) -> None:
     Heads of less than 64 are padded to it.
     """
     avals = of_config(config)
-    hlo = compiled_hlo(chip, avals)
+    hlo = attention_hlo(chip, avals)
     assert re.search("mosaic_gpu|tpu_custom_call", hlo)
     query, key = cost.array(avals, "q_BLNH"), cost.array(avals, "k_BMKH")
     # A length that is also another dimension says nothing, as in the tiny configs.

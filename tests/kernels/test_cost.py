@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bench.attention_bytes import needed_bytes
+from bench.kernel_bytes import needed_bytes
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain_kernels import cost, device, registry

@@ -101,7 +101,7 @@ def train(
         v = {path: np.zeros_like(value) for path, value in p.items()}
         course = Course([], [], [], [], {}, {}, {}, np.zeros(()), math.inf)
         for step, batch in enumerate(batches):
-            (_, (loss, nats, closest)), gradient = _differentiate(sizes)(p, batch)
+            (_, (loss, nats, closest)), gradient = differentiate(sizes)(p, batch)
             g = {path: np.asarray(value) for path, value in gradient.items()}
             for path, value in sorted(g.items() if noise else ()):
                 # Exact zeros stay: no layout adds anything to the gradient of what no token reads.
@@ -162,7 +162,8 @@ def _orthogonal(path: str, stack: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _differentiate(sizes: Sizes) -> Callable[..., Any]:
+def differentiate(sizes: Sizes) -> Callable[..., Any]:
+    """Function of (parameters, batch) that gives (objective, (loss, nats of each token, closest)) and its gradients."""
     return jax.jit(jax.value_and_grad(functools.partial(_objective, sizes), has_aux=True))
 
 

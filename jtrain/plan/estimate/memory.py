@@ -2,7 +2,7 @@
 
 The step's arguments (parameters, optimizer state, batch) are exact, on the device and in host memory: they equal the
 compiler's argument bytes, except for its padding of scalars. The temporaries are those of the peak moment in
-`peak_memory.py`; `python -m jtrain.bench plan_accuracy` measures how far they are from compilers' figures.
+`peak_memory.py`; `python -m jtrain.bench plan_compiled` measures how far they are from compilers' figures.
 """
 
 import collections

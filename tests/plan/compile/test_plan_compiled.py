@@ -47,7 +47,7 @@ def test_todays_plan_is_within_its_bounds_of_the_programs_that_were_compiled() -
 def test_compilers_still_make_the_programs_of_the_committed_result(program: Program) -> None:
     """The same bytes within 2 %, and the same waits within 10 %; the plan is as near as to the committed ones."""
     rows = committed()
-    found, plan = compiled(program, None), planned(program)
+    found, plan = compiled(program), planned(program)
     assert plan.argument_bytes == found.argument_bytes
     assert plan.host_argument_bytes == found.host_argument_bytes
     assert abs(plan.peak_bytes / found.peak_bytes - 1) <= 0.10

@@ -4,13 +4,9 @@ import collections
 import threading
 from collections.abc import Sequence
 
-import pytest
-
-from bench import pipeline_efficiency
-from bench.pipeline_efficiency import Rests, make_step
-from jtrain.bench import Options, meets_bar
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.step.pipeline_ticks import ticks_of
+from tests.pipeline.resting_stages import Rests, make_step
 
 PATIENCE_S = 60.0
 """A worker that waits this long for one that should work beside it waits in vain; nothing waits in a healthy run."""
@@ -58,19 +54,3 @@ def test_operations_of_a_tick_run_side_by_side() -> None:
     step()
     assert [meetings[0].done[worker] for worker in range(2)] == [3 * 4, 3 * 4]
     assert meetings[0].alone == []
-
-
-@pytest.mark.slow
-def test_a_schedule_has_a_row_for_each_length_of_i() -> None:
-    """Rests of 20 ms; the bar is for an idle machine, so only what the clock forbids is tested."""
-    args = Options(rest_ms=20.0, rounds=1, stages=[2], schedules=["1f1b"])
-    rows = list(pipeline_efficiency.run(args))
-    assert [row["what"] for row in rows] == [
-        "1f1b, 2 stages, 4 microbatches, I = 1 F, ticks fused",
-        "1f1b, 2 stages, 4 microbatches, I = 2 F, ticks fused",
-    ]
-    for row in rows:
-        assert row["baseline"] == pytest.approx(0.8)
-        assert row["ratio"] is not None
-        assert 0 < row["ratio"] <= 1.0, "rests cannot end early"
-        assert meets_bar(row) is not None

@@ -1,9 +1,9 @@
-"""The soak's figures from samples made by hand; without a GPU it refuses."""
+"""A soak's figures from samples made by hand; without a GPU it refuses."""
 
 import numpy as np
 import pytest
 
-from jtrain.bench import Options, gpu_clocks
+from jtrain.bench import Options, machine
 from jtrain.profile.analysis.records import Peaks
 from jtrain.profile.clocks import samples
 
@@ -23,7 +23,7 @@ def test_a_soak_adds_up() -> None:
         power_w=np.full(len(times), 400.0),
         reasons=np.where(times < start + 5 * SECOND, 0, 0x4),
     )
-    found = gpu_clocks.summarise(held, 2e15, start, start + 10 * SECOND, Peaks(1e15, 1e12, 1800.0, None))
+    found = machine.summarise(held, 2e15, start, start + 10 * SECOND, Peaks(1e15, 1e12, 1800.0, None))
     assert found.flops_per_s == pytest.approx(2e14)
     assert found.mean_mhz == pytest.approx(1350.0)
     assert found.joules_per_tflop == pytest.approx(2.0)
@@ -31,5 +31,5 @@ def test_a_soak_adds_up() -> None:
 
 
 def test_without_a_gpu_it_refuses() -> None:
-    with pytest.raises(ValueError, match=r"gpu_clocks needs a GPU's clocks, but the device here is 'cpu'\."):
-        list(gpu_clocks.run(Options(seconds=1.0, rehearse=False)))
+    with pytest.raises(ValueError, match=r"machine --soak needs a GPU's clocks, but the device here is 'cpu'\."):
+        list(machine.run(Options(calls=1, soak=1.0, rehearse=False)))

@@ -116,7 +116,7 @@ def _window() -> Step:
 
 
 TINY_STEP = ("tiny", "--steps", "1", *NO_TENSORBOARD)
-SHORT_SOAKS = ("gpu_clocks", "--seconds", "0.3", "--rehearse")
+SHORT_SOAKS = ("machine", "--soak", "0.3", "--rehearse")
 
 _SIZED = Step(
     "llama8b-sized",
@@ -150,9 +150,9 @@ STEPS = (
     ),
     _llama1b("llama1b-zero3", "layout.zero_stage=3"),
     _SIZED,
-    Step("offload-8B", ("offload", "--live", "--only", "8B", "--steps", "1"), 120),
+    Step("offload-8B", ("h200", "--only", "8B", "--steps", "1"), 120),
     _window(),
-    Step("random-against-zeros", ("gpu_clocks", "--seconds", "10"), 90, (), SHORT_SOAKS),
+    Step("random-against-zeros", ("machine", "--soak", "10"), 90, (), SHORT_SOAKS),
     # The rest.
     *(_attention(shape, one) for shape in ("plain", "documents") for one in IMPLEMENTATIONS),
     _llama1b("llama1b-fp8", "precision.matmul_dtype=fp8_delayed"),
@@ -164,5 +164,5 @@ STEPS = (
     _timed("grouped_matmul", "qwen3_30b_a3b down"),
     _timed("embedding_lookup", "llama8b"),
     Step("tiny", ("tiny", *NO_TENSORBOARD), 120, FIDDLE, ("tiny", "--steps", "3", *NO_TENSORBOARD)),
-    Step("offload-14B", ("offload", "--live", "--only", "14B", "--steps", "1"), 120),
+    Step("offload-14B", ("h200", "--only", "14B", "--steps", "1"), 120),
 )  # fmt: skip

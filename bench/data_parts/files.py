@@ -1,6 +1,4 @@
-"""Files that the other data benchmarks read: seconds and MiB to write many text sources in six formats.
-
-    python -m jtrain.bench data_sources --torch-python T/bin/python
+"""Corpora of the data benchmarks: the same documents of many text sources in seven forms, written once and kept.
 
 306 sources of 400 documents, the number of sources that OVERLORD's navit_data has (arXiv:2504.09844). A document holds
 16 to 8192 characters, one token each for the byte tokenizer; lengths are lognormal, median 318 and mean about 660.
@@ -14,22 +12,18 @@ import getpass
 import io
 import json
 import os
-import shlex
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
-from jtrain.bench import Options, Row, option, row
-from jtrain.errors import UserError
+from bench.peers import protocol
 
 if TYPE_CHECKING:
     import grain
@@ -53,14 +47,13 @@ LONG = Corpus(documents=12, median=16384, most=1 << 17)
 ROW_GROUP = 200
 """Documents of a Parquet row group: 133 KB of text. Usual are 64 MB and more, of which every open file holds one."""
 
-PEERS = Path(__file__).parent / "peers"
-INSTALL = "sh bench/peers/setup.sh"
+READERS = Path(protocol.__file__).with_name("readers.py")
+"""Script of all readers, jtrain's and the peers'."""
 
 ROW_TOKENS = 8192
 """Tokens of a row in the mixed reading; an MDS sample holds one more, for the last target."""
 
 type Format = Literal["parquet", "arrayrecord", "tar", "jsonl", "bin", "mds"]
-FORMATS: tuple[Format, ...] = ("parquet", "arrayrecord", "tar", "jsonl", "bin", "mds")
 
 QUICK_S, SLOW_S = 0.001, 0.010
 """To read a document of the sources `quick` and `slow`."""
@@ -69,28 +62,6 @@ DOCUMENT_CHARACTERS = 255
 
 _POOL_BYTES = 8 << 20
 _VERSION = 3  # of what is written: another one is written anew
-
-
-PEER_PYTHON = option(
-    "--torch-python",
-    default=os.environ.get("PEER_TORCH_PYTHON"),
-    help="interpreter that has torchdata, webdataset and mosaicml-streaming; or $PEER_TORCH_PYTHON",
-)
-OPTIONS = (PEER_PYTHON,)
-
-
-def run(args: Options) -> list[Row]:
-    """Writes all of them into a folder of its own, which is deleted afterwards."""
-    rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        for format in FORMATS:
-            start_s = time.perf_counter()
-            python = peer_python(args) if format == "mds" else None
-            written = sources(format, peer=python, folder=Path(folder))
-            seconds = time.perf_counter() - start_s
-            mib = sum(file.stat().st_size for file in written.rglob("*") if file.is_file()) / 2**20
-            rows += [row(f"writing {format}", seconds, "s"), row(f"size of {format}", mib, "MiB")]
-    return rows
 
 
 def sources(
@@ -120,9 +91,8 @@ def sources(
         if format == "mds":  # its package only writes from Parquet: one generator
             assert peer is not None
             parquet = sources("parquet", num_sources=num_sources, corpus=corpus, folder=folder)
-            script = peer_program("data_mosaicml")
-            options = ("--seq-len", str(ROW_TOKENS))
-            subprocess.run([peer, str(script), "write", str(parquet), str(unfinished), *options], check=True)
+            options = ("--out", str(unfinished), "--seq-len", str(ROW_TOKENS))
+            subprocess.run([peer, str(READERS), "write", "mosaicml", str(parquet), *options], check=True)
         else:
             lengths, pool = lengths_of(num_sources, corpus), _pool()
             for source in range(num_sources):
@@ -151,25 +121,19 @@ def texts_of(source: int, lengths: Int[np.ndarray, " documents"], pool: str) -> 
     return [pool[s : s + n] for s, n in zip(start.tolist(), lengths.tolist(), strict=True)]
 
 
-def weights_of(num_sources: int) -> Float[np.ndarray, " sources"]:
-    """Shares of the mixture: unequal, but none so small that a short run would leave its source closed."""
-    weights = 1.0 + np.arange(num_sources) % 7
-    return weights / weights.sum()
-
-
 def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
     """What a user would write to train on all files of a folder, in the proportions that the peers are given."""
     from jtrain.data.dataset import PackedText
     from jtrain.data.sources.source import Source
 
     files = sorted(folder.iterdir())
-    weights = weights_of(len(files)).tolist()
+    weights = np.asarray(protocol.weights_of(len(files)))
     # an ArrayRecord's record is the text itself; in a tar, txt is the members' suffix
     field = {".parquet": "text", ".jsonl": "text", ".tar": "txt", ".arrayrecord": ""}[files[0].suffix]
     return PackedText(
         sources={
             f"source_{number:03}": Source(path=str(file), weight=weight, text_field=field)
-            for number, (file, weight) in enumerate(zip(files, weights, strict=True))
+            for number, (file, weight) in enumerate(zip(files, (weights / weights.sum()).tolist(), strict=True))
         },
         seq_len=seq_len,
         global_batch=global_batch,
@@ -212,7 +176,7 @@ def _write_parquet(path: Path, texts: Sequence[str]) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"text": list(texts)}), path, row_group_size=ROW_GROUP)
 
 
-def write_arrayrecord(path: Path, texts: Sequence[str]) -> None:
+def _write_arrayrecord(path: Path, texts: Sequence[str]) -> None:
     """One document per record, each to be read by itself."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -230,7 +194,8 @@ def _write_tar(path: Path, texts: Sequence[str]) -> None:
             tar.addfile(info, io.BytesIO(text.encode()))
 
 
-def _write_jsonl(path: Path, texts: Sequence[str]) -> None:
+def write_jsonl(path: Path, texts: Sequence[str]) -> None:
+    """One document per line."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
@@ -243,9 +208,9 @@ def _append_bin(path: Path, texts: Sequence[str]) -> None:
 
 _WRITERS: dict[Format, Callable[[Path, Sequence[str]], None]] = {
     "parquet": _write_parquet,
-    "arrayrecord": write_arrayrecord,
+    "arrayrecord": _write_arrayrecord,
     "tar": _write_tar,
-    "jsonl": _write_jsonl,
+    "jsonl": write_jsonl,
     "bin": _append_bin,
 }
 
@@ -272,12 +237,12 @@ class Slowly:
 
 
 def quick() -> "grain.MapDataset[str]":
-    """A source: `bench.data_sources:quick`."""
+    """A source: `bench.data_parts.files:quick`."""
     return _dataset(QUICK_S)
 
 
 def slow() -> "grain.MapDataset[str]":
-    """A source: `bench.data_sources:slow`."""
+    """A source: `bench.data_parts.files:slow`."""
     return _dataset(SLOW_S)
 
 
@@ -285,69 +250,3 @@ def _dataset(seconds: float) -> "grain.MapDataset[str]":
     import grain  # lazy: 0.9 s
 
     return grain.MapDataset.source(Slowly(seconds))
-
-
-def peer_python(args: Options) -> str:
-    """The peers' interpreter.
-
-    Raises:
-      UserError: none was given, or it lacks a peer.
-    """
-    path: str | None = args.torch_python
-    find = "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
-    if path is None or subprocess.run([path, "-c", find], capture_output=True, check=False).returncode:
-        wrong = f"{path} cannot import them all" if path else "no interpreter that has them was given"
-        raise UserError(
-            f"the data benchmarks compare with torchdata, webdataset and mosaicml-streaming, but {wrong}. Make one "
-            f"with `{INSTALL}`, then give --torch-python or PEER_TORCH_PYTHON."
-        )
-    return path
-
-
-def peer_program(name: str) -> Path:
-    """Path of `peers/NAME.py`."""
-    return PEERS / f"{name}.py"
-
-
-class Peer:
-    """A program in a process of its own that answers each line with a line of JSON. See `peer`."""
-
-    def __init__(self, process: subprocess.Popen[str], command: Sequence[str]) -> None:
-        self._process = process
-        self._command = command
-        self.pid = process.pid
-
-    def ask(self, line: str = "") -> dict[str, Any]:
-        """Sends the line, waits for the answer. The first answer, that it is ready, needs no question: `answer`."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{line}\n")
-        self._process.stdin.flush()
-        return self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        """Waits for a line of its standard output.
-
-        Raises:
-          RuntimeError: it ended instead.
-        """
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"it ended, exit code {self._process.wait()}: {shlex.join(self._command)}")
-        return json.loads(line)
-
-
-@contextlib.contextmanager
-def peer(python: str | None, script: str, *arguments: object) -> Iterator[Peer]:
-    """Starts `peers/SCRIPT.py`, in this interpreter if python is None; it ends where its standard input does."""
-    command = [python or sys.executable, str(peer_program(script)), *(str(argument) for argument in arguments)]
-    # PYTHONPATH names packages of this interpreter's version; another interpreter must not find them.
-    environment = {name: value for name, value in os.environ.items() if python is None or name != "PYTHONPATH"}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        assert process.stdin is not None
-        try:
-            yield Peer(process, command)
-        finally:
-            process.stdin.close()

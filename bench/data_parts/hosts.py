@@ -1,7 +1,5 @@
 """Share of a run's documents that each of several hosts reads and tokenises, with real JAX processes.
 
-    python -m jtrain.bench data_hosts
-
 Each process stands for a host: it has joined the others through JAX's coordination service, takes the rows that it
 would feed, and reads with a constructor and loaders of its own. The baseline is a process that reads everything, as
 every host had to before they divided the reading. What counts is documents and the seconds that loaders spend on them:
@@ -13,17 +11,18 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from bench import data_sources
-from jtrain.bench import Options, Row, option, row
-from jtrain.data.dataset import PackedText, open_dataset
+from bench.data_parts import files
+from jtrain.bench import Row, row
+from jtrain.data.dataset import open_dataset
 from jtrain.errors import UserError
 
-_WORKER = "import sys; from bench.data_hosts import work; work(*map(int, sys.argv[1:5]), *sys.argv[5:])"
+_WORKER = "import sys; from bench.data_parts.hosts import work; work(*map(int, sys.argv[1:5]), *sys.argv[5:])"
 _ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 
 
@@ -39,38 +38,26 @@ class Work(NamedTuple):
     rows: dict[int, str]
 
 
-OPTIONS = (
-    option("--hosts", type=int, default=4, help="processes (default: %(default)s)"),
-    option("--sources", type=int, default=24, help="sources in the mixture (default: %(default)s)"),
-    option("--steps", type=int, default=60, help="batches that are taken (default: %(default)s)"),
-)
-
-
-def run(args: Options) -> list[Row]:
+def rows(*, hosts: int = 4, sources: int = 24, steps: int = 60) -> Iterator[Row]:
     """JSON lines, whose runs the hosts divide, and Parquet, whose row groups they divide.
 
     Raises:
       UserError: there are too few hosts, sources or steps.
     """
-    for name, least in {"hosts": 2, "sources": 1, "steps": 1}.items():
-        if (value := getattr(args, name)) < least:
+    for name, value, least in (("hosts", hosts, 2), ("sources", sources, 1), ("steps", steps, 1)):
+        if value < least:
             raise UserError(f"--{name} {value} must be at least {least}.")
-    rows = []
     for format in ("jsonl", "parquet"):
-        folder = data_sources.sources(format, num_sources=args.sources)
-        [alone] = together(folder, hosts=1, steps=args.steps)
-        parts = together(folder, hosts=args.hosts, steps=args.steps)
+        folder = files.sources(format, num_sources=sources)
+        [alone] = together(folder, hosts=1, steps=steps)
+        parts = together(folder, hosts=hosts, steps=steps)
         joined = {number: digest for part in parts for number, digest in part.rows.items()}
         assert joined == alone.rows, "the hosts' rows are not those of one process"
         most = max(part.documents for part in parts)
         seconds = max(part.read_s for part in parts)
-        what = f"{format}, {args.hosts} hosts"
-        bar = f"<= {1.32 / args.hosts:g}"
-        rows += [
-            row(f"{what}: documents read by the host that reads most", most, "", baseline=alone.documents, bar=bar),
-            row(f"{what}: seconds of reading, that host", seconds, "s", baseline=alone.read_s),
-        ]
-    return rows
+        what, bar = f"{format}, {hosts} hosts", f"<= {1.32 / hosts:g}"
+        yield row(f"{what}: documents read by the host that reads most", most, "", baseline=alone.documents, bar=bar)
+        yield row(f"{what}: seconds of reading, that host", seconds, "s", baseline=alone.read_s)
 
 
 def together(folder: Path, *, hosts: int, steps: int) -> list[Work]:
@@ -100,13 +87,14 @@ def work(index: int, hosts: int, port: int, steps: int, folder: str) -> None:
         jax.distributed.initialize(f"localhost:{port}", hosts, index)
     from jtrain.runtime import multihost
 
-    spec = spec_of(Path(folder))
-    rows = np.array_split(np.arange(spec.global_batch), hosts)[index]
-    digests = {int(number): hashlib.blake2b(digest_size=8) for number in rows}
-    with open_dataset(spec, seed=0).train_batches(rows=rows) as batches:
+    # About 800 documents per step, over all hosts.
+    spec = files.mixture(Path(folder), seq_len=2048, global_batch=256)
+    own_rows = np.array_split(np.arange(spec.global_batch), hosts)[index]
+    digests = {int(number): hashlib.blake2b(digest_size=8) for number in own_rows}
+    with open_dataset(spec, seed=0).train_batches(rows=own_rows) as batches:
         for _ in range(steps):
             batch = next(batches)
-            for place, number in enumerate(rows.tolist()):
+            for place, number in enumerate(own_rows.tolist()):
                 for name in _ARRAYS:
                     digests[number].update(getattr(batch, name)[place].tobytes())
         stats = batches.stats
@@ -118,8 +106,3 @@ def work(index: int, hosts: int, port: int, steps: int, folder: str) -> None:
         "rows": [(number, digest.hexdigest()) for number, digest in digests.items()],
     }
     print(json.dumps(found))
-
-
-def spec_of(folder: Path) -> PackedText:
-    """About 800 documents per step, over all hosts."""
-    return data_sources.mixture(folder, seq_len=2048, global_batch=256)

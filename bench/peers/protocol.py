@@ -1,4 +1,4 @@
-"""Protocol of the data benchmarks' peers: a line of JSON when ready, then one for each line of standard input.
+"""Protocol of the benchmarks' peers: a line of JSON when ready, then one for each line of standard input.
 
 The scripts beside this module import it in their own environments, so it uses only the standard library.
 """
@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+
+Batches = Iterator[tuple[Any, ...]]
+"""Tokens and targets, int32 arrays of rows x seq_len; jtrain's segment numbers come third."""
 
 
 def arguments(*names: str, **defaults: Any) -> SimpleNamespace:
@@ -26,17 +29,13 @@ def arguments(*names: str, **defaults: Any) -> SimpleNamespace:
 
 
 def weights_of(num_sources: int) -> list[float]:
-    """Mixture weights that every peer is given."""
+    """Mixture weights that everyone is given: unequal, but none so small that a short run leaves its source closed."""
     return [1.0 + i % 7 for i in range(num_sources)]
 
 
 def answer(**values: object) -> None:
     """Prints one line of JSON."""
     print(json.dumps(values), flush=True)
-
-
-Batches = Iterator[tuple[Any, Any]]
-"""Tokens and targets, int32 arrays of rows x seq_len."""
 
 
 def rows_of(documents: Iterator[bytes], rows: int, seq_len: int) -> Batches:
@@ -60,12 +59,11 @@ def draw(batches: Batches) -> None:
     for line in sys.stdin:
         start, wanted_s, ids = time.perf_counter(), float(line), 0
         while (wall_s := time.perf_counter() - start) < wanted_s:
-            tokens, _ = next(batches)
-            ids += tokens.size
+            ids += next(batches)[0].size
         answer(wall_s=wall_s, ids=ids)
 
 
-def consumers(count: int, batches_of: Callable[[str, int, int], Iterator[Any]], args: Any) -> None:
+def consumers(batches_of: Callable[[str, int, int], Iterator[Any]], args: Any) -> None:
     """Starts processes that each draw `args.batches` and keep their data until standard input ends.
 
     Processes are started by spawn, as Grain starts its workers, and as torch does where CUDA is in use.
@@ -74,7 +72,8 @@ def consumers(count: int, batches_of: Callable[[str, int, int], Iterator[Any]], 
     first, done, end = context.Semaphore(0), context.Semaphore(0), context.Event()
     start = time.perf_counter()
     processes = [
-        context.Process(target=_consume, args=(batches_of, seed, args, first, done, end)) for seed in range(count)
+        context.Process(target=_consume, args=(batches_of, seed, args, first, done, end))
+        for seed in range(args.consumers)
     ]
     for process in processes:
         process.start()
@@ -83,7 +82,7 @@ def consumers(count: int, batches_of: Callable[[str, int, int], Iterator[Any]], 
     first_batch_s = time.perf_counter() - start
     for _ in processes:
         done.acquire()
-    answer(first_batch_s=first_batch_s, all_s=time.perf_counter() - start)
+    answer(first_batch_s=first_batch_s)
     sys.stdin.read()
     end.set()
     for process in processes:

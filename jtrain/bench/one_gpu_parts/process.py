@@ -14,7 +14,7 @@ from pathlib import Path
 import jtrain
 import jtrain_kernels
 from jtrain.bench import Row
-from jtrain.bench._one_gpu_steps import Step
+from jtrain.bench.one_gpu_parts.steps import Step
 
 MARK = "JTRAIN_ONE_GPU"
 """Environment variable of all processes of a step, also of those in sessions of their own: the folder of --out."""

@@ -1,7 +1,5 @@
 """Seconds from opening a corpus to its first batch: 5 GB of JSON lines, 100,000 files, a prepared index of 10 TB.
 
-    python -m jtrain.bench data_first_batch
-
 From the call that opens the source to the batch, with every process that this starts; what the trainer imports is
 loaded before. The corpora are made up: files of repeated lines whose pages are dropped from the kernel's cache before
 each round, and an index whose 10 TB of ids are a file of holes. Each is beside a corpus of the same form and a
@@ -13,11 +11,12 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from jtrain.bench import Options, Row, option, row
+from jtrain.bench import Row, row
 from jtrain.data.dataset import PackedText, open_dataset
 from jtrain.data.pretokenized import reader
 from jtrain.data.pretokenized.reader import BLOCK
@@ -28,34 +27,26 @@ DOCUMENT_TOKENS = 500_000
 """Tokens of each document of the made-up index."""
 
 
-OPTIONS = (
-    option("--scale", type=float, default=1.0, help="factor of the large sizes"),
-    option("--rounds", type=int, default=3, help="the fastest counts"),
-    option("--folder", type=Path, help="for 6 GB of files (default: a temporary folder)"),
-)
+def rows(*, scale: float = 1.0, rounds: int = 3, folder: Path | None = None) -> Iterator[Row]:
+    """Large and small take turns, and the fastest of the rounds counts.
 
-
-def run(args: Options) -> list[Row]:
-    """Large and small take turns."""
-    folder = Path(tempfile.mkdtemp(dir=args.folder))
-    try:
-        rows = []
+    Args:
+      scale: factor of the large sizes.
+      rounds: openings of each corpus.
+      folder: for 6 GB of files; by default a temporary folder.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as made:
         for what, make, full, small in (
             ("JSON lines, GB", json_lines, 5.0, 0.005),
             ("text files, thousands", text_files, 100.0, 1.0),
             ("prepared index, TB", prepared_index, 10.0, 0.01),
         ):
-            sizes = full * args.scale, small
-            specs = [make(folder / f"{what.split()[0]}{at}", size) for at, size in enumerate(sizes)]
-            seconds = [[first_batch_s(spec) for spec in specs] for _ in range(args.rounds)]
+            sizes = full * scale, small
+            specs = [make(Path(made) / f"{what.split()[0]}{number}", size) for number, size in enumerate(sizes)]
+            seconds = [[first_batch_s(spec) for spec in specs] for _ in range(rounds)]
             large_s, small_s = (min(column) for column in zip(*seconds, strict=True))
-            rows += [
-                row(f"{what}: {sizes[0]:g}", large_s, "s", bar="<= 2"),
-                row(f"{what}: {sizes[0]:g} against {sizes[1]:g}", large_s, "s", baseline=small_s),
-            ]
-        return rows
-    finally:
-        shutil.rmtree(folder)
+            yield row(f"{what}: {sizes[0]:g}", large_s, "s", bar="<= 2")
+            yield row(f"{what}: {sizes[0]:g} against {sizes[1]:g}", large_s, "s", baseline=small_s)
 
 
 def first_batch_s(spec: PackedText) -> float:

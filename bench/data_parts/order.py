@@ -7,9 +7,6 @@ its share, over all tokens: what no order of whole chunks can avoid is left out.
 """
 
 import dataclasses
-import io
-import json
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,13 +15,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from jtrain.bench import Options, Row, option, row
+from bench.data_parts import files
+from jtrain.bench import Row, row
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.data import Constant, PackedText, Source, open_dataset
 from jtrain.data.inspect.order_report import OrderReport, measure_order
-from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.sample import FILES, write_sample
 
 LONG_BYTES, LONG_DOCUMENTS = 1_000_000, 256
@@ -33,24 +29,21 @@ LONG_BYTES, LONG_DOCUMENTS = 1_000_000, 256
 _LETTERS = 8  # of a document's own alphabet, so that its chunks are alike and differ from all others
 
 
-OPTIONS = (option("--steps", type=int, default=1000, help="steps of tiny; of 1 MB documents a fifth"),)
-
-
-def run(args: Options) -> list[Row]:
-    """Order of four corpora, then drift of two mixtures."""
+def rows(*, steps: int = 1000) -> Iterator[Row]:
+    """Order of four corpora, then drift of two mixtures; `steps` of tiny, of 1 MB documents a fifth."""
     tiny = build_run(load_config("tiny"))
-    rows = order_rows("tiny", measure_order(open_dataset(tiny.data, seed=tiny.seed), args.steps))
+    yield from order_rows("tiny", measure_order(open_dataset(tiny.data, seed=tiny.seed), steps))
     with tempfile.TemporaryDirectory() as folder:
         for name, spec in long_corpora(Path(folder), documents=LONG_DOCUMENTS, size=LONG_BYTES):
             what = f"{LONG_DOCUMENTS} documents of {LONG_BYTES / 1e6:g} MB, {name}"
-            rows += order_rows(what, measure_order(open_dataset(spec, seed=0), max(args.steps // 5, 20)))
-    with tempfile.TemporaryDirectory() as folder:
-        spec = shipped_mixture(Path(folder))
-        rows += drift_rows("mixture", measure_order(open_dataset(spec, seed=0), 300), (100, 300))
-    with tempfile.TemporaryDirectory() as folder:
-        spec = two_sources(Path(folder))
-        rows += drift_rows("90/10, 17 KB documents", measure_order(open_dataset(spec, seed=0), 100), (100,))
-    return rows
+            yield from order_rows(what, measure_order(open_dataset(spec, seed=0), max(steps // 5, 20)))
+    for what, make, ends in (
+        ("mixture", shipped_mixture, (100, 300)),
+        ("90/10, 17 KB documents", two_sources, (100,)),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            spec = make(Path(folder))
+            yield from drift_rows(what, measure_order(open_dataset(spec, seed=0), ends[-1]), ends)
 
 
 def order_rows(what: str, report: OrderReport) -> list[Row]:
@@ -79,16 +72,12 @@ def long_corpora(folder: Path, *, documents: int, size: int) -> Iterator[tuple[s
     """Yields the same documents of `size` bytes in three forms, with the spec that reads them in rows of `tiny`."""
     texts = long_texts(documents, size=size)
     lines = folder / "long.jsonl"
-    write_lines(lines, texts)
-    cache = folder / "cache"
-    spec = PackedText(path=str(lines), seq_len=256, global_batch=16, eval_fraction=0.0, cache_dir=str(cache))
+    files.write_jsonl(lines, texts)
+    spec = PackedText(path=str(lines), seq_len=256, global_batch=16, eval_fraction=0.0, cache_dir=str(folder / "cache"))
     yield "JSON lines", spec
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "long.parquet", row_group_size=16)
     yield "Parquet", dataclasses.replace(spec, path=str(folder / "long.parquet"))
-    (source,) = spec.named_sources.items()
-    recipe = Recipe(name=source[0], source=source[1], tokenizer=spec.tokenizer, cache_dir=cache)
-    prepare([recipe], folder / "prepared", workers=os.cpu_count() or 1, stream=io.StringIO())
-    yield "prepared", dataclasses.replace(spec, prepared=str(folder / "prepared"))
+    yield "prepared", dataclasses.replace(spec, prepared=str(files.prepared(spec, lines)))
 
 
 def long_texts(documents: int, *, size: int) -> list[str]:
@@ -98,12 +87,6 @@ def long_texts(documents: int, *, size: int) -> list[str]:
     letters = np.frombuffer(bytes(range(33, 127)).replace(b'"', b"").replace(b"\\", b""), np.uint8)
     alphabets = [rng.choice(letters, _LETTERS, replace=False) for _ in range(documents)]
     return [alphabet[drawn].tobytes().decode() for alphabet in alphabets]
-
-
-def write_lines(file: Path, texts: list[str]) -> None:
-    """Writes a file of JSON lines."""
-    with open(file, "w") as out:
-        out.writelines(json.dumps({"text": text}) + "\n" for text in texts)
 
 
 def shipped_mixture(folder: Path) -> PackedText:
@@ -117,7 +100,7 @@ def shipped_mixture(folder: Path) -> PackedText:
 def two_sources(folder: Path) -> PackedText:
     """Writes two sources of 17 KB documents; returns a mixture of nine parts and one part."""
     for name in ("most", "rest"):
-        write_lines(folder / f"{name}.jsonl", long_texts(400, size=17_000))
+        files.write_jsonl(folder / f"{name}.jsonl", long_texts(400, size=17_000))
     return PackedText(
         sources={name: Source(path=str(folder / f"{name}.jsonl")) for name in ("most", "rest")},
         mixture=Constant({"most": 0.9, "rest": 0.1}),

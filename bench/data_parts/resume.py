@@ -1,7 +1,5 @@
 """Seconds from a saved state to the first batch at 306 sources, at step 10 and at step 1,000,000.
 
-    python -m jtrain.bench data_resume --torch-python T/bin/python
-
 From the call that opens the sources to the batch, with every process that this starts; what the trainer imports is
 loaded before. Beside Grain, whose MapDataset.mix state is one number, and torchdata's StatefulDataLoader over an
 iterable without a state of its own, which is read again from the start.
@@ -9,12 +7,13 @@ iterable without a state of its own, which is read again from the start.
 
 import copy
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import data_sources
-from bench.data_sources import PEER_PYTHON, peer, peer_python
-from jtrain.bench import Options, Row, option, row
+from bench.data_parts import files
+from bench.data_parts.programs import peer_python, reader
+from jtrain.bench import Row, row
 from jtrain.data.dataset import PackedText, open_dataset
 
 BATCH = 64
@@ -23,37 +22,30 @@ TORCH_LATE = 10_000
 """What torchdata can be waited for."""
 
 
-OPTIONS = (
-    PEER_PYTHON,
-    option("--sources", type=int, default=data_sources.NUM_SOURCES, help="(default: %(default)s)"),
-    option("--rounds", type=int, default=3, help="the fastest counts"),
-)
-
-
-def run(args: Options) -> list[Row]:
-    """Early and late take turns."""
-    python = peer_python(args)
-    parquet = data_sources.sources("parquet", num_sources=args.sources)
-    arrayrecord = data_sources.sources("arrayrecord", num_sources=args.sources)
+def rows(*, torch_python: str | None = None, sources: int = files.NUM_SOURCES, rounds: int = 3) -> Iterator[Row]:
+    """Early and late take turns; the fastest round counts."""
+    python = peer_python(torch_python)
+    parquet = files.sources("parquet", num_sources=sources)
+    arrayrecord = files.sources("arrayrecord", num_sources=sources)
     states = states_of(parquet)
     ours: dict[int, list[float]] = {EARLY: [], LATE: []}
     grain: dict[int, list[float]] = {EARLY: [], LATE: []}
-    for _ in range(args.rounds):
+    for _ in range(rounds):
         for step in (EARLY, LATE):
             ours[step].append(our_resume_s(parquet, states[step]))
-            grain[step].append(peer_resume_s(None, "data_grain", arrayrecord, step))
-    torch = {step: peer_resume_s(python, "data_torch", parquet, step) for step in (EARLY, TORCH_LATE)}
+            grain[step].append(peer_resume_s(None, "grain", arrayrecord, step))
+    torch = {step: peer_resume_s(python, "torch", parquet, step) for step in (EARLY, TORCH_LATE)}
     per_step_s = (torch[TORCH_LATE] - torch[EARLY]) / (TORCH_LATE - EARLY)
-    what = f"first batch, {args.sources} sources"
-    return [
-        *(row(f"{what}, step {step:,}", min(ours[step]), "s", bar="< 5") for step in ours),
-        row(f"{what}, step {LATE:,} against step {EARLY}", min(ours[LATE]), "s", baseline=min(ours[EARLY]),
-            bar="<= 1.25"),
-        *(row(f"{what}, step {step:,}, against Grain", min(ours[step]), "s", baseline=min(grain[step]))
-          for step in ours),
-        *(row(f"{what}, step {step:,}, torchdata", torch[step], "s") for step in torch),
-        row(f"{what}, step {LATE:,}, torchdata, by its seconds per step", per_step_s * LATE, "s"),
-    ]  # fmt: skip
+    what = f"first batch, {sources} sources"
+    for step in ours:
+        yield row(f"{what}, step {step:,}", min(ours[step]), "s", bar="< 5")
+    late = f"{what}, step {LATE:,} against step {EARLY}"
+    yield row(late, min(ours[LATE]), "s", baseline=min(ours[EARLY]), bar="<= 1.25")
+    for step in ours:
+        yield row(f"{what}, step {step:,}, against Grain", min(ours[step]), "s", baseline=min(grain[step]))
+    for step, seconds in torch.items():
+        yield row(f"{what}, step {step:,}, torchdata", seconds, "s")
+    yield row(f"{what}, step {LATE:,}, torchdata, by its seconds per step", per_step_s * LATE, "s")
 
 
 def our_resume_s(folder: Path, state: dict[str, Any] | None) -> float:
@@ -80,10 +72,10 @@ def states_of(folder: Path) -> dict[int, dict[str, Any]]:
 
 def spec_of(folder: Path) -> PackedText:
     """`BATCH` documents per step, on average."""
-    return data_sources.mixture(folder, seq_len=8192, global_batch=5)
+    return files.mixture(folder, seq_len=8192, global_batch=5)
 
 
-def peer_resume_s(python: str | None, script: str, folder: Path, step: int) -> float:
+def peer_resume_s(python: str | None, name: str, folder: Path, step: int) -> float:
     """From the first call of the peer's to the batch after `step`, in a new process; its imports are not counted."""
-    with peer(python, script, "resume", folder, "--step", step, "--batch", BATCH) as program:
+    with reader(python, "resume", name, folder, step=step, batch=BATCH) as program:
         return program.answer()["first_batch_s"]
