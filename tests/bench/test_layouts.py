@@ -169,11 +169,12 @@ def test_every_option_of_the_layout_is_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_twenty_trials_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    """The fixed slice of the fuzz, with its tables."""
-    rows = {row["what"]: row["value"] for row in layouts.fuzz(20, 0, range(20))}
+@pytest.mark.parametrize("first", (0, 10))
+def test_twenty_trials_are_equal(first: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The slice of the fuzz that CI runs, in halves of which each worker takes one, with its tables."""
+    rows = {row["what"]: row["value"] for row in layouts.fuzz(20, 0, range(first, first + 10))}
     printed = capsys.readouterr().out
     assert rows["settings that were unequal"] == 0, printed
-    assert rows["settings that were run"] == 20
-    assert (rows["pairs of settings met, of those not known to be refused"] or 0) > 75
+    assert rows["settings that were run"] == 10
+    assert (rows["pairs of settings met, of those not known to be refused"] or 0) > 60
     assert "pairs of settings met, by setting" in printed
