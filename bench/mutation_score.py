@@ -5,7 +5,7 @@
 
 Each trial changes one expression of a copy of the packages (a comparison, a sign, a number by one, an axis, a
 reduction, an assignment that is left out ...) and runs the quick tests that reach its line, cheapest first, until one
-fails. Which do is measured first, by one run of those tests (`tests/lines_of_tests.py`; --lines keeps it). A survivor
+fails. Which do is measured first, by one run of those tests (`tests/lines_of_tests.py`; --reached keeps it). A survivor
 is a hole of the tests, or it changes no number: `bench/NOTES.md` says which were which.
 """
 
@@ -37,7 +37,7 @@ OPTIONS = (
     option("--trials", type=int, default=200, help="changes to try (default: %(default)s)"),
     option("--seed", type=int, default=0, help="of the sample (default: %(default)s)"),
     option("--only", metavar="K[:L]", help="only trial K, or those from K to L - 1"),
-    option("--lines", type=Path, metavar="FILE", help="lines that each test runs; measured and written if not there"),
+    option("--reached", type=Path, metavar="FILE", help="lines that each test runs; measured and written if not there"),
 )
 PRINTS = True
 
@@ -254,7 +254,7 @@ def run(args: Options) -> Iterator[Row]:
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, tree / name)
-        lines = lines_of_tests(tree, args.lines)
+        lines = lines_of_tests(tree, args.reached)
         noticed = 0
         for number in chosen:
             change = changes[number]
