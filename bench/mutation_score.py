@@ -28,7 +28,7 @@ from jtrain.bench.layouts import chosen_trials
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("step", "pipeline", "model", "optim", "data")
-CHEAP_S, ALL_S = 20, 150
+CHEAP_S, ALL_S = 20, 60
 """Seconds of tests in the first process of a trial, and in the second, which runs if nothing failed in the first."""
 START_S = 90
 """Longest start of such a process on a busy machine; tests that take ALL_S longer than they should hang, and notice."""
