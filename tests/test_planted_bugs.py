@@ -73,6 +73,12 @@ BUGS = {
         "chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.BACKWARD_STASH]",
         SPLIT_BACKWARD,
     ),
+    "stages: what a worker computes without a microbatch goes into a slot": Bug(
+        "jtrain/step/pipeline_chunks.py",
+        "one = jnp.where(present, one, _take(all_, slot, place))",
+        "pass",
+        "tests/pipeline/test_executor.py::test_what_workers_compute_without_a_microbatch_is_not_kept",
+    ),
     "groups of sequences: documents of the first group for all": Bug(
         "jtrain/model/sequence_groups.py",
         "in (x_BLD, cos_BLR, sin_BLR, segment_BL)]",

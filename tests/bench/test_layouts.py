@@ -9,7 +9,7 @@ import pytest
 
 from jtrain.bench import Options, layouts
 from jtrain.bench.layout_trials import adversarial_batch, pairs
-from jtrain.bench.layout_trials.bounds import role_bound
+from jtrain.bench.layout_trials.bounds import history_bound
 from jtrain.bench.layout_trials.refusals import follow, helps, reason_of, ways_out
 from jtrain.bench.layout_trials.settings import (
     FACTORS,
@@ -120,12 +120,13 @@ def test_a_pipeline_is_equal_until_its_backward_pass_reads_other_positions(
     assert found.shares["first loss"] < 1, "the forward pass is right"
 
 
-def test_the_largest_gradient_of_few_bits_is_bound_least() -> None:
-    """A weight's largest value hardly moves; in float32 a gradient's is held as closely as an input's."""
-    in_bfloat16 = role_bound(defaults() | {"precision.compute_dtype": "bfloat16"})
-    assert in_bfloat16.shape == (1, 3, 1), "broadcasts over layers and steps of a history"
-    assert in_bfloat16[0, :, 0].tolist() == [0.25, 0.02, 1.0]
-    assert role_bound(defaults())[0, :, 0].tolist() == [0.25, 0.02, 0.25]
+def test_the_first_steps_largest_values_are_those_of_one_device() -> None:
+    """In float32, before rounding to 8 bits has made one layout's values another's; a weight's largest hardly moves."""
+    in_float32 = history_bound(defaults(), 3)
+    assert in_float32.shape == (1, 3, 3), "broadcasts over layers"
+    assert in_float32[0, :, 2].tolist() == [1e-5, 1e-5, 1e-5]
+    in_bfloat16 = history_bound(defaults() | {"precision.compute_dtype": "bfloat16"}, 3)
+    assert in_float32[0, :, 0].tolist() == in_bfloat16[0, :, 2].tolist() == [0.25, 0.02, 1.0]
 
 
 def test_a_failing_setting_is_shrunk() -> None:
@@ -169,11 +170,12 @@ def test_every_option_of_the_layout_is_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_twenty_trials_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
-    """The fixed slice of the fuzz, with its tables."""
-    rows = {row["what"]: row["value"] for row in layouts.fuzz(20, 0, range(20))}
+@pytest.mark.parametrize("first", (0, 10))
+def test_twenty_trials_are_equal(first: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The slice of the fuzz that CI runs, in halves of which each worker takes one, with its tables."""
+    rows = {row["what"]: row["value"] for row in layouts.fuzz(20, 0, range(first, first + 10))}
     printed = capsys.readouterr().out
     assert rows["settings that were unequal"] == 0, printed
-    assert rows["settings that were run"] == 20
-    assert (rows["pairs of settings met, of those not known to be refused"] or 0) > 75
+    assert rows["settings that were run"] == 10
+    assert (rows["pairs of settings met, of those not known to be refused"] or 0) > 60
     assert "pairs of settings met, by setting" in printed

@@ -1,5 +1,7 @@
 """Stochastic rounding: right on average, with random bits that depend only on parameter, index and step."""
 
+import zlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,3 +121,20 @@ def test_layers_beyond_32_bits_of_elements_differ() -> None:
     assert info.size > 2**32
     words = [np.asarray(Noise(info, jnp.int32(0), layer=y, start=(8000, 28000)).bits("mu", (64, 64))) for y in (0, 19)]
     assert (words[0] == words[1]).mean() < 0.01
+
+
+def test_the_bits_are_those_of_the_published_hash() -> None:
+    """Murmur3's finaliser over (path, purpose, step), layer and index: a checkpoint goes on with the noise it had."""
+
+    def mix(word: np.ndarray) -> np.ndarray:
+        word = (word ^ (word >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        word = (word ^ (word >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return word ^ (word >> np.uint32(16))
+
+    assert mix(np.array([1], np.uint32))[0] == 0x514E28B7, "as published"
+    for info, num_layers in ((STACK, 3), (TABLE, 1)):
+        layer = np.arange(num_layers, dtype=np.uint32)[:, None]
+        seed = np.array([[zlib.crc32(f"{info.path}:nu".encode())]], np.uint32) ^ np.uint32(7)
+        key = mix(mix(seed) + np.uint32(0x9E3779B9) * layer)
+        want = mix(np.arange(np.prod(info.shape[-2:]), dtype=np.uint32)[None] ^ key)
+        np.testing.assert_array_equal(bits(info, step=7, purpose="nu"), want.reshape(info.shape))

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from jtrain.pipeline.clocks import (
+    Costs,
     dataflow,
     equal_costs,
     lockstep,
@@ -46,6 +47,18 @@ def test_neighbours_wait_less_than_all_but_never_less_than_dataflow() -> None:
             if packing == "single":
                 assert alone <= few_wait, "the same order of operations, with more waiting"
     assert strict > 0
+
+
+def test_a_slow_worker_delays_one_more_neighbour_in_every_tick() -> None:
+    """Forward passes of 10 on worker 0: worker 3's first, in tick 3, waits for the first of them alone, then 1 + 1."""
+    ticks = make_ticks(make_schedule("gpipe", 4, 4), "single")
+    costs = Costs(forward=(10.0, 1.0, 1.0, 1.0), by_input=(1.0,) * 4, by_weight=(1.0,) * 4)
+    assert lockstep(ticks, costs, meeting="neighbours").workers[3][0].start == 10 + 1 + 1
+    assert lockstep(ticks, costs, meeting="all").workers[3][0].start == 10 + 10 + 10
+    # Worker 0 is slowed down by worker 1 in turn, not by those behind it.
+    costs = Costs(forward=(1.0, 1.0, 1.0, 10.0), by_input=(1.0,) * 4, by_weight=(1.0,) * 4)
+    ends = [span.end for span in lockstep(ticks, costs, meeting="neighbours").workers[0] if span.op.kind == "F"]
+    assert ends == [1, 2, 3, 4]
 
 
 def test_messages_delay_workers() -> None:

@@ -49,6 +49,12 @@ def test_split_backward_passes_are_not_a_model() -> None:
     assert_same(got, unpipelined())
 
 
+def test_what_workers_compute_without_a_microbatch_is_not_kept() -> None:
+    """Keys go round a ring of devices, which takes all of them: workers without a microbatch compute as well."""
+    got = trained(dict(stage=2, context=2), pipeline=settings("interleaved"), zero_stage=1, microbatches=4)
+    assert_same(got, unpipelined())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("schedule", FAMILIES)
