@@ -69,8 +69,8 @@ def restarts(workdir: Path, memory: Path, settings: dict[str, object], repeats: 
             _until(ended, lambda before=before: _last_step(file) > before)
             found.append(time.perf_counter() - start_s)
             _until(ended, lambda before=before: _newest(memory) >= before + 2)
-    size_bytes = max(file.stat().st_size for file in memory.glob(f"jtrain-{workdir.name}-*/process-0/*.bin"))
-    return found, size_bytes
+    chunks = memory.glob(f"jtrain-{workdir.name}-*/process-0/a/state/*/*")
+    return found, sum(file.stat().st_size for file in chunks)
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def _until(ended: Callable[[], str | None], condition: Callable[[], bool]) -> No
 def _newest(memory: Path) -> int:
     """Step of the newest whole generation of any run; 0 if there is none."""
     steps = [0]
-    for file in memory.glob("*/process-0/*.json"):
+    for file in memory.glob("*/process-0/*/manifest.json"):
         with contextlib.suppress(FileNotFoundError, ValueError):
             steps.append(json.loads(file.read_bytes())["step"])
     return max(steps)

@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,10 @@ class CheckpointError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class ManifestLeaf:
-    """One array of a saved state: shape, dtype by name, bytes of one full copy."""
+    """One array of a saved state: shape, dtype by name, bytes of one full copy.
+
+    In a `Part`, the shape is that of one shard, and the bytes are those of all shards that it has.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,6 +61,22 @@ class ManifestLeaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Part of a checkpoint that one process keeps in local memory: the shards that its devices hold.
+
+    process: number of the process, of `Manifest.processes`.
+    run: identity of the run.
+    config: hash of the settings that change the state.
+    checkpoint: step of the run's newest checkpoint when the part was kept; 0 if there was none, or not in process 0.
+    """
+
+    process: int
+    run: str
+    config: str
+    checkpoint: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint.
 
@@ -64,6 +84,7 @@ class Manifest:
     leaves: path in the state, joined by dots -> shape and dtype, in the order of the tree.
     files: path relative to the step's directory -> (bytes, blake2b-128 in hex).
     processes: number of processes that wrote it; None if not known (format 1).
+    part: None for a whole checkpoint.
     """
 
     step: int
@@ -71,6 +92,7 @@ class Manifest:
     leaves: dict[str, ManifestLeaf]
     files: dict[str, tuple[int, str]]
     processes: int | None = None
+    part: Part | None = None
 
     @property
     def file_bytes(self) -> int:
@@ -192,6 +214,7 @@ def seal(
     config: str,
     hashes: dict[str, str],
     processes: int = 1,
+    part: Part | None = None,
 ) -> None:
     """Completes the directory at `path`, which holds the arrays, for its commit: writes side files and manifest.
 
@@ -210,13 +233,15 @@ def seal(
     sizes = folders.sizes(path)
     files = {name: (sizes[name], digests[name]) for name in sorted(digests)}
     saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    manifest = Manifest(step, saved_at, leaves, files, processes)
+    manifest = Manifest(step, saved_at, leaves, files, processes, part)
     if missing := manifest.missing_arrays():
         raise CheckpointError(
             f"the checkpoint of step {step} is not whole in {path}: {'; '.join(missing)}. All processes must write to "
             "one folder: set --workdir to a folder that all hosts share, or to gs:// or s3://."
         )
     body = dataclasses.asdict(manifest) | {"format": _FORMAT}
+    if part is None:
+        del body["part"]
     body = json.loads(json.dumps(body))  # tuples become lists, as they will be read
     text = json.dumps(body | {"digest": _digest(body)}, indent=1)
     (path / MANIFEST).write_bytes(text.encode())
@@ -269,7 +294,8 @@ def read_manifest(path: Path) -> Manifest:
             name: ManifestLeaf(**leaf | {"shape": tuple(leaf["shape"])}) for name, leaf in body.pop("leaves").items()
         }
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
-        manifest = Manifest(leaves=leaves, files=files, **body)
+        part = Part(**body.pop("part")) if "part" in body else None
+        manifest = Manifest(leaves=leaves, files=files, part=part, **body)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -302,11 +328,17 @@ def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[
     if found or not hashes:
         return found
     mine = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))[share[0] :: share[1]]
-    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for name, digest in zip(mine, pool.map(lambda name: folders.hash_of(path / name), mine), strict=True):
-            if digest != manifest.files[name][1]:
-                found.append(f"{name} does not have the contents that were saved")
+    for name, digest in hashes_of(path, mine).items():
+        if digest != manifest.files[name][1]:
+            found.append(f"{name} does not have the contents that were saved")
     return found
+
+
+def hashes_of(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the hash of each of these files in the checkpoint at `path`."""
+    names = list(names)
+    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: folders.hash_of(path / name), names), strict=True))
 
 
 def _write(path: Path, text: str) -> None:

@@ -39,8 +39,7 @@ class RestartPoint:
         """
         if local is not None:
             saved_step = self.checkpoints.latest_step() or 0
-            like = self._abstract_state()
-            if (copy := local.start(like, checkpoint=saved_step, is_wanted=not from_scratch)) is not None:
+            if (copy := local.start(checkpoint=saved_step, is_wanted=not from_scratch)) is not None:
                 step, state, data_state = copy
                 line = f"the state of step {step} was in local memory"
                 return Restored(step, state, self._fitting(data_state), (line,))
