@@ -33,16 +33,18 @@ MANIFEST = "manifest.json"
 LAST = "last_checkpoint.json"
 
 _FORMAT = 2
-_READ_FORMATS = (1, 2)  # format 1 lacks the number of processes, and its arrays lie in Orbax's OCDBT files
 _HASH_THREADS = 8
 _DELETED = ".deleted"
 _DAMAGED = ".damaged"
 PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that is still being written
-_OCDBT = "ocdbt.process_"  # in `state`, of format 1: Orbax's folder of all that one process wrote
 
 
 class CheckpointError(UserError):
     """Raised if a checkpoint cannot be written or read; the message names it and the way out."""
+
+
+class OtherVersionError(CheckpointError):
+    """Raised for a checkpoint that another version of jtrain wrote; it is not damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,7 @@ class Manifest:
     saved_at: UTC, ISO 8601.
     leaves: path in the state, joined by dots -> shape and dtype, in the order of the tree.
     files: path relative to the step's directory -> (bytes, blake2b-128 in hex).
-    processes: number of processes that wrote it; None if not known (format 1).
+    processes: number of processes that wrote it.
     part: None for a whole checkpoint.
     """
 
@@ -91,7 +93,7 @@ class Manifest:
     saved_at: str
     leaves: dict[str, ManifestLeaf]
     files: dict[str, tuple[int, str]]
-    processes: int | None = None
+    processes: int
     part: Part | None = None
 
     @property
@@ -111,11 +113,8 @@ class Manifest:
         for name, (size, _) in self.files.items():
             top, _, rest = name.partition("/")
             owner, _, file = rest.partition("/")
-            if top == STATE and (file.startswith("c") or owner.startswith(_OCDBT)):
+            if top == STATE and file.startswith("c"):
                 stored[owner] = stored.get(owner, 0) + size
-        if any(owner.startswith(_OCDBT) for owner in stored):
-            there, wanted = sum(stored.values()), self.state_bytes
-            return [] if there >= wanted else [f"{STATE}/ has {there} bytes, but its arrays have {wanted}"]
         return [
             f"{STATE}/{name} has {stored.get(name, 0)} bytes, but the array has {leaf.bytes}"
             for name, leaf in self.leaves.items()
@@ -275,6 +274,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
       CheckpointError: the manifest is missing, damaged, or of another step.
+      OtherVersionError: it has another format.
       OSError: the disk or store cannot be read.
     """
     try:
@@ -286,10 +286,12 @@ def read_manifest(path: Path) -> Manifest:
         digest = body.pop("digest")
         if digest != _digest(body):
             raise CheckpointError(f"{path / MANIFEST} does not match its own digest")
-        version = body.pop("format")
-        if version not in _READ_FORMATS:
-            known = ", ".join(map(str, _READ_FORMATS))
-            raise CheckpointError(f"{path / MANIFEST} has format {version}; this jtrain reads formats {known}")
+        if (version := body.pop("format")) != _FORMAT:
+            raise OtherVersionError(
+                f"{path / MANIFEST} has format {version}: another version of jtrain wrote it, and this one reads "
+                f"format {_FORMAT}. Go on with that version, whose commit is in run.json, or set "
+                "--workdir to a new folder."
+            )
         leaves = {
             name: ManifestLeaf(**leaf | {"shape": tuple(leaf["shape"])}) for name, leaf in body.pop("leaves").items()
         }

@@ -76,12 +76,11 @@ def restore_newest(
         if wrong or manifest is None:
             passed.append(_PassedOver(step, wrong, damaged=True))
             continue
-        wanted = like(manifest.leaves) if callable(like) else like
-        _check_same(folder / str(step), manifest.leaves, wanted, order)
-        state, unread = _read(folder / str(step), wanted, order=order)
+        _check_same(folder / str(step), manifest.leaves, like, order)
+        state, unread = _read(folder / str(step), like, order=order)
         if unread:  # because of damage since the check, or because a disk or store failed for a moment
             _, wrong = _checked(folder / str(step), verify=True)
-            state, unread = (None, wrong) if wrong else _read(folder / str(step), wanted, order=order)
+            state, unread = (None, wrong) if wrong else _read(folder / str(step), like, order=order)
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
@@ -106,8 +105,7 @@ def restore(
 
     Args:
       step: one of `files.steps(folder)`.
-      like: pytree of `jax.ShapeDtypeStruct` with shardings, of the same structure as the saved state; or a function
-        that makes it from the saved leaves.
+      like: pytree of `jax.ShapeDtypeStruct` with shardings, of the same structure as the saved state.
       verify: hash every file first, divided among the processes: about 1 s per GB and thread, with 8 threads.
         Otherwise only missing files and wrong sizes are found before reading.
       order: as `Checkpoints.layer_order`.
@@ -117,7 +115,6 @@ def restore(
         that differ); or it is damaged (the message says how to go back to an older one).
     """
     path, manifest = open_step(folder, step, verify=verify)
-    like = like(manifest.leaves) if callable(like) else like
     _check_same(path, manifest.leaves, like, order)
     state, unread = _read(path, like, order=order)
     if unread:
@@ -198,6 +195,8 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
         wrong = files.damage(path, manifest, hashes=False)
         if verify and not wrong:
             wrong = files.damage(path, manifest, share=share)
+    except files.OtherVersionError:
+        raise  # in all processes
     except CheckpointError as error:
         wrong = [str(error)]
     except Exception as error:  # clients of stores raise many types
