@@ -26,7 +26,7 @@ from jtrain.bench import REHEARSE, Options, Row, option, rehearsed
 from jtrain.bench._one_gpu_process import Ended, end_processes, step_rows
 from jtrain.bench._one_gpu_steps import STEPS, Step
 from jtrain.errors import UserError, did_you_mean
-from jtrain.runtime.platform import nvidia_gpus
+from jtrain.runtime.accelerators import nvidia_gpus
 from jtrain.runtime.run_files import git_commit, versions
 
 CORE = (

@@ -39,6 +39,11 @@ _DAMAGED = ".damaged"
 PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that is still being written
 
 
+def gib(size_bytes: int) -> str:
+    """Returns a size as messages name it."""
+    return f"{size_bytes / 2**30:.2f} GiB"
+
+
 class CheckpointError(UserError):
     """Raised if a checkpoint cannot be written or read; the message names it and the way out."""
 
@@ -256,7 +261,7 @@ def note_commit(folder: Path, step: int | None) -> None:
 
 
 def has_note(folder: Path) -> bool:
-    """True if a run of this version of jtrain began in the workdir."""
+    """True if a run began in the workdir."""
     return folders.has_file(folder.parent, LAST)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.checkpoint import files, host_copy, slots
-from jtrain.checkpoint.files import Manifest, Part
+from jtrain.checkpoint.files import Manifest, Part, gib
 from jtrain.checkpoint.neighbours import Neighbours
 from jtrain.checkpoint.slots import SLOTS
 from jtrain.errors import HardwareFault, UserError
@@ -296,7 +296,7 @@ class LocalMemory:
             if need > free:
                 why = (
                     f"checkpoint.local_every_steps keeps two generations of the state, and two of another host's where "
-                    f"there are several: {_gib(need)} in {self.folder.parent}, which has {_gib(free)} free. Make it "
+                    f"there are several: {gib(need)} in {self.folder.parent}, which has {gib(free)} free. Make it "
                     "larger (`mount -o remount,size=... /dev/shm`, `docker run --shm-size`), set checkpoint.local_dir "
                     "to another folder in memory, or checkpoint.local_every_steps=None."
                 )
@@ -328,7 +328,3 @@ def _config_digest(config_text: str) -> str:
     """Returns a hash of the config without its remarks, and without what does not change the state."""
     lines = [line for line in config_text.splitlines() if not line.startswith(("#", *_ONLY_WATCHES))]
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

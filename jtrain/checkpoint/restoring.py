@@ -18,6 +18,7 @@ from typing import Any
 
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
+from jtrain.errors import first_few
 from jtrain.runtime import multihost
 from jtrain.runtime.store_paths import said
 
@@ -243,7 +244,7 @@ def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[s
             name = files.set_aside(folder, bad.step)
             what = "is damaged" if bad.damaged else "cannot be read, although all its hashes match"
             lines.append(
-                f"WARNING: the checkpoint of step {bad.step} {what} ({_listed_lines(bad.why, '; ')}): it was set aside "
+                f"WARNING: the checkpoint of step {bad.step} {what} ({_some(bad.why, '; ')}): it was set aside "
                 f"as {folder / name}, {then}."
             )
         return "\n".join(lines)
@@ -267,20 +268,15 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
 
 
 def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
-    listed = "\n".join(f"  step {bad.step}: {_listed_lines(bad.why, '; ')}" for bad in sorted(passed, key=_by_step))
+    listed = "\n".join(f"  step {bad.step}: {_some(bad.why, '; ')}" for bad in sorted(passed, key=lambda bad: bad.step))
     return CheckpointError(
         f"No checkpoint in {folder} is whole:\n{listed}\nNothing was changed. Restore the files from a copy and run "
         "the same command again, or add --from-scratch to set these aside and begin at step 0."
     )
 
 
-def _by_step(bad: _PassedOver) -> int:
-    return bad.step
-
-
-def _listed_lines(lines: tuple[str, ...], between: str) -> str:
-    more = f"{between}and {len(lines) - MAX_NAMED_LEAVES} more" if len(lines) > MAX_NAMED_LEAVES else ""
-    return between.join(lines[:MAX_NAMED_LEAVES]) + more
+def _some(lines: tuple[str, ...], between: str) -> str:
+    return first_few(lines, MAX_NAMED_LEAVES, between)
 
 
 def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
@@ -297,7 +293,7 @@ def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError
                 break
     else:
         way = f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
-    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_listed_lines(wrong, '\n  ')}\n{way}")
+    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_some(wrong, '\n  ')}\n{way}")
 
 
 def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None) -> None:
@@ -317,7 +313,7 @@ def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tu
     field = what if "." in what else f"{what}.*"
     raise CheckpointError(
         f"The checkpoint {path} is of another {what}: {len(lines)} of {len(wanted)} leaves differ.\n  "
-        f"{_listed_lines(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another --workdir."
+        f"{_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another --workdir."
     )
 
 

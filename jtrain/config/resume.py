@@ -1,13 +1,16 @@
-"""Rules for resuming: which config fields may differ from the run in a workdir."""
+"""Runs in workdirs: which config fields may differ when one goes on, and the run behind a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fiddle as fdl
+import jax
 
+from jtrain.checkpoint import Checkpoints
 from jtrain.config import tree
 from jtrain.config.run import Run, build_run
-from jtrain.errors import UserError, did_you_mean
+from jtrain.errors import FileError, UserError, did_you_mean
+from jtrain.model.param import ParamInfo, Params, map_params
 from jtrain.runtime.secrets import shown_lines
 
 _ASKED = "# asked: "
@@ -82,6 +85,32 @@ def run_of_checkpoint(config_text: str) -> Run:
     run_config.mesh.stage = 1
     run_config.mesh.data = 1  # `auto` in a checkpoint of imported weights
     return build_run(run_config)
+
+
+def open_checkpoint(checkpoints: Checkpoints, step: int | None) -> tuple[int, Run]:
+    """Returns the step of a checkpoint, the newest one's for None, and the run that wrote it.
+
+    Raises:
+      FileError: there is no checkpoint.
+      CheckpointError: there is none of this step.
+    """
+    step = checkpoints.latest_step() if step is None else step
+    if step is None:
+        raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
+    return step, run_of_checkpoint(checkpoints.config_text(step))
+
+
+def read_params(checkpoints: Checkpoints, step: int, run: Run, dtype_of: Callable[[ParamInfo], str]) -> Params:
+    """Reads the parameters of a checkpoint onto one device, in the dtypes of `dtype_of`.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = map_params(
+        lambda info: jax.ShapeDtypeStruct(info.shape, dtype_of(info), sharding=sharding), run.model.param_infos()
+    )
+    return checkpoints.restore_part(step, {"params": like})["params"]
 
 
 def differences(there: str, here: str) -> list[str]:

@@ -102,7 +102,7 @@ def train(
         with Metrics(
             workdir, run.metrics, num_steps=run.num_steps, start_step=restored.step, alerts=run.alerts
         ) as metrics:
-            checkpoints.say_with(metrics.say)
+            checkpoints.say = metrics.say
             for line in (*history_lines, *restored.said, *_resume_lines(restored, changes)):
                 metrics.say(line)
             train_step = make_train_step(

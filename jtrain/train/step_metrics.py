@@ -15,7 +15,7 @@ from jtrain.layout.mesh import BATCH_AXES
 from jtrain.plan.estimate.flops import flops_per_token, mfu
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.runtime.multihost import gather
-from jtrain.runtime.resident_memory import resident_bytes
+from jtrain.runtime.platform import resident_bytes
 from jtrain.telemetry import step_timer
 from jtrain.telemetry.metrics import TrainLine
 from jtrain.telemetry.recompiles import Compilations
