@@ -1,9 +1,18 @@
 """Errors that end a run with a code of their own: `UserError` (2, the user can fix it) and `HardwareFault` (76)."""
 
+from collections.abc import Sequence
+
 from jtrain_kernels.errors import FileError, UserError, did_you_mean
 
-__all__ = ["FileError", "HardwareFault", "UserError", "did_you_mean"]
+__all__ = ["FileError", "HardwareFault", "UserError", "did_you_mean", "first_few"]
 
 
 class HardwareFault(Exception):
     """A device or host computes wrongly or hangs; the message names it. Nothing that it computed is saved."""
+
+
+def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
+    """Joins up to `most` items and says how many more there are: `a, b and 3 more`, or `a; b; and 3 more`."""
+    more = len(items) - most
+    before_more = " " if between == ", " else between
+    return between.join(items[:most]) + (f"{before_more}and {more} more" if more > 0 else "")

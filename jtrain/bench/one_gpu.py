@@ -26,7 +26,7 @@ from jtrain.bench import REHEARSE, Options, Row, option, rehearsed, row
 from jtrain.bench.one_gpu_parts.process import Ended, end_processes, step_rows
 from jtrain.bench.one_gpu_parts.steps import STEPS, Step
 from jtrain.errors import UserError, did_you_mean
-from jtrain.runtime.platform import nvidia_gpus
+from jtrain.runtime.accelerators import nvidia_gpus
 from jtrain.runtime.run_files import git_commit, versions
 
 CORE = (

@@ -153,7 +153,7 @@ def _until(ended: Callable[[], str | None], condition: Callable[[], bool]) -> No
 def _newest(memory: Path) -> int:
     """Step of the newest whole generation of any run; 0 if there is none."""
     steps = [0]
-    for file in memory.glob("*/process-0/*.json"):
+    for file in memory.glob("*/process-0/*/manifest.json"):
         with contextlib.suppress(FileNotFoundError, ValueError):
             steps.append(json.loads(file.read_bytes())["step"])
     return max(steps)

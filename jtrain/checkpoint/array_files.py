@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 CHUNK_BYTES = 64 << 20
 """Largest chunk, where the dimensions have divisors that allow it. A restore in another layout reads whole chunks to
@@ -129,6 +128,8 @@ def lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
 
 def sharding_text(sharding: jax.sharding.Sharding) -> str:
     """Returns a sharding as Orbax notes it, for those who restore without saying which they want."""
+    import orbax.checkpoint as ocp  # 0.8 s
+
     if isinstance(sharding, jax.sharding.NamedSharding):
         return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
     assert isinstance(sharding, jax.sharding.SingleDeviceSharding), sharding

@@ -17,6 +17,7 @@ import dataclasses
 import datetime
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +33,31 @@ MANIFEST = "manifest.json"
 LAST = "last_checkpoint.json"
 
 _FORMAT = 2
-_READ_FORMATS = (1, 2)  # format 1 lacks the number of processes, and its arrays lie in Orbax's OCDBT files
 _HASH_THREADS = 8
 _DELETED = ".deleted"
 _DAMAGED = ".damaged"
 PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that is still being written
-_OCDBT = "ocdbt.process_"  # in `state`, of format 1: Orbax's folder of all that one process wrote
+
+
+def gib(size_bytes: int) -> str:
+    """Returns a size as messages name it."""
+    return f"{size_bytes / 2**30:.2f} GiB"
 
 
 class CheckpointError(UserError):
     """Raised if a checkpoint cannot be written or read; the message names it and the way out."""
 
 
+class OtherVersionError(CheckpointError):
+    """Raised for a checkpoint that another version of jtrain wrote; it is not damaged."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ManifestLeaf:
-    """One array of a saved state: shape, dtype by name, bytes of one full copy."""
+    """One array of a saved state: shape, dtype by name, bytes of one full copy.
+
+    In a `Part`, the shape is that of one shard, and the bytes are those of all shards that it has.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -57,20 +68,38 @@ class ManifestLeaf:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Part of a checkpoint that one process keeps in local memory: the shards that its devices hold.
+
+    process: number of the process, of `Manifest.processes`.
+    run: identity of the run.
+    config: hash of the settings that change the state.
+    checkpoint: step of the run's newest checkpoint when the part was kept; 0 if there was none, or not in process 0.
+    """
+
+    process: int
+    run: str
+    config: str
+    checkpoint: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
     """Contents of a checkpoint.
 
     saved_at: UTC, ISO 8601.
     leaves: path in the state, joined by dots -> shape and dtype, in the order of the tree.
     files: path relative to the step's directory -> (bytes, blake2b-128 in hex).
-    processes: number of processes that wrote it; None if not known (format 1).
+    processes: number of processes that wrote it.
+    part: None for a whole checkpoint.
     """
 
     step: int
     saved_at: str
     leaves: dict[str, ManifestLeaf]
     files: dict[str, tuple[int, str]]
-    processes: int | None = None
+    processes: int
+    part: Part | None = None
 
     @property
     def file_bytes(self) -> int:
@@ -89,11 +118,8 @@ class Manifest:
         for name, (size, _) in self.files.items():
             top, _, rest = name.partition("/")
             owner, _, file = rest.partition("/")
-            if top == STATE and (file.startswith("c") or owner.startswith(_OCDBT)):
+            if top == STATE and file.startswith("c"):
                 stored[owner] = stored.get(owner, 0) + size
-        if any(owner.startswith(_OCDBT) for owner in stored):
-            there, wanted = sum(stored.values()), self.state_bytes
-            return [] if there >= wanted else [f"{STATE}/ has {there} bytes, but its arrays have {wanted}"]
         return [
             f"{STATE}/{name} has {stored.get(name, 0)} bytes, but the array has {leaf.bytes}"
             for name, leaf in self.leaves.items()
@@ -192,6 +218,7 @@ def seal(
     config: str,
     hashes: dict[str, str],
     processes: int = 1,
+    part: Part | None = None,
 ) -> None:
     """Completes the directory at `path`, which holds the arrays, for its commit: writes side files and manifest.
 
@@ -210,13 +237,15 @@ def seal(
     sizes = folders.sizes(path)
     files = {name: (sizes[name], digests[name]) for name in sorted(digests)}
     saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    manifest = Manifest(step, saved_at, leaves, files, processes)
+    manifest = Manifest(step, saved_at, leaves, files, processes, part)
     if missing := manifest.missing_arrays():
         raise CheckpointError(
             f"the checkpoint of step {step} is not whole in {path}: {'; '.join(missing)}. All processes must write to "
             "one folder: set --workdir to a folder that all hosts share, or to gs:// or s3://."
         )
     body = dataclasses.asdict(manifest) | {"format": _FORMAT}
+    if part is None:
+        del body["part"]
     body = json.loads(json.dumps(body))  # tuples become lists, as they will be read
     text = json.dumps(body | {"digest": _digest(body)}, indent=1)
     (path / MANIFEST).write_bytes(text.encode())
@@ -232,7 +261,7 @@ def note_commit(folder: Path, step: int | None) -> None:
 
 
 def has_note(folder: Path) -> bool:
-    """True if a run of this version of jtrain began in the workdir."""
+    """True if a run began in the workdir."""
     return folders.has_file(folder.parent, LAST)
 
 
@@ -250,6 +279,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
       CheckpointError: the manifest is missing, damaged, or of another step.
+      OtherVersionError: it has another format.
       OSError: the disk or store cannot be read.
     """
     try:
@@ -261,15 +291,18 @@ def read_manifest(path: Path) -> Manifest:
         digest = body.pop("digest")
         if digest != _digest(body):
             raise CheckpointError(f"{path / MANIFEST} does not match its own digest")
-        version = body.pop("format")
-        if version not in _READ_FORMATS:
-            known = ", ".join(map(str, _READ_FORMATS))
-            raise CheckpointError(f"{path / MANIFEST} has format {version}; this jtrain reads formats {known}")
+        if (version := body.pop("format")) != _FORMAT:
+            raise OtherVersionError(
+                f"{path / MANIFEST} has format {version}: another version of jtrain wrote it, and this one reads "
+                f"format {_FORMAT}. Go on with that version, whose commit is in run.json, or set "
+                "--workdir to a new folder."
+            )
         leaves = {
             name: ManifestLeaf(**leaf | {"shape": tuple(leaf["shape"])}) for name, leaf in body.pop("leaves").items()
         }
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
-        manifest = Manifest(leaves=leaves, files=files, **body)
+        part = Part(**body.pop("part")) if "part" in body else None
+        manifest = Manifest(leaves=leaves, files=files, part=part, **body)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -302,11 +335,17 @@ def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[
     if found or not hashes:
         return found
     mine = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))[share[0] :: share[1]]
-    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
-        for name, digest in zip(mine, pool.map(lambda name: folders.hash_of(path / name), mine), strict=True):
-            if digest != manifest.files[name][1]:
-                found.append(f"{name} does not have the contents that were saved")
+    for name, digest in hashes_of(path, mine).items():
+        if digest != manifest.files[name][1]:
+            found.append(f"{name} does not have the contents that were saved")
     return found
+
+
+def hashes_of(path: Path, names: Iterable[str]) -> dict[str, str]:
+    """Returns the hash of each of these files in the checkpoint at `path`."""
+    names = list(names)
+    with concurrent.futures.ThreadPoolExecutor(_HASH_THREADS) as pool:
+        return dict(zip(names, pool.map(lambda name: folders.hash_of(path / name), names), strict=True))
 
 
 def _write(path: Path, text: str) -> None:

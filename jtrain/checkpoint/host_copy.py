@@ -142,6 +142,29 @@ class StateChunks:
                     self._changed.notify_all()
 
 
+def held_chunks(state: Any) -> Iterator[StateChunk]:
+    """Yields the chunks of all shards that this process's devices hold, those of replicas too, each once.
+
+    A shard is on its way from its device while the one before is read, and no more: a second copy of the state need
+    not fit into the host's memory.
+    """
+    jax.block_until_ready(state)
+    shards = [
+        (".".join(keys), shard)
+        for keys, array in by_keys(state)
+        for shard in {first_element(shard.index): shard for shard in array.addressable_shards}.values()
+    ]
+    for (leaf, shard), (_, following) in zip(shards, [*shards[1:], (None, None)], strict=True):
+        if following is not None and not _on_cpu(following):
+            following.data.copy_to_host_async()
+        yield from _chunks(leaf, shard, [ShardPart(0, first_element(shard.index), shard.data.shape)])
+
+
+def first_element(index: tuple[slice, ...]) -> tuple[int, ...]:
+    """Returns the index of a shard's first element in the whole array."""
+    return tuple(part.start or 0 for part in index)
+
+
 def _on_cpu(shard: Any) -> bool:
     return shard.device.platform == "cpu"
 

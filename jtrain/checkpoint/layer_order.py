@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint.array_writer import DescribedLeaf, describe
-from jtrain.checkpoint.host_copy import ShardPart, Splitter
+from jtrain.checkpoint.host_copy import ShardPart, Splitter, first_element
 from jtrain.checkpoint.tree_paths import by_keys
 
 type LayerOrder = tuple[int, ...]
@@ -63,7 +63,7 @@ def splitter(order: LayerOrder | None) -> Splitter:
     """
 
     def parts(array: jax.Array, shard: Any) -> list[ShardPart]:
-        start = tuple(part.start or 0 for part in shard.index)
+        start = first_element(shard.index)
         shape = shard.data.shape
         if order is None or not is_placed(array):
             return [ShardPart(0, start, shape)]

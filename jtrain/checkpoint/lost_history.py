@@ -5,7 +5,6 @@ that was killed before its first checkpoint has a history too, and begins at ste
 `last_checkpoint.json` tells the two apart.
 """
 
-import json
 import os
 from pathlib import Path
 
@@ -13,19 +12,16 @@ from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError
 from jtrain.checkpoint.restoring import Restored, in_process_zero
 
-_METRICS = "metrics.jsonl"
-_CONFIG = "config.txt"
 _HISTORY = (
-    _METRICS,
+    "metrics.jsonl",
     "goodput.jsonl",
     "goodput.json",
     "tensorboard",
     "data.log",
     "profile",
-    _CONFIG,
+    "config.txt",
     "run.json",
 )
-_END_BYTES = 1 << 16
 
 
 def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[str]:
@@ -40,27 +36,31 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
       A line for the user that says what was moved; none if nothing was.
 
     Raises:
-      CheckpointError: there is a history without checkpoints.
+      CheckpointError: there is a history without checkpoints, or another version of jtrain wrote the newest one.
     """
 
     def check() -> str:
-        if files.steps(folder) or files.without_manifest(folder):
+        if steps := files.steps(folder):
+            return _of_another_version(folder / str(steps[-1]))
+        if files.without_manifest(folder):
             return ""
-        done = _done(workdir, folder)
-        if not done:
+        if (last := files.last_commit(folder)) is None:
             return ""
         if not from_scratch:
-            return f"refused {done}"
+            return f"refused {last}"
         moved = move_history(workdir)
         files.note_commit(folder, None)
         return f"moved {moved}"
 
     verdict, _, text = in_process_zero(check, folder).partition(" ")
+    if verdict == "version":
+        raise CheckpointError(text)
     if verdict == "refused":
         raise CheckpointError(
-            f"{folder} holds no checkpoint, although {text}. A disk may not be mounted, or the checkpoints were moved. "
-            "Bring them back and run the same command again, or add --from-scratch to begin at step 0; what is in "
-            f"{workdir} is then moved to a folder in it."
+            f"{folder} holds no checkpoint, although {folder.parent / files.LAST} says that the one of step {text} was "
+            "committed. A disk may not be mounted, or the checkpoints were moved. Bring them back and run the same "
+            f"command again, or add --from-scratch to begin at step 0; what is in {workdir} is then moved to a folder "
+            "in it."
         )
     return [f"WARNING: beginning at step 0, as --from-scratch says; the earlier history is in {text}"] if text else []
 
@@ -96,44 +96,12 @@ def _is_history(name: str) -> bool:
     return name.startswith("history-") and name.removeprefix("history-").isdecimal()
 
 
-def _done(workdir: Path, folder: Path) -> str:
-    """Returns what says that this run made checkpoints; an empty string if nothing does."""
-    last = files.last_commit(folder)
-    if last is not None:
-        return f"{folder.parent / files.LAST} says that the one of step {last} was committed"
-    if files.has_note(folder):
-        return ""
-    # A run of an older version of jtrain, which left no note.
-    step, every = _last_step(workdir / _METRICS), _every_steps(workdir / _CONFIG)
-    if step is None or every is None or step < every:
-        return ""
-    return f"{workdir / _METRICS} has steps up to {step}, and checkpoint.every_steps was {every}"
-
-
-def _last_step(metrics: Path) -> int | None:
-    """Returns the newest step in the last 64 KiB of a metrics file; None if there is none."""
+def _of_another_version(checkpoint: Path) -> str:
+    """Returns `version` and a message if another version of jtrain wrote a checkpoint; otherwise an empty string."""
     try:
-        with open(metrics, "rb") as file:
-            file.seek(max(0, metrics.stat().st_size - _END_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return None
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return None
-
-
-def _every_steps(config: Path) -> int | None:
-    """Returns the steps between two saves by a run's config, `num_steps` if only its end is saved; None if unknown."""
-    try:
-        lines = config.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    fields = {line.partition(":")[0]: line.rpartition("=")[2].strip() for line in lines}
-    found = next(
-        (fields[name] for name in ("checkpoint.every_steps", "num_steps") if fields.get(name, "").isdecimal()), ""
-    )
-    return int(found) if found else None
+        files.read_manifest(checkpoint)
+    except files.OtherVersionError as error:
+        return f"version {error}"
+    except CheckpointError:
+        pass  # damaged: an older one may be whole
+    return ""

@@ -5,35 +5,35 @@ processes it is the next process.
 """
 
 import contextlib
-import json
-import os
+import re
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from jtrain.checkpoint import files, folders, slots
 from jtrain.runtime import link, multihost
-from jtrain.runtime.atomic_io import write_whole
 from jtrain.runtime.link import Link, LinkError
 
 _TIMEOUT_S = 30.0
 
 SCHEMA: link.Schema = {
-    "put": {"number": int},
+    "put": {"slot": str},
     "get": {"process": int, "step": int},
-    "generation": {"header": np.ndarray, "size": int},
+    "slot": {"names": np.ndarray, "sizes": np.ndarray},
     "kept": {},
     "error": {"reason": str},
 }
-"""Messages: `put` with a generation, which `kept` or `error` answers, and `get`, which a generation or `error` answers.
-The content of a generation, `size` bytes, follows its message."""
+"""Messages: `put` and a slot, which `kept` or `error` answers, and `get`, which a slot or `error` answers. The contents
+of the files of a slot follow its message, the manifest's last."""
+
+_FILE_NAME = re.compile(rf"({files.STATE}/[^/]+/)?[^/.][^/]*")
 
 
 class Neighbours:
-    """Links among the processes of a run, by which they keep copies of each other's generations.
+    """Links among the processes of a run, by which they keep copies of each other's slots.
 
     Args:
       folder: folder of the run in local memory, as on every host.
@@ -66,22 +66,22 @@ class Neighbours:
         """Names of the folders that this host keeps."""
         return {f"process-{p}" for p in self.processes_here} | {f"copy-{p}" for p in self.copies_here}
 
-    def send(self, number: int, header: bytes, content: memoryview) -> None:
-        """Sends a generation to the neighbour and returns when it has committed its copy; raises OSError."""
+    def send(self, slot: Path) -> None:
+        """Sends a slot to the neighbour and returns when it has committed its copy; raises OSError."""
         if self._listening is None:
             return
         with self._linked(self._receiver) as peer:
-            peer.send("put", number=number)
-            _send_generation(peer, header, content)
+            peer.send("put", slot=slot.name)
+            _send(peer, slot)
             kind, fields = peer.receive(SCHEMA)
             if kind != "kept":
                 raise OSError(f"process {self._receiver} could not keep a copy: {fields.get('reason')}")
 
-    def fetch(self, holder: int, process: int, step: int, generation: Path) -> None:
-        """Fetches a process's generation from the host of `holder`; raises OSError if it is not there."""
+    def fetch(self, holder: int, process: int, step: int, slot: Path) -> None:
+        """Fetches what the host of `holder` has of a process's state into `slot`; raises OSError if it has nothing."""
         with self._linked(holder) as peer:
             peer.send("get", process=process, step=step)
-            _receive_generation(peer, generation)
+            _receive(peer, slot)
 
     def close(self) -> None:
         """Stops to listen."""
@@ -114,15 +114,15 @@ class Neighbours:
             peer = Link(connection, session)
             kind, fields = peer.receive(SCHEMA)
             if kind == "put":
-                self._keep(peer, caller, fields["number"])
+                self._keep(peer, caller, fields["slot"])
             elif kind == "get":
                 self._give(peer, fields["process"], fields["step"])
 
-    def _keep(self, peer: Link, process: int, number: int) -> None:
-        folder = self._folder / f"copy-{process}"
+    def _keep(self, peer: Link, process: int, slot: str) -> None:
+        if slot not in slots.SLOTS:
+            raise LinkError(f"there is no slot {slot!r}")
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _receive_generation(peer, folder / str(number))
+            _receive(peer, self._folder / f"copy-{process}" / slot)
         except LinkError:
             raise
         except OSError as error:
@@ -131,43 +131,39 @@ class Neighbours:
             peer.send("kept")
 
     def _give(self, peer: Link, process: int, step: int) -> None:
-        for name in (f"process-{process}", f"copy-{process}"):
-            for header in sorted((self._folder / name).glob("[01].json")):
-                text = header.read_bytes()
-                if json.loads(text)["step"] == step:
-                    _send_generation(peer, text, memoryview(np.memmap(header.with_suffix(".bin"), np.uint8, "r")))
+        for kind in ("process", "copy"):
+            for slot, manifest in slots.whole_slots(self._folder / f"{kind}-{process}"):
+                if manifest.step == step:
+                    _send(peer, slot)
                     return
         peer.send("error", reason=f"process {self._process} has no state of step {step} of process {process}")
 
 
-def _send_generation(peer: Link, header: bytes, content: memoryview) -> None:
-    peer.send("generation", header=np.frombuffer(header, np.uint8), size=len(content))
-    peer.send_content(content)
+def _send(peer: Link, slot: Path) -> None:
+    sizes = folders.sizes(slot)
+    sizes[files.MANIFEST] = sizes.pop(files.MANIFEST)  # as the last one
+    names = np.frombuffer("\n".join(sizes).encode(), np.uint8)
+    peer.send("slot", names=names, sizes=np.array(list(sizes.values())))
+    for name in sizes:
+        with open(slot / name, "rb") as file:
+            while block := file.read(link.FRAME_BYTES):
+                peer.send_content(block)
 
 
-def _receive_generation(peer: Link, generation: Path) -> None:
-    """Writes the generation that arrives into files, whose memory is taken before; the header last."""
+def _receive(peer: Link, slot: Path) -> None:
+    """Writes the slot that arrives over what `slot` held."""
     kind, fields = peer.receive(SCHEMA)
-    if kind != "generation":
-        raise OSError(fields.get("reason", f"a message {kind} instead of a generation"))
-    generation.with_suffix(".json").unlink(missing_ok=True)
-    with open_private(generation.with_suffix(".bin")) as file:
-        reserve(file, fields["size"])
-        for block in peer.receive_content(fields["size"]):
-            file.write(block)
-    write_whole(generation.with_suffix(".json"), fields["header"].tobytes(), durable=False)
-
-
-def open_private(path: Path) -> Any:
-    """Opens a file to write without cutting it, made with mode 0600 if it is not there."""
-    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
-
-
-def reserve(file: Any, size_bytes: int) -> None:
-    """Gives an open file this size and takes its memory: a map of a file without it would end the process when full."""
-    if os.fstat(file.fileno()).st_size != size_bytes:
-        os.ftruncate(file.fileno(), size_bytes)
-    os.posix_fallocate(file.fileno(), 0, size_bytes)
+    if kind != "slot":
+        raise OSError(fields.get("reason", f"a message {kind} instead of a slot"))
+    sizes = dict(zip(fields["names"].tobytes().decode().split("\n"), fields["sizes"].tolist(), strict=True))
+    if not all(map(_FILE_NAME.fullmatch, sizes)):
+        raise LinkError("a slot arrived with files elsewhere")
+    slots.empty(slot)
+    slots.reserve(slot, sizes)
+    for name, size in sizes.items():
+        with open(slot / name, "r+b") as file:
+            for block in peer.receive_content(size):
+                file.write(block)
 
 
 def _identity(folder: Path) -> str:

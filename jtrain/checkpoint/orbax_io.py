@@ -39,10 +39,7 @@ def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int,
 
 
 def _nested(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a pytree in nested dicts, without empty branches, which Orbax would count as content.
-
-    A checkpoint from before a new, empty branch existed can therefore still be restored.
-    """
+    """Returns the leaves of a pytree in nested dicts, without empty branches, which Orbax would count as content."""
     nested: dict[str, Any] = {}
     for (*parents, last), leaf in by_keys(tree):
         branch = nested
@@ -67,7 +64,7 @@ class _PlacedArrays(ocp.type_handlers.ArrayHandler):
             if not layer_order.is_placed(like):
                 others.append((info, arg))
                 continue
-            spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=bool(info.is_ocdbt_checkpoint))
+            spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=False)
             stored = await ts.open(spec, open=True, context=info.ts_context)
             found[info.name] = await layer_order.read_placed(stored, like, self._order)
         if others:

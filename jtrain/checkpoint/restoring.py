@@ -18,6 +18,7 @@ from typing import Any
 
 from jtrain.checkpoint import files
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
+from jtrain.errors import first_few
 from jtrain.runtime import multihost
 from jtrain.runtime.store_paths import said
 
@@ -76,12 +77,11 @@ def restore_newest(
         if wrong or manifest is None:
             passed.append(_PassedOver(step, wrong, damaged=True))
             continue
-        wanted = like(manifest.leaves) if callable(like) else like
-        _check_same(folder / str(step), manifest.leaves, wanted, order)
-        state, unread = _read(folder / str(step), wanted, order=order)
+        _check_same(folder / str(step), manifest.leaves, like, order)
+        state, unread = _read(folder / str(step), like, order=order)
         if unread:  # because of damage since the check, or because a disk or store failed for a moment
             _, wrong = _checked(folder / str(step), verify=True)
-            state, unread = (None, wrong) if wrong else _read(folder / str(step), wanted, order=order)
+            state, unread = (None, wrong) if wrong else _read(folder / str(step), like, order=order)
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
@@ -106,8 +106,7 @@ def restore(
 
     Args:
       step: one of `files.steps(folder)`.
-      like: pytree of `jax.ShapeDtypeStruct` with shardings, of the same structure as the saved state; or a function
-        that makes it from the saved leaves.
+      like: pytree of `jax.ShapeDtypeStruct` with shardings, of the same structure as the saved state.
       verify: hash every file first, divided among the processes: about 1 s per GB and thread, with 8 threads.
         Otherwise only missing files and wrong sizes are found before reading.
       order: as `Checkpoints.layer_order`.
@@ -117,7 +116,6 @@ def restore(
         that differ); or it is damaged (the message says how to go back to an older one).
     """
     path, manifest = open_step(folder, step, verify=verify)
-    like = like(manifest.leaves) if callable(like) else like
     _check_same(path, manifest.leaves, like, order)
     state, unread = _read(path, like, order=order)
     if unread:
@@ -198,6 +196,8 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
         wrong = files.damage(path, manifest, hashes=False)
         if verify and not wrong:
             wrong = files.damage(path, manifest, share=share)
+    except files.OtherVersionError:
+        raise  # in all processes
     except CheckpointError as error:
         wrong = [str(error)]
     except Exception as error:  # clients of stores raise many types
@@ -244,7 +244,7 @@ def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[s
             name = files.set_aside(folder, bad.step)
             what = "is damaged" if bad.damaged else "cannot be read, although all its hashes match"
             lines.append(
-                f"WARNING: the checkpoint of step {bad.step} {what} ({_listed_lines(bad.why, '; ')}): it was set aside "
+                f"WARNING: the checkpoint of step {bad.step} {what} ({_some(bad.why, '; ')}): it was set aside "
                 f"as {folder / name}, {then}."
             )
         return "\n".join(lines)
@@ -268,20 +268,15 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
 
 
 def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
-    listed = "\n".join(f"  step {bad.step}: {_listed_lines(bad.why, '; ')}" for bad in sorted(passed, key=_by_step))
+    listed = "\n".join(f"  step {bad.step}: {_some(bad.why, '; ')}" for bad in sorted(passed, key=lambda bad: bad.step))
     return CheckpointError(
         f"No checkpoint in {folder} is whole:\n{listed}\nNothing was changed. Restore the files from a copy and run "
         "the same command again, or add --from-scratch to set these aside and begin at step 0."
     )
 
 
-def _by_step(bad: _PassedOver) -> int:
-    return bad.step
-
-
-def _listed_lines(lines: tuple[str, ...], between: str) -> str:
-    more = f"{between}and {len(lines) - MAX_NAMED_LEAVES} more" if len(lines) > MAX_NAMED_LEAVES else ""
-    return between.join(lines[:MAX_NAMED_LEAVES]) + more
+def _some(lines: tuple[str, ...], between: str) -> str:
+    return first_few(lines, MAX_NAMED_LEAVES, between)
 
 
 def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
@@ -298,7 +293,7 @@ def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError
                 break
     else:
         way = f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
-    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_listed_lines(wrong, '\n  ')}\n{way}")
+    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_some(wrong, '\n  ')}\n{way}")
 
 
 def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None) -> None:
@@ -318,7 +313,7 @@ def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tu
     field = what if "." in what else f"{what}.*"
     raise CheckpointError(
         f"The checkpoint {path} is of another {what}: {len(lines)} of {len(wanted)} leaves differ.\n  "
-        f"{_listed_lines(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another --workdir."
+        f"{_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another --workdir."
     )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class CheckpointSpec:
                 raise UserError(f"checkpoint.{field}={value} must be at least 1{way_out}.")
 
 
-class Checkpoints:
+class Checkpoints(Saves):
     """Manager of the directory `workdir`/checkpoints. All processes of a run make the same calls in the same order.
 
         with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
@@ -67,31 +66,14 @@ class Checkpoints:
     """
 
     def __init__(self, workdir: Path, spec: CheckpointSpec, *, layer_order: tuple[int, ...] | None = None) -> None:
-        self.folder = (workdir if in_store(workdir) else workdir.absolute()) / "checkpoints"
-        self.hold = False
-        self._spec = spec
-        self._order = layer_order
-        self._saves = Saves(
-            self.folder,
+        super().__init__(
+            (workdir if in_store(workdir) else workdir.absolute()) / "checkpoints",
             every_steps=spec.every_steps,
             max_failures=spec.max_failures,
-            prune=self._prune,
             order=layer_order,
         )
-
-    def prepare(self) -> None:
-        """Imports orbax (0.8 s), makes the directory and removes leftovers, so that the first save is fast.
-
-        Call it before training, while a device is busy: it also finds out early if the directory is not writable.
-
-        Raises:
-          CheckpointError: the directory cannot be written to.
-        """
-        self._saves.prepare()
-
-    def say_with(self, say: Callable[[str], None]) -> None:
-        """Sets the function that prints warnings about saves; without it, they go to stderr."""
-        self._saves.say = say
+        self.hold = False
+        self._spec = spec
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps of the complete checkpoints, ascending."""
@@ -102,61 +84,6 @@ class Checkpoints:
         newest = max(self.steps(), default=-1)
         newest = int(multihost.from_process_zero(np.asarray(newest)))
         return None if newest < 0 else newest
-
-    def due(self, step: int) -> bool:
-        """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its next try."""
-        return self._saves.due(step)
-
-    def save(self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool = False) -> bool:
-        """Saves in the background; returns when `state` may be donated or deleted.
-
-        Waits for the previous save first.
-
-        Args:
-          step: number of completed updates.
-          state: a pytree of jax.Arrays.
-          data_state: position in the data stream, as JSON values.
-          config_text: the run's flat config.
-          last: no step follows, so `state` stays as it is and `wait` may try this save again.
-
-        Returns:
-          False if nothing was started: a complete checkpoint of this step exists already, for example after a crash
-          between its commit and the next step, and stays unchanged; or the previous save has just been found to have
-          failed, and its next try is later.
-
-        Raises:
-          CheckpointError: the previous save failed, as the last of `max_failures` in a row; or the directory cannot be
-            written to at the first save.
-          TypeError, ValueError: data_state cannot be written as JSON.
-        """
-        return self._saves.save(step, state, data_state, config_text, last=last)
-
-    def check(self, step: int) -> None:
-        """Says if the save in flight has failed, and when it will be tried again; otherwise returns at once.
-
-        With several processes and a save in flight, all agree on whether it has ended, which waits for the devices.
-
-        Args:
-          step: number of completed updates.
-
-        Raises:
-          CheckpointError: it was the last of `max_failures` in a row.
-        """
-        self._saves.check(step)
-
-    def wait(self) -> None:
-        """Returns when the last save is durable: committed, synced to the disk and read back.
-
-        Tries a save that was the `last` again, `max_failures` times in all.
-
-        Raises:
-          CheckpointError: the save failed. Earlier checkpoints are unchanged.
-        """
-        self._saves.wait()
-
-    def settle(self) -> None:
-        """Returns when no save is in flight. Says if it has failed, and raises nothing: `check` decides about that."""
-        self._saves.settle(fatal=False)
 
     def start(self, like: Any, *, workdir: Path | None = None, from_scratch: bool = False) -> restoring.Restored:
         """Reads the newest whole checkpoint, as `restoring.restore_newest`, and notes its step in the workdir.
@@ -189,21 +116,13 @@ class Checkpoints:
         path, _ = restoring.open_step(self.folder, step, verify=False)
         return (path / files.CONFIG).read_text()
 
-    def close(self) -> None:
-        """Waits for the last save, then ends all threads.
-
-        Raises:
-          CheckpointError: the last save failed.
-        """
-        self._saves.close(abandon=False)
-
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        self._saves.close(abandon=error is not None)
+        self.close(abandon=error is not None)
 
     def _prune(self) -> None:
         """Deletes surplus checkpoints. Runs right after the newest one was read back, so that one always stays."""

@@ -20,6 +20,7 @@ from jtrain.checkpoint import array_writer, files, folders
 from jtrain.checkpoint.array_writer import Checksums, DescribedLeaf
 from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
 from jtrain.checkpoint.host_copy import StateChunks
+from jtrain.errors import first_few
 from jtrain.runtime import atomic_io, multihost
 from jtrain.runtime.store_paths import in_store, said
 
@@ -150,7 +151,7 @@ class SaveTask:
             hashes |= {name: (size, digest) for name, (size, digest) in json.loads(told).items()}
         if missing := array_writer.incomplete(self._partial, hashes, contents.leaves):
             raise CheckpointError(
-                f"{_listed(missing)}: all processes must write to one folder. Set --workdir to one that all hosts share"
+                f"{_some(missing)}: all processes must write to one folder. Set --workdir to one that all hosts share"
             )
         files.seal(
             self._partial,
@@ -179,7 +180,7 @@ class SaveTask:
         share = by_size[multihost.process_index() :: multihost.process_count()]
         hashes = {name: manifest.files[name] for name in share}
         if wrong := array_writer.differing(self._final, hashes, self._checksums):
-            raise CheckpointError(f"the files were read back, and {_listed(wrong)}")
+            raise CheckpointError(f"the files were read back, and {_some(wrong)}")
 
     def _retire(self) -> None:
         """Deletes older checkpoints, now that this one is known to be whole."""
@@ -206,6 +207,5 @@ def _attempt[T](action: Callable[[], T], *, otherwise: T) -> tuple[str | None, T
         return cause(error), otherwise
 
 
-def _listed(lines: list[str]) -> str:
-    more = f"; and {len(lines) - _MAX_NAMED} more" if len(lines) > _MAX_NAMED else ""
-    return "; ".join(lines[:_MAX_NAMED]) + more
+def _some(lines: list[str]) -> str:
+    return first_few(lines, _MAX_NAMED, "; ")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jtrain.checkpoint import files
-from jtrain.checkpoint.files import CheckpointError
+from jtrain.checkpoint.files import CheckpointError, gib
 from jtrain.runtime import multihost
 from jtrain.runtime.retry import Backoff
 from jtrain.runtime.store_paths import in_store, said
@@ -38,9 +38,9 @@ _attempts = itertools.count()  # of all saves in this process; the same in all p
 
 
 class Saves:
-    """Saves into `folder`, one at a time, in the background; see `Checkpoints` for what its methods promise.
+    """Saves into `folder`, one at a time, in the background.
 
-    say: prints a line for the user; called in the thread that trains.
+    say: prints a warning about a save, to stderr unless it is set; called in the thread that trains.
     order: layers of the state at the places of a pipeline's stages; None if they are those of the model.
     """
 
@@ -50,14 +50,12 @@ class Saves:
         *,
         every_steps: int | None,
         max_failures: int,
-        prune: Callable[[], None],
         order: "LayerOrder | None" = None,
     ) -> None:
         self.folder = folder
         self.say: Callable[[str], None] = _print
         self._every_steps = every_steps
         self._max_failures = max_failures
-        self._prune = prune
         self._order = order
         self._task: SaveTask | None = None
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
@@ -66,6 +64,13 @@ class Saves:
         self._last: tuple[int, Any, str, str] | None = None
 
     def prepare(self) -> None:
+        """Imports orbax (0.8 s), makes the directory and removes leftovers, so that the first save is fast.
+
+        Call it before training, while a device is busy: it also finds out early if the directory is not writable.
+
+        Raises:
+          CheckpointError: the directory cannot be written to.
+        """
         if self._pool is not None:
             return
         from jtrain.checkpoint import array_writer  # lazy, as everywhere here: imports orbax
@@ -87,15 +92,37 @@ class Saves:
         self._pool = array_writer.threads(low=True)
 
     def due(self, step: int) -> bool:
+        """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its next try."""
         every = self._every_steps
         if self._retry_step is not None:
             return step >= self._retry_step
         return every is not None and step % every == 0
 
-    def save(self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool) -> bool:
+    def save(self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool = False) -> bool:
+        """Saves in the background; returns when `state` may be donated or deleted.
+
+        Waits for the previous save first.
+
+        Args:
+          step: number of completed updates.
+          state: a pytree of jax.Arrays.
+          data_state: position in the data stream, as JSON values.
+          config_text: the run's flat config.
+          last: no step follows, so `state` stays as it is and `wait` may try this save again.
+
+        Returns:
+          False if nothing was started: a complete checkpoint of this step exists already, for example after a crash
+          between its commit and the next step, and stays unchanged; or the previous save has just been found to have
+          failed, and its next try is later.
+
+        Raises:
+          CheckpointError: the previous save failed, as the last of `max_failures` in a row; or the directory cannot be
+            written to at the first save.
+          TypeError, ValueError: data_state cannot be written as JSON.
+        """
         data = json.dumps(data_state, allow_nan=False)
         self.prepare()
-        self.settle(step, fatal=not last)
+        self._settle(step, fatal=not last)
         if not last and self._retry_step is not None and not self.due(step):
             return False  # the one before has just been found to have failed: this one would meet the same full disk
         there = self._steps() or () if multihost.process_index() == 0 else ()  # if not known, the save says why
@@ -107,15 +134,29 @@ class Saves:
         return True
 
     def check(self, step: int) -> None:
+        """Says if the save in flight has failed, and when it will be tried again; otherwise returns at once.
+
+        With several processes and a save in flight, all agree on whether it has ended, which waits for the devices.
+
+        Args:
+          step: number of completed updates.
+
+        Raises:
+          CheckpointError: it was the last of `max_failures` in a row.
+        """
         if self._task is None or self._last is not None:
             return
         running = not self._task.ended
         if multihost.process_count() > 1:
             (running,) = multihost.agree(running)
         if not running:
-            self.settle(step)
+            self._settle(step)
 
-    def settle(self, step: int | None = None, *, fatal: bool = True) -> None:
+    def settle(self) -> None:
+        """Returns when no save is in flight. Says if it has failed, and raises nothing: `check` decides about that."""
+        self._settle(fatal=False)
+
+    def _settle(self, step: int | None = None, *, fatal: bool = True) -> None:
         """Waits for the save in flight, if there is one. A failure is said and counted.
 
         Args:
@@ -141,6 +182,13 @@ class Saves:
         )
 
     def wait(self) -> None:
+        """Returns when the last save is durable: committed, synced to the disk and read back.
+
+        Tries a save that was the `last` again, `max_failures` times in all.
+
+        Raises:
+          CheckpointError: the save failed. Earlier checkpoints are unchanged.
+        """
         most = self._max_failures
         for failures in itertools.count(1):
             task = self._joined()
@@ -156,10 +204,14 @@ class Saves:
             self._start(*self._last)
         self._last = None
 
-    def close(self, *, abandon: bool) -> None:
+    def close(self, *, abandon: bool = False) -> None:
         """Ends the threads, after the save in flight.
 
-        abandon: gives a save of several processes `ABANDON_S`: the others may be gone, and it would never end.
+        Args:
+          abandon: gives a save of several processes `ABANDON_S`: the others may be gone, and it would never end.
+
+        Raises:
+          CheckpointError: the save failed, and is not abandoned.
         """
         try:
             if not abandon:
@@ -173,6 +225,9 @@ class Saves:
             pool, self._pool = self._pool, None
             if pool is not None:
                 pool.shutdown()
+
+    def _prune(self) -> None:
+        """Deletes surplus checkpoints, after a newer one was read back."""
 
     def _start(self, step: int, state: Any, data: str, config_text: str) -> None:
         from jtrain.checkpoint import host_copy, layer_order, save_task, tree_paths
@@ -208,14 +263,14 @@ class Saves:
         why = task.failure or f"no end within {ABANDON_S:.0f} s"
         return (
             f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({why}). The state has "
-            f"{_gib(state_bytes)},{self._room()}{self._kept()}"
+            f"{gib(state_bytes)},{self._room()}{self._kept()}"
         )
 
     def _room(self) -> str:
         if in_store(self.folder):
             return " Check the store and the credentials for it, or choose another --workdir."
         there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-        free = _gib(shutil.disk_usage(there).free)
+        free = gib(shutil.disk_usage(there).free)
         return f" {free} are free on this disk. Fix the cause, or choose another --workdir."
 
     def _steps(self) -> tuple[int, ...] | None:
@@ -242,7 +297,3 @@ class Saves:
 def _print(line: str) -> None:
     if multihost.process_index() == 0:
         print(line, file=sys.stderr, flush=True)
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / 2**30:.2f} GiB"

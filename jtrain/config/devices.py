@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jtrain.config.run import Run, build_run, validate
-from jtrain.errors import UserError
+from jtrain.errors import UserError, first_few
 
 
 def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[str]]:
@@ -66,11 +66,10 @@ def _taken(devices: Sequence[jax.Device], each: int, data: int, why_idle: object
     said = f"mesh.data=auto: {data}, on "
     if not idle:
         return taken, [f"{said}all {len(devices)} devices" if len(devices) > 1 else f"{said}the one device"]
-    names = ", ".join(f"{device.platform}:{device.id}" for device in idle[:8])
-    more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
+    names = first_few([f"{device.platform}:{device.id}" for device in idle], 8)
     verb = "stays" if len(idle) == 1 else "stay"
     return taken, [
-        f"{said}{len(taken)} of the {len(devices)} devices that are here; {names}{more} {verb} idle",
+        f"{said}{len(taken)} of the {len(devices)} devices that are here; {names} {verb} idle",
         f"to use more: {why_idle}",
     ]
 

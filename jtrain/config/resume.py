@@ -1,32 +1,17 @@
-"""Rules for resuming: which config fields may differ from the run in a workdir."""
+"""Runs in workdirs: which config fields may differ when one goes on, and the run behind a checkpoint."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fiddle as fdl
+import jax
 
+from jtrain.checkpoint import Checkpoints
 from jtrain.config import tree
 from jtrain.config.run import Run, build_run
-from jtrain.errors import UserError, did_you_mean
+from jtrain.errors import FileError, UserError, did_you_mean
+from jtrain.model.param import ParamInfo, Params, map_params
 from jtrain.runtime.secrets import shown_lines
-
-ADDED = {
-    "model.moe": "None",
-    "optimizer.master_dtype": "'none'",
-    "optimizer.param_rounding": "'nearest'",
-    "precision.grad_accum_dtype": "'float32'",
-}
-"""Fields that older runs lack -> the value, as text, that reproduces their behaviour."""
-
-
-MOVED = {
-    "layout.param_dtype": "precision.param_dtype",
-    "layout.compute_dtype": "precision.compute_dtype",
-    "layout.reduce_dtype": "precision.reduce_dtype",
-    "layout.matmul_dtype": "precision.matmul_dtype",
-    "layout.kernels": "kernels",
-}
-"""Paths in older runs -> paths of the same fields now."""
 
 _ASKED = "# asked: "
 
@@ -85,7 +70,7 @@ def config_from_text(config_text: str) -> fdl.Config[Run]:
     Raises:
       UserError: as `jtrain.config.tree.read`.
     """
-    return tree.read(Run, _with_moved_paths(config_text))
+    return tree.read(Run, config_text)
 
 
 def run_of_checkpoint(config_text: str) -> Run:
@@ -102,29 +87,44 @@ def run_of_checkpoint(config_text: str) -> Run:
     return build_run(run_config)
 
 
+def open_checkpoint(checkpoints: Checkpoints, step: int | None) -> tuple[int, Run]:
+    """Returns the step of a checkpoint, the newest one's for None, and the run that wrote it.
+
+    Raises:
+      FileError: there is no checkpoint.
+      CheckpointError: there is none of this step.
+    """
+    step = checkpoints.latest_step() if step is None else step
+    if step is None:
+        raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
+    return step, run_of_checkpoint(checkpoints.config_text(step))
+
+
+def read_params(checkpoints: Checkpoints, step: int, run: Run, dtype_of: Callable[[ParamInfo], str]) -> Params:
+    """Reads the parameters of a checkpoint onto one device, in the dtypes of `dtype_of`.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = map_params(
+        lambda info: jax.ShapeDtypeStruct(info.shape, dtype_of(info), sharding=sharding), run.model.param_infos()
+    )
+    return checkpoints.restore_part(step, {"params": like})["params"]
+
+
 def differences(there: str, here: str) -> list[str]:
     """Lists the differences that make two flat config texts different runs, one `path: a there, b here` each.
 
-    Fields in MAY_CHANGE_ON_RESUME are left out. A field that an older version did not have counts as a difference,
-    unless it has its value in ADDED.
+    Fields in MAY_CHANGE_ON_RESUME are left out. A field that one of them lacks counts as a difference.
     """
-    # Older runs kept secrets in config.txt; hidden, they are equal, and a renewed signature is not another run.
-    old, new = tree.parse(shown_lines(_with_moved_paths(there))), tree.parse(shown_lines(here))
-    old = {path: text for path, text in ADDED.items() if path in new} | old
+    # Secrets are hidden, so that a renewed signature is not another run.
+    before, now = tree.parse(shown_lines(there)), tree.parse(shown_lines(here))
     return [
-        f"{path}: {old.get(path, 'absent')} there, {new.get(path, 'absent')} here"
-        for path in dict.fromkeys([*old, *new])
-        if old.get(path) != new.get(path) and not path.startswith(tuple(MAY_CHANGE_ON_RESUME))
+        f"{path}: {before.get(path, 'absent')} there, {now.get(path, 'absent')} here"
+        for path in dict.fromkeys([*before, *now])
+        if before.get(path) != now.get(path) and not path.startswith(tuple(MAY_CHANGE_ON_RESUME))
     ]
-
-
-def _with_moved_paths(config_text: str) -> str:
-    """Returns the text with the paths in MOVED replaced by their new ones."""
-    lines = []
-    for line in config_text.splitlines(keepends=True):
-        path, colon, rest = line.partition(":")
-        lines.append(MOVED.get(path, path) + colon + rest)
-    return "".join(lines)
 
 
 def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()) -> list[str]:

@@ -6,13 +6,13 @@ interleaved.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from jtrain.errors import UserError
+from jtrain.errors import UserError, first_few
 from jtrain.layout.dims import ParamInfo
 from jtrain.model.param import Params, map_params
 from jtrain.model.transformer import Transformer
@@ -175,18 +175,13 @@ def from_hf(tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer,
 
 
 def _check_names(missing: list[str], extra: list[str]) -> None:
-    parts = [f"{what} {_some(names)}" for what, names in (("missing", missing), ("unknown", extra)) if names]
+    kinds = {"missing": missing, "unknown": extra}
+    parts = [f"{what} {len(names)}: {first_few(names, 8)}" for what, names in kinds.items() if names]
     if parts:
         raise UserError(
             f"the tensors are not those that config.json describes: {'; '.join(parts)}. Weights and config.json are of "
             "different models, or a file is incomplete."
         )
-
-
-def _some(names: Iterable[str], most: int = 8) -> str:
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"{len(names)}: {', '.join(names[:most])}{more}"
 
 
 def _check_tied(tensors: Mapping[str, Callable[[], np.ndarray]]) -> None:

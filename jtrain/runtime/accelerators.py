@@ -1,6 +1,8 @@
-"""Accelerators of this host by their device files: the one that a run is to use, and one that it leaves unused."""
+"""Accelerators of this host: the one that a run is to use, one that it leaves unused, and each process's GPUs."""
 
 import importlib.util
+import shutil
+import subprocess
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -91,6 +93,50 @@ def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
     return None
 
 
+def nvidia_gpus() -> list[tuple[str, int]]:
+    """Name and bytes of memory of each NVIDIA GPU, from nvidia-smi, since JAX must not be initialised yet."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode:  # a driver is installed, but no GPU
+        return []
+    lines = done.stdout.splitlines()
+    fields = [line.rpartition(",") for line in lines if line.strip()]
+    return [(name.strip(), int(mib) << 20) for name, _, mib in fields]
+
+
+def local_device_ids(environ: Mapping[str, str]) -> list[int] | None:
+    """Returns the GPUs of this host that this process takes, by their number among those that it can see; None for all.
+
+    The GPUs are divided among the host's processes. Left to itself, jax gives each process one GPU, also where it is
+    alone on a host with eight. A scheduler that shows each process only its own GPUs has divided them already.
+
+    Args:
+      environ: variables of Slurm (of a step, as `srun` starts it) or Open MPI; without either, None is returned.
+
+    Raises:
+      UserError: the processes of this host are more than its GPUs, or do not divide them.
+    """
+    if (place := _place(environ)) is None:
+        return None
+    number, processes = place
+    seen = _seen(environ)
+    own = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # `2`, or `h100:2`
+    if processes == 1 or seen == 1 or own == str(seen):
+        return None
+    if seen == 0:
+        return [number]  # as jax does; a process on CPUs ignores it
+    if seen % processes:
+        raise UserError(
+            f"{processes} processes on this host cannot share its {seen} GPUs evenly. Start one process per host "
+            "(--ntasks-per-node=1), which takes all GPUs, or one per GPU "
+            f"(--ntasks-per-node={seen})."
+        )
+    each = seen // processes
+    return list(range(number * each, (number + 1) * each))
+
+
 def _lacks(kind: Accelerator) -> str:
     """Says what jax lacks for a kind of device; "" if it lacks nothing."""
     if kind == "tpu":
@@ -131,3 +177,31 @@ def _install(kind: Accelerator) -> str:
 def _has_google_device(root: Path) -> bool:
     vendors = root.glob("sys/bus/pci/devices/*/vendor")
     return any(path.read_text().strip() == _GOOGLE for path in vendors)
+
+
+def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Number of this process on its host, and how many processes the host has; None where nobody says."""
+    if "SLURM_LOCALID" in environ:
+        counts = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+        return int(environ["SLURM_LOCALID"]), _tasks(counts, int(environ.get("SLURM_NODEID", "0")))
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
+        return int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]), int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1"))
+    return None
+
+
+def _tasks(counts: str, node: int) -> int:
+    """Processes on a node, from Slurm's list of them: `8`, `8(x2)` or `8(x2),4`."""
+    for part in counts.split(","):
+        tasks, _, times = part.rstrip(")").partition("(x")
+        node -= int(times or 1)
+        if node < 0:
+            return int(tasks)
+    return 1
+
+
+def _seen(environ: Mapping[str, str]) -> int:
+    """Number of GPUs that CUDA shows to this process."""
+    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return 0 if visible in HIDDEN else len(visible.split(","))
+    on_node = environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(on_node) if on_node.isdecimal() else len(nvidia_gpus())

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from jtrain.errors import UserError
+from jtrain.runtime.accelerators import local_device_ids
 from jtrain.runtime.agreement import Agreement, DictCarrier, ServiceCarrier
-from jtrain.runtime.local_devices import local_device_ids
 from jtrain.runtime.retry import Backoff, retried
 
 GATHER_S = 3600.0

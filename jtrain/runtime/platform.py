@@ -2,14 +2,12 @@
 
 import glob
 import os
-import shutil
-import subprocess
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jtrain.errors import UserError
-from jtrain.runtime.accelerators import DeviceChoice, platform_of
+from jtrain.runtime.accelerators import DeviceChoice, nvidia_gpus, platform_of
 
 if TYPE_CHECKING:
     import jax
@@ -200,19 +198,6 @@ def _above_one(text: str) -> bool:
         return False
 
 
-def nvidia_gpus() -> list[tuple[str, int]]:
-    """Name and bytes of memory of each NVIDIA GPU, from nvidia-smi, since JAX must not be initialised yet."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
-    if done.returncode:  # a driver is installed, but no GPU
-        return []
-    lines = done.stdout.splitlines()
-    fields = [line.rpartition(",") for line in lines if line.strip()]
-    return [(name.strip(), int(mib) << 20) for name, _, mib in fields]
-
-
 def host_memory_bytes() -> int:
     """Memory of the NUMA nodes with CPUs; on Grace systems the GPUs' memory is separate nodes without CPUs."""
     total = 0
@@ -221,3 +206,12 @@ def host_memory_bytes() -> int:
             line = next(line for line in (node / "meminfo").read_text().splitlines() if "MemTotal:" in line)
             total += int(line.split()[-2]) << 10
     return total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def resident_bytes() -> int | None:
+    """Bytes of this process that are in RAM, shared pages included; None where there is no /proc to tell."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return None

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jtrain.errors import UserError
+from jtrain.errors import UserError, first_few
 from jtrain.runtime import exit_codes, multihost
 from jtrain.runtime.agreement import Agreement
 from jtrain.runtime.run_files import versions
@@ -114,11 +114,10 @@ def difference(peers: Sequence[Peer]) -> str:
         ):
             paths = [path for path in {**of_first, **of_peer} if of_first.get(path) != of_peer.get(path)]
             if paths:
-                listed = "".join(f"\n  {one}: {of_first.get(one)} there, {of_peer.get(one)} here" for one in paths[:8])
-                more = f"\n  and {len(paths) - 8} more" if len(paths) > 8 else ""
+                lines = [f"{one}: {of_first.get(one)} there, {of_peer.get(one)} here" for one in paths]
                 return (
                     f"{who} has {what} other than process 0 on host {first.host} (there: process 0, here: process "
-                    f"{number}):{listed}{more}\n{way}"
+                    f"{number}):\n  {first_few(lines, 8, '\n  ')}\n{way}"
                 )
     return ""
 

@@ -52,7 +52,7 @@ def shown_assignment(text: str) -> str:
 
 
 def shown_lines(config_text: str) -> str:
-    """Returns a flat config (`path: type = value` lines) as it may be shown; older runs kept their secrets in it."""
+    """Returns a flat config (`path: type = value` lines) as it may be shown."""
     return "".join(map(_shown_line, config_text.splitlines(keepends=True)))
 
 

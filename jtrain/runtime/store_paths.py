@@ -1,6 +1,7 @@
 """Workdirs: folders, and `gs://bucket/run` and `s3://bucket/run` in object stores, through etils and fsspec."""
 
 import contextlib
+import functools
 import importlib
 import os
 import re
@@ -76,7 +77,7 @@ def workdir_path(text: str) -> Path:
     extra, module = EXTRAS[scheme]
     try:
         importlib.import_module(module)
-        from jtrain.runtime.epath_store import StorePath
+        store_path = _store_path()
     except ImportError as error:
         raise UserError(
             f"--workdir {text}: the client of {scheme}:// is not installed ({error}). Run pip install "
@@ -84,7 +85,18 @@ def workdir_path(text: str) -> Path:
         ) from error
     _limit_requests()
     with store_errors(text):
-        return StorePath(f"{scheme}://{bucket}")
+        return store_path(f"{scheme}://{bucket}")
+
+
+@functools.cache
+def _store_path() -> type[Path]:
+    """Type of paths in object stores; imports etils, which only runs in stores need."""
+    from etils.epath.gpath import PosixGPath
+
+    class StorePath(PosixGPath, Path):  # pyright: ignore[reportIncompatibleMethodOverride]: options that etils lacks
+        """Path behind gs:// or s3:// with the methods of `pathlib.Path`: etils implements them, through fsspec."""
+
+    return StorePath
 
 
 def _limit_requests() -> None:

@@ -6,12 +6,13 @@ set_up -> lock of the workdir -> restored state -> Attempt -> Loop.run
 import contextlib
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import jax
 
 from jtrain.checkpoint import Checkpoints, files
-from jtrain.checkpoint.local_memory import local_memory
+from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.checkpoint.lost_history import check_history
 from jtrain.checkpoint.restoring import Restored
 from jtrain.config.resume import check_same_run, with_history
@@ -32,7 +33,7 @@ from jtrain.train.callbacks import Callback, Callbacks, RunContext, load_callbac
 from jtrain.train.integrity import IntegrityCheck
 from jtrain.train.loop import Attempt, Loop
 from jtrain.train.restart_point import RestartPoint
-from jtrain.train.setup import print_line, set_up
+from jtrain.train.setup import Setup, print_line, set_up
 
 
 def train(
@@ -89,9 +90,7 @@ def train(
         Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order) as checkpoints,
         StopRequest() as stop,
         Callbacks([*watchers, integrity, *built_in_callbacks(run, workdir, lock), *user_callbacks]) as callbacks,
-        local_memory(
-            run.checkpoint, workdir, lambda: abstract_state(job.layout, setup.optimizer, mesh), config_text
-        ) as local,
+        _local_memory(setup, workdir, config_text) as local,
     ):
         check_same_run(workdir, config_text, allow=allow_change)  # again: the folder may have been empty before
         if jax.process_index() == 0:
@@ -103,7 +102,7 @@ def train(
         with Metrics(
             workdir, run.metrics, num_steps=run.num_steps, start_step=restored.step, alerts=run.alerts
         ) as metrics:
-            checkpoints.say_with(metrics.say)
+            checkpoints.say = metrics.say
             for line in (*history_lines, *restored.said, *_resume_lines(restored, changes)):
                 metrics.say(line)
             train_step = make_train_step(
@@ -143,6 +142,20 @@ def train(
                 local.remove()
             metrics.say(_end_line(loop, seconds=time.time() - started_s, home=home))
     return DONE if is_complete else STOPPED
+
+
+def _local_memory(setup: Setup, workdir: Path, config_text: str) -> AbstractContextManager[LocalMemory | None]:
+    """Local memory of a run; none if its config keeps no state there."""
+    if setup.run.checkpoint.local_every_steps is None:
+        return contextlib.nullcontext()
+    return LocalMemory(
+        workdir,
+        setup.run.checkpoint.local_dir,
+        abstract_state(setup.job.layout, setup.optimizer, setup.mesh),
+        config_text,
+        newest_checkpoint=lambda: max(files.steps(workdir.absolute() / "checkpoints"), default=0),
+        say=print_line,
+    )
 
 
 def _resume_lines(restored: Restored, changes: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jtrain.checkpoint import Checkpoints, files
-from jtrain.errors import HardwareFault, UserError
+from jtrain.errors import HardwareFault, UserError, first_few
 from jtrain.runtime.multihost import from_process_zero, gather
 from jtrain.step.guard import LEFT_OUT, WINDOW, GuardSpec
 from jtrain.telemetry.append_file import AppendFile, WriteTrouble, aside_text, keep_lines, parsed
@@ -196,7 +196,7 @@ class BadSteps:
         entry |= dict(zip(_NAMES, numbers.values.tolist(), strict=True)) | {"batch_hash": numbers.batch_hash}
         entry |= {f"{name}_bound": bound for name, bound in zip(_NAMES, numbers.bounds.tolist(), strict=True)}
         self._write(entry | {"devices": numbers.strange_devices, "documents": known})
-        why += "".join(f"; {source}: {_some(names)}" for source, names in known.items())
+        why += "".join(f"; {source}: {first_few(names, 8)}" for source, names in known.items())
         if spec.on_bad == "stop":
             raise self._stopped(numbers, why)
         again = "state" in numbers.bad or spec.on_bad == "rollback" or recent >= spec.max_skips or last
@@ -236,7 +236,7 @@ class BadSteps:
         settled = sorted(self._bad)
         self._bad.clear()
         self._write({"step": numbers.step, "action": "repeats", "since": self.since, "left_out": list(self.left_out)})
-        steps = f"step{'s' * (len(settled) > 1)} {_some([str(one) for one in settled])}"
+        steps = f"step{'s' * (len(settled) > 1)} {first_few([str(one) for one in settled], 8)}"
         self._say(
             f"the replay of step {numbers.step} gave the same bits, so the data or the arithmetic is bad, not the "
             f"hardware: the update{'s' * (len(settled) > 1)} of {steps} stay{'s' * (len(settled) == 1)} left out."
@@ -287,7 +287,7 @@ class BadSteps:
     def _named(self, devices: list[int]) -> str:
         """Names devices by their place in the mesh: number and process."""
         flat = self._mesh.devices.flatten()
-        return _some([f"device {flat[i].id} of process {flat[i].process_index}" for i in devices])
+        return first_few([f"device {flat[i].id} of process {flat[i].process_index}" for i in devices], 8)
 
     def _fault(self, before: Numbers, now: Numbers) -> HardwareFault:
         """Returns the error for a step that gave other bits in its replay; sets later checkpoints aside."""
@@ -365,7 +365,3 @@ _SLOWER = (
     "half the learning rate from there on, `--set optimizer.peak_lr=... --allow-change optimizer.peak_lr` (or "
     "optimizer.clip_norm in the same way)"
 )
-
-
-def _some(names: list[str], most: int = 8) -> str:
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

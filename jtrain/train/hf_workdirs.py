@@ -13,10 +13,10 @@ from jtrain import optim
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config import tree
 from jtrain.config.load import load_config
-from jtrain.config.resume import run_of_checkpoint
+from jtrain.config.resume import open_checkpoint, read_params
 from jtrain.config.run import build_run, check_vocabulary
 from jtrain.data import make_tokenizer, open_dataset
-from jtrain.errors import FileError, UserError
+from jtrain.errors import UserError
 from jtrain.hf.directory import check_empty, open_tensors, read_config, write_directory
 from jtrain.hf.mapping import from_hf
 from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
@@ -39,21 +39,14 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
     """
     check_empty(out)
     with Checkpoints(workdir_path(workdir), CheckpointSpec()) as checkpoints:
-        step = checkpoints.latest_step() if step is None else step
-        if step is None:
-            raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
-        run = run_of_checkpoint(checkpoints.config_text(step))
+        step, run = open_checkpoint(checkpoints, step)
         dtype = dtype or run.precision.param_dtype
         tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
         their_config = config_from_model(
             run.model, dtype=dtype, max_seq_len=run.data.seq_len, begin_id=tokenizer.begin_id, end_id=tokenizer.end_id
         )
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         # Read in the output dtype: rounding later would hold the weights in two dtypes at once.
-        like = map_params(
-            lambda info: jax.ShapeDtypeStruct(info.shape, dtype, sharding=sharding), run.model.param_infos()
-        )
-        params = checkpoints.restore_part(step, {"params": like})["params"]
+        params = read_params(checkpoints, step, run, lambda _: dtype)
     files = write_directory(
         out,
         jax.tree.map(np.asarray, params),  # no copy on a CPU

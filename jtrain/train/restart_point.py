@@ -1,7 +1,7 @@
 """State from which steps go on: that of a checkpoint, or that before the first step."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jtrain.checkpoint import Checkpoints
 from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.checkpoint.restoring import Restored
 from jtrain.runtime.multihost import from_process_zero
-from jtrain.step.guard import LEFT_OUT, GuardState, first_guard
+from jtrain.step.guard import LEFT_OUT, GuardState
 from jtrain.step.state import TrainState, abstract_state, init_state
 from jtrain.train.setup import Setup
 
@@ -39,17 +39,16 @@ class RestartPoint:
         """
         if local is not None:
             saved_step = self.checkpoints.latest_step() or 0
-            like = self._abstract_state()
-            if (copy := local.start(like, checkpoint=saved_step, is_wanted=not from_scratch)) is not None:
+            if (copy := local.start(checkpoint=saved_step, is_wanted=not from_scratch)) is not None:
                 step, state, data_state = copy
                 line = f"the state of step {step} was in local memory"
                 return Restored(step, state, self._fitting(data_state), (line,))
-        restored = self.checkpoints.start(self._like, workdir=workdir, from_scratch=from_scratch)
+        restored = self.checkpoints.start(self._abstract_state(), workdir=workdir, from_scratch=from_scratch)
         if restored.state is None:
             state, data_state = self.state_at(0)
         else:
             assert restored.data_state is not None
-            state, data_state = self._with_guard(restored.state), self._fitting(restored.data_state)
+            state, data_state = restored.state, self._fitting(restored.data_state)
         return dataclasses.replace(restored, state=state, data_state=data_state)
 
     def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
@@ -61,22 +60,11 @@ class RestartPoint:
         if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
             setup = self.setup
             return init_state(setup.job.layout, setup.optimizer, setup.mesh, seed=setup.run.seed), None
-        state, data_state = self.checkpoints.restore(step, self._like)
-        return self._with_guard(state), self._fitting(data_state)
+        state, data_state = self.checkpoints.restore(step, self._abstract_state())
+        return state, self._fitting(data_state)
 
     def _abstract_state(self) -> TrainState:
         return abstract_state(self.setup.job.layout, self.setup.optimizer, self.setup.mesh)
-
-    def _like(self, leaves: Mapping[str, Any]) -> TrainState:
-        """Returns shapes and shardings for a checkpoint with these leaves: before there was a guard, it had none."""
-        like = self._abstract_state()
-        return like if any(name.startswith("guard.") for name in leaves) else dataclasses.replace(like, guard={})
-
-    def _with_guard(self, state: TrainState) -> TrainState:
-        if isinstance(state.guard, GuardState):
-            return state
-        first = jax.tree.map(np.asarray, first_guard())
-        return dataclasses.replace(state, guard=jax.tree.map(self._replicated, first))
 
     def _fitting(self, data_state: dict[str, Any]) -> dict[str, Any] | None:
         if self.data_may_change and self.setup.dataset.misfit(data_state) is not None:

@@ -5,17 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec
-from jtrain.config.resume import run_of_checkpoint
+from jtrain.config.resume import open_checkpoint, read_params
 from jtrain.data import make_tokenizer
 from jtrain.data.tokenizer import Tokenizer
-from jtrain.errors import FileError, UserError
+from jtrain.errors import UserError
 from jtrain.model.kv_cache_decode import TokenSampler, generate_ids
-from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 
 DEFAULT_MAX_TOKENS = 200
@@ -43,20 +40,14 @@ def load(workdir: Path, step: int | None = None) -> Trained:
       CheckpointError: there is no checkpoint of this step, or it is damaged.
     """
     with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
-        step = checkpoints.latest_step() if step is None else step
-        if step is None:
-            raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
-        run = run_of_checkpoint(checkpoints.config_text(step))
-        sharding = SingleDeviceSharding(jax.devices()[0])
-        like = map_params(
-            lambda info: jax.ShapeDtypeStruct(
-                info.shape,
-                run.precision.compute_dtype if info.is_matrix else run.precision.param_dtype,
-                sharding=sharding,
-            ),
-            run.model.param_infos(),
+        step, run = open_checkpoint(checkpoints, step)
+        precision = run.precision
+        params = read_params(
+            checkpoints,
+            step,
+            run,
+            lambda info: precision.compute_dtype if info.is_matrix else precision.param_dtype,
         )
-        params = checkpoints.restore_part(step, {"params": like})["params"]
     tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
     return Trained(step, run.model, params, tokenizer, run.data.seq_len)
 
@@ -111,35 +102,6 @@ def stream(
             shown = whole
     if len(text) > shown:
         yield text[shown:]
-
-
-def sample(
-    model: Transformer,
-    params: dict[str, Any],
-    tokenizer: Tokenizer,
-    prompt: str = "",
-    *,
-    context: int,
-    max_tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-) -> str:
-    """Returns the text that follows `prompt`: the joined pieces of `stream`."""
-    pieces = stream(
-        model,
-        params,
-        tokenizer,
-        prompt,
-        context=context,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
-    return "".join(pieces)
 
 
 def _max_tokens(num_prompt: int, *, context: int, asked: int | None) -> int:

@@ -16,7 +16,7 @@ from jtrain.plan.estimate.flops import flops_per_token, mfu
 from jtrain.plan.estimate.machine import machine_of
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.runtime.multihost import gather
-from jtrain.runtime.resident_memory import resident_bytes
+from jtrain.runtime.platform import resident_bytes
 from jtrain.telemetry import step_timer
 from jtrain.telemetry.metrics import TrainLine
 from jtrain.telemetry.recompiles import Compilations

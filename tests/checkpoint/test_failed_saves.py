@@ -44,7 +44,7 @@ def said() -> list[str]:
 def checkpoints(tmp_path: Path, said: list[str]) -> Iterator[Checkpoints]:
     """Saves every 64 steps, keeps one checkpoint, and gives up after three failures."""
     made = Checkpoints(tmp_path, CheckpointSpec(every_steps=64, keep_last=1))
-    made.say_with(said.append)
+    made.say = said.append
     made.prepare()
     yield made
     made.close()
@@ -61,8 +61,8 @@ def train(checkpoints: Checkpoints, steps: range) -> list[int]:
         if checkpoints.due(step):
             checkpoints.save(step, state(step), {"next": step}, "")
             saved.append(step)
-            assert checkpoints._saves._task is not None
-            checkpoints._saves._task.join()
+            assert checkpoints._task is not None
+            checkpoints._task.join()
         checkpoints.check(step)
     return saved
 

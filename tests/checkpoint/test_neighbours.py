@@ -38,7 +38,7 @@ def state(step):
 
 said = []
 memory = LocalMemory(Path(workdir), directories[int(index)], like, "", newest_checkpoint=lambda: 0, say=said.append)
-found = memory.start(like, checkpoint=0)
+found = memory.start(checkpoint=0)
 result = {"said": said, "step": None}
 first = 0
 if found is not None:
@@ -99,12 +99,12 @@ def test_lost_memory_is_fetched_from_the_neighbour(tmp_path: Path) -> None:
         for one in run(workdir, memories):
             assert one == {"said": [], "step": before, "equal": True, "data": {"next": before}}
     # The newest generation of process 1 is gone on both hosts: the older one is whole.
-    for file in tmp_path.glob("memory-*/*/*-1/*.json"):
+    for file in tmp_path.glob("memory-*/*/*-1/*/manifest.json"):
         if json.loads(file.read_text())["step"] == 90:
             file.unlink()
     for one in run(workdir, memories):
         assert (one["step"], one["equal"]) == (80, True)
-    for file in tmp_path.glob("memory-*/*/*-1/*.json"):
+    for file in tmp_path.glob("memory-*/*/*-1/*/manifest.json"):
         file.unlink()
     for one in run(workdir, memories):
         assert one["step"] is None

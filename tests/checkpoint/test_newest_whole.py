@@ -230,18 +230,21 @@ def test_a_history_without_checkpoints_is_refused(workdir: Path, left: str) -> N
     assert check_history(workdir, folder, from_scratch=True) == [], "a restart script has the option in each attempt"
 
 
-@pytest.mark.parametrize(
-    ("every", "last", "refused"), [("10", 9, False), ("10", 10, True), ("None", 30, False), ("None", 40, True)]
-)
-def test_a_run_of_an_older_version_tells_by_its_metrics(tmp_path: Path, every: str, last: int, refused: bool) -> None:
-    """It left no note; its first save was due at `checkpoint.every_steps`, or at its end."""
-    (tmp_path / "config.txt").write_text(f"num_steps: int = 40\ncheckpoint.every_steps: int | None = {every}\n")
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": {last}}}\n{{"st')
-    if not refused:
-        assert check_history(tmp_path, tmp_path / "checkpoints", from_scratch=False) == []
-        return
-    with pytest.raises(CheckpointError, match=rf"has steps up to {last}, and checkpoint.every_steps was"):
-        check_history(tmp_path, tmp_path / "checkpoints", from_scratch=False)
+def test_a_run_of_another_version_is_refused_and_left_as_it_is(workdir: Path) -> None:
+    """Its checkpoints are not damaged: nothing is set aside, even if step 0 is meant."""
+    folder = workdir / "checkpoints"
+    body = json.loads((folder / "30" / files.MANIFEST).read_text())
+    del body["digest"]
+    body["format"] = 1
+    (folder / "30" / files.MANIFEST).write_text(json.dumps(body | {"digest": files._digest(body)}))
+    before = folders.sizes(workdir)
+    message = r"30/manifest\.json has format 1: another version of jtrain wrote it, and this one reads format 2\."
+    for from_scratch in (False, True):
+        with pytest.raises(CheckpointError, match=message):
+            check_history(workdir, folder, from_scratch=from_scratch)
+        with pytest.raises(CheckpointError, match=message):
+            start(workdir, from_scratch=from_scratch)
+    assert folders.sizes(workdir) == before
 
 
 @pytest.fixture

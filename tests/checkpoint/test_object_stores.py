@@ -147,7 +147,7 @@ def test_a_store_that_never_answers_is_a_failed_save(monkeypatch: pytest.MonkeyP
         assert client.requests_timeout > 0, "or it would wait for ever"
         said: list[str] = []
         checkpoints = Checkpoints(workdir, CheckpointSpec(every_steps=10, max_failures=2))
-        checkpoints.say_with(said.append)
+        checkpoints.say = said.append
         checkpoints.save(10, state(10), {}, "")
         checkpoints.settle()
         store.answering.clear()
@@ -181,8 +181,8 @@ def test_training_does_not_wait_for_a_silent_store(monkeypatch: pytest.MonkeyPat
         checkpoints.prepare()
         store.answering.clear()
         checkpoints.save(10, state(10), {}, "")
-        assert checkpoints._saves._task is not None
-        assert not checkpoints._saves._task.ended
+        assert checkpoints._task is not None
+        assert not checkpoints._task.ended
         store.answering.set()
         checkpoints.close()
         assert checkpoints.steps() == (10,)

@@ -29,7 +29,7 @@ from jtrain.model.kv_cache_decode import (
 from jtrain.model.param import init_params, map_params
 from jtrain.model.rope import Llama3Scaling, RopeSpec
 from jtrain.model.transformer import Transformer
-from jtrain.train.sampling import load, sample, stream
+from jtrain.train.sampling import load, stream
 
 SIZES: dict[str, Any] = dict(
     num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=256
@@ -202,15 +202,26 @@ def test_values_out_of_range_are_refused(values: dict[str, Any], match: str) -> 
 # --- text -------------------------------------------------------------------------------------------------------
 
 
+def sample(*model_and_prompt: Any, **options: Any) -> str:
+    """Returns the whole text of `stream`."""
+    return "".join(stream(*model_and_prompt, **options))
+
+
 def test_the_stream_is_the_text_in_pieces() -> None:
-    """Joined pieces equal `sample`; pieces hold whole characters, a broken one is U+FFFD at the very end."""
-    model = MODEL
-    params = sharp_params(model)
-    pieces = list(stream(model, params, ByteTokenizer(), "x", context=256, max_tokens=100, temperature=2.0))
-    text = sample(model, params, ByteTokenizer(), "x", context=256, max_tokens=100, temperature=2.0)
-    assert "".join(pieces) == text
+    """Joined pieces are the text of all ids; pieces hold whole characters, a broken one is U+FFFD at the very end."""
+    params, tokenizer = sharp_params(MODEL), ByteTokenizer()
+    pieces = list(stream(MODEL, params, tokenizer, "x", context=256, max_tokens=100, temperature=2.0))
+    begun = [tokenizer.begin_id, *tokenizer.encode("x")]
+    chunks = generate_ids(
+        *(MODEL, params, np.asarray(begun, np.int32)),
+        max_tokens=100,
+        sampler=TokenSampler(2.0, vocab_size=tokenizer.vocab_size),
+        seed=0,
+        end_id=tokenizer.end_id,
+    )
+    assert "x" + "".join(pieces) == tokenizer.decode([*begun[1:], *(one for chunk in chunks for one in chunk)])
     assert len(pieces) > 2
-    assert len(text) > 20
+    assert len("".join(pieces)) > 20
 
 
 class TwoByteTokenizer(ByteTokenizer):
@@ -297,7 +308,7 @@ def test_a_checkpoint_is_read_in_the_compute_dtype(workdir: Path) -> None:
 
 
 def test_the_verb_prints_the_prompt_and_what_follows(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The verb prints the text of `sample`, and another text for another checkpoint."""
+    """The verb prints the text of `stream`, and another text for another checkpoint."""
     arguments = ["--workdir", str(workdir), "--prompt", "def ", "--max-tokens", "30", "--top-k", "40", "--seed", "3"]
     assert main(arguments) == 0
     said = capsys.readouterr().out

@@ -7,9 +7,7 @@ import pytest
 from jtrain.config import tree
 from jtrain.config.load import load_config
 from jtrain.config.resume import (
-    ADDED,
     MAY_CHANGE_ON_RESUME,
-    MOVED,
     check_same_run,
     config_from_text,
     differences,
@@ -109,18 +107,6 @@ def test_only_precision_and_kernels_may_be_allowed_to_change(tmp_path: Path) -> 
         check_same_run(tmp_path, text_of(), allow=["precison"])
 
 
-def test_a_run_of_the_older_paths_is_the_same_run() -> None:
-    """What were fields of `layout` are fields of `precision` and of the run now; nothing else has changed."""
-    older = text_of()
-    for old, new in MOVED.items():
-        assert f"\n{new}: " in older
-        older = older.replace(f"\n{new}: ", f"\n{old}: ")
-    older = "".join(line for line in older.splitlines(keepends=True) if not line.startswith("callbacks"))
-    assert differences(older, text_of()) == []
-    assert tree.flat(config_from_text(older)) == text_of()
-    assert differences(older, text_of("precision.compute_dtype=float32")) != []
-
-
 def test_components_by_name_are_set_printed_and_read_back() -> None:
     """`data.sources` is a dict of components: each name is a step of the path."""
     changed = load_config("mixture", sets=["data.sources.topics.weight=0.25"])
@@ -150,19 +136,9 @@ def test_a_checkpoint_is_read_without_the_schedule_that_trained_it() -> None:
 
 
 def test_a_field_that_an_older_run_did_not_have_is_a_difference() -> None:
-    """Nobody knows what the older code did instead."""
+    """Nobody knows what that code did instead."""
     older = "".join(line for line in text_of().splitlines(keepends=True) if not line.startswith("model.z_loss"))
     assert differences(older, text_of()) == ["model.z_loss: absent there, 0.0 here"]
-
-
-def test_a_run_begun_before_masters_and_rounding_goes_on() -> None:
-    """Their defaults do what was done then; anything else is another run."""
-    older = "".join(line for line in text_of().splitlines(keepends=True) if not line.startswith(tuple(ADDED)))
-    assert older != text_of()
-    assert differences(older, text_of()) == []
-    other = text_of("optimizer.param_rounding=stochastic", "precision.param_dtype=bfloat16")
-    assert differences(older, other)[-1:] == ["precision.param_dtype: 'float32' there, 'bfloat16' here"]
-    assert differences(older, other)[:-1] == ["optimizer.param_rounding: 'nearest' there, 'stochastic' here"]
 
 
 def test_a_new_workdir_holds_no_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.errors import UserError
-from jtrain.runtime.local_devices import local_device_ids
+from jtrain.runtime.accelerators import local_device_ids
 
 EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "SLURM_GPUS_ON_NODE": "8"}
 

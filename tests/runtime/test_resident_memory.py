@@ -2,7 +2,7 @@ import mmap
 
 import numpy as np
 
-from jtrain.runtime.resident_memory import resident_bytes
+from jtrain.runtime.platform import resident_bytes
 
 
 def test_the_memory_of_a_process_is_counted() -> None:

@@ -100,3 +100,26 @@ def test_the_loop_calls_the_train_step_itself() -> None:
         and ast.unparse(node.func.value).endswith("callbacks")
     ]
     assert 1 <= len(places) <= 5, [ast.unparse(place) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere:Thing", "no module nowhere"),
+        ("mine.py:Missing", r"has no Missing. It has: Watch"),
+        ("mine.py:Watch", "makes a str, but must make a jtrain.train.callbacks.Callback"),
+        ("gone.py:Watch", "there is no file"),
+        ("word", "must be module:name or path/to/file.py:name"),
+    ],
+)
+def test_a_callback_that_cannot_be_made_is_refused(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its name, with what there is."""
+    from jtrain.errors import UserError
+    from jtrain.train.callbacks import load_callbacks
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def Watch(): return 'text'\n")
+    with pytest.raises(UserError, match=message):
+        load_callbacks([name])

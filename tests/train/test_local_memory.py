@@ -32,9 +32,10 @@ def flags(memory: Path, *, every: int = 3) -> list[str]:
 def steps_kept(memory: Path) -> dict[str, int]:
     """Newest step that each process has kept."""
     found: dict[str, int] = {}
-    for file in memory.glob("*/process-*/*.json"):
+    for file in memory.glob("*/process-*/*/manifest.json"):
+        process = file.parents[1].name
         try:
-            found[file.parent.name] = max(json.loads(file.read_bytes())["step"], found.get(file.parent.name, 0))
+            found[process] = max(json.loads(file.read_bytes())["step"], found.get(process, 0))
         except (FileNotFoundError, ValueError):
             continue  # written over meanwhile
     return found

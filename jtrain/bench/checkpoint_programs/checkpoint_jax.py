@@ -71,7 +71,7 @@ def _jtrain(folder: Path) -> tuple[Any, ...]:
     checkpoints.prepare()
 
     def ended() -> bool:
-        task = checkpoints._saves._task
+        task = checkpoints._task
         return task is None or task.ended
 
     return (

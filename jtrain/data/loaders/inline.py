@@ -12,7 +12,7 @@ from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, Reque
 from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
-from jtrain.runtime.resident_memory import resident_bytes
+from jtrain.runtime.platform import resident_bytes
 
 _MEMORY_EVERY_S = 1.0
 """Seconds for which the memory that `states` reports is not asked for again."""

@@ -18,7 +18,7 @@ from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.opening import Opening
 from jtrain.data.stream.chunk_stream import ChunkStream, Read
 from jtrain.data.stream.source_setup import SourceSetup
-from jtrain.runtime.resident_memory import resident_bytes
+from jtrain.runtime.platform import resident_bytes
 
 IDLE, OPENING, READING = range(3)
 STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES, DECODED = range(8)

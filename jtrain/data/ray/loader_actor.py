@@ -23,7 +23,7 @@ from jtrain.data.sources import retry
 from jtrain.data.sources.source import field_of
 from jtrain.data.stream.chunk_stream import Read
 from jtrain.data.stream.source_setup import SourceSetup
-from jtrain.runtime.resident_memory import resident_bytes
+from jtrain.runtime.platform import resident_bytes
 
 KEPT_BYTES = 64 << 20
 """Most bytes of ids kept for constructors that have yet to fetch them; older ids are dropped and read again."""

@@ -1,0 +1,141 @@
+"""Checkpoint folders in memory that are written over again and again, without taking and clearing memory anew.
+
+    a/state/params.layers.q/c.0.3    one chunk of a shard, as in every checkpoint (`jtrain.checkpoint.array_files`)
+    a/data.json, config.txt          as in every checkpoint
+    a/manifest.json                  with a `Part`: removed before the first byte changes, and written last
+    b/...
+
+New files for every copy would take 40 times as long as writing over the maps of old ones: 3.6 s per GiB, not 0.09 s.
+"""
+
+import contextlib
+import ctypes
+import math
+import mmap
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jtrain.checkpoint import array_files, files, folders
+from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
+from jtrain.checkpoint.host_copy import first_element
+from jtrain.checkpoint.tree_paths import by_keys
+
+SLOTS = ("a", "b")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+def whole_slots(folder: Path) -> Iterator[tuple[Path, Manifest]]:
+    """Yields the slots of a process's folder that hold a state, with their manifests."""
+    for slot in (folder / name for name in SLOTS):
+        with contextlib.suppress(CheckpointError, OSError):
+            yield slot, files.read_manifest(slot)
+
+
+def empty(slot: Path) -> None:
+    """Marks a slot as one that holds no state."""
+    (slot / files.MANIFEST).unlink(missing_ok=True)
+
+
+def held_leaves(tree: Any) -> dict[str, ManifestLeaf]:
+    """Returns the manifest's leaves of the part of a state that this process's devices hold, each shard once."""
+
+    def held(leaf: Any) -> ManifestLeaf:
+        shape, dtype = leaf.sharding.shard_shape(leaf.shape), np.dtype(leaf.dtype)
+        return ManifestLeaf(tuple(shape), dtype.name, len(_starts(leaf)) * math.prod(shape) * dtype.itemsize)
+
+    return {".".join(keys): held(leaf) for keys, leaf in by_keys(tree)}
+
+
+def chunk_sizes(tree: Any) -> dict[str, int]:
+    """Returns name and bytes of each file of this process's shards of a state."""
+    return {
+        f"{files.STATE}/{'.'.join(keys)}/{chunk.name}": chunk.num_bytes
+        for keys, leaf in by_keys(tree)
+        for start in _starts(leaf)
+        for chunk in _chunks(leaf, start)
+    }
+
+
+def reserve(slot: Path, sizes: Mapping[str, int]) -> None:
+    """Makes files of these sizes, where there are none, takes their memory, and removes those of other arrays.
+
+    A file keeps its contents. A map of a file without its memory would end the process when the folder is full.
+    """
+    for name in folders.sizes(slot):
+        if name.startswith(f"{files.STATE}/") and name not in sizes:
+            (slot / name).unlink()
+    for folder in {(slot / name).parent for name in sizes}:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for name, size in sizes.items():
+        handle = os.open(slot / name, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(handle).st_size != size:
+                os.ftruncate(handle, size)
+            if size:
+                os.posix_fallocate(handle, 0, size)
+        finally:
+            os.close(handle)
+
+
+def shared_map(path: Path) -> np.ndarray:
+    """Returns a file's bytes: what is written to them is in the file. Python's own maps each keep a descriptor open."""
+    handle = os.open(path, os.O_RDWR)
+    try:
+        size = os.fstat(handle).st_size
+        address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, handle, 0)
+    finally:
+        os.close(handle)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return np.frombuffer(memory, np.uint8)
+
+
+def read(slot: Path, manifest: Manifest, like: Any) -> Any:
+    """Returns the arrays of which a slot holds this process's part.
+
+    Args:
+      like: shapes, dtypes and shardings of the state.
+
+    Raises:
+      CheckpointError: the slot is of another state, or damaged.
+    """
+    sizes = {name: size for name, (size, _) in manifest.files.items() if name.startswith(f"{files.STATE}/")}
+    if manifest.leaves != held_leaves(like) or sizes != chunk_sizes(like):
+        raise CheckpointError("it is of another model, optimizer or layout")
+    if damage := files.damage(slot, manifest):
+        raise CheckpointError("; ".join(damage[:3]))
+
+    def array(keys: tuple[str, ...], leaf: Any) -> jax.Array:
+        def shard(index: Any) -> np.ndarray:
+            found = np.empty(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+            content = found.reshape(-1).view(np.uint8)
+            for chunk in _chunks(leaf, first_element(index)):
+                with open(slot / files.STATE / ".".join(keys) / chunk.name, "rb") as file:
+                    file.readinto(content[chunk.start_byte : chunk.start_byte + chunk.num_bytes])
+            return found
+
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
+
+    arrays = [array(keys, leaf) for keys, leaf in by_keys(like)]
+    return jax.block_until_ready(jax.tree.unflatten(jax.tree.structure(like), arrays))
+
+
+def _starts(leaf: Any) -> set[tuple[int, ...]]:
+    indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    return {first_element(index) for index in indices.values()}
+
+
+def _chunks(leaf: Any, start: tuple[int, ...]) -> Iterator[array_files.StoredChunk]:
+    return array_files.chunks(leaf.sharding.shard_shape(leaf.shape), start, np.dtype(leaf.dtype).itemsize)
