@@ -108,8 +108,8 @@ def restarts(workdir: Path, memory: Path, settings: dict[str, object], repeats: 
             _until(ended, lambda before=before: _last_step(file) > before)
             seconds.append(time.perf_counter() - start_s)
             _until(ended, lambda before=before: _newest(memory) >= before + 2)
-    size_bytes = max(file.stat().st_size for file in memory.glob(f"jtrain-{workdir.name}-*/process-0/*.bin"))
-    return seconds, size_bytes
+    chunks = memory.glob(f"jtrain-{workdir.name}-*/process-0/a/state/*/*")
+    return seconds, sum(file.stat().st_size for file in chunks)
 
 
 def _command(workdir: Path, settings: dict[str, object]) -> list[str]:
