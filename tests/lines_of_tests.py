@@ -56,4 +56,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Writes `{test: {seconds, lines: {file: [line]}}}`."""
-    session.config.getoption("--lines-of-tests").write_text(json.dumps(_tests))
+    Path(session.config.getoption("--lines-of-tests")).write_text(json.dumps(_tests))
