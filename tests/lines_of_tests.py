@@ -56,4 +56,6 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Writes `{test: {seconds, lines: {file: [line]}}}`."""
-    Path(session.config.getoption("--lines-of-tests")).write_text(json.dumps(_tests))
+    file = session.config.getoption("--lines-of-tests")
+    assert isinstance(file, Path)
+    file.write_text(json.dumps(_tests))

@@ -1,7 +1,9 @@
-"""Cost and balance of the rows of one step."""
+"""Cost, balance and filling of the rows of one step."""
 
 import numpy as np
+import pytest
 
+from jtrain.data.mixture.schedule import Constant
 from jtrain.data.planner.balance import spread
 from jtrain.data.planner.planner import LoadingPlan, Planner
 from tests.data.planner.planning import lognormal, make, of_table, run
@@ -45,3 +47,16 @@ def test_balancing_orders_the_rows_and_changes_nothing_in_them() -> None:
     for given, ordered in ((rows_of(one), rows_of(other)) for one, other in plans):
         assert given != ordered
         assert sorted(given) == sorted(ordered)
+
+
+@pytest.mark.parametrize("packing", ("concat", "first_fit", "best_fit"))
+def test_rows_of_one_source_are_filled_from_as_many_documents_as_they_hold(packing: str) -> None:
+    """Documents of one or two tokens fill any row, also the last of a source, for which more documents are fetched."""
+    drawn = np.random.default_rng(0)
+    table = [drawn.integers(1, 3, 4000).tolist() for _ in range(3)]
+    spec = make(table, Constant({"s0": 0.5, "s1": 0.3, "s2": 0.2}), unit="rows", packing=packing)
+    planner = Planner(spec, of_table(table))
+    plans, _ = run(planner, planner.start(), 60)
+    assert [plan.fill for plan in plans] == [1.0] * 60
+    rows = np.sum([plan.tokens_by_source for plan in plans], axis=0) / spec.seq_len
+    np.testing.assert_array_equal(rows, [120, 72, 48])
