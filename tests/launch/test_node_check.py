@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.small_disk import small_disk
 
 CLOCK_AHEAD = "import sys, time; now = time.time; time.time = lambda: now() + {ahead}\n"
-RUN = "from jtrain import node_check; sys.exit(node_check.main(sys.argv[1:]))"
+RUN = "from jtrain.cli import node_check; sys.exit(node_check.main(sys.argv[1:]))"
 
 
 def started(number: int, coordinator: str, *arguments: str, ahead_s: int = 0, **variables: str) -> Running:
