@@ -29,7 +29,7 @@ from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec
 from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
-from jtrain.runtime.malloc import keep_freed_memory
+from jtrain.runtime.platform import keep_freed_memory
 
 SEQUENCES, SEQ_LEN, VOCAB = 8, 512, 32000
 TORCH_STEP = Path(protocol.__file__).with_name("torch_llama_step.py")

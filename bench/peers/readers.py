@@ -277,7 +277,7 @@ def jtrain_mixture(args: Any) -> Batches:
     """jtrain's packed rows, with `mallopt` as the training loop sets it on a CPU."""
     from bench.data_parts.files import mixture
     from jtrain.data.dataset import open_dataset
-    from jtrain.runtime.malloc import keep_freed_memory
+    from jtrain.runtime.platform import keep_freed_memory
 
     keep_freed_memory()
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.rows)

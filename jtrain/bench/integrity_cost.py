@@ -37,7 +37,7 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim import Optimizer, optimizer
 from jtrain.plan.from_run import make_optimizer
-from jtrain.runtime.malloc import keep_freed_memory
+from jtrain.runtime.platform import keep_freed_memory
 from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
 from jtrain.step.guard import GuardState

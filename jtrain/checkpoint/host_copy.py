@@ -3,7 +3,7 @@
 On the CPU backend the state is in host memory already. Threads that write begin at its first chunk, threads that copy
 at its last one, and `save` returns where they meet: on a fast disk most was written by then and never copied, on a slow
 one most was copied. A copy is memory of its own from the kernel, which gets it back as soon as the copy was written; of
-a small state, as soon as all were. The C allocator would keep it: `jtrain.runtime.malloc` tells it to. From an
+a small state, as soon as all were. The C allocator would keep it: `jtrain.runtime.platform` tells it to. From an
 accelerator jax copies all, and for a store `copy` does so first: training would wait for the network.
 """
 

@@ -8,7 +8,7 @@ from jtrain.layout.mesh import MeshSpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import Machine
-from jtrain.step.description import StepDescription
+from jtrain.step.description.step_description import StepDescription
 from jtrain_kernels.device import Platform
 
 

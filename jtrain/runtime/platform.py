@@ -1,5 +1,6 @@
 """JAX platform, compile cache and unified memory, configured before anything computes."""
 
+import ctypes
 import glob
 import os
 from collections.abc import MutableMapping, Sequence
@@ -66,8 +67,6 @@ def start_jax(
         environ["JAX_PLATFORMS"] = platform_of(device or "cpu", environ, root=root)
 
     import jax  # lazy: 0.6 s
-
-    from jtrain.runtime.malloc import keep_freed_memory
 
     if emulate_devices is not None or device is not None:
         jax.config.update("jax_platforms", environ["JAX_PLATFORMS"])
@@ -215,3 +214,29 @@ def resident_bytes() -> int | None:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+"""Constants of glibc's malloc.h."""
+
+
+def keep_freed_memory() -> bool:
+    """Lets XLA:CPU reuse the same pages for the temporaries of every step. Call it once, before JAX looks for devices.
+
+    A later call has no effect: XLA's threads start with its devices, each takes an arena of its own from the allocator,
+    and those arenas are unmapped when they become empty.
+
+    XLA:CPU allocates a step's temporaries in every step. glibc maps and unmaps buffers of that size, so each page is
+    faulted in and zeroed again: 100,000 faults per step and 12 % of its CPU time for 400 MiB of temporaries. After this
+    call the process keeps its peak memory until it ends.
+
+    Returns:
+      True if the C library is glibc and accepted the settings; otherwise nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # One arena, because only the first grows beyond 64 MiB; no mmap; no trimming.
+    settings = ((_M_ARENA_MAX, 1), (_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1))
+    accepted = [mallopt(name, value) for name, value in settings]
+    return all(accepted)

@@ -40,8 +40,9 @@ def load_function(setting: str, name: str) -> tuple[Callable[..., Any], types.Mo
         raise UserError(f"{where}: {_why_not_imported(cause, way_out)}") from error
     found: Any = getattr(module, function, None)
     if not callable(found):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
         hint = did_you_mean(function, vars(module))
-        raise UserError(f"{where}: {place} has no function {function!r}. {hint}Set the name of a function in it.")
+        raise UserError(f"{where}: {place} has no function {function!r}. {hint}It has: {', '.join(own) or 'none'}.")
     return found, module
 
 

@@ -21,9 +21,8 @@ from jtrain.plan.oom_report import explained
 from jtrain.plan.report.summary import plan_text
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.run_files import full_disk_named, write_run_files
-from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.signals import StopRequest
-from jtrain.runtime.workdir_lock import WorkdirLock
+from jtrain.runtime.workdir_lock import WorkdirLock, check_shared
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import make_train_step
 from jtrain.telemetry.metrics_writer import Metrics

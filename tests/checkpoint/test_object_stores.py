@@ -20,8 +20,8 @@ from jtrain.checkpoint import (
 )
 from jtrain.cli import checkpoint as verb
 from jtrain.errors import UserError
-from jtrain.runtime.shared_folder import check_shared
 from jtrain.runtime.store_paths import workdir_path
+from jtrain.runtime.workdir_lock import check_shared
 from jtrain.train.store_mirror import StoreMirror
 from tests.data.sources.object_store import Store, gs_store, s3_store
 

@@ -15,7 +15,7 @@ import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from jtrain.errors import UserError
-from jtrain.runtime.shared_folder import check_shared
+from jtrain.runtime.workdir_lock import check_shared
 said = []
 for folder in sys.argv[3:]:
     try:

@@ -27,7 +27,7 @@ def test_a_function_is_found_by_its_module_or_its_file(tmp_path: Path, monkeypat
             r"there is no module 'no_such_module_here'\. Set the path",
         ),
         ("other.py:twice", FileError, r"there is no file .*other\.py"),
-        ("mine.py:twise", UserError, r"mine\.py has no function 'twise'\. Did you mean twice\? Set the name"),
+        ("mine.py:twise", UserError, r"mine\.py has no function 'twise'\. Did you mean twice\? It has: twice\."),
         ("broken.py:twice", UserError, r"broken\.py:1: ZeroDivisionError: division by zero"),
     ],
 )

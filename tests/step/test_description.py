@@ -26,10 +26,11 @@ from jtrain.optim import AdamW
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.job import Job
-from jtrain.step import description_cache, zero
-from jtrain.step.labelled_sizes import class_of, labelled, values_of
-from jtrain.step.traced_parts import METRICS, UPDATE, traced
-from jtrain.step.traced_work import traced_work
+from jtrain.step import zero
+from jtrain.step.description import trace_cache
+from jtrain.step.description.labelled_sizes import class_of, labelled, values_of
+from jtrain.step.description.traced_parts import METRICS, UPDATE, traced
+from jtrain.step.description.traced_work import traced_work
 from jtrain.step.train_step import BATCH_SPEC, _local_gradients
 from jtrain.step.zero import param_tree
 from tests.layouts import layout_from
@@ -43,7 +44,7 @@ ROWS, LENGTH = 2, 64
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No traces from memory or disk, and none left behind."""
-    monkeypatch.setattr(description_cache, "folder", lambda: None)
+    monkeypatch.setattr(trace_cache, "folder", lambda: None)
     traced.cache_clear()
     yield
     traced.cache_clear()
@@ -228,16 +229,16 @@ def test_processes_share_traces_and_a_damaged_one_is_made_anew(tmp_path: Path) -
 def test_traces_are_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a file says is believed: twice the count doubles the plan. Without a folder nothing is read."""
     job = job_of(dict(data=8), zero_stage=3)
-    monkeypatch.setattr(description_cache, "folder", lambda: tmp_path)
+    monkeypatch.setattr(trace_cache, "folder", lambda: tmp_path)
     traced.cache_clear()
     of = class_of("embedding", job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
     found = traced(of)
     [file] = tmp_path.iterdir()
     each = (dataclasses.replace(one, count=(2 * one.count[0], one.count[1])) for one in found.collectives)
     doubled = dataclasses.replace(found, collectives=tuple(each))
-    description_cache._write(file, description_cache._text(doubled))
+    trace_cache._write(file, trace_cache._text(doubled))
     traced.cache_clear()
     assert traced(of) == doubled
-    monkeypatch.setattr(description_cache, "folder", lambda: None)
+    monkeypatch.setattr(trace_cache, "folder", lambda: None)
     traced.cache_clear()
     assert traced(of) == found

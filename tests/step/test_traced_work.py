@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jtrain.step.traced_work import TracedWork, traced_work
+from jtrain.step.description.traced_work import TracedWork, traced_work
 
 MESH = AbstractMesh((2,), ("x",), axis_types=(AxisType.Auto,))
 

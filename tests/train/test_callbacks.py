@@ -105,11 +105,11 @@ def test_the_loop_calls_the_train_step_itself() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere:Thing", "no module nowhere"),
-        ("mine.py:Missing", r"has no Missing. It has: Watch"),
+        ("nowhere:Thing", "there is no module 'nowhere'"),
+        ("mine.py:Missing", r"has no function 'Missing'. It has: Watch"),
         ("mine.py:Watch", "makes a str, but must make a jtrain.train.callbacks.Callback"),
         ("gone.py:Watch", "there is no file"),
-        ("word", "must be module:name or path/to/file.py:name"),
+        ("word", "must be 'module:name' or 'path/to/file.py:name'"),
     ],
 )
 def test_a_callback_that_cannot_be_made_is_refused(

@@ -15,7 +15,7 @@ def main() -> None:
     """Measures one program and prints its figures."""
     args = checkpoint_measure.arguments()
     if args.program == "jtrain":
-        from jtrain.runtime.malloc import keep_freed_memory
+        from jtrain.runtime.platform import keep_freed_memory
 
         keep_freed_memory()  # as every run of jtrain on a CPU does
     import jax

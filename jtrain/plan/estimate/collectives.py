@@ -10,9 +10,9 @@ from typing import Any
 from jtrain.hlo.parser import wire_bytes
 from jtrain.layout.precision import itemsize
 from jtrain.plan.job import Job
-from jtrain.step.description import StepCollective
-from jtrain.step.traced_parts import ONCE, UPDATE, WEIGHT_GRADIENTS
-from jtrain.step.traced_work import Kind as Kind
+from jtrain.step.description.step_description import StepCollective
+from jtrain.step.description.traced_parts import ONCE, UPDATE, WEIGHT_GRADIENTS
+from jtrain.step.description.traced_work import Kind as Kind
 
 BETWEEN_STAGES = "stage to stage"
 """Purpose of the permutes of activations and cotangents at the end of each tick."""

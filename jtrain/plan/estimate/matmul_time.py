@@ -13,7 +13,7 @@ from typing import get_args
 
 from jtrain.errors import UserError
 from jtrain.plan.job import Job
-from jtrain.step.traced_parts import Gradient
+from jtrain.step.description.traced_parts import Gradient
 from jtrain_kernels.device import DeviceSpec
 
 

@@ -17,10 +17,10 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import AXES, axis_names
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
-from jtrain.step.labelled_sizes import Part, class_of, evaluated, values_of
+from jtrain.step.description.labelled_sizes import Part, class_of, evaluated, values_of
+from jtrain.step.description.traced_parts import Gradient, PartTrace, traced
+from jtrain.step.description.traced_work import Kind, When
 from jtrain.step.pipeline_ticks import chunk_passes, counts_of
-from jtrain.step.traced_parts import Gradient, PartTrace, traced
-from jtrain.step.traced_work import Kind, When
 
 _PARTS: tuple[Part, ...] = ("layers", "embedding", "loss", "end")
 

@@ -68,7 +68,7 @@ def _write(file: Path, text: str) -> None:
 
 @functools.cache
 def _sources() -> str:
-    package = Path(__file__).parents[1]
+    package = Path(__file__).parents[2]
     roots = [package / name for name in _FOLDERS] + [Path(jtrain_kernels.__file__).parent]
     files = sorted(file for root in roots for file in root.rglob("*.py"))
     contents = [part for file in files for part in (file.name.encode(), file.read_bytes())]

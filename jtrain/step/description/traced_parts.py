@@ -1,7 +1,7 @@
 """Abstract traces of a train step's own functions, one per part of the step and class of layouts.
 
 A trace has sizes that tell each other apart (`labelled_sizes.py`), so its numbers scale to every layout of its class.
-It takes a few tenths of a second, and is kept in memory and on disk (`description_cache.py`).
+It takes a few tenths of a second, and is kept in memory and on disk (`trace_cache.py`).
 """
 
 import collections
@@ -22,13 +22,13 @@ from jtrain.layout.mesh import AXES, local_shape
 from jtrain.model.fp8_scaling import fp8_weights, history_shape, unseen
 from jtrain.model.param import Params, map_params
 from jtrain.model.transformer import Transformer
-from jtrain.step.description_cache import kept
+from jtrain.step.description.labelled_sizes import Labelled, LayoutClass, Monomial, labelled
+from jtrain.step.description.trace_cache import kept
+from jtrain.step.description.traced_work import Kind, TracedProduct, TracedWork, When, traced_work
 from jtrain.step.gradient_sums import GradientSums, no_sums, sums_gradients
-from jtrain.step.labelled_sizes import Labelled, LayoutClass, Monomial, labelled
 from jtrain.step.pipeline_chunks import ChunkPass
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipelined import chunks_of, pipeline_placement
-from jtrain.step.traced_work import Kind, TracedProduct, TracedWork, When, traced_work
 from jtrain.step.train_step import everywhere, finished, weights_of
 from jtrain.step.zero import (
     gathered_once,
