@@ -1,7 +1,9 @@
-"""`python -m jtrain.launch`: jtrain/cli/launch.py."""
+"""`python -m jtrain.launch`, and `launch.main` for notebooks: jtrain/cli/launch.py, by name."""
 
 import pkgutil
 import sys
 
+main = pkgutil.resolve_name("jtrain.cli.launch:main")
+
 if __name__ == "__main__":
-    sys.exit(pkgutil.resolve_name("jtrain.cli.launch:main")())
+    sys.exit(main())

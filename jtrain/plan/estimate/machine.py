@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jtrain.errors import UserError
-from jtrain.layout.layout_spec import LayoutSpec
 from jtrain.runtime.platform import HOST_SHARE
 from jtrain_kernels.device import DEVICES, Device, DeviceSpec, from_name, live
+
+if TYPE_CHECKING:
+    from jtrain.layout.layout_spec import LayoutSpec  # imports jax, which tables of a network do without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Machine:
             return None
         return int(self.host_memory_bytes * HOST_SHARE) // self.devices_per_host
 
-    def room_bytes(self, spec: LayoutSpec) -> int:
+    def room_bytes(self, spec: "LayoutSpec") -> int:
         """Bytes that a step may take on one device; with `layout.offload.unified_memory` also its share of the host."""
         return self.hbm_bytes + ((self.host_bytes_per_device or 0) if spec.offload.unified_memory else 0)
 
