@@ -23,7 +23,8 @@ from jtrain.runtime.lease_stores import FolderStore
 
 _LEASES = ".leases"
 _PROCESS, _FOLDER = "process-", "folder-"
-_LOOK_S = 1.0
+LOOK_S = 1.0
+"""Time for which a process relies on the number of processes that it has counted."""
 _POLL_S = 0.05
 
 
@@ -92,7 +93,7 @@ class BuildProcess:
 
     def share(self, source: str) -> tuple[int, int]:
         """Returns the number of this process among those that work on a source, by their start, and their count."""
-        if time.monotonic() - self._looked_s > _LOOK_S:
+        if time.monotonic() - self._looked_s > LOOK_S:
             self._look()
         names = [self.name]
         for name, rival in self._rivals.items():

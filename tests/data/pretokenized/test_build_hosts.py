@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.build_process import BuildProcess
+from jtrain.data.pretokenized.build_process import LOOK_S, BuildProcess
 from jtrain.errors import FileError
 from jtrain.runtime import lease
 from tests.data.two_sources import contents, recipes_of, write_lines
@@ -109,6 +109,7 @@ def test_two_processes_share_the_work_and_make_the_same_bytes(build: Build) -> N
         until_it_made(one, 5)
         with standing_still(one), start(build) as other:
             until_it_made(other, 1)
+            time.sleep(LOOK_S)  # what the first one has counted is out of date: it counts anew before its next shard
             one.send_signal(signal.SIGCONT)
             made = finish(one), finish(other)
     assert min(map(len, made)) > 10, "both must have worked"
@@ -187,7 +188,7 @@ def test_processes_of_a_source_count_each_other_by_their_start(tmp_path: Path, m
         for process in processes[:3]:
             process.begin("web", PLAN)
         processes[3].begin("book", PLAN)
-        monkeypatch.setattr("jtrain.data.pretokenized.build_process._LOOK_S", -1.0)
+        monkeypatch.setattr("jtrain.data.pretokenized.build_process.LOOK_S", -1.0)
         assert [process.share("web") for process in processes[:3]] == [(0, 3), (1, 3), (2, 3)]
         assert processes[3].share("book") == (0, 1)
         with pytest.raises(FileError, match=r"\.web\.partial: another process is writing an index of other data"):
