@@ -103,7 +103,7 @@ def rows(
             turns = open_readers(stack, python, sources, corpus)
             for _ in range(rounds):
                 for one in turns.values():
-                    time.sleep(PAUSE_S)
+                    time.sleep(PAUSE_S)  # its buffers fill again
                     one.take(seconds)
             yield from rows_of(turns, f"{name}, {sources} sources")
 

@@ -115,7 +115,7 @@ def largest_usage(pids: Iterable[int], *, seconds: float) -> Usage:
     end = time.monotonic() + seconds
     largest = usage(pids)
     while time.monotonic() < end:
-        time.sleep(0.1)
+        time.sleep(0.1)  # looking at every process takes milliseconds of the cores that they use
         largest = max(largest, usage(pids), key=lambda used: used.pss_mib)
     return largest
 

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,9 +77,20 @@ def consumers(batches_of: Callable[[str, int, int], Iterator[Any]], args: Any) -
     ]
     for process in processes:
         process.start()
+    keep(processes, first, done, end, since_s=start)
+
+
+def keep(processes: Sequence[Any], first: Any, done: Any, end: Any, *, since_s: float) -> None:
+    """Answers once all processes have drawn their batches; keeps their data until standard input ends.
+
+    Args:
+      first, done: semaphores that each process releases after its first batch and after its last.
+      end: event that ends the processes.
+      since_s: moment from which the answer counts the seconds to the last process's first batch.
+    """
     for _ in processes:
         first.acquire()
-    first_batch_s = time.perf_counter() - start
+    first_batch_s = time.perf_counter() - since_s
     for _ in processes:
         done.acquire()
     answer(first_batch_s=first_batch_s)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from protocol import Batches, answer, arguments, consumers, draw, rows_of, weights_of
+from protocol import Batches, answer, arguments, consumers, draw, keep, rows_of, weights_of
 
 SHUFFLED = 100
 """Documents in the shuffle buffer of each of WebDataset's sources."""
@@ -144,7 +144,7 @@ def grain_consumer(folder: str, seed: int, batch: int) -> Iterator[Any]:
     and not the sources.
     """
     import grain
-    import pyarrow.parquet  # noqa: F401
+    import pyarrow.parquet  # noqa: F401, Grain imports it at the first batch, whose time counts
     from grain import experimental
 
     files = sorted(Path(folder).glob("*.parquet"))
@@ -311,16 +311,7 @@ def jtrain_trainers(args: Any) -> None:
         sys.stdin.readline()
         start = time.perf_counter()
         step.set()
-    for _ in processes:
-        first.acquire()
-    first_batch_s = time.perf_counter() - start
-    for _ in processes:
-        done.acquire()
-    answer(first_batch_s=first_batch_s)
-    sys.stdin.read()
-    end.set()
-    for process in processes:
-        process.join()
+    keep(processes, first, done, end, since_s=start)
 
 
 def _jtrain_trainer(args: Any, host: int, ready: Any, steps: Any, first: Any, done: Any, end: Any) -> None:
