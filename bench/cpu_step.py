@@ -1,10 +1,12 @@
-"""Tokens/s of one train step on this CPU, beside Hugging Face on torch and MaxText: same shape, same precision.
+"""Tokens/s of one train step on this CPU, beside Hugging Face on torch and MaxText: same shape, same
+precision.
 
     python -m jtrain.bench cpu_step --torch-python T/bin/python --maxtext-python M/bin/python
 
-4 layers, D 256, 8 query and 4 key heads of 32, F 1024, V 32000, 8 sequences of 512; parameters float32, compute
-bfloat16, AdamW, untied head. The programs take turns on the same cores, and each one's fastest step counts: what else
-runs on the machine only ever slows one down. Torch is the better of eager and `torch.compile`.
+4 layers, D 256, 8 query and 4 key heads of 32, F 1024, V 32000, 8 sequences of 512; parameters float32,
+compute bfloat16, AdamW, untied head. The programs take turns on the same cores, and each one's fastest step
+counts: what else runs on the machine only ever slows one down. Torch is the better of eager and
+`torch.compile`.
 """
 
 import contextlib
@@ -64,7 +66,9 @@ def run(args: Options) -> list[Row]:
     """
     keep_freed_memory()
     torch_python = _python("torch", args.torch_python, "import torch, transformers")
-    maxtext_python = _python("maxtext", args.maxtext_python, "import importlib.util as u; u.find_spec('maxtext').name")
+    maxtext_python = _python(
+        "maxtext", args.maxtext_python, "import importlib.util as u; u.find_spec('maxtext').name"
+    )
     cores = len(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         programs = {"jtrain": our_steps()}
@@ -82,7 +86,13 @@ def run(args: Options) -> list[Row]:
     ours = tokens_per_s["jtrain"]
     best = max("torch eager", "torch compile", key=lambda name: tokens_per_s[name])
     return [
-        row(f"jtrain, against the best of torch ({best})", ours, "tokens/s", baseline=tokens_per_s[best], bar=">= 1"),
+        row(
+            f"jtrain, against the best of torch ({best})",
+            ours,
+            "tokens/s",
+            baseline=tokens_per_s[best],
+            bar=">= 1",
+        ),
         row("jtrain, against torch eager", ours, "tokens/s", baseline=tokens_per_s["torch eager"]),
         row("jtrain, against torch compile", ours, "tokens/s", baseline=tokens_per_s["torch compile"]),
         row("jtrain, against MaxText 0.2.5", ours, "tokens/s", baseline=tokens_per_s["maxtext"], bar=">= 4"),
@@ -131,11 +141,15 @@ def maxtext_step_ms(python: str, count: int) -> list[float]:
         command = [python, "-m", "maxtext.trainers.pre_train.train", f"{config}/configs/base.yml"]
         command += [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=environment, cwd=folder
+        )
     log = done.stdout + done.stderr
     seconds = [float(s) for s in re.findall(r"completed step: \d+, seconds: ([0-9.]+)", log)]
     if len(seconds) != 3 + count:
-        raise RuntimeError(f"MaxText wrote {len(seconds)} of {3 + count} steps: {shlex.join(command)}\n{log[-3000:]}")
+        raise RuntimeError(
+            f"MaxText wrote {len(seconds)} of {3 + count} steps: {shlex.join(command)}\n{log[-3000:]}"
+        )
     return [1e3 * s for s in seconds[3:]]
 
 

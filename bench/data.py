@@ -1,11 +1,12 @@
-"""The data plane: memory, mixed reading, resuming, first batches, order, packing and balance, several hosts, scaling.
+"""The data plane: memory, mixed reading, resuming, first batches, order, packing and balance, several hosts,
+scaling.
 
     python -m jtrain.bench data --torch-python T/bin/python
     python -m jtrain.bench data --only mixing --sources 24 --rounds 3
 
-Each part is a module of `data_parts` whose docstring says what it measures, and beside what. Memory, mixing and resume
-compare with readers of other projects, all processes with one protocol (`peers/readers.py`). An option that is not
-given is as published, and those that a part does not know leave it as it is.
+Each part is a module of `data_parts` whose docstring says what it measures, and beside what. Memory, mixing
+and resume compare with readers of other projects, all processes with one protocol (`peers/readers.py`). An
+option that is not given is as published, and those that a part does not know leave it as it is.
 """
 
 import inspect
@@ -29,7 +30,9 @@ PARTS = {
 """Part -> its rows, by keyword arguments that are options of the same name."""
 
 OPTIONS = (
-    option("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS), metavar="PART", help=", ".join(PARTS)),
+    option(
+        "--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS), metavar="PART", help=", ".join(PARTS)
+    ),
     option(
         "--torch-python",
         default=os.environ.get("PEER_TORCH_PYTHON"),
@@ -38,7 +41,9 @@ OPTIONS = (
     option("--sources", type=int, help="sources in the mixture (306; 24 of hosts)"),
     option("--consumers", type=int, help="ranks with a loader of their own (32)"),
     option("--hosts", type=int, help="hosts (4)"),
-    option("--rounds", type=int, help="turns of each reader (7 of mixing), or openings whose fastest counts (3)"),
+    option(
+        "--rounds", type=int, help="turns of each reader (7 of mixing), or openings whose fastest counts (3)"
+    ),
     option("--seconds", type=float, help="of each turn of mixing (2)"),
     option("--steps", type=int, help="steps of order, planner, hosts and scaling"),
     option("--scale", type=float, help="factor of the large corpora of first_batch (1)"),

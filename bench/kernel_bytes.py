@@ -3,13 +3,14 @@
     python -m jtrain.bench kernel_bytes --json bench/results/kernel_bytes-aot.json
     python -m jtrain.bench kernel_bytes --only attention --chip h200
 
-Nothing runs: the programs are those of the compilers in the extra [aot]. `attention`: one layer of llama8b, one row of
-8192 tokens, forward and backward, by the implementation that a chip chooses; "once" is the sum of the arrays that the
-two passes must read and write: q, k, v, the result and its log-partitions forward; all of these, dy, dq, dk and dv
-backward. `loss`: temporary bytes of the loss and its gradient at 16384 x 4096 x 128256, beside all logits at once; with
-eight devices along `tensor`, the bytes that each sends beside gathering the unembedding. `elementwise`: bytes that
-XLA's fusions and the kernels move, beside one pass over each array. Each chip is compiled in a process of its own,
-because Mosaic compiles for one generation of GPUs per process.
+Nothing runs: the programs are those of the compilers in the extra [aot]. `attention`: one layer of llama8b,
+one row of 8192 tokens, forward and backward, by the implementation that a chip chooses; "once" is the sum of
+the arrays that the two passes must read and write: q, k, v, the result and its log-partitions forward; all of
+these, dy, dq, dk and dv backward. `loss`: temporary bytes of the loss and its gradient at 16384 x 4096 x
+128256, beside all logits at once; with eight devices along `tensor`, the bytes that each sends beside
+gathering the unembedding. `elementwise`: bytes that XLA's fusions and the kernels move, beside one pass over
+each array. Each chip is compiled in a process of its own, because Mosaic compiles for one generation of GPUs
+per process.
 """
 
 import functools
@@ -44,7 +45,8 @@ from jtrain_kernels.registry import Avals
 
 GIB = 2**30
 BAR_GIB = 1.0
-"""Of attention: twice its arrays (0.47 GiB), and a margin: kernels read keys and values more than once, and pad."""
+"""Of attention: twice its arrays (0.47 GiB), and a margin: kernels read keys and values more than once, and
+pad."""
 
 
 OPTIONS = (
@@ -72,7 +74,9 @@ def _in_a_process(part: str, chip: str) -> list[Row]:
         command = [sys.executable, "-m", "jtrain.bench", "kernel_bytes", "--only", part, "--chip", chip]
         done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, check=False)
         if not file.exists():
-            raise UserError(f"kernel_bytes of {part} for {chip} failed: {done.stderr.strip().splitlines()[-1]}")
+            raise UserError(
+                f"kernel_bytes of {part} for {chip} failed: {done.stderr.strip().splitlines()[-1]}"
+            )
         return json.loads(file.read_text())["rows"]
 
 
@@ -103,7 +107,9 @@ def attention_hlo(chip: str, avals: Avals) -> str:
 
 
 def moved_bytes(hlo: str) -> int:
-    """Bytes that the instructions of a program read and write; each distinct operand of an instruction counts once."""
+    """Bytes that the instructions of a program read and write; each distinct operand of an instruction counts
+    once.
+    """
     return sum(one.read_bytes + one.written_bytes for one in passes(hlo))
 
 
@@ -116,7 +122,9 @@ def needed_bytes(avals: Avals) -> int:
 
 
 def score_arrays(hlo: str, avals: Avals) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Arrays in memory with a dimension of all queries and another of all keys, such as `bf16[1,8192,8192]`."""
+    """Arrays in memory with a dimension of all queries and another of all keys, such as
+    `bf16[1,8192,8192]`.
+    """
     L, M = (array(avals, name).shape[1] for name in ("q_BLNH", "k_BMKH"))
     return tuple(
         sorted(

@@ -4,9 +4,9 @@
     python -m jtrain.bench mutation_score --trials 200 --seed 0 --only 17
 
 Each trial changes one expression of a copy of the packages (a comparison, a sign, a number by one, an axis, a
-reduction, an assignment that is left out ...) and runs the quick tests that reach its line, cheapest first, until one
-fails. Which do is measured first, by one run of those tests (`tests/lines_of_tests.py`; --reached keeps it). A survivor
-is a hole of the tests, or it changes no number: `bench/NOTES.md` says which were which.
+reduction, an assignment that is left out ...) and runs the quick tests that reach its line, cheapest first,
+until one fails. Which do is measured first, by one run of those tests (`tests/lines_of_tests.py`; --reached
+keeps it). A survivor is a hole of the tests, or it changes no number: `bench/NOTES.md` says which were which.
 """
 
 import ast
@@ -29,15 +29,22 @@ from jtrain.bench.layouts import chosen_trials
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("step", "pipeline", "model", "optim", "data")
 CHEAP_S, ALL_S = 20, 60
-"""Seconds of tests in the first process of a trial, and in the second, which runs if nothing failed in the first."""
+"""Seconds of tests in the first process of a trial, and in the second, which runs if nothing failed in the
+first."""
 START_S = 90
-"""Longest start of such a process on a busy machine; tests that take ALL_S longer than they should hang, and notice."""
+"""Longest start of such a process on a busy machine; tests that take ALL_S longer than they should hang, and
+notice."""
 
 OPTIONS = (
     option("--trials", type=int, default=200, help="changes to try (default: %(default)s)"),
     option("--seed", type=int, default=0, help="of the sample (default: %(default)s)"),
     option("--only", metavar="K[:L]", help="only trial K, or those from K to L - 1"),
-    option("--reached", type=Path, metavar="FILE", help="lines that each test runs; measured and written if not there"),
+    option(
+        "--reached",
+        type=Path,
+        metavar="FILE",
+        help="lines that each test runs; measured and written if not there",
+    ),
 )
 PRINTS = True
 
@@ -59,7 +66,10 @@ class Change(NamedTuple):
     def describe(self, source: bytes) -> str:
         """`FILE:LINE kind: old -> new`."""
         old = " ".join(source[self.start : self.end].decode().split())
-        return f"{self.file}:{self.line} {self.kind}: {old[:70]} -> {' '.join(self.new.split())[:70] or 'nothing'}"
+        return (
+            f"{self.file}:{self.line} {self.kind}: {old[:70]} -> "
+            f"{' '.join(self.new.split())[:70] or 'nothing'}"
+        )
 
 
 COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
@@ -94,7 +104,9 @@ MESSAGES = {
 
 
 class Finder(ast.NodeVisitor):
-    """Collects the possible changes of one file; leaves out messages, types, refusals and what runs at import only."""
+    """Collects the possible changes of one file; leaves out messages, types, refusals and what runs at import
+    only.
+    """
 
     def __init__(self, file: str, source: bytes) -> None:
         """Reads the file's source."""
@@ -150,7 +162,9 @@ class Finder(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         """A name that is bound anew keeps what it had."""
-        names = {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        names = {
+            name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+        }
         if names and names <= self.assigned:
             self._add("stale", node, "pass")
         self.assigned |= names
@@ -164,25 +178,35 @@ class Finder(ast.NodeVisitor):
     def visit_Compare(self, node: ast.Compare) -> None:
         """A comparison's other side of equality."""
         if len(node.ops) == 1 and (other := COMPARISONS.get(type(node.ops[0]))):
-            self._add("comparison", node, f"{self._text(node.left)} {other} {self._text(node.comparators[0])}")
+            self._add(
+                "comparison", node, f"{self._text(node.left)} {other} {self._text(node.comparators[0])}"
+            )
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         """Another sign."""
-        if (other := SIGNS.get(type(node.op))) and not isinstance(node.left, ast.Constant | ast.JoinedStr | ast.List):
+        if (other := SIGNS.get(type(node.op))) and not isinstance(
+            node.left, ast.Constant | ast.JoinedStr | ast.List
+        ):
             self._add("sign", node, f"({self._text(node.left)} {other} {self._text(node.right)})")
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         """Without the sign or the `not`."""
         if isinstance(node.op, ast.USub | ast.Not):
-            self._add("sign" if isinstance(node.op, ast.USub) else "condition", node, f"({self._text(node.operand)})")
+            self._add(
+                "sign" if isinstance(node.op, ast.USub) else "condition",
+                node,
+                f"({self._text(node.operand)})",
+            )
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
         """`and` for `or`."""
         other = " or " if isinstance(node.op, ast.And) else " and "
-        self._add("condition", node, "(" + other.join(f"({self._text(value)})" for value in node.values) + ")")
+        self._add(
+            "condition", node, "(" + other.join(f"({self._text(value)})" for value in node.values) + ")"
+        )
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
@@ -211,7 +235,9 @@ class Finder(ast.NodeVisitor):
                 operand = plain[1]
             self._add("reduction", node, f"({self._text(operand)})")
         for keyword in node.keywords:
-            if keyword.arg in ("axis", "axes", "dimension") and isinstance(keyword.value, ast.Constant | ast.UnaryOp):
+            if keyword.arg in ("axis", "axes", "dimension") and isinstance(
+                keyword.value, ast.Constant | ast.UnaryOp
+            ):
                 self._add("axis", keyword.value, "-1" if self._text(keyword.value) == "0" else "0")
         self.generic_visit(node)
 
@@ -265,7 +291,9 @@ def run(args: Options) -> Iterator[Row]:
             (tree / change.file).write_bytes(source)
             noticed += noticer is not None
             verdict = noticer or "SURVIVED"
-            print(f"{number} {change.describe(source)}  {verdict} {time.monotonic() - begun:.0f} s", flush=True)
+            print(
+                f"{number} {change.describe(source)}  {verdict} {time.monotonic() - begun:.0f} s", flush=True
+            )
     yield row("changes that were tried", len(chosen), "changes")
     yield row("changes that the quick tests notice", 100 * noticed / len(chosen), "%")
 

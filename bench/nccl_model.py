@@ -1,7 +1,7 @@
 """NCCL's own model of all-reduce against published nccl-tests tables, 1 to 32 hosts of 8 x H100.
 
-Nothing runs, and nothing was fitted: constants are NCCL's, the latency of AWS EFA is what its plugin tells NCCL.
-`nccl_tables.json` beside this file has the tables with their sources, and what was left out.
+Nothing runs, and nothing was fitted: constants are NCCL's, the latency of AWS EFA is what its plugin tells
+NCCL. `nccl_tables.json` beside this file has the tables with their sources, and what was left out.
 """
 
 import dataclasses

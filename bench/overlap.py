@@ -1,18 +1,20 @@
-"""llama8b over tensor=8 and a mixture over expert=4, compiled for 8 absent chips: what of the network is hidden.
+"""llama8b over tensor=8 and a mixture over expert=4, compiled for 8 absent chips: what of the network is
+hidden.
 
     python -m jtrain.bench overlap [--device v5p]
 
-The plain program sends all-gathers and reduce-scatters over `tensor` before and after a layer's matmuls. In pieces
-(`layout.tensor_overlap`) permutes run between pieces of the matmuls, also with FP8 matmuls if the chip has them. In
-groups (`layout.sequence_groups`, for GPUs) a group of sequences is on the wire while another is computed.
+The plain program sends all-gathers and reduce-scatters over `tensor` before and after a layer's matmuls. In
+pieces (`layout.tensor_overlap`) permutes run between pieces of the matmuls, also with FP8 matmuls if the chip
+has them. In groups (`layout.sequence_groups`, for GPUs) a group of sequences is on the wire while another is
+computed.
 
-Two figures describe the same program, as the chip's own compiler scheduled it, with loops counted. A byte is beside a
-matmul if a matmul is between its start and its done; a transfer may still take longer than that matmul. A second is
-hidden if the compute stream of `jtrain.plan.compile.two_streams` does not wait in it: a model of the compiled program.
-Nothing runs, so nothing is measured. `seconds of a step` is that model's too.
+Two figures describe the same program, as the chip's own compiler scheduled it, with loops counted. A byte is
+beside a matmul if a matmul is between its start and its done; a transfer may still take longer than that
+matmul. A second is hidden if the compute stream of `jtrain.plan.compile.two_streams` does not wait in it: a
+model of the compiled program. Nothing runs, so nothing is measured. `seconds of a step` is that model's too.
 
-The last rows of H200 are those of a mixture of experts, qwen3_30b_a3b as it ships: rows of tokens sent to their experts
-and back, forward and backward.
+The last rows of H200 are those of a mixture of experts, qwen3_30b_a3b as it ships: rows of tokens sent to
+their experts and back, forward and backward.
 """
 
 import collections
@@ -41,19 +43,25 @@ SETTINGS = (
     f"data.global_batch={SEQUENCES}",
     f"data.seq_len={SEQ_LEN}",
 )
-"""Settings. With one sequence the unembedding's all-gather would be a tenth of all bytes, with four a 30th."""
+"""Settings. With one sequence the unembedding's all-gather would be a tenth of all bytes, with four a
+30th."""
 
 IN_PIECES, IN_GROUPS = "layout.tensor_overlap=True", f"layout.sequence_groups={SEQUENCES}"
 IN_8_BITS = (IN_PIECES, "precision.matmul_dtype=fp8_delayed")
 FORMS: dict[str, dict[str, tuple[str, ...]]] = {
     "v5p": {"plain": (), "in pieces": (IN_PIECES,)},
-    "h200": {"plain": (), "in pieces": (IN_PIECES,), "in pieces, 8 bits": IN_8_BITS, "in groups": (IN_GROUPS,)},
+    "h200": {
+        "plain": (),
+        "in pieces": (IN_PIECES,),
+        "in pieces, 8 bits": IN_8_BITS,
+        "in groups": (IN_GROUPS,),
+    },
 }
 """Device -> form -> its settings."""
 
 IN_CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-"""Compiler options of the form in 8 bits. XLA:GPU chooses between Triton and cuBLAS on the device; for an absent one it
-takes Triton, whose matmuls would be in bfloat16."""
+"""Compiler options of the form in 8 bits. XLA:GPU chooses between Triton and cuBLAS on the device; for an
+absent one it takes Triton, whose matmuls would be in bfloat16."""
 
 SECONDS_BAR = {("h200", "in groups"): ">= 0.85"}
 KERNEL = {"gpu": "tokamax", "tpu": "splash"}
@@ -92,7 +100,9 @@ def exchange_rows(device: str) -> Iterator[Row]:
     program = mixture_step(device)
     (sent,) = (t for t in program.traffic if t.kind == "ragged-all-to-all")
     what = f"{device}, expert exchange"
-    yield row(f"qwen3_30b_a3b, 8 x {device}, expert exchange: sent per device and step", sent.wire_bytes / 1e9, "GB")
+    yield row(
+        f"qwen3_30b_a3b, 8 x {device}, expert exchange: sent per device and step", sent.wire_bytes / 1e9, "GB"
+    )
     yield row(f"{what}: share of it asynchronous", sent.async_bytes / sent.array_bytes, "")
     yield row(f"{what}: share of it beside a matmul", sent.hidden_bytes / sent.array_bytes, "", bar=">= 0.6")
     yield row(f"{what}: temporaries", program.temp_bytes / 1e9, "GB")
@@ -117,8 +127,12 @@ def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
     bar = None if form == "plain" else ">= 0.9"
     yield row(f"llama8b, 8 x {name}: sent per device and step", sent.wire_bytes / 1e9, "GB")
     yield row(f"{name}: share of its bytes asynchronous", sent.async_bytes / sent.wire_bytes, "")
-    yield row(f"{name}: share of its bytes beside a matmul", beside, "", bar=bar if form != "in groups" else None)
-    yield row(f"{name}: share of its seconds hidden", found.hidden_share, "", bar=SECONDS_BAR.get((device, form)))
+    yield row(
+        f"{name}: share of its bytes beside a matmul", beside, "", bar=bar if form != "in groups" else None
+    )
+    yield row(
+        f"{name}: share of its seconds hidden", found.hidden_share, "", bar=SECONDS_BAR.get((device, form))
+    )
     yield row(f"{name}: seconds on the wire", 1e3 * found.wire_s, "ms")
     yield row(f"{name}: seconds of computation", 1e3 * found.compute_s, "ms")
     yield row(f"{name}: seconds of a step", 1e3 * (found.compute_s + found.waiting_s), "ms")
@@ -131,7 +145,9 @@ def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
         seconds[kind] += hop.seconds
         hidden[kind] += hop.hidden_s
     for kind in sorted(seconds):
-        yield row(f"{name}, {kind}: share of {1e3 * seconds[kind]:.1f} ms hidden", hidden[kind] / seconds[kind], "")
+        yield row(
+            f"{name}, {kind}: share of {1e3 * seconds[kind]:.1f} ms hidden", hidden[kind] / seconds[kind], ""
+        )
 
 
 def attention_s(device: str) -> dict[tuple[str, str], float]:

@@ -2,11 +2,11 @@
 
     python -m jtrain.bench plan_compiled [--only cuDNN]
 
-Dense layers with ZeRO-3, attention by cuDNN, 8-bit matmuls, experts, sequences over `context`, `tensor`, state, weights
-and activations in host memory, sums in bfloat16: compiled for 8 x H200 and 8 x v5p that are not there, at the widths of
-llama8b and qwen3_30b_a3b. Nothing runs. Bytes are the compiler's. Seconds are those that the compute stream of
-`jtrain.plan.compile.two_streams` waits in the compiled schedule, at the rates of the plan beside it, so that the
-schedule alone makes the difference.
+Dense layers with ZeRO-3, attention by cuDNN, 8-bit matmuls, experts, sequences over `context`, `tensor`,
+state, weights and activations in host memory, sums in bfloat16: compiled for 8 x H200 and 8 x v5p that are
+not there, at the widths of llama8b and qwen3_30b_a3b. Nothing runs. Bytes are the compiler's. Seconds are
+those that the compute stream of `jtrain.plan.compile.two_streams` waits in the compiled schedule, at the
+rates of the plan beside it, so that the schedule alone makes the difference.
 
 Each program takes one to five minutes of a core; `--lines FILE` has each row as soon as there is one.
 """
@@ -31,8 +31,8 @@ type Chip = Literal["h200", "v5p"]
 GIB = 2**30
 
 COMPILER_OPTIONS: dict[Chip, dict[str, int]] = {"h200": {"xla_gpu_autotune_level": 0}, "v5p": {}}
-"""Options beside those of the train step. XLA:GPU tries no kernels of matmuls, which changes no bytes and takes a third
-of a compilation where there is no GPU to try them on."""
+"""Options beside those of the train step. XLA:GPU tries no kernels of matmuls, which changes no bytes and
+takes a third of a compilation where there is no GPU to try them on."""
 
 TOPOLOGIES: dict[Chip, str] = {"h200": "h200:8", "v5p": "v5p:2x2x2"}
 
@@ -72,8 +72,20 @@ class Program:
 PROGRAMS = (
     Program("ZeRO-3", "h200", "llama8b", _ZERO, waits=True),
     Program("cuDNN attention", "h200", "llama8b", f"{_ZERO} kernels=(('attention','cudnn'),)"),
-    Program("8 bits, delayed scaling", "h200", "llama8b", f"{_ZERO} precision.matmul_dtype=fp8_delayed", waits=True),
-    Program("8 bits, current scaling", "h200", "llama8b", f"{_ZERO} precision.matmul_dtype=fp8_current", waits=True),
+    Program(
+        "8 bits, delayed scaling",
+        "h200",
+        "llama8b",
+        f"{_ZERO} precision.matmul_dtype=fp8_delayed",
+        waits=True,
+    ),
+    Program(
+        "8 bits, current scaling",
+        "h200",
+        "llama8b",
+        f"{_ZERO} precision.matmul_dtype=fp8_current",
+        waits=True,
+    ),
     Program("expert=4", "h200", "qwen3_30b_a3b", _EXPERTS, waits=True),
     Program("context=4, ring", "h200", "llama8b", _LONG, waits=True),
     Program("context=4, ulysses", "h200", "llama8b", f"{_LONG} layout.context_attention=ulysses", waits=True),
@@ -119,7 +131,9 @@ def run(args: Options) -> Iterator[Row]:
 def rows(program: Program, found: Figures) -> Iterator[Row]:
     """The plan's figures of one program beside the compiled ones."""
     plan, name = planned(program), program.name
-    off = abs(plan.argument_bytes - found.argument_bytes) + abs(plan.host_argument_bytes - found.host_argument_bytes)
+    off = abs(plan.argument_bytes - found.argument_bytes) + abs(
+        plan.host_argument_bytes - found.host_argument_bytes
+    )
     yield row(f"{name}: arguments", plan.argument_bytes, "B", baseline=found.argument_bytes)
     yield row("  off by", off, "B", bar="<= 0")
     yield row(f"{name}: peak", plan.peak_bytes / GIB, "GiB", baseline=found.peak_bytes / GIB)
@@ -148,7 +162,9 @@ def planned(program: Program) -> Figures:
     """The plan of a program."""
     job = program_job(program)
     plan = memory(job)
-    return Figures(plan.argument_bytes, plan.host_argument_bytes, plan.total_bytes, step_time(job, plan).waits_s)
+    return Figures(
+        plan.argument_bytes, plan.host_argument_bytes, plan.total_bytes, step_time(job, plan).waits_s
+    )
 
 
 def compiled(program: Program) -> Figures:

@@ -1,8 +1,9 @@
 """The plan's seconds per step against thirteen steps that others have published.
 
-Nothing runs. Every row is planned in one setting, which is not always that of the source: ZeRO-3 over all devices
-unless axes are given, one microbatch unless given, and layers that keep queries, keys, values and attention's output.
-The constants of `jtrain.plan.estimate.matmul_time` and `jtrain.plan.estimate.step_time` were fitted to these rows.
+Nothing runs. Every row is planned in one setting, which is not always that of the source: ZeRO-3 over all
+devices unless axes are given, one microbatch unless given, and layers that keep queries, keys, values and
+attention's output. The constants of `jtrain.plan.estimate.matmul_time` and `jtrain.plan.estimate.step_time`
+were fitted to these rows.
 """
 
 import dataclasses
@@ -137,7 +138,10 @@ def run(args: Options) -> list[Row]:
     errors: list[float] = []
     for step in PUBLISHED:
         found = row(
-            f"{step.what}, {step.device}, {step.source}: planned", predicted_s(step), "s", baseline=step.published_s
+            f"{step.what}, {step.device}, {step.source}: planned",
+            predicted_s(step),
+            "s",
+            baseline=step.published_s,
         )
         assert found["ratio"] is not None
         errors.append(100 * abs(found["ratio"] - 1))

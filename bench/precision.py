@@ -3,7 +3,8 @@
     python -m jtrain.bench precision --seeds 3
     python -m jtrain.bench precision --only 8-bit --whole --steps 100
 
-All precisions see the same weights and batches, seed by seed. A CPU computes 8-bit matmuls as a GPU would, but not as
+All precisions see the same weights and batches, seed by seed. A CPU computes 8-bit matmuls as a GPU would,
+but not as
 fast: `fp8_speed` measures their speed on one.
 """
 
@@ -38,18 +39,25 @@ PRECISIONS = {
     "bfloat16 parameters, float32 masters": (BF16, "optimizer.master_dtype=float32"),
     "bfloat16 parameters, stochastic": (BF16, "optimizer.param_rounding=stochastic"),
     "bfloat16 parameters, nearest": (BF16,),
-    "all bfloat16, stochastic": (BF16, "optimizer.param_rounding=stochastic", "optimizer.moment_dtype=bfloat16_sr"),
+    "all bfloat16, stochastic": (
+        BF16,
+        "optimizer.param_rounding=stochastic",
+        "optimizer.moment_dtype=bfloat16_sr",
+    ),
     "8-bit matmuls, current scaling": ("precision.matmul_dtype=fp8_current",),
     "8-bit matmuls, delayed scaling": ("precision.matmul_dtype=fp8_delayed",),
     "float32, b2=0.999": ("optimizer.b2=0.999",),
     "bfloat16_sr moments, b2=0.999": ("optimizer.b2=0.999", "optimizer.moment_dtype=bfloat16_sr"),
     "int8 moments, b2=0.999": ("optimizer.b2=0.999", "optimizer.moment_dtype=int8"),
 }
-"""What is trained -> what is set. Those with b2=0.999 are compared with the first of them, the others with float32."""
+"""What is trained -> what is set. Those with b2=0.999 are compared with the first of them, the others with
+float32."""
 
 
 class Losses(NamedTuple):
-    """Final losses of one run, nats/byte: the mean of the last tenth of its steps, and of what was held out."""
+    """Final losses of one run, nats/byte: the mean of the last tenth of its steps, and of what was held
+    out.
+    """
 
     train: float
     held_out: float
@@ -94,9 +102,16 @@ def run(args: Options) -> Iterator[Row]:
 
 def final_losses(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Losses:
     """One run, from its first weights to its last evaluation."""
-    sets += (f"seed={seed}", f"num_steps={num_steps}", f"eval.every_steps={num_steps}", "metrics.log_every_steps=1")
+    sets += (
+        f"seed={seed}",
+        f"num_steps={num_steps}",
+        f"eval.every_steps={num_steps}",
+        "metrics.log_every_steps=1",
+    )
     with tempfile.TemporaryDirectory() as folder:
-        lines = trained("tiny", (*sets, "checkpoint.every_steps=None", "metrics.tensorboard=False"), Path(folder))
+        lines = trained(
+            "tiny", (*sets, "checkpoint.every_steps=None", "metrics.tensorboard=False"), Path(folder)
+        )
     losses = [line["loss_nats"] for line in lines if "loss_nats" in line]
     held_out = [line["eval_loss_nats"] for line in lines if "eval_loss_nats" in line]
     return Losses(statistics.mean(losses[-max(num_steps // 10, 1) :]), held_out[-1])
@@ -106,5 +121,8 @@ def bytes_per_parameter(sets: tuple[str, ...]) -> float:
     """Bytes of parameters and of the optimizer's state."""
     built = build_run(load_config("tiny", (), sets))
     infos = built.model.param_infos()
-    total = sum(state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.precision.param_dtype) for i in infos)
+    total = sum(
+        state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.precision.param_dtype)
+        for i in infos
+    )
     return total / sum(i.size for i in infos)

@@ -1,7 +1,7 @@
 """Llama 3.2 1B for one device of 80 GB, or several.
 
-    python -m jtrain.launch --config=llama1b --dry-run
-    python -m jtrain.launch --config=llama1b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
+    python -m jtrain.launch --config=llama1b --dry-run python -m jtrain.launch --config=llama1b --set
+    data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
 
 Dimensions: config.json of meta-llama/Llama-3.2-1B. Learning rate and schedule: those of the 8B model,
 arXiv:2407.21783, table 3.
@@ -28,7 +28,8 @@ def llama1b() -> fdl.Config[Run]:
         seed=0,
         num_steps=100_000,  # also the length of the learning-rate schedule; warm-up is a fraction of it
         mesh=fdl.Config(MeshSpec, data=1),
-        # All that has a name fits beside 8 sequences in 80 GB, so that no matmul and no attention is computed twice.
+        # All that has a name fits beside 8 sequences in 80 GB, so that no matmul and no attention is computed
+        # twice.
         layout=fdl.Config(LayoutSpec, zero_stage=0, remat="named", remat_save=SAVEABLE, microbatches=8),
         model=fdl.Config(
             Transformer,
@@ -43,14 +44,20 @@ def llama1b() -> fdl.Config[Run]:
                 RopeSpec,
                 theta=500_000.0,
                 scaling=fdl.Config(
-                    Llama3Scaling, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192
+                    Llama3Scaling,
+                    factor=32.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_seq_len=8192,
                 ),
             ),
             norm_eps=1e-5,
             qk_norm=False,
             tie_embeddings=True,
         ),
-        optimizer=fdl.Config(AdamW, peak_lr=3e-4, warmup_steps=0.02, schedule=fdl.Config(Cosine, final_fraction=0.01)),
+        optimizer=fdl.Config(
+            AdamW, peak_lr=3e-4, warmup_steps=0.02, schedule=fdl.Config(Cosine, final_fraction=0.01)
+        ),
         data=fdl.Config(
             PackedText,
             path="corpus/*.parquet",

@@ -1,10 +1,11 @@
 """Llama 3.1 70B for 64 devices of at least 80 GB.
 
-    python -m jtrain.launch --config=llama70b --dry-run
-    python -m jtrain.launch --config=llama70b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
-    python -m jtrain.launch --config=llama70b --set mesh.replica=4 --set layout.microbatches=2
+    python -m jtrain.launch --config=llama70b --dry-run python -m jtrain.launch --config=llama70b --set
+    data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json python -m jtrain.launch
+    --config=llama70b --set mesh.replica=4 --set layout.microbatches=2
 
-Dimensions: config.json of meta-llama/Llama-3.1-70B. Learning rate, schedule and tokens per step: arXiv:2407.21783,
+Dimensions: config.json of meta-llama/Llama-3.1-70B. Learning rate, schedule and tokens per step:
+  arXiv:2407.21783,
 table 3 and section 3.4.1.
 """
 
@@ -42,7 +43,11 @@ def llama70b() -> fdl.Config[Run]:
                 RopeSpec,
                 theta=500_000.0,
                 scaling=fdl.Config(
-                    Llama3Scaling, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192
+                    Llama3Scaling,
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_seq_len=8192,
                 ),
             ),
             norm_eps=1e-5,
@@ -66,7 +71,9 @@ def llama70b() -> fdl.Config[Run]:
 
 
 def tensor8(run: fdl.Config[Run]) -> None:
-    """Tensor parallelism over the 8 devices of a host, ZeRO over 8 hosts: an eighth of the bytes between hosts."""
+    """Tensor parallelism over the 8 devices of a host, ZeRO over 8 hosts: an eighth of the bytes between
+    hosts.
+    """
     run.mesh.data = 8
     run.mesh.tensor = 8
     run.layout.microbatches = 8

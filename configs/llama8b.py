@@ -1,10 +1,11 @@
 """Llama 3.1 8B for 8 devices of at least 80 GB; for more, raise mesh.data and lower layout.microbatches.
 
-    python -m jtrain.launch --config=llama8b --dry-run
-    python -m jtrain.launch --config=llama8b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
-    python -m jtrain.launch --config=llama8b --set mesh.data=64 --set layout.microbatches=4
+    python -m jtrain.launch --config=llama8b --dry-run python -m jtrain.launch --config=llama8b --set
+    data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json python -m jtrain.launch --config=llama8b
+    --set mesh.data=64 --set layout.microbatches=4
 
-Dimensions: config.json of meta-llama/Llama-3.1-8B. Learning rate, schedule and tokens per step: arXiv:2407.21783,
+Dimensions: config.json of meta-llama/Llama-3.1-8B. Learning rate, schedule and tokens per step:
+  arXiv:2407.21783,
 table 3 and section 3.4.1.
 """
 
@@ -42,14 +43,20 @@ def llama8b() -> fdl.Config[Run]:
                 RopeSpec,
                 theta=500_000.0,
                 scaling=fdl.Config(
-                    Llama3Scaling, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_seq_len=8192
+                    Llama3Scaling,
+                    factor=8.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_seq_len=8192,
                 ),
             ),
             norm_eps=1e-5,
             qk_norm=False,
             tie_embeddings=False,
         ),
-        optimizer=fdl.Config(AdamW, peak_lr=3e-4, warmup_steps=0.03, schedule=fdl.Config(Cosine, final_fraction=0.01)),
+        optimizer=fdl.Config(
+            AdamW, peak_lr=3e-4, warmup_steps=0.03, schedule=fdl.Config(Cosine, final_fraction=0.01)
+        ),
         data=fdl.Config(
             PackedText,
             path="corpus/*.parquet",
@@ -64,7 +71,9 @@ def llama8b() -> fdl.Config[Run]:
 
 
 def single_device(run: fdl.Config[Run]) -> None:
-    """Fits one H200: bfloat16 moments, 128 GB of parameters, moments and gradients; small batches, for benchmarks."""
+    """Fits one H200: bfloat16 moments, 128 GB of parameters, moments and gradients; small batches, for
+    benchmarks.
+    """
     run.mesh.data = 1
     run.layout.zero_stage = 0
     run.layout.microbatches = 8

@@ -6,8 +6,8 @@
     python -m jtrain.data prepare --config=mixture --out runs/prepared     # tokenise once ...
     python -m jtrain.launch --config=mixture --set data.prepared=runs/prepared --workdir runs/mixture-prepared
 
-Prepared documents are cut at exactly seq_len tokens, raw ones by their bytes, so the two give other batches. A weight
-may change between attempts: the run resumes, and its log records the change and its step.
+Prepared documents are cut at exactly seq_len tokens, raw ones by their bytes, so the two give other batches.
+A weight may change between attempts: the run resumes, and its log records the change and its step.
 """
 
 import fiddle as fdl

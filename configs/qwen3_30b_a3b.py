@@ -6,8 +6,9 @@ For more devices, raise mesh.data and lower layout.microbatches.
     python -m jtrain.launch --config=qwen3_30b_a3b --set data.path='/my/*.parquet'
     python -m jtrain.launch --config=qwen3_30b_a3b --set mesh.data=64 --set layout.microbatches=4
 
-Dimensions, and the coefficient of the balancing loss: config.json of Qwen/Qwen3-30B-A3B-Base. Sequence length of
-the first stage in arXiv:2505.09388, section 3.2, which gives no learning rate; the learning rate is Llama 3.1 8B's.
+Dimensions, and the coefficient of the balancing loss: config.json of Qwen/Qwen3-30B-A3B-Base. Sequence length
+of the first stage in arXiv:2505.09388, section 3.2, which gives no learning rate; the learning rate is Llama
+3.1 8B's.
 """
 
 import fiddle as fdl
@@ -25,7 +26,9 @@ from jtrain.telemetry.metrics import MetricsSpec
 
 
 def qwen3_30b_a3b() -> fdl.Config[Run]:
-    """30.5 billion parameters, 3.3 active per token; experts split over 4 devices, everything sharded over `data`=2."""
+    """30.5 billion parameters, 3.3 active per token; experts split over 4 devices, everything sharded over
+    `data`=2.
+    """
     return fdl.Config(
         Run,
         seed=0,
@@ -47,7 +50,9 @@ def qwen3_30b_a3b() -> fdl.Config[Run]:
             qk_norm=True,
             tie_embeddings=False,
         ),
-        optimizer=fdl.Config(AdamW, peak_lr=3e-4, warmup_steps=0.03, schedule=fdl.Config(Cosine, final_fraction=0.01)),
+        optimizer=fdl.Config(
+            AdamW, peak_lr=3e-4, warmup_steps=0.03, schedule=fdl.Config(Cosine, final_fraction=0.01)
+        ),
         data=fdl.Config(
             PackedText,
             path="corpus/*.parquet",

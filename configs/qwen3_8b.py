@@ -1,8 +1,8 @@
 """Qwen3 8B for 8 devices of at least 80 GB; for more, raise mesh.data and lower layout.microbatches.
 
-    python -m jtrain.launch --config=qwen3_8b --dry-run
-    python -m jtrain.launch --config=qwen3_8b --set data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json
-    python -m jtrain.launch --config=qwen3_8b --set mesh.data=64 --set layout.microbatches=4
+    python -m jtrain.launch --config=qwen3_8b --dry-run python -m jtrain.launch --config=qwen3_8b --set
+    data.path='/my/*.parquet' --set data.tokenizer=/my/tokenizer.json python -m jtrain.launch
+    --config=qwen3_8b --set mesh.data=64 --set layout.microbatches=4
 
 Dimensions: config.json of Qwen/Qwen3-8B-Base; the learning rate is Llama 3.1 8B's, because arXiv:2505.09388
 gives none.
@@ -43,7 +43,9 @@ def qwen3_8b() -> fdl.Config[Run]:
             qk_norm=True,
             tie_embeddings=False,
         ),
-        optimizer=fdl.Config(AdamW, peak_lr=3e-4, warmup_steps=0.03, schedule=fdl.Config(Cosine, final_fraction=0.01)),
+        optimizer=fdl.Config(
+            AdamW, peak_lr=3e-4, warmup_steps=0.03, schedule=fdl.Config(Cosine, final_fraction=0.01)
+        ),
         data=fdl.Config(
             PackedText,
             path="corpus/*.parquet",
@@ -58,7 +60,9 @@ def qwen3_8b() -> fdl.Config[Run]:
 
 
 def single_device(run: fdl.Config[Run]) -> None:
-    """Fits one H200: bfloat16 moments, 98 GB of parameters, moments and gradients; small batches, for benchmarks."""
+    """Fits one H200: bfloat16 moments, 98 GB of parameters, moments and gradients; small batches, for
+    benchmarks.
+    """
     run.mesh.data = 1
     run.layout.zero_stage = 0
     run.layout.microbatches = 8

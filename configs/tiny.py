@@ -54,7 +54,9 @@ def tiny() -> fdl.Config[Run]:
 
 
 def zero3(run: fdl.Config[Run]) -> None:
-    """Shards parameters, gradients and optimizer state over all devices; --emulate-devices 8 emulates 8 on one CPU."""
+    """Shards parameters, gradients and optimizer state over all devices; --emulate-devices 8 emulates 8 on
+    one CPU.
+    """
     run.layout.zero_stage = 3
 
 

@@ -36,7 +36,9 @@ def tiny_moe() -> fdl.Config[Run]:
             head_dim=32,
             d_ff=256,  # of each expert
             vocab_size=256,
-            moe=fdl.Config(MoESpec, num_experts=8, top_k=2, shared_experts=1, balance_loss=1e-2, router_z_loss=1e-3),
+            moe=fdl.Config(
+                MoESpec, num_experts=8, top_k=2, shared_experts=1, balance_loss=1e-2, router_z_loss=1e-3
+            ),
             tie_embeddings=True,
         ),
         optimizer=fdl.Config(AdamW, peak_lr=3e-3, warmup_steps=0.05, schedule=fdl.Config(Cosine)),
@@ -55,6 +57,8 @@ def tiny_moe() -> fdl.Config[Run]:
 
 
 def experts(run: fdl.Config[Run]) -> None:
-    """Splits experts over 4 devices and shards the rest over all; --emulate-devices 8 emulates 8 on one CPU."""
+    """Splits experts over 4 devices and shards the rest over all; --emulate-devices 8 emulates 8 on one
+    CPU.
+    """
     run.mesh.expert = 4
     run.layout.zero_stage = 3

@@ -1,7 +1,7 @@
 """Prepares docstrings for the API reference, which shows them as Markdown.
 
-A class's fields become a list: our docstrings describe them as lines `name: text` or `name, name: text`. An index
-written in a sentence, such as [rank][turn], is no link.
+A class's fields become a list: our docstrings describe them as lines `name: text` or `name, name: text`. An
+index written in a sentence, such as [rank][turn], is no link.
 """
 
 import re
@@ -14,7 +14,9 @@ _INDEX = re.compile(r"(`[^`]*`)|(?<=\])\[")
 
 
 def with_list(text: str, names: set[str]) -> str:
-    """`text` with each paragraph that describes fields of `names` as a Markdown list; the rest is as it was."""
+    """`text` with each paragraph that describes fields of `names` as a Markdown list; the rest is as it
+    was.
+    """
     paragraphs = []
     for paragraph in text.split("\n\n"):
         first = _FIELDS.match(paragraph)

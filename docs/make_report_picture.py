@@ -1,4 +1,5 @@
-"""Makes docs/images/report.png, the README's picture: the top of the page that a profiled run of `tiny` leaves.
+"""Makes docs/images/report.png, the README's picture: the top of the page that a profiled run of `tiny`
+leaves.
 
     python docs/make_report_picture.py
 
@@ -12,7 +13,13 @@ import tempfile
 from pathlib import Path
 
 PICTURE = Path(__file__).parent / "images" / "report.png"
-BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
+BROWSERS = (
+    "chromium-headless-shell",
+    "chromium",
+    "chromium-browser",
+    "google-chrome-stable",
+    "google-chrome",
+)
 MOST_BYTES = 200_000
 STEPS = 40  # the fiddler `profile` traces steps 20 to 25
 
@@ -28,8 +35,17 @@ def main() -> None:
         page = Path(folder, "profile", "20", "report.html")
         PICTURE.parent.mkdir(exist_ok=True)
         # Root may not use Chromium's sandbox; the page is our own and loads nothing.
-        look = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1000,1120"]
-        subprocess.run([*look, f"--screenshot={PICTURE}", page.as_uri()], check=True, stderr=subprocess.DEVNULL)
+        look = [
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--window-size=1000,1120",
+        ]
+        subprocess.run(
+            [*look, f"--screenshot={PICTURE}", page.as_uri()], check=True, stderr=subprocess.DEVNULL
+        )
     size = PICTURE.stat().st_size
     if size > MOST_BYTES:
         sys.exit(f"{PICTURE} has {size:,} bytes, over {MOST_BYTES:,}: take a smaller --window-size")

@@ -12,7 +12,9 @@ SKIPPED = {"checkpoint_programs", "_configs"}
 
 
 def packages() -> dict[str, list[str]]:
-    """Package -> its own modules, without programs; packages in alphabetical order, jtrain before its kernels."""
+    """Package -> its own modules, without programs; packages in alphabetical order, jtrain before its
+    kernels.
+    """
     found: dict[str, list[str]] = {}
     for top in FOLDERS:
         for init in sorted(top.rglob("__init__.py")):

@@ -1,4 +1,6 @@
-"""Errors that end a run with a code of their own: `UserError` (2, the user can fix it) and `HardwareFault` (76)."""
+"""Errors that end a run with a code of their own: `UserError` (2, the user can fix it) and `HardwareFault`
+(76).
+"""
 
 from collections.abc import Sequence
 

@@ -23,28 +23,32 @@ ROOT = Path(__file__).parents[1]
 KNOWN_SKIPS: dict[str, str] = {
     "this machine has a GPU": "what happens without an accelerator is tested where there is none",
 }
-"""Part of a skip's reason -> why it is fine that a machine skips it. Under CI=true any other skip fails the run."""
+"""Part of a skip's reason -> why it is fine that a machine skips it. Under CI=true any other skip fails the
+run."""
 
 assert "jax" not in sys.modules, "the emulated devices must be set up before jax is imported"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
-# Compiling for TPUs without one (the extra [aot]): ask no metadata server, and let several processes hold libtpu.
+# Compiling for TPUs without one (the extra [aot]): ask no metadata server, and let several processes hold
+# libtpu.
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-# Tests compile much and compute little: LLVM's optimisations are half of the seconds of a step's compilation. The
-# processes that tests start read the variable as well.
+# Tests compile much and compute little: LLVM's optimisations are half of the seconds of a step's compilation.
+# The processes that tests start read the variable as well.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-# Without the Python frames in each operation's location, which no test reads, tracing and compiling take a tenth less.
+# Without the Python frames in each operation's location, which no test reads, tracing and compiling take a
+# tenth less.
 os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Only this process has jemalloc (see pytest_xdist_setupnodes): what it starts has the malloc that users have.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("LD_PRELOAD", None)
-# Images of containers often set it. Each process that tests start would compile the sources of jtrain, for 0.3 s.
+# Images of containers often set it. Each process that tests start would compile the sources of jtrain, for
+# 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Almost all objects of an import or a trace stay alive: collecting them rarely, and all of them only after a file (see
-# pytest_runtest_teardown), frees as much.
+# Almost all objects of an import or a trace stay alive: collecting them rarely, and all of them only after a
+# file (see pytest_runtest_teardown), frees as much.
 gc.set_threshold(20_000, 50, 1_000_000)
 
 import beartype  # noqa: E402
@@ -58,7 +62,9 @@ _with_shapes = jaxtyping.jaxtyped
 
 
 def _has_shapes(annotation: Any) -> bool:
-    """True if jaxtyping has something to check: an array's shape, also behind `type Name = ...` or in a generic."""
+    """True if jaxtyping has something to check: an array's shape, also behind `type Name = ...` or in a
+    generic.
+    """
     if isinstance(annotation, typing.TypeAliasType):
         return _has_shapes(annotation.__value__)
     if typing.get_origin(annotation) is typing.Literal:
@@ -71,11 +77,13 @@ def _has_shapes(annotation: Any) -> bool:
 
 
 def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
-    """Decorator of the import hook: beartype alone for functions without shapes, and once for each array elsewhere.
+    """Decorator of the import hook: beartype alone for functions without shapes, and once for each array
+    elsewhere.
 
-    jaxtyping's own decorator binds the signature, and checks the arguments a second time beside the result: 5x slower.
-    Its names of sizes that are expressions of arguments ("{n}") would need that, and are refused. beartype writes the
-    checks of a function when it is first called: a worker imports thousands that none of its tests call.
+    jaxtyping's own decorator binds the signature, and checks the arguments a second time beside the result:
+    5x slower. Its names of sizes that are expressions of arguments ("{n}") would need that, and are refused.
+    beartype writes the checks of a function when it is first called: a worker imports thousands that none of
+    its tests call.
     """
     conf = beartype.BeartypeConf(violation_type=TypeError)
 
@@ -88,7 +96,9 @@ def _checked(*, typechecker: Any) -> Callable[[Any], Any]:
             return _with_shapes(thing, typechecker=typechecker)
         if not plain:
             return beartype.beartype(conf=conf)(thing)
-        assert not has_shapes or "{" not in repr(annotations), f"{thing.__qualname__}: sizes that are expressions"
+        assert not has_shapes or "{" not in repr(annotations), (
+            f"{thing.__qualname__}: sizes that are expressions"
+        )
 
         @functools.cache
         def checked() -> Any:
@@ -114,7 +124,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # No timed assertions: under load any test takes long. The same examples in every run: nothing fails by luck.
 hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fixed")
-# Hypothesis would also draw constants of those modules of the project that this process happens to have imported.
+# Hypothesis would also draw constants of those modules of the project that this process happens to have
+# imported.
 assert hasattr(providers, "_get_local_constants"), "look for what has taken its place"
 providers._get_local_constants = constants_ast.Constants
 
@@ -134,10 +145,12 @@ def more_time_for_slow_tests(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps compiled programs between runs for the processes that tests start (`platform.compile_collectives_anew`).
+    """Keeps compiled programs between runs for the processes that tests start
+    (`platform.compile_collectives_anew`).
 
-    The two variables after the cache's are what `platform.start_jax` chooses where none names a cache. Quick tests have
-    XLA try no kernels of matmuls for GPUs, which is a third of a compilation; slow ones compile as a user does.
+    The two variables after the cache's are what `platform.start_jax` chooses where none names a cache. Quick
+    tests have XLA try no kernels of matmuls for GPUs, which is a third of a compilation; slow ones compile as
+    a user does.
     """
     if "not slow" in str(config.getoption("markexpr")).split(" and "):
         os.environ["XLA_FLAGS"] += " --xla_gpu_autotune_level=0"
@@ -163,10 +176,11 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives each worker its share of the tests in one piece, and what one has left to another that has finished.
+    """Gives each worker its share of the tests in one piece, and what one has left to another that has
+    finished.
 
-    By default xdist hands out a few tests at a time towards the end. Neighbours then run in different workers, and each
-    computes what they share: a module's fixtures, and results in `functools.cache`.
+    By default xdist hands out a few tests at a time towards the end. Neighbours then run in different
+    workers, and each computes what they share: a module's fixtures, and results in `functools.cache`.
     """
     from xdist.scheduler import WorkStealingScheduling
 
@@ -174,7 +188,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 LONGEST = {"step", "train", "test_launch.py"}
-"""Folders and files below tests/ whose tests take longest. They run first: at the end both workers have short ones."""
+"""Folders and files below tests/ whose tests take longest. They run first: at the end both workers have short
+ones."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -224,8 +239,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Collects garbage after each file of tests, and hides what is left from the collector.
 
-    Programs and their jaxprs stay in JAX's caches for the whole run. Walking through them again and again was a tenth
-    of the seconds of tests that compile steps, so there are no full collections in between (the threshold above).
+    Programs and their jaxprs stay in JAX's caches for the whole run. Walking through them again and again was
+    a tenth of the seconds of tests that compile steps, so there are no full collections in between (the
+    threshold above).
     """
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
@@ -234,9 +250,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_as_on_a_terminal() -> None:
-    """Has the processes that tests start begin with the default handlers, also where `nohup` or a script starts tests.
+    """Has the processes that tests start begin with the default handlers, also where `nohup` or a script
+    starts tests.
 
-    A program inherits signals that are ignored, but not handlers; this process still does nothing at SIGHUP and SIGINT.
+    A program inherits signals that are ignored, but not handlers; this process still does nothing at SIGHUP
+    and SIGINT.
     """
     for number in (signal.SIGHUP, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -244,8 +262,12 @@ def signals_as_on_a_terminal() -> None:
 
 
 @pytest.fixture(autouse=True)
-def optimised_for_other_machines(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compiles with every optimisation where a test reads what the compiler of a TPU or a GPU makes of a program."""
+def optimised_for_other_machines(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Compiles with every optimisation where a test reads what the compiler of a TPU or a GPU makes of a
+    program.
+    """
     if request.node.get_closest_marker("aot") is None:
         yield
         return
@@ -266,7 +288,14 @@ def emulated_devices() -> list[jax.Device]:
 @pytest.fixture(scope="session")
 def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE in the style of Llama 3: a begin token by template, an end token by name."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers  # lazy: few tests need it
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )  # lazy: few tests need it
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -14,7 +14,9 @@ OTHER = {"kernels", "pipeline"}
 
 
 def layout_from(fields: dict[str, Any], mesh: MeshSpec, infos: tuple[ParamInfo, ...], **more: Any) -> Layout:
-    """Layout whose `fields` are those of LayoutSpec, PrecisionSpec, or OTHER; `more` goes to `make_layout`."""
+    """Layout whose `fields` are those of LayoutSpec, PrecisionSpec, or OTHER; `more` goes to
+    `make_layout`.
+    """
     spec = LayoutSpec(**{name: value for name, value in fields.items() if name not in PRECISION | OTHER})
     precision = PrecisionSpec(**{name: value for name, value in fields.items() if name in PRECISION})
     more |= {name: value for name, value in fields.items() if name in OTHER}

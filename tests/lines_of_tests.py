@@ -1,7 +1,9 @@
-"""Pytest plugin that writes which lines of jtrain each test runs: `-p tests.lines_of_tests --lines-of-tests FILE`.
+"""Pytest plugin that writes which lines of jtrain each test runs: `-p tests.lines_of_tests --lines-of-tests
+FILE`.
 
-`bench/mutation_score.py` chooses by it the tests that could notice a changed line. Every line of every test fires once
-(`sys.monitoring`), which costs a few percent of the tests' time. Processes that tests start are not seen.
+`bench/mutation_score.py` chooses by it the tests that could notice a changed line. Every line of every test
+fires once (`sys.monitoring`), which costs a few percent of the tests' time. Processes that tests start are
+not seen.
 """
 
 import json

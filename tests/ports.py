@@ -8,9 +8,9 @@ _held: list[socket.socket] = []
 def free_port() -> int:
     """Returns a port of localhost that no other program is given before this process ends.
 
-    A port that was free a moment ago may be another test's before the started process listens there. The kernel chooses
-    none that a socket is bound to; who asks for it by number gets it, as long as nobody listens there and both reuse
-    addresses, as servers of gRPC do.
+    A port that was free a moment ago may be another test's before the started process listens there. The
+    kernel chooses none that a socket is bound to; who asks for it by number gets it, as long as nobody
+    listens there and both reuse addresses, as servers of gRPC do.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -18,7 +18,9 @@ def small_disk(folder: Path, size_kib: int) -> Iterator[Path]:
         pytest.skip(NO_ROOT)
     folder.mkdir(exist_ok=True)
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "none", str(folder)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", f"size={size_kib}k", "none", str(folder)],
+        capture_output=True,
+        check=False,
     )
     if mounted.returncode:
         pytest.skip(NO_ROOT)
@@ -34,7 +36,9 @@ def remount(folder: Path, option: str) -> None:
 
 
 def fill(folder: Path, *, leave_bytes: int = 0) -> Path:
-    """Fills the disk with one file, which leaves whole pages of about `leave_bytes` free; returns the file."""
+    """Fills the disk with one file, which leaves whole pages of about `leave_bytes` free; returns the
+    file.
+    """
     path = folder / "filler"
     with open(path, "wb", buffering=0) as file:
         free = os.statvfs(folder)

@@ -33,14 +33,20 @@ def test_a_notebook_defines_nothing_and_carries_no_output(path: Path) -> None:
 def test_what_a_notebook_imports_exists(path: Path) -> None:
     """Also where nobody runs the slow tests below."""
     nodes = [node for source in sources(path) for node in ast.walk(ast.parse(source))]
-    ours = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jtrain")]
+    ours = [
+        node
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jtrain")
+    ]
     assert ours
     for node in ours:
         for alias in node.names:
             exec(f"from {node.module} import {alias.name}", {})
 
 
-def run(name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None) -> dict[str, Any]:
+def run(
+    name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int, int] | None = None
+) -> dict[str, Any]:
     """Outputs by cell, with the second number of `steps`, if it trains any, in the place of the first."""
     notebook = nbformat.read(ROOT / "colabs" / name, as_version=4)
     if steps is not None:
@@ -48,7 +54,9 @@ def run(name: str, folder: Path, patch: pytest.MonkeyPatch, *, steps: tuple[int,
         shipped, fewer = (f"steps = {number}\n" for number in steps)
         assert shipped in settings.source
         settings.source = settings.source.replace(shipped, fewer)
-    patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]))
+    patch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    )
     patch.setenv("XLA_FLAGS", "")  # one device, as a reader has
     patch.setenv("IPYTHONDIR", str(folder / "ipython"))
     patch.setenv("MPLCONFIGDIR", str(folder / "matplotlib"))
@@ -94,9 +102,13 @@ def test_data_is_mixed_packed_prepared_and_changed(tmp_path: Path, monkeypatch: 
 
 
 def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cell runs; the sheet fits, both pictures came out, what was found is sorted, and the run picks."""
+    """Every cell runs; the sheet fits, both pictures came out, what was found is sorted, and the run
+    picks.
+    """
     outputs = run("plan.ipynb", tmp_path, monkeypatch)
-    *sheet, code = [output["data"]["text/plain"] for output in outputs["sheet"] if "data" in output]  # rich's displays
+    *sheet, code = [
+        output["data"]["text/plain"] for output in outputs["sheet"] if "data" in output
+    ]  # rich's displays
     assert any("of the memory at the peak, in the moment" in text for text in sheet)
     assert code == "0"
     for cell in ("strategies", "search"):
@@ -109,12 +121,16 @@ def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.slow
 def test_a_schedule_is_drawn_changed_checked_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every cell runs; the bubbles are those of the closed forms, a wrong order is refused, and the losses agree."""
+    """Every cell runs; the bubbles are those of the closed forms, a wrong order is refused, and the losses
+    agree.
+    """
     outputs = run("pipeline.ipynb", tmp_path, monkeypatch, steps=(20, 3))
     for cell in ("draw", "change"):
         assert any("image/svg+xml" in output.get("data", {}) for output in outputs[cell])
     assert "bubble: 20.0%, split: 14.3%" in text_of(outputs["split"])
-    assert "refused: schedule wrong, worker 1, 1W0: it needs 1I0, which comes later" in text_of(outputs["check"])
+    assert "refused: schedule wrong, worker 1, 1W0: it needs 1I0, which comes later" in text_of(
+        outputs["check"]
+    )
     rows = {line.split()[0]: line.split()[1:] for line in text_of(outputs["clock"]).splitlines()[1:]}
     assert rows["1f1b"][0] == "20.0%"  # (P-1)(F+B) / ((M+P-1)(F+B))
     assert rows["mine"][0] == "7.7%"  # ZB-H1: (P-1)(F+I-W) / (M(F+B) + (P-1)(F+I-W))

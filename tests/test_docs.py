@@ -63,7 +63,9 @@ def test_every_module_of_the_changelog_is_where_it_says() -> None:
     modules = {name for row in rows for name in re.findall(r"`(jtrain[\w.]*)`", row)}
     folders = {"jtrain": ROOT, "jtrain_kernels": ROOT / "kernels"}
     paths = {name: folders[name.partition(".")[0]].joinpath(*name.split(".")) for name in modules}
-    assert [name for name, path in paths.items() if not (path.with_suffix(".py").exists() or path.is_dir())] == []
+    assert [
+        name for name, path in paths.items() if not (path.with_suffix(".py").exists() or path.is_dir())
+    ] == []
 
 
 def test_the_callback_of_the_page_is_one(tmp_path: Path) -> None:
@@ -130,7 +132,9 @@ CONFIGURED = {text: configured(words) for text, words in COMMANDS.items() if con
 
 
 @pytest.mark.parametrize("command", CONFIGURED)
-def test_every_config_fiddler_and_field_of_a_command_is_there(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_config_fiddler_and_field_of_a_command_is_there(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loads the config exactly as the command would."""
     monkeypatch.chdir(ROOT)
     name, fiddlers, sets = CONFIGURED[command]

@@ -25,7 +25,8 @@ ROWS = (
     ("bench",),
     ("__main__", "launch", "generate", "node_check"),
 )
-"""A module imports only rows above its own, and itself. `python -m` finds the command line of a package by name."""
+"""A module imports only rows above its own, and itself. `python -m` finds the command line of a package by
+name."""
 
 RANK = {name: rank for rank, row in enumerate(ROWS) for name in row}
 KERNEL_IMPORTS = {"jax", "jaxlib", "jax_triton", "jaxtyping", "numpy", "tokamax", "triton", "jtrain_kernels"}
@@ -104,7 +105,9 @@ def circles(sources_by_name: dict[str, str]) -> list[str]:
 
 
 def test_no_import_circles() -> None:
-    """No two modules import each other, not even later, inside functions: each can be read without the other."""
+    """No two modules import each other, not even later, inside functions: each can be read without the
+    other.
+    """
     files = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sources("jtrain")}
     assert circles({name.removesuffix(".__init__"): path.read_text() for path, name in files.items()}) == []
     lazy = "def f() -> None:\n    from jtrain import a"
@@ -114,12 +117,15 @@ def test_no_import_circles() -> None:
 def test_kernels_stand_alone() -> None:
     """`jtrain_kernels` can be used without jtrain: jax, numpy and, behind a guard, triton."""
     for path in sources("kernels"):
-        outside = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))} - set(sys.stdlib_module_names)
+        outside = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))} - set(
+            sys.stdlib_module_names
+        )
         assert outside <= KERNEL_IMPORTS, path
 
 
 def test_one_door_to_the_kernels() -> None:
-    """model/ops.py alone calls ops (a folder each), so that a kernel can be swapped there; benchmarks time them.
+    """model/ops.py alone calls ops (a folder each), so that a kernel can be swapped there; benchmarks time
+    them.
 
     What a chip is, `jtrain_kernels.device`, serves everybody.
     """
@@ -146,7 +152,9 @@ def test_fiddle_stays_with_the_config() -> None:
 
 
 def test_nobody_imports_launch_scripts_configs_bench_or_tests() -> None:
-    """launch/ holds scripts, configs/ is loaded by path, and bench/, which may import everything, is in no wheel."""
+    """launch/ holds scripts, configs/ is loaded by path, and bench/, which may import everything, is in no
+    wheel.
+    """
     for path in [*sources("jtrain"), *sources("kernels")]:
         roots = {name.split(".")[0] for name in imports(ast.parse(path.read_text()))}
         assert not roots & {"launch", "configs", "tests", "colabs", "bench"}, path
@@ -155,13 +163,17 @@ def test_nobody_imports_launch_scripts_configs_bench_or_tests() -> None:
 
 def test_no_file_is_a_kitchen_sink() -> None:
     """A file is named after what it knows, and `kernels/` must not shadow another package."""
-    names = {path.stem for folder in ("jtrain", "kernels", "bench", "tests", "configs") for path in sources(folder)}
+    names = {
+        path.stem for folder in ("jtrain", "kernels", "bench", "tests", "configs") for path in sources(folder)
+    }
     assert not names & {"utils", "util", "common", "helpers", "helper", "misc", "base"}
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
 def test_importing_everything_starts_no_backend_and_changes_no_environment() -> None:
-    """Nothing happens at import: no device query, no environment write, for any module of the two packages."""
+    """Nothing happens at import: no device query, no environment write, for any module of the two
+    packages.
+    """
     modules = [
         ".".join(path.relative_to(ROOT / top).with_suffix("").parts).removesuffix(".__init__")
         for top, folder in ((".", "jtrain"), ("kernels", "kernels"), (".", "bench"))

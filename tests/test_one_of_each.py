@@ -1,6 +1,7 @@
 """Every job is done in one module: the table of docs/architecture.md, held by reading the sources.
 
-A row names the one module and those that still do the job beside it. Whoever removes one of those shortens the row.
+A row names the one module and those that still do the job beside it. Whoever removes one of those shortens
+the row.
 """
 
 import ast
@@ -32,7 +33,9 @@ def calls(nodes: Iterable[ast.AST]) -> set[str]:
     functions = [node.func for node in nodes if isinstance(node, ast.Call)]
     attributes = [function for function in functions if isinstance(function, ast.Attribute)]
     dotted = {f"{one.value.id}.{one.attr}" for one in attributes if isinstance(one.value, ast.Name)}
-    return dotted | {one.attr for one in attributes} | {one.id for one in functions if isinstance(one, ast.Name)}
+    return (
+        dotted | {one.attr for one in attributes} | {one.id for one in functions if isinstance(one, ast.Name)}
+    )
 
 
 def calling(pattern: str) -> Callable[[str], bool]:
@@ -51,7 +54,11 @@ def importing(module: str, name: str | None = None) -> Callable[[str], bool]:
 
     def imports(source: str) -> bool:
         for node in nodes(source):
-            names = {alias.name for alias in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
+            names = (
+                {alias.name for alias in node.names}
+                if isinstance(node, ast.Import | ast.ImportFrom)
+                else set()
+            )
             if isinstance(node, ast.Import) and name is None and module in names:
                 return True
             if isinstance(node, ast.ImportFrom) and node.module == module and (name is None or name in names):
@@ -67,7 +74,9 @@ def repeats_after_a_wait(source: str) -> bool:
         if not isinstance(node, ast.For | ast.While):
             continue
         # A caught error that is raised again, or ends the loop, does not lead to another try.
-        handlers = [handler for inner in ast.walk(node) if isinstance(inner, ast.Try) for handler in inner.handlers]
+        handlers = [
+            handler for inner in ast.walk(node) if isinstance(inner, ast.Try) for handler in inner.handlers
+        ]
         ends = (ast.Raise, ast.Return, ast.Break)
         goes_on = any(not any(isinstance(last, ends) for last in handler.body[-1:]) for handler in handlers)
         if goes_on and "sleep" in calls(ast.walk(node)):
@@ -92,14 +101,23 @@ ROWS = (
     Row("boots of machines", "runtime/lease.py", saying("boot_id")),
     Row("starts of processes", "runtime/lease.py", saying(r"\[19\]")),
     Row("signs of life in files", "runtime/lease_stores.py", calling("utime")),
-    Row("texts in jax's coordination service", "runtime/agreement.py", calling("(blocking_)?key_value_[a-z_]+")),
+    Row(
+        "texts in jax's coordination service",
+        "runtime/agreement.py",
+        calling("(blocking_)?key_value_[a-z_]+"),
+    ),
     Row(
         "waits of all processes in a collective",
         "runtime/multihost.py",
         calling("process_allgather|broadcast_one_to_all|sync_global_devices|wait_at_barrier"),
     ),
     # The constructors' links live in asyncio, where connecting again is a task for each peer.
-    Row("repetition after an error", "runtime/retry.py", repeats_after_a_wait, besides=("data/hosts/peer_links.py",)),
+    Row(
+        "repetition after an error",
+        "runtime/retry.py",
+        repeats_after_a_wait,
+        besides=("data/hosts/peer_links.py",),
+    ),
     Row(
         "connections that are accepted",
         "runtime/link.py",
@@ -107,9 +125,15 @@ ROWS = (
         besides=("data/hosts/peer_links.py",),  # hands the link's socket to asyncio
     ),
     Row("proofs of a shared secret", "runtime/link.py", calling("compare_digest")),
-    Row("pickle of received bytes", "data/plane/data_plane.py", calling(r"pickle\.loads?")),  # of its own child
+    Row(
+        "pickle of received bytes", "data/plane/data_plane.py", calling(r"pickle\.loads?")
+    ),  # of its own child
     Row("documents that no loader survives", "data/loaders/pool.py", saying(r"\{where\}, again and again")),
-    Row("restarts of a constructor", "data/plane/data_plane.py", saying("times in a row without making a batch")),
+    Row(
+        "restarts of a constructor",
+        "data/plane/data_plane.py",
+        saying("times in a row without making a batch"),
+    ),
     Row("Python files of the user", "runtime/user_code.py", calling("spec_from_file_location")),
     Row("command lines", "cli/run.py", importing("argparse"), besides=("bench/__main__.py",)),
     Row("tables on a terminal", "report/terminal.py", importing("rich", "table")),
@@ -131,7 +155,9 @@ def test_the_architecture_page_names_the_module_of_each_job() -> None:
 
 def test_a_second_mechanism_would_be_found() -> None:
     """The guard of the tests above."""
-    retry = "for wait_s in (1, 2):\n    try:\n        read()\n    except OSError:\n        time.sleep(wait_s)\n"
+    retry = (
+        "for wait_s in (1, 2):\n    try:\n        read()\n    except OSError:\n        time.sleep(wait_s)\n"
+    )
     assert repeats_after_a_wait(retry)
     assert not repeats_after_a_wait(retry.replace("time.sleep(wait_s)", "raise"))
     assert not repeats_after_a_wait("while True:\n    time.sleep(1)\n")

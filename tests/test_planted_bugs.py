@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[1]
 KERNELS = "kernels/jtrain_kernels/"
 OVERLAP = "tests/kernels/overlap/"
 LIMIT_S = 150
-"""Time limit of a test in the copy, longer than that of the processes that tests start there (`test_gpu_fabric.py`).
+"""Time limit of a test in the copy, longer than that of the processes that tests start there
+(`test_gpu_fabric.py`).
 
 A bug that ends in a deadlock or an endless loop takes this long."""
 
@@ -153,7 +154,8 @@ BUGS = {
     ),
     "reduce_dtype ignored where a step gathers once": Bug(
         "jtrain/step/zero.py",
-        "grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.zero_dim)\n        return grad",
+        "grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.zero_dim)\n        "
+        "return grad",
         "grad = scatter_shards(layout, grad, p.zero_dim)\n        return grad",
         DTYPES,
     ),
@@ -217,7 +219,8 @@ BUGS = {
     ),
     "moments advance in a rejected step": Bug(
         "jtrain/optim/optimizer.py",
-        "new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf))",
+        "new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), "
+        "(param, leaf))",
         "new_param = jnp.where(update.applied, new_param, param)",
         LAYOUT,
     ),

@@ -1,4 +1,6 @@
-"""The branches that only accelerators take, executed on a CPU and compared with the same references as its own."""
+"""The branches that only accelerators take, executed on a CPU and compared with the same references as its
+own.
+"""
 
 import ast
 import contextlib
@@ -29,7 +31,9 @@ ROOT = Path(__file__).parents[1]
 
 
 class Site(NamedTuple):
-    """Call of `jax.lax.platform_dependent`: its file, the outermost function around it, its lines and branches."""
+    """Call of `jax.lax.platform_dependent`: its file, the outermost function around it, its lines and
+    branches.
+    """
 
     file: str
     function: str
@@ -107,7 +111,10 @@ CHECKS: dict[str, tuple[Callable[[], None], ...]] = {
     ),
     KERNELS + "linear_cross_entropy/api.py:_forward": (
         functools.partial(
-            test_linear_cross_entropy.test_the_loss_and_its_gradients_are_those_of_all_logits, "float32", 7, 0.1
+            test_linear_cross_entropy.test_the_loss_and_its_gradients_are_those_of_all_logits,
+            "float32",
+            7,
+            0.1,
         ),
     ),
     KERNELS + "grouped_matmul/api.py:_product": (
@@ -126,7 +133,8 @@ CHECKS: dict[str, tuple[Callable[[], None], ...]] = {
         test_grouped_matmul.test_a_float32_kernel_under_bfloat16_rows_gets_a_float32_gradient,
     ),
 }
-"""Site -> tests of its op, which compare values and gradients with float64 or, for copied rows, bit by bit."""
+"""Site -> tests of its op, which compare values and gradients with float64 or, for copied rows, bit by
+bit."""
 
 
 @contextlib.contextmanager
@@ -155,13 +163,16 @@ def ragged_all_to_all(
     operand: Any, output: Any, input_offsets: Any, send_sizes: Any, output_offsets: Any, recv_sizes: Any,
     *, axis_name: str,
 ) -> Any:  # fmt: skip
-    """`jax.lax.ragged_all_to_all`, which XLA:CPU does not have, in plain collectives, from the words of its docstring.
+    """`jax.lax.ragged_all_to_all`, which XLA:CPU does not have, in plain collectives, from the words of its
+    docstring.
 
-    Rows that nobody writes keep their value in `output`. Sizes that differ between sender and receiver, and slices
-    beyond the end of an array, are undefined in XLA: here everything becomes NaN.
+    Rows that nobody writes keep their value in `output`. Sizes that differ between sender and receiver, and
+    slices beyond the end of an array, are undefined in XLA: here everything becomes NaN.
     """
     each = input_offsets.shape[0] // jax.lax.axis_size(axis_name)
-    to_receivers = functools.partial(jax.lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True)
+    to_receivers = functools.partial(
+        jax.lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True
+    )
     first, count, place = map(to_receivers, (input_offsets, send_sizes, output_offsets))
     senders = jax.lax.all_gather(operand, axis_name)
     undefined = jnp.any(count != recv_sizes)
@@ -169,7 +180,9 @@ def ragged_all_to_all(
     row = jnp.arange(operand.shape[0])
     for i in range(input_offsets.shape[0]):
         arrived = senders[i // each, jnp.minimum(first[i] + row, row.size - 1)]
-        output = output.at[jnp.where(row < count[i], place[i] + row, output.shape[0])].set(arrived, mode="drop")
+        output = output.at[jnp.where(row < count[i], place[i] + row, output.shape[0])].set(
+            arrived, mode="drop"
+        )
     return jnp.where(undefined, jnp.nan, output)
 
 
@@ -178,7 +191,9 @@ ELSEWHERE = [(site, branch) for site in sites() for branch in site.only_elsewher
 
 @pytest.mark.parametrize(("site", "branch"), ELSEWHERE, ids=lambda value: getattr(value, "name", value))
 def test_an_accelerators_branch_computes_what_the_cpus_does(site: Site, branch: str) -> None:
-    """Every branch of every site, found by its syntax, passes the tests of its op; a new site needs an entry above."""
+    """Every branch of every site, found by its syntax, passes the tests of its op; a new site needs an entry
+    above.
+    """
     with on_platform("elsewhere" if branch == "default" else branch) as taken:
         for check in CHECKS[site.name]:
             taken.clear()
@@ -189,8 +204,12 @@ def test_an_accelerators_branch_computes_what_the_cpus_does(site: Site, branch: 
 def test_all_sites_are_found() -> None:
     """The list of sites is that of the checks; methods, closures and calls over several lines are found."""
     assert {site.name for site in sites()} == set(CHECKS)
-    assert len(sites()) == len(CHECKS), "two calls in one function: the checks of one would pass for the other"
-    text = "class A:\n  def f(self):\n    return lambda x: lax.platform_dependent(\n      x, tpu=g, default=h)\n"
+    assert len(sites()) == len(CHECKS), (
+        "two calls in one function: the checks of one would pass for the other"
+    )
+    text = (
+        "class A:\n  def f(self):\n    return lambda x: lax.platform_dependent(\n      x, tpu=g, default=h)\n"
+    )
     assert sites_of(text, "a.py") == [Site("a.py", "A", 3, 4, ("tpu", "default"))]
 
 

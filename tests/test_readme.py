@@ -56,12 +56,16 @@ def test_a_newcomer_types_the_readme(tmp_path: Path) -> None:
     corpus.mkdir()
     with open(corpus / "a.jsonl", "w") as file:
         for number in range(2000):
-            print(json.dumps({"text": f"document {number} says {number * number} and no more. " * 8}), file=file)
+            print(
+                json.dumps({"text": f"document {number} says {number * number} and no more. " * 8}), file=file
+            )
     train, _, *others = COMMANDS
     dropped = ("JAX_", "XLA_", "PYTHON", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     env |= {"HOME": str(tmp_path), "PATH": f"{sys.base_prefix}/bin:{os.environ['PATH']}"}
     for command in [train, *(f". .venv/bin/activate && {command}" for command in others)]:
         mine = command.replace("/my/", f"{corpus}/")
-        done = subprocess.run(["bash", "-c", mine], cwd=clone, env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", mine], cwd=clone, env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"

@@ -70,7 +70,8 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.create(environment)
     pip(environment, "install", "--no-deps", "--no-index", str(wheel))
     (site,) = environment.glob("lib/python*/site-packages")
-    # The editable jtrain of the tests' environment is not found this way: Python reads no .pth of such a folder.
+    # The editable jtrain of the tests' environment is not found this way: Python reads no .pth of such a
+    # folder.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return environment
 
@@ -86,7 +87,12 @@ def run(environment: Path, folder: Path, *words: str) -> subprocess.CompletedPro
 def test_a_wheel_carries_what_a_user_needs_and_no_more(wheel: Path) -> None:
     """Both packages, their type markers, configs and the license; no folder bench."""
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"jtrain/__init__.py", "jtrain/py.typed", "jtrain_kernels/py.typed", "jtrain/_configs/tiny.py"} <= names
+    assert {
+        "jtrain/__init__.py",
+        "jtrain/py.typed",
+        "jtrain_kernels/py.typed",
+        "jtrain/_configs/tiny.py",
+    } <= names
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {"jtrain/bench/one_gpu.py", "jtrain/bench/checkpoint_programs/checkpoint_torch.py"} <= names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"jtrain", "jtrain_kernels"}
@@ -107,7 +113,14 @@ def test_an_sdist_builds_into_the_same_wheel(wheel: Path, tmp_path: Path) -> Non
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path, filter="data")
     (tree,) = tmp_path.glob("jtrain-*/")
-    for name in ("LICENSE", "README.md", "CHANGELOG.md", "constraints.txt", "tests/conftest.py", "jtrain/py.typed"):
+    for name in (
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "constraints.txt",
+        "tests/conftest.py",
+        "jtrain/py.typed",
+    ):
         assert (tree / name).is_file(), name
     again = build(tmp_path / "wheel", tree, "wheel")
     assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
@@ -116,7 +129,11 @@ def test_an_sdist_builds_into_the_same_wheel(wheel: Path, tmp_path: Path) -> Non
 def test_an_installed_wheel_finds_its_configs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     """`jtrain launch --config=llama8b` works as in the checkout."""
     where = run(
-        installed, tmp_path, "python", "-c", "import jtrain, jtrain_kernels as k; print(jtrain.__file__, k.__file__)"
+        installed,
+        tmp_path,
+        "python",
+        "-c",
+        "import jtrain, jtrain_kernels as k; print(jtrain.__file__, k.__file__)",
     )
     assert where.returncode == 0, where.stderr
     assert all(path.startswith(str(installed)) for path in where.stdout.split())
@@ -125,7 +142,9 @@ def test_an_installed_wheel_finds_its_configs_outside_the_checkout(installed: Pa
     assert done.stdout == (GOLDEN / "llama8b.txt").read_text()
 
 
-def test_a_wheel_lists_the_benchmarks_it_has_and_refuses_others_in_one_line(installed: Path, tmp_path: Path) -> None:
+def test_a_wheel_lists_the_benchmarks_it_has_and_refuses_others_in_one_line(
+    installed: Path, tmp_path: Path
+) -> None:
     """Published figures beside other projects are measured in a checkout, and the message says so."""
     listed = run(installed, tmp_path, "jtrain", "bench").stdout.splitlines()
     assert {"one_gpu", "faults", "startup", "checkpoint"} <= {line.split()[0] for line in listed}
@@ -134,7 +153,9 @@ def test_a_wheel_lists_the_benchmarks_it_has_and_refuses_others_in_one_line(inst
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     assert "no benchmark cpu_step. There are: " in line
-    assert "Those of published figures are in the folder bench/ of a checkout of jtrain: run them there" in line
+    assert (
+        "Those of published figures are in the folder bench/ of a checkout of jtrain: run them there" in line
+    )
 
 
 def type_errors(environment: Path, folder: Path, source: str) -> list[str]:
@@ -157,7 +178,9 @@ def type_errors(environment: Path, folder: Path, source: str) -> list[str]:
 
 
 def test_a_type_checker_sees_the_types_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
-    """Right use is accepted in strict mode, each wrong use is an error; without py.typed right use is refused too."""
+    """Right use is accepted in strict mode, each wrong use is an error; without py.typed right use is refused
+    too.
+    """
     assert type_errors(installed, tmp_path, RIGHT_USE) == []
     assert type_errors(installed, tmp_path, WRONG_USE) == [
         "reportArgumentType",

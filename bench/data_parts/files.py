@@ -1,9 +1,11 @@
-"""Corpora of the data benchmarks: the same documents of many text sources in seven forms, written once and kept.
+"""Corpora of the data benchmarks: the same documents of many text sources in seven forms, written once and
+kept.
 
-306 sources of 400 documents, the number of sources that OVERLORD's navit_data has (arXiv:2504.09844). A document holds
-16 to 8192 characters, one token each for the byte tokenizer; lengths are lognormal, median 318 and mean about 660.
-`LONG` has documents of 16 K characters in the median, most of which exceed a row. The files stay in the user's folder
-for temporary files, so only the first benchmark that needs them waits for them.
+306 sources of 400 documents, the number of sources that OVERLORD's navit_data has (arXiv:2504.09844). A
+document holds 16 to 8192 characters, one token each for the byte tokenizer; lengths are lognormal, median 318
+and mean about 660. `LONG` has documents of 16 K characters in the median, most of which exceed a row. The
+files stay in the user's folder for temporary files, so only the first benchmark that needs them waits for
+them.
 """
 
 import contextlib
@@ -45,7 +47,8 @@ SHORT = Corpus(documents=400, median=318, most=8192)
 LONG = Corpus(documents=12, median=16384, most=1 << 17)
 
 ROW_GROUP = 200
-"""Documents of a Parquet row group: 133 KB of text. Usual are 64 MB and more, of which every open file holds one."""
+"""Documents of a Parquet row group: 133 KB of text. Usual are 64 MB and more, of which every open file holds
+one."""
 
 READERS = Path(protocol.__file__).with_name("readers.py")
 """Script of all readers, jtrain's and the peers'."""
@@ -75,14 +78,19 @@ def sources(
     """The folder with one file (mds: a folder; bin: one file in all) per source, written unless it exists.
 
     Args:
-      format: of the files. `bin` is the flat file of nanoGPT and Megatron: uint16 ids of one document after another.
-        `mds` holds rows of ids, as llm-foundry prepares them: documents joined, then cut.
+      format: of the files. `bin` is the flat file of nanoGPT and Megatron: uint16 ids of one document after
+        another. `mds` holds rows of ids, as llm-foundry prepares them: documents joined, then cut.
       num_sources: how many.
       corpus: documents of each source.
       peer: an interpreter that has mosaicml-streaming; only mds needs one.
       folder: where to keep them; by default below the user's folder for temporary files.
     """
-    target = (folder or kept()) / f"sources-{_VERSION}" / f"{num_sources}x{corpus.documents}x{corpus.median}" / format
+    target = (
+        (folder or kept())
+        / f"sources-{_VERSION}"
+        / f"{num_sources}x{corpus.documents}x{corpus.median}"
+        / format
+    )
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +104,9 @@ def sources(
         else:
             lengths, pool = lengths_of(num_sources, corpus), _pool()
             for source in range(num_sources):
-                _WRITERS[format](unfinished / f"{source:04}.{format}", texts_of(source, lengths[source], pool))
+                _WRITERS[format](
+                    unfinished / f"{source:04}.{format}", texts_of(source, lengths[source], pool)
+                )
         with contextlib.suppress(OSError):  # another process was quicker: its files are the same
             unfinished.rename(target)
     finally:
@@ -116,13 +126,17 @@ def lengths_of(num_sources: int, corpus: Corpus = SHORT) -> Int[np.ndarray, "sou
 
 
 def texts_of(source: int, lengths: Int[np.ndarray, " documents"], pool: str) -> list[str]:
-    """The documents of one source: stretches of the pool of words, with nothing but its own to tell them apart."""
+    """The documents of one source: stretches of the pool of words, with nothing but its own to tell them
+    apart.
+    """
     start = np.random.default_rng((1, source)).integers(0, len(pool) - lengths.max(), len(lengths))
     return [pool[s : s + n] for s, n in zip(start.tolist(), lengths.tolist(), strict=True)]
 
 
 def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
-    """What a user would write to train on all files of a folder, in the proportions that the peers are given."""
+    """What a user would write to train on all files of a folder, in the proportions that the peers are
+    given.
+    """
     from jtrain.data.dataset import PackedText
     from jtrain.data.sources.source import Source
 
@@ -133,13 +147,16 @@ def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
     return PackedText(
         sources={
             f"source_{number:03}": Source(path=str(file), weight=weight, text_field=field)
-            for number, (file, weight) in enumerate(zip(files, (weights / weights.sum()).tolist(), strict=True))
+            for number, (file, weight) in enumerate(
+                zip(files, (weights / weights.sum()).tolist(), strict=True)
+            )
         },
         seq_len=seq_len,
         global_batch=global_batch,
         mixture_unit="samples",
         eval_fraction=0.0,
-        shuffle_window_bytes=1 << 20,  # a row group at a time: a window is never smaller. The peers shuffle no Parquet
+        shuffle_window_bytes=1
+        << 20,  # a row group at a time: a window is never smaller. The peers shuffle no Parquet
     )
 
 
@@ -150,7 +167,9 @@ def prepared(spec: "PackedText", folder: Path) -> Path:
 
     out = folder.with_name(f"{folder.name}-prepared")
     recipes = [
-        Recipe(name=name, source=source, tokenizer=spec.tokenizer, cache_dir=Path(spec.cache_dir).expanduser())
+        Recipe(
+            name=name, source=source, tokenizer=spec.tokenizer, cache_dir=Path(spec.cache_dir).expanduser()
+        )
         for name, source in spec.named_sources.items()
     ]
     prepare(recipes, out, workers=os.cpu_count() or 1, stream=io.StringIO())
@@ -216,7 +235,9 @@ _WRITERS: dict[Format, Callable[[Path, Sequence[str]], None]] = {
 
 
 class Slowly:
-    """Texts that take `seconds` each to read, with the interpreter's lock held: as decoding on a core of one's own."""
+    """Texts that take `seconds` each to read, with the interpreter's lock held: as decoding on a core of
+    one's own.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._us = int(1e6 * seconds)

@@ -1,9 +1,10 @@
-"""Seconds from opening a corpus to its first batch: 5 GB of JSON lines, 100,000 files, a prepared index of 10 TB.
+"""Seconds from opening a corpus to its first batch: 5 GB of JSON lines, 100,000 files, a prepared index of 10
+TB.
 
-From the call that opens the source to the batch, with every process that this starts; what the trainer imports is
-loaded before. The corpora are made up: files of repeated lines whose pages are dropped from the kernel's cache before
-each round, and an index whose 10 TB of ids are a file of holes. Each is beside a corpus of the same form and a
-thousandth (JSON lines, index) or a hundredth (files) of the size.
+From the call that opens the source to the batch, with every process that this starts; what the trainer
+imports is loaded before. The corpora are made up: files of repeated lines whose pages are dropped from the
+kernel's cache before each round, and an index whose 10 TB of ids are a file of holes. Each is beside a corpus
+of the same form and a thousandth (JSON lines, index) or a hundredth (files) of the size.
 """
 
 import json
@@ -22,7 +23,9 @@ from jtrain.data.pretokenized import reader
 from jtrain.data.pretokenized.reader import BLOCK
 
 GB, TB = 10**9, 10**12
-LINE = json.dumps({"text": "some words of a text that is long enough to be a document of its own " * 30}) + "\n"
+LINE = (
+    json.dumps({"text": "some words of a text that is long enough to be a document of its own " * 30}) + "\n"
+)
 DOCUMENT_TOKENS = 500_000
 """Tokens of each document of the made-up index."""
 
@@ -42,7 +45,9 @@ def rows(*, scale: float = 1.0, rounds: int = 3, folder: Path | None = None) -> 
             ("prepared index, TB", prepared_index, 10.0, 0.01),
         ):
             sizes = full * scale, small
-            specs = [make(Path(made) / f"{what.split()[0]}{number}", size) for number, size in enumerate(sizes)]
+            specs = [
+                make(Path(made) / f"{what.split()[0]}{number}", size) for number, size in enumerate(sizes)
+            ]
             seconds = [[first_batch_s(spec) for spec in specs] for _ in range(rounds)]
             large_s, small_s = (min(column) for column in zip(*seconds, strict=True))
             yield row(f"{what}: {sizes[0]:g}", large_s, "s", bar="<= 2")
@@ -50,10 +55,14 @@ def rows(*, scale: float = 1.0, rounds: int = 3, folder: Path | None = None) -> 
 
 
 def first_batch_s(spec: PackedText) -> float:
-    """Returns the seconds from `open_dataset` to the first batch; nothing of the corpus is in memory before."""
+    """Returns the seconds from `open_dataset` to the first batch; nothing of the corpus is in memory
+    before.
+    """
     shutil.rmtree(spec.cache_dir, ignore_errors=True)
     for file in Path(spec.prepared or spec.path or "").rglob("*"):
-        if file.is_file() and file.stat().st_blocks > 1 << 12:  # small files would take longer to drop than to read
+        if (
+            file.is_file() and file.stat().st_blocks > 1 << 12
+        ):  # small files would take longer to drop than to read
             with file.open("rb") as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     start_s = time.perf_counter()

@@ -1,9 +1,10 @@
 """Share of a run's documents that each of several hosts reads and tokenises, with real JAX processes.
 
-Each process stands for a host: it has joined the others through JAX's coordination service, takes the rows that it
-would feed, and reads with a constructor and loaders of its own. The baseline is a process that reads everything, as
-every host had to before they divided the reading. What counts is documents and the seconds that loaders spend on them:
-with more hosts than cores the clock on the wall says nothing. A digest of all rows shows that the batches are the same.
+Each process stands for a host: it has joined the others through JAX's coordination service, takes the rows
+that it would feed, and reads with a constructor and loaders of its own. The baseline is a process that reads
+everything, as every host had to before they divided the reading. What counts is documents and the seconds
+that loaders spend on them: with more hosts than cores the clock on the wall says nothing. A digest of all
+rows shows that the batches are the same.
 """
 
 import hashlib
@@ -56,7 +57,9 @@ def rows(*, hosts: int = 4, sources: int = 24, steps: int = 60) -> Iterator[Row]
         most = max(part.documents for part in parts)
         seconds = max(part.read_s for part in parts)
         what, bar = f"{format}, {hosts} hosts", f"<= {1.32 / hosts:g}"
-        yield row(f"{what}: documents read by the host that reads most", most, "", baseline=alone.documents, bar=bar)
+        yield row(
+            f"{what}: documents read by the host that reads most", most, "", baseline=alone.documents, bar=bar
+        )
         yield row(f"{what}: seconds of reading, that host", seconds, "s", baseline=alone.read_s)
 
 
@@ -67,7 +70,9 @@ def together(folder: Path, *, hosts: int, steps: int) -> list[Work]:
         port = free.getsockname()[1]
     command = [sys.executable, "-c", _WORKER]
     processes = [
-        subprocess.Popen([*command, *map(str, (i, hosts, port, steps)), str(folder)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, *map(str, (i, hosts, port, steps)), str(folder)], stdout=subprocess.PIPE, text=True
+        )
         for i in range(hosts)
     ]
     said = [process.communicate(timeout=900)[0] for process in processes]

@@ -1,13 +1,13 @@
 """Memory and time to the first batch of 32 consumers of 306 Parquet sources, beside Grain and torchdata.
 
-Consumers are the ranks of 4 hosts with 8 accelerators each, all on this machine. Under Grain and torch every consumer
-has a loader of its own, which opens every source; ours has one constructor per host. What counts is the proportional
-set size of every process that loads data: loaders, constructors, forkservers, standbys. Of ours, what a trainer grows
-by when it imports jtrain.data and opens its data counts too; JAX, which a trainer has anyway, does not. Needs 16 GB for
-the baselines.
+Consumers are the ranks of 4 hosts with 8 accelerators each, all on this machine. Under Grain and torch every
+consumer has a loader of its own, which opens every source; ours has one constructor per host. What counts is
+the proportional set size of every process that loads data: loaders, constructors, forkservers, standbys. Of
+ours, what a trainer grows by when it imports jtrain.data and opens its data counts too; JAX, which a trainer
+has anyway, does not. Needs 16 GB for the baselines.
 
-Imports count on both sides in the rows with a bar. The row below each takes the peer's own imports off its figure (the
-memory of as many consumers that import and open nothing), and nothing off ours.
+Imports count on both sides in the rows with a bar. The row below each takes the peer's own imports off its
+figure (the memory of as many consumers that import and open nothing), and nothing off ours.
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ ROWS, SEQ_LEN = 1, 8192
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One loader's figures: from the start of its first process to the last consumer's first batch, and after all.
+    """One loader's figures: from the start of its first process to the last consumer's first batch, and after
+    all.
 
     trainer_imports_mib: of ours, what the trainers' imports of jtrain.data take.
     """
@@ -43,12 +44,19 @@ def rows(
     python = peer_python(torch_python)
     folder = files.sources("parquet", num_sources=sources)
     ours = our_consumers(folder, hosts=hosts, consumers=consumers)
-    for name, interpreter, peer in (("Grain mix", None, "grain"), ("torch StatefulDataLoader", python, "torch")):
+    for name, interpreter, peer in (
+        ("Grain mix", None, "grain"),
+        ("torch StatefulDataLoader", python, "torch"),
+    ):
         theirs = peer_consumers(interpreter, peer, folder, consumers=consumers)
         imports = peer_consumers(interpreter, peer, folder, consumers=consumers, batches=0)
         yield from rows_of(f"{consumers} consumers, {sources} sources, against {name}", ours, theirs, imports)
-        yield row(f"of {name}'s memory, what importing it {consumers} times takes", imports.usage.pss_mib, "MiB")
-    yield row(f"of ours, what importing jtrain.data in {hosts} trainers takes", ours.trainer_imports_mib, "MiB")
+        yield row(
+            f"of {name}'s memory, what importing it {consumers} times takes", imports.usage.pss_mib, "MiB"
+        )
+    yield row(
+        f"of ours, what importing jtrain.data in {hosts} trainers takes", ours.trainer_imports_mib, "MiB"
+    )
 
 
 def rows_of(what: str, ours: Measured, theirs: Measured, imports: Measured) -> list[Row]:
@@ -58,7 +66,13 @@ def rows_of(what: str, ours: Measured, theirs: Measured, imports: Measured) -> l
     return [
         row(f"memory (PSS), {what}", a.pss_mib, "MiB", baseline=b.pss_mib, bar=f"<= {1 / 13.5:.4f}"),
         row(f"the same with the peer's imports taken off, {what}", a.pss_mib, "MiB", baseline=opened_mib),
-        row(f"time to first batch, {what}", ours.first_batch_s, "s", baseline=theirs.first_batch_s, bar="<= 0.05"),
+        row(
+            f"time to first batch, {what}",
+            ours.first_batch_s,
+            "s",
+            baseline=theirs.first_batch_s,
+            bar="<= 0.05",
+        ),
         row(f"processes, {what}", float(a.processes), "", baseline=float(b.processes)),
         row(f"threads, {what}", float(a.threads), "", baseline=float(b.threads)),
         row(f"open files, {what}", float(a.fds), "", baseline=float(b.fds)),
@@ -87,7 +101,9 @@ def our_consumers(folder: Path, *, hosts: int, consumers: int, batches: int = BA
         return Measured(first_batch_s, used, imports_mib)
 
 
-def peer_consumers(python: str | None, name: str, folder: Path, *, consumers: int, batches: int = BATCHES) -> Measured:
+def peer_consumers(
+    python: str | None, name: str, folder: Path, *, consumers: int, batches: int = BATCHES
+) -> Measured:
     """Loaders that each open every source, after each has drawn all its batches.
 
     Args:
@@ -97,7 +113,9 @@ def peer_consumers(python: str | None, name: str, folder: Path, *, consumers: in
       consumers: how many.
       batches: of each; with 0 they import what they need and open nothing.
     """
-    with reader(python, "consumers", name, folder, consumers=consumers, batches=batches, batch=BATCH) as program:
+    with reader(
+        python, "consumers", name, folder, consumers=consumers, batches=batches, batch=BATCH
+    ) as program:
         answer = program.answer()
         # The process that started them stands for the trainer.
         used = largest_usage(set(tree(program.pid)) - {program.pid}, seconds=1.0)

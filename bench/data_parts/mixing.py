@@ -1,14 +1,18 @@
-"""Mixed reading of 306 sources on one core, in ids/s, beside MosaicML, a memmap, Grain, WebDataset and a plain reader.
+"""Mixed reading of 306 sources on one core, in ids/s, beside MosaicML, a memmap, Grain, WebDataset and a
+plain reader.
 
-Every reader gives batches of 64 rows of 8192 byte tokens and their targets, int32, from the same documents, and is
-compared with jtrain reading the same form: prepared ids (MosaicML's MDS, a flat memory-mapped file), ArrayRecord
-(Grain), tars (WebDataset), JSON lines (a plain reader). All but the memmap and the plain reader mix the 306 sources by
-the same weights and shuffle. jtrain also fills positions and segment numbers, and leaves out the targets between
-documents: so do the two readers whose rows have "four arrays", and no others. Writing and preparing is not timed.
+Every reader gives batches of 64 rows of 8192 byte tokens and their targets, int32, from the same documents,
+and is compared with jtrain reading the same form: prepared ids (MosaicML's MDS, a flat memory-mapped file),
+ArrayRecord (Grain), tars (WebDataset), JSON lines (a plain reader). All but the memmap and the plain reader
+mix the 306 sources by the same weights and shuffle. jtrain also fills positions and segment numbers, and
+leaves out the targets between
+documents: so do the two readers whose rows have "four arrays", and no others. Writing and preparing is not
+  timed.
 
-Each reader is one process, jtrain with `engine="inline"`; all are pinned to the same core and take turns of the same
-length. A figure is the median of the turns. Once with short documents (mean 660 ids), once with documents that exceed
-a row (mean 29,000). The time to the first batch, from the start of the process, imports included, has rows of its own.
+Each reader is one process, jtrain with `engine="inline"`; all are pinned to the same core and take turns of
+the same length. A figure is the median of the turns. Once with short documents (mean 660 ids), once with
+documents that exceed a row (mean 29,000). The time to the first batch, from the start of the process, imports
+included, has rows of its own.
 """
 
 import contextlib
@@ -28,7 +32,8 @@ from jtrain.bench import Row, row
 ROWS = 64
 """Rows of a batch, of `files.ROW_TOKENS` each."""
 PAUSE_S = 0.5
-"""Between turns: a reader that reads ahead has filled its buffers by then, and takes no time from the next."""
+"""Between turns: a reader that reads ahead has filled its buffers by then, and takes no time from the
+next."""
 WARM_S = 1.0
 """Drawn before the first turn: files are open and buffers full."""
 
@@ -36,7 +41,8 @@ WARM_S = 1.0
 class Peer(NamedTuple):
     """A reader that jtrain is compared with.
 
-    name: in the table. form: of the files, which jtrain reads too. reader: in `peers/readers.py`. format: of its own
+    name: in the table. form: of the files, which jtrain reads too. reader: in `peers/readers.py`. format: of
+      its own
     files. bar: on the ratio. is_foreign: True if it runs in the peers' environment.
     """
 
@@ -94,7 +100,11 @@ class Turns:
 
 
 def rows(
-    *, torch_python: str | None = None, sources: int = files.NUM_SOURCES, rounds: int = 7, seconds: float = 2.0
+    *,
+    torch_python: str | None = None,
+    sources: int = files.NUM_SOURCES,
+    rounds: int = 7,
+    seconds: float = 2.0,
 ) -> Iterator[Row]:
     """One table for each corpus; `rounds` turns of `seconds` each."""
     python = peer_python(torch_python)
@@ -109,7 +119,9 @@ def rows(
 
 
 def rows_of(turns: dict[str, Turns], where: str) -> Iterator[Row]:
-    """Ratios with their bars; the same by CPU time, which other work on the machine changes less; start-up."""
+    """Ratios with their bars; the same by CPU time, which other work on the machine changes less;
+    start-up.
+    """
     pairs = [(peer, turns[f"jtrain, {peer.form}"], turns[peer.name]) for peer in PEERS if peer.name in turns]
     for peer, *both in pairs:
         ours, theirs = (statistics.median(one.ids_per_s) for one in both)
@@ -126,7 +138,9 @@ def rows_of(turns: dict[str, Turns], where: str) -> Iterator[Row]:
 
 
 def open_readers(stack: ExitStack, python: str | None, num_sources: int, corpus: Corpus) -> dict[str, Turns]:
-    """All readers by name, open until the stack ends, on one core; without `python` those that run in this one."""
+    """All readers by name, open until the stack ends, on one core; without `python` those that run in this
+    one.
+    """
 
     def folder(format: Format) -> object:
         return files.sources(format, num_sources=num_sources, corpus=corpus, peer=python)
@@ -145,7 +159,9 @@ def open_readers(stack: ExitStack, python: str | None, num_sources: int, corpus:
         turns[name] = stack.enter_context(opened(None, "jtrain", folders[format], **shape, **more))
     for peer in peers:
         interpreter = python if peer.is_foreign else None
-        turns[peer.name] = stack.enter_context(opened(interpreter, peer.reader, folders[peer.format], **shape))
+        turns[peer.name] = stack.enter_context(
+            opened(interpreter, peer.reader, folders[peer.format], **shape)
+        )
     return turns
 
 

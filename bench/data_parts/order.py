@@ -1,9 +1,11 @@
-"""Order of training data: documents per step, correlation of steps, drift of mixtures, for long documents too.
+"""Order of training data: documents per step, correlation of steps, drift of mixtures, for long documents
+too.
 
-Reads batches in this process, as `python -m jtrain.data inspect --order` does, of the standard library (`tiny`), of a
-made corpus of 1 MB documents in three forms, of the config `mixture`, and of a mixture of 17 KB documents. Chance is
-what one shuffle of all chunks gives. Drift is max(0, |tokens - wanted| - seq_len) of the source that is farthest from
-its share, over all tokens: what no order of whole chunks can avoid is left out.
+Reads batches in this process, as `python -m jtrain.data inspect --order` does, of the standard library
+(`tiny`), of a made corpus of 1 MB documents in three forms, of the config `mixture`, and of a mixture of 17
+KB documents. Chance is what one shuffle of all chunks gives. Drift is max(0, |tokens - wanted| - seq_len) of
+the source that is farthest from its share, over all tokens: what no order of whole chunks can avoid is left
+out.
 """
 
 import dataclasses
@@ -53,7 +55,13 @@ def order_rows(what: str, report: OrderReport) -> list[Row]:
     return [
         row(f"{steps}: different documents per step over rows", report.distinct_over_rows, "", bar=">= 0.95"),
         row(f"{steps}: |correlation| of k and k+1, +-{near.error:.3f}", abs(near.found), "", bar="< 0.05"),
-        row(f"{steps}: share of k's documents in k+10, over chance", far.found, "", baseline=far.chance, bar="<= 2"),
+        row(
+            f"{steps}: share of k's documents in k+10, over chance",
+            far.found,
+            "",
+            baseline=far.chance,
+            bar="<= 2",
+        ),
         row(f"{steps}: independent rows in a step over rows", report.effective_rows / report.rows, ""),
     ]
 
@@ -63,17 +71,23 @@ def drift_rows(what: str, report: OrderReport, steps: tuple[int, ...]) -> list[R
     rows = []
     for n in steps:
         beyond, all_of_it = 100 * report.drift_beyond_a_chunk[n - 1], 100 * report.drift[n - 1]
-        rows.append(row(f"{what}, drift beyond a chunk after {n} steps", float(beyond), "% of tokens", bar="<= 0.1"))
+        rows.append(
+            row(f"{what}, drift beyond a chunk after {n} steps", float(beyond), "% of tokens", bar="<= 0.1")
+        )
         rows.append(row(f"{what}, all drift after {n} steps", float(all_of_it), "% of tokens"))
     return rows
 
 
 def long_corpora(folder: Path, *, documents: int, size: int) -> Iterator[tuple[str, PackedText]]:
-    """Yields the same documents of `size` bytes in three forms, with the spec that reads them in rows of `tiny`."""
+    """Yields the same documents of `size` bytes in three forms, with the spec that reads them in rows of
+    `tiny`.
+    """
     texts = long_texts(documents, size=size)
     lines = folder / "long.jsonl"
     files.write_jsonl(lines, texts)
-    spec = PackedText(path=str(lines), seq_len=256, global_batch=16, eval_fraction=0.0, cache_dir=str(folder / "cache"))
+    spec = PackedText(
+        path=str(lines), seq_len=256, global_batch=16, eval_fraction=0.0, cache_dir=str(folder / "cache")
+    )
     yield "JSON lines", spec
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), folder / "long.parquet", row_group_size=16)
     yield "Parquet", dataclasses.replace(spec, path=str(folder / "long.parquet"))
@@ -93,7 +107,9 @@ def shipped_mixture(folder: Path) -> PackedText:
     """Writes the sample corpus; returns the data of the config `mixture` with its paths there."""
     write_sample(folder)
     spec = build_run(load_config("mixture")).data
-    sources = {name: dataclasses.replace(one, path=str(folder / FILES[name])) for name, one in spec.sources.items()}
+    sources = {
+        name: dataclasses.replace(one, path=str(folder / FILES[name])) for name, one in spec.sources.items()
+    }
     return dataclasses.replace(spec, sources=sources, cache_dir=str(folder / "cache"))
 
 

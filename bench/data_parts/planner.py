@@ -1,9 +1,11 @@
-"""Planning and filling rows in memory: tokens/s and fill beside Grain's packings; cost over data ranks after balancing.
+"""Planning and filling rows in memory: tokens/s and fill beside Grain's packings; cost over data ranks after
+balancing.
 
-Lengths are those of a web corpus (median 318, mean 663 tokens, at most 8192), in rows of 8192. Filling alone is what
-each host does for its rows; the plan is made from lengths ahead of time. Grain packs while it copies, and gives no
-targets. Balance: the cost of a document of n tokens is 24576 n + n**2, the forward FLOPs of a 7B model up to a factor,
-and what it is compared with is the same rows in random order, which is what a loader without a plan gives.
+Lengths are those of a web corpus (median 318, mean 663 tokens, at most 8192), in rows of 8192. Filling alone
+is what each host does for its rows; the plan is made from lengths ahead of time. Grain packs while it copies,
+and gives no targets. Balance: the cost of a document of n tokens is 24576 n + n**2, the forward FLOPs of a 7B
+model up to a factor, and what it is compared with is the same rows in random order, which is what a loader
+without a plan gives.
 """
 
 import functools
@@ -32,7 +34,8 @@ BALANCED: tuple[tuple[Packing, int, int], ...] = (
 
 
 def rows(*, sources: int = 306, steps: int | None = None) -> Iterator[Row]:
-    """Each packing of ours with the one of Grain's, one after the other; then balance, ranks of one row to eight.
+    """Each packing of ours with the one of Grain's, one after the other; then balance, ranks of one row to
+    eight.
 
     Args:
       sources: in the balanced mixture.
@@ -78,7 +81,9 @@ def spec_of(weights: dict[str, float], chunks: int, global_batch: int, packing: 
 
 
 def planned(planner: Planner, steps: int) -> tuple[list[float], list[LoadingPlan]]:
-    """CPU seconds to plan each of so many steps, and the plans; one more goes before, which asks for first lengths."""
+    """CPU seconds to plan each of so many steps, and the plans; one more goes before, which asks for first
+    lengths.
+    """
     _, state = planner.plan(planner.start())
     spent_s, plans = [], []
     for _ in range(steps):
@@ -91,7 +96,9 @@ def planned(planner: Planner, steps: int) -> tuple[list[float], list[LoadingPlan
 
 def packing_rows(packing: Packing, documents: list[np.ndarray], batches: int) -> Iterator[Row]:
     """Rows of one packing, ours and Grain's."""
-    grain_tokens_per_s, grain_fill = best_of_three(functools.partial(grain_packs, packing, documents, batches))
+    grain_tokens_per_s, grain_fill = best_of_three(
+        functools.partial(grain_packs, packing, documents, batches)
+    )
     lengths = np.asarray([len(ids) for ids in documents], np.int32)
     planner = Planner(
         spec_of({"web": 1.0}, len(documents), BATCH_ROWS, packing),
@@ -133,7 +140,10 @@ def grain_packs(packing: Packing, documents: list[np.ndarray], batches: int) -> 
     if packing == "concat":
         packed: Any = experimental.ConcatThenSplitIterDataset(stream, length_struct={"token": SEQ_LEN})
     else:
-        kind = {"first_fit": experimental.FirstFitPackIterDataset, "best_fit": experimental.BestFitPackIterDataset}
+        kind = {
+            "first_fit": experimental.FirstFitPackIterDataset,
+            "best_fit": experimental.BestFitPackIterDataset,
+        }
         packed = kind[packing](stream, length_struct={"token": SEQ_LEN}, num_packing_bins=BATCH_ROWS)
     batched: Iterator[Any] = iter(packed.batch(BATCH_ROWS))
     next(batched)
@@ -143,7 +153,9 @@ def grain_packs(packing: Packing, documents: list[np.ndarray], batches: int) -> 
     return tokens / (time.process_time() - start_s), tokens / (batches * BATCH_ROWS * SEQ_LEN)
 
 
-def balance(sources: int, ranks: int, per_rank: int, packing: Packing, steps: int) -> tuple[float, float, float]:
+def balance(
+    sources: int, ranks: int, per_rank: int, packing: Packing, steps: int
+) -> tuple[float, float, float]:
     """Median milliseconds to plan a step; mean spread over ranks, balanced, and with the rows shuffled."""
     rng = np.random.default_rng(0)
     lengths = web_lengths((sources, 4000), rng).astype(np.int32)

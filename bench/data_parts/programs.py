@@ -1,4 +1,6 @@
-"""Readers in processes of their own: starting them, asking them, and what their processes take of the machine."""
+"""Readers in processes of their own: starting them, asking them, and what their processes take of the
+machine.
+"""
 
 import contextlib
 import dataclasses
@@ -25,12 +27,14 @@ def peer_python(path: str | None) -> str:
     Raises:
       UserError: none was given, or it lacks a peer.
     """
-    find = "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
+    find = (
+        "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
+    )
     if path is None or subprocess.run([path, "-c", find], capture_output=True, check=False).returncode:
         wrong = f"{path} cannot import them all" if path else "no interpreter that has them was given"
         raise UserError(
-            f"the data benchmarks compare with torchdata, webdataset and mosaicml-streaming, but {wrong}. Make one "
-            f"with `{INSTALL}`, then give --torch-python or PEER_TORCH_PYTHON."
+            f"the data benchmarks compare with torchdata, webdataset and mosaicml-streaming, but {wrong}. "
+            f"Make one with `{INSTALL}`, then give --torch-python or PEER_TORCH_PYTHON."
         )
     return path
 
@@ -44,7 +48,9 @@ class Program:
         self.pid = process.pid
 
     def ask(self, line: object = "") -> dict[str, Any]:
-        """Sends the line, waits for the answer. The first answer, that it is ready, needs no question: `answer`."""
+        """Sends the line, waits for the answer. The first answer, that it is ready, needs no question:
+        `answer`.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
@@ -74,7 +80,9 @@ def started(python: str | None, script: Path, *words: object, **options: object)
     named = (word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value))
     command = [python or sys.executable, *map(str, (script, *words, *named))]
     # PYTHONPATH names packages of this interpreter's version; another interpreter must not find them.
-    environment = {name: value for name, value in os.environ.items() if python is None or name != "PYTHONPATH"}
+    environment = {
+        name: value for name, value in os.environ.items() if python is None or name != "PYTHONPATH"
+    }
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
@@ -111,7 +119,9 @@ def usage(pids: Iterable[int]) -> Usage:
 
 
 def largest_usage(pids: Iterable[int], *, seconds: float) -> Usage:
-    """The largest use in that time: a pipeline that refills its buffers must not be caught while they are empty."""
+    """The largest use in that time: a pipeline that refills its buffers must not be caught while they are
+    empty.
+    """
     end = time.monotonic() + seconds
     largest = usage(pids)
     while time.monotonic() < end:
@@ -129,8 +139,8 @@ def _smaps(pid: int) -> dict[str, int]:
 class Trainers:
     """Memory of trainers before they open their data, to tell how much they grow by.
 
-    Pages of files that a trainer had mapped before, such as JAX's libraries, are left out: how many other processes
-    share them changes all the time, and on a machine in use with every program that starts.
+    Pages of files that a trainer had mapped before, such as JAX's libraries, are left out: how many other
+    processes share them changes all the time, and on a machine in use with every program that starts.
     """
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -148,14 +158,20 @@ class Trainers:
 
 
 def _file_kib(pid: int) -> dict[str, int]:
-    """Page cache by the path of the mapped file, shared pages divided; without pages that are the process's own."""
+    """Page cache by the path of the mapped file, shared pages divided; without pages that are the process's
+    own.
+    """
     sizes: dict[str, int] = {}
     path = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         words = line.split(maxsplit=5)
         if not words[0].endswith(":"):  # a mapping: addresses, rights, offset, device, inode, path
             path = words[5] if len(words) == 6 else ""
-        elif path.startswith("/") and not path.startswith(("/dev/", "/memfd:")) and words[0] in ("Pss:", "Anonymous:"):
+        elif (
+            path.startswith("/")
+            and not path.startswith(("/dev/", "/memfd:"))
+            and words[0] in ("Pss:", "Anonymous:")
+        ):
             sizes[path] = sizes.get(path, 0) + int(words[1]) * (1 if words[0] == "Pss:" else -1)
     return sizes
 

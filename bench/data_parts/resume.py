@@ -1,8 +1,8 @@
 """Seconds from a saved state to the first batch at 306 sources, at step 10 and at step 1,000,000.
 
-From the call that opens the sources to the batch, with every process that this starts; what the trainer imports is
-loaded before. Beside Grain, whose MapDataset.mix state is one number, and torchdata's StatefulDataLoader over an
-iterable without a state of its own, which is read again from the start.
+From the call that opens the sources to the batch, with every process that this starts; what the trainer
+imports is loaded before. Beside Grain, whose MapDataset.mix state is one number, and torchdata's
+StatefulDataLoader over an iterable without a state of its own, which is read again from the start.
 """
 
 import copy
@@ -22,7 +22,9 @@ TORCH_LATE = 10_000
 """What torchdata can be waited for."""
 
 
-def rows(*, torch_python: str | None = None, sources: int = files.NUM_SOURCES, rounds: int = 3) -> Iterator[Row]:
+def rows(
+    *, torch_python: str | None = None, sources: int = files.NUM_SOURCES, rounds: int = 3
+) -> Iterator[Row]:
     """Early and late take turns; the fastest round counts."""
     python = peer_python(torch_python)
     parquet = files.sources("parquet", num_sources=sources)
@@ -57,7 +59,9 @@ def our_resume_s(folder: Path, state: dict[str, Any] | None) -> float:
 
 
 def states_of(folder: Path) -> dict[int, dict[str, Any]]:
-    """The state after EARLY steps, and one as it is after LATE: by then each source has been read hundreds of times."""
+    """The state after EARLY steps, and one as it is after LATE: by then each source has been read hundreds of
+    times.
+    """
     with open_dataset(spec_of(folder), seed=0).train_batches() as batches:
         for _ in range(EARLY):
             next(batches)
@@ -76,6 +80,8 @@ def spec_of(folder: Path) -> PackedText:
 
 
 def peer_resume_s(python: str | None, name: str, folder: Path, step: int) -> float:
-    """From the first call of the peer's to the batch after `step`, in a new process; its imports are not counted."""
+    """From the first call of the peer's to the batch after `step`, in a new process; its imports are not
+    counted.
+    """
     with reader(python, "resume", name, folder, step=step, batch=BATCH) as program:
         return program.answer()["first_batch_s"]

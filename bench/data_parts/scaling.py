@@ -1,9 +1,10 @@
 """Step time when reading is what takes time, as a source slows or its weight rises.
 
-The trainer's accelerator is emulated: a step sleeps 100 ms. Each of 64 documents a step takes 1 ms to read, 10 ms from
-the slow source, with the interpreter's lock held: what decoding takes on a core of its own, of which this machine has
-two. One loader keeps up with the quick ones (64 ms a step) but not with a slow source at its even share (136 ms) or at
-30 % (237 ms). Grain with one worker, as many as keep up at first, takes that long (bench/NOTES.md).
+The trainer's accelerator is emulated: a step sleeps 100 ms. Each of 64 documents a step takes 1 ms to read,
+10 ms from the slow source, with the interpreter's lock held: what decoding takes on a core of its own, of
+which this machine has two. One loader keeps up with the quick ones (64 ms a step) but not with a slow source
+at its even share (136 ms) or at 30 % (237 ms). Grain with one worker, as many as keep up at first, takes that
+long (bench/NOTES.md).
 """
 
 import dataclasses
@@ -42,14 +43,19 @@ class Steps:
 def rows(*, steps: int = 60) -> Iterator[Row]:
     """Both scenarios, `steps` before the change, and after."""
     slow, risen = our_slow_source(steps), our_risen_weight(steps)
-    for what, found in (("one source 10x slower, against none", slow), ("slow source at 30 %, against 1 %", risen)):
+    for what, found in (
+        ("one source 10x slower, against none", slow),
+        ("slow source at 30 %, against 1 %", risen),
+    ):
         yield row(f"step, {what}", 1e3 * found.after_s, "ms", baseline=1e3 * found.before_s, bar="<= 1.1")
     yield row("slowest step after the weight rose", 1e3 * risen.slowest_s, "ms")
     yield row("steps until they are within 10 %", float(risen.steps_until_back), "steps")
 
 
 def our_slow_source(steps: int) -> Steps:
-    """Two runs: `before_s` of one whose last source is as quick as the rest, `after_s` of one where it is slow."""
+    """Two runs: `before_s` of one whose last source is as quick as the rest, `after_s` of one where it is
+    slow.
+    """
     even = Constant(dict.fromkeys(NAMES, EVEN))
     return steps_of(our_steps(even, "quick", steps), our_steps(even, "slow", 2 * steps))
 
@@ -57,14 +63,17 @@ def our_slow_source(steps: int) -> Steps:
 def our_risen_weight(steps: int) -> Steps:
     """One run whose schedule takes the slow source from 1 % to 30 % after `steps` steps."""
     rare, frequent = (
-        dict.fromkeys(NAMES, (1 - weight) / (SOURCES - 1)) | {NAMES[-1]: weight} for weight in (RARE, FREQUENT)
+        dict.fromkeys(NAMES, (1 - weight) / (SOURCES - 1)) | {NAMES[-1]: weight}
+        for weight in (RARE, FREQUENT)
     )
     step_s = our_steps(Staged(((0, rare), (steps, frequent))), "slow", 3 * steps)
     return steps_of(step_s[steps // 2 : steps], step_s[steps:])
 
 
 def our_steps(mixture: Constant | Staged, last: str, steps: int) -> list[float]:
-    """Seconds of each step of a trainer that sleeps for its accelerator; the last source is that function's."""
+    """Seconds of each step of a trainer that sleeps for its accelerator; the last source is that
+    function's.
+    """
     mixed = {name: Source(path="bench.data_parts.files:quick", format="grain") for name in NAMES[:-1]}
     mixed[NAMES[-1]] = Source(path=f"bench.data_parts.files:{last}", format="grain")
     spec = PackedText(

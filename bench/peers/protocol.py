@@ -29,7 +29,9 @@ def arguments(*names: str, **defaults: Any) -> SimpleNamespace:
 
 
 def weights_of(num_sources: int) -> list[float]:
-    """Mixture weights that everyone is given: unequal, but none so small that a short run leaves its source closed."""
+    """Mixture weights that everyone is given: unequal, but none so small that a short run leaves its source
+    closed.
+    """
     return [1.0 + i % 7 for i in range(num_sources)]
 
 
@@ -39,7 +41,9 @@ def answer(**values: object) -> None:
 
 
 def rows_of(documents: Iterator[bytes], rows: int, seq_len: int) -> Batches:
-    """Batches of the documents' bytes, joined with a zero before and behind each document, and cut into rows."""
+    """Batches of the documents' bytes, joined with a zero before and behind each document, and cut into
+    rows.
+    """
     import numpy as np
 
     count = rows * seq_len + 1
@@ -55,7 +59,9 @@ def rows_of(documents: Iterator[bytes], rows: int, seq_len: int) -> Batches:
 
 
 def draw(batches: Batches) -> None:
-    """Draws batches for as many seconds as each line of standard input says, and answers with the ids they held."""
+    """Draws batches for as many seconds as each line of standard input says, and answers with the ids they
+    held.
+    """
     for line in sys.stdin:
         start, wanted_s, ids = time.perf_counter(), float(line), 0
         while (wall_s := time.perf_counter() - start) < wanted_s:
@@ -101,9 +107,16 @@ def keep(processes: Sequence[Any], first: Any, done: Any, end: Any, *, since_s: 
 
 
 def _consume(
-    batches_of: Callable[[str, int, int], Iterator[Any]], seed: int, args: Any, first: Any, done: Any, end: Any
+    batches_of: Callable[[str, int, int], Iterator[Any]],
+    seed: int,
+    args: Any,
+    first: Any,
+    done: Any,
+    end: Any,
 ) -> None:
-    batches = batches_of(args.folder, seed, args.batch)  # imports everything, opens nothing before the first batch
+    batches = batches_of(
+        args.folder, seed, args.batch
+    )  # imports everything, opens nothing before the first batch
     for number in range(args.batches):
         next(batches)
         if number == 0:

@@ -1,4 +1,5 @@
-"""Readers that the data benchmarks compare, jtrain's among them: each is a process with the protocol of protocol.py.
+"""Readers that the data benchmarks compare, jtrain's among them: each is a process with the protocol of
+protocol.py.
 
     python readers.py mixing READER FOLDER --rows 64 --seq-len 8192        rows of a mixture, drawn for some seconds
     python readers.py consumers READER FOLDER --consumers 32 --batches 40  each opens every source (Parquet)
@@ -6,9 +7,9 @@
     python readers.py trainers jtrain FOLDER --hosts 4 --rows 32           a trainer for each host, opened in two steps
     python readers.py write mosaicml PARQUET_FOLDER --out FOLDER           rows of ids, as llm-foundry prepares text
 
-torch, WebDataset and MosaicML run in the peers' environment, which setup.sh makes, the others in jtrain's. A reader's
-packages are imported when it is called, and only jtrain's reader imports jtrain. With jax installed `import grain`
-imports jax, also in every worker process that Grain spawns.
+torch, WebDataset and MosaicML run in the peers' environment, which setup.sh makes, the others in jtrain's. A
+reader's packages are imported when it is called, and only jtrain's reader imports jtrain. With jax installed
+`import grain` imports jax, also in every worker process that Grain spawns.
 """
 
 import dataclasses
@@ -42,7 +43,9 @@ def memmap_nanogpt(args: Any) -> Batches:
 
 
 def memmap_windows(args: Any) -> Batches:
-    """The same windows, each copied once: the least work of a batch of int32; tokens and targets are views of it."""
+    """The same windows, each copied once: the least work of a batch of int32; tokens and targets are views of
+    it.
+    """
     ids = np.memmap(Path(args.folder) / "tokens.bin", np.uint16, "r")
     rng = np.random.default_rng(0)
     while True:
@@ -54,7 +57,9 @@ def memmap_windows(args: Any) -> Batches:
 
 def memmap_documents(args: Any) -> Batches:
     """Documents of the flat file in random order, in rows of four arrays."""
-    ids = np.asarray(np.memmap(Path(args.folder) / "tokens.bin", np.uint16, "r"))  # slices of np.memmap are slow
+    ids = np.asarray(
+        np.memmap(Path(args.folder) / "tokens.bin", np.uint16, "r")
+    )  # slices of np.memmap are slow
     borders = np.flatnonzero(ids == 0)  # an id before each document and one behind
     starts, ends = borders[::2].tolist(), (borders[1::2] + 1).tolist()
     rng = random.Random(0)
@@ -92,8 +97,8 @@ def json_documents(args: Any) -> Batches:
 def _packed(documents: Iterator[Any], rows: int, seq_len: int) -> Batches:
     """Joins documents and cuts them into rows; each array is written once, piece by piece.
 
-    The four arrays are what a step on packed documents needs: tokens; targets, none at the end of a document; positions
-    and segment numbers.
+    The four arrays are what a step on packed documents needs: tokens; targets, none at the end of a document;
+    positions and segment numbers.
     """
     count = np.arange(seq_len, dtype=np.int32)
     left = next(documents)
@@ -140,8 +145,8 @@ def grain_mixture(args: Any) -> Batches:
 def grain_consumer(folder: str, seed: int, batch: int) -> Iterator[Any]:
     """Batches by `IterDataset.mix`, the only mixture that Grain has for Parquet.
 
-    A consumer stands for the worker of a rank, with all sources open: `mp_prefetch` slices the indices of the mixture
-    and not the sources.
+    A consumer stands for the worker of a rank, with all sources open: `mp_prefetch` slices the indices of the
+    mixture and not the sources.
     """
     import grain
     import pyarrow.parquet  # noqa: F401, Grain imports it at the first batch, whose time counts
@@ -173,7 +178,8 @@ def grain_resume(args: Any) -> Callable[[], None]:
 
 
 def _torch_loader(folder: str, seed: int, batch: int) -> Any:
-    """torchdata's loader as users write it: an iterator per source, and a weighted choice among them for each sample.
+    """torchdata's loader as users write it: an iterator per source, and a weighted choice among them for each
+    sample.
 
     The loader is inside the consumer's process: a worker process on top would only add to it.
     """
@@ -209,7 +215,9 @@ def torch_consumer(folder: str, seed: int, batch: int) -> Iterator[Any]:
 
 
 def torch_resume(args: Any) -> Callable[[], None]:
-    """torchdata's first batch after a step; the iterable has no state, so all earlier batches are read again."""
+    """torchdata's first batch after a step; the iterable has no state, so all earlier batches are read
+    again.
+    """
     loader = _torch_loader(args.folder, 0, args.batch)  # imports
     next(iter(loader))
     state = loader.state_dict() | {"_num_yielded": args.step, "_sampler_iter_yielded": args.step}
@@ -241,7 +249,9 @@ def mosaicml_write(args: Any) -> None:
 
     for file in sorted(Path(args.folder).glob("*.parquet")):
         texts = pyarrow.parquet.read_table(file)["text"].to_pylist()
-        ids = np.frombuffer(b"".join(b"\0" + text.encode() + b"\0" for text in texts), np.uint8).astype(np.uint16)
+        ids = np.frombuffer(b"".join(b"\0" + text.encode() + b"\0" for text in texts), np.uint8).astype(
+            np.uint16
+        )
         columns = {"tokens": f"ndarray:uint16:{args.seq_len + 1}"}
         with MDSWriter(out=f"{args.out}/{file.stem}", columns=columns) as out:
             for start in range(0, len(ids) - args.seq_len, args.seq_len):
@@ -249,7 +259,8 @@ def mosaicml_write(args: Any) -> None:
 
 
 def mosaicml_mixture(args: Any) -> Batches:
-    """A stream per source, mixed by proportion, shuffled; drawn in this process, as workers would only add to a core.
+    """A stream per source, mixed by proportion, shuffled; drawn in this process, as workers would only add to
+    a core.
 
     A sample is a row of one token more than it trains on.
     """
@@ -269,7 +280,9 @@ def mosaicml_mixture(args: Any) -> Batches:
         return np.stack([sample["tokens"] for sample in samples]).astype(np.int32)
 
     while True:
-        for window in torch.utils.data.DataLoader(dataset, batch_size=args.rows, collate_fn=collated, drop_last=True):
+        for window in torch.utils.data.DataLoader(
+            dataset, batch_size=args.rows, collate_fn=collated, drop_last=True
+        ):
             yield window[:, :-1], window[:, 1:]
 
 
@@ -290,9 +303,9 @@ def jtrain_mixture(args: Any) -> Batches:
 def jtrain_trainers(args: Any) -> None:
     """Starts a trainer for each emulated host, with the rows of its own ranks.
 
-    A trainer has JAX anyway: importing it is no part of the data's memory, but importing jtrain.data and opening the
-    data is. The first answer gives the process ids before, then a line of standard input has jtrain.data imported, and
-    the next one opens the data.
+    A trainer has JAX anyway: importing it is no part of the data's memory, but importing jtrain.data and
+    opening the data is. The first answer gives the process ids before, then a line of standard input has
+    jtrain.data imported, and the next one opens the data.
     """
     context = multiprocessing.get_context("spawn")
     ready, first, done = (context.Semaphore(0) for _ in range(3))

@@ -4,8 +4,9 @@ Runs in the peers' environment, which setup.sh makes; jtrain is not installed th
 
     python torch_llama_step.py --mode eager|compile --threads 2
 
-After warm-up it prints `{"ready": ...}`; then, for each line `N` on standard input, it runs N steps and prints
-`{"step_ms": [...], "loss": ...}`. This lets the caller alternate with other programs on the same cores.
+After warm-up it prints `{"ready": ...}`; then, for each line `N` on standard input, it runs N steps and
+prints `{"step_ms": [...], "loss": ...}`. This lets the caller alternate with other programs on the same
+cores.
 """
 
 import json
@@ -37,7 +38,9 @@ def main() -> None:
         attn_implementation="sdpa",
     )
     model = transformers.LlamaForCausalLM(config).train()  # parameters in float32
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     token_BL = torch.randint(0, config.vocab_size, (args.batch, args.seq_len))
 
     def step() -> torch.Tensor:

@@ -1,12 +1,13 @@
-"""Numbers of a machine: `python -m jtrain.bench` lists the benchmarks, `python -m jtrain.bench NAME` runs one.
+"""Numbers of a machine: `python -m jtrain.bench` lists the benchmarks, `python -m jtrain.bench NAME` runs
+one.
 
-Here is what a user measures on a machine of theirs. What only jtrain's own published figures need, beside other
-projects or by compilers for absent chips, is in the folder bench/ of a checkout, and runs by the same command.
-A benchmark is a module in either whose docstring's first line says what it measures, with `run(args: Options)` that
-returns a list of rows or yields them as they are measured, and `OPTIONS` if it has options of its own. One that
-compiles for chips that are not here has `ABSENT_CHIPS`: True, or the options with which it does, read before the module
-is imported, because JAX then looks for chips. What it is compared with runs in the same process tree, right before or
-after.
+Here is what a user measures on a machine of theirs. What only jtrain's own published figures need, beside
+other projects or by compilers for absent chips, is in the folder bench/ of a checkout, and runs by the same
+command. A benchmark is a module in either whose docstring's first line says what it measures, with `run(args:
+Options)` that returns a list of rows or yields them as they are measured, and `OPTIONS` if it has options of
+its own. One that compiles for chips that are not here has `ABSENT_CHIPS`: True, or the options with which it
+does, read before the module is imported, because JAX then looks for chips. What it is compared with runs in
+the same process tree, right before or after.
 """
 
 import operator
@@ -38,7 +39,9 @@ class Row(TypedDict):
     bar: str | None
 
 
-def row(what: str, value: float | None, unit: str, *, baseline: float | None = None, bar: str | None = None) -> Row:
+def row(
+    what: str, value: float | None, unit: str, *, baseline: float | None = None, bar: str | None = None
+) -> Row:
     """A `Row` with its ratio worked out."""
     ratio = value / baseline if value is not None and baseline else None
     return Row(what=what, value=value, unit=unit, baseline=baseline, ratio=ratio, bar=bar)

@@ -44,7 +44,9 @@ def first_line(file: Path) -> str:
 
 
 def is_for_absent_chips(file: Path, argv: Sequence[str]) -> bool:
-    """True if a module's ABSENT_CHIPS, read without importing it, says so of these words: True, or names of options."""
+    """True if a module's ABSENT_CHIPS, read without importing it, says so of these words: True, or names of
+    options.
+    """
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ABSENT_CHIPS":
             options = ast.literal_eval(node.value)
@@ -76,7 +78,10 @@ def device() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return f"{len(os.sched_getaffinity(0))} x {models[0] if models else platform.processor() or platform.machine()}"
+    return (
+        f"{len(os.sched_getaffinity(0))} x "
+        f"{models[0] if models else platform.processor() or platform.machine()}"
+    )
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -112,7 +117,9 @@ def parse(options: Sequence[Option], argv: Sequence[str], listed: str = "") -> O
     )
     parser.add_argument("name", nargs="?", metavar="NAME", help="one of the benchmarks below")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows there")
-    parser.add_argument("--lines", type=Path, metavar="FILE", help="append each row there once it is measured")
+    parser.add_argument(
+        "--lines", type=Path, metavar="FILE", help="append each row there once it is measured"
+    )
     for one in options:
         parser.add_argument(*one.flags, **one.settings)
     return parser.parse_args(argv, namespace=Options())

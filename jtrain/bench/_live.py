@@ -25,7 +25,8 @@ def gpu(name: str, *, rehearse: bool, needs: str = "a GPU", more: str = "") -> t
     here = jax.devices()[0]
     if here.platform != "gpu" and not rehearse:
         raise UserError(
-            f"{name} needs {needs}, but the device here is {here.device_kind!r}. Run the same command on one{more}."
+            f"{name} needs {needs}, but the device here is {here.device_kind!r}. Run the same command on "
+            f"one{more}."
         )
     return here, device.live(here)
 
@@ -33,10 +34,10 @@ def gpu(name: str, *, rehearse: bool, needs: str = "a GPU", more: str = "") -> t
 def seconds(function: Callable[..., Any], *arguments: Any, calls: int) -> float:
     """Seconds of one call: the median of three runs of `calls` calls each, after one call that is not timed.
 
-    Calls are dispatched one after the other, and the clock stops once the last result is there. The device works
-    without pause only if a call takes it longer than Python needs to dispatch one: 49 us for the smallest program
-    beside one H100 (2026-11-22, JAX 0.11.2), where a copy of 64 MiB reached 2265 GB/s alone and 2778 with ten in a
-    program. For shorter work put several calls into one program.
+    Calls are dispatched one after the other, and the clock stops once the last result is there. The device
+    works without pause only if a call takes it longer than Python needs to dispatch one: 49 us for the
+    smallest program beside one H100 (2026-11-22, JAX 0.11.2), where a copy of 64 MiB reached 2265 GB/s alone
+    and 2778 with ten in a program. For shorter work put several calls into one program.
     """
     jax.block_until_ready(function(*arguments))
     runs: list[float] = []
@@ -55,7 +56,9 @@ def filled(shapes: Any) -> Any:
 
 
 def difference(got: Any, want: Any) -> float:
-    """Largest difference of two trees of floating-point arrays, each relative to the largest element wanted."""
+    """Largest difference of two trees of floating-point arrays, each relative to the largest element
+    wanted.
+    """
 
     def one(got: Any, want: Any) -> Any:
         got, want = got.astype(jnp.float32), want.astype(jnp.float32)

@@ -2,10 +2,11 @@
 
     python -m jtrain.bench attention --json attention.json
 
-Needs an NVIDIA GPU, and refuses elsewhere. One layer's block in bfloat16, causal: two rows of 8192 tokens and heads of
-128, with as many key heads as query heads, with grouped heads, and of packed documents; and llama1b's microbatch. FLOPs
-are 4 B N L^2 H / 2 forward and 2.5 times that backward, also for documents, so skipped blocks count as speed. Each
-implementation is first compared with plain JAX in float32; one with wrong results is not timed.
+Needs an NVIDIA GPU, and refuses elsewhere. One layer's block in bfloat16, causal: two rows of 8192 tokens and
+heads of 128, with as many key heads as query heads, with grouped heads, and of packed documents; and
+llama1b's microbatch. FLOPs are 4 B N L^2 H / 2 forward and 2.5 times that backward, also for documents, so
+skipped blocks count as speed. Each implementation is first compared with plain JAX in float32; one with wrong
+results is not timed.
 """
 
 import dataclasses
@@ -31,7 +32,8 @@ BARS = {
 """TFLOP/s to reach on a GPU by the fastest implementation, with heads of 128 and one document a row."""
 
 TOLERANCE = 2e-2
-"""Tolerance relative to the largest element: a bfloat16 result of sums of thousands of terms, each rounded by 2^-9."""
+"""Tolerance relative to the largest element: a bfloat16 result of sums of thousands of terms, each rounded by
+2^-9."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,8 @@ OPTIONS = (
 
 
 def run(args: Options) -> Iterator[Row]:
-    """TFLOP/s by shape, direction and implementation. A rehearsal on a CPU takes plain JAX for each implementation.
+    """TFLOP/s by shape, direction and implementation. A rehearsal on a CPU takes plain JAX for each
+    implementation.
 
     Raises:
       UserError: the first device is no NVIDIA GPU; or `--only` names none that runs there.
@@ -96,7 +99,8 @@ def run(args: Options) -> Iterator[Row]:
                 yield row(f"{what} IS WRONG by this share of the largest element", error, "", bar="<= 0.02")
                 continue
             forward_s, both_s = (
-                seconds(program(name, gradients=gradients), arrays, calls=args.calls) for gradients in (False, True)
+                seconds(program(name, gradients=gradients), arrays, calls=args.calls)
+                for gradients in (False, True)
             )
             took = {"forward": forward_s, "backward": both_s - forward_s}
             for way, times in (("forward", 1.0), ("backward", 2.5)):
@@ -133,7 +137,9 @@ def program(name: str, *, gradients: bool) -> Callable[[dict[str, jax.Array]], A
 
 
 def wrong_by(name: str, arrays: dict[str, jax.Array]) -> float:
-    """Largest difference from plain JAX in float32, over value and gradients, relative to each largest element."""
+    """Largest difference from plain JAX in float32, over value and gradients, relative to each largest
+    element.
+    """
     wide = {key: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for key, x in arrays.items()}
     with jax.default_matmul_precision("highest"):
         want = program("xla", gradients=True)(wide)

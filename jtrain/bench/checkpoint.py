@@ -1,16 +1,20 @@
-"""Stall, slower steps, seconds until durable and host memory of a save, beside plain Orbax and torch's async DCP.
+"""Stall, slower steps, seconds until durable and host memory of a save, beside plain Orbax and torch's async
+DCP.
 
     python -m jtrain.bench checkpoint [--torch-python T/bin/python]
 
-The same state in one process after the other: 110 million parameters with both moments of Adam in float32 (1.3 GB),
-and 1.8 million. Its values are normal random numbers, as the weights of a model are to a compressor: Orbax compresses.
-Each step multiplies matrices and updates the whole state, which it donates. Orbax is its AsyncCheckpointer with
-StandardSave, torch its `async_save`, both with their defaults. Both force their arrays to the disk, but not the
-checkpoint's final name, nor Orbax its lists of arrays; one row more has Orbax followed by fsync of all files and
-folders. Neither hashes what it writes nor reads it back, and jtrain does both.
+The same state in one process after the other: 110 million parameters with both moments of Adam in float32
+(1.3 GB), and 1.8 million. Its values are normal random numbers, as the weights of a model are to a
+compressor: Orbax compresses. Each step multiplies matrices and updates the whole state, which it donates.
+Orbax is its AsyncCheckpointer with StandardSave, torch its `async_save`, both with their defaults. Both force
+their arrays to the disk, but not the checkpoint's final name, nor Orbax its lists of arrays; one row more has
+Orbax followed by fsync of all files and folders. Neither hashes what it writes nor reads it back, and jtrain
+does both.
 
-The stall is the time of `save` and that by which the steps are longer than usual, until nothing of the save runs any
-more: a save that returns at once may still make the next step copy the state; it includes what reads back. Durable is
+The stall is the time of `save` and that by which the steps are longer than usual, until nothing of the save
+runs any
+more: a save that returns at once may still make the next step copy the state; it includes what reads back.
+  Durable is
 when the checkpoint has its final name. Memory is in units of the state, from before the first save.
 """
 
@@ -53,9 +57,9 @@ def run(args: Options) -> Iterator[Row]:
     python = args.torch_python
     if python and subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
         raise UserError(
-            f"checkpoint compares with torch, but {python} cannot import it. Make an environment that can with "
-            "`python3 -m venv T && T/bin/pip install torch`, then give --torch-python or PEER_TORCH_PYTHON; without "
-            "either, the rows of torch are left out."
+            f"checkpoint compares with torch, but {python} cannot import it. Make an environment that can "
+            "with `python3 -m venv T && T/bin/pip install torch`, then give --torch-python or "
+            "PEER_TORCH_PYTHON; without either, the rows of torch are left out."
         )
     peers = {name: label for name, label in PEERS.items() if python or name != "torch"}
     interval = CheckpointSpec().every_steps
@@ -70,7 +74,9 @@ def run(args: Options) -> Iterator[Row]:
         yield row(f"{size}: stall, of {interval} steps, the default interval", share, "", bar="<= 0.05")
         for peer, name in peers.items():
             theirs = found[peer]
-            yield row(f"{size}: stall, against {name}", stall_s(ours), "s", baseline=stall_s(theirs), bar="< 1")
+            yield row(
+                f"{size}: stall, against {name}", stall_s(ours), "s", baseline=stall_s(theirs), bar="< 1"
+            )
             yield row(f"{size}: until durable, against {name}", ours["durable_s"], "s", baseline=theirs["durable_s"],
                       bar="< 1")  # fmt: skip
         # Imports and threads are more than a small state.
@@ -100,7 +106,9 @@ def stall_s(figures: dict[str, float]) -> float:
     return figures["save_s"] + figures["slower_s"]
 
 
-def figures(program: str, size: str, *, saves: int, python: str | None, folder: Path | None) -> dict[str, float]:
+def figures(
+    program: str, size: str, *, saves: int, python: str | None, folder: Path | None
+) -> dict[str, float]:
     """Runs one program in a process of its own; returns what it measured."""
     script = PROGRAMS / ("checkpoint_torch.py" if program == "torch" else "checkpoint_jax.py")
     interpreter = python if python and program == "torch" else sys.executable
@@ -109,5 +117,7 @@ def figures(program: str, size: str, *, saves: int, python: str | None, folder: 
         command = [interpreter, str(script), program, size, f"{target}/run", str(saves)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"it ended, exit code {done.returncode}: {shlex.join(command)}\n{done.stderr[-3000:]}")
+        raise RuntimeError(
+            f"it ended, exit code {done.returncode}: {shlex.join(command)}\n{done.stderr[-3000:]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])

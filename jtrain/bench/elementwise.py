@@ -1,8 +1,10 @@
-"""RMSNorm, SwiGLU, RoPE and AdamW on a GPU: fraction of a copy's bandwidth by implementation, forward and backward.
+"""RMSNorm, SwiGLU, RoPE and AdamW on a GPU: fraction of a copy's bandwidth by implementation, forward and
+backward.
 
-Each implementation that runs there is timed for 8192 tokens of llama8b, by the bytes of one pass over each array:
-programs of ten calls each, because a single call may end before Python has dispatched the next program. The published
-`kernel_bytes` has the bytes that are really read and written, for chips that are not here.
+Each implementation that runs there is timed for 8192 tokens of llama8b, by the bytes of one pass over each
+array: programs of ten calls each, because a single call may end before Python has dispatched the next
+program. The published `kernel_bytes` has the bytes that are really read and written, for chips that are not
+here.
 """
 
 import dataclasses
@@ -74,7 +76,9 @@ def run(args: Options) -> Iterator[Row]:
                 calls = filled((case.arguments,) * CALLS)
                 took_s = seconds(jax.jit(several(case.function)), *calls, calls=args.repeats)
             rate = CALLS * case.needed_bytes() / took_s
-            yield row(f"{case.name}, {name}", rate / 1e9, "GB/s", baseline=copy / 1e9, bar=BARS.get(case.name))
+            yield row(
+                f"{case.name}, {name}", rate / 1e9, "GB/s", baseline=copy / 1e9, bar=BARS.get(case.name)
+            )
 
 
 def implementations_on(device: DeviceSpec, op: Op | None) -> list[str]:
@@ -103,9 +107,13 @@ def cases(sizes: tuple[int, int, int, int, int] = SIZES) -> Iterator[Case]:
     yield Case("rms_norm forward", norm, (x, scale), RMS_NORM)
     yield Case("rms_norm backward", backward(norm), (x, x, scale), RMS_NORM)
     yield Case("rms_norm_branch backward", backward(branch), ((x, x), x, scale), RMS_NORM_BRANCH)
-    yield Case("x + branch, rms_norm forward", lambda x, b, s: (x + b, norm(x + b, s)), (x, x, scale), RMS_NORM)
+    yield Case(
+        "x + branch, rms_norm forward", lambda x, b, s: (x + b, norm(x + b, s)), (x, x, scale), RMS_NORM
+    )
 
-    def to_8bit(x: jax.Array, branch: jax.Array, scale: jax.Array, factor: jax.Array) -> tuple[jax.Array, ...]:
+    def to_8bit(
+        x: jax.Array, branch: jax.Array, scale: jax.Array, factor: jax.Array
+    ) -> tuple[jax.Array, ...]:
         y = norm(x + branch, scale)
         return x + branch, y, quantised(y, factor, FORWARD)
 
@@ -113,7 +121,9 @@ def cases(sizes: tuple[int, int, int, int, int] = SIZES) -> Iterator[Case]:
     yield Case("swiglu forward", swiglu, (hidden, hidden), SWIGLU)
     yield Case("swiglu backward", backward(swiglu), (hidden, hidden, hidden), SWIGLU)
     yield Case("rope forward", rope, (q, table, table), ROPE)
-    yield Case("rope backward", lambda dy, c, s: backward(lambda x: rope(x, c, s))(dy, dy), (q, table, table), ROPE)
+    yield Case(
+        "rope backward", lambda dy, c, s: backward(lambda x: rope(x, c, s))(dy, dy), (q, table, table), ROPE
+    )
     yield Case("AdamW", adamw, (weight, weight, weight, weight, scalar), None)
 
 
@@ -131,6 +141,7 @@ def adamw(param: Any, mu: Any, nu: Any, grad: Any, rate: Any) -> tuple[Any, Any,
 def several(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Function that calls `function` with each of several tuples of arguments, and returns all results.
 
-    Each call has arrays and results of its own, so XLA can neither merge calls nor drop one, and their bytes add up.
+    Each call has arrays and results of its own, so XLA can neither merge calls nor drop one, and their bytes
+    add up.
     """
     return lambda *calls: [function(*arguments) for arguments in calls]

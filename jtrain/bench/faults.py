@@ -1,13 +1,15 @@
-"""Faults that a training survives: kills, damaged files and disks, bad numbers, stopped processes; nothing may be lost.
+"""Faults that a training survives: kills, damaged files and disks, bad numbers, stopped processes; nothing
+may be lost.
 
     python -m jtrain.bench faults --trials 40 --seed 0
     python -m jtrain.bench faults --trials 40 --seed 0 --processes 2 --only kill-save,kill-commit
     python -m jtrain.bench faults --trials 3 --seed 7 --config my_config.py --workdir /scratch/faults
 
-Each trial starts a real training, injects one fault, starts the same command again as a user would, until it is done,
-and compares with an unbroken run of the same config: loss and batch of every step, every array of the final state, the
-checkpoints, the processes that stayed. Trial i has the seed S + i: its printed command repeats it alone. Exit code 1 if
-anything was lost. Without --config the model is small and runs on emulated CPU devices; docs/faults.md lists the kinds.
+Each trial starts a real training, injects one fault, starts the same command again as a user would, until it
+is done, and compares with an unbroken run of the same config: loss and batch of every step, every array of
+the final state, the checkpoints, the processes that stayed. Trial i has the seed S + i: its printed command
+repeats it alone. Exit code 1 if anything was lost. Without --config the model is small and runs on emulated
+CPU devices; docs/faults.md lists the kinds.
 """
 
 import glob
@@ -37,7 +39,9 @@ OPTIONS = (
 
 
 def run(args: Options) -> Iterator[Row]:
-    """Runs the trials one after another; prints a line for each, then a table, and yields rows for `--json`."""
+    """Runs the trials one after another; prints a line for each, then a table, and yields rows for
+    `--json`.
+    """
     from jtrain.bench.fault_trials import processes, recipe, table  # lazy: they import jax
     from jtrain.bench.fault_trials.kinds import register_all
     from jtrain.bench.fault_trials.lab import Lab
@@ -120,7 +124,8 @@ def made(workdir: Path | None) -> Path:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"--workdir {workdir} cannot be written to ({error.strerror}). Choose a folder on a disk with room."
+            f"--workdir {workdir} cannot be written to ({error.strerror}). Choose a folder on a disk with "
+            "room."
         ) from error
     if any(workdir.iterdir()):
         raise UserError(

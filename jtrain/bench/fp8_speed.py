@@ -1,13 +1,15 @@
-"""FP8 against bfloat16 on one GPU: a matmul of 8192^3 with its casts, and layers of the 8B model, forward and backward.
+"""FP8 against bfloat16 on one GPU: a matmul of 8192^3 with its casts, and layers of the 8B model, forward and
+backward.
 
     python -m jtrain.bench fp8_speed --json bench/results/fp8_speed-h200.json
 
-Needs a GPU with FP8 matmuls, and refuses elsewhere. XLA autotunes each program when it is compiled. The casts of both
-operands are part of every call, and with current scaling the computation of their amax too.
+Needs a GPU with FP8 matmuls, and refuses elsewhere. XLA autotunes each program when it is compiled. The casts
+of both operands are part of every call, and with current scaling the computation of their amax too.
 
-The layers are a step's loop over its layers, as the config runs it (float32 weights, full rematerialisation), on one
-row of 8192 tokens, with the casts of the weights and the next scales. Embedding, loss and optimizer, which compute
-alike in all modes, are left out. Two layers, because XLA removes a loop of one and its rematerialisation with it.
+The layers are a step's loop over its layers, as the config runs it (float32 weights, full rematerialisation),
+on one row of 8192 tokens, with the casts of the weights and the next scales. Embedding, loss and optimizer,
+which compute alike in all modes, are left out. Two layers, because XLA removes a loop of one and its
+rematerialisation with it.
 """
 
 import functools
@@ -70,8 +72,8 @@ def run(args: Options) -> Iterator[Row]:
     spec = device.from_device(gpu)
     if not args.rehearse and (gpu.platform != "gpu" or spec is None or ops.fp8_unsupported(spec) is not None):
         raise UserError(
-            f"8-bit matmuls are timed on an H100, H200 or B200, but the device here is {gpu.device_kind!r}. Run the "
-            "same command on one."
+            f"8-bit matmuls are timed on an H100, H200 or B200, but the device here is {gpu.device_kind!r}. "
+            "Run the same command on one."
         )
     hopper = spec is not None and spec.name in ("h100", "h200")
     size, length, sizes = (64, 64, REHEARSED) if args.rehearse else (SIZE, LENGTH, LLAMA8B)
@@ -88,17 +90,22 @@ def run(args: Options) -> Iterator[Row]:
         for mode in MODES:
             step, arrays = layers(mode, length, sizes, gpu)
             rates[mode] = LAYERS * length / seconds(step, *arrays(), calls=max(1, args.calls // 3))
-        yield from _rows(f"a layer of llama8b, {length} tokens", "tokens/s", rates, ">= 1.2" if hopper else None)
+        yield from _rows(
+            f"a layer of llama8b, {length} tokens", "tokens/s", rates, ">= 1.2" if hopper else None
+        )
 
 
 def _rows(what: str, unit: str, found: dict[MatmulDtype, float], bar: str | None) -> list[Row]:
-    return [row(f"{what}: {mode}", found[mode], unit, baseline=found["compute"], bar=bar) for mode in MODES[1:]]
+    return [
+        row(f"{what}: {mode}", found[mode], unit, baseline=found["compute"], bar=bar) for mode in MODES[1:]
+    ]
 
 
 def layers(
     mode: MatmulDtype, length: int, sizes: dict[str, Any], on: jax.Device
 ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
-    """The jitted forward and backward pass of a loop over `LAYERS` layers, and a function that makes its arguments.
+    """The jitted forward and backward pass of a loop over `LAYERS` layers, and a function that makes its
+    arguments.
 
     Args:
       length: tokens of the one row.
@@ -133,7 +140,9 @@ def layers(
             return y_BLD, dx_BLD, gradients, advanced(scaling, seen)
 
     def arrays() -> tuple[Any, ...]:
-        x_BLD, dy_BLD = (jax.random.normal(jax.random.key(k), (1, length, model.d_model), jnp.bfloat16) for k in (0, 1))
+        x_BLD, dy_BLD = (
+            jax.random.normal(jax.random.key(k), (1, length, model.d_model), jnp.bfloat16) for k in (0, 1)
+        )
         params = init_params(infos, seed=0, dtype=precision.param_dtype)
         return x_BLD, dy_BLD / length, params, first_scaling(infos) if mode == "fp8_delayed" else {}
 

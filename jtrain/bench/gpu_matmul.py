@@ -1,11 +1,13 @@
-"""The fused matmul kernels on one Hopper GPU: the tile kernel against cuBLAS, and fused kernels on virtual ranks.
+"""The fused matmul kernels on one Hopper GPU: the tile kernel against cuBLAS, and fused kernels on virtual
+ranks.
 
     python -m jtrain.bench gpu_matmul --json FILE
 
-Needs a Hopper GPU, and refuses without one. Virtual ranks are groups of thread blocks that run the same kernels as
-several GPUs, with the same tables, counters and copies, but through one GPU's memory instead of NVLink. The benchmark
-measures how much of the copying is hidden, `max(matmul alone, copies alone) / fused`, and not the speed of several
-GPUs. Every result is compared with XLA's before it is timed. A rehearsal on a CPU emulates the kernels.
+Needs a Hopper GPU, and refuses without one. Virtual ranks are groups of thread blocks that run the same
+kernels as several GPUs, with the same tables, counters and copies, but through one GPU's memory instead of
+NVLink. The benchmark measures how much of the copying is hidden, `max(matmul alone, copies alone) / fused`,
+and not the speed of several GPUs. Every result is compared with XLA's before it is timed. A rehearsal on a
+CPU emulates the kernels.
 """
 
 import dataclasses
@@ -62,7 +64,9 @@ def run(args: Options) -> Iterator[Row]:
     if args.only in (None, "matmul"):
         cublas_s = seconds(plain, x, kernel, calls=calls)
         rate, theirs = (flop / s / 1e12 for s in (found[tiles], cublas_s))
-        label = f"matmul {size}^3 bf16, tiles {tiles.tile_m}x{tiles.tile_n}x{tiles.tile_k} group {tiles.group}"
+        label = (
+            f"matmul {size}^3 bf16, tiles {tiles.tile_m}x{tiles.tile_n}x{tiles.tile_k} group {tiles.group}"
+        )
         yield row(f"{label}, over cuBLAS", rate, "TFLOP/s", baseline=theirs, bar=BAR)
     for op in OPS:
         if args.only not in (None, op):
@@ -85,9 +89,18 @@ def hopper_gpu(device: jax.Device) -> DeviceSpec:
 
 
 def overlap_row(
-    op: OpName, ranks: int, spec: DeviceSpec, size: int, matmul_s: float, calls: int, *, emulated: bool = False
+    op: OpName,
+    ranks: int,
+    spec: DeviceSpec,
+    size: int,
+    matmul_s: float,
+    calls: int,
+    *,
+    emulated: bool = False,
 ) -> Row:
-    """Row of one op on virtual ranks: the longer of its matmul alone and its copies alone, over the fused kernel."""
+    """Row of one op on virtual ranks: the longer of its matmul alone and its copies alone, over the fused
+    kernel.
+    """
     program = gpu_program(make_schedule(op, "full_mesh", ranks))
     x, kernel = operands(op, ranks, size)
     want = jax.jit(lambda x, kernel: plain_op(op, ranks, x, kernel))(x, kernel)
@@ -95,14 +108,18 @@ def overlap_row(
     small = OverlapConfig(REHEARSED_TILES, 1 if program.moves[0] else 0)
     for config in [small] if size == REHEARSED_SIZE else overlap_configs(program, ranks, spec, size):
         fused = jax.jit(
-            lambda x, kernel, config=config: virtual(program, ranks, x, kernel, spec, config, emulated=emulated)
+            lambda x, kernel, config=config: virtual(
+                program, ranks, x, kernel, spec, config, emulated=emulated
+            )
         )
         agree(op, fused(x, kernel), want)
         found[config.sending_blocks] = seconds(fused, x, kernel, calls=calls)
     best = min(found, key=lambda blocks: found[blocks])
     sent = normal(2, (ranks - 1) * size, size)
     copy_s = seconds(jax.jit(lambda sent: -sent), sent, calls=calls)
-    label = f"{op}, {ranks} virtual ranks, {best} sending blocks each: longer of matmul and copies, over fused"
+    label = (
+        f"{op}, {ranks} virtual ranks, {best} sending blocks each: longer of matmul and copies, over fused"
+    )
     return row(label, max(matmul_s, copy_s) * 1e3, "ms", baseline=found[best] * 1e3, bar=BAR)
 
 
@@ -122,7 +139,9 @@ def overlap_configs(program: GpuProgram, ranks: int, spec: DeviceSpec, size: int
 
 
 def operands(op: OpName, ranks: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Operands of all ranks for one matmul of `size` cubed: x [ranks, 1, rows, k] and kernels [ranks, k, n]."""
+    """Operands of all ranks for one matmul of `size` cubed: x [ranks, 1, rows, k] and kernels [ranks, k,
+    n].
+    """
     if op == "all_gather_matmul":
         x, kernel = (ranks, 1, size // ranks, size), (ranks, size, size // ranks)
     else:
@@ -154,7 +173,9 @@ def virtual(
     from jtrain_kernels.overlap.mosaic_gpu.peer_access import EmulatedRanks, VirtualRanks
 
     peers = EmulatedRanks(ranks) if emulated else VirtualRanks(ranks)
-    options: dict[str, Any] = dict(num_cores=spec.num_cores or 0, config=config, interpret=_interpret(emulated))
+    options: dict[str, Any] = dict(
+        num_cores=spec.num_cores or 0, config=config, interpret=_interpret(emulated)
+    )
     return fused(program, peers, x, kernel, **options)[0]
 
 
@@ -164,7 +185,9 @@ def matmul(
     """Result of the tile kernel alone, by this GPU or an emulated one."""
     from jtrain_kernels.overlap.mosaic_gpu import wgmma_tile
 
-    options: dict[str, Any] = dict(num_cores=spec.num_cores or 0, config=tiles, interpret=_interpret(emulated))
+    options: dict[str, Any] = dict(
+        num_cores=spec.num_cores or 0, config=tiles, interpret=_interpret(emulated)
+    )
     return wgmma_tile.matmul(x, kernel, **options)
 
 

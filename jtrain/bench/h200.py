@@ -1,9 +1,11 @@
-"""The number sheet of one GPU: tokens/s and MFU of llama1b and the 8B, and of models whose state lies on the host.
+"""The number sheet of one GPU: tokens/s and MFU of llama1b and the 8B, and of models whose state lies on the
+host.
 
-Needs a GPU, and refuses without one: a CPU's number would say nothing. Trains on random tokens, so no corpus and no
-tokenizer are needed; everything else is the shipped config's, or what --set makes of it. The models of `OFFLOADED` have
-their optimizer state in host memory: the 8B is compared with itself where the plan says that it fits without, the
-others are the largest for an H200 and 128 GiB of host memory. What does not fit is a row without a number.
+Needs a GPU, and refuses without one: a CPU's number would say nothing. Trains on random tokens, so no corpus
+and no tokenizer are needed; everything else is the shipped config's, or what --set makes of it. The models of
+`OFFLOADED` have their optimizer state in host memory: the 8B is compared with itself where the plan says that
+it fits without, the others are the largest for an H200 and 128 GiB of host memory. What does not fit is a row
+without a number.
 """
 
 import dataclasses
@@ -41,7 +43,9 @@ BARS = {"h100": {"llama1b": ">= 40000"}, "h200": {"llama1b": ">= 55000", "llama8
 FIDDLERS = {"llama1b": [], "llama8b": ["single_device"]}
 """Config -> its fiddlers here."""
 
-TOY: dict[str, Any] = dict(num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128, vocab_size=256)
+TOY: dict[str, Any] = dict(
+    num_layers=2, d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=128, vocab_size=256
+)
 REHEARSED = (
     *(f"model.{name}={size}" for name, size in TOY.items()),
     *("data.seq_len=64", "data.global_batch=2", "layout.microbatches=1"),
@@ -51,7 +55,14 @@ REHEARSED = (
 GIB = 2**30
 
 QWEN14B: dict[str, Any] = dict(
-    num_layers=40, d_model=5120, num_heads=40, num_kv_heads=8, head_dim=128, d_ff=17408, vocab_size=151936, qk_norm=True
+    num_layers=40,
+    d_model=5120,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ff=17408,
+    vocab_size=151936,
+    qk_norm=True,
 )
 """Qwen3 14B (its config.json): 14.8 billion parameters."""
 
@@ -86,7 +97,9 @@ class Offloaded:
             offload=OffloadSpec(**self.offload) if offloaded else OffloadSpec(),
         )
         model = Transformer(**self.sizes)
-        layout = make_layout(spec, MeshSpec(), model.param_infos(), precision=PrecisionSpec(param_dtype="bfloat16"))
+        layout = make_layout(
+            spec, MeshSpec(), model.param_infos(), precision=PrecisionSpec(param_dtype="bfloat16")
+        )
         return Job(model, layout, AdamW(peak_lr=3e-4, **self.optimizer), self.microbatches, self.seq_len)
 
 
@@ -109,7 +122,12 @@ OPTIONS = (
     option("--steps", type=int, default=10, help="timed steps of each, after two that are not"),
     option("--only", choices=(*FIDDLERS, *(case.name for case in OFFLOADED)), help="one of the models"),
     option(
-        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="change the config; no bar then"
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="change the config; no bar then",
     ),
     REHEARSE,
 )
@@ -153,7 +171,10 @@ def config_rows(name: str, args: Options, here: jax.Device, spec: DeviceSpec) ->
     bar = None if args.sets else BARS.get(spec.name, {}).get(name)
     yield row(f"{what}, length {length}, {here.device_kind}", rate, "tokens/s", bar=bar)
     if spec.peak_bf16_flops is not None:
-        flops, peak_flops = flops_per_token(built.model, seq_len=length), spec.peak_flops(built.precision.compute_dtype)
+        flops, peak_flops = (
+            flops_per_token(built.model, seq_len=length),
+            spec.peak_flops(built.precision.compute_dtype),
+        )
         share = mfu(flops, tokens_per_s=rate, num_devices=1, peak_flops=peak_flops)
         yield row(f"{what}: MFU, causal FLOPs", share, "")
     peak_gib = (here.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB
@@ -161,14 +182,19 @@ def config_rows(name: str, args: Options, here: jax.Device, spec: DeviceSpec) ->
 
 
 def offloaded_rows(case: Offloaded, here: jax.Device, num_steps: int) -> Iterator[Row]:
-    """Tokens/s of a model with its state on the host; of the 8B also against itself with nothing offloaded."""
+    """Tokens/s of a model with its state on the host; of the 8B also against itself with nothing
+    offloaded.
+    """
     rates: dict[bool, float] = {}
     what = f"{case.name}, {case.moments} moments, length {case.seq_len} x {case.microbatches}"
     for offloaded in (True, False) if case.name == "8B" else (True,):
         name = f"{what}: {'offloaded' if offloaded else 'nothing offloaded'}, {here.device_kind}"
         job = case.job(offloaded=offloaded)
         plan = memory(job)
-        there = {"device": (plan.total_bytes, available_bytes([here])), "host": (plan.host_bytes, free_host_bytes())}
+        there = {
+            "device": (plan.total_bytes, available_bytes([here])),
+            "host": (plan.host_bytes, free_host_bytes()),
+        }
         short = [
             f"{place} {need / GIB:.1f} of {free / GIB:.1f} GiB"
             for place, (need, free) in there.items()
@@ -182,7 +208,9 @@ def offloaded_rows(case: Offloaded, here: jax.Device, num_steps: int) -> Iterato
         bar = ">= 6300" if case.name == "14B" and offloaded else None
         yield row(name, rates[offloaded], "tokens/s", bar=bar)
     if len(rates) == 2:
-        yield row(f"{what}: offloaded against not", rates[True], "tokens/s", baseline=rates[False], bar=">= 0.9")
+        yield row(
+            f"{what}: offloaded against not", rates[True], "tokens/s", baseline=rates[False], bar=">= 0.9"
+        )
 
 
 def optimizer_of(job: Job) -> Optimizer:
@@ -207,7 +235,13 @@ def tokens_per_s(built: "Run", num_steps: int) -> float:
 
 
 def step_rate(
-    model: Transformer, layout: Layout, optimizer: Optimizer, *, global_batch: int, seq_len: int, num_steps: int
+    model: Transformer,
+    layout: Layout,
+    optimizer: Optimizer,
+    *,
+    global_batch: int,
+    seq_len: int,
+    num_steps: int,
 ) -> float:
     """Tokens/s of the jitted step on random tokens, without padding, on the first device."""
     steps_s = random_steps(model, layout, optimizer, global_batch=global_batch, seq_len=seq_len)
@@ -217,7 +251,9 @@ def step_rate(
 def random_steps(
     model: Transformer, layout: Layout, optimizer: Optimizer, *, global_batch: int, seq_len: int
 ) -> Callable[[int], float]:
-    """Function that runs so many steps on one random batch, and returns their seconds; two were run before."""
+    """Function that runs so many steps on one random batch, and returns their seconds; two were run
+    before.
+    """
     mesh = make_mesh(layout.mesh, jax.devices()[:1])
     step = make_train_step(model, optimizer, layout, mesh)
     state = init_state(layout, optimizer, mesh, seed=0)

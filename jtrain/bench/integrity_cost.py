@@ -1,15 +1,17 @@
-"""Share of tokens/s that the guard and the checks for silent corruption cost in `tiny`, and flipped bits found.
+"""Share of tokens/s that the guard and the checks for silent corruption cost in `tiny`, and flipped bits
+found.
 
     python -m jtrain.bench integrity_cost
 
-Two programs of the step take turns on one state: one as it ships, one in which nothing looks for bad numbers or sums
-bits. Pairs are in the order ABBA, and the median of the paired differences counts, with its interval of 95 % by order
-statistics, so a machine that slows down for a while changes little. What the checks do depends on the state alone, not
-on the batch: so the difference is also measured in steps of a small batch, where a tenth of a millisecond shows, and
-divided by the time of a whole step. CPU time is that of all threads; it shows what another program's load hides.
+Two programs of the step take turns on one state: one as it ships, one in which nothing looks for bad numbers
+or sums bits. Pairs are in the order ABBA, and the median of the paired differences counts, with its interval
+of 95 % by order statistics, so a machine that slows down for a while changes little. What the checks do
+depends on the state alone, not on the batch: so the difference is also measured in steps of a small batch,
+where a tenth of a millisecond shows, and divided by the time of a whole step. CPU time is that of all
+threads; it shows what another program's load hides.
 
-The host's part (reading the metrics, comparing sums, judging) and the recomputation count too, the latter by its
-default interval. Run it on an idle machine: about 3 minutes on two cores.
+The host's part (reading the metrics, comparing sums, judging) and the recomputation count too, the latter by
+its default interval. Run it on an idle machine: about 3 minutes on two cores.
 """
 
 import contextlib
@@ -133,9 +135,13 @@ def _share(what: str, differences_ms: np.ndarray, step_ms: float) -> Row:
     """Row of the median difference in per cent of a step, with its interval."""
     ordered = np.sort(differences_ms) / step_ms * 100
     half = 0.98 * math.sqrt(len(ordered))  # 1.96 standard deviations of the rank of the median
-    low, high = (ordered[int(np.clip(len(ordered) / 2 + side * half, 0, len(ordered) - 1))] for side in (-1, 1))
+    low, high = (
+        ordered[int(np.clip(len(ordered) / 2 + side * half, 0, len(ordered) - 1))] for side in (-1, 1)
+    )
     middle = float(np.median(ordered))
-    return row(f"{what}, median of {len(ordered)} pairs (95 %: {low:.2f} .. {high:.2f})", middle, "% of tokens/s")
+    return row(
+        f"{what}, median of {len(ordered)} pairs (95 %: {low:.2f} .. {high:.2f})", middle, "% of tokens/s"
+    )
 
 
 def _steps(sets: tuple[str, ...]) -> _Steps:
@@ -148,7 +154,9 @@ def _steps(sets: tuple[str, ...]) -> _Steps:
 
 
 def _turns(steps: _Steps, pairs: int) -> list[np.ndarray]:
-    """Times of both programs in ms, with all checks and without: [wall time and CPU time of all threads, pairs]."""
+    """Times of both programs in ms, with all checks and without: [wall time and CPU time of all threads,
+    pairs].
+    """
     programs = {checks: steps.step(checks=checks) for checks in (True, False)}
     state = steps.state()
     times_ms = {checks: np.zeros((2, pairs + 1)) for checks in programs}
@@ -156,7 +164,10 @@ def _turns(steps: _Steps, pairs: int) -> list[np.ndarray]:
         for checks in (True, False) if pair % 2 else (False, True):
             start_s, start_cpu_s = time.perf_counter(), time.process_time()
             state, metrics = jax.block_until_ready(programs[checks](state, steps.batch))
-            times_ms[checks][:, pair] = 1e3 * (time.perf_counter() - start_s), 1e3 * (time.process_time() - start_cpu_s)
+            times_ms[checks][:, pair] = (
+                1e3 * (time.perf_counter() - start_s),
+                1e3 * (time.process_time() - start_cpu_s),
+            )
             del metrics
     return [times_ms[checks][:, 1:] for checks in (True, False)]  # the first pair warms caches
 
@@ -168,7 +179,11 @@ def _host_ms(steps: _Steps, rounds: int = 300) -> float:
     _, without = steps.step(checks=False)(steps.state(), steps.batch)
     with tempfile.TemporaryDirectory() as folder:
         context: Any = types.SimpleNamespace(
-            mesh=steps.mesh, start_step=0, job=types.SimpleNamespace(layout=steps.layout), run=run, workdir=Path(folder)
+            mesh=steps.mesh,
+            start_step=0,
+            job=types.SimpleNamespace(layout=steps.layout),
+            run=run,
+            workdir=Path(folder),
         )
         checkpoints: Any = types.SimpleNamespace(hold=False)
         integrity = IntegrityCheck(run.integrity, Path(folder) / "checkpoints")
@@ -178,7 +193,8 @@ def _host_ms(steps: _Steps, rounds: int = 300) -> float:
 
         def judge() -> None:
             values = jax.device_get(with_checks)
-            # Every other number: the state that a step is given is not the one that these metrics say was returned.
+            # Every other number: the state that a step is given is not the one that these metrics say was
+            # returned.
             step = 2 * next(number)
             integrity.check(step, values)
             bad_steps.check(Numbers.of(step, values, ""), dispatched=step, last=False, documents=dict)
@@ -197,19 +213,25 @@ def _median_ms(call: Callable[[], Any], rounds: int) -> float:
 
 
 def _recompute_ms(steps: _Steps, rounds: int = 10) -> tuple[float, float]:
-    """Returns the times of both computations of a signature: the first, which compiles, and the median of others."""
+    """Returns the times of both computations of a signature: the first, which compiles, and the median of
+    others.
+    """
     state = steps.state()
     signature = recompute.make_signature(steps.run.model, steps.layout, steps.mesh)
     roll = recompute.make_roll(steps.mesh)
 
     def both() -> None:
-        jax.block_until_ready([signature(state.params, state.scaling, b) for b in (steps.batch, roll(steps.batch))])
+        jax.block_until_ready(
+            [signature(state.params, state.scaling, b) for b in (steps.batch, roll(steps.batch))]
+        )
 
     return _median_ms(both, 1), _median_ms(both, rounds)
 
 
 def _found(steps: _Steps, flips: int) -> int:
-    """Flips one bit of each of `flips` states in memory; returns how many the next step finds, where they are."""
+    """Flips one bit of each of `flips` states in memory; returns how many the next step finds, where they
+    are.
+    """
     step, rng = steps.step(checks=True), np.random.default_rng(0)
     state, _ = step(steps.state(), steps.batch)
     names = [name for name, _ in summed_arrays(abstract_state(steps.layout, steps.optimizer, steps.mesh))]

@@ -29,7 +29,8 @@ from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.registry import Avals, Choice, Implementation, Op
 
 TOLERANCE = 5e-2
-"""Largest difference from the reference, relative to its largest element, of results in 16 bits, and of gradients."""
+"""Largest difference from the reference, relative to its largest element, of results in 16 bits, and of
+gradients."""
 
 MIN_TIMED_S = 0.2
 """Minimum seconds over which calls are repeated; at least five calls."""
@@ -56,11 +57,15 @@ def run(args: Options) -> list[Row]:
       UserError: options that do not go together, an unknown op, case or device; or no accelerator to time.
     """
     if args.case is not None and args.config is not None:
-        raise UserError(f"kernels: --case {args.case} and --config {args.config} both say which shapes. Give one.")
+        raise UserError(
+            f"kernels: --case {args.case} and --config {args.config} both say which shapes. Give one."
+        )
     if (args.fiddlers or args.sets) and args.config is None:
         raise UserError("kernels: --with and --set change a config. Add --config NAME.")
     if args.explain is None and (args.device is not None or args.compile):
-        raise UserError("kernels: --device and --compile are for --explain OP; times are of the device that is here.")
+        raise UserError(
+            "kernels: --device and --compile are for --explain OP; times are of the device that is here."
+        )
     if args.explain is not None:
         if args.tune:
             raise UserError("kernels: --explain runs nothing and --tune runs everything. Give one of them.")
@@ -73,8 +78,8 @@ def run(args: Options) -> list[Row]:
     named = args.config is not None or (args.op and args.case)
     if spec.platform == "cpu" and not named:
         raise UserError(
-            "kernels: times of a CPU are no accelerator's, and the ops' cases are of an 8B model. Run the same command "
-            "on a GPU or TPU, or name --config, or --op and --case."
+            "kernels: times of a CPU are no accelerator's, and the ops' cases are of an 8B model. Run the "
+            "same command on a GPU or TPU, or name --config, or --op and --case."
         )
     if args.config:
         of_step = config_cases(args, spec, ops[0] if args.op else None)
@@ -110,7 +115,8 @@ def config_cases(args: Options, spec: DeviceSpec, op: Op | None = None) -> list[
     """Cases that a config's train step has on a device, of one op or of all; the mesh is the config's.
 
     Raises:
-      UserError: the config is wrong, the step does not call the op, or the mesh's devices cannot be traced for.
+      UserError: the config is wrong, the step does not call the op, or the mesh's devices cannot be traced
+        for.
     """
     # Lazy: times of an op's own cases need no config, and so no fiddle.
     from jtrain.config.devices import settle_mesh
@@ -181,19 +187,26 @@ def explanation(
     avals: Avals,
     choice: Choice,
 ) -> list[str]:
-    """Lines that explain a choice: the chosen implementation, each other one with its reason, and how to force one."""
+    """Lines that explain a choice: the chosen implementation, each other one with its reason, and how to
+    force one.
+    """
     config = " ".join(f"{name}={value}" for name, value in choice.config.items())
     taken = choice.implementation.name
-    able = [i.name for i in registry.implementations(op) if i.name != taken and i.supports(spec, avals) is None]
+    able = [
+        i.name for i in registry.implementations(op) if i.name != taken and i.supports(spec, avals) is None
+    ]
     cost = {i.name: i.cost_s(spec, avals) for i in registry.implementations(op) if i.name in (taken, *able)}
 
     def predicted(name: str, reason: str) -> str:
         seconds = cost.get(name)
-        return "" if seconds is None or "predict" in reason else f"; predicted {registry.microseconds(seconds)}"
+        return (
+            "" if seconds is None or "predict" in reason else f"; predicted {registry.microseconds(seconds)}"
+        )
 
     return [
         f"{op.name} on {spec.name}, {case}: {registry.shapes(avals)}",
-        f"  {taken} is taken{f' with {config}' if config else ''}: {choice.because}{predicted(taken, choice.because)}",
+        f"  {taken} is taken{f' with {config}' if config else ''}: "
+        f"{choice.because}{predicted(taken, choice.because)}",
         *(f"  {name} is not: {reason}{predicted(name, reason)}" for name, reason in choice.others),
         *(f"""  to force it: --set "kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
     ]
@@ -224,7 +237,9 @@ def _tune(of: Case, spec: DeviceSpec) -> Iterator[Row]:
     reference: float | None = None
     want: Any = None
     # The reference is first, so that the others can be compared with it.
-    for implementation in sorted(registry.implementations(op), key=lambda one: one.name != registry.REFERENCE):
+    for implementation in sorted(
+        registry.implementations(op), key=lambda one: one.name != registry.REFERENCE
+    ):
         if implementation.supports(spec, avals) is not None:
             continue
         for config in implementation.configs(spec, avals):
@@ -252,7 +267,9 @@ def _call(
     config: Mapping[str, int],
     avals: Avals,
 ) -> Callable[[dict[str, Any]], Any]:
-    """Function that computes the op and its gradients with one implementation and configuration, over its mesh axis."""
+    """Function that computes the op and its gradients with one implementation and configuration, over its
+    mesh axis.
+    """
     fixed = Implementation("xla", functools.partial(implementation.call, **config))
     function = aot.op_function(Op(op.name, (fixed,)), avals, gradients=True)
     mesh = _mesh(avals)
@@ -267,7 +284,9 @@ def _mesh(avals: Avals) -> jax.sharding.Mesh | None:
 
 
 def inputs(avals: Avals) -> dict[str, Any]:
-    """Arrays for a case: floats are normal, integers are 1 (one segment, one token, one target); groups differ."""
+    """Arrays for a case: floats are normal, integers are 1 (one segment, one token, one target); groups
+    differ.
+    """
     import numpy as np
 
     def one(name: str, key: Any, x: jax.ShapeDtypeStruct) -> Any:

@@ -1,4 +1,5 @@
-"""Random layouts and precisions on emulated devices against one device and against float64; nothing may be unequal.
+"""Random layouts and precisions on emulated devices against one device and against float64; nothing may be
+unequal.
 
     python -m jtrain.bench layouts --trials 500 --seed 0
     python -m jtrain.bench layouts --trials 500 --seed 0 --only 50:100
@@ -46,7 +47,8 @@ OPTIONS = (
 
 
 def run(args: Options) -> Iterator[Row]:
-    """Runs the trials one after another; prints a line for each, then the tables, and yields rows for `--json`.
+    """Runs the trials one after another; prints a line for each, then the tables, and yields rows for
+    `--json`.
 
     Raises:
       UserError: no trials are asked for.
@@ -63,7 +65,9 @@ def run(args: Options) -> Iterator[Row]:
     start_jax(os.environ, emulate_devices=DEVICES)
     # The steps compile for longer than they compute.
     jax.config.update("jax_disable_most_optimizations", True)
-    yield from follow_refusals(args.trials, args.seed) if args.refusals else fuzz(args.trials, args.seed, chosen)
+    yield from (
+        follow_refusals(args.trials, args.seed) if args.refusals else fuzz(args.trials, args.seed, chosen)
+    )
 
 
 def chosen_trials(only: str | None, trials: int) -> range:
@@ -80,7 +84,9 @@ def chosen_trials(only: str | None, trials: int) -> range:
     except ValueError:
         chosen = range(0)
     if not chosen or chosen[0] < 0 or chosen[-1] >= trials:
-        raise UserError(f"--only {only} must be K or K:L, trials from 0 to --trials {trials}. Set --only 0:{trials}.")
+        raise UserError(
+            f"--only {only} must be K or K:L, trials from 0 to --trials {trials}. Set --only 0:{trials}."
+        )
     return chosen
 
 
@@ -105,7 +111,10 @@ def fuzz(trials: int, seed: int, chosen: range) -> Iterator[Row]:
         unequal += bool(result.unequal)
         if not result.unequal:
             continue
-        print(f"    again: python -m jtrain.bench layouts --trials {trials} --seed {seed} --only {number}", flush=True)
+        print(
+            f"    again: python -m jtrain.bench layouts --trials {trials} --seed {seed} --only {number}",
+            flush=True,
+        )
         if len(chosen) == 1:
             fewer = shrink(setting, lambda smaller: bool(lab.trial(smaller, number).unequal))  # noqa: B023, called here
             print(f"    it takes: {as_text(fewer)}")
@@ -168,7 +177,9 @@ def _print_tables(met: "set[Pair]", possible: "set[Pair]", shares: Mapping[str, 
         of_path = [pair for pair in possible if path in (pair[0][0], pair[1][0])]
         count = sum(pair in met for pair in of_path)
         print(f"{path:28} {count:5} of {len(of_path):5}  {count / max(len(of_path), 1):6.1%}")
-    print(f"{'all':28} {len(met & possible):5} of {len(possible):5}  {len(met & possible) / len(possible):6.1%}")
+    print(
+        f"{'all':28} {len(met & possible):5} of {len(possible):5}  {len(met & possible) / len(possible):6.1%}"
+    )
     print("\nlargest difference of each kind, as a share of its bound")
     for kind, share in sorted(shares.items()):
         print(f"{kind:36} {share:.3f}")

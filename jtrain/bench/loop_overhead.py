@@ -1,4 +1,6 @@
-"""Tokens/s of the full loop (data, metrics, TensorBoard, logging) over the bare jitted step called in a loop."""
+"""Tokens/s of the full loop (data, metrics, TensorBoard, logging) over the bare jitted step called in a
+loop.
+"""
 
 import contextlib
 import io
@@ -32,7 +34,9 @@ OPTIONS = (
 def run(args: Options) -> list[Row]:
     """Alternates the two, so that a machine that slows down slows both; compilation is in neither."""
     sets = [f"num_steps={2 * args.steps}", f"metrics.log_every_steps={args.steps}", "eval.every_steps=None"]
-    run_config = load_config(args.config, (), [*sets, "checkpoint.every_steps=None", "optimizer.warmup_steps=0"])
+    run_config = load_config(
+        args.config, (), [*sets, "checkpoint.every_steps=None", "optimizer.warmup_steps=0"]
+    )
     settle_mesh(run_config, jax.devices())
     built = build_run(run_config)
     text = tree.flat(run_config)

@@ -1,4 +1,5 @@
-"""Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: milliseconds and temporary bytes, chunked and whole.
+"""Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: milliseconds and temporary bytes, chunked and
+whole.
 
 Needs a GPU, and refuses without one; the published `kernel_bytes` has the bytes for an absent H200.
 """
@@ -46,7 +47,9 @@ def run(args: Options) -> Iterator[Row]:
     best, because = best_chunk(spec, tokens=tokens, d_model=d_model, vocab=vocab)
     yield row(f"all logits at once: {whole_bytes / GIB:.2f} GiB of temporaries", whole_s * 1e3, "ms")
     for chunk in [c for c in CANDIDATES if tokens % c == 0] if args.all_chunks else (best,):
-        took_s, temp = measured(functools.partial(linear_cross_entropy, chunk_tokens=chunk), args.repeats, sizes)
+        took_s, temp = measured(
+            functools.partial(linear_cross_entropy, chunk_tokens=chunk), args.repeats, sizes
+        )
         known = predict(spec, chunk, tokens=tokens, d_model=d_model, vocab=vocab)
         said = f", {known.seconds * 1e3:.3g} ms predicted" if known else ""
         is_best, bar = chunk == best, BARS.get(spec.name)

@@ -1,15 +1,18 @@
-"""What one device is: memory, driver, clocks and power, copy and matmul rates; with --soak its clock under long work.
+"""What one device is: memory, driver, clocks and power, copy and matmul rates; with --soak its clock under
+long work.
 
     python -m jtrain.bench machine --json machine.json
     python -m jtrain.bench machine --soak 60
 
-Every other number of the device is read against these. Runs on any device; without NVML or its like there are no rows
-of clocks.
+Every other number of the device is read against these. Runs on any device; without NVML or its like there are
+no rows of clocks.
 
-Soaks need a GPU: random against zero inputs, steady against changing allocations. Each minute of matmuls is watched as
-a run is, by the sampler in a process of its own; seconds lost to the clock are those of
-`jtrain.profile.analysis.clock_loss`, b = 1. Zeros toggle no bits and draw less power, so they run at a higher clock.
-Allocations: weights are copied before each step as FSDP gathers them, into buffers of one size, or of sizes that change
+Soaks need a GPU: random against zero inputs, steady against changing allocations. Each minute of matmuls is
+watched as a run is, by the sampler in a process of its own; seconds lost to the clock are those of
+`jtrain.profile.analysis.clock_loss`, b = 1. Zeros toggle no bits and draw less power, so they run at a higher
+clock.
+Allocations: weights are copied before each step as FSDP gathers them, into buffers of one size, or of sizes
+  that change
 from step to step (Chopper, arXiv 2512.08242, section 6).
 """
 
@@ -69,7 +72,9 @@ def run(args: Options) -> Iterator[Row]:
     yield from _clocks(device, "idle")
     x = jax.ShapeDtypeStruct((copied,), jnp.bfloat16)
     copy_s = seconds(jax.jit(lambda x: x + 1), filled(x), calls=args.calls)
-    yield row(f"{kind}: copy of {copied * 2 / GIB:.2g} GiB, read and written", 4 * copied / copy_s / 1e9, "GB/s")
+    yield row(
+        f"{kind}: copy of {copied * 2 / GIB:.2g} GiB, read and written", 4 * copied / copy_s / 1e9, "GB/s"
+    )
     square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
     matmul_s = seconds(jax.jit(jnp.matmul), *filled((square, square)), calls=args.calls)
     # Equal entries toggle few bits: soaks compare random with zero inputs.
@@ -159,7 +164,9 @@ def _rows(what: str, base: Soak, other: Soak) -> list[Row]:
 
 
 def _repeat(work: Callable[[int], Any], seconds: float) -> int:
-    """Two calls are in flight at a time, so that the device never waits for the host; returns how many there were."""
+    """Two calls are in flight at a time, so that the device never waits for the host; returns how many there
+    were.
+    """
     end_s, calls, before = time.monotonic() + seconds, 0, None
     while time.monotonic() < end_s:
         now = work(calls)
@@ -183,7 +190,9 @@ def _multiply(x: jax.Array) -> Callable[[int], Any]:
 def _gathered(x: jax.Array, extra_rows: Any) -> Callable[[int], Any]:
     """Copies the weight into a new buffer before each call, with so many rows more, in turn."""
     extra = list(extra_rows)
-    gather = jax.jit(lambda w, more: jnp.concatenate([w, jnp.zeros((more, w.shape[1]), w.dtype)]), static_argnums=1)
+    gather = jax.jit(
+        lambda w, more: jnp.concatenate([w, jnp.zeros((more, w.shape[1]), w.dtype)]), static_argnums=1
+    )
     order = np.random.default_rng(0).permutation(len(extra))
 
     def work(call: int) -> jax.Array:

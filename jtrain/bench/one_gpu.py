@@ -1,10 +1,12 @@
-"""Everything that one NVIDIA GPU can tell, in order of worth: one benchmark after another, within a budget of time.
+"""Everything that one NVIDIA GPU can tell, in order of worth: one benchmark after another, within a budget of
+time.
 
     python -m jtrain.bench one_gpu --out DIR --budget 540     a second call goes on where the first one stopped
     python -m jtrain.bench one_gpu --out DIR --rehearse     the same steps on a CPU, with tiny shapes
 
-Each step is a process of its own with a time limit, and DIR/rows.jsonl gets each row as soon as it is measured. A step
-that has ended, well or with an error, is not done again with the same code, versions and GPU. Nothing is downloaded.
+Each step is a process of its own with a time limit, and DIR/rows.jsonl gets each row as soon as it is
+measured. A step that has ended, well or with an error, is not done again with the same code, versions and
+GPU. Nothing is downloaded.
 """
 
 import dataclasses
@@ -67,18 +69,20 @@ def run(args: Options) -> Iterator[Row]:
     """Rows of the steps that ended earlier, and of those that are done now.
 
     Raises:
-      UserError: no NVIDIA GPU is here, and it is no rehearsal; an unknown step; the budget is shorter than every limit;
-        or another process works in the same folder.
+      UserError: no NVIDIA GPU is here, and it is no rehearsal; an unknown step; the budget is shorter than
+        every limit; or another process works in the same folder.
     """
     started_s = time.monotonic()
     steps = chosen(args.only)
     gpus = [] if args.rehearse else nvidia_gpus()
     if not gpus and not args.rehearse:
         raise UserError(
-            "one_gpu needs an NVIDIA GPU, and nvidia-smi lists none here. Run the same command on a machine with one, "
-            "or add --rehearse for the same steps with tiny shapes on this CPU."
+            "one_gpu needs an NVIDIA GPU, and nvidia-smi lists none here. Run the same command on a machine "
+            "with one, or add --rehearse for the same steps with tiny shapes on this CPU."
         )
-    session = Session(args.out, args.rehearse, "CPU, rehearsal" if args.rehearse else gpus[0][0], code_digest())
+    session = Session(
+        args.out, args.rehearse, "CPU, rehearsal" if args.rehearse else gpus[0][0], code_digest()
+    )
     left = [step for step in steps if session.key(step) not in session.ended()]
     shortest = min((step.limit_s for step in left), default=0)
     if args.budget < shortest + RESERVE_S and left:
@@ -107,7 +111,9 @@ def chosen(names: Sequence[str] | None) -> list[Step]:
     known = {step.name: step for step in STEPS}
     for name in names or ():
         if name not in known:
-            raise UserError(f"--only {name}: no such step. {did_you_mean(name, known)}There are: {', '.join(known)}.")
+            raise UserError(
+                f"--only {name}: no such step. {did_you_mean(name, known)}There are: {', '.join(known)}."
+            )
     return [step for step in STEPS if names is None or step.name in names]
 
 
@@ -117,7 +123,9 @@ def absent(packages: Sequence[str]) -> list[str]:
 
 
 def missing(steps: Sequence[Step]) -> list[str]:
-    """One line for each package that is not installed, with the steps that fail or leave kernels out without it."""
+    """One line for each package that is not installed, with the steps that fail or leave kernels out without
+    it.
+    """
     lines: list[str] = []
     for package in absent(sorted({package for step in steps for package in (*step.needs, *step.uses)})):
         failing = [step.name for step in steps if package in step.needs]
@@ -215,17 +223,26 @@ class Session:
     def begin(self, budget_s: float, steps: Sequence[Step]) -> None:
         """Prints and writes what this call runs on, and what is missing."""
         lacks = missing(steps)
-        packages = sorted({DISTRIBUTIONS.get(name, name) for step in steps for name in (*step.needs, *step.uses)})
-        found = {name: version for name, version in versions((*CORE, *packages)).items() if version is not None}
+        packages = sorted(
+            {DISTRIBUTIONS.get(name, name) for step in steps for name in (*step.needs, *step.uses)}
+        )
+        found = {
+            name: version for name, version in versions((*CORE, *packages)).items() if version is not None
+        }
         found["python"] = platform.python_version()
         facts = {"gpu": self.gpu, "versions": found, "commit": git_commit(), "code": self.code}
         self.append(call={**facts, "budget_s": budget_s, "missing": lacks})
-        print(f"{self.gpu}; {len(steps)} steps; {', '.join(f'{name} {version}' for name, version in found.items())}")
+        print(
+            f"{self.gpu}; {len(steps)} steps; "
+            f"{', '.join(f'{name} {version}' for name, version in found.items())}"
+        )
         for line in lacks or ["nothing"]:
             print(f"missing: {line}")
 
     def carry_out(self, step: Step, *, until_s: float) -> Iterator[Row]:
-        """Rows of a step: those of the file if it has ended; none if its limit does not fit before `until_s`."""
+        """Rows of a step: those of the file if it has ended; none if its limit does not fit before
+        `until_s`.
+        """
         key = self.key(step)
         if key in self.ended():
             yield from self._earlier(key)
@@ -236,7 +253,8 @@ class Session:
             ended = Ended("failed", 0.0, f"needs {', '.join(lacks)}, not installed here")
         else:
             print(f"{step.name} ...", flush=True)
-            # A step that was cut off left rows behind: the readers take those after the last line like this one.
+            # A step that was cut off left rows behind: the readers take those after the last line like this
+            # one.
             self.append(step=step.name, key=key, begun=step.arguments(str(self.out), rehearse=self.rehearse))
             process = step_rows(step, self.out, rehearse=self.rehearse)
             while True:
@@ -249,8 +267,13 @@ class Session:
                     measured = rehearsed(measured)
                 self.append(step=step.name, key=key, **measured)
                 yield measured
-        self.append(step=step.name, key=key, ended=ended.how, seconds=round(ended.seconds, 1), error=ended.error)
-        print(f"{step.name}: {ended.how}, {ended.seconds:.0f} s{f': {ended.error}' if ended.error else ''}", flush=True)
+        self.append(
+            step=step.name, key=key, ended=ended.how, seconds=round(ended.seconds, 1), error=ended.error
+        )
+        print(
+            f"{step.name}: {ended.how}, {ended.seconds:.0f} s{f': {ended.error}' if ended.error else ''}",
+            flush=True,
+        )
         if ended.error is not None:
             yield _error_row(step.name, ended.how)
 

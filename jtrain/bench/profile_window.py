@@ -2,8 +2,8 @@
 
     python -m jtrain.bench profile_window --config llama1b --out DIR
 
-The text is the Python standard library, byte by byte, so nothing else is needed; the model is the config's. DIR gets
-report.html and breakdown.json of the window, with clocks where the driver tells them.
+The text is the Python standard library, byte by byte, so nothing else is needed; the model is the config's.
+DIR gets report.html and breakdown.json of the window, with clocks where the driver tells them.
 """
 
 import shutil
@@ -36,19 +36,32 @@ def run(args: Options) -> Iterator[Row]:
       UserError: fewer than 6 steps; or the window left no report.
     """
     if args.steps < 6:
-        raise UserError(f"--steps {args.steps} leaves no steps before the three that are traced. Give 6 or more.")
+        raise UserError(
+            f"--steps {args.steps} leaves no steps before the three that are traced. Give 6 or more."
+        )
     window = (args.steps - 3, args.steps)
-    sets = [*TEXT, f"num_steps={args.steps}", f"profile.steps={window}", "metrics.log_every_steps=1", *args.sets]
+    sets = [
+        *TEXT,
+        f"num_steps={args.steps}",
+        f"profile.steps={window}",
+        "metrics.log_every_steps=1",
+        *args.sets,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         lines = trained(args.config, sets, Path(folder), stdout=None)
         lines = [line for line in lines if line.get("tokens_per_s")]
-        for what, first, last in (("before the window", 2, window[0]), ("in the window", window[0], window[1])):
+        for what, first, last in (
+            ("before the window", 2, window[0]),
+            ("in the window", window[0], window[1]),
+        ):
             rates = [line["tokens_per_s"] for line in lines if first < line["step"] <= last]
             yield row(f"{args.config}, {what}, median step", statistics.median(rates), "tokens/s")
         found = sorted((Path(folder) / FOLDER).glob("*/report.html"))
         if not found:
             logs = [file.read_text()[-500:] for file in (Path(folder) / FOLDER).glob("*/postprocess.log")]
-            raise UserError(f"the window of {args.config} left no report: {' '.join(logs) or 'no trace was written'}.")
+            raise UserError(
+                f"the window of {args.config} left no report: {' '.join(logs) or 'no trace was written'}."
+            )
         args.out.mkdir(parents=True, exist_ok=True)
         for name in FILES:
             shutil.copy(found[-1].parent / name, args.out / name)

@@ -54,7 +54,9 @@ def run(args: Options) -> Iterator[Row]:
 
 
 def start_rows(repeats: int) -> Iterator[Row]:
-    """Seconds of `--help`, of a printed config (imports every library, starts no backend), and of a first step."""
+    """Seconds of `--help`, of a printed config (imports every library, starts no backend), and of a first
+    step.
+    """
     with tempfile.TemporaryDirectory() as folder:
         filling_s = first_step_s(Path(folder) / "filling")
         warm_s = statistics.median(first_step_s(Path(folder) / str(index)) for index in range(repeats))
@@ -68,12 +70,16 @@ def start_rows(repeats: int) -> Iterator[Row]:
 
 
 def restart_rows(repeats: int) -> Iterator[Row]:
-    """Seconds from the start of a killed run's command to its next step; there is no checkpoint to go on from."""
+    """Seconds from the start of a killed run's command to its next step; there is no checkpoint to go on
+    from.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as folder:
         tiny, _ = restarts(Path(folder) / "tiny", Path(memory) / "tiny", {}, repeats)
         large, size_bytes = restarts(Path(folder) / "large", Path(memory) / "large", LARGE, repeats)
     yield row("restart to first step, warm tiny, from local memory", statistics.median(tiny), "s", bar="< 8")
-    yield row("restart to first step, large state, from local memory", statistics.median(large), "s", bar="< 12")
+    yield row(
+        "restart to first step, large state, from local memory", statistics.median(large), "s", bar="< 12"
+    )
     yield row("large state in local memory, one generation", size_bytes / 2**30, "GiB", bar=">= 1")
 
 
@@ -85,7 +91,9 @@ def process_s(command: tuple[str, ...]) -> float:
 
 
 def first_step_s(workdir: Path) -> float:
-    """From process start until the first step's metrics are on disk; the loop writes them one dispatch later."""
+    """From process start until the first step's metrics are on disk; the loop writes them one dispatch
+    later.
+    """
     metrics = workdir / "metrics.jsonl"
     start_s = time.perf_counter()
     with _running(_command(workdir, {"num_steps": 1000})) as ended:
@@ -93,9 +101,15 @@ def first_step_s(workdir: Path) -> float:
         return time.perf_counter() - start_s
 
 
-def restarts(workdir: Path, memory: Path, settings: dict[str, object], repeats: int) -> tuple[list[float], int]:
+def restarts(
+    workdir: Path, memory: Path, settings: dict[str, object], repeats: int
+) -> tuple[list[float], int]:
     """Returns the seconds of each restart, and the bytes of a generation."""
-    local = {"checkpoint.every_steps": None, "checkpoint.local_every_steps": 2, "checkpoint.local_dir": str(memory)}
+    local = {
+        "checkpoint.every_steps": None,
+        "checkpoint.local_every_steps": 2,
+        "checkpoint.local_dir": str(memory),
+    }
     command = _command(workdir, {"num_steps": 100_000} | local | settings)
     with _running(command) as ended:
         _until(ended, lambda: _newest(memory) >= 2)
@@ -120,7 +134,9 @@ def _command(workdir: Path, settings: dict[str, object]) -> list[str]:
 
 @contextlib.contextmanager
 def _running(command: list[str]) -> Iterator[Callable[[], str | None]]:
-    """Runs a command until the block ends, then kills it; gives a function that returns its output if it has ended."""
+    """Runs a command until the block ends, then kills it; gives a function that returns its output if it has
+    ended.
+    """
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
 

@@ -11,7 +11,9 @@ __all__ = ["CheckpointError", "CheckpointSpec", "Checkpoints"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports `save_restore` at its first use, so that `python -m jtrain.checkpoint` does not wait for numpy."""
+    """Imports `save_restore` at its first use, so that `python -m jtrain.checkpoint` does not wait for
+    numpy.
+    """
     if name in ("CheckpointSpec", "Checkpoints"):
         from jtrain.checkpoint import save_restore
 

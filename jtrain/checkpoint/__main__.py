@@ -1,4 +1,6 @@
-"""`python -m jtrain.checkpoint`: jtrain/cli/checkpoint.py, by name: no module imports from a row above its own."""
+"""`python -m jtrain.checkpoint`: jtrain/cli/checkpoint.py, by name: no module imports from a row above its
+own.
+"""
 
 import pkgutil
 import sys

@@ -4,9 +4,10 @@
     state/params.layers.q/zarr.json    shape, dtype and chunk shape of one leaf
     state/params.layers.q/c.0.3        one chunk of it: its elements in C order, little-endian, and nothing else
 
-A chunk is a contiguous part of one device's shard, so a file is written straight from the memory of the shard and its
-hash is known without reading it back. Orbax's own writer would put all arrays of a process into a few OCDBT files; it
-holds them in memory until they are complete, and their hashes are known only after reading them.
+A chunk is a contiguous part of one device's shard, so a file is written straight from the memory of the shard
+and its hash is known without reading it back. Orbax's own writer would put all arrays of a process into a few
+OCDBT files; it holds them in memory until they are complete, and their hashes are known only after reading
+them.
 """
 
 import base64
@@ -20,8 +21,9 @@ import jax
 import numpy as np
 
 CHUNK_BYTES = 64 << 20
-"""Largest chunk, where the dimensions have divisors that allow it. A restore in another layout reads whole chunks to
-get its part; without a limit, the stacked weights of all layers would be one chunk per shard, of many GB."""
+"""Largest chunk, where the dimensions have divisors that allow it. A restore in another layout reads whole
+chunks to get its part; without a limit, the stacked weights of all layers would be one chunk per shard, of
+many GB."""
 
 LEAVES = "_METADATA"
 """Orbax's list of the leaves."""
@@ -46,14 +48,17 @@ class StoredChunk:
 
 
 def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of the chunks into which a shard of this shape is divided, each contiguous in C order.
+    """Returns the shape of the chunks into which a shard of this shape is divided, each contiguous in C
+    order.
 
-    Every dimension of a chunk divides the shard's. A dimension without a fitting divisor, such as a large prime, stays
-    larger than `CHUNK_BYTES` rather than fall into very many small files.
+    Every dimension of a chunk divides the shard's. A dimension without a fitting divisor, such as a large
+    prime, stays larger than `CHUNK_BYTES` rather than fall into very many small files.
     """
     shape = [max(1, dim) for dim in shard_shape]
     for dim, size in enumerate(shape):
-        one_bytes = math.prod(shape[dim + 1 :]) * itemsize  # of one index of this dimension; earlier ones are 1
+        one_bytes = (
+            math.prod(shape[dim + 1 :]) * itemsize
+        )  # of one index of this dimension; earlier ones are 1
         if size * one_bytes <= CHUNK_BYTES:
             break
         divisors = [d for d in range(1, size + 1) if size % d == 0]
@@ -98,13 +103,16 @@ def leaf_metadata(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtyp
     shared = ts.Context()  # both see one store in memory
     memory = ts.KvStore.open({"driver": "memory"}, context=shared).result()
     ts.open(
-        {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata}, create=True, context=shared
+        {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata},
+        create=True,
+        context=shared,
     ).result()
     return memory.read(SHAPE).result().value
 
 
 def lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
-    """Returns Orbax's files beside the leaves: the list of them, and the shardings that a restore takes by default.
+    """Returns Orbax's files beside the leaves: the list of them, and the shardings that a restore takes by
+    default.
 
     shardings: keys of each leaf, all of dicts -> its sharding as Orbax notes it.
     """

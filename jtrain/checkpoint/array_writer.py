@@ -1,4 +1,6 @@
-"""Writes the arrays of one process into a checkpoint, with the hash of each file, and reads files back to compare."""
+"""Writes the arrays of one process into a checkpoint, with the hash of each file, and reads files back to
+compare.
+"""
 
 import collections
 import concurrent.futures
@@ -49,7 +51,8 @@ def describe(state: Any, together: Mapping[tuple[str, ...], int] | None = None) 
     """Returns one description for each leaf of a pytree of jax.Arrays.
 
     Args:
-      together: length of the first dimension of the parts in which a leaf is written, where that is not a shard's.
+      together: length of the first dimension of the parts in which a leaf is written, where that is not a
+        shard's.
     """
 
     def described(keys: tuple[str, ...], array: Any) -> DescribedLeaf:
@@ -57,7 +60,9 @@ def describe(state: Any, together: Mapping[tuple[str, ...], int] | None = None) 
         if together and keys in together:
             part = (together[keys], *part[1:])
         return DescribedLeaf(
-            keys, _metadata(array.shape, part, np.dtype(array.dtype)), array_files.sharding_text(array.sharding)
+            keys,
+            _metadata(array.shape, part, np.dtype(array.dtype)),
+            array_files.sharding_text(array.sharding),
         )
 
     return [described(keys, array) for keys, array in by_keys(state)]
@@ -74,19 +79,29 @@ def threads(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
     low: they have a low priority.
     """
     count = min(_THREADS, len(os.sched_getaffinity(0)))
-    return concurrent.futures.ThreadPoolExecutor(count, "checkpoint", initializer=yield_to_steps if low else None)
+    return concurrent.futures.ThreadPoolExecutor(
+        count, "checkpoint", initializer=yield_to_steps if low else None
+    )
 
 
 def yield_to_steps() -> None:
-    """Lowers the priority of the calling thread and of those that it will start: others need the same cores."""
+    """Lowers the priority of the calling thread and of those that it will start: others need the same
+    cores.
+    """
     if sys.platform == "linux":  # elsewhere it would be that of the whole process
         os.nice(_NICE)
 
 
 def write_arrays(
-    path: Path, chunks: StateChunks, leaves: list[DescribedLeaf], checksums: Checksums, *, background: bool = False
+    path: Path,
+    chunks: StateChunks,
+    leaves: list[DescribedLeaf],
+    checksums: Checksums,
+    *,
+    background: bool = False,
 ) -> Hashes:
-    """Writes chunks into the checkpoint at `path`, and the files that describe `leaves`; all are then on the disk.
+    """Writes chunks into the checkpoint at `path`, and the files that describe `leaves`; all are then on the
+    disk.
 
     The memory of each copy is free once it was written.
 
@@ -156,7 +171,8 @@ def _descriptions(leaves: list[DescribedLeaf]) -> Iterator[tuple[str, memoryview
 def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
     """Reads files back from the disk; returns one line for each that is not what was written.
 
-    checksums: of the files that this process wrote; those of others are compared by their hashes, which takes longer.
+    checksums: of the files that this process wrote; those of others are compared by their hashes, which takes
+      longer.
     """
     names = collections.deque(sorted(hashes))
 
@@ -193,7 +209,8 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
 
 
 def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]) -> list[str]:
-    """Returns one line for each file that cannot be seen from here, and for each leaf whose files are too few.
+    """Returns one line for each file that cannot be seen from here, and for each leaf whose files are too
+    few.
 
     hashes: of the files of all processes.
     """
@@ -202,7 +219,9 @@ def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]
     stored = dict.fromkeys(leaves, 0)
     for name, (size, _) in hashes.items():
         if sizes.get(name) != size:
-            lines.append(f"{name} was written by one process and cannot be seen by process {jax.process_index()}")
+            lines.append(
+                f"{name} was written by one process and cannot be seen by process {jax.process_index()}"
+            )
         _, leaf, file = name.split("/") if name.count("/") == 2 else ("", "", "")
         if file.startswith(array_files.CHUNK):
             stored[leaf] += size

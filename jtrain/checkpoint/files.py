@@ -7,9 +7,9 @@
     checkpoints/<step>.damaged/        a checkpoint that was found damaged at a start: kept, never read
     last_checkpoint.json               the newest step that was committed, to notice that `checkpoints` is missing
 
-On a disk, a step's folder gets its final name in one rename, after its manifest was written. In an object store, which
-has no renames, the manifest is written last. A folder with a manifest is therefore complete; one without was left by an
-interrupted save.
+On a disk, a step's folder gets its final name in one rename, after its manifest was written. In an object
+store, which has no renames, the manifest is written last. A folder with a manifest is therefore complete; one
+without was left by an interrupted save.
 """
 
 import concurrent.futures
@@ -74,7 +74,8 @@ class Part:
     process: number of the process, of `Manifest.processes`.
     run: identity of the run.
     config: hash of the settings that change the state.
-    checkpoint: step of the run's newest checkpoint when the part was kept; 0 if there was none, or not in process 0.
+    checkpoint: step of the run's newest checkpoint when the part was kept; 0 if there was none, or not in
+      process 0.
     """
 
     process: int
@@ -128,12 +129,16 @@ class Manifest:
 
 
 def steps(folder: Path) -> tuple[int, ...]:
-    """Returns the steps of the complete checkpoints in `folder`, ascending: one listing, and one look-up for each."""
+    """Returns the steps of the complete checkpoints in `folder`, ascending: one listing, and one look-up for
+    each.
+    """
     return tuple(step for step in _step_folders(folder) if folders.has_file(folder / str(step), MANIFEST))
 
 
 def without_manifest(folder: Path) -> tuple[int, ...]:
-    """Returns the steps whose folders hold arrays but no manifest, ascending: checkpoints that lost it, or copies."""
+    """Returns the steps whose folders hold arrays but no manifest, ascending: checkpoints that lost it, or
+    copies.
+    """
     found = (step for step in _step_folders(folder) if not folders.has_file(folder / str(step), MANIFEST))
     return tuple(step for step in found if STATE in folders.folder_names(folder / str(step)))
 
@@ -144,7 +149,9 @@ def _step_folders(folder: Path) -> list[int]:
 
 
 def partial(folder: Path) -> tuple[str, ...]:
-    """Returns the names in `folder` that are never read: remains of interrupted saves and deletions, damaged ones."""
+    """Returns the names in `folder` that are never read: remains of interrupted saves and deletions, damaged
+    ones.
+    """
     whole = {str(step) for step in steps(folder)}
     there = (name for name in folders.folder_names(folder) if name not in whole)
     return tuple(name for name in there if _is_remains(name) or is_set_aside(name) or name.isdecimal())
@@ -157,9 +164,13 @@ def is_set_aside(name: str) -> bool:
 
 
 def set_aside(folder: Path, step: int) -> str:
-    """Renames the folder of a damaged checkpoint to `<step>.damaged`, or `<step>.damaged-2` ...; returns the name."""
+    """Renames the folder of a damaged checkpoint to `<step>.damaged`, or `<step>.damaged-2` ...; returns the
+    name.
+    """
     there = folders.names(folder)
-    names = (f"{step}{_DAMAGED}" + (f"-{number}" if number > 1 else "") for number in range(1, len(there) + 2))
+    names = (
+        f"{step}{_DAMAGED}" + (f"-{number}" if number > 1 else "") for number in range(1, len(there) + 2)
+    )
     name = next(name for name in names if name not in there)
     folders.move(folder / str(step), folder / name, first=MANIFEST)
     return name
@@ -172,7 +183,8 @@ def surplus(found: tuple[int, ...], *, keep_last: int, keep_every_steps: int | N
 
 
 def delete(folder: Path, step: int) -> None:
-    """Deletes a checkpoint. Renames it first, so that a kill leaves no partial checkpoint under a step's name.
+    """Deletes a checkpoint. Renames it first, so that a kill leaves no partial checkpoint under a step's
+    name.
 
     In a store, where nothing can be renamed, its manifest goes first, and an empty file `deleted` says why.
     """
@@ -188,13 +200,16 @@ def delete(folder: Path, step: int) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what interrupted saves and deletions left. Keeps directories named as a step: a user put them there.
+    """Removes what interrupted saves and deletions left. Keeps directories named as a step: a user put them
+    there.
 
-    In a store, interrupted saves and deletions leave directories named as a step: those after the last commit, and
-    those that were being deleted. They go too.
+    In a store, interrupted saves and deletions leave directories named as a step: those after the last
+    commit, and those that were being deleted. They go too.
     """
     for name in partial(folder):
-        if _is_remains(name) or (in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))):
+        if _is_remains(name) or (
+            in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))
+        ):
             folders.remove(folder / name, first=MANIFEST)
 
 
@@ -206,7 +221,9 @@ def _is_interrupted(folder: Path, step: int) -> bool:
 
 def lost_manifests(folder: Path) -> tuple[int, ...]:
     """Returns the steps of `without_manifest` that no interrupted save or deletion explains."""
-    return tuple(step for step in without_manifest(folder) if not (in_store(folder) and _is_interrupted(folder, step)))
+    return tuple(
+        step for step in without_manifest(folder) if not (in_store(folder) and _is_interrupted(folder, step))
+    )
 
 
 def seal(
@@ -220,7 +237,8 @@ def seal(
     processes: int = 1,
     part: Part | None = None,
 ) -> None:
-    """Completes the directory at `path`, which holds the arrays, for its commit: writes side files and manifest.
+    """Completes the directory at `path`, which holds the arrays, for its commit: writes side files and
+    manifest.
 
     What it writes is on the disk when this returns.
 
@@ -240,8 +258,8 @@ def seal(
     manifest = Manifest(step, saved_at, leaves, files, processes, part)
     if missing := manifest.missing_arrays():
         raise CheckpointError(
-            f"the checkpoint of step {step} is not whole in {path}: {'; '.join(missing)}. All processes must write to "
-            "one folder: set --workdir to a folder that all hosts share, or to gs:// or s3://."
+            f"the checkpoint of step {step} is not whole in {path}: {'; '.join(missing)}. All processes must "
+            "write to one folder: set --workdir to a folder that all hosts share, or to gs:// or s3://."
         )
     body = dataclasses.asdict(manifest) | {"format": _FORMAT}
     if part is None:
@@ -254,7 +272,9 @@ def seal(
 
 
 def note_commit(folder: Path, step: int | None) -> None:
-    """Notes in the workdir that the checkpoint of `step` was committed; None at the start of a run without any."""
+    """Notes in the workdir that the checkpoint of `step` was committed; None at the start of a run without
+    any.
+    """
     if not in_store(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
     _write(folder.parent / LAST, json.dumps({"step": step}) + "\n")
@@ -266,7 +286,9 @@ def has_note(folder: Path) -> bool:
 
 
 def last_commit(folder: Path) -> int | None:
-    """Returns the newest step that was committed in this workdir; None if there was none, or that is not known."""
+    """Returns the newest step that was committed in this workdir; None if there was none, or that is not
+    known.
+    """
     try:
         step = json.loads((folder.parent / LAST).read_text())["step"]
     except (FileNotFoundError, NotADirectoryError, KeyError, TypeError, ValueError):
@@ -275,7 +297,8 @@ def last_commit(folder: Path) -> int | None:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads the manifest of the checkpoint at `path`, and checks it against its own digest and the folder's name.
+    """Reads the manifest of the checkpoint at `path`, and checks it against its own digest and the folder's
+    name.
 
     Raises:
       CheckpointError: the manifest is missing, damaged, or of another step.
@@ -285,7 +308,9 @@ def read_manifest(path: Path) -> Manifest:
     try:
         text = (path / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
-        raise CheckpointError(f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        ) from error
     try:
         body: dict[str, Any] = json.loads(text)
         digest = body.pop("digest")
@@ -293,12 +318,13 @@ def read_manifest(path: Path) -> Manifest:
             raise CheckpointError(f"{path / MANIFEST} does not match its own digest")
         if (version := body.pop("format")) != _FORMAT:
             raise OtherVersionError(
-                f"{path / MANIFEST} has format {version}: another version of jtrain wrote it, and this one reads "
-                f"format {_FORMAT}. Go on with that version, whose commit is in run.json, or set "
+                f"{path / MANIFEST} has format {version}: another version of jtrain wrote it, and this one "
+                f"reads format {_FORMAT}. Go on with that version, whose commit is in run.json, or set "
                 "--workdir to a new folder."
             )
         leaves = {
-            name: ManifestLeaf(**leaf | {"shape": tuple(leaf["shape"])}) for name, leaf in body.pop("leaves").items()
+            name: ManifestLeaf(**leaf | {"shape": tuple(leaf["shape"])})
+            for name, leaf in body.pop("leaves").items()
         }
         files = {name: (size, digest) for name, (size, digest) in body.pop("files").items()}
         part = Part(**body.pop("part")) if "part" in body else None
@@ -306,7 +332,9 @@ def read_manifest(path: Path) -> Manifest:
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})"
+        ) from error
     if path.name.isdecimal() and int(path.name) != manifest.step:
         raise CheckpointError(
             f"{path} holds the checkpoint of step {manifest.step}: its folder was copied or renamed from "
@@ -315,12 +343,14 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def damage(path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[int, int] = (0, 1)) -> list[str]:
+def damage(
+    path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[int, int] = (0, 1)
+) -> list[str]:
     """Checks the checkpoint at `path`; returns one line for each damaged file, none if it is intact.
 
     hashes: reads the files and compares their hashes too; otherwise only sizes are compared.
-    share: (i, n) hashes every n-th file, starting with the i-th largest, so that n processes divide the work. Sizes
-      are compared for all files.
+    share: (i, n) hashes every n-th file, starting with the i-th largest, so that n processes divide the work.
+      Sizes are compared for all files.
 
     Raises:
       OSError: the disk or store cannot be read.

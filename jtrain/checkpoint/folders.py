@@ -1,7 +1,7 @@
 """Folders of checkpoints, on a disk or in an object store: listing, sizes, hashing, moving and removing.
 
-A folder on a disk is a `pathlib.Path`, one in a store a `StorePath`, which has the same methods. Standard library only,
-until a folder of a store is used.
+A folder on a disk is a `pathlib.Path`, one in a store a `StorePath`, which has the same methods. Standard
+library only, until a folder of a store is used.
 """
 
 import concurrent.futures
@@ -52,13 +52,16 @@ def folder_names(folder: Path) -> list[str]:
 def has_file(folder: Path, name: str) -> bool:
     """True if `folder` holds a file of this name.
 
-    Unlike the methods of paths in a store, which call a file missing if the store does not answer, this raises then.
+    Unlike the methods of paths in a store, which call a file missing if the store does not answer, this
+    raises then.
     """
     return name in names(folder) if in_store(folder) else (folder / name).is_file()
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Returns the path relative to `folder` and the bytes of each file in it and in its subfolders, sorted."""
+    """Returns the path relative to `folder` and the bytes of each file in it and in its subfolders,
+    sorted.
+    """
     if in_store(folder):
         found = cast(dict[str, Any], _store(folder).find(str(folder), detail=True))
         start = len(_store(folder)._strip_protocol(str(folder))) + 1
@@ -76,7 +79,9 @@ def _sizes(folder: str, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def hash_of(path: Path) -> str:
-    """Returns the 128-bit blake2b of a file: 1.3 GB/s per core on any CPU; hashlib releases the GIL meanwhile."""
+    """Returns the 128-bit blake2b of a file: 1.3 GB/s per core on any CPU; hashlib releases the GIL
+    meanwhile.
+    """
     return read(path)[1]
 
 
@@ -87,7 +92,8 @@ def read(path: Path) -> tuple[int, str]:
     if in_store(path):
         store = _store(path)
         block = store.cat_file(str(path), start=0, end=_STORE_READ_BYTES)
-        # Most files are read by one request. A longer one tells its size first: a read behind its end would fail.
+        # Most files are read by one request. A longer one tells its size first: a read behind its end would
+        # fail.
         size = store.info(str(path))["size"] if len(block) == _STORE_READ_BYTES else len(block)
         digest.update(block)
         for start in range(len(block), size, _STORE_READ_BYTES):
@@ -106,7 +112,9 @@ def move(folder: Path, new: Path, *, first: str) -> None:
         folder.rename(new)
         return
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda name: _store(folder).cp_file(str(folder / name), str(new / name)), sizes(folder)))
+        list(
+            pool.map(lambda name: _store(folder).cp_file(str(folder / name), str(new / name)), sizes(folder))
+        )
     remove(folder, first=first)
 
 

@@ -1,8 +1,8 @@
 """Writes files and hashes them in one pass, past the page cache where the file system allows it (O_DIRECT).
 
-Through the page cache, the kernel copies every byte into memory that it must find first: on a virtual machine that cost
-2.6 s of CPU time per GiB, beside 0.03 s without it, and the steps of training ran slower by that much. A hash that is
-read back past the cache also proves what the disk holds.
+Through the page cache, the kernel copies every byte into memory that it must find first: on a virtual machine
+that cost 2.6 s of CPU time per GiB, beside 0.03 s without it, and the steps of training ran slower by that
+much. A hash that is read back past the cache also proves what the disk holds.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ import numpy as np
 
 BLOCK_BYTES = 4 << 20
 DIRECT_BYTES = 1 << 20
-"""Smallest file that is written directly: a direct write waits for the disk, and small files wait together later."""
+"""Smallest file that is written directly: a direct write waits for the disk, and small files wait together
+later."""
 
 PAGE_BYTES = 4096
 _HUGE_PAGE_BYTES = 2 << 20
@@ -41,10 +42,11 @@ def file_hash() -> Digest:
 
 
 class Checksum:
-    """Hash of the sums of all pages of a file, 20 GB/s per core: it tells if a disk has what it was given just before.
+    """Hash of the sums of all pages of a file, 20 GB/s per core: it tells if a disk has what it was given
+    just before.
 
-    It sees pages that were lost, are stale, lie elsewhere or differ in a bit. Manifests hold real hashes, since these
-    sums would not see words that swap places within a page.
+    It sees pages that were lost, are stale, lie elsewhere or differ in a bit. Manifests hold real hashes,
+    since these sums would not see words that swap places within a page.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,9 @@ class Checksum:
 
 
 class HashedIO:
-    """Reads and writes files block by block; one thread at a time. Its memory is one block, once it needs one."""
+    """Reads and writes files block by block; one thread at a time. Its memory is one block, once it needs
+    one.
+    """
 
     @functools.cached_property
     def _bytes(self) -> np.ndarray:
@@ -150,7 +154,9 @@ def _write_block(handle: int, block: memoryview, *, direct: bool) -> bool:
 
 
 def _set_direct(handle: int, direct: bool) -> bool:
-    """Switches O_DIRECT on or off; returns True if it is on, which the kernel or the file system may refuse."""
+    """Switches O_DIRECT on or off; returns True if it is on, which the kernel or the file system may
+    refuse.
+    """
     if not hasattr(os, "O_DIRECT"):
         return False
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)

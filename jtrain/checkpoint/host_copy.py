@@ -1,10 +1,12 @@
-"""Chunks of a state that a save writes: from the state's own memory while `save` waits, from copies afterwards.
+"""Chunks of a state that a save writes: from the state's own memory while `save` waits, from copies
+afterwards.
 
-On the CPU backend the state is in host memory already. Threads that write begin at its first chunk, threads that copy
-at its last one, and `save` returns where they meet: on a fast disk most was written by then and never copied, on a slow
-one most was copied. A copy is memory of its own from the kernel, which gets it back as soon as the copy was written; of
-a small state, as soon as all were. The C allocator would keep it: `jtrain.runtime.platform` tells it to. From an
-accelerator jax copies all, and for a store `copy` does so first: training would wait for the network.
+On the CPU backend the state is in host memory already. Threads that write begin at its first chunk, threads
+that copy at its last one, and `save` returns where they meet: on a fast disk most was written by then and
+never copied, on a slow one most was copied. A copy is memory of its own from the kernel, which gets it back
+as soon as the copy was written; of a small state, as soon as all were. The C allocator would keep it:
+`jtrain.runtime.platform` tells it to. From an accelerator jax copies all, and for a store `copy` does so
+first: training would wait for the network.
 """
 
 import collections
@@ -25,7 +27,8 @@ from jtrain.checkpoint.hashed_io import PAGE_BYTES, pages
 from jtrain.checkpoint.tree_paths import by_keys
 
 SMALL_BYTES = 64 << 20
-"""A state on the CPU up to this size is copied as a whole: that takes less time than to create the first files."""
+"""A state on the CPU up to this size is copied as a whole: that takes less time than to create the first
+files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,8 +148,8 @@ class StateChunks:
 def held_chunks(state: Any) -> Iterator[StateChunk]:
     """Yields the chunks of all shards that this process's devices hold, those of replicas too, each once.
 
-    A shard is on its way from its device while the one before is read, and no more: a second copy of the state need
-    not fit into the host's memory.
+    A shard is on its way from its device while the one before is read, and no more: a second copy of the
+    state need not fit into the host's memory.
     """
     jax.block_until_ready(state)
     shards = [
@@ -175,8 +178,11 @@ def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChun
     if not array.size:
         return
     if _on_cpu(shard):
-        # A NumPy view would count as a second user, and XLA would copy the array when the next step donates it.
-        data = memoryview((ctypes.c_ubyte * array.nbytes).from_address(array.unsafe_buffer_pointer())).cast("B")
+        # A NumPy view would count as a second user, and XLA would copy the array when the next step donates
+        # it.
+        data = memoryview((ctypes.c_ubyte * array.nbytes).from_address(array.unsafe_buffer_pointer())).cast(
+            "B"
+        )
     else:
         array = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
         data = memoryview(array)
@@ -188,7 +194,9 @@ def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChun
 
 
 def _copies(chunks: Collection[StateChunk]) -> list[StateChunk]:
-    """Returns the chunks in memory of their own, which is free when the last of them is; each begins with a page."""
+    """Returns the chunks in memory of their own, which is free when the last of them is; each begins with a
+    page.
+    """
     if not chunks:
         return []
     ends = list(itertools.accumulate(-(-len(chunk.data) // PAGE_BYTES) * PAGE_BYTES for chunk in chunks))

@@ -1,9 +1,9 @@
 """Layers of a pipelined run's state in the order of the model, which is the order of every checkpoint.
 
 A schedule with several chunks per stage permutes the layers of the state, and stages of unequal length pad it
-(`jtrain.pipeline.pipeline_layout`). Files hold the model's own layers in ascending order, so that a checkpoint does not
-know the number of stages: rows are reordered as each file is written and as each device's part is read. No second copy
-of the state exists.
+(`jtrain.pipeline.pipeline_layout`). Files hold the model's own layers in ascending order, so that a
+checkpoint does not know the number of stages: rows are reordered as each file is written and as each device's
+part is read. No second copy of the state exists.
 
 A leaf is in the order of the stages if `stage` alone splits its first dimension.
 """
@@ -31,7 +31,8 @@ def is_placed(leaf: Any) -> bool:
 def logical(tree: Any, order: LayerOrder | None) -> Any:
     """Returns shapes, dtypes and shardings of a pytree of arrays as a checkpoint holds them.
 
-    The first dimension of a leaf with reordered layers is not split: their number need not be a multiple of the stages.
+    The first dimension of a leaf with reordered layers is not split: their number need not be a multiple of
+    the stages.
     """
     if order is None:
         return tree
@@ -48,7 +49,9 @@ def logical(tree: Any, order: LayerOrder | None) -> Any:
 
 
 def described(state: Any, order: LayerOrder | None) -> list[DescribedLeaf]:
-    """Returns one description for each leaf of a state; the chunks of reordered leaves hold whole runs of layers."""
+    """Returns one description for each leaf of a state; the chunks of reordered leaves hold whole runs of
+    layers.
+    """
     if order is None:
         return describe(state)
     placed = [(keys, array) for keys, array in by_keys(state) if is_placed(array)]
@@ -57,7 +60,8 @@ def described(state: Any, order: LayerOrder | None) -> list[DescribedLeaf]:
 
 
 def splitter(order: LayerOrder | None) -> Splitter:
-    """Returns the function that divides a shard into parts with the places of the model's layers, without a copy.
+    """Returns the function that divides a shard into parts with the places of the model's layers, without a
+    copy.
 
     Identity layers are in no part.
     """
@@ -79,7 +83,9 @@ def splitter(order: LayerOrder | None) -> Splitter:
 
 
 def _together(order: LayerOrder, rows: int) -> int:
-    """Largest number of layers that divides the start and the length of every run in shards of `rows` places."""
+    """Largest number of layers that divides the start and the length of every run in shards of `rows`
+    places.
+    """
     runs = (run for first in range(0, len(order), rows) for run in _runs(order[first : first + rows]))
     return math.gcd(*(number for _, layer, length in runs for number in (layer, length)))
 

@@ -1,11 +1,12 @@
-"""State of a run kept in the hosts' memory, so that a restart neither waits for the store nor loses an interval.
+"""State of a run kept in the hosts' memory, so that a restart neither waits for the store nor loses an
+interval.
 
     DIR/jtrain-<workdir>-<hash>-<uid>/process-<p>/{a,b}/   checkpoint folders of the shards that process p holds
                                      /copy-<p>/{a,b}/      the same of a process of another host
 
-The folder lies in tmpfs. Two slots alternate (`jtrain.checkpoint.slots`): the newest one that all processes have is
-intact while the other is written. What was kept survives the processes and their crash, not the host: for that each
-process sends its own to a neighbour on another host.
+The folder lies in tmpfs. Two slots alternate (`jtrain.checkpoint.slots`): the newest one that all processes
+have is intact while the other is written. What was kept survives the processes and their crash, not the host:
+for that each process sends its own to a neighbour on another host.
 """
 
 import concurrent.futures
@@ -42,16 +43,18 @@ class LocalMemory:
     """Newest states of one run in local memory. All processes make the same calls in the same order.
 
     Args:
-      workdir: of the run; a file in it holds the run's identity, so that a new run in a folder of the same name never
-        takes the state of the old one.
+      workdir: of the run; a file in it holds the run's identity, so that a new run in a folder of the same
+        name never takes the state of the old one.
       directory: folder in tmpfs.
       like: shapes, dtypes and shardings of the state.
       config_text: the run's flat config; a state of another config is not used.
-      newest_checkpoint: returns the step of the newest checkpoint, 0 if there is none; called by process 0 alone.
+      newest_checkpoint: returns the step of the newest checkpoint, 0 if there is none; called by process 0
+        alone.
       say: prints a line.
 
     Raises:
-      UserError: the folder has too little room for two states and the neighbour's two, or cannot be written to.
+      UserError: the folder has too little room for two states and the neighbour's two, or cannot be written
+        to.
     """
 
     def __init__(
@@ -105,23 +108,32 @@ class LocalMemory:
         return found
 
     def newest(self, *, checkpoint: int) -> list[int]:
-        """Returns the steps, newest first, of which every process's part is somewhere; none older than `checkpoint`.
+        """Returns the steps, newest first, of which every process's part is somewhere; none older than
+        `checkpoint`.
 
         Args:
-          checkpoint: step of the newest checkpoint, 0 if there is none. A state from when there was a newer one is not
-            used: somebody has moved checkpoints away, to go back.
+          checkpoint: step of the newest checkpoint, 0 if there is none. A state from when there was a newer
+            one is not used: somebody has moved checkpoints away, to go back.
         """
         here = np.full((self._processes, 2 * len(SLOTS)), _NONE, np.int32)
         found = [self._usable(process, checkpoint) for process in range(self._processes)]
         for process, steps in enumerate(found):
             here[process, : len(steps)] = steps
         everywhere = multihost.gather(here)
-        of_each = [set(everywhere[:, process].ravel().tolist()) - {_NONE} for process in range(self._processes)]
+        of_each = [
+            set(everywhere[:, process].ravel().tolist()) - {_NONE} for process in range(self._processes)
+        ]
         whole = set[int].intersection(*of_each)
         if not whole and any(of_each):
             missing = [process for process, steps in enumerate(of_each) if not steps]
-            why = f"of {'process' if len(missing) == 1 else 'processes'} {', '.join(map(str, missing[:8]))} nothing is"
-            self._say(f"The state in local memory is not used: {why if missing else 'no step of it is whole'} there.")
+            why = (
+                f"of {'process' if len(missing) == 1 else 'processes'} {', '.join(map(str, missing[:8]))} "
+                "nothing is"
+            )
+            self._say(
+                f"The state in local memory is not used: {why if missing else 'no step of it is whole'} "
+                "there."
+            )
         self._holders = everywhere
         return sorted((step for step in whole if step >= checkpoint), reverse=True)
 
@@ -135,7 +147,10 @@ class LocalMemory:
         except (OSError, ValueError, LookupError, TypeError) as error:
             why = f"{type(error).__name__}: {error}"
         if multihost.agree(found is None)[0]:
-            self._say(f"The state of step {step} in local memory cannot be used: {why or 'another process says so'}.")
+            self._say(
+                f"The state of step {step} in local memory cannot be used: "
+                f"{why or 'another process says so'}."
+            )
             return None
         self._newest_everywhere = slot
         return found
@@ -146,10 +161,11 @@ class LocalMemory:
         self._forget(lambda kept: kept > step)
 
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
-        """Keeps a state; returns when `state` may be donated, and hashes and sends the copies in the background.
+        """Keeps a state; returns when `state` may be donated, and hashes and sends the copies in the
+        background.
 
-        Shards are copied from the devices straight into local memory: there is no other copy of the state on the host.
-        A failure is said, and ends the saves in local memory of this attempt; training goes on.
+        Shards are copied from the devices straight into local memory: there is no other copy of the state on
+        the host. A failure is said, and ends the saves in local memory of this attempt; training goes on.
         """
         if self._is_off:
             return
@@ -157,7 +173,9 @@ class LocalMemory:
         everywhere = multihost.gather(np.asarray(done, np.int32))
         if (everywhere == _NONE).any():
             self._is_off = True
-            self._say(f"No more states are kept in local memory in this attempt: {why or 'another process failed'}.")
+            self._say(
+                f"No more states are kept in local memory in this attempt: {why or 'another process failed'}."
+            )
             return
         # The state that all processes have is the one that stays.
         if everywhere.min() > 0:
@@ -213,7 +231,9 @@ class LocalMemory:
         return step, slot
 
     def _wait(self) -> tuple[int, Path | None, str]:
-        """Waits for the slot being written; returns its step, 0 if there was none or -1 if it failed, slot, and why."""
+        """Waits for the slot being written; returns its step, 0 if there was none or -1 if it failed, slot,
+        and why.
+        """
         writing, self._writing = self._writing, None
         if writing is None:
             return 0, None, ""
@@ -228,7 +248,9 @@ class LocalMemory:
         return second if self._newest_everywhere == first else first
 
     def _remove_others(self) -> None:
-        """Removes the folders of processes that were on this host in an earlier attempt; theirs are elsewhere now."""
+        """Removes the folders of processes that were on this host in an earlier attempt; theirs are elsewhere
+        now.
+        """
         for folder in self._folders() if self._neighbours.is_first_of_host else []:
             if folder.name not in self._neighbours.names_here:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -282,7 +304,9 @@ class LocalMemory:
         return slot, files.read_manifest(slot)
 
     def _take_room(self) -> None:
-        """Takes the memory of both slots; refuses a folder that has too little for them and the neighbour's."""
+        """Takes the memory of both slots; refuses a folder that has too little for them and the
+        neighbour's.
+        """
         why = ""
         size_bytes = sum(leaf.bytes for leaf in self._leaves.values()) or 1
         sizes_mib = multihost.gather(np.asarray(-(-size_bytes // (1 << 20)), np.int32))  # jax has no int64
@@ -295,19 +319,22 @@ class LocalMemory:
             free = shutil.disk_usage(self.folder).free + there
             if need > free:
                 why = (
-                    f"checkpoint.local_every_steps keeps two generations of the state, and two of another host's where "
-                    f"there are several: {gib(need)} in {self.folder.parent}, which has {gib(free)} free. Make it "
-                    "larger (`mount -o remount,size=... /dev/shm`, `docker run --shm-size`), set checkpoint.local_dir "
-                    "to another folder in memory, or checkpoint.local_every_steps=None."
+                    "checkpoint.local_every_steps keeps two generations of the state, and two of another "
+                    f"host's where there are several: {gib(need)} in {self.folder.parent}, which has "
+                    f"{gib(free)} free. Make it larger (`mount -o remount,size=... /dev/shm`, `docker run "
+                    "--shm-size`), set checkpoint.local_dir to another folder in memory, or "
+                    "checkpoint.local_every_steps=None."
                 )
         except OSError as error:
             why = (
-                f"checkpoint.local_dir: {self.folder} cannot be written to ({error.strerror}). Set it to a folder in "
-                "memory that can."
+                f"checkpoint.local_dir: {self.folder} cannot be written to ({error.strerror}). Set it to a "
+                "folder in memory that can."
             )
         if multihost.agree(bool(why))[0]:
             self._neighbours.close()
-            raise UserError(why or "another process of this run has no room for the state in local memory; see there.")
+            raise UserError(
+                why or "another process of this run has no room for the state in local memory; see there."
+            )
         sizes = slots.chunk_sizes(self._like)
         for slot in (self.own / name for name in SLOTS):
             slots.reserve(slot, sizes)
@@ -321,7 +348,11 @@ class LocalMemory:
                 self._id_file.parent.mkdir(parents=True, exist_ok=True)
                 write_whole(self._id_file, secrets.token_hex(_ID_BYTES // 2))
             identity = self._id_file.read_bytes()[:_ID_BYTES]
-        return multihost.from_process_zero(np.frombuffer(identity.ljust(_ID_BYTES), np.uint8)).tobytes().decode("ascii")
+        return (
+            multihost.from_process_zero(np.frombuffer(identity.ljust(_ID_BYTES), np.uint8))
+            .tobytes()
+            .decode("ascii")
+        )
 
 
 def _config_digest(config_text: str) -> str:

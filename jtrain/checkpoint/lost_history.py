@@ -1,8 +1,8 @@
 """Notices a workdir whose run has a history but no checkpoints, such as one on a disk that is not mounted.
 
-Such a run does not begin at step 0 in silence: it is refused, unless `--from-scratch` says that this is meant. A run
-that was killed before its first checkpoint has a history too, and begins at step 0 by the same command; the file
-`last_checkpoint.json` tells the two apart.
+Such a run does not begin at step 0 in silence: it is refused, unless `--from-scratch` says that this is
+meant. A run that was killed before its first checkpoint has a history too, and begins at step 0 by the same
+command; the file `last_checkpoint.json` tells the two apart.
 """
 
 import os
@@ -36,7 +36,8 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
       A line for the user that says what was moved; none if nothing was.
 
     Raises:
-      CheckpointError: there is a history without checkpoints, or another version of jtrain wrote the newest one.
+      CheckpointError: there is a history without checkpoints, or another version of jtrain wrote the newest
+        one.
     """
 
     def check() -> str:
@@ -57,12 +58,16 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
         raise CheckpointError(text)
     if verdict == "refused":
         raise CheckpointError(
-            f"{folder} holds no checkpoint, although {folder.parent / files.LAST} says that the one of step {text} was "
-            "committed. A disk may not be mounted, or the checkpoints were moved. Bring them back and run the same "
-            f"command again, or add --from-scratch to begin at step 0; what is in {workdir} is then moved to a folder "
-            "in it."
+            f"{folder} holds no checkpoint, although {folder.parent / files.LAST} says that the one of step "
+            f"{text} was committed. A disk may not be mounted, or the checkpoints were moved. Bring them "
+            "back and run the same command again, or add --from-scratch to begin at step 0; what is in "
+            f"{workdir} is then moved to a folder in it."
         )
-    return [f"WARNING: beginning at step 0, as --from-scratch says; the earlier history is in {text}"] if text else []
+    return (
+        [f"WARNING: beginning at step 0, as --from-scratch says; the earlier history is in {text}"]
+        if text
+        else []
+    )
 
 
 def begin(workdir: Path, folder: Path, found: Restored) -> None:
@@ -82,7 +87,9 @@ def begin(workdir: Path, folder: Path, found: Restored) -> None:
 
 
 def move_history(workdir: Path) -> Path:
-    """Moves what earlier attempts left in `workdir`, checkpoints aside, to a new folder in it; returns the folder."""
+    """Moves what earlier attempts left in `workdir`, checkpoints aside, to a new folder in it; returns the
+    folder.
+    """
     numbers = (int(name.removeprefix("history-")) for name in os.listdir(workdir) if _is_history(name))
     folder = workdir / f"history-{max(numbers, default=0) + 1}"
     folder.mkdir()
@@ -97,7 +104,9 @@ def _is_history(name: str) -> bool:
 
 
 def _of_another_version(checkpoint: Path) -> str:
-    """Returns `version` and a message if another version of jtrain wrote a checkpoint; otherwise an empty string."""
+    """Returns `version` and a message if another version of jtrain wrote a checkpoint; otherwise an empty
+    string.
+    """
     try:
         files.read_manifest(checkpoint)
     except files.OtherVersionError as error:

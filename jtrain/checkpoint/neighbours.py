@@ -1,7 +1,7 @@
 """Copies of a process's state in the memory of another host, sent over a link (`jtrain.runtime.link`).
 
-Each process sends to one of another host: the k-th process of a host to the k-th of the next. On one host with several
-processes it is the next process.
+Each process sends to one of another host: the k-th process of a host to the k-th of the next. On one host
+with several processes it is the next process.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ SCHEMA: link.Schema = {
     "kept": {},
     "error": {"reason": str},
 }
-"""Messages: `put` and a slot, which `kept` or `error` answers, and `get`, which a slot or `error` answers. The contents
-of the files of a slot follow its message, the manifest's last."""
+"""Messages: `put` and a slot, which `kept` or `error` answers, and `get`, which a slot or `error` answers.
+The contents of the files of a slot follow its message, the manifest's last."""
 
 _FILE_NAME = re.compile(rf"({files.STATE}/[^/]+/)?[^/.][^/]*")
 
@@ -52,7 +52,8 @@ class Neighbours:
         if processes == 1:
             return
         self._listening, self._peers = link.meet()
-        # Containers of one host may have one address and memory of their own: one host is who shares the folder.
+        # Containers of one host may have one address and memory of their own: one host is who shares the
+        # folder.
         hosts = multihost.gather_texts(f"{self._peers.addresses[self._process][0]} {_identity(folder)}")
         receivers = neighbours_of(hosts)
         self._receiver = receivers[self._process]
@@ -78,7 +79,9 @@ class Neighbours:
                 raise OSError(f"process {self._receiver} could not keep a copy: {fields.get('reason')}")
 
     def fetch(self, holder: int, process: int, step: int, slot: Path) -> None:
-        """Fetches what the host of `holder` has of a process's state into `slot`; raises OSError if it has nothing."""
+        """Fetches what the host of `holder` has of a process's state into `slot`; raises OSError if it has
+        nothing.
+        """
         with self._linked(holder) as peer:
             peer.send("get", process=process, step=step)
             _receive(peer, slot)
@@ -103,7 +106,9 @@ class Neighbours:
                 connection, _ = self._listening.accept()
             except OSError:
                 return  # closed
-            threading.Thread(target=self._answer, args=(connection,), name="local-memory-link", daemon=True).start()
+            threading.Thread(
+                target=self._answer, args=(connection,), name="local-memory-link", daemon=True
+            ).start()
 
     def _answer(self, connection: socket.socket) -> None:
         """Serves one connection; closes it if the other side does not know the token."""
@@ -167,7 +172,9 @@ def _receive(peer: Link, slot: Path) -> None:
 
 
 def _identity(folder: Path) -> str:
-    """Returns device and number of a folder, which it makes; empty if that fails, which its owner finds, too."""
+    """Returns device and number of a folder, which it makes; empty if that fails, which its owner finds,
+    too.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
@@ -177,7 +184,8 @@ def _identity(folder: Path) -> str:
 
 
 def neighbours_of(hosts: list[str]) -> list[int]:
-    """Returns the process to which each process sends: the k-th of a host to the k-th of the next host, counted round.
+    """Returns the process to which each process sends: the k-th of a host to the k-th of the next host,
+    counted round.
 
     Args:
       hosts: name of the host of each process.

@@ -1,4 +1,6 @@
-"""Arrays in object stores, through TensorStore: its drivers send many requests at once, and repeat those that fail."""
+"""Arrays in object stores, through TensorStore: its drivers send many requests at once, and repeat those that
+fail.
+"""
 
 import functools
 import hashlib
@@ -11,8 +13,8 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 _SCHEMES = ("gs://", "s3://")
 ANSWER_S = 300.0
-"""How long a store may take for one object, repetitions included, which is at most some tens of MiB: TensorStore itself
-would wait for ever for a server that accepts a connection and then is silent."""
+"""How long a store may take for one object, repetitions included, which is at most some tens of MiB:
+TensorStore itself would wait for ever for a server that accepts a connection and then is silent."""
 
 _ADDRESSES = ("TENSORSTORE_GCS_HTTP_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 """Environment variables that name the server of a store."""
@@ -52,7 +54,9 @@ def teach_orbax() -> None:
 
 @functools.cache
 def _bucket(url: str, _addresses: tuple[str | None, ...]) -> Any:
-    """Returns TensorStore's access to a bucket; one for all writes, since each makes its own client of the store."""
+    """Returns TensorStore's access to a bucket; one for all writes, since each makes its own client of the
+    store.
+    """
     import tensorstore as ts
 
     return ts.KvStore.open(spec(url)).result()

@@ -1,4 +1,6 @@
-"""Reads the arrays of a checkpoint with Orbax, which takes 0.8 s to import: modules that need it are imported late."""
+"""Reads the arrays of a checkpoint with Orbax, which takes 0.8 s to import: modules that need it are imported
+late.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ from jtrain.runtime.store_paths import in_store
 
 
 def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int, ...] | None = None) -> Any:
-    """Reads the arrays at `path` with the shapes, dtypes and shardings of `like`; each device reads only its part.
+    """Reads the arrays at `path` with the shapes, dtypes and shardings of `like`; each device reads only its
+    part.
 
     order: as `Checkpoints.layer_order`.
     """
@@ -39,7 +42,9 @@ def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int,
 
 
 def _nested(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a pytree in nested dicts, without empty branches, which Orbax would count as content."""
+    """Returns the leaves of a pytree in nested dicts, without empty branches, which Orbax would count as
+    content.
+    """
     nested: dict[str, Any] = {}
     for (*parents, last), leaf in by_keys(tree):
         branch = nested

@@ -1,10 +1,11 @@
 """Restores checkpoints: the newest whole one at the start of a run, or one that the user names.
 
-A checkpoint is damaged if its files are not those that its manifest lists, or cannot be read although other checkpoints
-can. A disk or store that does not answer is no damage: then nothing is renamed, and the run does not start.
+A checkpoint is damaged if its files are not those that its manifest lists, or cannot be read although other
+checkpoints can. A disk or store that does not answer is no damage: then nothing is renamed, and the run does
+not start.
 
-All processes make the same calls and get the same results: each hashes its share of the files, and they exchange what
-they found.
+All processes make the same calls and get the same results: each hashes its share of the files, and they
+exchange what they found.
 """
 
 import contextlib
@@ -25,7 +26,8 @@ from jtrain.runtime.store_paths import said
 MAX_NAMED_LEAVES = 10
 
 _DAMAGE = {errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ELOOP}
-"""Errors that tell of a damaged file, folder or disk block; all others tell of a disk or store that does not answer."""
+"""Errors that tell of a damaged file, folder or disk block; all others tell of a disk or store that does not
+answer."""
 
 _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|Out of memory")
 
@@ -57,8 +59,8 @@ def restore_newest(
 ) -> Restored:
     """Reads the newest whole checkpoint in `folder`, or none if there is no checkpoint at all.
 
-    Newer ones that are damaged are renamed to `<step>.damaged`, once a whole one was read: they are never deleted, and
-    never read again.
+    Newer ones that are damaged are renamed to `<step>.damaged`, once a whole one was read: they are never
+    deleted, and never read again.
 
     Args:
       like: as in `restore`.
@@ -66,8 +68,8 @@ def restore_newest(
       order: as `Checkpoints.layer_order`.
 
     Raises:
-      CheckpointError: no checkpoint is whole; the newest whole one is of another model or optimizer; or the disk or
-        store cannot be read.
+      CheckpointError: no checkpoint is whole; the newest whole one is of another model or optimizer; or the
+        disk or store cannot be read.
     """
     passed: list[_PassedOver] = []
     lost = _listed(folder, files.lost_manifests)
@@ -85,7 +87,11 @@ def restore_newest(
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
-        warnings = [*_moved_away(folder, [bad for bad in passed if bad.step > step], then=f"going on from step {step}")]
+        warnings = [
+            *_moved_away(
+                folder, [bad for bad in passed if bad.step > step], then=f"going on from step {step}"
+            )
+        ]
         warnings += [_lost_line(folder, bad) for bad in passed if bad.step < step]
         warnings += _missing_newest(folder, step, passed)
         return Restored(step, state, read_data_state(folder, step), tuple(warnings))
@@ -99,10 +105,11 @@ def restore_newest(
 def restore(
     folder: Path, step: int, like: Any, *, verify: bool = True, order: tuple[int, ...] | None = None
 ) -> tuple[Any, dict[str, Any]]:
-    """Reads the state and data state of a checkpoint; the state gets the shapes, dtypes and shardings of `like`.
+    """Reads the state and data state of a checkpoint; the state gets the shapes, dtypes and shardings of
+    `like`.
 
-    Any layout can restore a checkpoint of any other; each device reads and holds only its own part. A leaf saved in
-    another floating-point dtype is rounded to nearest even.
+    Any layout can restore a checkpoint of any other; each device reads and holds only its own part. A leaf
+    saved in another floating-point dtype is rounded to nearest even.
 
     Args:
       step: one of `files.steps(folder)`.
@@ -112,8 +119,8 @@ def restore(
       order: as `Checkpoints.layer_order`.
 
     Raises:
-      CheckpointError: there is no such checkpoint; it is of another model or optimizer (the message lists the leaves
-        that differ); or it is damaged (the message says how to go back to an older one).
+      CheckpointError: there is no such checkpoint; it is of another model or optimizer (the message lists the
+        leaves that differ); or it is damaged (the message says how to go back to an older one).
     """
     path, manifest = open_step(folder, step, verify=verify)
     _check_same(path, manifest.leaves, like, order)
@@ -177,8 +184,8 @@ def in_process_zero(action: Callable[[], str], folder: Path) -> str:
     text = multihost.gather_texts(text)[0]
     if multihost.agree(failed)[0]:
         raise CheckpointError(
-            f"{folder} cannot be used now ({text}). No checkpoint was deleted: check the disk, the network or the "
-            "credentials, and run the same command again."
+            f"{folder} cannot be used now ({text}). No checkpoint was deleted: check the disk, the network "
+            "or the credentials, and run the same command again."
         )
     return text
 
@@ -207,8 +214,8 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
             unreadable = said(error)
     if away := [text for text in multihost.gather_texts(unreadable) if text]:
         raise CheckpointError(
-            f"{path} cannot be read now ({away[0]}). Nothing was renamed, since this says nothing about the files: "
-            "check the disk, the network or the credentials, and run the same command again."
+            f"{path} cannot be read now ({away[0]}). Nothing was renamed, since this says nothing about the "
+            "files: check the disk, the network or the credentials, and run the same command again."
         )
     found = multihost.gather_texts("\n".join(wrong))
     return manifest, tuple(dict.fromkeys(line for text in found for line in text.splitlines()))
@@ -244,8 +251,8 @@ def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[s
             name = files.set_aside(folder, bad.step)
             what = "is damaged" if bad.damaged else "cannot be read, although all its hashes match"
             lines.append(
-                f"WARNING: the checkpoint of step {bad.step} {what} ({_some(bad.why, '; ')}): it was set aside "
-                f"as {folder / name}, {then}."
+                f"WARNING: the checkpoint of step {bad.step} {what} ({_some(bad.why, '; ')}): it was set "
+                f"aside as {folder / name}, {then}."
             )
         return "\n".join(lines)
 
@@ -253,7 +260,10 @@ def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[s
 
 
 def _lost_line(folder: Path, bad: _PassedOver) -> str:
-    return f"WARNING: {folder / str(bad.step)} holds arrays but no {files.MANIFEST}: it is no checkpoint, and not read."
+    return (
+        f"WARNING: {folder / str(bad.step)} holds arrays but no {files.MANIFEST}: it is no checkpoint, "
+        "and not read."
+    )
 
 
 def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
@@ -262,16 +272,18 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
     if last <= step or any(bad.step >= last for bad in passed):
         return []
     return [
-        f"WARNING: this run committed a checkpoint of step {last}, which is no longer in {folder}: going on from step "
-        f"{step}."
+        f"WARNING: this run committed a checkpoint of step {last}, which is no longer in {folder}: going on "
+        f"from step {step}."
     ]
 
 
 def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
-    listed = "\n".join(f"  step {bad.step}: {_some(bad.why, '; ')}" for bad in sorted(passed, key=lambda bad: bad.step))
+    listed = "\n".join(
+        f"  step {bad.step}: {_some(bad.why, '; ')}" for bad in sorted(passed, key=lambda bad: bad.step)
+    )
     return CheckpointError(
-        f"No checkpoint in {folder} is whole:\n{listed}\nNothing was changed. Restore the files from a copy and run "
-        "the same command again, or add --from-scratch to set these aside and begin at step 0."
+        f"No checkpoint in {folder} is whole:\n{listed}\nNothing was changed. Restore the files from a copy "
+        "and run the same command again, or add --from-scratch to set these aside and begin at step 0."
     )
 
 
@@ -287,8 +299,8 @@ def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError
         with contextlib.suppress(CheckpointError):
             if not files.damage(other, files.read_manifest(other)):
                 way = (
-                    f"The checkpoint of step {older} is intact (all hashes match). To use it, name it with --step, or "
-                    f"move the damaged one away: mv {path} {path}.damaged"
+                    f"The checkpoint of step {older} is intact (all hashes match). To use it, name it with "
+                    f"--step, or move the damaged one away: mv {path} {path}.damaged"
                 )
                 break
     else:
@@ -296,7 +308,9 @@ def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError
     return CheckpointError(f"The checkpoint {path} is damaged:\n  {_some(wrong, '\n  ')}\n{way}")
 
 
-def _check_same(path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None) -> None:
+def _check_same(
+    path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None
+) -> None:
     from jtrain.checkpoint import layer_order, tree_paths
 
     wanted = tree_paths.leaves(layer_order.logical(like, order))

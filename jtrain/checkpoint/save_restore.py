@@ -1,4 +1,6 @@
-"""Checkpoints of one run: asynchronous saves, retention, restore into any layout, and messages for every failure."""
+"""Checkpoints of one run: asynchronous saves, retention, restore into any layout, and messages for every
+failure.
+"""
 
 import dataclasses
 import types
@@ -22,8 +24,9 @@ class CheckpointSpec:
     keep_last: number of newest checkpoints to keep. During a save there is one more on disk.
     keep_every_steps: keep the checkpoints of multiples of this step for ever; None keeps none.
     max_failures: saves that may fail in a row; the last of them ends the run.
-    local_every_steps: also keep the state in the hosts' memory after each multiple of this many steps, two generations
-      of it, and two of another host's: a restart then neither waits for the store nor loses an interval. None does not.
+    local_every_steps: also keep the state in the hosts' memory after each multiple of this many steps, two
+      generations of it, and two of another host's: a restart then neither waits for the store nor loses an
+      interval. None does not.
     local_dir: folder in memory (tmpfs) for them; None is /dev/shm.
     """
 
@@ -48,24 +51,29 @@ class CheckpointSpec:
 
 
 class Checkpoints(Saves):
-    """Manager of the directory `workdir`/checkpoints. All processes of a run make the same calls in the same order.
+    """Manager of the directory `workdir`/checkpoints. All processes of a run make the same calls in the same
+    order.
 
         with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
             checkpoints.save(step, state, data_state, config_text)  # returns when the arrays are copied or written
             checkpoints.wait()  # returns when the checkpoint is durable
 
-    After a kill at any instant, the checkpoints committed before are intact and no partial one counts as complete. An
-    older checkpoint is deleted only after the files of a newer one were read back from their final place. At most one
-    save is in flight. A save that fails is said and tried again, `CheckpointSpec.max_failures` times.
+    After a kill at any instant, the checkpoints committed before are intact and no partial one counts as
+    complete. An older checkpoint is deleted only after the files of a newer one were read back from their
+    final place. At most one save is in flight. A save that fails is said and tried again,
+    `CheckpointSpec.max_failures` times.
 
     Leaving the `with` block by an exception also waits for a save in flight.
 
-    layer_order: layer of the model at each place of the state's layers, -1 for none, where a pipeline reorders them
-      (`jtrain.pipeline.pipeline_layout`). Checkpoints hold the model's own order, so that any run restores them.
+    layer_order: layer of the model at each place of the state's layers, -1 for none, where a pipeline
+      reorders them (`jtrain.pipeline.pipeline_layout`). Checkpoints hold the model's own order, so that any
+      run restores them.
     hold: while True, no checkpoint is deleted. Set it while numbers are suspicious.
     """
 
-    def __init__(self, workdir: Path, spec: CheckpointSpec, *, layer_order: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, workdir: Path, spec: CheckpointSpec, *, layer_order: tuple[int, ...] | None = None
+    ) -> None:
         super().__init__(
             (workdir if in_store(workdir) else workdir.absolute()) / "checkpoints",
             every_steps=spec.every_steps,
@@ -85,8 +93,11 @@ class Checkpoints(Saves):
         newest = int(multihost.from_process_zero(np.asarray(newest)))
         return None if newest < 0 else newest
 
-    def start(self, like: Any, *, workdir: Path | None = None, from_scratch: bool = False) -> restoring.Restored:
-        """Reads the newest whole checkpoint, as `restoring.restore_newest`, and notes its step in the workdir.
+    def start(
+        self, like: Any, *, workdir: Path | None = None, from_scratch: bool = False
+    ) -> restoring.Restored:
+        """Reads the newest whole checkpoint, as `restoring.restore_newest`, and notes its step in the
+        workdir.
 
         Args:
           workdir: folder of the run's other files; the checkpoints' parent if not given.
@@ -102,7 +113,9 @@ class Checkpoints(Saves):
         return restoring.restore(self.folder, step, like, verify=verify, order=self._order)
 
     def restore_part(self, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
-        """Reads some branches of the state, such as `{"params": ...}`, and no others; see `restoring.restore`."""
+        """Reads some branches of the state, such as `{"params": ...}`, and no others; see
+        `restoring.restore`.
+        """
         self.settle()
         return restoring.restore_part(self.folder, step, like, verify=verify)
 
@@ -111,7 +124,9 @@ class Checkpoints(Saves):
         return restoring.read_data_state(self.folder, step)
 
     def config_text(self, step: int) -> str:
-        """Returns the flat config of the run that saved `step`; raises CheckpointError if it does not exist."""
+        """Returns the flat config of the run that saved `step`; raises CheckpointError if it does not
+        exist.
+        """
         self.settle()
         path, _ = restoring.open_step(self.folder, step, verify=False)
         return (path / files.CONFIG).read_text()
@@ -125,7 +140,9 @@ class Checkpoints(Saves):
         self.close(abandon=error is not None)
 
     def _prune(self) -> None:
-        """Deletes surplus checkpoints. Runs right after the newest one was read back, so that one always stays."""
+        """Deletes surplus checkpoints. Runs right after the newest one was read back, so that one always
+        stays.
+        """
         if self.hold:
             return
         keep = {"keep_last": self._spec.keep_last, "keep_every_steps": self._spec.keep_every_steps}

@@ -5,8 +5,8 @@
     every process   reads its share of the files back from their final place
     process 0       hears from all, then deletes older checkpoints; or this one, if it is not what was written
 
-The processes tell each other through the coordination service. One whose disk is full says so at once, and the others
-do not wait for it.
+The processes tell each other through the coordination service. One whose disk is full says so at once, and
+the others do not wait for it.
 """
 
 import contextlib
@@ -73,8 +73,11 @@ class SaveTask:
         self._exchange_before = multihost.agreement(f"checkpoint/{attempt - 1}")
         self._folder = folder
         self._final = folder / str(contents.step)
-        # A store has no renames, so that there the manifest alone tells a checkpoint from the remains of a save.
-        self._partial = self._final if in_store(folder) else folder / f"{contents.step}.{attempt}{files.PARTIAL}"
+        # A store has no renames, so that there the manifest alone tells a checkpoint from the remains of a
+        # save.
+        self._partial = (
+            self._final if in_store(folder) else folder / f"{contents.step}.{attempt}{files.PARTIAL}"
+        )
         self._chunks = chunks
         self._checksums: Checksums = {}
         self._background = background
@@ -151,7 +154,8 @@ class SaveTask:
             hashes |= {name: (size, digest) for name, (size, digest) in json.loads(told).items()}
         if missing := array_writer.incomplete(self._partial, hashes, contents.leaves):
             raise CheckpointError(
-                f"{_some(missing)}: all processes must write to one folder. Set --workdir to one that all hosts share"
+                f"{_some(missing)}: all processes must write to one folder. Set --workdir to one that all "
+                "hosts share"
             )
         files.seal(
             self._partial,

@@ -1,8 +1,9 @@
-"""Saves of one run: when they are due, their failures and retries. All processes make the same calls in the same order.
+"""Saves of one run: when they are due, their failures and retries. All processes make the same calls in the
+same order.
 
-A save that fails does not end the run: it is said once, loudly, and tried again after 1/16 of the interval between
-saves, then after 2/16, and so on. `checkpoint.max_failures` in a row end the run. The save at the end of a run has
-no later steps to wait for: it is tried again after seconds.
+A save that fails does not end the run: it is said once, loudly, and tried again after 1/16 of the interval
+between saves, then after 2/16, and so on. `checkpoint.max_failures` in a row end the run. The save at the end
+of a run has no later steps to wait for: it is tried again after seconds.
 """
 
 import concurrent.futures
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from jtrain.checkpoint.save_task import SaveTask
 
 LAST_RETRY = Backoff(2.0)
-"""Pause before the save at the end of a run is tried again; each next one is twice as long. Schedulers grant some 30 s
-between their warning and the end."""
+"""Pause before the save at the end of a run is tried again; each next one is twice as long. Schedulers grant
+some 30 s between their warning and the end."""
 ABANDON_S = 60.0
 """How long a run of several processes that ends by an error waits for its save in flight."""
 
@@ -66,7 +67,8 @@ class Saves:
     def prepare(self) -> None:
         """Imports orbax (0.8 s), makes the directory and removes leftovers, so that the first save is fast.
 
-        Call it before training, while a device is busy: it also finds out early if the directory is not writable.
+        Call it before training, while a device is busy: it also finds out early if the directory is not
+        writable.
 
         Raises:
           CheckpointError: the directory cannot be written to.
@@ -87,18 +89,22 @@ class Saves:
             raise CheckpointError(
                 f"{self.folder} cannot be written to ({said(error)}).{self._room()}{self._kept()}"
             ) from error
-        # Copies, for the time in which the threads that write wait for the disk: what those can write from the state's
-        # memory takes a fifth less CPU time than a copy that is written later.
+        # Copies, for the time in which the threads that write wait for the disk: what those can write from
+        # the state's memory takes a fifth less CPU time than a copy that is written later.
         self._pool = array_writer.threads(low=True)
 
     def due(self, step: int) -> bool:
-        """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its next try."""
+        """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its
+        next try.
+        """
         every = self._every_steps
         if self._retry_step is not None:
             return step >= self._retry_step
         return every is not None and step % every == 0
 
-    def save(self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool = False) -> bool:
+    def save(
+        self, step: int, state: Any, data_state: dict[str, Any], config_text: str, *, last: bool = False
+    ) -> bool:
         """Saves in the background; returns when `state` may be donated or deleted.
 
         Waits for the previous save first.
@@ -111,13 +117,13 @@ class Saves:
           last: no step follows, so `state` stays as it is and `wait` may try this save again.
 
         Returns:
-          False if nothing was started: a complete checkpoint of this step exists already, for example after a crash
-          between its commit and the next step, and stays unchanged; or the previous save has just been found to have
-          failed, and its next try is later.
+          False if nothing was started: a complete checkpoint of this step exists already, for example after a
+          crash between its commit and the next step, and stays unchanged; or the previous save has just been
+          found to have failed, and its next try is later.
 
         Raises:
-          CheckpointError: the previous save failed, as the last of `max_failures` in a row; or the directory cannot be
-            written to at the first save.
+          CheckpointError: the previous save failed, as the last of `max_failures` in a row; or the directory
+            cannot be written to at the first save.
           TypeError, ValueError: data_state cannot be written as JSON.
         """
         data = json.dumps(data_state, allow_nan=False)
@@ -125,7 +131,9 @@ class Saves:
         self._settle(step, fatal=not last)
         if not last and self._retry_step is not None and not self.due(step):
             return False  # the one before has just been found to have failed: this one would meet the same full disk
-        there = self._steps() or () if multihost.process_index() == 0 else ()  # if not known, the save says why
+        there = (
+            self._steps() or () if multihost.process_index() == 0 else ()
+        )  # if not known, the save says why
         if multihost.from_process_zero(np.asarray(step in there)):
             self._failures, self._retry_step = 0, None
             return False
@@ -136,7 +144,8 @@ class Saves:
     def check(self, step: int) -> None:
         """Says if the save in flight has failed, and when it will be tried again; otherwise returns at once.
 
-        With several processes and a save in flight, all agree on whether it has ended, which waits for the devices.
+        With several processes and a save in flight, all agree on whether it has ended, which waits for the
+        devices.
 
         Args:
           step: number of completed updates.
@@ -153,7 +162,9 @@ class Saves:
             self._settle(step)
 
     def settle(self) -> None:
-        """Returns when no save is in flight. Says if it has failed, and raises nothing: `check` decides about that."""
+        """Returns when no save is in flight. Says if it has failed, and raises nothing: `check` decides about
+        that.
+        """
         self._settle(fatal=False)
 
     def _settle(self, step: int | None = None, *, fatal: bool = True) -> None:
@@ -177,8 +188,9 @@ class Saves:
             times = "" if most == 1 else f" {most} saves in a row failed (checkpoint.max_failures={most})."
             raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
         self.say(
-            f"WARNING: {self._failed(task)} Training goes on, and the next try is after step {self._retry_step}: this "
-            f"was failure {self._failures}, and checkpoint.max_failures={most} in a row end the run."
+            f"WARNING: {self._failed(task)} Training goes on, and the next try is after step "
+            f"{self._retry_step}: this was failure {self._failures}, and checkpoint.max_failures={most} in a "
+            "row end the run."
         )
 
     def wait(self) -> None:
@@ -199,7 +211,10 @@ class Saves:
                 times = f" It was tried {failures} times." if failures > 1 else ""
                 raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
             pause = LAST_RETRY.wait_s(failures)
-            self.say(f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {most} failed.")
+            self.say(
+                f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {most} "
+                "failed."
+            )
             time.sleep(pause)  # a full disk may have room by then
             self._start(*self._last)
         self._last = None
@@ -208,7 +223,8 @@ class Saves:
         """Ends the threads, after the save in flight.
 
         Args:
-          abandon: gives a save of several processes `ABANDON_S`: the others may be gone, and it would never end.
+          abandon: gives a save of several processes `ABANDON_S`: the others may be gone, and it would never
+            end.
 
         Raises:
           CheckpointError: the save failed, and is not abandoned.
@@ -234,7 +250,9 @@ class Saves:
 
         assert self._pool is not None
         leaves = tree_paths.leaves(layer_order.logical(state, self._order))
-        contents = save_task.Contents(step, leaves, layer_order.described(state, self._order), data, config_text)
+        contents = save_task.Contents(
+            step, leaves, layer_order.described(state, self._order), data, config_text
+        )
         chunks = host_copy.StateChunks(state, layer_order.splitter(self._order))
         if in_store(self.folder):
             chunks.copy(self._pool)

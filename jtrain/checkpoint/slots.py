@@ -1,11 +1,13 @@
-"""Checkpoint folders in memory that are written over again and again, without taking and clearing memory anew.
+"""Checkpoint folders in memory that are written over again and again, without taking and clearing memory
+anew.
 
     a/state/params.layers.q/c.0.3    one chunk of a shard, as in every checkpoint (`jtrain.checkpoint.array_files`)
     a/data.json, config.txt          as in every checkpoint
     a/manifest.json                  with a `Part`: removed before the first byte changes, and written last
     b/...
 
-New files for every copy would take 40 times as long as writing over the maps of old ones: 3.6 s per GiB, not 0.09 s.
+New files for every copy would take 40 times as long as writing over the maps of old ones: 3.6 s per GiB, not
+0.09 s.
 """
 
 import contextlib
@@ -47,7 +49,9 @@ def empty(slot: Path) -> None:
 
 
 def held_leaves(tree: Any) -> dict[str, ManifestLeaf]:
-    """Returns the manifest's leaves of the part of a state that this process's devices hold, each shard once."""
+    """Returns the manifest's leaves of the part of a state that this process's devices hold, each shard
+    once.
+    """
 
     def held(leaf: Any) -> ManifestLeaf:
         shape, dtype = leaf.sharding.shard_shape(leaf.shape), np.dtype(leaf.dtype)
@@ -67,9 +71,11 @@ def chunk_sizes(tree: Any) -> dict[str, int]:
 
 
 def reserve(slot: Path, sizes: Mapping[str, int]) -> None:
-    """Makes files of these sizes, where there are none, takes their memory, and removes those of other arrays.
+    """Makes files of these sizes, where there are none, takes their memory, and removes those of other
+    arrays.
 
-    A file keeps its contents. A map of a file without its memory would end the process when the folder is full.
+    A file keeps its contents. A map of a file without its memory would end the process when the folder is
+    full.
     """
     for name in folders.sizes(slot):
         if name.startswith(f"{files.STATE}/") and name not in sizes:
@@ -88,7 +94,9 @@ def reserve(slot: Path, sizes: Mapping[str, int]) -> None:
 
 
 def shared_map(path: Path) -> np.ndarray:
-    """Returns a file's bytes: what is written to them is in the file. Python's own maps each keep a descriptor open."""
+    """Returns a file's bytes: what is written to them is in the file. Python's own maps each keep a
+    descriptor open.
+    """
     handle = os.open(path, os.O_RDWR)
     try:
         size = os.fstat(handle).st_size

@@ -1,4 +1,6 @@
-"""Lists, shows and verifies the checkpoints of a run: `python -m jtrain.checkpoint list --workdir runs/tiny`."""
+"""Lists, shows and verifies the checkpoints of a run: `python -m jtrain.checkpoint list --workdir
+runs/tiny`.
+"""
 
 import contextlib
 import functools
@@ -43,11 +45,17 @@ def _list(folder: Path, step: int | None) -> tuple[Any, int]:
         except CheckpointError as error:
             rows.append(_row(str(found), found, None, None, f"damaged: {error}"))
     if step is None:
-        killed, away = "left by an interrupted save, deletion or copy", "found damaged at a start, and set aside"
+        killed, away = (
+            "left by an interrupted save, deletion or copy",
+            "found damaged at a start, and set aside",
+        )
         rows += [
-            _row(name, None, None, None, away if files.is_set_aside(name) else killed) for name in files.partial(folder)
+            _row(name, None, None, None, away if files.is_set_aside(name) else killed)
+            for name in files.partial(folder)
         ]
-    table = Table("checkpoints", numbers("step") + words("saved at (UTC)") + numbers("size") + words("complete"))
+    table = Table(
+        "checkpoints", numbers("step") + words("saved at (UTC)") + numbers("size") + words("complete")
+    )
     for row in rows:
         size = "-" if row["bytes"] is None else _size(row["bytes"])
         why = "yes" if row["complete"] else f"no: {row['why']}"
@@ -56,8 +64,17 @@ def _list(folder: Path, step: int | None) -> tuple[Any, int]:
     return rows, 0
 
 
-def _row(name: str, step: int | None, saved_at: str | None, size: int | None, why: str | None) -> dict[str, Any]:
-    return {"name": name, "step": step, "saved_at": saved_at, "bytes": size, "complete": why is None, "why": why}
+def _row(
+    name: str, step: int | None, saved_at: str | None, size: int | None, why: str | None
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "step": step,
+        "saved_at": saved_at,
+        "bytes": size,
+        "complete": why is None,
+        "why": why,
+    }
 
 
 def _show(folder: Path, step: int | None) -> tuple[Any, int]:
@@ -70,7 +87,10 @@ def _show(folder: Path, step: int | None) -> tuple[Any, int]:
     for name, leaf in manifest.leaves.items():
         table.add(name, str(list(leaf.shape)), leaf.dtype, _size(leaf.bytes))
     print("\n".join(table.lines()))
-    print(f"\n{len(manifest.leaves)} leaves, {_size(manifest.state_bytes)}; step {found}, saved {manifest.saved_at}")
+    print(
+        f"\n{len(manifest.leaves)} leaves, {_size(manifest.state_bytes)}; step {found}, saved "
+        f"{manifest.saved_at}"
+    )
     print(f"\ndata state: {json.dumps(data, indent=1)}\n\nconfig:\n{config}", end="")
     leaves = {
         name: {"shape": list(leaf.shape), "dtype": leaf.dtype, "bytes": leaf.bytes}
@@ -98,7 +118,8 @@ def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
     if any(row["damage"] for row in rows):
         whole = [row["step"] for row in rows if not row["damage"]]
         print(
-            f"error: damaged checkpoints. Intact steps: {whole or 'none'}. Move the damaged ones out of {folder}.",
+            f"error: damaged checkpoints. Intact steps: {whole or 'none'}. Move the damaged ones out of "
+            f"{folder}.",
             file=sys.stderr,
         )
         return rows, 2
@@ -113,7 +134,8 @@ def _chosen(folder: Path, step: int | None, *, default: tuple[int, ...]) -> tupl
         return default
     if step not in there:
         raise CheckpointError(
-            f"--step {step}: no complete checkpoint in {folder}, which has steps {', '.join(map(str, there))}."
+            f"--step {step}: no complete checkpoint in {folder}, which has steps "
+            f"{', '.join(map(str, there))}."
         )
     return (step,)
 

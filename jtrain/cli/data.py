@@ -1,4 +1,6 @@
-"""Prepares and inspects the data of a run: `python -m jtrain.data prepare | adopt | verify | inspect | ...`."""
+"""Prepares and inspects the data of a run: `python -m jtrain.data prepare | adopt | verify | inspect |
+...`.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
     from jtrain.data.dataset import TextDataset
 
 
-_DTYPE_HELP = "of ids in files that do not tell it (default: uint16 or uint32 by the vocabulary; MDS bytes: int64)"
+_DTYPE_HELP = (
+    "of ids in files that do not tell it (default: uint16 or uint32 by the vocabulary; MDS bytes: int64)"
+)
 
 
 def add_run(parser: Parser) -> None:
@@ -35,7 +39,9 @@ def add_run(parser: Parser) -> None:
 def add_prepare_options(parser: Parser) -> None:
     """Declares the options of `prepare`."""
     add_run(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write the indexes to")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder to write the indexes to"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="processes (default: one per core)")
 
 
@@ -45,7 +51,9 @@ def add_adopt_options(parser: Parser) -> None:
         "--from", dest="path", required=True, metavar="PATH", help="file, folder, glob, Megatron prefix"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the data.prepared of runs")
-    parser.add_argument("--tokenizer", required=True, metavar="T", help="made the ids; as data.tokenizer of runs")
+    parser.add_argument(
+        "--tokenizer", required=True, metavar="T", help="made the ids; as data.tokenizer of runs"
+    )
     parser.add_argument(
         "--end-token", metavar="TOKEN", help="ends a document, where the tokenizer's files do not say it"
     )
@@ -64,7 +72,10 @@ def add_inspect_options(parser: Parser) -> None:
     parser.add_argument(
         "--order",
         action="store_true",
-        help="print instead how different the rows and steps are: documents per step, overlap, correlation, drift",
+        help=(
+            "print instead how different the rows and steps are: documents per step, overlap, correlation, "
+            "drift"
+        ),
     )
     parser.add_argument("--steps", type=int, metavar="N", help="steps that --order reads (default: 100)")
 
@@ -97,7 +108,9 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     if args.order:
         return inspect_order(args, dataset)
     if args.steps is not None:
-        raise UserError(f"--steps {args.steps} is the number of steps that --order reads. Give --order, or --step K.")
+        raise UserError(
+            f"--steps {args.steps} is the number of steps that --order reads. Give --order, or --step K."
+        )
     step = args.step or 0
     if step < 0:
         raise UserError(f"--step {step} must be at least 0: batch k feeds update k -> k+1.")
@@ -128,7 +141,9 @@ def inspect_order(args: Args, dataset: "TextDataset") -> int:
     from jtrain.data.inspect.order_report import lines_of, measure_order  # lazy: numpy
 
     if args.step is not None:
-        raise UserError(f"--order reads all steps from the first one on, so --step {args.step} has no meaning with it.")
+        raise UserError(
+            f"--order reads all steps from the first one on, so --step {args.step} has no meaning with it."
+        )
     report = measure_order(dataset, 100 if args.steps is None else args.steps)
     print(dataset.describe())
     print("\n".join(lines_of(report)))
@@ -157,7 +172,9 @@ def plan(args: Args, run: "Run", dataset: "TextDataset") -> int:
 def bench(args: Args, run: "Run", dataset: "TextDataset") -> int:
     """Reads batches and prints throughput, memory and balance; returns the exit code."""
     if args.steps < 2:
-        raise UserError(f"--steps {args.steps} must be at least 2, because the first batch is timed separately.")
+        raise UserError(
+            f"--steps {args.steps} must be at least 2, because the first batch is timed separately."
+        )
     ranks = math.prod(run.mesh.settled(1).shape[axis] for axis in BATCH_AXES)
     from jtrain.data.inspect.throughput import measure_throughput
 
@@ -213,7 +230,8 @@ def adopt_files(args: Args) -> int:
     files = "files copied" if index.made_of["adopted"] == "parquet" else "files read in place"
     print(
         f"{args.name}: {row.records:,} documents, {row.tokens:,} tokens, {len(index.names):,} {files} "
-        f"({index.made_of['adopted']}), index of {row.bytes / 2**20:,.1f} MiB in {args.out / args.name} ({row.state})"
+        f"({index.made_of['adopted']}), index of {row.bytes / 2**20:,.1f} MiB in {args.out / args.name} "
+        f"({row.state})"
     )
     write_json(args, dataclasses.asdict(row))
     return 0
@@ -292,30 +310,33 @@ VERB = Verb(
             "tokenise every source once, into indexes that runs read with data.prepared=DIR",
             prepare,
             add_prepare_options,
-            "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a disk that "
-            "they share. If one is killed, the others or the same command continue; the final bytes are the same.",
+            "Tokenises in parallel, on any number of hosts: run the same command on each, with --out on a "
+            "disk that they share. If one is killed, the others or the same command continue; the final "
+            "bytes are the same.",
         ),
         "adopt": Command(
             "make an index of token files that another project prepared, which stay where they are",
             adopt_files,
             add_adopt_options,
-            "Reads each file once, for the documents, the largest id and a hash, and writes an index of 4.5 bytes per "
-            "document; runs then read the ids from the files themselves. Parquet is the exception: its ids are copied. "
-            "Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML MDS, Parquet with input_ids.",
+            "Reads each file once, for the documents, the largest id and a hash, and writes an index of 4.5 "
+            "bytes per document; runs then read the ids from the files themselves. Parquet is the exception: "
+            "its ids are copied. Layouts: Megatron .bin/.idx, nanoGPT and llm.c .bin, OLMo .npy, MosaicML "
+            "MDS, Parquet with input_ids.",
         ),
         "verify": Command(
             "check the indexes that `prepare` and `adopt` wrote against their hashes",
             verify,
             add_verify_options,
-            "Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about 1 GB/s, and "
-            "checks their hashes. Exits 2 if a file is damaged.",
+            "Reads the indexes that `prepare` and `adopt` wrote, and the files that were adopted, at about 1 "
+            "GB/s, and checks their hashes. Exits 2 if a file is damaged.",
         ),
         "inspect": Command(
-            "print the documents of one step: their sources, places in the batch and text; or the order of many",
+            "print the documents of one step: their sources, places in the batch and text; or the order of "
+            "many",
             functools.partial(_with_dataset, inspect),
             add_inspect_options,
-            "Prints the documents of one step. Plans and reads every step before it too: about a second per 50 million "
-            "bytes, longer with a tokenizer other than bytes.",
+            "Prints the documents of one step. Plans and reads every step before it too: about a second per "
+            "50 million bytes, longer with a tokenizer other than bytes.",
         ),
         "plan": Command(
             "print the resources that the data plane of a run needs: processes, threads, descriptors, memory",

@@ -12,9 +12,15 @@ def add_options(parser: Parser) -> None:
     """Declares the options."""
     add_workdir(parser)
     add_step(parser)
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="default: 200, or the room left in the context")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token")
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="text to continue (default: a new document)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="default: 200, or the room left in the context"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0 takes the most likely token"
+    )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--top-k", type=int, metavar="K", help="draw from the K most likely tokens")
     choice.add_argument(

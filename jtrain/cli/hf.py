@@ -27,7 +27,12 @@ def add_export_options(parser: Parser) -> None:
 def add_import_options(parser: Parser) -> None:
     """Declares the options of `import`."""
     parser.add_argument(
-        "--from", dest="folder", type=Path, required=True, metavar="DIR", help="with config.json and safetensors"
+        "--from",
+        dest="folder",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="with config.json and safetensors",
     )
     add_workdir(parser, "a new or empty directory")
     add_config(parser)
@@ -47,7 +52,9 @@ def import_(args: Args) -> int:
     _start_jax()
     from jtrain.train import hf_workdirs
 
-    hf_workdirs.import_directory(args.folder, args.workdir, config=args.config, fiddlers=args.fiddlers, sets=args.sets)
+    hf_workdirs.import_directory(
+        args.folder, args.workdir, config=args.config, fiddlers=args.fiddlers, sets=args.sets
+    )
     return 0
 
 
@@ -71,9 +78,10 @@ VERB = Verb(
             "write a workdir whose step 0 has the weights of such a directory",
             import_,
             add_import_options,
-            "Writes step 0 of a new workdir: the weights of the directory, a fresh optimizer, the first batch. "
-            "`python -m jtrain.launch` with the same --workdir, --config, --with and --set continues from it. --config "
-            "must describe the model of --from; `--set data.tokenizer=DIR` keeps its tokenizer.",
+            "Writes step 0 of a new workdir: the weights of the directory, a fresh optimizer, the first "
+            "batch. `python -m jtrain.launch` with the same --workdir, --config, --with and --set continues "
+            "from it. --config must describe the model of --from; `--set data.tokenizer=DIR` keeps its "
+            "tokenizer.",
         ),
     },
 )

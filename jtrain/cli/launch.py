@@ -22,10 +22,17 @@ def _add_supervisor(parser: Parser) -> None:
     parser.add_argument(
         "--supervise",
         action="store_true",
-        help="start the training process from one that watches it: a crash or a hang is named, ended and restarted",
+        help=(
+            "start the training process from one that watches it: a crash or a hang is named, ended and "
+            "restarted"
+        ),
     )
     parser.add_argument(
-        "-n", "--processes", type=int, metavar="N", help="with --supervise: start N processes on this host (default: 1)"
+        "-n",
+        "--processes",
+        type=int,
+        metavar="N",
+        help="with --supervise: start N processes on this host (default: 1)",
     )
 
 
@@ -35,18 +42,26 @@ def add_options(parser: Parser) -> None:
     add_workdir(parser, "folder, gs:// or s3:// (default: runs/<config>)", required=False)
     add_local_devices(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the plan and stop")
-    parser.add_argument("--topology", metavar="T", help="with --dry-run: compile for this machine (v5p:4x4x8, h200:8)")
+    parser.add_argument(
+        "--topology", metavar="T", help="with --dry-run: compile for this machine (v5p:4x4x8, h200:8)"
+    )
     parser.add_argument(
         "--allow-change",
         action="append",
         default=[],
         metavar="NAME",
-        help="resume with another `precision`, `kernels`, `data`, `num_steps` or field of the optimizer, such as "
-        "`optimizer.peak_lr`, than the workdir's run: losses will differ",
+        help=(
+            "resume with another `precision`, `kernels`, `data`, `num_steps` or field of the optimizer, "
+            "such as `optimizer.peak_lr`, than the workdir's run: losses will differ"
+        ),
     )
-    parser.add_argument("--from-scratch", action="store_true", help="begin at step 0 where all checkpoints are lost")
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="begin at step 0 where all checkpoints are lost"
+    )
     _add_supervisor(parser)
-    parser.add_argument("--print-config", action="store_true", help="print every field with its value and stop")
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every field with its value and stop"
+    )
 
 
 def launch(args: Args) -> int:

@@ -21,7 +21,10 @@ def add_device(parser: Parser) -> None:
         "--machine",
         type=Path,
         metavar="FILE",
-        help="TOML file of chips, links, hosts and prices, instead of --device; other options replace what it says",
+        help=(
+            "TOML file of chips, links, hosts and prices, instead of --device; other options replace what "
+            "it says"
+        ),
     )
 
 
@@ -48,7 +51,9 @@ def start_without_devices() -> None:
     start_jax(os.environ)
 
 
-def machine_and_price(args: Args, count: int | None, *, of_config: int | None = None) -> "tuple[Machine, float | None]":
+def machine_and_price(
+    args: Args, count: int | None, *, of_config: int | None = None
+) -> "tuple[Machine, float | None]":
     """The machine that --device or --machine names, and the file's price of a device per hour.
 
     Args:
@@ -64,7 +69,9 @@ def machine_and_price(args: Args, count: int | None, *, of_config: int | None = 
 
     network = None if args.network is None else args.network * 1e9 / 8
     if args.machine is not None and args.device is not None:
-        raise UserError(f"--machine {args.machine} with --device {args.device}: both name a machine. Leave one out.")
+        raise UserError(
+            f"--machine {args.machine} with --device {args.device}: both name a machine. Leave one out."
+        )
     if args.machine is not None:
         machine, price = load_machine(args.machine, count=count)
         return machine.changed(host_memory_bytes=args.host_memory, network_bytes_per_s=network), price
@@ -73,4 +80,6 @@ def machine_and_price(args: Args, count: int | None, *, of_config: int | None = 
         raise UserError(f"no machine is named. Give --device, one of {', '.join(names)}, or --machine FILE.")
     if count is None:
         count = of_config or from_name(args.device).host.devices
-    return make_machine(args.device, count, host_memory_bytes=args.host_memory, network_bytes_per_s=network), None
+    return make_machine(
+        args.device, count, host_memory_bytes=args.host_memory, network_bytes_per_s=network
+    ), None

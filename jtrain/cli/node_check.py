@@ -1,4 +1,6 @@
-"""Check of every node before a run starts: `python -m jtrain.node_check`, with the training command's arguments."""
+"""Check of every node before a run starts: `python -m jtrain.node_check`, with the training command's
+arguments.
+"""
 
 from jtrain.cli.options import add_local_devices
 from jtrain.cli.run import Args, Command, Verb
@@ -17,10 +19,14 @@ VERB = Verb(
         "check each device, each node's disk and one sum over all devices",
         check,
         add_local_devices,
-        description="Checks each device, each node's disk and one sum over all devices. Takes the arguments of the "
-        "training command and reads --emulate-devices and --device.",
-        exits="Exit codes: 0 fine; 76 this node fails, as named; 75 another node does; 2 the sum over all devices "
-        "is wrong or does not end.",
+        description=(
+            "Checks each device, each node's disk and one sum over all devices. Takes the arguments "
+            "of the training command and reads --emulate-devices and --device."
+        ),
+        exits=(
+            "Exit codes: 0 fine; 76 this node fails, as named; 75 another node does; 2 the sum over all "
+            "devices is wrong or does not end."
+        ),
         ignores_unknown=True,
     ),
 )

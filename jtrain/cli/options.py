@@ -1,4 +1,6 @@
-"""Options that several verbs share, and types of values: numbers as people write them, sizes, files to write."""
+"""Options that several verbs share, and types of values: numbers as people write them, sizes, files to
+write.
+"""
 
 import math
 import re
@@ -21,14 +23,26 @@ def add_config(parser: Parser, *, required: bool = True) -> None:
         help="a file of configs/ (tiny, llama8b, ...), path/to/file.py[:function] or module:function",
     )
     parser.add_argument(
-        "--with", dest="fiddlers", action="append", default=[], metavar="FIDDLER", help="apply a fiddler of that file"
+        "--with",
+        dest="fiddlers",
+        action="append",
+        default=[],
+        metavar="FIDDLER",
+        help="apply a fiddler of that file",
     )
     parser.add_argument(
-        "--set", dest="sets", action="append", default=[], metavar="PATH=VALUE", help="set one field, after fiddlers"
+        "--set",
+        dest="sets",
+        action="append",
+        default=[],
+        metavar="PATH=VALUE",
+        help="set one field, after fiddlers",
     )
 
 
-def add_workdir(parser: Parser, what: str = "folder, gs:// or s3:// URL of the run", *, required: bool = True) -> None:
+def add_workdir(
+    parser: Parser, what: str = "folder, gs:// or s3:// URL of the run", *, required: bool = True
+) -> None:
     """Adds --workdir, which names a run's files."""
     parser.add_argument("--workdir", required=required, metavar="DIR", help=what)
 
@@ -40,17 +54,23 @@ def add_step(parser: Parser, what: str = "step of the checkpoint (default: the n
 
 def add_json(parser: Parser) -> None:
     """Adds --json, which every verb that prints a table has."""
-    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the same to FILE as JSON; - prints it")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the same to FILE as JSON; - prints it"
+    )
 
 
 def add_local_devices(parser: Parser) -> None:
     """Adds --device and --emulate-devices: what of this machine a process computes on."""
-    parser.add_argument("--device", choices=DEVICES, help="run on this kind of device (default: the fastest here)")
+    parser.add_argument(
+        "--device", choices=DEVICES, help="run on this kind of device (default: the fastest here)"
+    )
     parser.add_argument("--emulate-devices", type=int, metavar="N", help="run on N CPU devices")
 
 
 def output_file(text: str) -> Path:
-    """Path of a file to write, in a folder that exists; `-` is standard output. It is refused before work begins."""
+    """Path of a file to write, in a folder that exists; `-` is standard output. It is refused before work
+    begins.
+    """
     path = Path(text)
     if path != STDOUT and not path.absolute().parent.is_dir():
         raise WrongValue(f"{text}: there is no folder {path.absolute().parent}. Make it first")

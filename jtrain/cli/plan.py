@@ -29,7 +29,9 @@ def add_options(parser: Parser) -> None:
     add_config(parser)
     add_machine(parser)
     add_count(parser)
-    parser.add_argument("--compile", action="store_true", help="compile the real step for that machine (minutes)")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the real step for that machine (minutes)"
+    )
     parser.add_argument(
         "--calibrate",
         type=Path,
@@ -37,9 +39,14 @@ def add_options(parser: Parser) -> None:
         help="show what a run measured beside its plan, and write what --measured reads into its workdir",
     )
     parser.add_argument(
-        "--measured", type=Path, metavar="WORKDIR", help="plan with the speed of a run on this chip, from --calibrate"
+        "--measured",
+        type=Path,
+        metavar="WORKDIR",
+        help="plan with the speed of a run on this chip, from --calibrate",
     )
-    parser.add_argument("--search", action="store_true", help="find the fastest mesh, ZeRO stage, offload and remat")
+    parser.add_argument(
+        "--search", action="store_true", help="find the fastest mesh, ZeRO stage, offload and remat"
+    )
     parser.add_argument("--top", type=int, metavar="K", help="layouts of a search to compile (default: 3)")
     plan_cost.add_tokens_and_price(parser)
     parser.add_argument(
@@ -49,10 +56,15 @@ def add_options(parser: Parser) -> None:
         help="fraction of peak FLOP/s in matmuls (default: by chip and shape)",
     )
     parser.add_argument(
-        "--goodput", type=share, metavar="SHARE", help="fraction of wall time that trains (default: from failures)"
+        "--goodput",
+        type=share,
+        metavar="SHARE",
+        help="fraction of wall time that trains (default: from failures)",
     )
     add_json(parser)
-    parser.add_argument("--html", type=output_file, metavar="FILE", help="write the plan as a page of pictures to FILE")
+    parser.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write the plan as a page of pictures to FILE"
+    )
 
 
 def print_tables(args: Args) -> int:
@@ -79,8 +91,8 @@ def compile_point(run: "Run", point: "Point") -> Any:
     assert machine is not None
     if machine.device.name not in (*TARGETS, *TPUS):
         raise UserError(
-            f"--compile: no compiler for {machine.device.name} is known, only for {', '.join((*TARGETS, *TPUS))}. "
-            "Leave --compile out."
+            f"--compile: no compiler for {machine.device.name} is known, only for "
+            f"{', '.join((*TARGETS, *TPUS))}. Leave --compile out."
         )
     devices = topology_devices(topology_of(machine.device, machine.count))
     return compile_step(point.job, make_optimizer(run), devices=devices)
@@ -119,7 +131,8 @@ def sheet_of(
 
 
 def command(args: Args, given: dict[str, str], settings: dict[str, object]) -> str:
-    """The launch command of a layout: the config as given, with every setting that the search decided otherwise.
+    """The launch command of a layout: the config as given, with every setting that the search decided
+    otherwise.
 
     Args:
       given: path -> value as text, of the config.
@@ -137,7 +150,8 @@ def command(args: Args, given: dict[str, str], settings: dict[str, object]) -> s
 def confirm(
     args: Args, run: "Run", task: "SearchTask", points: list["Point"], console: "Console"
 ) -> tuple[dict[int, Any], int]:
-    """Compiles the first layouts; returns the compiler's figures by index, and the index of the first good layout.
+    """Compiles the first layouts; returns the compiler's figures by index, and the index of the first good
+    layout.
 
     Raises:
       UserError: the compiler confirms none of them.
@@ -156,7 +170,8 @@ def confirm(
         listed = ", ".join(f"{c.peak_bytes / 2**30:.1f}" for c in said.values())
         raise UserError(
             f"the compiler confirms none of the first {len(said)}: it says {listed} GiB per device of "
-            f"{task.machine.hbm_bytes / 2**30:.1f}, or more than {TOLERANCE:.0%} off the formula. Raise --top."
+            f"{task.machine.hbm_bytes / 2**30:.1f}, or more than {TOLERANCE:.0%} off the formula. Raise "
+            "--top."
         )
     return said, good[0]
 
@@ -164,7 +179,8 @@ def confirm(
 def search_command(
     args: Args, run: "Run", task: "SearchTask", console: "Console", given: dict[str, str]
 ) -> "tuple[Point, Any]":
-    """Prints the ranked table and the launch command; returns the chosen layout with the compiler's figures of it.
+    """Prints the ranked table and the launch command; returns the chosen layout with the compiler's figures
+    of it.
 
     Raises:
       UserError: nothing fits; the message has the layout that comes closest.
@@ -193,7 +209,9 @@ def execute(args: Args) -> int:
     """Runs the parsed command line; returns the exit code."""
     start_without_devices()
 
-    from jtrain.config import tree  # imported here because they import jax and flax, which takes over a second
+    from jtrain.config import (
+        tree,
+    )  # imported here because they import jax and flax, which takes over a second
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import settle_loss_chunk
@@ -207,15 +225,19 @@ def execute(args: Args) -> int:
     from jtrain.report.terminal import new_console
 
     if args.top is not None and not (args.search and args.compile):
-        raise UserError(f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile.")
+        raise UserError(
+            f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile."
+        )
     if args.top is not None and args.top < 1:
         raise UserError(f"--top {args.top} must be at least 1.")
     if args.calibrate is not None and args.search:
-        raise UserError("--calibrate is of the layout that a run had, and --search finds another. Leave one out.")
+        raise UserError(
+            "--calibrate is of the layout that a run had, and --search finds another. Leave one out."
+        )
     if args.efficiency is not None and (args.calibrate is not None or args.measured is not None):
         raise UserError(
-            "--efficiency with --calibrate or --measured: what a run measured is in units of each chip's own. Leave "
-            "--efficiency out."
+            "--efficiency with --calibrate or --measured: what a run measured is in units of each chip's "
+            "own. Leave --efficiency out."
         )
     run_config = load_config(args.config, args.fiddlers, args.sets)
     given = tree.parse(tree.flat(run_config))
@@ -237,7 +259,10 @@ def execute(args: Args) -> int:
             args.measured, device=machine.device.name, matmul_dtype=run.precision.matmul_dtype
         )
         assume = dataclasses.replace(assume, computation=factor)
-        of_loss = [*of_loss, f"computation takes {factor:.3g} times what is assumed, as measured in {args.measured}"]
+        of_loss = [
+            *of_loss,
+            f"computation takes {factor:.3g} times what is assumed, as measured in {args.measured}",
+        ]
     task = search_task(
         run,
         machine,
@@ -259,11 +284,17 @@ def execute(args: Args) -> int:
     asked = {path: text for path, text in given.items() if path.startswith("model.")}
     planned = tree.parse(tree.flat(run_config)) | asked
     sheet = sheet_of(args, run, task, point, compiled, planned)
-    assumed = assume.of(machine.device, devices=machine.count, in_8_bits=run.precision.matmul_dtype != "compute")
+    assumed = assume.of(
+        machine.device, devices=machine.count, in_8_bits=run.precision.matmul_dtype != "compute"
+    )
     print_sheet(sheet, console, [*notes, *of_loss, assumed, explained(sheet.job)])
     if args.calibrate is not None and sheet.measured is not None and sheet.measured.step_s is not None:
-        file = calibrate(args.calibrate, sheet.job, sheet.plan, assume=assume, measured_s=sheet.measured.step_s)
-        console.print(f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False)
+        file = calibrate(
+            args.calibrate, sheet.job, sheet.plan, assume=assume, measured_s=sheet.measured.step_s
+        )
+        console.print(
+            f"wrote {file}: give --measured {args.calibrate} to plans on this chip", highlight=False
+        )
     write_json(args, to_json(sheet))
     if args.html is not None:
         from jtrain.plan.report.plan_page import write_page
@@ -280,7 +311,10 @@ VERB = Verb(
         execute,
         add_options,
         description="Plans a config on a machine that need not be here: bytes, seconds, money.",
-        exits="Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to change.",
+        exits=(
+            "Exit codes: 0 the plan fits; 2 it does not, or an option is wrong: the message says what to "
+            "change."
+        ),
         subject="config",
     ),
     {

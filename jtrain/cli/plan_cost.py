@@ -1,4 +1,6 @@
-"""Command line of costs: `python -m jtrain.plan cost --config=llama8b --device h100 --count 64,128 --tokens 15T`."""
+"""Command line of costs: `python -m jtrain.plan cost --config=llama8b --device h100 --count 64,128 --tokens
+15T`.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,7 +49,10 @@ def add_options(parser: Parser) -> None:
 def add_tokens_and_price(parser: Parser) -> None:
     """Declares --tokens and --price."""
     parser.add_argument(
-        "--tokens", type=number, metavar="N", help="tokens to train on, such as 15T (default: the config's steps)"
+        "--tokens",
+        type=number,
+        metavar="N",
+        help="tokens to train on, such as 15T (default: the config's steps)",
     )
     parser.add_argument("--price", type=number, metavar="USD", help="price of one device per hour")
 
@@ -84,8 +89,8 @@ def _check_energy(args: Args, machine: "Machine") -> None:
     """Refuses --carbon for a device whose power nobody publishes."""
     if args.carbon is not None and machine.device.power_w is None:
         raise UserError(
-            f"--carbon {args.carbon:g}: the power of a {machine.device.name} is not published, so neither energy "
-            "nor CO2 is known. Leave --carbon out, or set chip.power_w in a --machine FILE."
+            f"--carbon {args.carbon:g}: the power of a {machine.device.name} is not published, so neither "
+            "energy nor CO2 is known. Leave --carbon out, or set chip.power_w in a --machine FILE."
         )
 
 
@@ -112,14 +117,18 @@ def execute(args: Args) -> int:
     carbon = CARBON_G_PER_KWH if args.carbon is None else args.carbon
     others = [] if args.against is None else [make_machine(args.against[0], count) for count in counts]
 
-    set_values(config, {f"mesh.{axis}": 1 for axis in AXES} | {"layout.microbatches": 1})  # searched for, per count
+    set_values(
+        config, {f"mesh.{axis}": 1 for axis in AXES} | {"layout.microbatches": 1}
+    )  # searched for, per count
     settle_loss_chunk(config, first.device)
     run = build_run(config)
     tokens = run.num_steps * run.data.global_batch * run.data.seq_len
     tokens = tokens if args.tokens is None else int(args.tokens)
 
     def curve(each: Sequence["Machine"], usd_per_hour: float | None) -> "list[CostRow]":
-        return [cost_row(run, one, tokens=tokens, failures=failures, usd_per_hour=usd_per_hour) for one in each]
+        return [
+            cost_row(run, one, tokens=tokens, failures=failures, usd_per_hour=usd_per_hour) for one in each
+        ]
 
     rows = curve([machine for machine, _ in machines], price)
     _check_any(run, rows, [machine for machine, _ in machines])
@@ -164,9 +173,9 @@ def _check_any(run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machin
     for row in rows:
         if row.uptime is not None:
             raise UserError(
-                f"on {row.count} devices a failure comes every {row.uptime.mtbf_s:.3g} s, and a restart takes "
-                f"{row.uptime.restart_s:g} s: hardly any interval between saves ends. Raise --mtbf, or lower --restart "
-                "and --save."
+                f"on {row.count} devices a failure comes every {row.uptime.mtbf_s:.3g} s, and a restart "
+                f"takes {row.uptime.restart_s:g} s: hardly any interval between saves ends. Raise --mtbf, or "
+                "lower --restart and --save."
             )
     raise no_point(search_task(run, machines[-1]))
 
@@ -175,7 +184,9 @@ COMMAND = Command(
     "compare sizes of the cluster: days, money, energy and CO2",
     execute,
     add_options,
-    description="Days, money, energy and CO2 of a run over the number of its devices, with failures: each size has "
-    "the fastest layout that fits, and the checkpoint interval that loses the least.",
+    description=(
+        "Days, money, energy and CO2 of a run over the number of its devices, with failures: each "
+        "size has the fastest layout that fits, and the checkpoint interval that loses the least."
+    ),
     subject="config",
 )

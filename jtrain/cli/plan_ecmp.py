@@ -1,4 +1,6 @@
-"""Command line of hash collisions: `python -m jtrain.plan ecmp --flows 64 --links 16`, or of a machine's spine."""
+"""Command line of hash collisions: `python -m jtrain.plan ecmp --flows 64 --links 16`, or of a machine's
+spine.
+"""
 
 from jtrain.cli.plan_network import add_fabric_options, fabric_of
 from jtrain.cli.run import Args, Command, Parser, write_json
@@ -12,7 +14,9 @@ def add_options(parser: Parser) -> None:
     """Declares the options."""
     add_fabric_options(parser)
     parser.add_argument("--flows", type=int, metavar="F", help="connections, instead of a machine")
-    parser.add_argument("--links", type=int, metavar="L", help="links of equal cost that they are hashed over")
+    parser.add_argument(
+        "--links", type=int, metavar="L", help="links of equal cost that they are hashed over"
+    )
     parser.add_argument("--trials", type=int, default=4000, metavar="N", help="random draws (default: 4000)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the draws (default: 0)")
 
@@ -35,7 +39,9 @@ def _check(args: Args) -> None:
     if numbers and (args.device is not None or args.machine is not None):
         raise UserError("--flows and --links are instead of a machine. Leave --device and --machine out.")
     if numbers and args.shell is not None:
-        raise UserError(f"--shell {args.shell}: the variables are of a machine. Give --machine, or leave --shell out.")
+        raise UserError(
+            f"--shell {args.shell}: the variables are of a machine. Give --machine, or leave --shell out."
+        )
 
 
 def execute(args: Args) -> int:
@@ -50,13 +56,14 @@ def execute(args: Args) -> int:
         timed = time_collective(fabric_of(args), "all-reduce", args.bytes, scattered=not args.ordered)
         if not timed.traffic.hashed:
             raise UserError(
-                f"{timed.fabric}: its switches spread flows by load, so no hashes collide. Set network.routing to "
+                f"{timed.fabric}: its switches spread flows by load, so no hashes collide. Set "
+                "network.routing to "
                 '"hashed" in a file for --machine, or give --flows and --links.'
             )
         if not timed.traffic.flows:
             raise UserError(
-                f"{timed.fabric}: all {timed.fabric.hosts} hosts are under one leaf, so nothing crosses the spine. "
-                "Raise --count, lower network.hosts_per_leaf, or give --flows and --links."
+                f"{timed.fabric}: all {timed.fabric.hosts} hosts are under one leaf, so nothing crosses the "
+                "spine. Raise --count, lower network.hosts_per_leaf, or give --flows and --links."
             )
         sheet = EcmpSheet(timed.traffic, timed, args.trials, args.seed)
     print_ecmp(sheet)
@@ -70,6 +77,8 @@ COMMAND = Command(
     "show how hashing loads links, by queue pairs per connection",
     execute,
     add_options,
-    description="Loads of links when switches hash flows over them (ECMP), by queue pairs per connection: drawn at "
-    "random and exact. With a machine, what an all-reduce gains, and NCCL's variables.",
+    description=(
+        "Loads of links when switches hash flows over them (ECMP), by queue pairs per connection: "
+        "drawn at random and exact. With a machine, what an all-reduce gains, and NCCL's variables."
+    ),
 )

@@ -1,4 +1,6 @@
-"""Command line of the network: `python -m jtrain.plan network --device h100 --count 64 --collective all-reduce`."""
+"""Command line of the network: `python -m jtrain.plan network --device h100 --count 64 --collective
+all-reduce`.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,11 @@ def add_fabric_options(parser: Parser) -> None:
     add_device(parser)
     add_count(parser, "devices (default: the file's)")
     parser.add_argument(
-        "--bytes", type=size, default="1G", metavar="SIZE", help="the whole array, such as 1G (default) or 4MB"
+        "--bytes",
+        type=size,
+        default="1G",
+        metavar="SIZE",
+        help="the whole array, such as 1G (default) or 4MB",
     )
     parser.add_argument(
         "--ordered", action="store_true", help="the job's hosts come leaf by leaf (default: in any order)"
@@ -38,7 +44,9 @@ def add_fabric_options(parser: Parser) -> None:
 def add_options(parser: Parser) -> None:
     """Declares the options."""
     add_fabric_options(parser)
-    parser.add_argument("--collective", default="all-reduce", metavar="KIND", help=f"one of {', '.join(COLLECTIVES)}")
+    parser.add_argument(
+        "--collective", default="all-reduce", metavar="KIND", help=f"one of {', '.join(COLLECTIVES)}"
+    )
 
 
 def fabric_of(args: Args) -> "jtrain.plan.fabric.fabric.Fabric":
@@ -57,7 +65,9 @@ def fabric_of(args: Args) -> "jtrain.plan.fabric.fabric.Fabric":
         return load_fabric(args.machine, count=args.count)
     if args.device is None:
         names = [spec.name for spec in DEVICES.values() if spec.linked > 1]
-        raise UserError(f"a network needs a machine. Give --device, one of {', '.join(names)}, or --machine FILE.")
+        raise UserError(
+            f"a network needs a machine. Give --device, one of {', '.join(names)}, or --machine FILE."
+        )
     if args.count is None:
         raise UserError(f"--device {args.device}: how many? Give --count.")
     return make_fabric(from_name(args.device), args.count)
@@ -81,6 +91,9 @@ COMMAND = Command(
     "time a collective, level by level, and choose NCCL's settings",
     execute,
     add_options,
-    description="Times one collective over the network of a machine that need not be here: by NCCL's own model, "
-    "which says what NCCL will choose, and level by level for any library, with what the spine leaves.",
+    description=(
+        "Times one collective over the network of a machine that need not be here: by NCCL's own "
+        "model, which says what NCCL will choose, and level by level for any library, with what the spine "
+        "leaves."
+    ),
 )

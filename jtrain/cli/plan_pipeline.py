@@ -1,4 +1,6 @@
-"""Command line of pipeline plans: `python -m jtrain.plan pipeline --schedule zbv --stages 8 --microbatches 32`."""
+"""Command line of pipeline plans: `python -m jtrain.plan pipeline --schedule zbv --stages 8 --microbatches
+32`.
+"""
 
 import functools
 import sys
@@ -19,7 +21,8 @@ if TYPE_CHECKING:
 
 
 MOST_PASSES = 16_384
-"""Forward passes of all stages up to which a schedule is shown: it takes about 10 s, and a picture has 110 columns."""
+"""Forward passes of all stages up to which a schedule is shown: it takes about 10 s, and a picture has 110
+columns."""
 
 
 def add_options(parser: Parser) -> None:
@@ -28,9 +31,15 @@ def add_options(parser: Parser) -> None:
     add_machine(parser)
     add_count(parser)
     parser.add_argument("--schedule", metavar="NAME", help=f"one of {', '.join(FAMILIES)}")
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="a schedule of your own: cells such as 0F0, 2I0, 2W0")
-    parser.add_argument("--stages", type=int, metavar="P", help="pipeline stages (default: the config's mesh.stage)")
-    parser.add_argument("--microbatches", type=int, metavar="M", help="(default: the config's layout.microbatches)")
+    parser.add_argument(
+        "--csv", type=Path, metavar="FILE", help="a schedule of your own: cells such as 0F0, 2I0, 2W0"
+    )
+    parser.add_argument(
+        "--stages", type=int, metavar="P", help="pipeline stages (default: the config's mesh.stage)"
+    )
+    parser.add_argument(
+        "--microbatches", type=int, metavar="M", help="(default: the config's layout.microbatches)"
+    )
     parser.add_argument("--chunks", type=int, metavar="V", help="virtual stages per worker, for interleaved")
     parser.add_argument(
         "--costs", type=_times, metavar="F,I,W", help="times of a chunk's three passes (default: 1,1,1)"
@@ -62,14 +71,20 @@ def _check_options(args: Args) -> None:
       UserError: names the first of them.
     """
     if args.schedule is not None and args.csv is not None:
-        raise UserError(f"--schedule {args.schedule} --csv {args.csv}: both name a schedule. Leave one of them out.")
+        raise UserError(
+            f"--schedule {args.schedule} --csv {args.csv}: both name a schedule. Leave one of them out."
+        )
     if args.csv is not None and args.chunks is not None:
-        raise UserError(f"--chunks {args.chunks}: the rows of --csv {args.csv} say the chunks. Leave --chunks out.")
+        raise UserError(
+            f"--chunks {args.chunks}: the rows of --csv {args.csv} say the chunks. Leave --chunks out."
+        )
     one = args.schedule is not None or args.csv is not None
     for name in ("svg", "html", "write_csv"):
         path, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if path is not None and not one:
-            raise UserError(f"{option} {path} shows one schedule. Add --schedule, one of {', '.join(FAMILIES)}.")
+            raise UserError(
+                f"{option} {path} shows one schedule. Add --schedule, one of {', '.join(FAMILIES)}."
+            )
     if args.chunks is not None and args.schedule is None:
         raise UserError(f"--chunks {args.chunks} is of one schedule. Add --schedule interleaved.")
     if args.config is None:
@@ -79,9 +94,13 @@ def _check_options(args: Args) -> None:
                 raise UserError(f"{name} is for a config's times. Give --config, or leave {name} out.")
         for option, values in (("with", args.fiddlers), ("set", args.sets)):
             if values:
-                raise UserError(f"--{option} {values[0]} changes a config. Give --config, or leave --{option} out.")
+                raise UserError(
+                    f"--{option} {values[0]} changes a config. Give --config, or leave --{option} out."
+                )
     elif args.csv is not None and args.csv.suffix != ".csv":
-        raise UserError(f"--csv {args.csv}: a run takes a schedule from a file whose name ends in .csv. Rename it.")
+        raise UserError(
+            f"--csv {args.csv}: a run takes a schedule from a file whose name ends in .csv. Rename it."
+        )
     elif args.costs is not None:
         raise UserError(f"--costs: the times of {args.config} are the plan's. Leave --costs out.")
 
@@ -103,14 +122,17 @@ def schedules(args: Args, stages: int | None, microbatches: int | None) -> list[
     assert microbatches is not None
     if stages * microbatches > MOST_PASSES >= stages > 0:
         raise UserError(
-            f"--microbatches {microbatches} over {stages} stages: schedules are simulated and drawn pass by pass, "
-            f"up to {MOST_PASSES:,}. Give --microbatches {MOST_PASSES // stages} or fewer: from 2 per stage on only "
-            "the middle of the schedule grows, and the bubble shrinks in proportion. `jtrain plan` has no limit."
+            f"--microbatches {microbatches} over {stages} stages: schedules are simulated and drawn pass by "
+            f"pass, up to {MOST_PASSES:,}. Give --microbatches {MOST_PASSES // stages} or fewer: from 2 per "
+            "stage on only the middle of the schedule grows, and the bubble shrinks in proportion. `jtrain "
+            "plan` has no limit."
         )
     if args.schedule is not None:
         return [make_schedule(args.schedule, stages, microbatches, args.chunks)]
     make_schedule("gpipe", stages, microbatches)  # it exists for all numbers that are at least 1
-    return list(_that_exist(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES))
+    return list(
+        _that_exist(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES)
+    )
 
 
 def _that_exist[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
@@ -126,7 +148,9 @@ def _show(schedule: PipelineSchedule, args: Args, planned: "Planned | None") -> 
     """The schedule with the costs of the plan, or of the command line."""
     from jtrain.plan.report.pipeline_sheet import show, show_planned
 
-    return show(schedule, args.costs or (1.0, 1.0, 1.0)) if planned is None else show_planned(schedule, planned)
+    return (
+        show(schedule, args.costs or (1.0, 1.0, 1.0)) if planned is None else show_planned(schedule, planned)
+    )
 
 
 def _planned(args: Args) -> "Planned | None":
@@ -187,7 +211,10 @@ def execute(args: Args) -> int:
     if planned is not None:
         stages, microbatches = planned.stages, planned.microbatches
     one = args.schedule is not None or args.csv is not None
-    makers = [functools.partial(_show, schedule, args, planned) for schedule in schedules(args, stages, microbatches)]
+    makers = [
+        functools.partial(_show, schedule, args, planned)
+        for schedule in schedules(args, stages, microbatches)
+    ]
     found = [makers[0]()] if one else list(_that_exist(makers))
     if one:
         _write_files(args, found[0])

@@ -16,7 +16,11 @@ def add_options(parser: Parser) -> None:
     add_machine(parser)
     add_count(parser, "devices of your cluster: says how far it gets")
     parser.add_argument(
-        "--days", type=number, default=DAYS, metavar="N", help=f"time in which a run has to end (default: {DAYS})"
+        "--days",
+        type=number,
+        default=DAYS,
+        metavar="N",
+        help=f"time in which a run has to end (default: {DAYS})",
     )
     parser.add_argument(
         "--batch-tokens",
@@ -29,7 +33,10 @@ def add_options(parser: Parser) -> None:
         "--latency-us",
         type=number,
         metavar="US",
-        help="microseconds of a matmul with its collective on no data (default: an all-reduce of two linked devices)",
+        help=(
+            "microseconds of a matmul with its collective on no data (default: an all-reduce of two linked "
+            "devices)"
+        ),
     )
     add_json(parser)
 
@@ -56,15 +63,15 @@ def execute(args: Args) -> int:
     wall = data_wall(cluster)
     if wall is None:
         raise UserError(
-            f"no run of {days:g} days with {batch:,.0f} tokens a step scales on {machine.device.name}: raise --days "
-            "or --batch-tokens, or lower --latency-us."
+            f"no run of {days:g} days with {batch:,.0f} tokens a step scales on {machine.device.name}: raise "
+            "--days or --batch-tokens, or lower --latency-us."
         )
     count = args.count or (machine.count if args.machine is not None else None)
     own = None if count is None else largest_run(cluster, count)
     if count is not None and own is None:
         raise UserError(
-            f"--count {count}: no run of {days:g} days is possible with {batch:,.0f} tokens a step. Raise --days or "
-            "--batch-tokens."
+            f"--count {count}: no run of {days:g} days is possible with {batch:,.0f} tokens a step. Raise "
+            "--days or --batch-tokens."
         )
     last, table = latency_wall(cluster), moved(cluster)
     print_walls(cluster, wall, last, table, own=own, count=count)
@@ -78,7 +85,8 @@ def execute(args: Args) -> int:
             "data_wall_flop": wall.shape.flop,
             "latency_wall_flop": last.flop,
             "published_flop": PUBLISHED_FLOP,
-            "data_wall": dataclasses.asdict(wall) | {"devices": wall.devices, "parameters": wall.shape.parameters},
+            "data_wall": dataclasses.asdict(wall)
+            | {"devices": wall.devices, "parameters": wall.shape.parameters},
             "moved": [dataclasses.asdict(row) for row in table],
             "own": None if own is None else {"count": count, "flop": own.shape.flop, "share": own.share},
         },
@@ -90,6 +98,8 @@ COMMAND = Command(
     "say how large a run can be, and what stops a larger one",
     execute,
     add_options,
-    description="How large a run of so many days can be: up to where it scales linearly (the data-movement wall), "
-    "and where no number of devices helps (the latency wall), with what binds and how both move.",
+    description=(
+        "How large a run of so many days can be: up to where it scales linearly (the data-movement "
+        "wall), and where no number of devices helps (the latency wall), with what binds and how both move."
+    ),
 )

@@ -32,7 +32,9 @@ def add_report_options(parser: Parser) -> None:
 def add_compare_options(parser: Parser) -> None:
     """Declares the options of `compare`."""
     add_report_options(parser)
-    parser.add_argument("--against", required=True, metavar="DIR", help="what it was before: a run, or a window of one")
+    parser.add_argument(
+        "--against", required=True, metavar="DIR", help="what it was before: a run, or a window of one"
+    )
 
 
 def add_export_options(parser: Parser) -> None:
@@ -57,14 +59,16 @@ def find(name: str, step: int | None) -> Path:
     windows = {int(p.name): p for p in (workdir / FOLDER).glob("*") if p.is_dir() and p.name.isdecimal()}
     if not windows:
         raise UserError(
-            f"{workdir} holds no profile: there is no {workdir / FOLDER}/<step>. Run with --set profile.steps=(20,25), "
-            "or send SIGUSR1 to the running job."
+            f"{workdir} holds no profile: there is no {workdir / FOLDER}/<step>. Run with --set "
+            "profile.steps=(20,25), or send SIGUSR1 to the running job."
         )
     if step is None:
         return windows[max(windows)]
     if step not in windows:
         there = ", ".join(map(str, sorted(windows)))
-        raise UserError(f"--step {step}: {workdir / FOLDER} has windows after the steps {there}. Give one of them.")
+        raise UserError(
+            f"--step {step}: {workdir / FOLDER} has windows after the steps {there}. Give one of them."
+        )
     return windows[step]
 
 
@@ -102,7 +106,9 @@ def show(args: Args) -> int:
     console = new_console()
     print_breakdown(breakdown, console)
     parts = other_parts(folder)
-    if others := [found for process, part in parts.items() if (found := _of_process(process, part)) is not None]:
+    if others := [
+        found for process, part in parts.items() if (found := _of_process(process, part)) is not None
+    ]:
         print_blocks([processes_table([breakdown, *others])], console)
     if (page := folder / "report.html").exists():
         print(f"HTML report with charts: {page}")
@@ -142,8 +148,11 @@ VERB = Verb(
         "show where a run's time went",
         show,
         add_report_options,
-        description="Shows where a run's time went: the parts of a step (math, extra instructions, low utilisation, "
-        "clock loss, exposed communication, waits), the ops that lose most, and what to try next.",
+        description=(
+            "Shows where a run's time went: the parts of a step (math, extra instructions, low "
+            "utilisation, clock loss, exposed communication, waits), the ops that lose most, and what to try "
+            "next."
+        ),
         subject="workdir",
     ),
     {
@@ -151,16 +160,22 @@ VERB = Verb(
             "show what got slower between two profiles, and why",
             compare,
             add_compare_options,
-            description="Shows what got slower from the profile --against to that of --workdir, and why: by part of "
-            "the step, by op (matched by name, phase and layer) and by collective. Seconds are per device and step.",
+            description=(
+                "Shows what got slower from the profile --against to that of --workdir, and why: by "
+                "part of the step, by op (matched by name, phase and layer) and by collective. Seconds are per "
+                "device and step."
+            ),
             subject="workdir",
         ),
         "export": Command(
             "write a trace for ui.perfetto.dev",
             export,
             add_export_options,
-            description="Writes the trace of a window with steps, phases, layers, ops, clocks, power and temperature "
-            "to one file for Perfetto. XProf opens the xplane file in the same folder, which has the same clocks.",
+            description=(
+                "Writes the trace of a window with steps, phases, layers, ops, clocks, power and "
+                "temperature to one file for Perfetto. XProf opens the xplane file in the same folder, which has "
+                "the same clocks."
+            ),
             subject="workdir",
         ),
     },

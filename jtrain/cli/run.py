@@ -1,8 +1,8 @@
 """One way to declare a command line and to run it: verbs, sub-verbs, options, mistakes and exit codes.
 
-A verb is a `Verb` in a module of this folder, its work one or more `Command`s. A user's mistake, in the options or
-later, is a `UserError`, which `run` alone turns into a message and an exit code. Imports no jax, so that `--help`
-answers at once.
+A verb is a `Verb` in a module of this folder, its work one or more `Command`s. A user's mistake, in the
+options or later, is a `UserError`, which `run` alone turns into a message and an exit code. Imports no jax,
+so that `--help` answers at once.
 """
 
 import argparse
@@ -34,8 +34,8 @@ STDOUT = Path("-")
 def run(main: Callable[[], int]) -> int:
     """Runs a command and returns its exit code.
 
-    A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2, a `HardwareFault` 76.
-    Every other exception is a bug and keeps its traceback.
+    A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2, a
+    `HardwareFault` 76. Every other exception is a bug and keeps its traceback.
     """
     keep_going_without_readers()
     try:
@@ -79,7 +79,9 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             name = word.partition("=")[0]
             if name.startswith("--") and name != "--" and name not in self._option_string_actions:
-                raise UserError(f"no option {name}. {did_you_mean(name, self._option_string_actions)}{self._help}")
+                raise UserError(
+                    f"no option {name}. {did_you_mean(name, self._option_string_actions)}{self._help}"
+                )
         return self.parse_args(words, Args(words=list(words)))
 
 
@@ -92,7 +94,8 @@ class Command:
     add_options: declares the options.
     description: sentences for `--help`; "" takes the summary.
     exits: what the exit codes mean here.
-    subject: option whose value may stand alone, first: with `config`, `plan llama8b` is `plan --config llama8b`.
+    subject: option whose value may stand alone, first: with `config`, `plan llama8b` is `plan --config
+      llama8b`.
     ignores_unknown: True for a command that is given the options of another one.
     """
 
@@ -153,10 +156,14 @@ class Verb:
             subject = "" if self.alone is None else self.alone.subject
             # A word near a command's name is taken for a misspelt command.
             if nearest or not subject:
-                rest = f"--{subject}={name} is a {subject} of that name" if subject else "everything else is an option"
+                rest = (
+                    f"--{subject}={name} is a {subject} of that name"
+                    if subject
+                    else "everything else is an option"
+                )
                 raise UserError(
-                    f"no command {name} of `{prog}`. {nearest}There are: {', '.join(self.commands)}; {rest}, as "
-                    f"`{prog} --help` lists them."
+                    f"no command {name} of `{prog}`. {nearest}There are: {', '.join(self.commands)}; {rest}, "
+                    f"as `{prog} --help` lists them."
                 )
         return (self.alone or Command(self.summary, self._refuse)).main(prog, words, self._listing())
 

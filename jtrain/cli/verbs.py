@@ -45,5 +45,6 @@ def _dispatch(words: list[str]) -> int:
     if verb not in VERBS:
         raise UserError(f"no verb {verb}. {did_you_mean(verb, VERBS)}There are: {', '.join(VERBS)}.")
     sys.stdout.flush()
-    # `python -m`, word for word: the same sys.path, the same command in run.json, the same process id for signals.
+    # `python -m`, word for word: the same sys.path, the same command in run.json, the same process id for
+    # signals.
     return os.execv(sys.executable, [sys.executable, "-m", f"jtrain.{verb}", *rest])

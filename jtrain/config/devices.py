@@ -13,9 +13,9 @@ from jtrain.errors import UserError, first_few
 def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[str]]:
     """Sets `mesh.data` if it is `auto`; returns the devices of the run, and lines for the log.
 
-    `data` becomes the largest number that every check of the config passes: above all, the batch must split over it.
-    Each process keeps the same number of its devices, the first ones; the others stay idle. A mesh of fixed size
-    takes all devices (`make_mesh` refuses another number).
+    `data` becomes the largest number that every check of the config passes: above all, the batch must split
+    over it. Each process keeps the same number of its devices, the first ones; the others stay idle. A mesh
+    of fixed size takes all devices (`make_mesh` refuses another number).
 
     Args:
       run_config: config of a `Run`; changed in place.
@@ -56,7 +56,9 @@ def _check(run: Run, data: int) -> None:
     validate(dataclasses.replace(run, mesh=run.mesh.settled(data)))
 
 
-def _taken(devices: Sequence[jax.Device], each: int, data: int, why_idle: object) -> tuple[list[jax.Device], list[str]]:
+def _taken(
+    devices: Sequence[jax.Device], each: int, data: int, why_idle: object
+) -> tuple[list[jax.Device], list[str]]:
     """Returns the first `each` devices of every process, and the lines that say so."""
     taken, seen = [], dict[int, int]()
     idle = []

@@ -1,4 +1,6 @@
-"""Fiddlers for every config: `--with debug` and `--with profile`. A config file may define its own by these names."""
+"""Fiddlers for every config: `--with debug` and `--with profile`. A config file may define its own by these
+names.
+"""
 
 import fiddle as fdl
 
@@ -6,10 +8,11 @@ from jtrain.config.run import Run
 
 
 def debug(run: fdl.Config[Run]) -> None:
-    """Shrinks the run to five steps of two narrow layers, so that a laptop runs every code path of this config.
+    """Shrinks the run to five steps of two narrow layers, so that a laptop runs every code path of this
+    config.
 
-    A model for accelerators also gets few heads and experts, `mesh.data=auto`, and byte-level text of the standard
-    library.
+    A model for accelerators also gets few heads and experts, `mesh.data=auto`, and byte-level text of the
+    standard library.
     """
     large, moe = run.model.d_model >= 1024, getattr(run.model, "moe", None)
     run.num_steps = 5

@@ -28,8 +28,8 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
       sets: `path=literal` each; text that is not a Python literal is taken as a string.
 
     Raises:
-      UserError: the config, fiddler or path does not exist (the message suggests similar names), or a value has the
-        wrong type.
+      UserError: the config, fiddler or path does not exist (the message suggests similar names), or a value
+        has the wrong type.
     """
     module, function = _find(name)
     config = _call(module, function, "base function", 0)
@@ -56,14 +56,16 @@ def mesh_size(config: fdl.Config[Run]) -> int:
 
 
 def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
-    """Changes a config's mesh to `count` devices, if it has another number; returns one line per changed field.
+    """Changes a config's mesh to `count` devices, if it has another number; returns one line per changed
+    field.
 
-    `data` takes up the difference and absorbs `replica`; the other axes keep their sizes. `layout.microbatches` is
-    chosen so that a device computes at most as many sequences at a time as before. `mesh.data=auto` alone is set where
-    it is asked.
+    `data` takes up the difference and absorbs `replica`; the other axes keep their sizes.
+    `layout.microbatches` is chosen so that a device computes at most as many sequences at a time as before.
+    `mesh.data=auto` alone is set where it is asked.
 
     Raises:
-      UserError: `count` is not a multiple of the other axes, or the batch does not split over `count` devices.
+      UserError: `count` is not a multiple of the other axes, or the batch does not split over `count`
+        devices.
     """
     asked: MeshSpec = _built(config.mesh)
     layout: LayoutSpec = _built(config.layout)
@@ -72,9 +74,12 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
         return []
     others = was.size if asked != was else was.size // was.replica // was.shape["data"]
     if count % others:
-        axes = " * ".join(f"mesh.{axis}={size}" for axis, size in was.shape.items() if size > 1 and axis != "data")
+        axes = " * ".join(
+            f"mesh.{axis}={size}" for axis, size in was.shape.items() if size > 1 and axis != "data"
+        )
         raise UserError(
-            f"{count} devices are not a multiple of {axes} = {others}. Use a multiple of {others}, or --set them to 1."
+            f"{count} devices are not a multiple of {axes} = {others}. Use a multiple of {others}, or --set "
+            "them to 1."
         )
     if asked != was:
         config.mesh.data = count // others
@@ -85,9 +90,17 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
     at_a_time = max(1, batch // was.batch_shards // layout.microbatches)
     parts = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= at_a_time)
     changes = {"mesh.replica": 1, "mesh.data": count // others, "layout.microbatches": parts}
-    before = {"mesh.replica": was.replica, "mesh.data": was.shape["data"], "layout.microbatches": layout.microbatches}
+    before = {
+        "mesh.replica": was.replica,
+        "mesh.data": was.shape["data"],
+        "layout.microbatches": layout.microbatches,
+    }
     config.mesh.replica, config.mesh.data, config.layout.microbatches = 1, count // others, parts
-    return [f"{path}={value} (the config: {before[path]})" for path, value in changes.items() if before[path] != value]
+    return [
+        f"{path}={value} (the config: {before[path]})"
+        for path, value in changes.items()
+        if before[path] != value
+    ]
 
 
 def set_values(config: fdl.Config[Run], values: Mapping[str, object]) -> None:
@@ -101,7 +114,9 @@ def set_values(config: fdl.Config[Run], values: Mapping[str, object]) -> None:
 
 
 def folders() -> list[Path]:
-    """Folders searched for a config's name, in order: ./configs, the checkout's configs/, the configs in the wheel."""
+    """Folders searched for a config's name, in order: ./configs, the checkout's configs/, the configs in the
+    wheel.
+    """
     package = Path(__file__).parents[1]
     return [Path.cwd() / "configs", package.parent / "configs", package / "_configs"]
 
@@ -143,10 +158,13 @@ def _call(module: types.ModuleType, name: str, what: str, num_arguments: int, *a
         and len(inspect.signature(value).parameters) == num_arguments
     }
     if what == "fiddler":
-        found |= {each.__name__: each for each in (shared.debug, shared.profile) if each.__name__ not in found}
+        found |= {
+            each.__name__: each for each in (shared.debug, shared.profile) if each.__name__ not in found
+        }
     if name not in found:
         raise UserError(
-            f"{module.__file__} has no {what} {name}. {did_you_mean(name, found)}It has: {', '.join(found) or 'none'}."
+            f"{module.__file__} has no {what} {name}. {did_you_mean(name, found)}It has: "
+            f"{', '.join(found) or 'none'}."
         )
     with located(Path(module.__file__)):
         return found[name](*arguments)

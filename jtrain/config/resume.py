@@ -25,10 +25,10 @@ CHANGEABLE = (
     "num_steps",
     *(f"optimizer.{name}" for name in (*_OPTIMIZER, *_OPTIMIZER_MUON)),
 )
-"""Names for `--allow-change`: paths of fields that may then differ, with all fields below them. Losses differ from that
-step on, so the change is printed, and kept as a remark in config.txt and in every later checkpoint. With `data`, the
-weights go on, and the data begins anew if its state does not fit any more, from the first chunk of its order. Fields of
-the optimizer that decide which arrays its state has are not among them."""
+"""Names for `--allow-change`: paths of fields that may then differ, with all fields below them. Losses differ
+from that step on, so the change is printed, and kept as a remark in config.txt and in every later checkpoint.
+With `data`, the weights go on, and the data begins anew if its state does not fit any more, from the first
+chunk of its order. Fields of the optimizer that decide which arrays its state has are not among them."""
 
 MAY_CHANGE_ON_RESUME = {
     "mesh.": "the layout does not change the losses",
@@ -60,8 +60,8 @@ MAY_CHANGE_ON_RESUME = {
     "alerts.": "changes who is told, not what a run computes",
     "callbacks": "callbacks watch a run and do not change it",
 }
-"""Prefix of a path -> why a resumed run may change it. A change of any other field makes it another run, `num_steps`
-included, because the learning-rate schedule reads it."""
+"""Prefix of a path -> why a resumed run may change it. A change of any other field makes it another run,
+`num_steps` included, because the learning-rate schedule reads it."""
 
 
 def config_from_text(config_text: str) -> fdl.Config[Run]:
@@ -74,9 +74,11 @@ def config_from_text(config_text: str) -> fdl.Config[Run]:
 
 
 def run_of_checkpoint(config_text: str) -> Run:
-    """Builds the run that wrote a checkpoint, for its model and its data, without pipeline stages or data parallelism.
+    """Builds the run that wrote a checkpoint, for its model and its data, without pipeline stages or data
+    parallelism.
 
-    A checkpoint holds whole layers, so whoever reads one needs no schedule; a schedule's CSV file may be gone by then.
+    A checkpoint holds whole layers, so whoever reads one needs no schedule; a schedule's CSV file may be gone
+    by then.
 
     Raises:
       UserError: as `config_from_text` and `build_run`.
@@ -100,7 +102,9 @@ def open_checkpoint(checkpoints: Checkpoints, step: int | None) -> tuple[int, Ru
     return step, run_of_checkpoint(checkpoints.config_text(step))
 
 
-def read_params(checkpoints: Checkpoints, step: int, run: Run, dtype_of: Callable[[ParamInfo], str]) -> Params:
+def read_params(
+    checkpoints: Checkpoints, step: int, run: Run, dtype_of: Callable[[ParamInfo], str]
+) -> Params:
     """Reads the parameters of a checkpoint onto one device, in the dtypes of `dtype_of`.
 
     Raises:
@@ -108,7 +112,8 @@ def read_params(checkpoints: Checkpoints, step: int, run: Run, dtype_of: Callabl
     """
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = map_params(
-        lambda info: jax.ShapeDtypeStruct(info.shape, dtype_of(info), sharding=sharding), run.model.param_infos()
+        lambda info: jax.ShapeDtypeStruct(info.shape, dtype_of(info), sharding=sharding),
+        run.model.param_infos(),
     )
     return checkpoints.restore_part(step, {"params": like})["params"]
 
@@ -128,19 +133,20 @@ def differences(there: str, here: str) -> list[str]:
 
 
 def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()) -> list[str]:
-    """Refuses a workdir whose config.txt belongs to another run; returns the differences that `allow` permits.
+    """Refuses a workdir whose config.txt belongs to another run; returns the differences that `allow`
+    permits.
 
     Args:
       allow: names of CHANGEABLE.
 
     Raises:
-      UserError: the workdir belongs to another run (lists each differing path with both values), or `allow` has an
-        unknown name.
+      UserError: the workdir belongs to another run (lists each differing path with both values), or `allow`
+        has an unknown name.
     """
     if unknown := [name for name in allow if name not in CHANGEABLE]:
         raise UserError(
-            f"--allow-change {unknown[0]}: {did_you_mean(unknown[0], CHANGEABLE)}It takes {', '.join(CHANGEABLE)}; "
-            "every other field that changes the losses makes another run."
+            f"--allow-change {unknown[0]}: {did_you_mean(unknown[0], CHANGEABLE)}It takes "
+            f"{', '.join(CHANGEABLE)}; every other field that changes the losses makes another run."
         )
     file = workdir / "config.txt"
     if not file.exists():
@@ -150,10 +156,14 @@ def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()
         listed = "".join(f"\n  {line}" for line in refused)
         names = [name for name in CHANGEABLE if any(_covered(line, [name]) for line in refused)]
         options = " ".join(f"--allow-change {name}" for name in names)
-        way = f", or add {options} to go on with other numbers" if all(_covered(x, names) for x in refused) else ""
+        way = (
+            f", or add {options} to go on with other numbers"
+            if all(_covered(x, names) for x in refused)
+            else ""
+        )
         raise UserError(
-            f"{workdir} holds another run:{listed}\nSet --workdir to a new folder, or run with the config in {file}"
-            f"{way}."
+            f"{workdir} holds another run:{listed}\nSet --workdir to a new folder, or run with the config in "
+            f"{file}{way}."
         )
     return lines
 
@@ -165,14 +175,19 @@ def _covered(line: str, names: Sequence[str]) -> bool:
 
 
 def with_asked(settled: str, asked: str) -> str:
-    """Appends to the config as it was settled a remark for each field that was asked to be `auto` or `as_needed`."""
+    """Appends to the config as it was settled a remark for each field that was asked to be `auto` or
+    `as_needed`.
+    """
     before, after = tree.parse(asked), tree.parse(settled)
-    open_paths = [path for path, text in before.items() if text in ("'auto'", "'as_needed'") and after[path] != text]
+    open_paths = [
+        path for path, text in before.items() if text in ("'auto'", "'as_needed'") and after[path] != text
+    ]
     return settled + "".join(f"{_ASKED}{path} = {before[path]}\n" for path in open_paths)
 
 
 def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequence[str]) -> str:
-    """Appends to `config_text` one remark per change that `--allow-change` permitted, in this and earlier attempts.
+    """Appends to `config_text` one remark per change that `--allow-change` permitted, in this and earlier
+    attempts.
 
     Args:
       step: the step that this attempt resumes from.

@@ -1,7 +1,7 @@
 """One run as data: `Run` has a field per component, and a config file returns a `fdl.Config[Run]`.
 
-The base function makes the config, fiddlers change it, then `--set` does, as on the command line. The result prints as
-one `path: type = value` line per field; the workdir keeps this text to recognise its run.
+The base function makes the config, fiddlers change it, then `--set` does, as on the command line. The result
+prints as one `path: type = value` line per field; the workdir keeps this text to recognise its run.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ class EvalSpec:
     """When and on what to evaluate: the split of `data.eval_fraction`, and further sets of text.
 
     every_steps: train steps between evaluations; None disables evaluation.
-    sets: held-out sets by name. Each is a source of its own, wholly held out: it may have no file of a training source.
-      An evaluation reads at most `data.eval_batches` batches of each set.
+    sets: held-out sets by name. Each is a source of its own, wholly held out: it may have no file of a
+      training source. An evaluation reads at most `data.eval_batches` batches of each set.
     """
 
     every_steps: int | None = 100
@@ -51,7 +51,9 @@ class EvalSpec:
 
     def __post_init__(self) -> None:
         if self.every_steps is not None and self.every_steps < 1:
-            raise UserError(f"eval.every_steps={self.every_steps} must be at least 1, or None to disable evaluation.")
+            raise UserError(
+                f"eval.every_steps={self.every_steps} must be at least 1, or None to disable evaluation."
+            )
         for name, source in self.sets.items():
             if not is_source_name(name):
                 raise UserError(
@@ -60,7 +62,8 @@ class EvalSpec:
             source.check(f"{HELD_OUT_PREFIX}{name}")
             if source.weight != 1:
                 raise UserError(
-                    f"eval.sets.{name}.weight={source.weight}: a held-out set is in no mixture. Remove the weight."
+                    f"eval.sets.{name}.weight={source.weight}: a held-out set is in no mixture. Remove the "
+                    "weight."
                 )
 
 
@@ -70,7 +73,8 @@ class Run:
 
     num_steps: length of the run, and of the learning-rate schedule.
     kernels: implementations of ops that replace the registry's choice: (("attention", "cudnn"),).
-    callbacks: objects that watch the loop (jtrain/train/callbacks.py): `module:name` or `path/to/file.py:name`.
+    callbacks: objects that watch the loop (jtrain/train/callbacks.py): `module:name` or
+      `path/to/file.py:name`.
     """
 
     seed: int
@@ -109,7 +113,9 @@ def build_run(config: fdl.Config[Run]) -> Run:
       UserError: a field has no value, or a component or `validate` refuses one.
     """
     if unset := [leaf.path for leaf in tree.leaves(config) if leaf.text == tree.NOT_SET]:
-        raise UserError(f"{', '.join(unset)}: no value. Set it in the config, or with --set {unset[0]}=VALUE.")
+        raise UserError(
+            f"{', '.join(unset)}: no value. Set it in the config, or with --set {unset[0]}=VALUE."
+        )
     run: Run = _built(config)
     validate(run)
     return run
@@ -147,14 +153,16 @@ def validate(run: Run) -> None:
     Raises:
       UserError: two components do not fit; names the fields, their values and the way out.
     """
-    # Whatever does not fit one device along `data` fits none: `settle_mesh` checks again with the number it chooses.
+    # Whatever does not fit one device along `data` fits none: `settle_mesh` checks again with the number it
+    # chooses.
     run = dataclasses.replace(run, mesh=run.mesh.settled(1))
     offload = run.layout.offload
     if {offload.params, offload.activations, offload.gradients} - {"none", 0}:
         check_scanned(run.model.scan_layers)
     if "as_needed" in (getattr(offload, name) for name in OFFLOADABLE):
         offload = OffloadSpec()  # the share depends on the devices
-    # Checks that heads, widths and vocabulary split over the mesh, and that offloaded activations are among the saved.
+    # Checks that heads, widths and vocabulary split over the mesh, and that offloaded activations are among
+    # the saved.
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
@@ -168,18 +176,21 @@ def validate(run: Run) -> None:
         counts_of(layout)  # refuses numbers that the schedule cannot have
     if unknown := [name for name in run.layout.remat_save if name not in SAVEABLE]:
         raise UserError(
-            f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: {', '.join(SAVEABLE)}."
+            f"layout.remat_save names {', '.join(unknown)}, which no layer computes. There are: "
+            f"{', '.join(SAVEABLE)}."
         )
     if run.eval.every_steps is not None and not run.data.eval_fraction and not run.eval.sets:
         raise UserError(
-            f"eval.every_steps={run.eval.every_steps} evaluates on held-out documents, but data.eval_fraction=0 holds "
-            "none out and eval.sets is empty. Set eval.every_steps=None, data.eval_fraction above 0, or eval.sets."
+            f"eval.every_steps={run.eval.every_steps} evaluates on held-out documents, but "
+            "data.eval_fraction=0 holds none out and eval.sets is empty. Set eval.every_steps=None, "
+            "data.eval_fraction above 0, or eval.sets."
         )
     run.profile.check_length(run.num_steps)
 
 
 def check_vocabulary(model: Transformer, vocab_size: int, *, field: str = "data.tokenizer") -> None:
-    """Refuses a model that cannot embed every id; not part of `validate`, because it needs the tokenizer's file.
+    """Refuses a model that cannot embed every id; not part of `validate`, because it needs the tokenizer's
+    file.
 
     Raises:
       UserError: the tokenizer has more ids than the model; names both sizes.

@@ -1,7 +1,8 @@
 """Config tree with flat paths: prints all fields, sets one, checks types.
 
-A path joins the names from the root by dots, as in `model.rope.theta`. In a field of type `dict[str, Component]` the
-component's key is part of the path, as in `data.sources.web.weight`. This module is independent of `Run`.
+A path joins the names from the root by dots, as in `model.rope.theta`. In a field of type `dict[str,
+Component]` the component's key is part of the path, as in `data.sources.web.weight`. This module is
+independent of `Run`.
 """
 
 import ast
@@ -21,12 +22,14 @@ from jtrain.runtime.secrets import shown, shown_assignment, without_secrets
 
 
 def flat(config: fdl.Config[Any]) -> str:
-    """Returns one `path: type = value` line per leaf, defaults included; a chosen component gets its own line.
+    """Returns one `path: type = value` line per leaf, defaults included; a chosen component gets its own
+    line.
 
     Secrets are shown as `***` (jtrain/runtime/secrets.py), because runs print, keep and compare this text.
     """
     return "".join(
-        f"{leaf.path}: {_type_name(leaf.annotation)} = {shown(leaf.path, leaf.text)}\n" for leaf in leaves(config)
+        f"{leaf.path}: {_type_name(leaf.annotation)} = {shown(leaf.path, leaf.text)}\n"
+        for leaf in leaves(config)
     )
 
 
@@ -51,7 +54,8 @@ def read(component: type, text: str) -> fdl.Config[Any]:
     config = _read(component, values, "")
     if unknown := values.keys() - {leaf.path for leaf in leaves(config)}:
         raise UserError(
-            f"this version of jtrain has no field {', '.join(sorted(unknown))}. Use the one that wrote the config."
+            f"this version of jtrain has no field {', '.join(sorted(unknown))}. Use the one that wrote the "
+            "config."
         )
     return config
 
@@ -61,7 +65,9 @@ def expand(config: fdl.Config[Any]) -> None:
     for name, (annotation, value) in _fields(config).items():
         if _named_component(annotation) is not None and isinstance(value, dict):
             setattr(config, name, {key: _expanded(item) for key, item in value.items()})
-        elif isinstance(value, fdl.Config) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        elif isinstance(value, fdl.Config) or (
+            dataclasses.is_dataclass(value) and not isinstance(value, type)
+        ):
             setattr(config, name, _expanded(value))
 
 
@@ -76,7 +82,8 @@ def _expanded(value: Any) -> Any:
 
 
 def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
-    """Checks every value against its field's annotation; converts int to float and list to tuple where needed.
+    """Checks every value against its field's annotation; converts int to float and list to tuple where
+    needed.
 
     Raises:
       UserError: a value has the wrong type; names the path, the value and the type.
@@ -92,11 +99,12 @@ def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
 
 
 def set_path(config: fdl.Config[Any], text: str) -> None:
-    """Applies one `path=literal`; text that is not a literal, or is meant for a string field, is taken as a string.
+    """Applies one `path=literal`; text that is not a literal, or is meant for a string field, is taken as a
+    string.
 
     Raises:
-      UserError: the path does not exist (the message suggests similar ones), the value has the wrong type, or the path
-        is that of a component.
+      UserError: the path does not exist (the message suggests similar ones), the value has the wrong type, or
+        the path is that of a component.
     """
     path, equals, raw = (part.strip() for part in text.partition("="))
     text = shown_assignment(text)  # for messages
@@ -112,7 +120,9 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
             if name not in owner:
                 near = difflib.get_close_matches(name, owner)
                 hint = f"Did you mean {near[0]}? " if near else ""
-                raise UserError(f"--set {text}: {above} has no {name}. {hint}It has: {', '.join(owner) or 'none'}.")
+                raise UserError(
+                    f"--set {text}: {above} has no {name}. {hint}It has: {', '.join(owner) or 'none'}."
+                )
             owner = owner[name]
             continue
         if not isinstance(owner, fdl.Config):
@@ -130,8 +140,9 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
         literal = raw
     if isinstance(value, fdl.Config) and literal is not None:
         raise UserError(
-            f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set one of its "
-            f"fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or replace it with a fiddler (--with)."
+            f"--set {text}: {path} is a component ({fdl.get_callable(value).__name__}), not a value. Set one "
+            f"of its fields ({', '.join(f'{path}.{name}' for name in _fields(value))}), or replace it with a "
+            "fiddler (--with)."
         )
     if (kind := _named_component(annotation)) is not None:
         setattr(owner, last, _components(path, literal, kind))
@@ -142,12 +153,14 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
 
 
 def _components(path: str, value: Any, kind: type) -> dict[str, fdl.Config[Any]]:
-    """Returns the components in a literal such as {'web': {'path': 'web/*.jsonl'}}, for a `dict[str, Component]`."""
+    """Returns the components in a literal such as {'web': {'path': 'web/*.jsonl'}}, for a `dict[str,
+    Component]`.
+    """
     names = list(_fields(fdl.Config(kind)))
     if not isinstance(value, dict) or not all(isinstance(fields, dict) for fields in value.values()):
         raise UserError(
-            f"{path}={without_secrets(repr(value))} must be a dict of names and, for each, a dict of fields of "
-            f"{kind.__name__}, such as {{'web': {{{names[0]!r}: ...}}}}."
+            f"{path}={without_secrets(repr(value))} must be a dict of names and, for each, a dict of fields "
+            f"of {kind.__name__}, such as {{'web': {{{names[0]!r}: ...}}}}."
         )
     found = {}
     for key, fields in value.items():
@@ -187,9 +200,13 @@ def leaves(config: fdl.Config[Any], prefix: str = "") -> Iterator[Leaf]:
 
 
 def _fields(config: fdl.Config[Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns name -> (annotation, value or default) of a component's fields, in the order of its signature."""
+    """Returns name -> (annotation, value or default) of a component's fields, in the order of its
+    signature.
+    """
     component: Any = fdl.get_callable(config)
-    constructor = component.__init__  # not the class: flax's metaclass shows its signature as (*args, **kwargs)
+    constructor = (
+        component.__init__
+    )  # not the class: flax's metaclass shows its signature as (*args, **kwargs)
     hints = typing.get_type_hints(component if dataclasses.is_dataclass(component) else constructor)
     factories = {
         field.name: field.default_factory
@@ -209,7 +226,9 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
         path = prefix + name
         components = [kind for kind in typing.get_args(annotation) or (annotation,) if isinstance(kind, type)]
         if (component_kind := _named_component(annotation)) is not None and path not in values:
-            keys = dict.fromkeys(p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}."))
+            keys = dict.fromkeys(
+                p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}.")
+            )
             if keys:
                 setattr(config, name, {key: _read(component_kind, values, f"{path}.{key}.") for key in keys})
         elif path not in values:
@@ -221,7 +240,9 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
             try:
                 value = ast.literal_eval(values[path])
             except (ValueError, SyntaxError) as error:
-                raise UserError(f"{path} = {values[path]}: neither a value nor one of its components.") from error
+                raise UserError(
+                    f"{path} = {values[path]}: neither a value nor one of its components."
+                ) from error
             setattr(config, name, _typed(path, value, annotation))
     return config
 
@@ -229,7 +250,11 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
 def _named_component(annotation: Any) -> type | None:
     """Returns the component type in `dict[str, Component]`; None for every other type."""
     arguments = typing.get_args(annotation)
-    if typing.get_origin(annotation) is not dict or len(arguments) != 2 or not dataclasses.is_dataclass(arguments[1]):
+    if (
+        typing.get_origin(annotation) is not dict
+        or len(arguments) != 2
+        or not dataclasses.is_dataclass(arguments[1])
+    ):
         return None
     return arguments[1] if isinstance(arguments[1], type) else None
 
@@ -259,7 +284,8 @@ def _typed(path: str, value: Any, annotation: Any) -> Any:
     choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
     if not choices:
         raise UserError(
-            f"{path}={shown(path, repr(value))} is a {type(value).__name__}, but must be {_type_name(annotation)}."
+            f"{path}={shown(path, repr(value))} is a {type(value).__name__}, but must be "
+            f"{_type_name(annotation)}."
         )
     near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
     hint = f" Did you mean {near[0]}?" if near else ""
@@ -271,7 +297,9 @@ _NO = object()
 
 
 def _convert(value: Any, annotation: Any) -> Any:
-    """Converts int to float and list to tuple as `annotation` needs; returns `_NO` for a value of another type."""
+    """Converts int to float and list to tuple as `annotation` needs; returns `_NO` for a value of another
+    type.
+    """
     annotation = _resolve(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
@@ -280,7 +308,9 @@ def _convert(value: Any, annotation: Any) -> Any:
         return value if any(value == choice and type(value) is type(choice) for choice in arguments) else _NO
     if origin in (types.UnionType, typing.Union):
         exact = [choice for choice in arguments if type(value) is choice]
-        return next((found for choice in exact or arguments if (found := _convert(value, choice)) is not _NO), _NO)
+        return next(
+            (found for choice in exact or arguments if (found := _convert(value, choice)) is not _NO), _NO
+        )
     if origin is tuple:
         if not isinstance(value, list | tuple):
             return _NO
@@ -304,7 +334,9 @@ def _resolve(annotation: Any) -> Any:
 
 
 def _type_name(annotation: Any) -> str:
-    """Returns a type as written in source, without module names: `int`, `float | None`, `Literal['none', 'full']`."""
+    """Returns a type as written in source, without module names: `int`, `float | None`, `Literal['none',
+    'full']`.
+    """
     annotation = _resolve(annotation)
     if annotation is types.NoneType:
         return "None"

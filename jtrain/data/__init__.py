@@ -1,4 +1,6 @@
-"""Data pipeline from text on disk to packed global batches: loaders read and tokenise, constructors plan and pack."""
+"""Data pipeline from text on disk to packed global batches: loaders read and tokenise, constructors plan and
+pack.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -52,7 +54,9 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name at its first use, so that `python -m jtrain.data --help` does not wait over a second for jax."""
+    """Imports a name at its first use, so that `python -m jtrain.data --help` does not wait over a second for
+    jax.
+    """
     if name in __all__:
         for module in _MODULES:
             found = vars(importlib.import_module(f"jtrain.data.{module}"))

@@ -1,4 +1,6 @@
-"""Dataset of a run: opens the sources, splits off evaluation documents, and gives train and evaluation batches."""
+"""Dataset of a run: opens the sources, splits off evaluation documents, and gives train and evaluation
+batches.
+"""
 
 import dataclasses
 import sys
@@ -45,8 +47,8 @@ _MOST_LINES = 12
 def open_dataset(spec: PackedText, *, seed: int, say: Callable[[str], None] | None = None) -> "TextDataset":
     """Opens every source, and checks that both sides of the split fill at least one row.
 
-    Reads only as much text as that check needs, except that JSON lines files are searched for line ends (1 GB/s) and
-    compressed or remote files are first copied into `data.cache_dir`.
+    Reads only as much text as that check needs, except that JSON lines files are searched for line ends (1
+    GB/s) and compressed or remote files are first copied into `data.cache_dir`.
 
     Args:
       say: called, in threads, with a line for the log from time to time while opening a source takes long.
@@ -60,7 +62,8 @@ def open_dataset(spec: PackedText, *, seed: int, say: Callable[[str], None] | No
 class TextDataset:
     """Documents of all sources, as train and evaluation batches of packed rows.
 
-    The tokens of batch k are a pure function of spec, seed and k; no thread, process, host or clock changes them.
+    The tokens of batch k are a pure function of spec, seed and k; no thread, process, host or clock changes
+    them.
 
     Attributes:
       names: names of the sources.
@@ -106,7 +109,9 @@ class TextDataset:
                 f"vocabulary {stream.tokenizer.vocab_size:,}"
             )
             if stream.prepared is not None and stream.prepared.num_skipped:
-                lines[-1] += f"; {stream.prepared.num_skipped:,} bad documents were left out when it was prepared"
+                lines[-1] += (
+                    f"; {stream.prepared.num_skipped:,} bad documents were left out when it was prepared"
+                )
         if len(lines) > _MOST_LINES:
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
         corpora = [stream.corpus for stream in self.streams if stream.corpus is not None]
@@ -115,7 +120,9 @@ class TextDataset:
         return "\n".join(lines)
 
     def _small_windows(self) -> list[str]:
-        """Returns a warning if a window of some source is smaller than one of its row groups; nothing otherwise."""
+        """Returns a warning if a window of some source is smaller than one of its row groups; nothing
+        otherwise.
+        """
         largest = {
             name: stream.order.largest_part
             for name, stream, setup in zip(self.names, self.streams, self.setups, strict=True)
@@ -127,8 +134,8 @@ class TextDataset:
         return [
             f"data.shuffle_window_bytes={self.spec.shuffle_window_bytes} is too small for {len(largest)} of "
             f"{len(self.names)} sources ({worst}: row groups of up to {largest[worst]:,} bytes of text, and "
-            f"{self.setups[0].window_bytes:,} bytes for each source): their rows are shuffled within one row group at "
-            f"a time, and such groups are kept in memory whole. Set "
+            f"{self.setups[0].window_bytes:,} bytes for each source): their rows are shuffled within one row "
+            "group at a time, and such groups are kept in memory whole. Set "
             f"data.shuffle_window_bytes={2 * largest[worst] * len(self.names)}, or write smaller row groups."
         ]
 
@@ -142,7 +149,8 @@ class TextDataset:
         cost: tuple[float, float] = (1.0, 0.0),
         inline: bool = False,
     ) -> BatchIterator:
-        """Starts the data plane; returns batches of `global_batch` rows, from the first one or from a saved state.
+        """Starts the data plane; returns batches of `global_batch` rows, from the first one or from a saved
+        state.
 
         The iterator must be closed. A collective where processes have joined, as they divide the reading.
 
@@ -151,7 +159,8 @@ class TextDataset:
           first_step: step of the first batch if there is no state, for the schedule of the mixture.
           rows: rows of the global batch that this process needs; None for all.
           context: size of the mesh axis that splits rows.
-          cost: cost of a token, and of a pair of a token and an earlier one in its document; used to balance rows.
+          cost: cost of a token, and of a pair of a token and an earlier one in its document; used to balance
+            rows.
           inline: reads in this thread, regardless of `data.engine`.
 
         Raises:
@@ -178,7 +187,9 @@ class TextDataset:
             sources=setups,
             planner=planner,
             rows=np.arange(self.spec.global_batch) if rows is None else rows,
-            column_order=context_order(self.spec.seq_len, context, self.spec.context_order) if context > 1 else None,
+            column_order=context_order(self.spec.seq_len, context, self.spec.context_order)
+            if context > 1
+            else None,
             chunk_bytes=tuple(stream.mean_bytes for stream in self.streams),
             lookahead_steps=self.spec.lookahead_steps,
         )
@@ -196,7 +207,9 @@ class TextDataset:
                 read_timeout_s=self.spec.read_timeout_s,
             )
         else:
-            listening, peers = meet() if multihost.is_joined() and self.spec.prepared is None else (None, None)
+            listening, peers = (
+                meet() if multihost.is_joined() and self.spec.prepared is None else (None, None)
+            )
             setup = ProcessSetup(
                 constructor=work,
                 max_loaders=self.spec.num_loaders(),
@@ -237,7 +250,9 @@ class TextDataset:
           UserError: `data.eval_fraction` is 0.
         """
         if not self.spec.eval_fraction:
-            raise UserError("data.eval_fraction=0 holds out no documents for evaluation. Set data.eval_fraction.")
+            raise UserError(
+                "data.eval_fraction=0 holds out no documents for evaluation. Set data.eval_fraction."
+            )
         return HeldOutSet(self.streams, self.spec)
 
     def _schedule(self) -> Any:
@@ -255,14 +270,18 @@ class TextDataset:
             unit=spec.mixture_unit,
             schedule=self._schedule(),
             epochs=spec.epochs,
-            ends=None if (e := spec.epochs) is None else tuple(s.order.numbers.first_of(e) for s in self.streams),
+            ends=None
+            if (e := spec.epochs) is None
+            else tuple(s.order.numbers.first_of(e) for s in self.streams),
             balance=spec.balance,
             cost_linear=cost[0],
             cost_quadratic=cost[1],
         )
 
     def misfit(self, state: dict[str, Any]) -> str | None:
-        """Returns why no stream can go on from a saved state, as a clause and the way out; None if one can."""
+        """Returns why no stream can go on from a saved state, as a clause and the way out; None if one
+        can.
+        """
         found = self._resumed(state)
         return found if isinstance(found, str) else None
 
@@ -270,9 +289,12 @@ class TextDataset:
         """Returns the sources as they go on from a saved state, or why they cannot."""
         for key, here in {"version": _STATE_VERSION, "seed": self.seed}.items():
             if state.get(key) != here:
-                way = "Finish the run with the jtrain that began it" if key == "version" else "Restore the seed"
+                way = (
+                    "Finish the run with the jtrain that began it" if key == "version" else "Restore the seed"
+                )
                 return (
-                    f"the data state was saved with {key}={state.get(key)!r}, but here it is {here!r}: {ways_out(way)}"
+                    f"the data state was saved with {key}={state.get(key)!r}, but here it is {here!r}: "
+                    f"{ways_out(way)}"
                 )
         found = []
         for name, stream in zip(self.names, self.streams, strict=True):
@@ -309,12 +331,16 @@ class TextDataset:
                     if tokens >= self.spec.seq_len:
                         return
         spec = self.spec
-        way = "or lower data.eval_fraction." if purpose == "training" else "raise data.eval_fraction, or set it to 0."
+        way = (
+            "or lower data.eval_fraction."
+            if purpose == "training"
+            else "raise data.eval_fraction, or set it to 0."
+        )
         what = f"data.path={spec.path!r}" if spec.path is not None else f"the {len(self.names)} data.sources"
         raise UserError(
-            f"{what} is too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} documents with "
-            f"{tokens} tokens for {purpose}, and one row needs data.seq_len={spec.seq_len}. Add text, lower "
-            f"data.seq_len, {way}"
+            f"{what} is too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} documents "
+            f"with {tokens} tokens for {purpose}, and one row needs data.seq_len={spec.seq_len}. Add text, "
+            f"lower data.seq_len, {way}"
         )
 
 

@@ -1,4 +1,6 @@
-"""Held-out sets: documents that are evaluated and never trained on, as batches that are the same each time."""
+"""Held-out sets: documents that are evaluated and never trained on, as batches that are the same each
+time.
+"""
 
 import dataclasses
 import functools
@@ -33,9 +35,9 @@ _READ_AHEAD = 16
 _SPARE, _SPARE_READ = 4.0, 1.25
 """Documents, and rows of text, from which an evaluation draws, over the rows that it needs.
 
-With as many documents as rows the standard error would be a quarter larger than with four times as many. Sizes from an
-index may also count what is no text, such as other fields of a JSON line. Where sizes are only known by reading, they
-are right, and more of them would cost time."""
+With as many documents as rows the standard error would be a quarter larger than with four times as many.
+Sizes from an index may also count what is no text, such as other fields of a JSON line. Where sizes are only
+known by reading, they are right, and more of them would cost time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,9 @@ class HeldOutBatch:
 
 
 class _Documents(NamedTuple):
-    """Documents from which the chunks of an evaluation are drawn, and the number of chunks up to the end of each."""
+    """Documents from which the chunks of an evaluation are drawn, and the number of chunks up to the end of
+    each.
+    """
 
     source: Int64[np.ndarray, " documents"]
     record: Int64[np.ndarray, " documents"]
@@ -63,13 +67,15 @@ class _Documents(NamedTuple):
 class HeldOutSet:
     """Held-out documents of some sources, of which an evaluation reads a fixed sample.
 
-    Documents are taken in a random order that is the same for every run, the same number from each source, until there
-    are some for every row of an evaluation, or all are taken. Rows are filled with chunks drawn from all of these at
-    random: the more documents an evaluation has, the smaller its standard error. A set that is smaller than an
+    Documents are taken in a random order that is the same for every run, the same number from each source,
+    until there are some for every row of an evaluation, or all are taken. Rows are filled with chunks drawn
+    from all of these at
+    random: the more documents an evaluation has, the smaller its standard error. A set that is smaller than
+      an
     evaluation is read whole.
 
-    A target is a token whose predecessor is in the same piece of the same document: all but the first token of a chunk,
-    and the token after each cut where a row ends. End ids are targets, of 0 bytes of text.
+    A target is a token whose predecessor is in the same piece of the same document: all but the first token
+    of a chunk, and the token after each cut where a row ends. End ids are targets, of 0 bytes of text.
 
     Args:
       streams: sources; their documents that `ChunkStream.held_out` chooses.
@@ -102,9 +108,14 @@ class HeldOutSet:
         return " ".join(stream.fingerprint() for stream in self.streams)
 
     def has_targets(self) -> bool:
-        """True if some chunk has a learned token after its first one; reads chunks up to the first such one."""
+        """True if some chunk has a learned token after its first one; reads chunks up to the first such
+        one.
+        """
         reads = (self._read(number) for number in range(int(self._documents.end[-1])))
-        return any(len(read.ids) - 1 > (read.ignored[:, 1] - np.maximum(read.ignored[:, 0], 1)).sum() for read in reads)
+        return any(
+            len(read.ids) - 1 > (read.ignored[:, 1] - np.maximum(read.ignored[:, 0], 1)).sum()
+            for read in reads
+        )
 
     def batches(self, *, context: int = 1) -> Iterator[HeldOutBatch]:
         """Yields the batches of an evaluation, at most `data.eval_batches`.
@@ -146,7 +157,9 @@ class HeldOutSet:
             ignore_targets(rows.target_BL, plan.pieces, runs)
             arrays = rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL
             batch = Batch(*(array[:, order] for array in arrays))
-            yield HeldOutBatch(batch, self._document_BL(plan.pieces)[:, order], self._text_bytes(plan.pieces, reads))
+            yield HeldOutBatch(
+                batch, self._document_BL(plan.pieces)[:, order], self._text_bytes(plan.pieces, reads)
+            )
             for number in [number for number in reads if number < state.oldest()[0]]:
                 del reads[number]
 
@@ -242,7 +255,8 @@ def open_sets(
             learned = "" if source.mask is None else " of which the second is learned"
             raise UserError(
                 f"{field}.path={source.path!r}: none of its {found[name].num_documents} documents has two "
-                f"tokens{learned}, so there is nothing to predict. Set {field}.path to files with text in them."
+                f"tokens{learned}, so there is nothing to predict. Set {field}.path to files with text in "
+                "them."
             )
     return found
 
@@ -261,8 +275,9 @@ def _check_apart(source: Source, field: str, setups: Sequence[SourceSetup]) -> N
         if shared:
             raise UserError(
                 f"{field}.path={source.path!r}: {len(shared)} of its {len(own)} files are trained on by "
-                f"{trained}.path={setup.source.path!r} (first: {min(shared)}). Move them out of {trained}.path, set "
-                f"{field}.path to other files, or remove {field}: data.eval_fraction holds out documents of {trained}."
+                f"{trained}.path={setup.source.path!r} (first: {min(shared)}). Move them out of "
+                f"{trained}.path, set {field}.path to other files, or remove {field}: data.eval_fraction "
+                f"holds out documents of {trained}."
             )
 
 

@@ -1,4 +1,6 @@
-"""Loss mask of tokens, as runs of tokens that are read and not learned; sources without masks have no runs."""
+"""Loss mask of tokens, as runs of tokens that are read and not learned; sources without masks have no
+runs.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -38,7 +40,9 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
         low, high = max(low, start), min(high, stop)
         if low < high:
             begins = chunk.begins and not parts
-            parts.append(ChunkPart(TextChunk(chunk.content[low - start : high - start], begins, False), learned))
+            parts.append(
+                ChunkPart(TextChunk(chunk.content[low - start : high - start], begins, False), learned)
+            )
 
     characters = end = 0  # of the text so far; `end` in bytes
     for first, last in text.learned:
@@ -57,7 +61,9 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
 def encode_parts(
     tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
 ) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:
-    """Returns lengths and ids of chunks, each part tokenised by itself, and the runs of ids that are not learned."""
+    """Returns lengths and ids of chunks, each part tokenised by itself, and the runs of ids that are not
+    learned.
+    """
     parts = [part for chunk in chunks for part in chunk]
     lengths, ids = tokenizer.encode_chunks([part.chunk for part in parts])
     chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
@@ -68,8 +74,12 @@ def encode_parts(
 
 
 def runs_within(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> Int[np.ndarray, "some 2"]:
-    """Returns the runs among tokens `start` to `end` - 1, counted from `start`; `runs` ascend and do not overlap."""
-    borders = runs.reshape(-1)  # one contiguous array, so that a search in a mapped file reads a few pages of it
+    """Returns the runs among tokens `start` to `end` - 1, counted from `start`; `runs` ascend and do not
+    overlap.
+    """
+    borders = runs.reshape(
+        -1
+    )  # one contiguous array, so that a search in a mapped file reads a few pages of it
     low = int(np.searchsorted(borders, start, side="right")) // 2
     high = (int(np.searchsorted(borders, end, side="left")) + 1) // 2
     return np.clip(runs[low:high], start, end) - start
@@ -78,7 +88,9 @@ def runs_within(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> Int[np
 def runs_of_spans(
     runs: Int[np.ndarray, "runs 2"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
 ) -> Int32[np.ndarray, "some 2"]:
-    """Returns the runs in spans of tokens that follow one another: counted from the first token of the first span."""
+    """Returns the runs in spans of tokens that follow one another: counted from the first token of the first
+    span.
+    """
     found, at = [NO_RUNS], 0
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
         if len(here := runs_within(runs, start, end)):
@@ -87,7 +99,9 @@ def runs_of_spans(
     return np.concatenate(found)
 
 
-def ignore_targets(target_BL: Int32[np.ndarray, "B L"], pieces: Pieces, runs: Sequence[Int[np.ndarray, "_ 2"]]) -> None:
+def ignore_targets(
+    target_BL: Int32[np.ndarray, "B L"], pieces: Pieces, runs: Sequence[Int[np.ndarray, "_ 2"]]
+) -> None:
     """Sets targets to IGNORE that are in runs which are not learned; rows must be filled already.
 
     Args:

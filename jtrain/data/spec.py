@@ -24,21 +24,25 @@ class PackedText:
     end_token: the token that ends a document, if the tokenizer's files do not name it.
     text_field, text_piece_bytes: fields of the source at `path`; see `Source`.
     mixture: the shares of the sources per step; the default uses each source's own weight.
-    mixture_unit: the unit of the shares: tokens, samples (chunks: documents, or their parts of at most a row), or rows
-      (each row then holds one source).
-    packing: how chunks that are shorter than a row share rows: `concat` cuts them at row ends; `first_fit` and
-      `best_fit` keep each one whole, and leave a part of the rows empty, about a thousandth in large batches.
-    balance: order the rows of a step so that every rank gets about the same work; the contents of rows never change.
-    context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the front and one
-      from the back, so that every rank has the same causal attention work.
-    epochs: how often each source is read; it then leaves the mixture, and the run ends with the last one. None: no end.
-    eval_fraction: share of documents held out of training, chosen by a hash of file name and number; 0 for none.
+    mixture_unit: the unit of the shares: tokens, samples (chunks: documents, or their parts of at most a
+      row), or rows (each row then holds one source).
+    packing: how chunks that are shorter than a row share rows: `concat` cuts them at row ends; `first_fit`
+      and `best_fit` keep each one whole, and leave a part of the rows empty, about a thousandth in large
+      batches.
+    balance: order the rows of a step so that every rank gets about the same work; the contents of rows never
+      change.
+    context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the
+      front and one from the back, so that every rank has the same causal attention work.
+    epochs: how often each source is read; it then leaves the mixture, and the run ends with the last one.
+      None: no end.
+    eval_fraction: share of documents held out of training, chosen by a hash of file name and number; 0 for
+      none.
     eval_batches: at most this many batches per evaluation, of the split and of each of `eval.sets`.
     on_bad_record: what to do with a document that cannot be read as text: stop, or skip and count.
-    engine: `processes`: one constructor process and several loader processes per host; `ray`: the same as Ray actors;
-      `inline`: everything in the trainer.
-    max_loaders: at most this many Source Loaders per host; None: one per core except one, up to 16. The autoscaler
-      decides how many run.
+    engine: `processes`: one constructor process and several loader processes per host; `ray`: the same as Ray
+      actors; `inline`: everything in the trainer.
+    max_loaders: at most this many Source Loaders per host; None: one per core except one, up to 16. The
+      autoscaler decides how many run.
     shadows: standby loaders, which take over from a loader that dies or hangs.
     read_timeout_s: a loader that needs longer than this for one document counts as hanging.
     prepared: a folder that `python -m jtrain.data prepare` wrote: nothing is tokenised during training.
@@ -85,19 +89,23 @@ class PackedText:
                 "Set data.eval_fraction."
             )
         if not self.read_timeout_s > 0:
-            raise UserError(f"data.read_timeout_s={self.read_timeout_s} must be above 0. Set data.read_timeout_s.")
+            raise UserError(
+                f"data.read_timeout_s={self.read_timeout_s} must be above 0. Set data.read_timeout_s."
+            )
         for field in ("on_bad_record", "packing", "mixture_unit", "engine", "context_order"):
             choices = PackedText.__annotations__[field].__args__
             if (value := getattr(self, field)) not in choices:
                 raise UserError(f"data.{field}={value!r} must be one of {', '.join(map(repr, choices))}.")
         if (self.path is None) == (not self.sources):
             both = "both are set" if self.sources else "neither is set"
-            raise UserError(f"data.path is for one source and data.sources for several, and {both}. Set one of them.")
+            raise UserError(
+                f"data.path is for one source and data.sources for several, and {both}. Set one of them."
+            )
         for name, source in self.named_sources.items():
             if not is_source_name(name) or (name == ONE_SOURCE and self.sources):
                 raise UserError(
-                    f"data.sources: {name!r} is not a valid name. Use letters, digits, _ and -, no digit first; not "
-                    f"{ONE_SOURCE!r}, which is the name of the source at data.path."
+                    f"data.sources: {name!r} is not a valid name. Use letters, digits, _ and -, no digit "
+                    f"first; not {ONE_SOURCE!r}, which is the name of the source at data.path."
                 )
             source.check(name)
 
@@ -112,7 +120,11 @@ class PackedText:
     @property
     def path_fields(self) -> str:
         """Setting that says where the data is, for messages."""
-        return f"the paths of the {len(self.sources)} data.sources" if self.path is None else f"data.path={self.path!r}"
+        return (
+            f"the paths of the {len(self.sources)} data.sources"
+            if self.path is None
+            else f"data.path={self.path!r}"
+        )
 
     def setups(self, *, seed: int) -> tuple[SourceSetup, ...]:
         """Returns the settings with which a process opens each source."""

@@ -1,8 +1,8 @@
 """Text to token ids and back: raw bytes, or a Hugging Face `tokenizer.json`.
 
-A document is encoded with its borders marked, `[begin] text [end]`. The begin id makes the first token of the text a
-target as well and lets sampling start from an empty prompt; the end id teaches the model to stop. A prompt is encoded
-without either.
+A document is encoded with its borders marked, `[begin] text [end]`. The begin id makes the first token of the
+text a target as well and lets sampling start from an empty prompt; the end id teaches the model to stop. A
+prompt is encoded without either.
 """
 
 import functools
@@ -20,7 +20,8 @@ from jtrain.errors import FileError, UserError
 
 type Ids = Int[np.ndarray, " tokens"]
 type EncodedDocuments = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
-"""Tokens of each document (int32), and the ids of all documents one after another in the tokenizer's `id_dtype`."""
+"""Tokens of each document (int32), and the ids of all documents one after another in the tokenizer's
+`id_dtype`."""
 
 
 class TextChunk(NamedTuple):
@@ -32,7 +33,9 @@ class TextChunk(NamedTuple):
 
 
 def smallest_id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Returns the smallest unsigned dtype that holds every id: 1, 2 or 4 bytes, on disk and between processes."""
+    """Returns the smallest unsigned dtype that holds every id: 1, 2 or 4 bytes, on disk and between
+    processes.
+    """
     return np.dtype(np.min_scalar_type(vocab_size - 1))
 
 
@@ -68,16 +71,19 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
-        """Returns the tokens of each chunk and the ids of all, with the border ids of the documents that they end.
+        """Returns the tokens of each chunk and the ids of all, with the border ids of the documents that they
+        end.
 
         RAYON_NUM_THREADS sets the number of threads of a Hugging Face tokenizer.
         """
         ...
 
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
-        """Returns the UTF-8 bytes of text that each id stands for, 0 for begin and end; None if ids do not tell.
+        """Returns the UTF-8 bytes of text that each id stands for, 0 for begin and end; None if ids do not
+        tell.
 
-        The bytes of a chunk's ids add up to those of its text, as the tokenizer normalises it (Unicode NFC, say).
+        The bytes of a chunk's ids add up to those of its text, as the tokenizer normalises it (Unicode NFC,
+        say).
         """
         ...
 
@@ -87,9 +93,10 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """Tokenizer with one id per UTF-8 byte; byte 0 both begins and ends a document.
 
-    Byte 0 costs no extra id, so the vocabulary stays 256: a power of two, one uint8 per id on disk, and a head that
-    splits over any mesh. Text files hold no NUL: its presence is how tools recognise binary files. If a text does hold
-    one, `decode` returns it unchanged, and to the model it looks like the border of a document.
+    Byte 0 costs no extra id, so the vocabulary stays 256: a power of two, one uint8 per id on disk, and a
+    head that splits over any mesh. Text files hold no NUL: its presence is how tools recognise binary files.
+    If a text does hold one, `decode` returns it unchanged, and to the model it looks like the border of a
+    document.
     """
 
     vocab_size = 256
@@ -118,7 +125,9 @@ class ByteTokenizer:
         return (ids != 0).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Returns the text; bytes that are not UTF-8 become U+FFFD, since sampling may stop inside a character."""
+        """Returns the text; bytes that are not UTF-8 become U+FFFD, since sampling may stop inside a
+        character.
+        """
         return np.asarray(ids, np.int64).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -134,10 +143,11 @@ _KNOWN_END_TOKENS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 class HFTokenizer:
     """Tokenizer of a `tokenizer.json`, through the package Hugging Face `tokenizers`.
 
-    The begin id is the one that the file's own template puts first (Llama 3 has one, Qwen3 none). The end id is the
-    first of these that exists: `end_token`; `eos_token` of the `tokenizer_config.json` beside the file; the only
-    well-known end token in the vocabulary. Text that spells a special token such as `<|endoftext|>` is encoded as plain
-    characters, because a corpus must not be able to end its own documents.
+    The begin id is the one that the file's own template puts first (Llama 3 has one, Qwen3 none). The end id
+    is the first of these that exists: `end_token`; `eos_token` of the `tokenizer_config.json` beside the
+    file; the only well-known end token in the vocabulary. Text that spells a special token such as
+    `<|endoftext|>` is encoded as plain characters, because a corpus must not be able to end its own
+    documents.
 
     Args:
       path: the file, or the folder that holds it.
@@ -166,17 +176,20 @@ class HFTokenizer:
             raise
         except BaseException as error:  # Rust raises plain Exception, ValueError for some files, and panics
             raise UserError(
-                f"data.tokenizer={str(path)!r} is not a tokenizer.json that the tokenizers package can read: {error}"
+                f"data.tokenizer={str(path)!r} is not a tokenizer.json that the tokenizers package can read: "
+                f"{error}"
             ) from error
         self._rust.encode_special_tokens = True
         vocabulary: dict[str, int] = self._rust.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1; ids may have gaps."""
-        # A token takes more than one byte of the file, so only a damaged one has larger ids; tables have a row per id.
+        # A token takes more than one byte of the file, so only a damaged one has larger ids; tables have a
+        # row per id.
         if not 0 < self.vocab_size <= len(content):
             raise UserError(
-                f"data.tokenizer={str(path)!r}: a file of {len(content):,} bytes with {len(vocabulary):,} tokens, the "
-                f"largest id {self.vocab_size - 1:,}. Export the tokenizer again, or set data.tokenizer to another."
+                f"data.tokenizer={str(path)!r}: a file of {len(content):,} bytes with {len(vocabulary):,} "
+                f"tokens, the largest id {self.vocab_size - 1:,}. Export the tokenizer again, or set "
+                "data.tokenizer to another."
             )
         self.id_dtype = smallest_id_dtype(self.vocab_size)
         self.end_id = _end_id(str(path), file.parent / "tokenizer_config.json", vocabulary, end_token)
@@ -185,14 +198,17 @@ class HFTokenizer:
         self.identity = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}/{self.end_id}"
 
     def encode(self, text: str) -> Ids:
-        # `encode` holds the GIL: on another thread it would stop the training loop for 2.5 s per MB of text, this call
-        # for 30 ms (tokenizers 0.23). The ids are the same; `fast` leaves out offsets and is 1.2x faster.
+        # `encode` holds the GIL: on another thread it would stop the training loop for 2.5 s per MB of text,
+        # this call for 30 ms (tokenizers 0.23). The ids are the same; `fast` leaves out offsets and is 1.2x
+        # faster.
         return np.asarray(self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
         parts = [np.empty(0, self.id_dtype)]
         lengths = np.zeros(len(chunks), np.int32)
-        encoded = self._rust.encode_batch_fast([c.content.decode("utf-8") for c in chunks], add_special_tokens=False)
+        encoded = self._rust.encode_batch_fast(
+            [c.content.decode("utf-8") for c in chunks], add_special_tokens=False
+        )
         for i, (chunk, one) in enumerate(zip(chunks, encoded, strict=True)):
             begin = [self.begin_id] if chunk.begins and self.begin_id is not None else []
             parts.append(np.asarray([*begin, *one.ids, *[self.end_id] * chunk.ends], self.id_dtype))
@@ -202,8 +218,8 @@ class HFTokenizer:
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
         """Returns bytes from a table by id; None if a text that has the difficult cases does not add up.
 
-        Tokenizers that lower-case text, drop spaces or know no rare characters do not add up. A space that the
-        tokenizer itself puts before a document is not counted.
+        Tokenizers that lower-case text, drop spaces or know no rare characters do not add up. A space that
+        the tokenizer itself puts before a document is not counted.
         """
         if self._bytes_of_id is None:
             return None
@@ -239,7 +255,9 @@ class HFTokenizer:
             elif '"ByteFallback"' in decoder and _FALLBACK_BYTE.fullmatch(token):
                 table[i] = 1
             else:
-                table[i] = len(token.replace("\u2581", " ").encode("utf-8"))  # SentencePiece spells a space so
+                table[i] = len(
+                    token.replace("\u2581", " ").encode("utf-8")
+                )  # SentencePiece spells a space so
         return table
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
@@ -249,7 +267,9 @@ class HFTokenizer:
 
 def whole_document(tokenizer: Tokenizer, text: str) -> TextChunk:
     """Returns a document as one chunk, with its border ids; no ids for an empty document."""
-    return TextChunk(text.encode("utf-8"), begins=bool(text) and tokenizer.begin_id is not None, ends=bool(text))
+    return TextChunk(
+        text.encode("utf-8"), begins=bool(text) and tokenizer.begin_id is not None, ends=bool(text)
+    )
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> EncodedDocuments:
@@ -268,17 +288,21 @@ def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str 
             raise UserError(f"{config} is not a JSON object ({error}). Mend or remove it.") from error
         end_token = declared.get("content") if isinstance(declared, dict) else declared
         if not isinstance(end_token, str | None):
-            raise UserError(f"{where} is {type(end_token).__name__}, not text. Mend it, or set data.end_token.")
+            raise UserError(
+                f"{where} is {type(end_token).__name__}, not text. Mend it, or set data.end_token."
+            )
     if end_token is not None:
         if end_token not in vocabulary:
             raise UserError(
-                f"{where}={end_token!r} is not one of the {len(vocabulary)} tokens of data.tokenizer={path!r}. "
-                "Set data.end_token to the token that ends a document."
+                f"{where}={end_token!r} is not one of the {len(vocabulary)} tokens of "
+                f"data.tokenizer={path!r}. Set data.end_token to the token that ends a document."
             )
         return vocabulary[end_token]
     known = [token for token in _KNOWN_END_TOKENS if token in vocabulary]
     if len(known) != 1:
-        found = f"several candidates: {', '.join(known)}" if known else f"none of {', '.join(_KNOWN_END_TOKENS)}"
+        found = (
+            f"several candidates: {', '.join(known)}" if known else f"none of {', '.join(_KNOWN_END_TOKENS)}"
+        )
         raise UserError(
             f"data.tokenizer={path!r} does not say which token ends a document: there is no eos_token in a "
             f"tokenizer_config.json beside it, and its vocabulary has {found}. Set data.end_token."
@@ -287,7 +311,8 @@ def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str 
 
 
 def make_tokenizer(name: str, *, end_token: str | None = None) -> ByteTokenizer | HFTokenizer:
-    """Returns the tokenizer called `name`: `bytes`, or the path of a `tokenizer.json` or of the folder that holds it.
+    """Returns the tokenizer called `name`: `bytes`, or the path of a `tokenizer.json` or of the folder that
+    holds it.
 
     Raises:
       UserError: as of `HFTokenizer`, or `end_token` is set for bytes.
@@ -296,7 +321,7 @@ def make_tokenizer(name: str, *, end_token: str | None = None) -> ByteTokenizer 
         return HFTokenizer(name, end_token=end_token)
     if end_token is not None:
         raise UserError(
-            f"data.end_token={end_token!r} has no meaning for data.tokenizer='bytes', where byte 0 ends a document. "
-            "Remove data.end_token."
+            f"data.end_token={end_token!r} has no meaning for data.tokenizer='bytes', where byte 0 ends a "
+            "document. Remove data.end_token."
         )
     return ByteTokenizer()

@@ -20,7 +20,8 @@ from jtrain.model.transformer import Transformer
 from jtrain.runtime.atomic_io import replacing
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest size of a weight file, as in transformers; larger exports are split. Writing a file holds it in memory."""
+"""Largest size of a weight file, as in transformers; larger exports are split. Writing a file holds it in
+memory."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -53,7 +54,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, Callable[[], np.ndarray]]]:
-    """Maps the name of each tensor in a directory to a function that reads it. Opening reads only the headers.
+    """Maps the name of each tensor in a directory to a function that reads it. Opening reads only the
+    headers.
 
     Raises:
       FileError: the directory has no safetensors file, or lacks one that the index names.
@@ -91,8 +93,8 @@ def write_directory(
 ) -> list[str]:
     """Writes a directory that transformers loads, and returns the names of its files.
 
-    The write is atomic: files are written beside `folder`, which is renamed at the end. Besides the parameters, one
-    file's tensors are held in memory.
+    The write is atomic: files are written beside `folder`, which is renamed at the end. Besides the
+    parameters, one file's tensors are held in memory.
 
     Args:
       config: contents of config.json, from `config_from_model`.
@@ -117,10 +119,14 @@ def write_directory(
 def check_empty(folder: Path) -> None:
     """Raises UserError unless `folder` is missing or an empty directory."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} is there already and not empty. Give a new directory, or empty that one first.")
+        raise UserError(
+            f"{folder} is there already and not empty. Give a new directory, or empty that one first."
+        )
 
 
-def _write_weights(folder: Path, params: Params, model: Transformer, *, dtype: str, max_shard_bytes: int) -> None:
+def _write_weights(
+    folder: Path, params: Params, model: Transformer, *, dtype: str, max_shard_bytes: int
+) -> None:
     shards = _plan_shards(model, dtype=dtype, max_shard_bytes=max_shard_bytes)
     count = len(shards)
     files = [_SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
@@ -160,8 +166,8 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
     if index is None:
         if not (folder / _SINGLE).is_file():
             raise FileError(
-                f"{folder} has neither {_SINGLE} nor {_INDEX}. Only safetensors are read: save the model with "
-                "safe_serialization=True first."
+                f"{folder} has neither {_SINGLE} nor {_INDEX}. Only safetensors are read: save the model "
+                "with safe_serialization=True first."
             )
         return {_SINGLE: set()}
     files: dict[str, set[str]] = {}

@@ -1,8 +1,9 @@
-"""Mapping between Hugging Face tensors and jtrain parameters: one table, and two pure functions that apply it.
+"""Mapping between Hugging Face tensors and jtrain parameters: one table, and two pure functions that apply
+it.
 
-Hugging Face stores every linear layer as [outputs, inputs] with heads flattened, one tensor per layer. jtrain stores
-inputs first, with a separate head dimension and stacked layers. Both use the half-split rotary layout, so nothing is
-interleaved.
+Hugging Face stores every linear layer as [outputs, inputs] with heads flattened, one tensor per layer. jtrain
+stores inputs first, with a separate head dimension and stacked layers. Both use the half-split rotary layout,
+so nothing is interleaved.
 """
 
 import dataclasses
@@ -45,8 +46,9 @@ TABLE = {
 }
 """Path of a jtrain parameter -> (Hugging Face name, Hugging Face dimensions).
 
-Dimensions are letters in the order of the Hugging Face tensor; letters written together are one flattened dimension. A
-name contains the index of the layer, y, and of the expert, x, where jtrain stacks layers and experts.
+Dimensions are letters in the order of the Hugging Face tensor; letters written together are one flattened
+dimension. A name contains the index of the layer, y, and of the expert, x, where jtrain stacks layers and
+experts.
 """
 
 _TIED_HEAD = "lm_head.weight"
@@ -129,11 +131,13 @@ def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[s
         yield slot.name, slot.to_theirs(ours.astype(DTYPES[dtype], copy=False))
 
 
-def from_hf(tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer, *, dtype: str | None = None) -> Params:
+def from_hf(
+    tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer, *, dtype: str | None = None
+) -> Params:
     """Converts Hugging Face tensors to jtrain parameters as numpy arrays.
 
-    Tensors are read one at a time and copied into their layer of the stack, so the peak of memory is the parameters and
-    one tensor.
+    Tensors are read one at a time and copied into their layer of the stack, so the peak of memory is the
+    parameters and one tensor.
 
     Args:
       tensors: name -> function that reads the tensor.
@@ -154,21 +158,22 @@ def from_hf(tensors: Mapping[str, Callable[[], np.ndarray]], model: Transformer,
         if theirs.shape != slot.shape:
             raise UserError(
                 f"tensor {name} has shape {list(theirs.shape)}, but config.json makes it {list(slot.shape)} "
-                f"(our {slot.info.path}, {slot.info.dims} = {list(slot.info.shape)}). Weights and config.json are of "
-                "different models."
+                f"(our {slot.info.path}, {slot.info.dims} = {list(slot.info.shape)}). Weights and "
+                "config.json are of different models."
             )
         if theirs.dtype not in READABLE:
             readable = ", ".join(str(kind) for kind in READABLE)
             raise UserError(
-                f"tensor {name} has dtype {theirs.dtype}; only {readable} can be imported. Convert the directory first."
+                f"tensor {name} has dtype {theirs.dtype}; only {readable} can be imported. Convert the "
+                "directory first."
             )
         path = slot.info.path
         if path not in stacks:
             stacks[path] = np.empty(slot.info.shape, theirs.dtype if dtype is None else DTYPES[dtype])
         elif dtype is None and theirs.dtype != stacks[path].dtype:
             raise UserError(
-                f"tensor {name} has dtype {theirs.dtype}, other layers' have {stacks[path].dtype}, and layers are "
-                "stacked. Convert the directory to one dtype, or import with a dtype given."
+                f"tensor {name} has dtype {theirs.dtype}, other layers' have {stacks[path].dtype}, and "
+                "layers are stacked. Convert the directory to one dtype, or import with a dtype given."
             )
         stacks[path][slot.index or ...] = slot.to_ours(theirs)
     return map_params(lambda info: stacks[info.path], model.param_infos())
@@ -179,8 +184,8 @@ def _check_names(missing: list[str], extra: list[str]) -> None:
     parts = [f"{what} {len(names)}: {first_few(names, 8)}" for what, names in kinds.items() if names]
     if parts:
         raise UserError(
-            f"the tensors are not those that config.json describes: {'; '.join(parts)}. Weights and config.json are of "
-            "different models, or a file is incomplete."
+            f"the tensors are not those that config.json describes: {'; '.join(parts)}. Weights and "
+            "config.json are of different models, or a file is incomplete."
         )
 
 

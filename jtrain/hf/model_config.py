@@ -1,7 +1,7 @@
 """Conversion between config.json and `Transformer`.
 
-Each field that changes the function that a model computes is either read or refused by name. Fields that transformers
-does not read for these architectures are ignored.
+Each field that changes the function that a model computes is either read or refused by name. Fields that
+transformers does not read for these architectures are ignored.
 """
 
 from collections.abc import Mapping
@@ -43,13 +43,16 @@ _EXPERTS = {
 }
 """Fields of `MoESpec` -> keys of config.json.
 
-The balancing loss of transformers is computed over a batch instead of a sequence, and is `top_k` times larger."""
+The balancing loss of transformers is computed over a batch instead of a sequence, and is `top_k` times
+larger."""
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
-"""Spellings of one setting: transformers 4 reads and writes the first; transformers 5 writes the second, reads both."""
+"""Spellings of one setting: transformers 4 reads and writes the first; transformers 5 writes the second,
+reads both."""
 
 _ONE_EXPERT = "moe_intermediate_size"
-"""Hidden width of one expert. `intermediate_size` belongs to dense layers, which the supported mixtures do not have."""
+"""Hidden width of one expert. `intermediate_size` belongs to dense layers, which the supported mixtures do
+not have."""
 
 _COMPARED = {
     **_SIZES,
@@ -75,8 +78,8 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise UserError(
-            f"config.json: a field has a value of another type or size than transformers writes ({error}). Download or "
-            "export it again."
+            f"config.json: a field has a value of another type or size than transformers writes ({error}). "
+            "Download or export it again."
         ) from error
 
 
@@ -87,8 +90,8 @@ def _model(config: Mapping[str, Any]) -> Transformer:
     classes = config.get("architectures") or [ARCHITECTURES[model_type]]
     if list(classes) != [ARCHITECTURES[model_type]]:
         raise UserError(
-            f"config.json: architectures={classes} is not [{ARCHITECTURES[model_type]!r}]: only causal language models "
-            "can be imported."
+            f"config.json: architectures={classes} is not [{ARCHITECTURES[model_type]!r}]: only causal "
+            "language models can be imported."
         )
     _check_only(config)
     _check_full_attention(config)
@@ -124,8 +127,8 @@ def config_from_model(
 
     Args:
       dtype: dtype of the tensors, `float32` or `bfloat16`.
-      max_seq_len: length of the longest sequence in training. With scaled rotary frequencies, config.json has the
-        length that they are scaled to, if it is larger.
+      max_seq_len: length of the longest sequence in training. With scaled rotary frequencies, config.json has
+        the length that they are scaled to, if it is larger.
       begin_id, end_id: token ids that begin and end a document.
 
     Raises:
@@ -134,8 +137,9 @@ def config_from_model(
     model_type = _model_type(model)
     if model_type == "llama" and model.d_model % model.num_heads:
         raise UserError(
-            f"model.d_model={model.d_model} is not a multiple of model.num_heads={model.num_heads}, which transformers "
-            "refuses for Llama. Only models with qk_norm (Qwen3) can be exported with such a shape."
+            f"model.d_model={model.d_model} is not a multiple of model.num_heads={model.num_heads}, which "
+            "transformers refuses for Llama. Only models with qk_norm (Qwen3) can be exported with such a "
+            "shape."
         )
     config: dict[str, Any] = {
         "architectures": [ARCHITECTURES[model_type]],
@@ -202,9 +206,9 @@ def _model_type(model: Transformer) -> str:
         return "qwen3" if model.qk_norm else "llama"
     if model.moe.shared_experts or not model.qk_norm:
         raise UserError(
-            f"model.moe.shared_experts={model.moe.shared_experts} with model.qk_norm={model.qk_norm}: of mixtures only "
-            "Qwen3-MoE can be exported, which has no shared expert and normalises queries and keys. Set "
-            "model.moe.shared_experts=0 and model.qk_norm=True, or keep the checkpoint."
+            f"model.moe.shared_experts={model.moe.shared_experts} with model.qk_norm={model.qk_norm}: of "
+            "mixtures only Qwen3-MoE can be exported, which has no shared expert and normalises queries and "
+            "keys. Set model.moe.shared_experts=0 and model.qk_norm=True, or keep the checkpoint."
         )
     return "qwen3_moe"
 
@@ -216,7 +220,8 @@ def _sizes(model_type: str) -> dict[str, str]:
 def _moe(config: Mapping[str, Any]) -> MoESpec:
     if dense := config.get("mlp_only_layers"):
         raise UserError(
-            f"config.json: mlp_only_layers={dense} is not supported: every layer must be a mixture of experts."
+            f"config.json: mlp_only_layers={dense} is not supported: every layer must be a mixture of "
+            "experts."
         )
     return MoESpec(
         num_experts=_num_experts(config),
@@ -232,8 +237,8 @@ def _num_experts(config: Mapping[str, Any]) -> int:
     counts = [_required(config, key) for key in keys]
     if len(set(counts)) > 1:
         raise UserError(
-            f"config.json: num_experts={counts[0]} but num_local_experts={counts[1]}. transformers 4 reads the first "
-            "and transformers 5 the second, as one setting. Delete the wrong one from config.json."
+            f"config.json: num_experts={counts[0]} but num_local_experts={counts[1]}. transformers 4 reads "
+            "the first and transformers 5 the second, as one setting. Delete the wrong one from config.json."
         )
     return counts[0]
 
@@ -256,16 +261,20 @@ def _check_full_attention(config: Mapping[str, Any]) -> None:
     window = config.get("sliding_window")
     if config["model_type"] != "llama" and config.get("use_sliding_window") and window is not None:
         raise UserError(
-            f"config.json: use_sliding_window=True (sliding_window={window}) is not supported: every layer of jtrain's "
-            "model attends to the whole document."
+            f"config.json: use_sliding_window=True (sliding_window={window}) is not supported: every layer "
+            "of jtrain's model attends to the whole document."
         )
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if kinds:
-        raise UserError(f"config.json: layer_types has {', '.join(sorted(kinds))}; only full_attention is supported.")
+        raise UserError(
+            f"config.json: layer_types has {', '.join(sorted(kinds))}; only full_attention is supported."
+        )
 
 
 def _rope(config: Mapping[str, Any]) -> RopeSpec:
-    """Rotary settings from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` (transformers 4)."""
+    """Rotary settings from `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling`
+    (transformers 4).
+    """
     # transformers 5 looks in the same order, so a config.json describes the same model there.
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters: Mapping[str, Any] = config.get(source) or {}
@@ -276,7 +285,9 @@ def _rope(config: Mapping[str, Any]) -> RopeSpec:
     if kind == "default":
         return RopeSpec(theta)
     if kind != "llama3":
-        raise UserError(f"config.json: {source}.rope_type={kind!r} is not supported, only 'default' and 'llama3'.")
+        raise UserError(
+            f"config.json: {source}.rope_type={kind!r} is not supported, only 'default' and 'llama3'."
+        )
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if key not in parameters]:
         raise UserError(f"config.json: {source} of type llama3 has no {', '.join(missing)}.")

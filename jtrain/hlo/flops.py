@@ -54,7 +54,9 @@ def bytes_accessed(instruction: Instruction, program: HloProgram) -> int:
 
 
 def _read_inside(inside: list[Instruction]) -> list[int | None]:
-    """Bytes that a fusion reads of each of its parameters, also through bitcasts; None if it reads the whole array."""
+    """Bytes that a fusion reads of each of its parameters, also through bitcasts; None if it reads the whole
+    array.
+    """
     users: dict[str, list[Instruction]] = {}
     for instruction in inside:
         for name in dict.fromkeys(instruction.operands):
@@ -98,8 +100,8 @@ def _dot(instruction: Instruction, operands: list[str]) -> int:
 def _convolution(instruction: Instruction, operands: list[str]) -> int:
     """FLOPs of a convolution, including the matrix products that XLA:TPU writes as convolutions.
 
-    Counts only window positions that meet the input: XLA:TPU makes batch dimensions spatial, and the window of a
-    batched product slides over a padded, dilated input of which each position meets one element.
+    Counts only window positions that meet the input: XLA:TPU makes batch dimensions spatial, and the window
+    of a batched product slides over a padded, dilated input of which each position meets one element.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.line)
     if not labels:
@@ -116,7 +118,11 @@ def _convolution(instruction: Instruction, operands: list[str]) -> int:
         stride, low, of_left, of_right = (
             window[name][index] if name in window else default for name, default in _DEFAULTS
         )
-        at = np.arange(sizes["o"][place])[:, None] * stride - low + np.arange(sizes["r"][place])[None, :] * of_right
+        at = (
+            np.arange(sizes["o"][place])[:, None] * stride
+            - low
+            + np.arange(sizes["r"][place])[None, :] * of_right
+        )
         reach = (sizes["l"][place] - 1) * of_left
         met *= int(((at >= 0) & (at <= reach) & (at % of_left == 0)).sum())
     return 2 * met * sizes["o"]["b"] * sizes["o"]["f"] * sizes["r"]["i"]

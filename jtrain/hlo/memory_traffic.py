@@ -1,4 +1,6 @@
-"""Memory traffic of a compiled program: bytes of the device's memory that each instruction reads and writes."""
+"""Memory traffic of a compiled program: bytes of the device's memory that each instruction reads and
+writes.
+"""
 
 import dataclasses
 import re
@@ -24,10 +26,11 @@ class Pass:
 
 
 def passes(hlo: str) -> tuple[Pass, ...]:
-    """Every instruction of an optimized program that accesses memory; each distinct operand counts whole, once.
+    """Every instruction of an optimized program that accesses memory; each distinct operand counts whole,
+    once.
 
-    Exact for programs of whole-array fusions, slices and copies. An asynchronous instruction reads at its start and
-    writes at its done.
+    Exact for programs of whole-array fusions, slices and copies. An asynchronous instruction reads at its
+    start and writes at its done.
 
     Raises:
       UserError: the program has a loop, conditional or call.
@@ -56,6 +59,8 @@ def written_arrays(hlo: str) -> frozenset[tuple[str, tuple[int, ...]]]:
     What exists within a fusion only is not written; every other instruction's results are.
     """
     computations = read(hlo).computations
-    fused = {name for body in computations.values() for i in body if i.opcode == "fusion" for name in i.called}
+    fused = {
+        name for body in computations.values() for i in body if i.opcode == "fusion" for name in i.called
+    }
     written = (i for name, body in computations.items() if name not in fused for i in body)
     return frozenset(array for i in written for array in arrays(i.type))

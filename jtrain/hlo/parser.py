@@ -16,7 +16,18 @@ KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all
 KINDS += ("collective-permute", "collective-broadcast")
 """Opcodes of collectives."""
 
-_ITEMSIZE = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_ITEMSIZE = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "s16": 2,
+    "u16": 2,
+    "bf16": 2,
+    "f16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+}
 _ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
 _ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
 
@@ -46,7 +57,9 @@ class Instruction:
 
     @property
     def collective(self) -> str:
-        """Kind of the collective that it is or starts, one of `KINDS`; "" for others, and for what ends one."""
+        """Kind of the collective that it is or starts, one of `KINDS`; "" for others, and for what ends
+        one.
+        """
         kind = self.opcode.removesuffix("-start")
         return kind if kind in KINDS else ""
 
@@ -116,7 +129,9 @@ class HloProgram:
         return False
 
     def trip_count(self, line: str) -> int | None:
-        """Trip count of a while loop: the compiler's annotation, else the bound in its condition (from 0 by 1)."""
+        """Trip count of a while loop: the compiler's annotation, else the bound in its condition (from 0 by
+        1).
+        """
         if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
             return int(noted[1])
         condition = re.search(r"condition=%([\w.-]+)", line)
@@ -140,7 +155,8 @@ class Visit:
 
     times: executions per run of the program; None if a loop around it has no known trip count.
     asynchronous, hidden: True if it is part of a pair of start and done, and if a matmul runs in between.
-    computation, around: name and instructions of its computation; it is in flight from index `start` to `stop`.
+    computation, around: name and instructions of its computation; it is in flight from index `start` to
+      `stop`.
     types: result type of every instruction of the program.
     """
 
@@ -156,14 +172,16 @@ class Visit:
 
 
 type BranchTimes = Callable[[str], int | None]
-"""Executions per run of what a conditional of this op_name computes; None if it computes something every time."""
+"""Executions per run of what a conditional of this op_name computes; None if it computes something every
+time."""
 
 
 def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]:
     """Every instruction reachable from the entry computation, once per call site.
 
     Args:
-      branch_times: how often branches are taken, which no HLO says; without it, as often as their conditional is met.
+      branch_times: how often branches are taken, which no HLO says; without it, as often as their conditional
+        is met.
     """
     program = read(hlo)
 
@@ -179,7 +197,9 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
                 stop = stop or len(instructions)
                 between = instructions[begin + 1 : stop]
                 under |= any(
-                    program.multiplies(i) for i in between if not i.opcode.endswith(("-start", "-update", "-done"))
+                    program.multiplies(i)
+                    for i in between
+                    if not i.opcode.endswith(("-start", "-update", "-done"))
                 )
             yield Visit(name, instruction, times, beside, under, instructions, begin, stop, program.types)
             inner = times
@@ -189,7 +209,8 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
             elif opcode == "conditional" and branch_times is not None:
                 taken = branch_times(instruction.op_name)
                 inner = times if taken is None else taken
-            # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all callers.
+            # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all
+            # callers.
             for inside in instruction.called:
                 yield from visit(inside, inner, beside, under)
 
@@ -197,7 +218,8 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
 
 
 def begin_of(instructions: list[Instruction], start: int) -> int:
-    """Index at which the start at `start` has its data: that of its first update, if the start has no operands.
+    """Index at which the start at `start` has its data: that of its first update, if the start has no
+    operands.
 
     A TPU's sparse cores are started before the data exist that they will send.
     """
@@ -276,10 +298,11 @@ def _split_type(text: str) -> tuple[str, str]:
 
 
 def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's sum.
+    """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's
+    sum.
 
-    The bytes that a ragged all-to-all sends depend on the data. Its operand or its result may have room to spare, so
-    the smaller of the two is counted.
+    The bytes that a ragged all-to-all sends depend on the data. Its operand or its result may have room to
+    spare, so the smaller of the two is counted.
 
     Args:
       types: those of the program.
@@ -299,7 +322,9 @@ def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str])
 
 
 def wire_bytes(kind: str, array_bytes: int, group: int) -> int:
-    """Bytes that one device sends: (n - 1) / n of the array on a ring, twice for an all-reduce, all for a permute."""
+    """Bytes that one device sends: (n - 1) / n of the array on a ring, twice for an all-reduce, all for a
+    permute.
+    """
     if kind == "collective-permute":
         return array_bytes
     return (2 if kind == "all-reduce" else 1) * array_bytes * (group - 1) // group
@@ -336,12 +361,16 @@ def _along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
 def _permuted(line: str) -> list[list[int]]:
     """(sender, receiver) of each pair of a collective-permute."""
     pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line)
-    return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])] if pairs else []
+    return (
+        [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])] if pairs else []
+    )
 
 
 def axes_of(groups: list[list[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
     """Mesh axes along which the members of a group differ."""
     places = [np.unravel_index(np.asarray(group), tuple(mesh_shape.values())) for group in groups]
     return tuple(
-        axis for index, axis in enumerate(mesh_shape) if any(len(set(place[index].tolist())) > 1 for place in places)
+        axis
+        for index, axis in enumerate(mesh_shape)
+        if any(len(set(place[index].tolist())) > 1 for place in places)
     )

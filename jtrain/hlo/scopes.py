@@ -1,8 +1,8 @@
 """Named scopes of a step in its compiled program: the phase and the layer that an instruction belongs to.
 
 The compiler keeps the path of named scopes that an instruction was traced from as its `op_name`:
-`jit(train_step)/shard_map/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/dot_general` belongs to
-the backward pass of the MLPs; recomputation counts as backward.
+`jit(train_step)/shard_map/transpose(jvp(layers))/while/body/checkpoint/rematted_computation/mlp/dot_general`
+belongs to the backward pass of the MLPs; recomputation counts as backward.
 """
 
 import re

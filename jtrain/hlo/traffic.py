@@ -1,4 +1,6 @@
-"""Traffic of a compiled program: collectives and host-memory copies, multiplied by the trip counts of loops."""
+"""Traffic of a compiled program: collectives and host-memory copies, multiplied by the trip counts of
+loops.
+"""
 
 import collections
 import dataclasses
@@ -28,13 +30,14 @@ type _Direction = Literal["to host", "to device"]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of one kind, axes, group size and dtype in one execution of a program, as one device sees them.
+    """All collectives of one kind, axes, group size and dtype in one execution of a program, as one device
+    sees them.
 
     axes: mesh axes that the groups span, entirely or, if `group` is smaller than their product, in part.
     group: number of devices that communicate with each other.
     count: number of arrays; instructions may be fewer, as the compiler may combine several arrays into one.
-    array_bytes: bytes of the unsharded arrays: an all-gather's result, a reduce-scatter's operand, an all-reduce's sum;
-      for a ragged all-to-all the smaller of its operand and its result.
+    array_bytes: bytes of the unsharded arrays: an all-gather's result, a reduce-scatter's operand, an
+      all-reduce's sum; for a ragged all-to-all the smaller of its operand and its result.
     async_bytes: part of array_bytes in pairs of start and done.
     hidden_bytes: part of async_bytes in pairs with a matmul in between.
     """
@@ -76,7 +79,9 @@ class HostCopies:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Network bytes that one device sends per execution: all, the asynchronous ones, and those hidden by a matmul."""
+    """Network bytes that one device sends per execution: all, the asynchronous ones, and those hidden by a
+    matmul.
+    """
 
     wire_bytes: int
     async_bytes: int
@@ -92,7 +97,9 @@ def overlap(collectives: Iterable[Traffic]) -> Overlap:
 _OVERLAP = ("async_bytes", "hidden_bytes")
 
 
-def traffic(hlo: str, mesh_shape: Mapping[str, int], branch_times: BranchTimes | None = None) -> list[Traffic]:
+def traffic(
+    hlo: str, mesh_shape: Mapping[str, int], branch_times: BranchTimes | None = None
+) -> list[Traffic]:
     """Every collective of optimized HLO, multiplied by the trip counts of the loops around it.
 
     Args:
@@ -119,7 +126,8 @@ def traffic(hlo: str, mesh_shape: Mapping[str, int], branch_times: BranchTimes |
 
 
 def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostCopies]:
-    """Every copy between device and host memory in optimized HLO, multiplied by the trip counts of loops around it.
+    """Every copy between device and host memory in optimized HLO, multiplied by the trip counts of loops
+    around it.
 
     Args:
       branch_times: as in `visits`.
@@ -173,7 +181,8 @@ def _known(visit: Visit, what: str) -> int:
 def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Direction, int] | None:
     """Direction and bytes of an instruction's copy between host and device memory; None if it copies nothing.
 
-    The type of a start names the types of operands and result, whether it starts a slice or a fusion around one.
+    The type of a start names the types of operands and result, whether it starts a slice or a fusion around
+    one.
     """
     opcode, type_ = instruction.opcode, instruction.type
     if opcode == "copy-start":
@@ -189,5 +198,7 @@ def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Dir
         return ("to device", array_bytes(result)) if any(_HOST in one for one in given) else None
     if _HOST not in given[0]:
         return "to host", array_bytes(result)
-    written = [one for one in given[1:2] if _HOST not in one]  # an in-place update copies only its second operand
+    written = [
+        one for one in given[1:2] if _HOST not in one
+    ]  # an in-place update copies only its second operand
     return ("to host", array_bytes(written[0])) if written else None

@@ -1,4 +1,6 @@
-"""Constants that both the train step and loader processes need: no imports, because a loader may not import jax."""
+"""Constants that both the train step and loader processes need: no imports, because a loader may not import
+jax.
+"""
 
 IGNORE = -1
 """Target id of positions without a target: padding, and the last token of a document."""

@@ -30,7 +30,8 @@ class Batch:
     """Packed sequences: int32 arrays, numpy on the host and global `jax.Array`s on devices.
 
     A row holds several documents one after another. `segment_BL` numbers them 1, 2, ... and is 0 in padding;
-    `position_BL` restarts at 0 in each document; `target_BL` is the next token of the same document, or `IGNORE`.
+    `position_BL` restarts at 0 in each document; `target_BL` is the next token of the same document, or
+    `IGNORE`.
     """
 
     token_BL: Int[Any, "B L"]
@@ -43,12 +44,12 @@ class Batch:
 class ParamInfo:
     """Description of one parameter, independent of its layout.
 
-    `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones`, or a normal
-    distribution with standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the number of experts
-    that serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
+    `dims` has one letter per dimension of `shape`; a leading `Y` stacks the layers. `init` is `ones`, or a
+    normal distribution with standard deviation `std`, drawn from the seed and `path` alone. `top_k` is the
+    number of experts that serve a token, in a stack of experts (leading `X`); it is 0 in other parameters.
 
-    `layer_order` has the logical layer of each place of Y, -1 for an identity layer of zeros; None if place y holds
-    layer y. Random numbers depend on the logical layer.
+    `layer_order` has the logical layer of each place of Y, -1 for an identity layer of zeros; None if place y
+    holds layer y. Random numbers depend on the logical layer.
     """
 
     path: str
@@ -109,5 +110,7 @@ def kv_heads_in_use(num_kv_heads: int, tensor: int) -> int:
 
 
 def splits_heads(num_heads: int, num_kv_heads: int, tensor: int) -> bool:
-    """True if each of `tensor` devices can compute whole query heads with whole key heads, or share one key head."""
+    """True if each of `tensor` devices can compute whole query heads with whole key heads, or share one key
+    head.
+    """
     return num_heads % tensor == 0 and (num_kv_heads % tensor == 0 or tensor % num_kv_heads == 0)

@@ -18,9 +18,9 @@ def devices_per_key_head(mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> int:
     if not splits_heads(heads, kv_heads, tensor):
         good = [str(n) for n in range(1, heads + 1) if splits_heads(heads, kv_heads, n)]
         raise UserError(
-            f"mesh.tensor={tensor} cannot split model.num_heads={heads} with model.num_kv_heads={kv_heads}: it must "
-            "divide the query heads, and divide or be a multiple of the key heads. Set mesh.tensor to one of "
-            f"{', '.join(good)}, or change the heads."
+            f"mesh.tensor={tensor} cannot split model.num_heads={heads} with model.num_kv_heads={kv_heads}: "
+            "it must divide the query heads, and divide or be a multiple of the key heads. Set mesh.tensor "
+            f"to one of {', '.join(good)}, or change the heads."
         )
     return max(1, tensor // kv_heads)
 
@@ -36,9 +36,9 @@ def check_context_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, attenti
     if attention == "ring":
         if order != "zigzag":
             raise UserError(
-                f"layout.context_attention=ring with data.context_order={order}: under a causal mask the last of "
-                f"mesh.context={mesh.context} devices would have the most work, and the others would wait. Set "
-                "data.context_order=zigzag, or layout.context_attention=ulysses."
+                f"layout.context_attention=ring with data.context_order={order}: under a causal mask the "
+                f"last of mesh.context={mesh.context} devices would have the most work, and the others would "
+                "wait. Set data.context_order=zigzag, or layout.context_attention=ulysses."
             )
         return
     size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
@@ -46,8 +46,8 @@ def check_context_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, attenti
     if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
         over = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
         raise UserError(
-            f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part of the heads, "
-            f"but model.num_heads={size['N']}{over} is {heads}, and model.num_kv_heads={size['K']}{over} is "
-            f"{kv_heads}. mesh.context must divide the former, and divide or be a multiple of the latter: change it, "
-            "or set layout.context_attention=ring."
+            f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part of "
+            f"the heads, but model.num_heads={size['N']}{over} is {heads}, and "
+            f"model.num_kv_heads={size['K']}{over} is {kv_heads}. mesh.context must divide the former, and "
+            "divide or be a multiple of the latter: change it, or set layout.context_attention=ring."
         )

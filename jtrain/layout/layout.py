@@ -1,17 +1,19 @@
 """Layout: sharding, memory and dtype of every parameter, gradient and optimizer array.
 
-One table, `SPLITS`, decides which mesh axis splits which dimension. `tensor` always splits its dimensions, and `expert`
-the experts of an MoE layer. Under a pipeline `stage` splits the layers Y, in the order of `PipelineLayout.order`,
-and V together with `tensor`; gradients and optimizer state alike. `data` and `context` together split D of the arrays
-that ZeRO shards (arXiv:1910.02054): optimizer state from stage 1, gradients from stage 2, parameters from stage 3. Norm
-scales are always replicated: they are a ten-thousandth of a model, and gathering each would cost a collective.
+One table, `SPLITS`, decides which mesh axis splits which dimension. `tensor` always splits its dimensions,
+and `expert` the experts of an MoE layer. Under a pipeline `stage` splits the layers Y, in the order of
+`PipelineLayout.order`, and V together with `tensor`; gradients and optimizer state alike. `data` and
+`context` together split D of the arrays that ZeRO shards (arXiv:1910.02054): optimizer state from stage 1,
+gradients from stage 2, parameters from stage 3. Norm scales are always replicated: they are a ten-thousandth
+of a model, and gathering each would cost a collective.
 
-Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of its
-kernels is split over `tensor` instead of K, so that nothing is stored twice; `jtrain.step.zero.own_heads` gives each
-device the kernels of its head once per step.
+Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of
+its kernels is split over `tensor` instead of K, so that nothing is stored twice; `jtrain.step.zero.own_heads`
+gives each device the kernels of its head once per step.
 
-Offloaded arrays are in `pinned_host` memory between uses. Only whole arrays are offloaded, so the state's tree and the
-checkpoints do not depend on it. Norm scales stay on the device: the copies would cost more than the memory they free.
+Offloaded arrays are in `pinned_host` memory between uses. Only whole arrays are offloaded, so the state's
+tree and the checkpoints do not depend on it. Norm scales stay on the device: the copies would cost more than
+the memory they free.
 """
 
 import dataclasses
@@ -58,11 +60,15 @@ class ParamLayout:
     """Layout of one parameter, its gradient and its optimizer state.
 
     info: the parameter in the state: under a pipeline, `ParamInfo.placed`.
-    zero_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that ZeRO or the axis splits, or None.
-    param_memory: memory of the parameter between uses. `Layout.host_state` decides the memory of its optimizer state.
+    zero_dim, tensor_dim, expert_dim: index into `info.shape` of the dimension that ZeRO or the axis splits,
+      or None.
+    param_memory: memory of the parameter between uses. `Layout.host_state` decides the memory of its
+      optimizer state.
     gradient_memory: memory of the sum of its gradients, between microbatches and until the update.
-    shared_by: number of devices along `tensor` that compute the same key head; more than 1 only for kernels of K.
-    staged: True under a pipeline: `stage` splits the layers (Y), and `stage` and `tensor` together the vocabulary (V).
+    shared_by: number of devices along `tensor` that compute the same key head; more than 1 only for kernels
+      of K.
+    staged: True under a pipeline: `stage` splits the layers (Y), and `stage` and `tensor` together the
+      vocabulary (V).
     """
 
     info: ParamInfo
@@ -76,7 +82,8 @@ class ParamLayout:
     gradient_memory: MemoryKind = "device"
 
     def spec(self, *, zero_sharded: bool) -> P:
-        """Returns the partition over `stage`, `tensor` and `expert`, and if `zero_sharded` over `ZERO_AXES` too.
+        """Returns the partition over `stage`, `tensor` and `expert`, and if `zero_sharded` over `ZERO_AXES`
+        too.
 
         With shared key heads K is shorter than `tensor`, and each device has one head.
         """
@@ -118,9 +125,11 @@ class ParamLayout:
 class Layout:
     """Layout of a whole model on a mesh.
 
-    rings: length of each torus dimension that the devices along `ZERO_AXES` run through, the slowest first; ZeRO's
-      collectives go along one dimension after another. Empty for a single collective; `step.zero.along_torus` sets it.
-    context_order: assignment of a row's positions to devices along `context` (`jtrain.data.constructor.context_order`).
+    rings: length of each torus dimension that the devices along `ZERO_AXES` run through, the slowest first;
+      ZeRO's collectives go along one dimension after another. Empty for a single collective;
+      `step.zero.along_torus` sets it.
+    context_order: assignment of a row's positions to devices along `context`
+      (`jtrain.data.constructor.context_order`).
     precision: number formats, which decide the bytes of every array.
     kernels: implementations of ops that replace the registry's choice, from `Run.kernels`.
     pipeline: placement of the layers on stages; None with mesh.stage=1.
@@ -138,7 +147,9 @@ class Layout:
     pipeline_spec: PipelineSpec = PipelineSpec()  # noqa: RUF009 - frozen
 
     def relaid(self, spec: LayoutSpec, mesh: MeshSpec, pipeline: PipelineSpec | None = None) -> "Layout":
-        """Lays the same model out with other settings, in the same precision; raises UserError as `make_layout`."""
+        """Lays the same model out with other settings, in the same precision; raises UserError as
+        `make_layout`.
+        """
         return make_layout(
             spec,
             mesh,
@@ -161,12 +172,16 @@ class Layout:
 
     @property
     def layer_order(self) -> tuple[int, ...] | None:
-        """Layer of the model at each place of the state, -1 for none; None if they are in the model's order."""
+        """Layer of the model at each place of the state, -1 for none; None if they are in the model's
+        order.
+        """
         return None if self.pipeline is None or self.pipeline.in_order else self.pipeline.order
 
     @property
     def per_layer(self) -> P:
-        """Partition of state with one entry per layer that no other axis splits: the scales of 8-bit matmuls."""
+        """Partition of state with one entry per layer that no other axis splits: the scales of 8-bit
+        matmuls.
+        """
         return P("stage") if self.pipeline else P()
 
     @property
@@ -211,8 +226,9 @@ def make_layout(
     """Lays a model out: decides sharding and memory of every array.
 
     Raises:
-      UserError: a dimension does not split evenly over its axis; an unused axis is larger than 1; an option needs an
-        axis that is 1; attention cannot be split over `context` so; more stages than layers; or a share is `as_needed`.
+      UserError: a dimension does not split evenly over its axis; an unused axis is larger than 1; an option
+        needs an axis that is 1; attention cannot be split over `context` so; more stages than layers; or a
+        share is `as_needed`.
     """
     placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
     if placed is not None:
@@ -226,16 +242,19 @@ def make_layout(
     layers = [info for info in infos if info.is_matrix and info.is_stacked]
     stacked = {info.path: info.size for info in layers if stays not in info.dims}
     total = sum(stacked.values())
-    on_host = moved("params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked)
+    on_host = moved(
+        "params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked
+    )
     if mesh.expert != 1 and not any(info.is_experts for info in infos):
         raise UserError(
-            f"mesh.expert={mesh.expert}: this model has no experts (model.moe=None), so its devices would repeat each "
-            "other's work. Set mesh.expert=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
+            f"mesh.expert={mesh.expert}: this model has no experts (model.moe=None), so its devices would "
+            "repeat each other's work. Set mesh.expert=1 and use mesh.data, mesh.context, mesh.tensor or "
+            "mesh.replica."
         )
     if spec.tensor_overlap and mesh.tensor == 1:
         raise UserError(
-            "layout.tensor_overlap=True with mesh.tensor=1: there are no collectives over `tensor` to overlap. Set "
-            "mesh.tensor to 2 or more, or layout.tensor_overlap=False."
+            "layout.tensor_overlap=True with mesh.tensor=1: there are no collectives over `tensor` to "
+            "overlap. Set mesh.tensor to 2 or more, or layout.tensor_overlap=False."
         )
     if spec.sequence_groups > 1:
         _check_groups(spec, mesh, infos, precision)
@@ -266,8 +285,12 @@ def make_layout(
     return Layout(spec, mesh, tuple(layouts), pipeline=placed, pipeline_spec=pipeline, **more)
 
 
-def _with_gradients_on_host(spec: LayoutSpec, mesh: MeshSpec, layouts: list[ParamLayout]) -> list[ParamLayout]:
-    """Chooses the layers' gradients to keep in host memory, among those that need no sum over devices at the end."""
+def _with_gradients_on_host(
+    spec: LayoutSpec, mesh: MeshSpec, layouts: list[ParamLayout]
+) -> list[ParamLayout]:
+    """Chooses the layers' gradients to keep in host memory, among those that need no sum over devices at the
+    end.
+    """
     layers = [p for p in layouts if p.info.is_matrix and p.info.is_stacked]
     ready = [
         p
@@ -277,14 +300,17 @@ def _with_gradients_on_host(spec: LayoutSpec, mesh: MeshSpec, layouts: list[Para
     share = spec.offload.share("gradients")
     if not (ready and spec.sums_within_layers(mesh)):
         raise UserError(
-            f"layout.offload.gradients={share:g} with layout.zero_stage={spec.zero_stage}, mesh.replica={mesh.replica} "
-            f"and mesh.data={mesh.data}: gradients of layers would be summed over devices at the end of a step, all "
-            "layers at once. Set layout.zero_stage=2 or 3 and mesh.replica=1, or layout.offload.gradients=none."
+            f"layout.offload.gradients={share:g} with layout.zero_stage={spec.zero_stage}, "
+            f"mesh.replica={mesh.replica} and mesh.data={mesh.data}: gradients of layers would be summed "
+            "over devices at the end of a step, all layers at once. Set layout.zero_stage=2 or 3 and "
+            "mesh.replica=1, or layout.offload.gradients=none."
         )
     total = sum(p.info.size for p in layers)
     sizes = {p.info.path: p.info.size for p in ready}
     chosen = moved("gradients", share, total, largest_first(share * total, sizes), sizes)
-    return [dataclasses.replace(p, gradient_memory="pinned_host") if p.info.path in chosen else p for p in layouts]
+    return [
+        dataclasses.replace(p, gradient_memory="pinned_host") if p.info.path in chosen else p for p in layouts
+    ]
 
 
 def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: PrecisionSpec) -> None:
@@ -292,23 +318,24 @@ def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: Precision
     offload = spec.offload
     if (dtype := precision.grad_accum_dtype) != "float32":
         raise UserError(
-            f"precision.grad_accum_dtype={dtype} with mesh.stage={placed.stages}: stages sum gradients in float32. "
-            "Set precision.grad_accum_dtype=float32, or mesh.stage=1."
+            f"precision.grad_accum_dtype={dtype} with mesh.stage={placed.stages}: stages sum gradients in "
+            "float32. Set precision.grad_accum_dtype=float32, or mesh.stage=1."
         )
     if offload.share("gradients") > 0:
         raise UserError(
-            f"layout.offload.gradients={offload.gradients} with mesh.stage={placed.stages}: stages sum gradients on "
-            "the device. Set layout.offload.gradients=none, or mesh.stage=1."
+            f"layout.offload.gradients={offload.gradients} with mesh.stage={placed.stages}: stages sum "
+            "gradients on the device. Set layout.offload.gradients=none, or mesh.stage=1."
         )
     if offload.share("activations") > 0:
         raise UserError(
-            f"layout.offload.activations={offload.activations} with mesh.stage={placed.stages}: what the layers of a "
-            "stage keep does not stream through host memory. Set layout.offload.activations=none, or mesh.stage=1."
+            f"layout.offload.activations={offload.activations} with mesh.stage={placed.stages}: what the "
+            "layers of a stage keep does not stream through host memory. Set "
+            "layout.offload.activations=none, or mesh.stage=1."
         )
     if offload.share("params") > 0 and placed.spec.gather == "step":
         raise UserError(
-            f"layout.offload.params={offload.params} with pipeline.gather=step: all weights of a stage would be on the "
-            "device for the whole step. Set pipeline.gather=tick, or layout.offload.params=none."
+            f"layout.offload.params={offload.params} with pipeline.gather=step: all weights of a stage would "
+            "be on the device for the whole step. Set pipeline.gather=tick, or layout.offload.params=none."
         )
 
 
@@ -317,14 +344,18 @@ def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, .
     stacks = {info.shape[0] for info in infos if info.is_stacked}
     if len(stacks) != 1:
         raise UserError(
-            f"mesh.stage={mesh.stage} cuts a model between its layers, but this one has no single stack of them. Set "
-            "mesh.stage=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
+            f"mesh.stage={mesh.stage} cuts a model between its layers, but this one has no single stack of "
+            "them. Set mesh.stage=1 and use mesh.data, mesh.context, mesh.tensor or mesh.replica."
         )
     return place_layers(spec, stages=mesh.stage, num_layers=stacks.pop())
 
 
-def _check_groups(spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec) -> None:
-    """Refuses groups of sequences where there is nothing to overlap, or where all sequences belong together."""
+def _check_groups(
+    spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec
+) -> None:
+    """Refuses groups of sequences where there is nothing to overlap, or where all sequences belong
+    together.
+    """
     bits = precision.matmul_dtype
     for other, found in (
         (f"mesh.tensor={mesh.tensor}: there are no collectives over `tensor` to overlap", mesh.tensor == 1),

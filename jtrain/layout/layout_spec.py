@@ -12,20 +12,24 @@ from jtrain.layout.offload_spec import OffloadSpec
 class LayoutSpec:
     """Layout options of a model on a mesh; they change speed and memory, never the losses.
 
-    zero_stage: sharding over `data` and `context`: 0 nothing; 1 optimizer state; 2 also gradients; 3 also parameters.
+    zero_stage: sharding over `data` and `context`: 0 nothing; 1 optimizer state; 2 also gradients; 3 also
+      parameters.
     microbatches: number of parts in which the global batch is computed; their gradients are summed.
-    remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's input and
-      recomputes the rest, `named` that input and `remat_save`.
+    remat: activations that a layer saves for its backward pass: `none` saves all, `full` only the layer's
+      input and recomputes the rest, `named` that input and `remat_save`.
     remat_save: activations to save, from `jtrain.model.forward_placement.SAVEABLE`.
-    tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls, except where
-      the kernels' cost model predicts that this is slower.
-    sequence_groups: groups of a device's sequences that a layer computes side by side, so that the collectives of one
-      group over `tensor` overlap with the computation of the others; 1 for all sequences together.
+    tensor_overlap: True splits collectives over `tensor` into pieces that overlap with a layer's matmuls,
+      except where the kernels' cost model predicts that this is slower.
+    sequence_groups: groups of a device's sequences that a layer computes side by side, so that the
+      collectives of one group over `tensor` overlap with the computation of the others; 1 for all sequences
+      together.
     offload: arrays kept in host memory.
-    context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of scores are
-      computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back (arXiv:2309.14509).
-    auto: True lets `jtrain.plan.search` pick zero_stage, remat, remat_save, microbatches and offload: the settings that
-      fit with the least predicted step time. They replace the config's, and config.txt holds them.
+    context_attention: attention over `context`: `ring` sends keys and values round a ring while blocks of
+      scores are computed (arXiv:2310.01889); `ulysses` exchanges positions for heads and back
+      (arXiv:2309.14509).
+    auto: True lets `jtrain.plan.search` pick zero_stage, remat, remat_save, microbatches and offload: the
+      settings that fit with the least predicted step time. They replace the config's, and config.txt holds
+      them.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 0
@@ -47,12 +51,14 @@ class LayoutSpec:
             raise UserError(f"layout.sequence_groups={self.sequence_groups} must be at least 1.")
         if (self.remat == "named") != bool(self.remat_save):
             raise UserError(
-                f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: remat=named saves these "
-                "names, and no other remat does. Set both or neither."
+                f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: remat=named saves "
+                "these names, and no other remat does. Set both or neither."
             )
 
     def sums_within_layers(self, mesh: MeshSpec) -> bool:
-        """True if layers' gradients are summed over devices as each layer computes them, not all at once at the end."""
+        """True if layers' gradients are summed over devices as each layer computes them, not all at once at
+        the end.
+        """
         return mesh.replica == 1 and (self.zero_stage >= 2 or mesh.zero_shards == 1)
 
 
@@ -68,20 +74,22 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     if mesh.context > 1 and spec.context_attention == "ring" and seq_len % (2 * mesh.context):
         below = seq_len - seq_len % (2 * mesh.context)
         raise UserError(
-            f"data.seq_len={seq_len} over mesh.context={mesh.context}: each device has an early and a late part of a "
-            f"row, so it must be a multiple of {2 * mesh.context}. Nearest: {below}, {below + 2 * mesh.context}."
+            f"data.seq_len={seq_len} over mesh.context={mesh.context}: each device has an early and a late "
+            f"part of a row, so it must be a multiple of {2 * mesh.context}. Nearest: {below}, "
+            f"{below + 2 * mesh.context}."
         )
     if rows % spec.microbatches:
         shards = global_batch // rows
         raise UserError(
             f"data.global_batch={global_batch} over {shards} devices is {rows} sequences each, which "
-            f"layout.microbatches={spec.microbatches} does not divide. Set data.global_batch to a multiple of "
-            f"{shards * spec.microbatches}, or layout.microbatches to a divisor of {rows}."
+            f"layout.microbatches={spec.microbatches} does not divide. Set data.global_batch to a multiple "
+            f"of {shards * spec.microbatches}, or layout.microbatches to a divisor of {rows}."
         )
     each = rows // spec.microbatches
     if each % spec.sequence_groups:
         raise UserError(
-            f"layout.sequence_groups={spec.sequence_groups} does not divide the {each} sequences that a device computes"
-            " at a time. Set it to a divisor of them, or change data.global_batch or layout.microbatches."
+            f"layout.sequence_groups={spec.sequence_groups} does not divide the {each} sequences that a "
+            "device computes at a time. Set it to a divisor of them, or change data.global_batch or "
+            "layout.microbatches."
         )
     return each

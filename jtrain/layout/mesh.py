@@ -17,7 +17,8 @@ AXES = ("replica", "stage", "data", "expert", "context", "tensor")
 """Mesh axes, outermost (slowest network) first, so that neighbours along `tensor` are the closest devices."""
 
 ZERO_AXES = ("data", "context")
-"""Mesh axes over which ZeRO splits state: devices along them hold different tokens and would hold the same state."""
+"""Mesh axes over which ZeRO splits state: devices along them hold different tokens and would hold the same
+state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +27,9 @@ class MeshSpec:
 
     replica: data parallelism without sharding, across slices or pods.
     stage: pipeline stages.
-    data: data parallelism; ZeRO shards state over `data` and `context` together. `auto`, which a config has that does
-      not say it, is what is left of the devices that are here (`config.devices.settle_mesh`); all else takes a number.
+    data: data parallelism; ZeRO shards state over `data` and `context` together. `auto`, which a config has
+      that does not say it, is what is left of the devices that are here (`config.devices.settle_mesh`); all
+      else takes a number.
     expert: experts of MoE layers; data parallelism for all other parameters.
     context: positions of a sequence; ZeRO shards state over it too.
     tensor: heads, feed-forward hidden and vocabulary; activations between layers are split by position.
@@ -43,7 +45,9 @@ class MeshSpec:
     def __post_init__(self) -> None:
         for axis, size in self.settled(1).shape.items() if self.data == "auto" else self.shape.items():
             if size < 1:
-                raise UserError(f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused.")
+                raise UserError(
+                    f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused."
+                )
 
     def settled(self, data: int) -> "MeshSpec":
         """Returns the mesh with `data` devices along that axis if it is `auto`; else the mesh as it is."""
@@ -51,13 +55,16 @@ class MeshSpec:
 
     @functools.cached_property
     def shape(self) -> dict[str, int]:
-        """Number of devices along each axis, in the order of `AXES`; kept, because a search reads it 100,000 times.
+        """Number of devices along each axis, in the order of `AXES`; kept, because a search reads it 100,000
+        times.
 
         Raises:
           UserError: `data` is still `auto`.
         """
         if self.data == "auto":
-            raise UserError("mesh.data=auto has to be settled first: it depends on the devices. Set it to a number.")
+            raise UserError(
+                "mesh.data=auto has to be settled first: it depends on the devices. Set it to a number."
+            )
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
@@ -90,9 +97,10 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
     if spec.size != len(devices):
         product = " * ".join(f"{axis}={size}" for axis, size in spec.shape.items() if size > 1) or "1"
         raise UserError(
-            f"{len(devices)} {'device is' if len(devices) == 1 else 'devices are'} here ({devices[0].platform}), but "
-            f"mesh {product} = {spec.size} devices. Set mesh.data so that the product is {len(devices)}, or to auto, "
-            f"which takes what is here; or add --emulate-devices {spec.size} to try the layout on this CPU."
+            f"{len(devices)} {'device is' if len(devices) == 1 else 'devices are'} here "
+            f"({devices[0].platform}), but mesh {product} = {spec.size} devices. Set mesh.data so that the "
+            f"product is {len(devices)}, or to auto, which takes what is here; or add --emulate-devices "
+            f"{spec.size} to try the layout on this CPU."
         )
     shape = tuple(spec.shape.values())
     if devices[0].platform == "tpu":
@@ -124,7 +132,9 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
 
 
 def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of one device's block of an array; a dimension shorter than its axes has one on each device."""
+    """Returns the shape of one device's block of an array; a dimension shorter than its axes has one on each
+    device.
+    """
     sizes = list(shape)
     for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
         if axes is not None:
@@ -138,6 +148,8 @@ def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def unsplit_axes(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes with several devices over which an array is replicated: its gradient is summed over each."""
+    """Returns the axes with several devices over which an array is replicated: its gradient is summed over
+    each.
+    """
     used = {name for axis in spec for name in axis_names(axis)}
     return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in used)

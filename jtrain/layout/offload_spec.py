@@ -20,14 +20,16 @@ type Share = float | Literal["none", "as_needed"]
 class OffloadSpec:
     """Offload to host memory; changes speed and device memory, never the losses.
 
-    optimizer: share of the bytes of optimizer state (moments, their scales, master weights). Whole arrays move, the
-      largest first, so the share reached may be a little lower; the plan prints it.
-    params: share of the bytes of the layers' parameters, also by whole arrays; a layer's part is fetched when needed.
+    optimizer: share of the bytes of optimizer state (moments, their scales, master weights). Whole arrays
+      move, the largest first, so the share reached may be a little lower; the plan prints it.
+    params: share of the bytes of the layers' parameters, also by whole arrays; a layer's part is fetched when
+      needed.
     activations: share of the bytes that each layer saves for its backward pass, by whole named activations.
-    gradients: share of the bytes of the layers' gradients, by whole arrays: their sums stay on the host from one
-      microbatch to the next, and until the update.
-    update: where offloaded optimizer state is updated: `device` streams it to the device and back, layer by layer;
-      `host` computes AdamW on the host's cores (ZeRO-Offload, arXiv:2101.06840) and streams gradients and parameters.
+    gradients: share of the bytes of the layers' gradients, by whole arrays: their sums stay on the host from
+      one microbatch to the next, and until the update.
+    update: where offloaded optimizer state is updated: `device` streams it to the device and back, layer by
+      layer; `host` computes AdamW on the host's cores (ZeRO-Offload, arXiv:2101.06840) and streams gradients
+      and parameters.
     unified_memory: one address space for host and device (Grace Hopper): the driver moves pages between them.
     """
 
@@ -44,15 +46,16 @@ class OffloadSpec:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value not in ("none", "as_needed") and not (number and 0 <= value <= 1):
                 raise UserError(
-                    f"layout.offload.{name}={value!r} must be a share from 0.0 to 1.0, `none`, or `as_needed`, which "
-                    "takes the smallest share that fits."
+                    f"layout.offload.{name}={value!r} must be a share from 0.0 to 1.0, `none`, or "
+                    "`as_needed`, which takes the smallest share that fits."
                 )
         if self.update not in ("device", "host"):
             raise UserError(f"layout.offload.update={self.update!r} must be `device` or `host`.")
         if self.update == "host" and self.optimizer in ("none", 0):
             raise UserError(
-                f"layout.offload.update=host updates optimizer state in host memory, but layout.offload.optimizer="
-                f"{self.optimizer} keeps none there. Set layout.offload.optimizer=1.0, or layout.offload.update=device."
+                "layout.offload.update=host updates optimizer state in host memory, but "
+                f"layout.offload.optimizer={self.optimizer} keeps none there. Set "
+                "layout.offload.optimizer=1.0, or layout.offload.update=device."
             )
         placed = [name for name in OFFLOADABLE if getattr(self, name) not in ("none", 0)]
         if self.unified_memory and placed:
@@ -70,14 +73,16 @@ class OffloadSpec:
         value = getattr(self, name)
         if value == "as_needed":
             raise UserError(
-                f"layout.offload.{name}=as_needed has to be resolved first: no share fits everywhere. `jtrain.plan` "
-                "finds the smallest that fits the devices."
+                f"layout.offload.{name}=as_needed has to be resolved first: no share fits everywhere. "
+                "`jtrain.plan` finds the smallest that fits the devices."
             )
         return 0.0 if value == "none" else float(value)
 
 
 def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K]:
-    """Returns keys whose sizes fit the budget together: goes from the largest down and takes each that still fits."""
+    """Returns keys whose sizes fit the budget together: goes from the largest down and takes each that still
+    fits.
+    """
     left = budget_bytes + 1e-6 * sum(sizes.values())  # 0.3 of a sum is not exact
     chosen: list[K] = []
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
@@ -87,7 +92,9 @@ def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K
     return frozenset(chosen)
 
 
-def moved[K](name: str, share: float, total: int, chosen: frozenset[K], sizes: Mapping[K, int]) -> frozenset[K]:
+def moved[K](
+    name: str, share: float, total: int, chosen: frozenset[K], sizes: Mapping[K, int]
+) -> frozenset[K]:
     """Returns `chosen`, the arrays to offload, after checking that it is not empty for a positive share.
 
     Raises:
@@ -96,7 +103,7 @@ def moved[K](name: str, share: float, total: int, chosen: frozenset[K], sizes: M
     if share > 0 and not chosen and sizes:
         smallest = min(sizes.values()) / total
         raise UserError(
-            f"layout.offload.{name}={share:g} moves nothing: the smallest array is {smallest:.1%} of the bytes. "
-            f"Set layout.offload.{name} to at least that, or to `none`."
+            f"layout.offload.{name}={share:g} moves nothing: the smallest array is {smallest:.1%} of the "
+            f"bytes. Set layout.offload.{name} to at least that, or to `none`."
         )
     return chosen

@@ -1,7 +1,7 @@
 """Precision of a run: the number formats of parameters, activations, gradient sums and matmul operands.
 
-Unlike the layout, the precision changes the losses, so resuming refuses a change unless `--allow-change precision` is
-given.
+Unlike the layout, the precision changes the losses, so resuming refuses a change unless `--allow-change
+precision` is given.
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ class PrecisionSpec:
     param_dtype: format of parameters between steps.
     compute_dtype: format of matmuls and activations; softmax, norms and the loss are always float32.
     reduce_dtype: format in which gradients are summed over devices.
-    grad_accum_dtype: format in which a device sums the gradients of microbatches. bfloat16 takes 2 bytes per parameter
-      instead of 4, also with one microbatch; each addition is float32 and rounded stochastically, so that the sum is
-      right on average.
-    matmul_dtype: format of the operands of the layers' weight matmuls in training. `compute` is compute_dtype;
-      `fp8_current` and `fp8_delayed` round them to 8-bit floats (e4m3, gradients e5m2), each tensor scaled by its own
-      maximum or by that of earlier steps. Evaluation and exports use compute_dtype.
+    grad_accum_dtype: format in which a device sums the gradients of microbatches. bfloat16 takes 2 bytes per
+      parameter instead of 4, also with one microbatch; each addition is float32 and rounded stochastically,
+      so that the sum is right on average.
+    matmul_dtype: format of the operands of the layers' weight matmuls in training. `compute` is
+      compute_dtype; `fp8_current` and `fp8_delayed` round them to 8-bit floats (e4m3, gradients e5m2), each
+      tensor scaled by its own maximum or by that of earlier steps. Evaluation and exports use compute_dtype.
     """
 
     param_dtype: Dtype = "float32"
@@ -40,7 +40,8 @@ class PrecisionSpec:
     def __post_init__(self) -> None:
         if self.matmul_dtype not in ("compute", "fp8_current", "fp8_delayed"):
             raise UserError(
-                f"precision.matmul_dtype={self.matmul_dtype!r} must be `compute`, `fp8_current` or `fp8_delayed`."
+                f"precision.matmul_dtype={self.matmul_dtype!r} must be `compute`, `fp8_current` or "
+                "`fp8_delayed`."
             )
 
 

@@ -29,7 +29,8 @@ class AttentionSizes:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions; `qk_norm` normalises queries and keys (Qwen3).
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions; `qk_norm` normalises queries and keys
+    (Qwen3).
 
     Heads are split over `tensor`; each array here holds this device's heads.
     """
@@ -70,8 +71,8 @@ class Attention(nnx.Module):
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
         context: ops.RowSplit = ops.WHOLE_ROWS,
     ) -> Float[Array, "B _ D"]:
-        """Attention output at this device's positions. Inside, the device computes its heads at all positions that the
-        `tensor` axis gathers.
+        """Attention output at this device's positions. Inside, the device computes its heads at all positions
+        that the `tensor` axis gathers.
         """
         q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR, tensor)
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")

@@ -1,9 +1,10 @@
 """Dispatch of tokens to experts and back: rows sorted by expert, without any scatter of activations.
 
 A row is a pair of a token and one of its S experts. There are P = T * S rows, and the rows of one expert are
-neighbours. With n devices along `expert`, each holds X / n experts. One ragged all-to-all sends rows to the device of
-their expert and sorts them by expert at the same time; its inverse returns the results. Buffers are sized for the worst
-case, in which all tokens of all devices choose one device's experts: n * T * min(S, X / n) rows.
+neighbours. With n devices along `expert`, each holds X / n experts. One ragged all-to-all sends rows to the
+device of their expert and sorts them by expert at the same time; its inverse returns the results. Buffers are
+sized for the worst case, in which all tokens of all devices choose one device's experts: n * T * min(S, X /
+n) rows.
 """
 
 import dataclasses
@@ -18,7 +19,8 @@ from jaxtyping import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertOrder:
-    """Permutation that sorts (token, slot) pairs by expert; int32 arrays, or other leaves when used as a pytree.
+    """Permutation that sorts (token, slot) pairs by expert; int32 arrays, or other leaves when used as a
+    pytree.
 
     pair_P: the pair of each row, t * S + s. Rows of pairs without an expert come last.
     row_TS: the row of each pair.
@@ -39,14 +41,18 @@ def order_of(expert_TS: Int[Array, "T S"], num_experts: int) -> ExpertOrder:
     """Sorts pairs by expert, then by token; an expert index of `num_experts` means no expert."""
     expert_P = expert_TS.reshape(-1)
     pair_P = jnp.argsort(expert_P, stable=True).astype(jnp.int32)
-    row_P = jnp.zeros_like(pair_P).at[pair_P].set(jnp.arange(pair_P.size, dtype=jnp.int32), unique_indices=True)
+    row_P = (
+        jnp.zeros_like(pair_P).at[pair_P].set(jnp.arange(pair_P.size, dtype=jnp.int32), unique_indices=True)
+    )
     count_X = jnp.sum(expert_P[:, None] == jnp.arange(num_experts)[None, :], axis=0, dtype=jnp.int32)
     return ExpertOrder(pair_P, row_P.reshape(expert_TS.shape), count_X)
 
 
 @jax.custom_vjp
 def to_rows(x_TD: Float[Array, "T D"], order: ExpertOrder) -> Float[Array, "P D"]:
-    """Copies each token to its rows. The gradient of a token is the sum over its experts' rows, in float32."""
+    """Copies each token to its rows. The gradient of a token is the sum over its experts' rows, in
+    float32.
+    """
     return x_TD[order.pair_P // order.row_TS.shape[1]]
 
 
@@ -62,7 +68,9 @@ to_rows.defvjp(_to_rows_forward, _to_rows_backward)
 
 
 @jax.custom_vjp
-def from_rows(y_PD: Float[Array, "P D"], weight_TS: Float[Array, "T S"], order: ExpertOrder) -> Float[Array, "T D"]:
+def from_rows(
+    y_PD: Float[Array, "P D"], weight_TS: Float[Array, "T S"], order: ExpertOrder
+) -> Float[Array, "T D"]:
     """Weighted sum of the rows of each token's experts, computed in float32 and returned in the dtype of y.
 
     Rows of no expert, and their gradient, have no effect.
@@ -89,7 +97,9 @@ from_rows.defvjp(_from_rows_forward, _from_rows_backward)
 
 
 def _sum_of_slots(y_PD: Array, order: ExpertOrder, weight_TS: Array | None) -> Array:
-    """Sum over slots, one slot at a time, so that XLA fuses the reads and no array of T * S * D elements exists."""
+    """Sum over slots, one slot at a time, so that XLA fuses the reads and no array of T * S * D elements
+    exists.
+    """
     row_TS = order.row_TS
     used_TS = row_TS < jnp.sum(order.count_X)
     total_TD = jnp.zeros((row_TS.shape[0], y_PD.shape[1]), jnp.float32)
@@ -119,7 +129,9 @@ class Exchange:
 
     @property
     def _place_EX(self) -> Array:
-        """First row of each (device, expert) block on the expert's device, by expert, then by sending device."""
+        """First row of each (device, expert) block on the expert's device, by expert, then by sending
+        device.
+        """
         count_EX = self.count_EX
         before_EX = jnp.cumsum(count_EX, axis=0) - count_EX
         total_Ex = jnp.sum(count_EX, axis=0).reshape(self._devices, -1)
@@ -138,9 +150,11 @@ class Exchange:
         return jax.lax.dynamic_slice_in_dim(x_EX, self._me * local, local, axis=1)
 
     def sent(self) -> tuple[Array, Array, Array, Array]:
-        """Slices of the all-to-all to the experts: first row here, rows, first row there, and rows that arrive here.
+        """Slices of the all-to-all to the experts: first row here, rows, first row there, and rows that
+        arrive here.
 
-        The first three have one entry per expert, by device; the last has one per sending device and local expert.
+        The first three have one entry per expert, by device; the last has one per sending device and local
+        expert.
         """
         count_X, place_X = self.count_EX[self._me], self._place_EX[self._me]
         return jnp.cumsum(count_X) - count_X, count_X, place_X, self._mine(self.count_EX).reshape(-1)
@@ -160,19 +174,23 @@ def exchanges_of(count_mX: Sequence[Int[Array, " X"]]) -> list[Exchange]:
 
 
 MAX_PIECES, MIN_PIECE_ROWS = 4, 8192
-"""Limits of `num_pieces`. With n pieces, one exchange of n in each direction has no matmul beside it. 8192 rows of 2048
-bfloat16 elements take 56 us at 450 GB/s over four devices, several times the latency of an exchange: an estimate, not
-measured."""
+"""Limits of `num_pieces`. With n pieces, one exchange of n in each direction has no matmul beside it. 8192
+rows of 2048 bfloat16 elements take 56 us at 450 GB/s over four devices, several times the latency of an
+exchange: an estimate, not measured."""
 
 
 def num_pieces(num_tokens: int, top_k: int) -> int:
-    """Pieces of equal size into which a layer's tokens are cut: one is exchanged while another is multiplied."""
+    """Pieces of equal size into which a layer's tokens are cut: one is exchanged while another is
+    multiplied.
+    """
     most = max(1, min(MAX_PIECES, num_tokens * top_k // MIN_PIECE_ROWS))
     return max(n for n in range(1, most + 1) if num_tokens % n == 0)
 
 
 def buffer_rows(num_pairs: int, top_k: int, *, num_experts: int, expert: int) -> int:
-    """Largest number of rows that a device can receive: all tokens of all devices, each for min(S, X / n) experts."""
+    """Largest number of rows that a device can receive: all tokens of all devices, each for min(S, X / n)
+    experts.
+    """
     return expert * num_pairs // top_k * min(top_k, num_experts // expert)
 
 
@@ -203,7 +221,9 @@ send_back.defvjp(
 
 
 def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], devices: int) -> Array:
-    """Ragged all-to-all. XLA:CPU has none: there each pair of devices exchanges blocks of the largest possible size."""
+    """Ragged all-to-all. XLA:CPU has none: there each pair of devices exchanges blocks of the largest
+    possible size.
+    """
     first, count, place, coming = slices
 
     def ragged(x: Array) -> Array:
@@ -219,7 +239,9 @@ def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], 
 def _padded(
     x: Array, num_rows: int, first: Array, count: Array, place: Array, coming: Array, devices: int
 ) -> Float[Array, "..."]:
-    """Result of the ragged all-to-all by an all-to-all of equal blocks, each as long as the longest possible."""
+    """Result of the ragged all-to-all by an all-to-all of equal blocks, each as long as the longest
+    possible.
+    """
     block_rows = max(x.shape[0], num_rows) // devices
 
     def slice_of(count: Array) -> tuple[Array, Array, Array]:

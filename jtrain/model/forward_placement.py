@@ -1,4 +1,6 @@
-"""Parts of the layout that a forward pass needs: how weights are fetched, which axes split what, what a layer saves."""
+"""Parts of the layout that a forward pass needs: how weights are fetched, which axes split what, what a layer
+saves.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -26,16 +28,16 @@ class Placement:
     tensor_overlap: True if collectives over `tensor` overlap with the layers' matmuls.
     sequence_groups: groups of sequences that a layer computes side by side.
     context: placement of the positions along the `context` axis.
-    remat: activations that a block saves for its backward pass: all (none), only its input (full), or its input and
-      `remat_save` (named).
+    remat: activations that a block saves for its backward pass: all (none), only its input (full), or its
+      input and `remat_save` (named).
     regather: True if gathered weights are dropped after use and gathered again by the backward pass.
     streams: True if some of the layers' weights are fetched from host memory and dropped after use.
     offload: saved activations that go to host memory, a subset of LAYER_INPUT and SAVEABLE.
-    lookup: embedding lookup in a table split by columns, returning [B, L, D] in the compute dtype, so that neither
-      embedding nor unembedding is ever whole; None if `fetch` gathers them.
-    on_torus: True if the devices form a TPU torus. Layers then keep the residual stream contiguous by rows: XLA:TPU
-      would give it the layout of `lookup`, whose narrow columns are its slowest dimension, and every layer would
-      transpose it.
+    lookup: embedding lookup in a table split by columns, returning [B, L, D] in the compute dtype, so that
+      neither embedding nor unembedding is ever whole; None if `fetch` gathers them.
+    on_torus: True if the devices form a TPU torus. Layers then keep the residual stream contiguous by rows:
+      XLA:TPU would give it the layout of `lookup`, whose narrow columns are its slowest dimension, and every
+      layer would transpose it.
     """
 
     fetch: Callable[[str, Any], Any]
@@ -71,12 +73,16 @@ def single_device(dtype: str) -> Placement:
 
 
 def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
-    """`layer` under `jax.checkpoint`, saving the activations that the placement names; `scan_layers` offloads them."""
+    """`layer` under `jax.checkpoint`, saving the activations that the placement names; `scan_layers` offloads
+    them.
+    """
     if placement.remat == "none" and not (placement.regather or placement.streams or placement.offload):
         return layer
-    # With remat=none, a policy that refuses only the weights would still save values one step away from them (results
-    # of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls instead.
+    # With remat=none, a policy that refuses only the weights would still save values one step away from them
+    # (results of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls
+    # instead.
     kept = SAVEABLE if placement.remat == "none" else placement.remat_save
     policy = jax.checkpoint_policies.save_only_these_names(*kept, GROUP_ORDER, ops.AMAX)
-    # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes remat.
+    # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes
+    # remat.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)

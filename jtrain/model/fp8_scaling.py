@@ -1,7 +1,8 @@
 """Selection of the weights that multiply in 8-bit floats, and the amax histories of delayed scaling.
 
-The projections of attention and the dense feed-forward layers multiply in 8 bits. Attention itself, the embedding, the
-unembedding with its loss, the router and routed experts keep the compute dtype. The model's code is the same in both
+The projections of attention and the dense feed-forward layers multiply in 8 bits. Attention itself, the
+embedding, the unembedding with its loss, the router and routed experts keep the compute dtype. The model's
+code is the same in both
 cases: an `ops.Fp8Kernel` takes the place of the weight's array.
 """
 
@@ -48,7 +49,9 @@ def check_matmul_dtype(precision: PrecisionSpec, mesh: Mesh) -> None:
 
 def fp8_weights(infos: Sequence[ParamInfo]) -> tuple[ParamInfo, ...]:
     """The parameters that multiply in 8 bits: the layers' matrices, except routers and routed experts."""
-    return tuple(info for info in infos if info.is_matrix and info.dims.startswith("Y") and "X" not in info.dims)
+    return tuple(
+        info for info in infos if info.is_matrix and info.dims.startswith("Y") and "X" not in info.dims
+    )
 
 
 @functools.cache
@@ -60,8 +63,8 @@ def history_shape(num_layers: int) -> tuple[int, ...]:
 def first_scaling(infos: Sequence[ParamInfo], params: Params | None = None) -> Tree:
     """Amax histories before the first step: [Y, 3, S] per 8-bit weight, float32.
 
-    The weight's own entry is its largest absolute value, or an upper bound for weights drawn at random. Activations
-    and gradients have no entry until the first step has seen them.
+    The weight's own entry is its largest absolute value, or an upper bound for weights drawn at random.
+    Activations and gradients have no entry until the first step has seen them.
 
     Args:
       params: the weights, if they were not drawn at random (imported weights).
@@ -89,11 +92,14 @@ def advanced(scaling: Tree, seen: Tree) -> Tree:
     return jax.tree.map(ops.amax_pushed, scaling, seen)
 
 
-def with_fp8(weights: Params, infos: Sequence[ParamInfo], scaling: Tree, seen: Tree, unit: Float[Array, ""]) -> Params:
+def with_fp8(
+    weights: Params, infos: Sequence[ParamInfo], scaling: Tree, seen: Tree, unit: Float[Array, ""]
+) -> Params:
     """The weights, with an `ops.Fp8Kernel` in place of each one that multiplies in 8 bits.
 
     Args:
-      weights: stacked. A leaf may be a wrapper around an array: `fetch` later replaces the array and keeps the wrapper.
+      weights: stacked. A leaf may be a wrapper around an array: `fetch` later replaces the array and keeps
+        the wrapper.
       scaling: amax histories; empty if every tensor is scaled by its own current largest value.
       seen: from `unseen`; its gradients extend the histories.
       unit: order of magnitude of the first step's gradients: 1 / tokens of the batch.

@@ -1,7 +1,7 @@
 """Autoregressive sampling with a key-value cache, on one device, from the model's own modules.
 
-Two programs are compiled for any prompt and number of tokens: one reads `PROMPT_CHUNK` tokens, the other generates
-`DECODE_CHUNK`. Both work on a cache of fixed size.
+Two programs are compiled for any prompt and number of tokens: one reads `PROMPT_CHUNK` tokens, the other
+generates `DECODE_CHUNK`. Both work on a cache of fixed size.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ PROMPT_CHUNK = 64
 """Prompt tokens per pass. Attention scores take N * 64 * M floats; each pass reads all weights once."""
 
 DECODE_CHUNK = 16
-"""Tokens generated per call. Text appears in chunks of this size, and an end token is seen up to this many late."""
+"""Tokens generated per call. Text appears in chunks of this size, and an end token is seen up to this many
+late."""
 
 _AS_THEY_ARE = Placement(fetch=lambda path, tree: tree)
 
@@ -50,7 +51,8 @@ class TokenSampler:
     temperature: divides the logits; 0 takes the most likely token.
     top_k: samples from the k most likely tokens.
     top_p: samples from the most likely tokens whose probabilities sum to p (arXiv:1904.09751).
-    vocab_size: ids from here on are never drawn; a model may have more embeddings than its tokenizer has tokens.
+    vocab_size: ids from here on are never drawn; a model may have more embeddings than its tokenizer has
+      tokens.
     """
 
     temperature: float = 0.8
@@ -60,9 +62,13 @@ class TokenSampler:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature={self.temperature} must be at least 0; 0 takes the most likely token.")
+            raise UserError(
+                f"temperature={self.temperature} must be at least 0; 0 takes the most likely token."
+            )
         if self.top_k is not None and self.top_p is not None:
-            raise UserError(f"top_k={self.top_k} and top_p={self.top_p} exclude each other. Give one of them.")
+            raise UserError(
+                f"top_k={self.top_k} and top_p={self.top_p} exclude each other. Give one of them."
+            )
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -82,7 +88,8 @@ class TokenSampler:
         if self.top_p is not None:
             sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
             p_BV = jax.nn.softmax(sorted_BV, axis=-1)
-            # A token stays while the more likely tokens sum to less than p; the most likely token always stays.
+            # A token stays while the more likely tokens sum to less than p; the most likely token always
+            # stays.
             kept_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < self.top_p
             least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
             logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
@@ -101,8 +108,8 @@ def extend(
     """Appends `count` tokens of each sequence to the cache, computing in the dtype of `params`.
 
     Args:
-      token_BL: the next tokens; tokens from `count` on are padding. Padding writes keys beyond the cache's length,
-        which no query sees and the next tokens overwrite. The cache must have room for all L.
+      token_BL: the next tokens; tokens from `count` on are padding. Padding writes keys beyond the cache's
+        length, which no query sees and the next tokens overwrite. The cache must have room for all L.
 
     Returns:
       Logits after the last of the `count` tokens, float32, and the extended cache.
@@ -142,7 +149,9 @@ def _attend(
     *rest, heads, size = q_BLNH.shape
     kv_heads = k_BMKH.shape[2]
     q_BLKGH = q_BLNH.reshape(*rest, kv_heads, heads // kv_heads, size)
-    s_BKGLM = jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
+    s_BKGLM = (
+        jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
+    )
     seen_BLM = jnp.arange(k_BMKH.shape[1])[None, None, :] <= position_BL[:, :, None]
     p_BKGLM = jax.nn.softmax(jnp.where(seen_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
     return jnp.einsum("bkglm,bmkh->blkgh", p_BKGLM.astype(v_BMKH.dtype), v_BMKH).reshape(q_BLNH.shape)
@@ -178,7 +187,9 @@ def generate_ids(
     for start in range(0, num_prompt, PROMPT_CHUNK):
         chunk = prompt_ids[start : start + PROMPT_CHUNK]
         token_BL = np.pad(chunk, (0, PROMPT_CHUNK - len(chunk)))[None]
-        logits_BV, cache = _read(model, params, jnp.asarray(token_BL, jnp.int32), jnp.int32(len(chunk)), cache)
+        logits_BV, cache = _read(
+            model, params, jnp.asarray(token_BL, jnp.int32), jnp.int32(len(chunk)), cache
+        )
     left = max_tokens
     while left > 0:
         assert logits_BV is not None

@@ -1,19 +1,19 @@
 """Loop over layers, with prefetch of what lives in host memory, and with sums of gradients in place.
 
-The plain loop is one `jax.lax.scan`. With weights or saved activations in host memory, a plain scan would start each
-copy when its layer starts and wait for it, and it would save the weights of all layers for the backward pass. Where the
-gradients of several microbatches are summed, it would hold the gradients of all layers beside their sums. For all three
-there is a loop with its own forward and backward pass, which adds each layer's gradients to their sums in place. A
-layer computes with arrays that arrived during the previous layer, while those of the next layer are being copied: the
-arrays of two layers are on the device at a time.
+The plain loop is one `jax.lax.scan`. With weights or saved activations in host memory, a plain scan would
+start each copy when its layer starts and wait for it, and it would save the weights of all layers for the
+backward pass. Where the gradients of several microbatches are summed, it would hold the gradients of all
+layers beside their sums. For all three there is a loop with its own forward and backward pass, which adds
+each layer's gradients to their sums in place. A layer computes with arrays that arrived during the previous
+layer, while those of the next layer are being copied: the arrays of two layers are on the device at a time.
 
 | per microbatch, of Y layers | weights copied to the device | activations |
 |---|---|---|
 | forward | Y + 1: each layer once, and the last layer a second time, for the backward pass | 1: the last layer's |
 | backward | Y: the previous layer each time, and the first layer a second time, unused | Y, the same |
 
-Sums of gradients in host memory are fetched and written back Y + 1 times per microbatch, those of a layer while the
-layers beside it compute: the sums of three layers are on the device at a time.
+Sums of gradients in host memory are fetched and written back Y + 1 times per microbatch, those of a layer
+while the layers beside it compute: the sums of three layers are on the device at a time.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ from jtrain.errors import UserError
 from jtrain.model.param import Params
 
 LAYER_INPUT = "layer_input"
-"""The residual stream that enters a layer: always saved for the backward pass, on the device or in host memory."""
+"""The residual stream that enters a layer: always saved for the backward pass, on the device or in host
+memory."""
 
 type LayerCarry = Any
 """Pytree carried from layer to layer: the residual stream, and sums that layers add to (router losses)."""
@@ -44,7 +45,8 @@ type Layer = Callable[[LayerCarry, Params, Any], LayerCarry]
 class Detached:
     """Weight whose gradient has another shape or sharding than the weight itself.
 
-    trained: the array that JAX differentiates; only its shape matters, its value is never read and XLA drops it.
+    trained: the array that JAX differentiates; only its shape matters, its value is never read and XLA drops
+      it.
     value: the array that the forward pass computes with.
     """
 
@@ -60,9 +62,10 @@ class Summed:
     The gradient of `total` is the new sum. The weight itself gets no gradient.
 
     weight: stacked, [Y, ...], or a `Detached`.
-    total: sum of the gradients of earlier microbatches, [Y, ...]; in host memory each layer's streams to the device
-      and back.
-    add: (sum of one layer, its gradient, number of the layer) -> new sum of the layer, in the dtype of `total`.
+    total: sum of the gradients of earlier microbatches, [Y, ...]; in host memory each layer's streams to the
+      device and back.
+    add: (sum of one layer, its gradient, number of the layer) -> new sum of the layer, in the dtype of
+      `total`.
     """
 
     weight: Any
@@ -77,12 +80,12 @@ def scan_layers(
 
     Args:
       layer: must not save values derived from streamed weights: see `placement.checkpointed`.
-      weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed, the gradient of a `Summed` is
-        added to its sum.
+      weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed, the gradient of a
+        `Summed` is added to its sum.
       shared: values passed to every layer; not differentiated.
       unroll: layers per iteration of the compiled loop.
-      offload: names of saved activations that are in host memory between the passes: LAYER_INPUT, and those of
-        `checkpoint_name`.
+      offload: names of saved activations that are in host memory between the passes: LAYER_INPUT, and those
+        of `checkpoint_name`.
     """
     leaves = jax.tree.leaves(weights, is_leaf=_is_leaf)
     streams = offload or any(map(_streams, leaves))
@@ -100,9 +103,9 @@ def check_scanned(scan_layers: bool) -> None:
     """
     if not scan_layers:
         raise UserError(
-            "model.scan_layers=False with layout.offload.params, .activations or .gradients: only a loop fetches one "
-            "layer while another computes; unrolled, XLA joins all layers' arrays on the device, or on the host's "
-            "cores, and needs more memory than without. Set model.scan_layers=True."
+            "model.scan_layers=False with layout.offload.params, .activations or .gradients: only a loop "
+            "fetches one layer while another computes; unrolled, XLA joins all layers' arrays on the device, "
+            "or on the host's cores, and needs more memory than without. Set model.scan_layers=True."
         )
 
 
@@ -128,10 +131,14 @@ def _looped(
         return layer(x, jax.tree.unflatten(tree, merged), shared)
 
     def fetch(stacked: Any, index: Array | int) -> Any:
-        slices = jax.tree.map(lambda value: jax.lax.dynamic_index_in_dim(value, index, keepdims=False), stacked)
+        slices = jax.tree.map(
+            lambda value: jax.lax.dynamic_index_in_dim(value, index, keepdims=False), stacked
+        )
         return jax.device_put(slices, jax.memory.Space.Device)
 
-    def loop(compute: Callable[..., tuple[LayerCarry, Any]], x: LayerCarry, trained: Any, near: Any, far: Any) -> Any:
+    def loop(
+        compute: Callable[..., tuple[LayerCarry, Any]], x: LayerCarry, trained: Any, near: Any, far: Any
+    ) -> Any:
         def body(carry: Any, now: Any) -> Any:
             (x, held), (y, trained, near) = carry, now
             ahead = fetch(far, jnp.minimum(y + 1, num_layers - 1))
@@ -141,12 +148,18 @@ def _looped(
         return jax.lax.scan(body, (x, fetch(far, 0)), (steps, trained, near), unroll=unroll)
 
     @jax.custom_vjp
-    def run(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, near_sums: Any, far_sums: Any) -> LayerCarry:
+    def run(
+        x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, near_sums: Any, far_sums: Any
+    ) -> LayerCarry:
         del near_sums, far_sums
-        (x, _), _ = loop(lambda x, trained, values: (one(x, trained, values, shared), None), x, trained, near, far)
+        (x, _), _ = loop(
+            lambda x, trained, values: (one(x, trained, values, shared), None), x, trained, near, far
+        )
         return x
 
-    def forward(x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, near_sums: Any, far_sums: Any) -> Any:
+    def forward(
+        x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, near_sums: Any, far_sums: Any
+    ) -> Any:
         # Only the layer's input is saved; the backward pass gets weights and shared values again.
         keep = (True, False, False, False)
 
@@ -155,13 +168,16 @@ def _looped(
 
         def compute(*args: Any) -> tuple[LayerCarry, Any]:
             x, vjp = differentiate(*args)
-            # The layer's input is an argument and has no name: for a name `jax.checkpoint` would save a copy of it.
+            # The layer's input is an argument and has no name: for a name `jax.checkpoint` would save a copy
+            # of it.
             saved: list[Any] = [vjp.args_res[0], *vjp.opaque_residuals]
             names: list[str | None] = [LAYER_INPUT]
             if offload:
                 names += _names(lambda *args: differentiate(*args)[1].opaque_residuals, *args)
             goes = [name in offload for name, _ in itertools.zip_longest(names, saved)]
-            vjp.args_res[0], *vjp.opaque_residuals = (None if go else x for go, x in zip(goes, saved, strict=True))
+            vjp.args_res[0], *vjp.opaque_residuals = (
+                None if go else x for go, x in zip(goes, saved, strict=True)
+            )
             on_host = [x if go else None for go, x in zip(goes, saved, strict=True)]
             return x, (vjp, jax.device_put(on_host, jax.memory.Space.Host))
 
@@ -180,19 +196,24 @@ def _looped(
             vjp.args_res[:] = [x, trained, _either(near, held), shared]
             grad, trained_grad, _, _ = vjp(grad)
             if any(far_sum is not None for far_sum in far_sums):
-                # Fetch before writing the same array: XLA does not know that the layers differ, and would copy all of
-                # it. The largest gradient is known halfway: fetches run in the first half, writes in the second.
+                # Fetch before writing the same array: XLA does not know that the layers differ, and would
+                # copy all of it. The largest gradient is known halfway: fetches run in the first half, writes
+                # in the second.
                 half = max(range(len(given)), key=lambda i: trained_grad[i].size)
                 together = far_sums, sum_ahead, trained_grad[half]
                 far_sums, sum_ahead, trained_grad[half] = jax.lax.optimization_barrier(together)
                 # Of the layer after this one; the first time of this layer, unchanged.
                 far_sums = _put(far_sums, new, jnp.minimum(y + 1, num_layers - 1))
-            of_layer = jax.tree.map(lambda total: jax.lax.dynamic_index_in_dim(total, y, keepdims=False), near_sums)
+            of_layer = jax.tree.map(
+                lambda total: jax.lax.dynamic_index_in_dim(total, y, keepdims=False), near_sums
+            )
             found = zip(given, _either(of_layer, sum_back), trained_grad, strict=True)
             added = [leaf.add(total, g, y) if isinstance(leaf, Summed) else None for leaf, total, g in found]
             here = [None if total is None else one for total, one in zip(near_sums, added, strict=True)]
             new = [None if total is None else one for total, one in zip(far_sums, added, strict=True)]
-            rest = [None if isinstance(leaf, Summed) else g for leaf, g in zip(given, trained_grad, strict=True)]
+            rest = [
+                None if isinstance(leaf, Summed) else g for leaf, g in zip(given, trained_grad, strict=True)
+            ]
             return (grad, *ahead, _put(near_sums, here, y), far_sums, sum_ahead, new), rest
 
         first = (grad, held, back, near_sums, far_sums, sum_back, sum_back)

@@ -18,7 +18,11 @@ class SwiGLU(nnx.Module):
         # Each layer adds two branches to the residual stream: 1 / sqrt(2 Y) keeps its variance at any depth.
         self.down_FD = weight("FD", (d_ff, d_model), std=(d_ff * 2 * layers) ** -0.5, layers=layers)
 
-    def __call__(self, x_BLD: Float[Array, "B _ D"], tensor: TensorAxis = TensorAxis()) -> Float[Array, "B _ D"]:  # noqa: B008 - frozen
+    def __call__(
+        self,
+        x_BLD: Float[Array, "B _ D"],
+        tensor: TensorAxis = TensorAxis(),  # noqa: B008, frozen
+    ) -> Float[Array, "B _ D"]:
         """Output at this device's positions. Inside, the device computes its block of F at all positions."""
         gate_BLF, up_BLF = tensor.project_in(x_BLD, self.gate_DF[...], self.up_DF[...])
         gate_BLF, up_BLF = checkpoint_name(gate_BLF, "mlp_gate"), checkpoint_name(up_BLF, "mlp_up")

@@ -29,7 +29,8 @@ from jtrain.model.router import MoESpec, RouterLosses, Routing, route
 
 
 class MoE(nnx.Module):
-    """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))`, plus shared experts (arXiv:2401.06066).
+    """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))`, plus shared experts
+    (arXiv:2401.06066).
 
     Experts are split over `expert`, the hidden width of each over `tensor`. No token is dropped.
     """
@@ -64,15 +65,23 @@ class MoE(nnx.Module):
                 routing = jax.tree.map(lambda a: jax.lax.all_gather(a, "tensor", axis=1, tiled=True), routing)
             return routing, losses
 
-    def __call__(self, x_BLD: Float[Array, "B L D"], routing: Routing, *, expert: int) -> Float[Array, "B L D"]:
+    def __call__(
+        self, x_BLD: Float[Array, "B L D"], routing: Routing, *, expert: int
+    ) -> Float[Array, "B L D"]:
         """Partial sums over this device's block of F; the caller adds them over `tensor`."""
         *rows, width = x_BLD.shape
         x_TD = x_BLD.reshape(-1, width)
-        expert_TS, weight_TS = (a.reshape(x_TD.shape[0], -1) for a in (routing.expert_BLS, routing.weight_BLS))
+        expert_TS, weight_TS = (
+            a.reshape(x_TD.shape[0], -1) for a in (routing.expert_BLS, routing.weight_BLS)
+        )
         pieces = 1 if expert == 1 else num_pieces(x_TD.shape[0], self.spec.top_k)
         with jax.named_scope("dispatch"):
-            orders = [order_of(expert_tS, self.spec.num_experts) for expert_tS in jnp.split(expert_TS, pieces)]
-            x_PDs = [to_rows(x_tD, order) for x_tD, order in zip(jnp.split(x_TD, pieces), orders, strict=True)]
+            orders = [
+                order_of(expert_tS, self.spec.num_experts) for expert_tS in jnp.split(expert_TS, pieces)
+            ]
+            x_PDs = [
+                to_rows(x_tD, order) for x_tD, order in zip(jnp.split(x_TD, pieces), orders, strict=True)
+            ]
         if expert == 1:
             weights, count_X = self._weights(pieces), orders[0].count_X
             wide_PF = self._wide(x_PDs[0], count_X, weights, expected_rows=x_PDs[0].shape[0])
@@ -88,15 +97,18 @@ class MoE(nnx.Module):
         return y_BLD
 
     def _exchanged(self, x_PDs: list[Array], orders: list[ExpertOrder], *, expert: int) -> list[Array]:
-        """Results of the experts for each piece of the tokens, with exchanges beside the matmuls of other pieces.
+        """Results of the experts for each piece of the tokens, with exchanges beside the matmuls of other
+        pieces.
 
-        While one piece is multiplied with gate and up, the next is sent to its experts; while it is multiplied with
-        down, the results of the piece before return. Only the first sending and the last return have no matmul beside
-        them. `in_order` fixes that order here and, reversed, in the backward pass: XLA:GPU would multiply all pieces
-        side by side, after their exchanges.
+        While one piece is multiplied with gate and up, the next is sent to its experts; while it is
+        multiplied with down, the results of the piece before return. Only the first sending and the last
+        return have no matmul beside them. `in_order` fixes that order here and, reversed, in the backward
+        pass: XLA:GPU would multiply all pieces side by side, after their exchanges.
         """
         pieces = len(x_PDs)
-        most = buffer_rows(x_PDs[0].shape[0], self.spec.top_k, num_experts=self.spec.num_experts, expert=expert)
+        most = buffer_rows(
+            x_PDs[0].shape[0], self.spec.top_k, num_experts=self.spec.num_experts, expert=expert
+        )
         with jax.named_scope("exchange"):
             exchanges = exchanges_of([order.count_X for order in orders])
 
@@ -108,7 +120,10 @@ class MoE(nnx.Module):
             with jax.named_scope("exchange"):
                 return send_back(y_RD, exchanges[piece], x_PDs[piece][:, :0])
 
-        weights, expected = self._weights(pieces), x_PDs[0].shape[0]  # as many rows arrive as leave, on average
+        weights, expected = (
+            self._weights(pieces),
+            x_PDs[0].shape[0],
+        )  # as many rows arrive as leave, on average
         x_RD: Any = sent(0)
         y_RD: Any = None
         y_PDs: list[Array] = []
@@ -121,7 +136,8 @@ class MoE(nnx.Module):
             returning = [] if y_RD is None else [returned(piece - 1, y_RD)]
             y_RD = weights[2].multiply(wide_RF, group_size)
             if pieces > 1:
-                # The piece after the next is sent after this one, so that buffers of few pieces exist at a time.
+                # The piece after the next is sent after this one, so that buffers of few pieces exist at a
+                # time.
                 y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3] = in_order(
                     y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3]
                 )
@@ -131,7 +147,9 @@ class MoE(nnx.Module):
 
     def _weights(self, pieces: int) -> "tuple[ExpertWeight, ...]":
         """Gate, up and down, each used once per piece."""
-        return tuple(ExpertWeight.of(w[...], uses=pieces) for w in (self.gate_XDF, self.up_XDF, self.down_XFD))
+        return tuple(
+            ExpertWeight.of(w[...], uses=pieces) for w in (self.gate_XDF, self.up_XDF, self.down_XFD)
+        )
 
     def _wide(
         self,
@@ -152,8 +170,8 @@ class ExpertWeight:
     """Weights of the experts, whose gradient is summed over all uses in float32 before it is rounded.
 
     value: the weights that products read.
-    trained: the same weights in float32, which JAX differentiates; products do not read them, so XLA drops them. None
-      where there is one use, whose gradient is rounded once anyway.
+    trained: the same weights in float32, which JAX differentiates; products do not read them, so XLA drops
+      them. None where there is one use, whose gradient is rounded once anyway.
     """
 
     value: Array
@@ -180,13 +198,17 @@ def _multiply(x_PI: Array, trained_XIO: Array, value_XIO: Array, group_size_X: A
     return ops.grouped_matmul(x_PI, value_XIO, group_size_X)
 
 
-def _multiply_forward(x_PI: Array, trained_XIO: Array, value_XIO: Array, group_size_X: Array) -> tuple[Array, Any]:
+def _multiply_forward(
+    x_PI: Array, trained_XIO: Array, value_XIO: Array, group_size_X: Array
+) -> tuple[Array, Any]:
     return _multiply(x_PI, trained_XIO, value_XIO, group_size_X), (x_PI, value_XIO, group_size_X)
 
 
 def _multiply_backward(saved: Any, dy_PO: Array) -> tuple[Array, Array, None, None]:
     x_PI, value_XIO, group_size_X = saved
-    wide_XIO = value_XIO.astype(jnp.promote_types(value_XIO.dtype, jnp.float32))  # its gradient has the same dtype
+    wide_XIO = value_XIO.astype(
+        jnp.promote_types(value_XIO.dtype, jnp.float32)
+    )  # its gradient has the same dtype
     _, vjp = jax.vjp(lambda x, kernel: ops.grouped_matmul(x, kernel, group_size_X), x_PI, wide_XIO)
     # In order, or XLA:GPU may leave the weights' gradients of all pieces to the end, with all that they read.
     return *in_order(*vjp(dy_PO)), None, None
@@ -198,8 +220,10 @@ _multiply.defvjp(_multiply_forward, _multiply_backward)
 def in_order(*arrays: Any) -> Any:
     """The same arrays, none of which is used before all are computed; their gradients likewise.
 
-    Rows stay contiguous: XLA would give the barrier the layout that one of its users prefers, with a transposing copy
-    on both sides.
+    Rows stay contiguous: XLA would give the barrier the layout that one of its users prefers, with a
+    transposing copy on both sides.
     """
-    by_rows = functools.partial(jax.tree.map, lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim)))))
+    by_rows = functools.partial(
+        jax.tree.map, lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim))))
+    )
     return by_rows(jax.lax.optimization_barrier(by_rows(arrays)))

@@ -72,11 +72,14 @@ __all__ = [
 
 
 type Kernel = Array | Fp8Kernel
-"""A weight and the precision of its products: an array multiplies in the dtype of x, an `Fp8Kernel` in 8 bits."""
+"""A weight and the precision of its products: an array multiplies in the dtype of x, an `Fp8Kernel` in 8
+bits."""
 
 
 def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Array, "..."]:
-    """`x @ kernel` in the kernel's precision; contracts the last `num_in` dimensions of x with the kernel's first."""
+    """`x @ kernel` in the kernel's precision; contracts the last `num_in` dimensions of x with the kernel's
+    first.
+    """
     if isinstance(kernel, Fp8Kernel):
         return linear_fp8(x, kernel, num_in)
     return linear_in_dtype(x, kernel, num_in)
@@ -107,7 +110,9 @@ def all_gather_linear(
 def linear_reduce_scatter(
     y: Float[Array, "B L ..."], kernel: Kernel, *, axis_name: str, axis_size: int
 ) -> Float[Array, "B _ D"]:
-    """This device's rows of `y @ kernel`, summed over the axis; contracts all dimensions of `kernel` but the last."""
+    """This device's rows of `y @ kernel`, summed over the axis; contracts all dimensions of `kernel` but the
+    last.
+    """
     if isinstance(kernel, Fp8Kernel):
         return matmul_reduce_scatter_fp8(y, kernel, axis_name=axis_name, axis_size=axis_size)
     return matmul_reduce_scatter(y, kernel, axis_name=axis_name, axis_size=axis_size)

@@ -1,8 +1,8 @@
 """Declaration and initialisation of a model's parameters.
 
-Building a module allocates nothing: a parameter is a shape, one letter per dimension, and an initialisation rule. The
-initial value depends only on the seed and the parameter's path, so it is the same on every mesh, under every ZeRO
-stage, and for scanned and unscanned layers.
+Building a module allocates nothing: a parameter is a shape, one letter per dimension, and an initialisation
+rule. The initial value depends only on the seed and the parameter's path, so it is the same on every mesh,
+under every ZeRO stage, and for scanned and unscanned layers.
 """
 
 import math
@@ -25,8 +25,11 @@ DRAWS = 4
 """32-bit random words behind each initial value."""
 
 
-def weight(dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0, top_k: int = 0) -> nnx.Param[Any]:
-    """A matrix drawn from a normal of standard deviation `std`; with `layers`, a stack with one matrix per layer.
+def weight(
+    dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0, top_k: int = 0
+) -> nnx.Param[Any]:
+    """A matrix drawn from a normal of standard deviation `std`; with `layers`, a stack with one matrix per
+    layer.
 
     Args:
       top_k: for a stack of experts, the number of experts per token.
@@ -39,7 +42,9 @@ def scale(dims: str, shape: tuple[int, ...], *, layers: int = 0) -> nnx.Param[An
     return _param(dims, shape, layers, init="ones", std=0.0)
 
 
-def _param(dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float, top_k: int = 0) -> nnx.Param[Any]:
+def _param(
+    dims: str, shape: tuple[int, ...], layers: int, *, init: str, std: float, top_k: int = 0
+) -> nnx.Param[Any]:
     if layers:
         dims, shape = "Y" + dims, (layers, *shape)
     # The layout decides the dtype; float32 is a placeholder until values are drawn.
@@ -85,30 +90,36 @@ def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Param
         if info.init == "ones" or not info.dims.startswith("Y"):
             return init_param(info, seed=seed, dtype=dtype)
         # One layer at a time: the random words of a whole stack would take several times its own memory.
-        return jax.lax.map(lambda y: init_param(info, seed=seed, dtype=dtype, layer=y), jnp.arange(info.shape[0]))
+        return jax.lax.map(
+            lambda y: init_param(info, seed=seed, dtype=dtype, layer=y), jnp.arange(info.shape[0])
+        )
 
     return map_params(value, infos)
 
 
 def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = None) -> Array:
-    """Initial values of one parameter in `dtype`; with `layer`, only that logical layer of a stacked parameter.
+    """Initial values of one parameter in `dtype`; with `layer`, only that logical layer of a stacked
+    parameter.
 
-    A layer of -1 is an identity layer, of zeros. The random key is folded from the seed, a checksum of the parameter's
-    path and, for a stacked parameter, the layer, so values depend neither on the order in which parameters are made nor
-    on their layout.
+    A layer of -1 is an identity layer, of zeros. The random key is folded from the seed, a checksum of the
+    parameter's path and, for a stacked parameter, the layer, so values depend neither on the order in which
+    parameters are made nor on their layout.
     """
     shape = info.shape if layer is None else info.shape[1:]
     if info.init == "ones":
         return _or_identity(info, layer, jnp.ones(shape, dtype))
     keys = jnp.asarray(_draw_keys(info, seed, layers=None if layer is None else info.shape[0]))
-    return _or_identity(info, layer, (info.std * _normal(keys if layer is None else keys[layer], shape)).astype(dtype))
+    return _or_identity(
+        info, layer, (info.std * _normal(keys if layer is None else keys[layer], shape)).astype(dtype)
+    )
 
 
 def _draw_keys(info: ParamInfo, seed: int, *, layers: int | None) -> UInt32[np.ndarray, "*layers 4 2"]:
     """Random keys of a parameter's draws, two words each; with `layers`, of each layer.
 
-    They are folded here and not in the program: with four generators a parameter it compiles 1.4 to 1.9 times as long.
-    In numpy, because jax's own function outside of a program has to be compiled as well, for half a second.
+    They are folded here and not in the program: with four generators a parameter it compiles 1.4 to 1.9 times
+    as long. In numpy, because jax's own function outside of a program has to be compiled as well, for half a
+    second.
     """
     key = _fold_in(np.array([0, seed], np.uint32), zlib.crc32(info.path.encode()))
     if layers is not None:
@@ -117,7 +128,9 @@ def _draw_keys(info: ParamInfo, seed: int, *, layers: int | None) -> UInt32[np.n
 
 
 def _fold_in(key: UInt32[np.ndarray, "*n 2"], data: Any) -> UInt32[np.ndarray, "*m 2"]:
-    """`jax.random.fold_in` in numpy: Threefry-2x32 with 20 rounds (Salmon et al. 2011) of the words 0 and `data`."""
+    """`jax.random.fold_in` in numpy: Threefry-2x32 with 20 rounds (Salmon et al. 2011) of the words 0 and
+    `data`.
+    """
     first, second = key[..., 0], key[..., 1]
     words = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
     with np.errstate(over="ignore"):  # sums are modulo 2^32
@@ -141,16 +154,17 @@ def _or_identity(info: ParamInfo, layer: Array | None, value: Array) -> Array:
 def _normal(keys: UInt32[Array, "4 2"], shape: Sequence[int]) -> Float[Array, "..."]:
     """Nearly normal numbers of mean 0 and deviation 1, bitwise equal for every compiler, device and sharding.
 
-    `jax.random.normal` evaluates a polynomial, whose rounding depends on how the compiler vectorises it: its last bits
-    were seen to change with the sharding. The sum of eight 16-bit uniforms (Irwin-Hall) is exact in integers, and one
-    multiplication rounds it. Its tails end at 4.9 deviations; its excess kurtosis is -0.15.
+    `jax.random.normal` evaluates a polynomial, whose rounding depends on how the compiler vectorises it: its
+    last bits were seen to change with the sharding. The sum of eight 16-bit uniforms (Irwin-Hall) is exact in
+    integers, and one multiplication rounds it. Its tails end at 4.9 deviations; its excess kurtosis is -0.15.
     """
 
     def add(draw: Array, total: Array) -> Array:
         word = jax.random.bits(jax.random.wrap_key_data(keys[draw], impl="threefry2x32"), shape, jnp.uint32)
         return total + ((word >> 16) + (word & 0xFFFF)).astype(jnp.int32)
 
-    # A loop: XLA:CPU takes half a second to compile one generator, and unrolled there would be four per parameter.
+    # A loop: XLA:CPU takes half a second to compile one generator, and unrolled there would be four per
+    # parameter.
     total = jax.lax.fori_loop(0, DRAWS, add, jnp.zeros(shape, jnp.int32))
     centred = 2 * total - 2 * DRAWS * 0xFFFF
     deviation = math.sqrt(

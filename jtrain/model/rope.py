@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 class Llama3Scaling:
     """Frequency scaling that stretches wavelengths longer than the context of pretraining.
 
-    Frequencies whose wavelength is over `original_seq_len / low_freq_factor` are divided by `factor`; those under
-    `original_seq_len / high_freq_factor` stay; frequencies between the two are blended.
+    Frequencies whose wavelength is over `original_seq_len / low_freq_factor` are divided by `factor`; those
+    under `original_seq_len / high_freq_factor` stay; frequencies between the two are blended.
     Source: Llama 3.1's `rope_scaling` of type `llama3` (arXiv:2407.21783, section 3.4.2).
     """
 

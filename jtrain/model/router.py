@@ -1,7 +1,7 @@
 """Router of a mixture of experts: each token's experts, their weights, and the load-balancing losses.
 
-Each device routes only its own positions, also where a sequence is split over devices. Each token's logits and loss
-terms therefore exist once, and the router's gradient is the sum over all devices.
+Each device routes only its own positions, also where a sequence is split over devices. Each token's logits
+and loss terms therefore exist once, and the router's gradient is the sum over all devices.
 """
 
 import dataclasses
@@ -16,20 +16,22 @@ from jtrain.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class MoESpec:
-    """Mixture of experts that replaces every feed-forward layer; `model.d_ff` is then the hidden width of one expert.
+    """Mixture of experts that replaces every feed-forward layer; `model.d_ff` is then the hidden width of one
+    expert.
 
     No token is ever dropped. Padding goes to no expert.
 
     num_experts: experts per layer, X.
     top_k: experts per token: those with the highest logits.
-    normalize_top_k: True if the weights of a token's experts are scaled to add up to one (Qwen3); False keeps the
-      softmax over all experts.
+    normalize_top_k: True if the weights of a token's experts are scaled to add up to one (Qwen3); False keeps
+      the softmax over all experts.
     shared_experts: additional experts that every token uses (arXiv:2401.06066, section 3.2).
-    balance_loss: coefficient of the load-balancing loss (arXiv:2101.03961, section 2.2), computed per sequence
-      (arXiv:2412.19437, section 2.1.2) so that it is the same on any mesh and with any number of microbatches. Per
-      token and layer: num_experts / top_k * the sum over experts of (fraction of slots sent to the expert) * (mean
-      probability of the expert); 1 when all experts are used equally.
-    router_z_loss: coefficient of the squared log-partition of the router's logits (arXiv:2202.08906, section 2.2).
+    balance_loss: coefficient of the load-balancing loss (arXiv:2101.03961, section 2.2), computed per
+      sequence (arXiv:2412.19437, section 2.1.2) so that it is the same on any mesh and with any number of
+      microbatches. Per token and layer: num_experts / top_k * the sum over experts of (fraction of slots sent
+      to the expert) * (mean probability of the expert); 1 when all experts are used equally.
+    router_z_loss: coefficient of the squared log-partition of the router's logits (arXiv:2202.08906, section
+      2.2).
     """
 
     num_experts: int
@@ -42,12 +44,13 @@ class MoESpec:
     def __post_init__(self) -> None:
         if self.num_experts < 2:
             raise UserError(
-                f"model.moe.num_experts={self.num_experts} must be at least 2. Set model.moe=None for a dense model."
+                f"model.moe.num_experts={self.num_experts} must be at least 2. Set model.moe=None for a "
+                "dense model."
             )
         if not 1 <= self.top_k <= self.num_experts:
             raise UserError(
-                f"model.moe.top_k={self.top_k} must be from 1 to model.moe.num_experts={self.num_experts}. Set one of "
-                "the two."
+                f"model.moe.top_k={self.top_k} must be from 1 to model.moe.num_experts={self.num_experts}. "
+                "Set one of the two."
             )
         for name in ("shared_experts", "balance_loss", "router_z_loss"):
             if (value := getattr(self, name)) < 0:
@@ -59,8 +62,8 @@ class MoESpec:
 class Routing:
     """The S = top_k experts of each token.
 
-    Fields are arrays: expert_BLS int32, equal to `num_experts` for padding, which goes to no expert; weight_BLS
-    float32.
+    Fields are arrays: expert_BLS int32, equal to `num_experts` for padding, which goes to no expert;
+    weight_BLS float32.
     """
 
     expert_BLS: Any
@@ -80,7 +83,11 @@ class RouterLosses:
 
 
 def route(
-    logits_BLX: Float[Array, "B L X"], valid_BL: Bool[Array, "B L"], spec: MoESpec, *, axes: tuple[str, ...] = ()
+    logits_BLX: Float[Array, "B L X"],
+    valid_BL: Bool[Array, "B L"],
+    spec: MoESpec,
+    *,
+    axes: tuple[str, ...] = (),
 ) -> tuple[Routing, RouterLosses]:
     """Experts, weights and losses from the router's logits.
 

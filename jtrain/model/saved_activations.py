@@ -14,8 +14,8 @@ _F32 = 4
 def keeps_by_name(layout: Layout) -> bool:
     """True if a layer saves only named activations; always under a pipeline, whose slots hold no weights.
 
-    This also holds with `remat=none` if unnamed residuals would include copies of weights: values derived from a
-    gathered or offloaded weight have no name, so the backward pass recomputes them.
+    This also holds with `remat=none` if unnamed residuals would include copies of weights: values derived
+    from a gathered or offloaded weight have no name, so the backward pass recomputes them.
     """
     spec = layout.spec
     staged = layout.pipeline is not None
@@ -23,7 +23,9 @@ def keeps_by_name(layout: Layout) -> bool:
 
 
 def copies_weights(layout: Layout) -> bool:
-    """True if a layer computes with temporary copies of its weights: gathered (ZeRO-3) or fetched from host memory."""
+    """True if a layer computes with temporary copies of its weights: gathered (ZeRO-3) or fetched from host
+    memory.
+    """
     return layout.gathers_weights or any(p.param_memory == "pinned_host" for p in layout.params)
 
 
@@ -68,7 +70,9 @@ def wide_per_token(layout: Layout) -> int:
 
 
 def rows_per_token(layout: Layout) -> int:
-    """Rows in a device's dispatch buffer per token (see `jtrain.model.expert_dispatch`); 0 without experts."""
+    """Rows in a device's dispatch buffer per token (see `jtrain.model.expert_dispatch`); 0 without
+    experts.
+    """
     for info in (p.info for p in layout.params if p.info.is_experts):
         sizes = dict(num_experts=info.shape[info.dims.index("X")], expert=layout.mesh.expert)
         return buffer_rows(info.top_k, info.top_k, **sizes)
@@ -76,7 +80,8 @@ def rows_per_token(layout: Layout) -> int:
 
 
 def offloaded_names(layout: Layout) -> tuple[str, ...]:
-    """Saved activations that go to host memory: at most the share `layout.offload.activations` of their bytes.
+    """Saved activations that go to host memory: at most the share `layout.offload.activations` of their
+    bytes.
 
     Takes the largest activations first and skips those that no longer fit.
 
@@ -92,8 +97,9 @@ def offloaded_names(layout: Layout) -> tuple[str, ...]:
     if not chosen:
         smallest = min(sizes, key=lambda name: sizes[name])
         raise UserError(
-            f"layout.offload.activations={share:g} moves nothing: with layout.remat={layout.spec.remat} a layer keeps "
-            f"{', '.join(sizes)}, of which {smallest} is the smallest, {sizes[smallest] / sum(sizes.values()):.1%} of "
-            "the bytes. Set layout.offload.activations to at least that, or to `none`."
+            f"layout.offload.activations={share:g} moves nothing: with layout.remat={layout.spec.remat} a "
+            f"layer keeps {', '.join(sizes)}, of which {smallest} is the smallest, "
+            f"{sizes[smallest] / sum(sizes.values()):.1%} of the bytes. Set layout.offload.activations to at "
+            "least that, or to `none`."
         )
     return tuple(name for name in sizes if name in chosen)

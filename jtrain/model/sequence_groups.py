@@ -1,12 +1,15 @@
-"""A layer that computes groups of sequences side by side, so that one group's collectives overlap with another's work.
+"""A layer that computes groups of sequences side by side, so that one group's collectives overlap with
+another's work.
 
-Within one group every collective over `tensor` waits for a matmul, and the next matmul waits for it. Two groups do not
-depend on each other: while one is on the wire the device computes the other, attention included, with matmuls of the
-same shape but for their rows (arXiv:2409.15241).
+Within one group every collective over `tensor` waits for a matmul, and the next matmul waits for it. Two
+groups do not depend on each other: while one is on the wire the device computes the other, attention
+included, with matmuls of the same shape but for their rows (arXiv:2409.15241).
 
-XLA schedules every collective as early as it can. Left alone it gathers all groups first and computes them in step, so
-that all of them are on the wire at the same time. Zeros that depend on the product of an earlier group keep the groups
-apart: attention of a group begins after the group before it was multiplied, the gather of a feed-forward layer's input
+XLA schedules every collective as early as it can. Left alone it gathers all groups first and computes them in
+step, so that all of them are on the wire at the same time. Zeros that depend on the product of an earlier
+group keep the groups
+apart: attention of a group begins after the group before it was multiplied, the gather of a feed-forward
+  layer's input
 after the second group before it. They cost nothing, for they are added to arrays that a fusion reads anyway.
 """
 
@@ -23,7 +26,8 @@ from jtrain.model import ops
 from jtrain.model.tensor_parallel import TensorAxis, gather_sequence, scatter_sequence
 
 GROUP_ORDER = "group_order"
-"""Name of the zeros, which every layer saves: without them the backward pass would multiply again to know the order."""
+"""Name of the zeros, which every layer saves: without them the backward pass would multiply again to know the
+order."""
 
 
 def layer_in_groups(

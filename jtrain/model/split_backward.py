@@ -1,10 +1,11 @@
-"""Backward pass in two parts: gradients by input first, gradients by weight later, without computing anything twice.
+"""Backward pass in two parts: gradients by input first, gradients by weight later, without computing anything
+twice.
 
-A zero-bubble pipeline fills its gaps with gradients of weights (arXiv:2401.10241). A weight's gradient needs only the
-input of its product and the gradient of its result. Where a weight is a `SplitKernel`, the backward pass computes the
-gradient of the input alone, and hands out those two arrays as the gradients of two arguments that the forward pass does
-not read (`Taps`). `jtrain.step.pipeline_chunks` later makes the weight's gradient of them: it differentiates
-`Site.again` by the kernels.
+A zero-bubble pipeline fills its gaps with gradients of weights (arXiv:2401.10241). A weight's gradient needs
+only the input of its product and the gradient of its result. Where a weight is a `SplitKernel`, the backward
+pass computes the gradient of the input alone, and hands out those two arrays as the gradients of two
+arguments that the forward pass does not read (`Taps`). `jtrain.step.pipeline_chunks` later makes the weight's
+gradient of them: it differentiates `Site.again` by the kernels.
 """
 
 import contextlib
@@ -58,7 +59,9 @@ class SplitKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A product of a layer: what computes it, the paths of its kernels, and the shapes of input and results."""
+    """A product of a layer: what computes it, the paths of its kernels, and the shapes of input and
+    results.
+    """
 
     product: Product
     paths: tuple[str, ...]
@@ -112,7 +115,9 @@ def _multiplied(product: Product, x: Array, values: tuple[Any, ...], taps: Taps)
     return product(x, *values)
 
 
-def _forward(product: Product, x: Array, values: tuple[Any, ...], taps: Taps) -> tuple[tuple[Array, ...], Any]:
+def _forward(
+    product: Product, x: Array, values: tuple[Any, ...], taps: Taps
+) -> tuple[tuple[Array, ...], Any]:
     return _multiplied(product, x, values, taps), (x, values)
 
 

@@ -1,8 +1,8 @@
 """Tensor-parallel projections of a layer, with the residual stream split by sequence.
 
-`gather_sequence` runs before a layer's matmuls and `scatter_sequence` after them (arXiv:2205.05198, section 4.2.2).
-Each is the transpose of the other. With `overlap`, each collective and its matmul run as one op, piece by piece, which
-hides the communication behind the matmul.
+`gather_sequence` runs before a layer's matmuls and `scatter_sequence` after them (arXiv:2205.05198, section
+4.2.2). Each is the transpose of the other. With `overlap`, each collective and its matmul run as one op,
+piece by piece, which hides the communication behind the matmul.
 """
 
 import dataclasses
@@ -24,12 +24,18 @@ class TensorAxis:
     size: int = 1
     overlap: bool = False
 
-    def project_in(self, x_BLD: Float[Array, "B _ D"], *kernels: ops.Kernel | SplitKernel) -> tuple[Array, ...]:
+    def project_in(
+        self, x_BLD: Float[Array, "B _ D"], *kernels: ops.Kernel | SplitKernel
+    ) -> tuple[Array, ...]:
         """This device's columns of each product, [B, L, ...], from its positions of x."""
         return multiplied(self._in, x_BLD, kernels)
 
-    def project_out(self, y: Float[Array, "B L ..."], kernel: ops.Kernel | SplitKernel) -> Float[Array, "B _ D"]:
-        """This device's positions of the product, summed over all devices' parts of the contracted dimensions."""
+    def project_out(
+        self, y: Float[Array, "B L ..."], kernel: ops.Kernel | SplitKernel
+    ) -> Float[Array, "B _ D"]:
+        """This device's positions of the product, summed over all devices' parts of the contracted
+        dimensions.
+        """
         return multiplied(self._out, y, (kernel,))[0]
 
     def _in(self, x_BLD: Array, *kernels: ops.Kernel) -> tuple[Array, ...]:

@@ -1,7 +1,8 @@
 """The decoder-only transformer: embedding, a scanned stack of blocks, norm, cross entropy.
 
-Everything here sees one device's block of each array: it runs inside a fully-manual `jax.shard_map`, where the only
-communication is explicit. Over `tensor`, the residual stream is split by sequence: see `tensor_parallel.py`.
+Everything here sees one device's block of each array: it runs inside a fully-manual `jax.shard_map`, where
+the only communication is explicit. Over `tensor`, the residual stream is split by sequence: see
+`tensor_parallel.py`.
 """
 
 import dataclasses
@@ -33,7 +34,9 @@ from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembed
 
 
 class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is a mixture of experts with `moe`."""
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is a mixture of experts with
+    `moe`.
+    """
 
     def __init__(self, sizes: AttentionSizes, *, d_ff: int, moe: MoESpec | None, layers: int) -> None:
         d_model, eps = sizes.d_model, sizes.norm_eps
@@ -63,7 +66,9 @@ class Block(nnx.Module):
         with jax.named_scope("mlp"):
             valid_BL = local_sequence(segment_BL, tensor.size) > 0
             x_BLD, h_BLD = self.mlp_norm.branch(x_BLD)
-            h_BLD, losses = self.feed_forward(h_BLD, valid_BL, tensor=tensor, context=context.size, expert=expert)
+            h_BLD, losses = self.feed_forward(
+                h_BLD, valid_BL, tensor=tensor, context=context.size, expert=expert
+            )
             return x_BLD + h_BLD, losses
 
     def feed_forward(
@@ -95,13 +100,14 @@ class Transformer(nnx.Module):
 
     Args:
       num_layers, d_model, num_heads, num_kv_heads, head_dim, d_ff, vocab_size: sizes Y, D, N, K, H, F, V.
-      moe: mixture of experts of hidden width `d_ff` that replaces every feed-forward layer; None for a dense model.
+      moe: mixture of experts of hidden width `d_ff` that replaces every feed-forward layer; None for a dense
+        model.
       rope: rotary positions.
       norm_eps: added to the mean square in every norm.
       qk_norm: True normalises queries and keys per head (Qwen3).
       tie_embeddings: True if the unembedding is the transposed embedding.
-      z_loss: coefficient of the squared log-partition in the training objective (arXiv:2204.02311, section 5); the
-        reported loss excludes it.
+      z_loss: coefficient of the squared log-partition in the training objective (arXiv:2204.02311, section
+        5); the reported loss excludes it.
       scan_layers: compile one layer and loop over it; False unrolls, which compiles longer.
       loss_chunk_tokens: tokens whose logits exist at a time; `auto` takes the chunk predicted to be fastest.
       attention_chunk: queries whose scores exist at a time.
@@ -151,13 +157,14 @@ class Transformer(nnx.Module):
                 raise UserError(f"model.{field}={size} must be at least 1.")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"model.num_heads={self.num_heads} is not a multiple of model.num_kv_heads={self.num_kv_heads}: each "
-                "key head serves the same number of query heads. Set one of the two."
+                f"model.num_heads={self.num_heads} is not a multiple of "
+                f"model.num_kv_heads={self.num_kv_heads}: each key head serves the same number of query "
+                "heads. Set one of the two."
             )
         if self.head_dim % 2:
             raise UserError(
-                f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of dimensions. Set an even "
-                "one."
+                f"model.head_dim={self.head_dim} is odd, but rotary positions rotate pairs of dimensions. "
+                "Set an even one."
             )
 
     def param_infos(self) -> tuple[ParamInfo, ...]:
@@ -188,19 +195,29 @@ class Transformer(nnx.Module):
     def through_layers(
         self, weights: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
-        """Residual stream after all layers, and the router losses summed over them (None for a dense model)."""
+        """Residual stream after all layers, and the router losses summed over them (None for a dense
+        model).
+        """
         layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_layers
         shared = self.shared(batch)
         with jax.named_scope("layers"):
             losses = None if self.moe is None else RouterLosses(*jnp.zeros((2,)))
-            return scan_layers(layer, (x_BLD, losses), weights, shared, unroll=unroll, offload=placement.offload)
+            return scan_layers(
+                layer, (x_BLD, losses), weights, shared, unroll=unroll, offload=placement.offload
+            )
 
-    def embed(self, params: Params, token_BL: Int[Array, "B L"], placement: Placement) -> Float[Array, "B _ D"]:
-        """Embedding rows of the tokens at this device's positions; of its stage's part of the vocabulary, others 0."""
+    def embed(
+        self, params: Params, token_BL: Int[Array, "B L"], placement: Placement
+    ) -> Float[Array, "B _ D"]:
+        """Embedding rows of the tokens at this device's positions; of its stage's part of the vocabulary,
+        others 0.
+        """
         with jax.named_scope("embed"):
             if placement.lookup is not None:
                 return _embed(params["embed_VD"], token_BL, placement, placement.lookup)
-            return _embed(placement.fetch("embed_VD", params["embed_VD"]), token_BL, placement, ops.embedding_lookup)
+            return _embed(
+                placement.fetch("embed_VD", params["embed_VD"]), token_BL, placement, ops.embedding_lookup
+            )
 
     def shared(self, batch: Batch) -> tuple[Array, Array, Array]:
         """Values that every layer reads: cosine and sine of the rotations, and the documents' numbers."""
@@ -219,15 +236,21 @@ class Transformer(nnx.Module):
             if (groups := placement.sequence_groups) > 1:
                 split: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
                 return layer_in_groups(block, x_BLD, *shared, **split), before
-            x_BLD, losses = block(x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert)
+            x_BLD, losses = block(
+                x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert
+            )
             return x_BLD, jax.tree.map(jnp.add, before, losses)
 
         return checkpointed(layer, placement, scanned=self.scan_layers)
 
-    def normed(self, params: Params, x_BLD: Float[Array, "B _ D"], placement: Placement) -> Float[Array, "B _ D"]:
+    def normed(
+        self, params: Params, x_BLD: Float[Array, "B _ D"], placement: Placement
+    ) -> Float[Array, "B _ D"]:
         """The last norm."""
         with jax.named_scope("final_norm"):
-            norm = nnx.merge(nnx.split(self.final_norm)[0], placement.fetch("final_norm", params["final_norm"]))
+            norm = nnx.merge(
+                nnx.split(self.final_norm)[0], placement.fetch("final_norm", params["final_norm"])
+            )
             return norm(x_BLD)
 
     def unembed(self, params: Params, placement: Placement) -> Float[Array, "D V"]:
@@ -236,12 +259,14 @@ class Transformer(nnx.Module):
             return placement.fetch("embed_VD", params["embed_VD"]).T
         return placement.fetch("unembed_DV", params["unembed_DV"])
 
-    def loss(self, params: Params, batch: Batch, placement: Placement) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    def loss(
+        self, params: Params, batch: Batch, placement: Placement
+    ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Sums over this device's tokens, float32: the objective, and the cross entropy in nats.
 
-        The objective includes the z-loss and, for a mixture of experts, the router losses averaged over layers. The
-        caller divides by the number of valid targets of the whole global batch, so that any split of the batch gives
-        the same loss. Only the objective is differentiable.
+        The objective includes the z-loss and, for a mixture of experts, the router losses averaged over
+        layers. The caller divides by the number of valid targets of the whole global batch, so that any split
+        of the batch gives the same loss. Only the objective is differentiable.
         """
         x_BLD, losses = self._forward(params, batch, placement)
         total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement)
@@ -275,11 +300,16 @@ class Transformer(nnx.Module):
         split, tied = placement.vocabulary, self.tie_embeddings
         with jax.named_scope("loss"):
             if placement.lookup is None:
-                unembed, axis = self.unembed(params, placement), split["axis"] if split["shards"] > 1 else None
+                unembed, axis = (
+                    self.unembed(params, placement),
+                    split["axis"] if split["shards"] > 1 else None,
+                )
                 return ops.token_cross_entropy(x_BLD, unembed, target_BL, chunk_tokens=chunk, axis=axis)
             path = "embed_VD" if tied else "unembed_DV"
             fetch = functools.partial(placement.fetch, path)
-            return token_nats_in_parts(x_BLD, params[path], target_BL, fetch, tied=tied, chunk_tokens=chunk, **split)
+            return token_nats_in_parts(
+                x_BLD, params[path], target_BL, fetch, tied=tied, chunk_tokens=chunk, **split
+            )
 
     @property
     def loss_chunk(self) -> int:
@@ -290,8 +320,8 @@ class Transformer(nnx.Module):
         """
         if not isinstance(self.loss_chunk_tokens, int):
             raise UserError(
-                "model.loss_chunk_tokens=auto has to be settled first: the best value depends on the devices. "
-                "`jtrain.plan` and `jtrain.launch` choose it; elsewhere set a number."
+                "model.loss_chunk_tokens=auto has to be settled first: the best value depends on the "
+                "devices. `jtrain.plan` and `jtrain.launch` choose it; elsewhere set a number."
             )
         return self.loss_chunk_tokens
 
@@ -308,7 +338,9 @@ def _embed(
     placement: Placement,
     lookup: Callable[[Array, Array], Array],
 ) -> Float[Array, "B _ D"]:
-    """Embedding rows of the tokens; with `tensor`, each device adds the rows of its block of the vocabulary."""
+    """Embedding rows of the tokens; with `tensor`, each device adds the rows of its block of the
+    vocabulary.
+    """
     axis, shards = placement.vocabulary.values()
     if shards == 1:
         return lookup(table_VD, token_BL)

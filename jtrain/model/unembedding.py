@@ -1,7 +1,8 @@
-"""Cross entropy with an unembedding that is split by columns over `tensor`, and gathered from shards in parts.
+"""Cross entropy with an unembedding that is split by columns over `tensor`, and gathered from shards in
+parts.
 
-Functions take the axes that split the columns, and the number of devices along them: `tensor`, or in a pipeline `stage`
-and `tensor`.
+Functions take the axes that split the columns, and the number of devices along them: `tensor`, or in a
+pipeline `stage` and `tensor`.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from jtrain.model import ops
 
 PART_COLUMNS = 16384
-"""Columns of the unembedding that a device gathers from shards at a time: with D = 4096 and bfloat16, 0.13 GB."""
+"""Columns of the unembedding that a device gathers from shards at a time: with D = 4096 and bfloat16, 0.13
+GB."""
 
 
 def num_parts(vocab_size: int, shards: int) -> int:
@@ -55,7 +57,8 @@ def loss_in_parts(
     chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The same loss as `unembedding_loss`, holding only one part of the columns and of their gradient at a time.
+    """The same loss as `unembedding_loss`, holding only one part of the columns and of their gradient at a
+    time.
 
     A single part is gathered once; with several, each part is gathered twice.
 
@@ -67,7 +70,13 @@ def loss_in_parts(
     shard_dW, whole = _columns(shard, fetch, tied=tied)
     if num_parts(shard_dW.shape[1] * shards, shards) == 1:
         return unembedding_loss(
-            x_BLD, whole(shard_dW), target_BL, axis=axis, shards=shards, chunk_tokens=chunk_tokens, z_loss=z_loss
+            x_BLD,
+            whole(shard_dW),
+            target_BL,
+            axis=axis,
+            shards=shards,
+            chunk_tokens=chunk_tokens,
+            z_loss=z_loss,
         )
     part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.linear_cross_entropy_in_parts(
@@ -100,7 +109,9 @@ def token_nats_in_parts(
     shard_dW, whole = _columns(shard, fetch, tied=tied)
     split = axis if shards > 1 else None
     if num_parts(shard_dW.shape[1] * shards, shards) == 1:
-        return ops.token_cross_entropy(x_BLD, whole(shard_dW), target_BL, chunk_tokens=chunk_tokens, axis=split)
+        return ops.token_cross_entropy(
+            x_BLD, whole(shard_dW), target_BL, chunk_tokens=chunk_tokens, axis=split
+        )
     part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.token_cross_entropy_in_parts(
         x_BLD, part_Zdw, column_Zw, target_BL, fetch=whole, chunk_tokens=chunk_tokens, axis=split

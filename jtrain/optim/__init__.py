@@ -1,8 +1,9 @@
-"""Optimizer and learning-rate schedule, built from specs. The only state is moments and optional master weights.
+"""Optimizer and learning-rate schedule, built from specs. The only state is moments and optional master
+weights.
 
-Update k (0-based, `step` = completed updates) uses `learning_rate(k)`; the bias corrections count from the same
-`step`, and so do the random bits of stochastic rounding. The optimizer's state has no counter of its own, so none can
-drift after a restore.
+Update k (0-based, `step` = completed updates) uses `learning_rate(k)`; the bias corrections count from the
+same `step`, and so do the random bits of stochastic rounding. The optimizer's state has no counter of its
+own, so none can drift after a restore.
 """
 
 from jtrain.optim.learning_rate import Cosine, StepsOrFraction, WarmupStableDecay

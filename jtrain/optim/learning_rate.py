@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from jtrain.optim.validators import check_choice, check_number, check_steps
 
 type StepsOrFraction = int | float
-"""An int is a number of steps, 0 or more. A float is a fraction of the run, at least 0.0 and below 1.0, rounded
-down to whole steps. The type alone decides, so 1.0 and 2000.0 are refused as ambiguous."""
+"""An int is a number of steps, 0 or more. A float is a fraction of the run, at least 0.0 and below 1.0,
+rounded down to whole steps. The type alone decides, so 1.0 and 2000.0 are refused as ambiguous."""
 
 
 def whole_steps(value: StepsOrFraction, num_steps: int) -> int:
@@ -22,9 +22,11 @@ def whole_steps(value: StepsOrFraction, num_steps: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from the peak, right after warm-up, to `final_fraction` of the peak at update `num_steps`.
+    """Half a cosine from the peak, right after warm-up, to `final_fraction` of the peak at update
+    `num_steps`.
 
-    Update `num_steps` is the first one after the run: with `final_fraction=0.0` the last update has a rate above 0.
+    Update `num_steps` is the first one after the run: with `final_fraction=0.0` the last update has a rate
+    above 0.
 
     Source: arXiv:1608.03983, without restarts.
     """
@@ -42,10 +44,11 @@ class Cosine:
 
 @dataclasses.dataclass(frozen=True)
 class WarmupStableDecay:
-    """Constant peak until `decay_steps` before the end, then decay to `final_fraction` of the peak at `num_steps`.
+    """Constant peak until `decay_steps` before the end, then decay to `final_fraction` of the peak at
+    `num_steps`.
 
-    A run can be lengthened from any checkpoint of the plateau, since nothing before the decay depends on `num_steps`
-    (if `warmup_steps` is an int).
+    A run can be lengthened from any checkpoint of the plateau, since nothing before the decay depends on
+    `num_steps` (if `warmup_steps` is an int).
 
     shape: `linear`, or `sqrt`: 1 - sqrt(fraction of the decay done), which arXiv:2405.18392 found better.
 

@@ -22,8 +22,8 @@ def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
     matrix = tuple(range(1 if dims[0] == "X" else 0, len(dims)))
     if len(matrix) < 2 or "D" not in (dims[matrix[0]], dims[-1]):
         raise UserError(
-            f"Muon cannot tell inputs from outputs of {info.path} with dimensions {info.dims}: the model's width D "
-            "must come first (inputs) or last (outputs). Use optimizer=AdamW."
+            f"Muon cannot tell inputs from outputs of {info.path} with dimensions {info.dims}: the model's "
+            "width D must come first (inputs) or last (outputs). Use optimizer=AdamW."
         )
     return (matrix[:1], matrix[1:]) if dims[matrix[0]] == "D" else (matrix[:-1], matrix[-1:])
 
@@ -31,7 +31,9 @@ def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def orthogonal_step(
     spec: Muon, info: ParamInfo, grad: Array, mu: Array, step: Int[Array, ""]
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Update direction of root mean square `update_rms`, and new momentum; all f32, in the shape of one layer."""
+    """Update direction of root mean square `update_rms`, and new momentum; all f32, in the shape of one
+    layer.
+    """
     inputs, outputs = matrix_dims(info)
     fan_in, fan_out = (math.prod(info.shape[1:][i] for i in axes) for axes in (inputs, outputs))
     muon = optax.contrib.scale_by_muon(

@@ -41,9 +41,9 @@ class Update:
     step: updates completed before this one, int32.
     grad_norm: global norm of all gradients, before clipping.
     grad_scale: factor that clips the gradients.
-    mu_scale, nu_scale: bias corrections 1 / (1 - b^(step + 1)) of the moments. Factors, not divisors: XLA may either
-      divide by a broadcast scalar or multiply by its inverse, depending on the rest of the program, and the last bit
-      would then depend on how parameters are passed.
+    mu_scale, nu_scale: bias corrections 1 / (1 - b^(step + 1)) of the moments. Factors, not divisors: XLA may
+      either divide by a broadcast scalar or multiply by its inverse, depending on the rest of the program,
+      and the last bit would then depend on how parameters are passed.
     applied: False leaves parameters and state as they are, bit for bit; bool.
     """
 
@@ -90,10 +90,14 @@ class Optimizer:
         return (self.spec.peak_lr * rise * decay).astype(jnp.float32)
 
     def placed(self, layout: Layout) -> "Optimizer":
-        """Returns the optimizer of the parameters as a layout places them: a pipeline may reorder and pad layers."""
+        """Returns the optimizer of the parameters as a layout places them: a pipeline may reorder and pad
+        layers.
+        """
         if layout.pipeline is None:
             return self
-        return dataclasses.replace(self, params=nested(self.params, {p.info.path: p.info for p in layout.params}))
+        return dataclasses.replace(
+            self, params=nested(self.params, {p.info.path: p.info for p in layout.params})
+        )
 
     @property
     def infos(self) -> dict[str, ParamInfo]:
@@ -101,8 +105,12 @@ class Optimizer:
         return by_path(self.params, self.params)
 
     def state_map(self, fn: Callable[[ParamInfo, str], Any]) -> Moments:
-        """State tree with `fn(info, name)` in place of every array; `name` is the array's field of `Moments`."""
-        return self.state({path: {n: fn(i, n) for n in arrays(self.spec, i)} for path, i in self.infos.items()})
+        """State tree with `fn(info, name)` in place of every array; `name` is the array's field of
+        `Moments`.
+        """
+        return self.state(
+            {path: {n: fn(i, n) for n in arrays(self.spec, i)} for path, i in self.infos.items()}
+        )
 
     def leaves(self, state: Moments) -> dict[str, dict[str, Any]]:
         """State of each parameter by path, as `update_param` takes it."""
@@ -115,7 +123,9 @@ class Optimizer:
     def state(self, leaves: dict[str, dict[str, Any]]) -> Moments:
         """Inverse of `leaves`."""
         fields = {
-            name: nested(self._with(name), {path: leaf[name] for path, leaf in leaves.items() if name in leaf})
+            name: nested(
+                self._with(name), {path: leaf[name] for path, leaf in leaves.items() if name in leaf}
+            )
             for name in NAMES
         }
         return Moments(**fields)
@@ -123,22 +133,30 @@ class Optimizer:
     def init(self, params: ParamTree) -> Moments:
         """Initial state: zero moments, and master weights equal to `params`.
 
-        With master weights, pass f32 `params` and round them afterwards. Under `jax.jit` with `out_shardings` nothing
-        else is allocated.
+        With master weights, pass f32 `params` and round them afterwards. Under `jax.jit` with `out_shardings`
+        nothing else is allocated.
         """
         values = by_path(self.params, params)
 
         def first(info: ParamInfo, name: str) -> Array:
             like = arrays(self.spec, info)[name]
-            return values[info.path].astype(like.dtype) if name == "master" else jnp.zeros(like.shape, like.dtype)
+            return (
+                values[info.path].astype(like.dtype)
+                if name == "master"
+                else jnp.zeros(like.shape, like.dtype)
+            )
 
         return self.state_map(first)
 
-    def begin(self, grads: ParamTree, step: int | Int[Array, ""], *, norm: Float[Array, ""] | None = None) -> Update:
-        """Computes the scalars of update `step` that need all gradients; `update_param` may follow one by one.
+    def begin(
+        self, grads: ParamTree, step: int | Int[Array, ""], *, norm: Float[Array, ""] | None = None
+    ) -> Update:
+        """Computes the scalars of update `step` that need all gradients; `update_param` may follow one by
+        one.
 
         Args:
-          norm: global norm of the gradients, if they cannot be read all at once because some are in host memory.
+          norm: global norm of the gradients, if they cannot be read all at once because some are in host
+            memory.
         """
         step = jnp.asarray(step, jnp.int32)
         if norm is None:
@@ -165,26 +183,32 @@ class Optimizer:
 
         Args:
           leaf: state of the parameter, from `leaves`.
-          layer: place of the one layer of a stacked parameter that the arrays hold, without the leading dimension Y.
-          start: inside a `shard_map`, the global index of the arrays' first element, one per dimension. Omit it at jit
-            level, where arrays are global.
+          layer: place of the one layer of a stacked parameter that the arrays hold, without the leading
+            dimension Y.
+          start: inside a `shard_map`, the global index of the arrays' first element, one per dimension. Omit
+            it at jit level, where arrays are global.
 
         Returns:
-          New parameter and state, in the dtypes of the old ones. The parameter is NaN where a new array of its shape
-          (a moment, a master weight) is NaN or infinite.
+          New parameter and state, in the dtypes of the old ones. The parameter is NaN where a new array of
+          its shape (a moment, a master weight) is NaN or infinite.
         """
-        # An elementwise update of a stack is one fusion. Other updates loop over layers and overwrite one at a time:
-        # vmap and map hold one or several f32 copies of the stack, 7 GiB for the gates of an 8B model.
+        # An elementwise update of a stack is one fusion. Other updates loop over layers and overwrite one at
+        # a time: vmap and map hold one or several f32 copies of the stack, 7 GiB for the gates of an 8B
+        # model.
         by_layer = by_muon(self.spec, info) or blocks(self.spec, info) is not None
         if layer is not None or not by_layer or not info.dims.startswith("Y"):
             return self._updated(update, info, grad, param, leaf, Noise(info, update.step, layer, start))
         first, *inner = start or (0,) * grad.ndim
 
         def one(y: Int[Array, ""], carry: tuple[Array, ParamState]) -> tuple[Array, ParamState]:
-            of_layer = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, y, keepdims=False), (grad, *carry))
+            of_layer = jax.tree.map(
+                lambda x: jax.lax.dynamic_index_in_dim(x, y, keepdims=False), (grad, *carry)
+            )
             # Reads come before writes: otherwise XLA copies the whole stack once per layer (seen on the CPU).
             g, p, kept_of_it = jax.lax.optimization_barrier(of_layer)
-            new = self._updated(update, info, g, p, kept_of_it, Noise(info, update.step, first + y, tuple(inner)))
+            new = self._updated(
+                update, info, g, p, kept_of_it, Noise(info, update.step, first + y, tuple(inner))
+            )
             return jax.tree.map(lambda x, n: jax.lax.dynamic_update_index_in_dim(x, n, y, 0), carry, new)
 
         return jax.lax.fori_loop(0, grad.shape[0], one, (param, leaf))
@@ -194,24 +218,26 @@ class Optimizer:
     ) -> tuple[ParamTree, Moments, dict[str, Float[Array, ""]]]:
         """Updates all parameters.
 
-        Runs at jit level on global arrays. Except for the norm and Muon's matrix products the result is bitwise
-        independent of the layout: operations are elementwise and each is rounded by itself
+        Runs at jit level on global arrays. Except for the norm and Muon's matrix products the result is
+        bitwise independent of the layout: operations are elementwise and each is rounded by itself
         (`jtrain.optim.rounding.apart`).
 
-        With params and state donated the update runs in place, if they are passed in the order in which they are
-        returned: JAX pairs buffers of one shape by order, and another order costs a copy of each. Check `grad_norm` for
+        With params and state donated the update runs in place, if they are passed in the order in which they
+        are
+        returned: JAX pairs buffers of one shape by order, and another order costs a copy of each. Check
+          `grad_norm` for
         non-finite gradients: the new parameters may be finite and still wrong.
 
         Args:
           grads: f32 or bf16, already averaged over the global batch.
           state: from `init` or the last update.
-          params: f32 or bf16; computed in f32 and rounded once. In bf16 with nearest rounding and no master weights, a
-            change below 2^-9 of the weight is lost.
+          params: f32 or bf16; computed in f32 and rounded once. In bf16 with nearest rounding and no master
+            weights, a change below 2^-9 of the weight is lost.
           step: updates completed so far.
 
         Returns:
-          New parameters and state in the dtypes of the old ones, and f32 metrics: `grad_norm`, the global norm before
-          clipping, and `learning_rate`.
+          New parameters and state in the dtypes of the old ones, and f32 metrics: `grad_norm`, the global
+          norm before clipping, and `learning_rate`.
         """
         update = self.begin(grads, step)
         grad, param = (by_path(self.params, tree) for tree in (grads, params))
@@ -233,8 +259,11 @@ class Optimizer:
         else:
             nu = load(spec, info, leaf, "nu")
             moments = {"mu": _mean(clipped, mu, spec.b1), "nu": _mean(clipped**2, nu, spec.b2)}
-            # Selected as they will be written: otherwise XLA:CPU computes them twice, from copies of the old moments.
-            new_mu, new_nu = (jnp.where(update.applied, moments[name], old) for name, old in (("mu", mu), ("nu", nu)))
+            # Selected as they will be written: otherwise XLA:CPU computes them twice, from copies of the old
+            # moments.
+            new_mu, new_nu = (
+                jnp.where(update.applied, moments[name], old) for name, old in (("mu", mu), ("nu", nu))
+            )
             direction = new_mu * update.mu_scale / (jnp.sqrt(new_nu * update.nu_scale) + spec.eps)
         new: ParamState = {}
         for name, value in moments.items():
@@ -249,7 +278,9 @@ class Optimizer:
         else:
             new_param = p.astype(param.dtype)
         # A select in the same fusion as the update: no second copy of the state exists at any time.
-        new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf))
+        new_param, new = jax.tree.map(
+            lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf)
+        )
         return marked(new_param, new), new
 
     def _with(self, name: str) -> ParamTree:
@@ -261,8 +292,8 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
     """Refuses a layout that does not fit the optimizer's state.
 
     Raises:
-      UserError: an option of the optimizer has no effect for the dtype of the parameters, or shards of the mesh would
-        cut int8 blocks.
+      UserError: an option of the optimizer has no effect for the dtype of the parameters, or shards of the
+        mesh would cut int8 blocks.
     """
     spec.check_param_dtype(layout.precision.param_dtype)
     for p in layout.params:
@@ -284,8 +315,8 @@ def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer
     """Builds the optimizer of a run of exactly `num_steps` updates of `params`, a tree of `ParamInfo`.
 
     Raises:
-      UserError: warm-up and decay together are longer than the run, or Muon cannot tell a matrix's inputs from its
-        outputs.
+      UserError: warm-up and decay together are longer than the run, or Muon cannot tell a matrix's inputs
+        from its outputs.
     """
     if num_steps < 1:
         raise UserError(f"num_steps={num_steps} must be at least 1.")
@@ -294,8 +325,8 @@ def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer
     if warmup + decay > num_steps:
         after = f" and optimizer.schedule.decay_steps={decay}" if decay else ""
         raise UserError(
-            f"optimizer.warmup_steps={warmup}{after} do not fit in num_steps={num_steps}. Set num_steps to at least "
-            f"{warmup + decay}, or give them as fractions of the run: optimizer.warmup_steps=0.01."
+            f"optimizer.warmup_steps={warmup}{after} do not fit in num_steps={num_steps}. Set num_steps to "
+            f"at least {warmup + decay}, or give them as fractions of the run: optimizer.warmup_steps=0.01."
         )
     for info in jax.tree.leaves(params):
         if by_muon(spec, info):
@@ -320,13 +351,14 @@ def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:
     by_chance = optimizer.moment_dtype in ("int8", "bfloat16_sr") or optimizer.param_rounding == "stochastic"
     if spec.offload.update == "host" and by_chance:
         raise UserError(
-            f"layout.offload.update=host with optimizer.moment_dtype={optimizer.moment_dtype} and optimizer."
-            f"param_rounding={optimizer.param_rounding}: stochastic rounding does not run on the host's cores. Set "
-            "layout.offload.update=device, or optimizer.moment_dtype=float32 and param_rounding=nearest."
+            f"layout.offload.update=host with optimizer.moment_dtype={optimizer.moment_dtype} and "
+            f"optimizer.param_rounding={optimizer.param_rounding}: stochastic rounding does not run on the "
+            "host's cores. Set layout.offload.update=device, or optimizer.moment_dtype=float32 and "
+            "param_rounding=nearest."
         )
     for field in ("optimizer", "gradients"):
         if isinstance(optimizer, Muon) and (share := getattr(spec.offload, field)) not in ("none", 0):
             raise UserError(
-                f"layout.offload.{field}={share} with Muon: its update takes whole matrices, so no part of its state "
-                f"or gradients can stream. Set layout.offload.{field}=none, or use AdamW."
+                f"layout.offload.{field}={share} with Muon: its update takes whole matrices, so no part of "
+                f"its state or gradients can stream. Set layout.offload.{field}=none, or use AdamW."
             )

@@ -1,21 +1,22 @@
 """Quantized moments (`moment_dtype="int8"`): eight bits per element and one f32 scale per block.
 
-A block is up to 128 neighbours along one dimension of one layer, so that shards and layers hold whole blocks and the
-scales are split like the parameter. Values are relative to the largest of their block, in the dynamic map of
-arXiv:2110.02861 section 2.1: seven decades, each with half as many values as the next larger one. For e = 2^k + j,
-0 <= j < 2^k, code e stands for
+A block is up to 128 neighbours along one dimension of one layer, so that shards and layers hold whole blocks
+and the scales are split like the parameter. Values are relative to the largest of their block, in the dynamic
+map of arXiv:2110.02861 section 2.1: seven decades, each with half as many values as the next larger one. For
+e = 2^k + j, 0 <= j < 2^k, code e stands for
 
     10^(k - K) (0.1 + 0.9 (j + 0.5) / 2^k) / top
 
-with K = 6 for first moments (127 magnitudes, a sign, and 0) and K = 7 for second moments (254 and 0; code e - 1). `top`
-is the largest value of the map, 1 - 0.45 / 2^K, so that the block's largest is exact with either sign.
+with K = 6 for first moments (127 magnitudes, a sign, and 0) and K = 7 for second moments (254 and 0; code e -
+1). `top` is the largest value of the map, 1 - 0.45 / 2^K, so that the block's largest is exact with either
+sign.
 
-Differences from the paper: blocks lie along one dimension and are smaller than 2048, to fit shards; the second moment
-is stored as its root, which spans half as many decades; rounding is stochastic, so that a moment also moves where its
-steps are smaller than the map's; a positive second moment is never stored as 0, which would divide by eps alone
-(arXiv:2309.01507 section 4.1). The embedding stays float32 as in the paper (section 2.3). The unembedding and norm
-scales stay float32 too: no loop over layers updates the unembedding in parts, and three float32 copies of it take 6 GiB
-at 4096 x 128256 on an H200.
+Differences from the paper: blocks lie along one dimension and are smaller than 2048, to fit shards; the
+second moment is stored as its root, which spans half as many decades; rounding is stochastic, so that a
+moment also moves where its steps are smaller than the map's; a positive second moment is never stored as 0,
+which would divide by eps alone (arXiv:2309.01507 section 4.1). The embedding stays float32 as in the paper
+(section 2.3). The unembedding and norm scales stay float32 too: no loop over layers updates the unembedding
+in parts, and three float32 copies of it take 6 GiB at 4096 x 128256 on an H200.
 """
 
 import dataclasses
@@ -28,7 +29,8 @@ from jtrain.layout.dims import ParamInfo
 from jtrain.optim.rounding import apart, uniform
 
 LETTERS = ("H", "F")
-"""Candidate dimensions for blocks; a matrix uses the first that it has. ZeRO splits neither, `tensor` only F."""
+"""Candidate dimensions for blocks; a matrix uses the first that it has. ZeRO splits neither, `tensor` only
+F."""
 
 LONGEST = 128
 
@@ -43,7 +45,8 @@ class Blocks:
     """Division of one parameter's moments into blocks.
 
     letter: the dimension along which blocks lie.
-    dim: index of the dimension, counted from the end (-1), so that it is valid with and without the layer dimension.
+    dim: index of the dimension, counted from the end (-1), so that it is valid with and without the layer
+      dimension.
     length: elements per block; divides the dimension.
     """
 
@@ -71,8 +74,8 @@ class Blocks:
 def blocks_of(info: ParamInfo) -> Blocks | None:
     """Blocks of a parameter's moments; None if they stay float32.
 
-    Moments of norm scales, embedding and unembedding stay float32, and moments whose blocks would be shorter than
-    `SHORTEST`.
+    Moments of norm scales, embedding and unembedding stay float32, and moments whose blocks would be shorter
+    than `SHORTEST`.
     """
     letter = next((letter for letter in LETTERS if letter in info.dims), None)
     if letter is None or not info.dims.startswith("Y"):
@@ -88,10 +91,11 @@ def top(signed: bool) -> float:
 
 
 def encode(x: Array, blocks: Blocks, *, signed: bool, bits: Array | None) -> tuple[Array, Array]:
-    """Quantizes `x`, f32, to codes and f32 scales: a first moment to int8 (signed), the root of a second one to uint8.
+    """Quantizes `x`, f32, to codes and f32 scales: a first moment to int8 (signed), the root of a second one
+    to uint8.
 
-    bits: random uint32s of the shape of `x` for stochastic rounding, so that `decode` returns `x` on average (the
-      second moment itself, not its root). None rounds to the value of the cell that holds `x`.
+    bits: random uint32s of the shape of `x` for stochastic rounding, so that `decode` returns `x` on average
+      (the second moment itself, not its root). None rounds to the value of the cell that holds `x`.
     """
     split = blocks.split(x)
     size = jnp.abs(split) if signed else jnp.sqrt(split)

@@ -1,7 +1,8 @@
 """Stochastic rounding: up or down at random, so that the mean of many roundings is the value itself.
 
-The random bits are a hash of (path, purpose, step, layer, index within the layer). They are the same whether an array
-is whole, split over devices or updated layer by layer, and after a restore. There is no generator state.
+The random bits are a hash of (path, purpose, step, layer, index within the layer). They are the same whether
+an array is whole, split over devices or updated layer by layer, and after a restore. There is no generator
+state.
 """
 
 import dataclasses
@@ -67,9 +68,9 @@ def to_bfloat16(x: Array, bits: Array) -> Array:
 def apart(product: Array) -> Array:
     """`product`, f32, protected from contraction into a fused multiply-add.
 
-    Compilers round one, none or both products of `a x + b y`, depending on the rest of the loop and on where vectors
-    end, so the last bit would depend on the layout (seen on the CPU: 3 % of elements). The minimum below is an
-    operation that no compiler may drop, so every operation is rounded by itself, as in numpy.
+    Compilers round one, none or both products of `a x + b y`, depending on the rest of the loop and on where
+    vectors end, so the last bit would depend on the layout (seen on the CPU: 3 % of elements). The minimum
+    below is an operation that no compiler may drop, so every operation is rounded by itself, as in numpy.
     """
     return jnp.minimum(product, jnp.finfo(jnp.float32).max)
 

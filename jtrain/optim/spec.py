@@ -21,25 +21,26 @@ class AdamW:
         m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   both divided by 1 - b^(k + 1)
         p = p - lr(k) (m / (sqrt(v) + eps) + weight_decay p)
 
-    The state takes 8 bytes per parameter, 4 with bfloat16, 2.06 with int8, and 4 more for master weights; arithmetic is
-    always f32. `jtrain.optim.state_bytes` is exact.
+    The state takes 8 bytes per parameter, 4 with bfloat16, 2.06 with int8, and 4 more for master weights;
+    arithmetic is always f32. `jtrain.optim.state_bytes` is exact.
 
     peak_lr: the highest learning rate; `schedule` sets the rate after the warm-up.
-    warmup_steps: update k < warmup_steps uses peak_lr * (k + 1) / warmup_steps. An int is steps, a float below 1.0 a
-      fraction of the run (`StepsOrFraction`).
-    weight_decay: multiplied by the learning rate, as in PyTorch. Applies to matrices only (`ParamInfo.is_matrix`): norm
-      scales never decay; embedding and unembedding do, as in Megatron-LM and nanoGPT (not in OLMo 2).
+    warmup_steps: update k < warmup_steps uses peak_lr * (k + 1) / warmup_steps. An int is steps, a float
+      below 1.0 a fraction of the run (`StepsOrFraction`).
+    weight_decay: multiplied by the learning rate, as in PyTorch. Applies to matrices only
+      (`ParamInfo.is_matrix`): norm scales never decay; embedding and unembedding do, as in Megatron-LM and
+      nanoGPT (not in OLMo 2).
     clip_norm: largest global norm of the gradients; None does not clip.
-    moment_dtype: storage of both moments.
-      bfloat16 keeps 8 bits, rounded to nearest, so a moment stalls up to 2^-8 / (1 - b) short of its target: 8 % at
-      b = 0.95, and at b = 0.999 it never falls again. Errors above 10 % are refused: set b2 to 0.96 at most, or choose
-      another dtype.
-      bfloat16_sr rounds stochastically, so that a moment is right on average at any b.
-      int8 keeps 8 bits in blocks that share a scale and rounds stochastically as well
-      (`jtrain.optim.quantized_moments`); embedding, unembedding and norm scales stay float32.
-    master_dtype: float32 keeps an unrounded copy of the parameters beside the bfloat16 ones (`precision.param_dtype`).
-    param_rounding: rounding of bfloat16 parameters without master weights. `nearest` always loses a change below 2^-9
-      of the weight; `stochastic` keeps the change on average.
+    moment_dtype: storage of both moments. bfloat16 keeps 8 bits, rounded to nearest, so a moment stalls up to
+      2^-8 / (1 - b) short of its target: 8 % at b = 0.95, and at b = 0.999 it never falls again. Errors above
+      10 % are refused: set b2 to 0.96 at most, or choose another dtype. bfloat16_sr rounds stochastically, so
+      that a moment is right on average at any b. int8 keeps 8 bits in blocks that share a scale and rounds
+      stochastically as well (`jtrain.optim.quantized_moments`); embedding, unembedding and norm scales stay
+      float32.
+    master_dtype: float32 keeps an unrounded copy of the parameters beside the bfloat16 ones
+      (`precision.param_dtype`).
+    param_rounding: rounding of bfloat16 parameters without master weights. `nearest` always loses a change
+      below 2^-9 of the weight; `stochastic` keeps the change on average.
 
     Raises:
       UserError: a value out of range; names the field and the allowed range.
@@ -67,7 +68,9 @@ class AdamW:
         check_number("eps", self.eps, "above 0", lambda x: x > 0)
         check_number("weight_decay", self.weight_decay, "of at least 0", lambda x: x >= 0)
         if self.clip_norm is not None:
-            check_number("clip_norm", self.clip_norm, "above 0, or None, which does not clip", lambda x: x > 0)
+            check_number(
+                "clip_norm", self.clip_norm, "above 0, or None, which does not clip", lambda x: x > 0
+            )
         check_choice("moment_dtype", self.moment_dtype, tuple(_STALL))
         check_choice("master_dtype", self.master_dtype, ("none", "float32"))
         check_choice("param_rounding", self.param_rounding, ("nearest", "stochastic"))
@@ -75,8 +78,9 @@ class AdamW:
         _check_decay_rate("b2", self.b2, self.moment_dtype)
         if self.master_dtype != "none" and self.param_rounding != "nearest":
             raise UserError(
-                f"optimizer.param_rounding={self.param_rounding} with optimizer.master_dtype={self.master_dtype}: the "
-                "masters lose nothing, so parameters are masters rounded to nearest. Set one of them to its default."
+                f"optimizer.param_rounding={self.param_rounding} with "
+                f"optimizer.master_dtype={self.master_dtype}: the masters lose nothing, so parameters are "
+                "masters rounded to nearest. Set one of them to its default."
             )
 
     def check_param_dtype(self, param_dtype: str) -> None:
@@ -89,27 +93,29 @@ class AdamW:
             return
         if self.master_dtype != "none":
             raise UserError(
-                f"optimizer.master_dtype={self.master_dtype} with precision.param_dtype={param_dtype}: such parameters "
-                "are their own masters. Set precision.param_dtype=bfloat16, or optimizer.master_dtype=none."
+                f"optimizer.master_dtype={self.master_dtype} with precision.param_dtype={param_dtype}: such "
+                "parameters are their own masters. Set precision.param_dtype=bfloat16, or "
+                "optimizer.master_dtype=none."
             )
         if self.param_rounding != "nearest":
             raise UserError(
-                f"optimizer.param_rounding={self.param_rounding} with precision.param_dtype={param_dtype}: nothing is "
-                "rounded. Set precision.param_dtype=bfloat16, or optimizer.param_rounding=nearest."
+                f"optimizer.param_rounding={self.param_rounding} with precision.param_dtype={param_dtype}: "
+                "nothing is rounded. Set precision.param_dtype=bfloat16, or optimizer.param_rounding=nearest."
             )
 
 
 @dataclasses.dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon for the layers' matrices, AdamW for embedding, unembedding and norm scales; adds three fields to `AdamW`.
+    """Muon for the layers' matrices, AdamW for embedding, unembedding and norm scales; adds three fields to
+    `AdamW`.
 
         m = momentum m + (1 - momentum) g,   o = orthogonalize(Nesterov(m, g))
         p = p - lr(k) (update_rms sqrt(max(fan_in, fan_out)) o + weight_decay p)
 
-    `orthogonalize` is `newton_schulz_steps` steps towards U V^T of each layer's matrix (inputs, outputs): q is D x NH,
-    o is NH x D. Five cost 20 m^2 n + 10 m^3 FLOPs for m x n, m <= n, and hold one layer's temporaries at a time. The
-    factor gives every matrix an update of root mean square `update_rms`, close to AdamW's, so that one learning rate
-    and one weight decay suit both.
+    `orthogonalize` is `newton_schulz_steps` steps towards U V^T of each layer's matrix (inputs, outputs): q
+    is D x NH, o is NH x D. Five cost 20 m^2 n + 10 m^3 FLOPs for m x n, m <= n, and hold one layer's
+    temporaries at a time. The factor gives every matrix an update of root mean square `update_rms`, close to
+    AdamW's, so that one learning rate and one weight decay suit both.
 
     A layer's matrix has only one moment, which takes half of AdamW's bytes.
 
@@ -125,16 +131,21 @@ class Muon(AdamW):
         _check_decay_rate("momentum", self.momentum, self.moment_dtype)
         check_number("update_rms", self.update_rms, "above 0", lambda x: x > 0)
         whole = isinstance(self.newton_schulz_steps, int)
-        check_number("newton_schulz_steps", self.newton_schulz_steps, "(int) above 0", lambda x: whole and x > 0)
+        check_number(
+            "newton_schulz_steps", self.newton_schulz_steps, "(int) above 0", lambda x: whole and x > 0
+        )
 
 
 def _check_decay_rate(field: str, rate: float, moment_dtype: str) -> None:
-    """Refuses a decay rate whose updates, (1 - rate) of the distance, round to nothing in the moment's dtype."""
+    """Refuses a decay rate whose updates, (1 - rate) of the distance, round to nothing in the moment's
+    dtype.
+    """
     check_number(field, rate, "of at least 0 and below 1", lambda x: 0 <= x < 1)
     stall = _STALL[moment_dtype] / (1.0 - rate)
     if stall > _MAX_STALL:
         raise UserError(
-            f"optimizer.{field}={rate} with optimizer.moment_dtype={moment_dtype}: small updates round to nothing, and "
-            f"the moment comes to rest up to {stall:.0%} off (at most {_MAX_STALL:.0%} is allowed). "
-            f"Set optimizer.moment_dtype=float32 or bfloat16_sr, or optimizer.{field} to 0.96 at most."
+            f"optimizer.{field}={rate} with optimizer.moment_dtype={moment_dtype}: small updates round to "
+            f"nothing, and the moment comes to rest up to {stall:.0%} off (at most {_MAX_STALL:.0%} is "
+            f"allowed). Set optimizer.moment_dtype=float32 or bfloat16_sr, or optimizer.{field} to 0.96 at "
+            "most."
         )

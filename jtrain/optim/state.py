@@ -1,4 +1,6 @@
-"""Optimizer state: the arrays kept for each parameter, their shapes and dtypes, and how moments are stored and read."""
+"""Optimizer state: the arrays kept for each parameter, their shapes and dtypes, and how moments are stored
+and read.
+"""
 
 import dataclasses
 import functools
@@ -20,7 +22,8 @@ type ParamTree = dict[str, Any]
 """One value per parameter (array, `ParamInfo`, sharding, ...), nested like the parameters."""
 
 type ParamState = dict[str, Array]
-"""State of one parameter, keyed by field of `Moments`; fields that the parameter does not have are left out."""
+"""State of one parameter, keyed by field of `Moments`; fields that the parameter does not have are left
+out."""
 
 
 def _no_branch() -> ParamTree:
@@ -49,7 +52,9 @@ NAMES = tuple(field.name for field in dataclasses.fields(Moments))
 
 
 def by_muon(spec: AdamW | Muon, info: ParamInfo) -> bool:
-    """True if Muon updates the parameter: a matrix of the layers (stacked, Y), not the embedding or unembedding."""
+    """True if Muon updates the parameter: a matrix of the layers (stacked, Y), not the embedding or
+    unembedding.
+    """
     return isinstance(spec, Muon) and info.is_matrix and info.dims.startswith("Y")
 
 
@@ -60,7 +65,9 @@ def blocks(spec: AdamW | Muon, info: ParamInfo) -> Blocks | None:
 
 @functools.cache
 def arrays(spec: AdamW | Muon, info: ParamInfo) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every state array of a parameter, by name. Cached: the planner's search calls it often."""
+    """Shape and dtype of every state array of a parameter, by name. Cached: the planner's search calls it
+    often.
+    """
     split = blocks(spec, info)
     plain = {"bfloat16": "bfloat16", "bfloat16_sr": "bfloat16"}.get(spec.moment_dtype, "float32")
     kept: dict[str, jax.ShapeDtypeStruct] = {}
@@ -76,7 +83,9 @@ def arrays(spec: AdamW | Muon, info: ParamInfo) -> Mapping[str, jax.ShapeDtypeSt
 
 
 def state_bytes(spec: AdamW | Muon, info: ParamInfo, elements: int) -> int:
-    """Bytes of state for `elements` of a parameter (a shard, or `info.size`), which must fill whole blocks."""
+    """Bytes of state for `elements` of a parameter (a shard, or `info.size`), which must fill whole
+    blocks.
+    """
     per_parameter = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays(spec, info).values())
     return per_parameter * elements // info.size
 

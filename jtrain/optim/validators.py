@@ -7,19 +7,28 @@ from jtrain.errors import UserError
 
 
 def check_number(field: str, value: object, wanted: str, good: Callable[[float], bool]) -> None:
-    """Raises UserError unless `value` is a finite number for which `good` is true; `wanted` describes the range."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or not good(value):
+    """Raises UserError unless `value` is a finite number for which `good` is true; `wanted` describes the
+    range.
+    """
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or not good(value)
+    ):
         raise UserError(f"optimizer.{field}={value!r} must be a number {wanted}.")
 
 
 def check_steps(field: str, value: object) -> None:
-    """Raises UserError unless `value` is a number of steps (int) or a fraction of the run (float below 1.0)."""
+    """Raises UserError unless `value` is a number of steps (int) or a fraction of the run (float below
+    1.0).
+    """
     steps = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     fraction = isinstance(value, float) and 0.0 <= value < 1.0
     if not (steps or fraction):
         raise UserError(
-            f"optimizer.{field}={value!r} must be an int of at least 0, in steps, or a float of at least 0.0 and below "
-            f"1.0, a fraction of num_steps. Write 2000 for steps, 0.01 for one percent of the run."
+            f"optimizer.{field}={value!r} must be an int of at least 0, in steps, or a float of at least 0.0 "
+            "and below 1.0, a fraction of num_steps. Write 2000 for steps, 0.01 for one percent of the run."
         )
 
 

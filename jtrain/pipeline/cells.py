@@ -1,9 +1,11 @@
-"""Schedules as CSV in the cells of torchtitan: a row per worker, an operation per cell, an empty cell for idle time.
+"""Schedules as CSV in the cells of torchtitan: a row per worker, an operation per cell, an empty cell for
+idle time.
 
     0F0,0F1,,,0B0,0B1
     ,1F0,1B0,1F1,1B1,
 
-Idle cells may be written for the eye. They are dropped when read: the clocks of `clocks.py` say when a worker waits.
+Idle cells may be written for the eye. They are dropped when read: the clocks of `clocks.py` say when a worker
+waits.
 """
 
 import csv
@@ -49,9 +51,13 @@ def read_csv(path: Path, *, stages: int | None = None, microbatches: int | None 
     return parse_csv(text, str(path), stages=stages, microbatches=microbatches)
 
 
-def parse_csv(text: str, name: str, *, stages: int | None = None, microbatches: int | None = None) -> PipelineSchedule:
+def parse_csv(
+    text: str, name: str, *, stages: int | None = None, microbatches: int | None = None
+) -> PipelineSchedule:
     """The schedule of a CSV text, named `name` in messages; otherwise as `read_csv`."""
-    lines = [(number, cells) for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if any(cells)]
+    lines = [
+        (number, cells) for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if any(cells)
+    ]
     if not lines:
         raise UserError(f"schedule {name} is empty. Write a row of operations per worker, such as 0F0,0B0.")
     streams = tuple(tuple(_row(name, number, cells)) for number, cells in lines)
@@ -63,8 +69,8 @@ def parse_csv(text: str, name: str, *, stages: int | None = None, microbatches: 
     count = 1 + max(op.microbatch for stream in streams for op in stream)
     if microbatches is not None and count != microbatches:
         raise UserError(
-            f"schedule {name} has {count} microbatches, but microbatches={microbatches}. Set microbatches to {count} "
-            "(layout.microbatches of a config), or write another schedule."
+            f"schedule {name} has {count} microbatches, but microbatches={microbatches}. Set microbatches to "
+            f"{count} (layout.microbatches of a config), or write another schedule."
         )
     chunks, placement = _placement(name, lines, streams)
     return PipelineSchedule(name, len(streams), count, chunks, placement, streams)
@@ -91,8 +97,8 @@ def _placement(
     total = 1 + max(op.stage for stream in streams for op in stream)
     if total % stages:
         raise UserError(
-            f"schedule {name} has virtual stages 0 to {total - 1} in {stages} rows. Each row needs as many as the "
-            f"others: their number must be a multiple of {stages}."
+            f"schedule {name} has virtual stages 0 to {total - 1} in {stages} rows. Each row needs as many "
+            f"as the others: their number must be a multiple of {stages}."
         )
     chunks = total // stages
     placements: tuple[ChunkPlacement, ...] = ("round_robin", "v") if chunks == 2 else ("round_robin",)
@@ -107,7 +113,7 @@ def _placement(
     cell = next(i for i, cell in enumerate(lines[p][1], start=1) if cell.strip() == str(op))
     row = lines[worker_of(op.stage, stages, placement)][0]
     raise UserError(
-        f"schedule {name}, line {number}, cell {cell}: {op} is in the row of worker {p}, but virtual stage {op.stage} "
-        f"belongs in line {row}. With {chunks} per worker, row p holds p, p + {stages}, ...; with 2, also p and "
-        f"{2 * stages - 1} - p."
+        f"schedule {name}, line {number}, cell {cell}: {op} is in the row of worker {p}, but virtual stage "
+        f"{op.stage} belongs in line {row}. With {chunks} per worker, row p holds p, p + {stages}, ...; with "
+        f"2, also p and {2 * stages - 1} - p."
     )

@@ -1,12 +1,13 @@
 """Checks that a schedule computes each gradient once and always ends.
 
-`check` refuses a schedule that a user wrote; the message names the worker, the operation and why. It then derives the
-instructions and passes their messages: a channel holds the messages of one kind (activations or cotangents) from one
-worker to another, at most `capacity` of them. A send waits for room, a receive waits for its own message (messages
-carry their virtual stage and microbatch, so they may be taken in any order).
+`check` refuses a schedule that a user wrote; the message names the worker, the operation and why. It then
+derives the instructions and passes their messages: a channel holds the messages of one kind (activations or
+cotangents) from one worker to another, at most `capacity` of them. A send waits for room, a receive waits for
+its own message (messages carry their virtual stage and microbatch, so they may be taken in any order).
 
-Workers are deterministic, only the sender fills a channel and only the receiver empties it, so whatever can go on stays
-possible until it is done. All interleavings therefore end alike, and one of them decides whether there is a deadlock.
+Workers are deterministic, only the sender fills a channel and only the receiver empties it, so whatever can
+go on stays possible until it is done. All interleavings therefore end alike, and one of them decides whether
+there is a deadlock.
 """
 
 import collections
@@ -21,14 +22,16 @@ def check(schedule: PipelineSchedule, *, capacity: int | None = None) -> Pipelin
     """Checks a schedule; returns its program.
 
     Args:
-      capacity: messages that a channel holds; None if it never waits for room, as in lockstep, where what arrives has
-        a slot of its own.
+      capacity: messages that a channel holds; None if it never waits for room, as in lockstep, where what
+        arrives has a slot of its own.
 
     Raises:
       UserError: the first operation or instruction that is wrong, with its worker and why.
     """
     if capacity is not None and capacity < 1:
-        raise UserError(f"capacity={capacity} must be at least 1: a channel holds a message between send and receive.")
+        raise UserError(
+            f"capacity={capacity} must be at least 1: a channel holds a message between send and receive."
+        )
     _check_numbers(schedule)
     _check_each_once(schedule)
     _check_order(schedule)
@@ -56,8 +59,8 @@ def _check_numbers(schedule: PipelineSchedule) -> None:
     """Each operation is of a virtual stage that its worker holds, and of a microbatch that exists."""
     if len(schedule.streams) != schedule.stages:
         raise UserError(
-            f"schedule {schedule.name} has {len(schedule.streams)} workers, but stages={schedule.stages}. Give one row "
-            "of operations per stage."
+            f"schedule {schedule.name} has {len(schedule.streams)} workers, but stages={schedule.stages}. "
+            "Give one row of operations per stage."
         )
     for worker, stream in enumerate(schedule.streams):
         held = [schedule.stage(worker, chunk) for chunk in range(schedule.chunks)]
@@ -66,7 +69,9 @@ def _check_numbers(schedule: PipelineSchedule) -> None:
                 holder = f"does not exist: there are {schedule.virtual_stages}, from 0"
                 if op.stage < schedule.virtual_stages:
                     holder = f"is held by worker {schedule.worker(op.stage)}"
-                raise _refuse(schedule, worker, op, f"virtual stage {op.stage} {holder}; this worker holds {held}.")
+                raise _refuse(
+                    schedule, worker, op, f"virtual stage {op.stage} {holder}; this worker holds {held}."
+                )
             if op.microbatch >= schedule.microbatches:
                 why = f"there are {schedule.microbatches} microbatches, from 0."
                 raise _refuse(schedule, worker, op, why)
@@ -78,17 +83,23 @@ def _check_each_once(schedule: PipelineSchedule) -> None:
         seen = collections.Counter(stream)
         for op, times in seen.items():
             if times > 1:
-                raise _refuse(schedule, worker, op, f"it is there {times} times; each gradient must be added once.")
+                raise _refuse(
+                    schedule, worker, op, f"it is there {times} times; each gradient must be added once."
+                )
         for chunk in range(schedule.chunks):
             stage = schedule.stage(worker, chunk)
             for m in range(schedule.microbatches):
                 _check_passes(schedule, worker, seen, stage, m)
 
 
-def _check_passes(schedule: PipelineSchedule, worker: int, seen: Iterable[StageOp], stage: int, m: int) -> None:
+def _check_passes(
+    schedule: PipelineSchedule, worker: int, seen: Iterable[StageOp], stage: int, m: int
+) -> None:
     forward, whole, by_input, by_weight = (StageOp(kind, stage, m) for kind in ("F", "B", "I", "W"))
     if forward not in seen:
-        raise _refuse(schedule, worker, forward, "it is missing: every microbatch passes every virtual stage.")
+        raise _refuse(
+            schedule, worker, forward, "it is missing: every microbatch passes every virtual stage."
+        )
     if whole in seen:
         for half in (by_input, by_weight):
             if half in seen:
@@ -97,7 +108,9 @@ def _check_passes(schedule: PipelineSchedule, worker: int, seen: Iterable[StageO
         raise _refuse(schedule, worker, whole, f"it is missing, and so are {by_input} and {by_weight}.")
     elif by_input not in seen or by_weight not in seen:
         there, missing = (by_weight, by_input) if by_weight in seen else (by_input, by_weight)
-        raise _refuse(schedule, worker, missing, f"it is missing, but {there} is there; a split pass needs both.")
+        raise _refuse(
+            schedule, worker, missing, f"it is missing, but {there} is there; a split pass needs both."
+        )
 
 
 def _check_order(schedule: PipelineSchedule) -> None:
@@ -111,7 +124,9 @@ def _check_order(schedule: PipelineSchedule) -> None:
 
 
 def _waiting(program: PipelineProgram, capacity: int | None) -> list[tuple[int, WorkerInstruction, str]]:
-    """Passes messages until nobody can go on; returns each worker that waits, its instruction and what that needs."""
+    """Passes messages until nobody can go on; returns each worker that waits, its instruction and what that
+    needs.
+    """
     channels: dict[tuple[int, int, str], set[tuple[int, int | None]]] = collections.defaultdict(set)
     place = [0] * len(program.workers)
 

@@ -5,9 +5,9 @@
 | `dataflow` | an operation starts when its worker is free and its inputs are there | stages that run on their own |
 | `lockstep` | a tick starts when the neighbours (or all workers) have ended the tick before | one SPMD program |
 
-The bubble is the fraction of all workers' time in which they compute nothing: 1 - busy / (workers x makespan). Costs
-are in any unit of time; with `unit_costs` F, I and W of a chunk take 1 each and B takes 2, times are whole numbers,
-and the closed forms of the papers hold exactly.
+The bubble is the fraction of all workers' time in which they compute nothing: 1 - busy / (workers x
+makespan). Costs are in any unit of time; with `unit_costs` F, I and W of a chunk take 1 each and B takes 2,
+times are whole numbers, and the closed forms of the papers hold exactly.
 """
 
 import collections
@@ -89,7 +89,8 @@ class PipelineTimeline:
         return (everything - sum(self.busy)) / everything
 
     def in_flight(self) -> tuple[tuple[tuple[float, int], ...], ...]:
-        """For each worker (time, chunks and microbatches in flight from then on), from the first F to the end.
+        """For each worker (time, chunks and microbatches in flight from then on), from the first F to the
+        end.
 
         In flight: from the start of F to the end of W or B.
         """
@@ -97,7 +98,9 @@ class PipelineTimeline:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """For each worker the most chunks and microbatches in flight at once, as papers give a schedule's memory."""
+        """For each worker the most chunks and microbatches in flight at once, as papers give a schedule's
+        memory.
+        """
         return tuple(max(count for _, count in kept) for kept in self.in_flight())
 
 
@@ -130,7 +133,9 @@ def dataflow(schedule: PipelineSchedule, costs: Costs) -> PipelineTimeline:
                 needs = schedule.needs(op)
                 if any(need not in ends for need in needs):
                     break
-                ready = [ends[need] + costs.message * (schedule.worker(need.stage) != worker) for need in needs]
+                ready = [
+                    ends[need] + costs.message * (schedule.worker(need.stage) != worker) for need in needs
+                ]
                 start = max([mine[-1].end if mine else 0.0, *ready])
                 ends[op] = start + costs.of(op)
                 mine.append(Span(op, start, ends[op]))
@@ -143,9 +148,9 @@ def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Pipelin
     """The timeline of one SPMD program that permutes after each tick.
 
     Args:
-      meeting: `all` if every tick ends with a collective over all stages, so that a tick takes as long as its slowest
-        worker; `neighbours` if it ends with chain permutes alone, so that a worker waits for the two beside it. Then a
-        message takes `costs.message` in every tick.
+      meeting: `all` if every tick ends with a collective over all stages, so that a tick takes as long as its
+        slowest worker; `neighbours` if it ends with chain permutes alone, so that a worker waits for the two
+        beside it. Then a message takes `costs.message` in every tick.
     """
     stages = ticks.schedule.stages
     ends: list[float] = [0.0] * stages
@@ -155,7 +160,8 @@ def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Pipelin
         starts = list(ends)
         if number:
             starts = [
-                (max(ends) if meeting == "all" else max(ends[max(0, p - 1) : p + 2])) + message for p in range(stages)
+                (max(ends) if meeting == "all" else max(ends[max(0, p - 1) : p + 2])) + message
+                for p in range(stages)
             ]
         for p, ops in enumerate(row):
             ends[p] = _run_tick(ops, starts[p], costs, spans[p])

@@ -1,10 +1,11 @@
 """Published pipeline schedules as functions of (stages, microbatches, chunks).
 
-P is the number of workers, M that of microbatches, v that of chunks per worker. F, I, W are the times of one worker's
-forward pass, backward pass by input and by weight for one microbatch, over all its chunks; B = I + W. The bubble is the
-time in which a worker waits. In-flight microbatches are those whose forward pass is done and whose last backward pass
-(W or B) is not, on the fullest worker; those of one chunk count 1/v. F&B is the time of a forward and a backward pass
-that hide each other's communication; nothing that they compute leaves before both are done.
+P is the number of workers, M that of microbatches, v that of chunks per worker. F, I, W are the times of one
+worker's forward pass, backward pass by input and by weight for one microbatch, over all its chunks; B = I +
+W. The bubble is the time in which a worker waits. In-flight microbatches are those whose forward pass is done
+and whose last backward pass (W or B) is not, on the fullest worker; those of one chunk count 1/v. F&B is the
+time of a forward and a backward pass that hide each other's communication; nothing that they compute leaves
+before both are done.
 
 | name | chunks | bubble | in flight | needs | source |
 |---|---|---|---|---|---|
@@ -26,7 +27,9 @@ from jtrain.pipeline.schedule import ChunkPlacement, PassKind, PipelineSchedule,
 
 
 class _Stream:
-    """Operations of one worker, built in order: microbatches of a chunk are counted separately for F and I or B."""
+    """Operations of one worker, built in order: microbatches of a chunk are counted separately for F and I or
+    B.
+    """
 
     def __init__(self, worker: int, stages: int, placement: ChunkPlacement) -> None:
         self.ops: list[StageOp] = []
@@ -35,7 +38,9 @@ class _Stream:
         self._stashed: list[StageOp] = []
 
     def add(self, kinds: str, chunk: int) -> None:
-        """Adds one operation of each kind for the next microbatch of a chunk; W takes the oldest I of the chunk."""
+        """Adds one operation of each kind for the next microbatch of a chunk; W takes the oldest I of the
+        chunk.
+        """
         stage = self._stages[chunk]
         for kind in kinds:
             if kind == "W":
@@ -63,14 +68,17 @@ _KINDS: dict[str, PassKind] = {"F": "F", "I": "I", "W": "W", "B": "B"}
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """All forward passes, then all backward passes (arXiv:1811.06965)."""
     _check("gpipe", stages, microbatches, chunks, want_chunks=1)
-    streams = [[StageOp(kind, p, m) for kind in ("F", "B") for m in range(microbatches)] for p in range(stages)]
+    streams = [
+        [StageOp(kind, p, m) for kind in ("F", "B") for m in range(microbatches)] for p in range(stages)
+    ]
     return _schedule("gpipe", stages, microbatches, 1, "round_robin", streams)
 
 
 def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """A forward and a backward pass by turns, once the last worker has its first microbatch.
 
-    Worker p runs P - p - 1 forward passes ahead, so at most P - p microbatches are in flight there, for any M.
+    Worker p runs P - p - 1 forward passes ahead, so at most P - p microbatches are in flight there, for any
+    M.
 
     Source: arXiv:2104.04473, section 2.2.1; there it is called PipeDream-flush.
     """
@@ -86,10 +94,11 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSche
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """1F1B over `chunks` virtual stages per worker: each step of the pipeline is shorter, so the bubble is as well.
+    """1F1B over `chunks` virtual stages per worker: each step of the pipeline is shorter, so the bubble is as
+    well.
 
-    Microbatches go in groups of P: a worker runs a group through one chunk, then through the next. Worker p runs
-    2 (P - p - 1) + (v - 1) P forward passes ahead.
+    Microbatches go in groups of P: a worker runs a group through one chunk, then through the next. Worker p
+    runs 2 (P - p - 1) + (v - 1) P forward passes ahead.
 
     Raises:
       UserError: the microbatches are not a multiple of the stages.
@@ -101,8 +110,8 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> PipelineSche
         below = microbatches - microbatches % stages
         near = f"{below}, {below + stages}" if below else str(stages)
         raise UserError(
-            f"microbatches={microbatches}: schedule interleaved runs them in groups of stages={stages}. Nearest "
-            f"numbers that fit: {near}; or take schedule 1f1b."
+            f"microbatches={microbatches}: schedule interleaved runs them in groups of stages={stages}. "
+            f"Nearest numbers that fit: {near}; or take schedule 1f1b."
         )
     turns = [
         (chunk, group * stages + m)
@@ -125,8 +134,8 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> PipelineSche
 def zbh1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """1F1B with the backward pass split: workers do W while they would wait, in the memory of 1F1B.
 
-    Worker p starts with P - p forward passes and does its W p microbatches after the I, so every worker has at most
-    P microbatches in flight, as many as the first worker of 1F1B.
+    Worker p starts with P - p forward passes and does its W p microbatches after the I, so every worker has
+    at most P microbatches in flight, as many as the first worker of 1F1B.
 
     Source: arXiv:2401.10241, section 3 (ZB-H1).
     """
@@ -147,11 +156,12 @@ def zbh1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
 
 
 def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """Zero bubble over a V of virtual stages: no worker waits between its first and last operation if F = I = W.
+    """Zero bubble over a V of virtual stages: no worker waits between its first and last operation if F = I =
+    W.
 
-    The last virtual stage is of the first worker, so backward passes start early; 2P chunks are in flight, the memory
-    of 1F1B. Worker p starts at the time of p forward passes of a chunk and ends as much later than the first; an
-    optimizer that waits for all workers waits for that.
+    The last virtual stage is of the first worker, so backward passes start early; 2P chunks are in flight,
+    the memory of 1F1B. Worker p starts at the time of p forward passes of a chunk and ends as much later than
+    the first; an optimizer that waits for all workers waits for that.
 
     Raises:
       UserError: there are fewer than 2P - 1 microbatches.
@@ -186,10 +196,11 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
 
 
 def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """DualPipe's two directions folded into a V: forward passes of one chunk stand beside backward passes of the other.
+    """DualPipe's two directions folded into a V: forward passes of one chunk stand beside backward passes of
+    the other.
 
-    A pair of F and B that stand side by side can hide each other's communication; only the ends are split into I and
-    W. Compared with DualPipe, each worker holds one copy of its weights.
+    A pair of F and B that stand side by side can hide each other's communication; only the ends are split
+    into I and W. Compared with DualPipe, each worker holds one copy of its weights.
 
     Raises:
       UserError: there are fewer than 2P microbatches.
@@ -242,35 +253,46 @@ def make_schedule(name: str, stages: int, microbatches: int, chunks: int | None 
     """The schedule of a name in `FAMILIES`, spelt as in a config.
 
     Args:
-      chunks: virtual stages per worker; None takes those of the schedule (2 for interleaved, zbv and dualpipev).
+      chunks: virtual stages per worker; None takes those of the schedule (2 for interleaved, zbv and
+        dualpipev).
 
     Raises:
-      UserError: the name is unknown, or the schedule does not exist for these numbers; the message has some that do.
+      UserError: the name is unknown, or the schedule does not exist for these numbers; the message has some
+        that do.
     """
     family = FAMILIES.get(name)
     if family is None:
-        raise UserError(f"schedule {name} is unknown. {did_you_mean(name, FAMILIES)}Choose of: {', '.join(FAMILIES)}.")
+        raise UserError(
+            f"schedule {name} is unknown. {did_you_mean(name, FAMILIES)}Choose of: {', '.join(FAMILIES)}."
+        )
     return family(stages, microbatches) if chunks is None else family(stages, microbatches, chunks)
 
 
-def _check(name: str, stages: int, microbatches: int, chunks: int, *, want_chunks: int | None, least: int = 1) -> None:
+def _check(
+    name: str, stages: int, microbatches: int, chunks: int, *, want_chunks: int | None, least: int = 1
+) -> None:
     """Refuses numbers for which there is no such schedule."""
     for field, value in (("stages", stages), ("microbatches", microbatches), ("chunks", chunks)):
         if value < 1:
             raise UserError(f"{field}={value} must be at least 1.")
     if want_chunks is not None and chunks != want_chunks:
         raise UserError(
-            f"chunks={chunks}: schedule {name} has {want_chunks} per worker. Leave chunks out, or take schedule "
-            "interleaved, which has any number."
+            f"chunks={chunks}: schedule {name} has {want_chunks} per worker. Leave chunks out, or take "
+            "schedule interleaved, which has any number."
         )
     if microbatches < least:
         raise UserError(
-            f"microbatches={microbatches}: schedule {name} over stages={stages} needs at least {least}. Raise "
-            f"microbatches (layout.microbatches of a config), or take schedule 1f1b, which needs 1."
+            f"microbatches={microbatches}: schedule {name} over stages={stages} needs at least {least}. "
+            "Raise microbatches (layout.microbatches of a config), or take schedule 1f1b, which needs 1."
         )
 
 
 def _schedule(
-    name: str, stages: int, microbatches: int, chunks: int, placement: ChunkPlacement, streams: list[list[StageOp]]
+    name: str,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    placement: ChunkPlacement,
+    streams: list[list[StageOp]],
 ) -> PipelineSchedule:
     return PipelineSchedule(name, stages, microbatches, chunks, placement, tuple(map(tuple, streams)))

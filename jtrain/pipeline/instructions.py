@@ -1,7 +1,7 @@
 """Instructions of each worker, derived from the computations of a schedule.
 
-A worker that runs on its own (a program per stage) goes through its instructions in order. An instruction is written
-like a cell of the CSV, with the names of this table in place of F, I, W, B.
+A worker that runs on its own (a program per stage) goes through its instructions in order. An instruction is
+written like a cell of the CSV, with the names of this table in place of F, I, W, B.
 
 | instruction | meaning | when |
 |---|---|---|
@@ -14,10 +14,10 @@ like a cell of the CSV, with the names of this table in place of F, I, W, B.
 | REDUCE | reduces the gradient of a chunk over the data-parallel axes | after the last W or B of the chunk |
 | UPDATE | updates the weights of a chunk | at the end, since clipping needs all gradients |
 
-Values that wait lie in slots of three arrays per worker: `inputs` (from RECV_F, or from F for embedded tokens, to
-FREE_F), `cotangents` (from RECV_B, or from the last F for the gradient of the loss, to FREE_B) and `stashes` (from I to
-FREE_W). Each value gets the lowest slot that is free, so the number of slots is the peak. A value whose next reader is
-on the same worker goes directly into that reader's slot.
+Values that wait lie in slots of three arrays per worker: `inputs` (from RECV_F, or from F for embedded
+tokens, to FREE_F), `cotangents` (from RECV_B, or from the last F for the gradient of the loss, to FREE_B) and
+`stashes` (from I to FREE_W). Each value gets the lowest slot that is free, so the number of slots is the
+peak. A value whose next reader is on the same worker goes directly into that reader's slot.
 """
 
 import collections
@@ -31,7 +31,17 @@ from jtrain.pipeline.schedule import PassKind, PipelineSchedule, StageHop
 type WorkerInstructionKind = (
     PassKind
     | Literal[
-        "GATHER", "DROP", "RECV_F", "SEND_F", "RECV_B", "SEND_B", "FREE_F", "FREE_B", "FREE_W", "REDUCE", "UPDATE"
+        "GATHER",
+        "DROP",
+        "RECV_F",
+        "SEND_F",
+        "RECV_B",
+        "SEND_B",
+        "FREE_F",
+        "FREE_B",
+        "FREE_W",
+        "REDUCE",
+        "UPDATE",
     ]
 )
 type Array = Literal["inputs", "cotangents", "stashes"]
@@ -39,7 +49,9 @@ ARRAYS: tuple[Array, ...] = ("inputs", "cotangents", "stashes")
 
 
 class Value(NamedTuple):
-    """Something that waits in a slot: the input, the cotangent or the stash of one virtual stage and microbatch."""
+    """Something that waits in a slot: the input, the cotangent or the stash of one virtual stage and
+    microbatch.
+    """
 
     array: Array
     stage: int
@@ -79,7 +91,9 @@ class PipelineProgram:
 
 
 def make_program(schedule: PipelineSchedule) -> PipelineProgram:
-    """Derives the instructions of a schedule, which keep the gathered weights of a chunk from first to last use."""
+    """Derives the instructions of a schedule, which keep the gathered weights of a chunk from first to last
+    use.
+    """
     workers, peaks = [], []
     for worker in range(schedule.stages):
         plain = _with_chunk_work(schedule, worker)
@@ -91,9 +105,15 @@ def make_program(schedule: PipelineSchedule) -> PipelineProgram:
 
 
 def _of(
-    schedule: PipelineSchedule, kind: WorkerInstructionKind, stage: int, microbatch: int, peer: int | None = None
+    schedule: PipelineSchedule,
+    kind: WorkerInstructionKind,
+    stage: int,
+    microbatch: int,
+    peer: int | None = None,
 ) -> WorkerInstruction:
-    """An instruction of one microbatch, with the values that it reads, writes and frees; slots are still 0."""
+    """An instruction of one microbatch, with the values that it reads, writes and frees; slots are still
+    0.
+    """
     given, cotangent, stash = ((Value(array, stage, microbatch), 0) for array in ARRAYS)
     one = WorkerInstruction(kind, stage, microbatch, peer)
     match kind:

@@ -21,8 +21,8 @@ def text_rows(
 ) -> list[Text]:
     """A line per worker as wide as the time, `.` where it waits; beside it the most that it has in flight.
 
-    Where there is room an operation is its kind and microbatch, otherwise a letter per column; later chunks are in
-    lower case.
+    Where there is room an operation is its kind and microbatch, otherwise a letter per column; later chunks
+    are in lower case.
 
     Args:
       stages: workers of the whole pipeline: a virtual stage from this number on is a later chunk.
@@ -87,7 +87,8 @@ def svg(
     buffer_bytes: int | None = None,
     workers: Sequence[int] | None = None,
 ) -> str:
-    """A standalone SVG: a lane of operations per worker, and below it what the worker has in flight over time.
+    """A standalone SVG: a lane of operations per worker, and below it what the worker has in flight over
+    time.
 
     Args:
       stages: workers of the whole pipeline: a virtual stage from this number on is a later chunk.
@@ -104,14 +105,18 @@ def svg(
         f'font-family="sans-serif" font-size="12" role="img" aria-label="{text(title)}">',
         f'<text x="0" y="16" font-size="14">{text(title)}</text>',
     ]
-    for lane, (worker, spans, kept) in enumerate(zip(names, timeline.workers, timeline.in_flight(), strict=True)):
+    for lane, (worker, spans, kept) in enumerate(
+        zip(names, timeline.workers, timeline.in_flight(), strict=True)
+    ):
         top = 30 + _ROW * lane
         parts.append(f'<text x="0" y="{top + 17}">worker {worker}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_LANE}" fill="#eeeeee"/>')
         parts += [_box(span, top, scale, stages) for span in spans]
         peak = max(count for _, count in kept)
         size = f"{peak} kept" if buffer_bytes is None else f"{peak * buffer_bytes / 2**30:.2f} GiB"
-        parts.append(f'<path d="{_in_flight(kept, timeline.makespan, top + _ROW - 8, scale, most)}" fill="#b0b0b0"/>')
+        parts.append(
+            f'<path d="{_in_flight(kept, timeline.makespan, top + _ROW - 8, scale, most)}" fill="#b0b0b0"/>'
+        )
         parts.append(f'<text x="{_LEFT + _WIDTH + 6}" y="{top + _ROW - 10}">{size}</text>')
     for index, (kind, meaning) in enumerate(MEANINGS.items()):
         x = _LEFT + 190 * index
@@ -130,7 +135,9 @@ def _box(span: Span, top: int, scale: float, stages: int) -> str:
         'stroke-width="0.5"/>'
     )
     if width > 9 * len(str(span.op.microbatch)):
-        box += f'<text x="{x + width / 2:.2f}" y="{top + 17}" text-anchor="middle">{span.op.microbatch}</text>'
+        box += (
+            f'<text x="{x + width / 2:.2f}" y="{top + 17}" text-anchor="middle">{span.op.microbatch}</text>'
+        )
     return f"{box}</g>"
 
 

@@ -1,9 +1,10 @@
 """Placement of a model's layers on pipeline stages.
 
-A worker is one place along the mesh axis `stage`. Its chunks are the virtual stages that it computes, and a chunk has k
-consecutive places for layers. Arrays with a dimension Y hold their layers in placed order: worker by worker, chunk by
-chunk, so that an even split over `stage` gives each worker its own. Where layers do not fill all places, the last place
-of some chunks holds an identity layer, whose parameters are zeros: it adds nothing and its gradients are zero.
+A worker is one place along the mesh axis `stage`. Its chunks are the virtual stages that it computes, and a
+chunk has k consecutive places for layers. Arrays with a dimension Y hold their layers in placed order: worker
+by worker, chunk by chunk, so that an even split over `stage` gives each worker its own. Where layers do not
+fill all places, the last place of some chunks holds an identity layer, whose parameters are zeros: it adds
+nothing and its gradients are zero.
 """
 
 import dataclasses
@@ -21,14 +22,15 @@ IDENTITY = -1
 """Entry of `PipelineLayout.order` for a place without a layer."""
 
 type VirtualStages = tuple[tuple[int, ...], ...]
-"""Virtual stage of each worker's chunks, [stages][chunks]. A microbatch runs through them in ascending order."""
+"""Virtual stage of each worker's chunks, [stages][chunks]. A microbatch runs through them in ascending
+order."""
 
 
 def virtual_stages(spec: PipelineSpec, stages: int) -> VirtualStages:
     """Returns the virtual stages of each worker.
 
-    One chunk per worker is contiguous; several go round and round (worker p has p, p + P, ...), or down and up again in
-    a V (worker p has p and 2P - 1 - p).
+    One chunk per worker is contiguous; several go round and round (worker p has p, p + P, ...), or down and
+    up again in a V (worker p has p and 2P - 1 - p).
 
     Raises:
       UserError: a CSV file cannot be read, or is for another number of stages.
@@ -39,7 +41,9 @@ def virtual_stages(spec: PipelineSpec, stages: int) -> VirtualStages:
     else:
         chunks = spec.chunks_per_worker
         placement: ChunkPlacement = "v" if spec.schedule in V_SHAPED else "round_robin"
-    return tuple(tuple(stage_of(p, chunk, stages, placement) for chunk in range(chunks)) for p in range(stages))
+    return tuple(
+        tuple(stage_of(p, chunk, stages, placement) for chunk in range(chunks)) for p in range(stages)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +129,8 @@ class PipelineLayout:
             return None
         return (
             f"model.num_layers={self.num_layers} over {self.num_virtual} chunks of mesh.stage={self.stages}: "
-            f"{self.layers_per_chunk} places in each, {self.num_identity} of {self.places} hold an identity layer, "
-            "which costs as much as a layer and changes nothing"
+            f"{self.layers_per_chunk} places in each, {self.num_identity} of {self.places} hold an identity "
+            "layer, which costs as much as a layer and changes nothing"
         )
 
 
@@ -135,7 +139,8 @@ def schedule_of(pipeline: PipelineLayout, microbatches: int) -> PipelineSchedule
     """Returns the schedule of a pipelined step.
 
     Raises:
-      UserError: the schedule needs more microbatches, its file has another number of them, or the file is wrong.
+      UserError: the schedule needs more microbatches, its file has another number of them, or the file is
+        wrong.
     """
     spec = pipeline.spec
     if not spec.is_file:
@@ -159,7 +164,7 @@ def place_layers(spec: PipelineSpec, *, stages: int, num_layers: int) -> Pipelin
         way = f"Set mesh.stage to at most {most}" if most > 1 else "Set mesh.stage=1"
         other = ", or a schedule with one chunk (pipeline.schedule=1f1b)" if placed.chunks > 1 else ""
         raise UserError(
-            f"mesh.stage={stages}{each} (pipeline.schedule={spec.schedule}) needs at least {placed.num_virtual} "
-            f"layers, but model.num_layers={num_layers}. {way}{other}, or add layers."
+            f"mesh.stage={stages}{each} (pipeline.schedule={spec.schedule}) needs at least "
+            f"{placed.num_virtual} layers, but model.num_layers={num_layers}. {way}{other}, or add layers."
         )
     return placed

@@ -1,15 +1,17 @@
-"""Pipeline schedule as data: the order in which each worker computes its parts of the model for each microbatch.
+"""Pipeline schedule as data: the order in which each worker computes its parts of the model for each
+microbatch.
 
-The layers of a model are cut into virtual stages, numbered 0 (next to the embedding) to `virtual_stages - 1` (next to
-the loss). A worker is one index of the mesh axis `stage`, and holds `chunks` virtual stages:
+The layers of a model are cut into virtual stages, numbered 0 (next to the embedding) to `virtual_stages - 1`
+(next to the loss). A worker is one index of the mesh axis `stage`, and holds `chunks` virtual stages:
 
 | placement | virtual stages of worker p of P | used by |
 |---|---|---|
 | round_robin | p, p + P, p + 2P, ...: chunk c is virtual stage c * P + p | GPipe, 1F1B, ZB-H1, interleaved 1F1B |
 | v | p and 2P - 1 - p: down the workers, then up again | ZBV, DualPipeV |
 
-A user writes compute operations only. Sends, receives, frees, gathers, reductions, updates and buffer slots follow from
-them (`instructions.py`, `ticks.py`). An operation is written as in torchtitan's CSV files, virtual stage, kind and
+A user writes compute operations only. Sends, receives, frees, gathers, reductions, updates and buffer slots
+follow from them (`instructions.py`, `ticks.py`). An operation is written as in torchtitan's CSV files,
+virtual stage, kind and
 microbatch: `0F0`, `2I0`, `2W0`, `3B1`.
 
 | kind | computes | needs | gives |
@@ -56,7 +58,9 @@ def parse_op(text: str) -> StageOp:
     """
     found = _CELL.fullmatch(text)
     if found is None:
-        raise UserError(f"{text!r} is not an operation. Write virtual stage, F, I, W or B, and microbatch, as in 2I0.")
+        raise UserError(
+            f"{text!r} is not an operation. Write virtual stage, F, I, W or B, and microbatch, as in 2I0."
+        )
     return StageOp(cast(PassKind, found[2]), int(found[1]), int(found[3]))
 
 
@@ -65,8 +69,9 @@ class StageHop(enum.IntEnum):
 
     DOWN: to worker p + 1; UP: to worker p - 1. As permutes, both are chains over all workers.
     LOCAL: both virtual stages are of one worker (the turning point of placement v, or one worker alone).
-    WRAP: between the last worker and the first (round_robin). As a permute, it is one pair: activations go from the
-      last worker to the first, cotangents from the first to the last. With two workers it is an UP or a DOWN.
+    WRAP: between the last worker and the first (round_robin). As a permute, it is one pair: activations go
+      from the last worker to the first, cotangents from the first to the last. With two workers it is an UP
+      or a DOWN.
     """
 
     DOWN = 0
@@ -111,11 +116,15 @@ class PipelineSchedule:
         return stage_of(worker, chunk, self.stages, self.placement)
 
     def needs(self, op: StageOp) -> tuple[StageOp, ...]:
-        """Operations whose results `op` uses, as far as this schedule has them; a backward pass may be an I or a B."""
+        """Operations whose results `op` uses, as far as this schedule has them; a backward pass may be an I
+        or a B.
+        """
         return tuple(need for need in self._possible_needs(op) if need in self._ops)
 
     def activation_hop(self, stage: int) -> StageHop | None:
-        """Way of the activation that virtual stage `stage` computes; None for the last one, which gives the loss."""
+        """Way of the activation that virtual stage `stage` computes; None for the last one, which gives the
+        loss.
+        """
         return None if stage == self.virtual_stages - 1 else self._hop(stage, stage + 1)
 
     def cotangent_hop(self, stage: int) -> StageHop | None:
@@ -155,7 +164,13 @@ class PipelineSchedule:
     def _hop(self, source: int, target: int) -> StageHop:
         a, b = self.worker(source), self.worker(target)
         return (
-            StageHop.LOCAL if a == b else StageHop.DOWN if b == a + 1 else StageHop.UP if b == a - 1 else StageHop.WRAP
+            StageHop.LOCAL
+            if a == b
+            else StageHop.DOWN
+            if b == a + 1
+            else StageHop.UP
+            if b == a - 1
+            else StageHop.WRAP
         )
 
     def _possible_needs(self, op: StageOp) -> tuple[StageOp, ...]:

@@ -16,9 +16,10 @@ class PipelineSpec:
 
     With mesh.stage=1 nothing reads these fields.
 
-    schedule: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev, or the path of a CSV file with a schedule of your own.
-    chunks: parts of the model on each worker, for `interleaved`; zbv and dualpipev always have two, a CSV file has a
-      number of its own, the others have one.
+    schedule: gpipe, 1f1b, interleaved, zb-h1, zbv, dualpipev, or the path of a CSV file with a schedule of
+      your own.
+    chunks: parts of the model on each worker, for `interleaved`; zbv and dualpipev always have two, a CSV
+      file has a number of its own, the others have one.
     gather: gathering of weights that ZeRO splits: in every `tick` that needs them, or once per `step`,
       which holds them whole until its end.
     """
@@ -36,11 +37,13 @@ class PipelineSpec:
             )
         if name == "interleaved" and self.chunks < 2:
             raise UserError(
-                f"pipeline.chunks={self.chunks} with pipeline.schedule=interleaved: it alternates between the chunks "
-                "of a worker, at least two. Set pipeline.chunks=2, or pipeline.schedule=1f1b."
+                f"pipeline.chunks={self.chunks} with pipeline.schedule=interleaved: it alternates between "
+                "the chunks of a worker, at least two. Set pipeline.chunks=2, or pipeline.schedule=1f1b."
             )
         if name != "interleaved" and self.chunks != 1:
-            decides = "the file says the number of chunks" if self.is_file else f"{name} always has {self._always}"
+            decides = (
+                "the file says the number of chunks" if self.is_file else f"{name} always has {self._always}"
+            )
             raise UserError(
                 f"pipeline.chunks={self.chunks} with pipeline.schedule={name}: {decides} per worker. Leave "
                 "pipeline.chunks at 1, or set pipeline.schedule=interleaved."

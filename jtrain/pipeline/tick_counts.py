@@ -1,8 +1,8 @@
 """Sizes of a schedule in ticks: all that a plan needs of it, without the table.
 
-In the middle of a published schedule every worker does the same again and again, so all sizes are straight lines in the
-number of microbatches from two per stage on. They are counted for two numbers of microbatches there and continued,
-which is exact, and as fast for 100,000 microbatches as for 100.
+In the middle of a published schedule every worker does the same again and again, so all sizes are straight
+lines in the number of microbatches from two per stage on. They are counted for two numbers of microbatches
+there and continued, which is exact, and as fast for 100,000 microbatches as for 100.
 """
 
 import collections
@@ -17,7 +17,8 @@ from jtrain.pipeline.schedule import PipelineSchedule, StageHop
 from jtrain.pipeline.tick_grid import BACKWARD, FORWARD, MOMENTS, NONE, WEIGHT, Lives, Packing, TickGrid, pack
 
 type TickWork = frozenset[tuple[int, int, int]]
-"""What the workers do in one tick: of each that works the number of F, of I and of W, where B is an I and a W."""
+"""What the workers do in one tick: of each that works the number of F, of I and of W, where B is an I and a
+W."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,9 @@ class TickCounts:
         return sum(self.works.values())
 
     def makespan(self, forward: float, by_input: float, by_weight: float) -> float:
-        """Time of all ticks if each takes as long as its slowest worker, by those of F, I and W of every chunk."""
+        """Time of all ticks if each takes as long as its slowest worker, by those of F, I and W of every
+        chunk.
+        """
         longest = (
             count * max(f * forward + i * by_input + w * by_weight for f, i, w in work)
             for work, count in self.works.items()
@@ -114,7 +117,8 @@ def _most_alive(schedule: PipelineSchedule, lives: Lives, num_ticks: int) -> int
 
 @functools.cache
 def family_counts(name: str, stages: int, microbatches: int, chunks: int, packing: Packing) -> TickCounts:
-    """Sizes of a published schedule; see `tests/pipeline/test_tick_counts.py` for where they become straight lines.
+    """Sizes of a published schedule; see `tests/pipeline/test_tick_counts.py` for where they become straight
+    lines.
 
     Raises:
       UserError: the schedule does not exist for these numbers, as `make_schedule`.

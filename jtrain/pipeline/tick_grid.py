@@ -1,8 +1,9 @@
 """Operations of a schedule packed into ticks: who computes what between two meetings of an SPMD program.
 
-In one SPMD program over the mesh axis `stage`, every permute is a meeting of workers. A tick is what happens between
-two meetings, so it should hold as much as it can: with one operation per tick, 1F1B waits for 40 % of the time over 4
-stages and 8 microbatches; with one forward and one backward pass per tick for 27 %, its closed form (P-1)/(M+P-1).
+In one SPMD program over the mesh axis `stage`, every permute is a meeting of workers. A tick is what happens
+between two meetings, so it should hold as much as it can: with one operation per tick, 1F1B waits for 40 % of
+the time over 4 stages and 8 microbatches; with one forward and one backward pass per tick for 27 %, its
+closed form (P-1)/(M+P-1).
 
 | packing | in one tick, per worker | order |
 |---|---|---|
@@ -10,12 +11,12 @@ stages and 8 microbatches; with one forward and one backward pass per tick for 2
 | fused | at most one F, one I or B, one W | each kind in the order of the stream, as early as it can be |
 | aligned | as fused | as fused, but all workers do their k-th W in the same tick |
 
-A fused packing lets forward passes overtake backward passes of the stream, never the reverse, so GPipe stays GPipe. It
-keeps more inputs than the stream would with workers that run on their own: 1F1B 2 (P - p) - 1 on worker p, not P - p.
-In an aligned packing the fewest ticks contain a W, for a stash that lives longer.
+A fused packing lets forward passes overtake backward passes of the stream, never the reverse, so GPipe stays
+GPipe. It keeps more inputs than the stream would with workers that run on their own: 1F1B 2 (P - p) - 1 on
+worker p, not P - p. In an aligned packing the fewest ticks contain a W, for a stash that lives longer.
 
-Operations are numbers here, (kind * virtual stages + stage) * microbatches + microbatch, because all workers of a tick
-are computed at once in arrays: a search packs hundreds of schedules.
+Operations are numbers here, (kind * virtual stages + stage) * microbatches + microbatch, because all workers
+of a tick are computed at once in arrays: a search packs hundreds of schedules.
 """
 
 import dataclasses
@@ -62,7 +63,8 @@ class Lives:
 class TickGrid:
     """A schedule in ticks.
 
-    numbers: [T, P, 3], for each tick, worker and kind the operation, as stage * microbatches + microbatch, or NONE.
+    numbers: [T, P, 3], for each tick, worker and kind the operation, as stage * microbatches + microbatch, or
+      NONE.
     whole: [virtual stages, microbatches], True if the backward pass is a B.
     """
 
@@ -125,7 +127,8 @@ class _Streams:
     """Streams of all workers as numbers, with what each operation needs.
 
     first, second: for each number the two operations that must be done before it.
-    never, always: numbers that are never and always done, for the ends of streams and for needs that there are not.
+    never, always: numbers that are never and always done, for the ends of streams and for needs that there
+      are not.
     """
 
     def __init__(self, schedule: PipelineSchedule) -> None:
@@ -146,7 +149,9 @@ class _Streams:
         first = [nothing, forward[:-1], forward, backward]
         second = [np.repeat(nothing, shape[0], 0), backward[1:], nothing, np.repeat(nothing, shape[0], 0)]
         ends = [self.never, self.always]
-        self.first, self.second = (np.concatenate([np.concatenate(of).ravel(), ends]) for of in (first, second))
+        self.first, self.second = (
+            np.concatenate([np.concatenate(of).ravel(), ends]) for of in (first, second)
+        )
 
     def done(self) -> npt.NDArray[np.bool_]:
         """For each number whether it is done before the first tick: those that the schedule does not have."""
@@ -168,7 +173,9 @@ class _Streams:
         return rows
 
     def in_grid(self, ticks: list[OpNumbers]) -> OpNumbers:
-        """The grid of a packing, from the numbers of the operations in each tick, [workers] or [workers, kinds]."""
+        """The grid of a packing, from the numbers of the operations in each tick, [workers] or [workers,
+        kinds].
+        """
         found = np.stack(ticks).reshape(len(ticks), len(self.streams), -1)
         grid = np.full((len(ticks), len(self.streams), 3), NONE)
         tick, worker, place = np.nonzero(found != NONE)
@@ -195,7 +202,9 @@ def _single(streams: _Streams) -> list[OpNumbers]:
 
 
 def _fused(streams: _Streams, *, weights: bool) -> list[OpNumbers]:
-    """The next forward pass, backward pass and W that are ready; a pass may use what was just computed there."""
+    """The next forward pass, backward pass and W that are ready; a pass may use what was just computed
+    there.
+    """
     done, workers = streams.done(), np.arange(len(streams.streams))
     by_kind = [streams.of_kind(kind) for kind in (FORWARD, BACKWARD, WEIGHT)]
     if not weights:
@@ -203,7 +212,9 @@ def _fused(streams: _Streams, *, weights: bool) -> list[OpNumbers]:
         by_kind[WEIGHT] = [of[:0] for of in by_kind[WEIGHT]]
     forward, backward, weight = map(streams.padded, by_kind)
     # For each backward pass the number of forward passes that come before it in the stream.
-    after = streams.padded([np.cumsum(s < streams.size)[s // streams.size == BACKWARD] for s in streams.streams], 0)
+    after = streams.padded(
+        [np.cumsum(s < streams.size)[s // streams.size == BACKWARD] for s in streams.streams], 0
+    )
     f, b, w = (np.zeros_like(workers) for _ in range(3))
     ticks: list[OpNumbers] = []
     while True:
@@ -228,7 +239,9 @@ def _fused(streams: _Streams, *, weights: bool) -> list[OpNumbers]:
 
 
 def _check_all_done(streams: _Streams, num_ticks: int, done: npt.NDArray[np.bool_]) -> None:
-    assert done[: streams.never].all(), f"{streams.schedule.name} cannot go on after tick {num_ticks}: check it first"
+    assert done[: streams.never].all(), (
+        f"{streams.schedule.name} cannot go on after tick {num_ticks}: check it first"
+    )
 
 
 def _aligned(streams: _Streams) -> OpNumbers:

@@ -1,32 +1,35 @@
-"""Schedules lowered to one table of integers that a single SPMD program scans; `tick_grid.py` says what is in a tick.
+"""Schedules lowered to one table of integers that a single SPMD program scans; `tick_grid.py` says what is in
+a tick.
 
-`Ticks.table` is int32 [T, P, len(Field)]; worker p scans table[:, p]. NONE (-1) means that there is nothing to do.
-Each worker has three arrays of slots, `num_inputs`, `num_cotangents` and `num_stashes` long, the same on all workers.
-One tick, in this order:
+`Ticks.table` is int32 [T, P, len(Field)]; worker p scans table[:, p]. NONE (-1) means that there is nothing
+to do. Each worker has three arrays of slots, `num_inputs`, `num_cotangents` and `num_stashes` long, the same
+on all workers. One tick, in this order:
 
-1. Embed. If EMBED_MICROBATCH is not NONE (it is the same on all workers), all workers embed the tokens of that
-   microbatch. The worker with FORWARD_EMBEDS = 1 writes the result into inputs[FORWARD_INPUT].
-2. F. If FORWARD_CHUNK is not NONE: y = chunk FORWARD_CHUNK of inputs[FORWARD_INPUT]. The input stays in its slot.
-3. Head. If HEAD_MICROBATCH is not NONE (the same on all workers), all workers compute the loss of that microbatch from
-   the y of worker `head_worker`, and the gradient of the loss by y. That worker, the only one where HEAD_COTANGENT is
-   not NONE, writes the gradient into cotangents[HEAD_COTANGENT].
+1. Embed. If EMBED_MICROBATCH is not NONE (it is the same on all workers), all workers embed the tokens of
+   that microbatch. The worker with FORWARD_EMBEDS = 1 writes the result into inputs[FORWARD_INPUT].
+2. F. If FORWARD_CHUNK is not NONE: y = chunk FORWARD_CHUNK of inputs[FORWARD_INPUT]. The input stays in its
+   slot.
+3. Head. If HEAD_MICROBATCH is not NONE (the same on all workers), all workers compute the loss of that
+   microbatch from the y of worker `head_worker`, and the gradient of the loss by y. That worker, the only one
+   where HEAD_COTANGENT is not NONE, writes the gradient into cotangents[HEAD_COTANGENT].
 4. I or B. If BACKWARD_CHUNK is not NONE: dx is the backward pass of that chunk for inputs[BACKWARD_INPUT] and
-   cotangents[BACKWARD_COTANGENT]. If BACKWARD_STASH is NONE it is a B, and adds the gradient of the weights to the
-   accumulator; otherwise it is an I, and writes what W needs into stashes[BACKWARD_STASH]. Both slots that were read
-   are free from here on.
-5. W. If WEIGHT_CHUNK is not NONE: adds the gradient of stashes[WEIGHT_STASH] to the accumulator of that chunk. The
-   slot is free from here on.
-6. Embedding gradient. If EMBED_GRADIENT_MICROBATCH is not NONE (the same on all workers), all workers add the gradient
-   of that microbatch's embedding from the dx of worker `embed_worker`.
-7. Move. For each hop in `schedule.activation_hops`, y goes that way: where ARRIVING_INPUT_<hop> is not NONE, what
-   arrives is written into inputs[that slot]; elsewhere it is dropped. For each hop in `schedule.cotangent_hops`, dx
-   goes that way into cotangents[ARRIVING_COTANGENT_<hop>]. As permutes over `stage`: DOWN is the chain (p, p + 1), UP
-   is (p, p - 1), LOCAL is none at all, WRAP is the pair (P - 1, 0) for activations and (0, P - 1) for cotangents.
-   FORWARD_TO and BACKWARD_TO have the hop for the sender; an executor of chains does not need them, since receivers
-   drop the rest.
+   cotangents[BACKWARD_COTANGENT]. If BACKWARD_STASH is NONE it is a B, and adds the gradient of the weights
+   to the accumulator; otherwise it is an I, and writes what W needs into stashes[BACKWARD_STASH]. Both slots
+   that were read are free from here on.
+5. W. If WEIGHT_CHUNK is not NONE: adds the gradient of stashes[WEIGHT_STASH] to the accumulator of that
+   chunk. The slot is free from here on.
+6. Embedding gradient. If EMBED_GRADIENT_MICROBATCH is not NONE (the same on all workers), all workers add the
+   gradient of that microbatch's embedding from the dx of worker `embed_worker`.
+7. Move. For each hop in `schedule.activation_hops`, y goes that way: where ARRIVING_INPUT_<hop> is not NONE,
+   what arrives is written into inputs[that slot]; elsewhere it is dropped. For each hop in
+   `schedule.cotangent_hops`, dx goes that way into cotangents[ARRIVING_COTANGENT_<hop>]. As permutes over
+   `stage`: DOWN is the chain (p, p + 1), UP is (p, p - 1), LOCAL is none at all, WRAP is the pair (P - 1, 0)
+   for activations and (0, P - 1) for cotangents. FORWARD_TO and BACKWARD_TO have the hop for the sender; an
+   executor of chains does not need them, since receivers drop the rest.
 
-A slot that is freed in step 4 or 5 may be filled in step 7 of the same tick. In a single packing step 3 may come after
-step 5, so that workers that have an I or a W in this tick do not wait in the loss for another worker's F.
+A slot that is freed in step 4 or 5 may be filled in step 7 of the same tick. In a single packing step 3 may
+come after step 5, so that workers that have an I or a W in this tick do not wait in the loss for another
+worker's F.
 """
 
 import dataclasses
@@ -39,10 +42,21 @@ import numpy as np
 import numpy.typing as npt
 
 from jtrain.pipeline.schedule import PipelineSchedule, StageHop, StageOp
-from jtrain.pipeline.tick_grid import BACKWARD, FORWARD, NONE, WEIGHT, Lives, OpNumbers, Packing, TickGrid, pack
+from jtrain.pipeline.tick_grid import (
+    BACKWARD,
+    FORWARD,
+    NONE,
+    WEIGHT,
+    Lives,
+    OpNumbers,
+    Packing,
+    TickGrid,
+    pack,
+)
 
 SCOPES = ("tick_forward", "tick_backward", "tick_weight")
-"""Named scopes of a compiled step, one for each of `TickOps`: a profile tells by them what an op belongs to."""
+"""Named scopes of a compiled step, one for each of `TickOps`: a profile tells by them what an op belongs
+to."""
 
 
 class TickOps(NamedTuple):
@@ -54,7 +68,9 @@ class TickOps(NamedTuple):
 
 
 class Field(enum.IntEnum):
-    """Columns of the table. Chunks are numbers on the worker, slots are indices of one of its three arrays."""
+    """Columns of the table. Chunks are numbers on the worker, slots are indices of one of its three
+    arrays.
+    """
 
     EMBED_MICROBATCH = 0
     FORWARD_CHUNK = 1
@@ -127,7 +143,9 @@ class Ticks:
         of, whole = self.schedule.microbatches, self.grid.whole
         return TickOps(
             None if forward == NONE else StageOp("F", *divmod(forward, of)),
-            None if backward == NONE else StageOp("B" if whole.flat[backward] else "I", *divmod(backward, of)),
+            None
+            if backward == NONE
+            else StageOp("B" if whole.flat[backward] else "I", *divmod(backward, of)),
             None if weight == NONE else StageOp("W", *divmod(weight, of)),
         )
 
@@ -209,7 +227,9 @@ def _of_kind(grid: TickGrid, kind: int) -> tuple[OpNumbers, OpNumbers, OpNumbers
     return tick, worker, stage, microbatch
 
 
-def _fill_forward(grid: TickGrid, table: npt.NDArray[np.int32], inputs: OpNumbers, cotangents: OpNumbers) -> None:
+def _fill_forward(
+    grid: TickGrid, table: npt.NDArray[np.int32], inputs: OpNumbers, cotangents: OpNumbers
+) -> None:
     """Writes forward passes, embeddings, losses and what arrives of activations."""
     schedule = grid.schedule
     tick, worker, stage, microbatch = _of_kind(grid, FORWARD)

@@ -1,4 +1,6 @@
-"""Plans of a run before it starts: bytes, FLOPs, collectives and seconds, by formula and by the real compiler."""
+"""Plans of a run before it starts: bytes, FLOPs, collectives and seconds, by formula and by the real
+compiler.
+"""
 
 AOT_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # otherwise JAX looks for an accelerator and logs errors when there is none
@@ -6,4 +8,5 @@ AOT_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # otherwise a second process aborts on a lock file
     "CUDA_VISIBLE_DEVICES": "-1",
 }
-"""Environment variables that must be set before JAX is imported, so that `jtrain.plan.compile` can compile."""
+"""Environment variables that must be set before JAX is imported, so that `jtrain.plan.compile` can
+compile."""

@@ -1,8 +1,8 @@
-"""Settings that a config leaves to the devices, decided before a run: `layout.auto`, `as_needed` shares of offload, and
-the chunk size of the loss.
+"""Settings that a config leaves to the devices, decided before a run: `layout.auto`, `as_needed` shares of
+offload, and the chunk size of the loss.
 
-The choice is written into the config, so config.txt holds it and a rerun keeps it. A rerun chooses again only if the
-devices, the batch or the rest of the layout have changed, or if the old choice no longer fits.
+The choice is written into the config, so config.txt holds it and a rerun keeps it. A rerun chooses again only
+if the devices, the batch or the rest of the layout have changed, or if the old choice no longer fits.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device, live
 _CPU = dataclasses.replace(
     DEVICES["cpu"], peak_bf16_flops=1e12, hbm_bytes_per_s=5e10, link_bytes_per_s=1e10, host=Host(1, None, 1e9)
 )
-"""Nominal figures of a CPU, whose peaks are not published: here only the order of the predictions counts. It has no
-link to host memory, because its memory is the host's."""
+"""Nominal figures of a CPU, whose peaks are not published: here only the order of the predictions counts. It
+has no link to host memory, because its memory is the host's."""
 
 
 def devices_of(topology: str | None) -> list[jax.Device]:
@@ -65,14 +65,15 @@ def settle(run_config: Any, *, devices: Sequence[jax.Device], workdir: Path | No
       workdir: folder of an earlier attempt, whose choice is kept; None if there is none.
 
     Raises:
-      UserError: nothing fits (the message has the closest layout); the devices' peaks are unknown; or processes see
-        different workdirs and would train differently.
+      UserError: nothing fits (the message has the closest layout); the devices' peaks are unknown; or
+        processes see different workdirs and would train differently.
     """
     notes = settle_loss_chunk(run_config, live(devices[0])) + _settle(run_config, devices, workdir)
     if notes and not same_everywhere(tree.flat(run_config)):
         raise UserError(
-            f"{notes[0]}: other processes chose other settings, because {workdir} is not the same folder for all of "
-            "them. Set --workdir to a shared folder, or layout.auto=False and the shares of layout.offload to numbers."
+            f"{notes[0]}: other processes chose other settings, because {workdir} is not the same folder for "
+            "all of them. Set --workdir to a shared folder, or layout.auto=False and the shares of "
+            "layout.offload to numbers."
         )
     return notes
 
@@ -136,13 +137,15 @@ def _settle(run_config: Any, devices: Sequence[jax.Device], workdir: Path | None
         )
     if len(points) > 1:
         notes.append(
-            f"layout.auto: the second fastest that fits, {_text(points[1].settings)}, {points[1].step_s:.3g} s"
+            f"layout.auto: the second fastest that fits, {_text(points[1].settings)}, {points[1].step_s:.3g} "
+            "s"
         )
     return notes
 
 
 def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
-    """The run's machine with the memory that is free on process 0, so that every process makes the same choice.
+    """The run's machine with the memory that is free on process 0, so that every process makes the same
+    choice.
 
     Raises:
       UserError: the devices' peaks are not published.
@@ -152,12 +155,14 @@ def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
     available = available_bytes(devices)
     if spec is None or available is None or (spec.platform != "cpu" and spec.peak_bf16_flops is None):
         raise UserError(
-            f"layout.auto and as_needed compare predicted times, but the peaks of {first.device_kind!r} are not "
-            "published. Set layout.auto=False, and layout.offload.* to numbers or none."
+            f"layout.auto and as_needed compare predicted times, but the peaks of {first.device_kind!r} are "
+            "not published. Set layout.auto=False, and layout.offload.* to numbers or none."
         )
     compile_only = _compile_only(devices)
     per_host = sum(device.process_index == jax.process_index() for device in devices)
-    here = np.asarray([available, 0 if compile_only or spec.platform == "cpu" else free_host_bytes() or 0], np.int64)
+    here = np.asarray(
+        [available, 0 if compile_only or spec.platform == "cpu" else free_host_bytes() or 0], np.int64
+    )
     hbm_bytes, host_bytes = (int(size) for size in from_process_zero(here))
     known = _CPU if spec.platform == "cpu" else spec
     host = known.host if compile_only else dataclasses.replace(known.host, devices=per_host)
@@ -175,14 +180,18 @@ def _compile_only(devices: Sequence[jax.Device]) -> bool:
 def _picked_before(
     run_config: Any, open_paths: Sequence[str], workdir: Path, devices: Sequence[jax.Device]
 ) -> dict[str, object] | None:
-    """The choice of an earlier attempt in this workdir, if its config and its devices were the same; None otherwise."""
+    """The choice of an earlier attempt in this workdir, if its config and its devices were the same; None
+    otherwise.
+    """
     text_file, facts_file = workdir / "config.txt", workdir / "run.json"
     if not (text_file.is_file() and facts_file.is_file()):
         return None
     there, here = tree.parse(text_file.read_text()), tree.parse(tree.flat(run_config))
     asked = ("mesh.", "layout.", "pipeline.", "precision.", "kernels", "data.global_batch", "data.seq_len")
     asked += ("model.", "optimizer.")
-    same = all(there.get(path) == here[path] for path in here if path.startswith(asked) and path not in open_paths)
+    same = all(
+        there.get(path) == here[path] for path in here if path.startswith(asked) and path not in open_paths
+    )
     facts = json.loads(facts_file.read_text())
     if not same or facts["devices"] != {"kind": devices[0].device_kind, "count": len(devices)}:
         return None
@@ -191,7 +200,9 @@ def _picked_before(
 
 
 def _text(settings: dict[str, object]) -> str:
-    """Settings as text, such as `layout.zero_stage=3 layout.remat=full`; without the mesh, if many without defaults."""
+    """Settings as text, such as `layout.zero_stage=3 layout.remat=full`; without the mesh, if many without
+    defaults.
+    """
     shown = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
     if len(shown) > 3:
         may_be_empty = ("layout.remat_save", "layout.offload.")

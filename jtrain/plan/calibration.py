@@ -30,9 +30,9 @@ def calibrate(workdir: Path, job: Job, plan: MemoryPlan, *, assume: Assumptions,
 
     if not planned_s(_LOW) < measured_s < planned_s(_HIGH):
         raise UserError(
-            f"--calibrate {workdir}: a step took {measured_s:.4g} s, and {planned_s(1.0):.4g} s are planned: more than "
-            f"computation explains, {_LOW:g} to {_HIGH:g} times as long as planned. Plan the layout and the machine "
-            "that the run had."
+            f"--calibrate {workdir}: a step took {measured_s:.4g} s, and {planned_s(1.0):.4g} s are planned: "
+            f"more than computation explains, {_LOW:g} to {_HIGH:g} times as long as planned. Plan the "
+            "layout and the machine that the run had."
         )
     low, high = _LOW, _HIGH
     for _ in range(60):
@@ -61,7 +61,8 @@ def measured_computation(path: Path, *, device: str, matmul_dtype: str) -> float
         there, dtype, factor = found["device"], found["matmul_dtype"], float(found["computation"])
     except OSError as error:
         raise UserError(
-            f"--measured {path}: {error.strerror}. Write it with --calibrate WORKDIR, of a run on the same chip."
+            f"--measured {path}: {error.strerror}. Write it with --calibrate WORKDIR, of a run on the same "
+            "chip."
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -17,18 +17,19 @@ from jtrain.plan.smaller_settings import GIB, FittingSettings, as_text, listed, 
 from jtrain_kernels.device import DEVICES, from_device
 
 MARGIN = {"gpu": 1.15, "tpu": 1.15, "cpu": 1.5}
-"""Platform -> largest ratio of estimated to available bytes that is still let through, so that no run that fits is
-refused. The estimate was at most 10 % above what compilers allocate for H200 and v5p (`bench/NOTES.md`), and 12.5 % for
-small shapes, much of which a TPU keeps in vector memory. The margin is wider for
-XLA:CPU: it widens some bfloat16 arrays, and the estimate was not fitted to it. Settings that the message offers fit
-without a margin."""
+"""Platform -> largest ratio of estimated to available bytes that is still let through, so that no run that
+fits is refused. The estimate was at most 10 % above what compilers allocate for H200 and v5p
+(`bench/NOTES.md`), and 12.5 % for small shapes, much of which a TPU keeps in vector memory. The margin is
+wider for XLA:CPU: it widens some bfloat16 arrays, and the estimate was not fitted to it. Settings that the
+message offers fit without a margin."""
 
 
 def available_bytes(devices: Sequence[jax.Device]) -> int | None:
     """Bytes that a step may use on one of `devices`; None if unknown.
 
-    An accelerator reports its allocator's limit; of a compile-only device there is only the data sheet. CPU devices
-    share the free memory of this machine, also with several processes, because they then emulate a cluster on it.
+    An accelerator reports its allocator's limit; of a compile-only device there is only the data sheet. CPU
+    devices share the free memory of this machine, also with several processes, because they then emulate a
+    cluster on it.
     """
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
     if device.platform == "cpu":
@@ -91,8 +92,8 @@ def _what_fits(job: Job, available: int, asked: Mapping[str, str]) -> str:
 def check_fits_devices(job: Job, devices: Sequence[jax.Device], *, available: int) -> None:
     """Refuses a job that does not fit into the present devices, also if its mesh has another size.
 
-    `make_mesh` refuses a mesh of another size later. This check comes first because a user with one device and a config
-    for eight needs to know whether the model would fit on one at all.
+    `make_mesh` refuses a mesh of another size later. This check comes first because a user with one device
+    and a config for eight needs to know whether the model would fit on one at all.
     """
     asked = job.layout
     data = len(devices) // (asked.mesh.size // asked.mesh.shape["data"] // asked.mesh.replica)
@@ -108,4 +109,6 @@ def with_host_memory(job: Job) -> Job:
     """The job on a machine whose host has the memory that is free on this one."""
     if job.machine is None or job.platform == "cpu":
         return job
-    return dataclasses.replace(job, machine=dataclasses.replace(job.machine, host_memory_bytes=free_host_bytes()))
+    return dataclasses.replace(
+        job, machine=dataclasses.replace(job.machine, host_memory_bytes=free_host_bytes())
+    )

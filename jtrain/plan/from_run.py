@@ -28,8 +28,8 @@ def plan_job(run: Run, machine: Machine | None = None) -> Job:
 def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
     """The search for a run's layout on a machine.
 
-    The config's layout may hold `as_needed` or not fit the mesh yet, so the job starts from the plain layout of one
-    device, which every model has.
+    The config's layout may hold `as_needed` or not fit the mesh yet, so the job starts from the plain layout
+    of one device, which every model has.
 
     Args:
       settings: `assume` and `memory_share` of `SearchTask`.
@@ -41,7 +41,8 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
 
 
 def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) -> None:
-    """Prints the plan; with a topology also what that machine's compiler reports. Allocates nothing on a device.
+    """Prints the plan; with a topology also what that machine's compiler reports. Allocates nothing on a
+    device.
 
     Args:
       devices: those of the topology, or of this machine, that the run takes.
@@ -55,4 +56,6 @@ def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) ->
 
 def make_optimizer(run: Run) -> Optimizer:
     """The optimizer of a run, bound to its number of steps and its parameters."""
-    return build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
+    return build(
+        run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos())
+    )

@@ -1,4 +1,6 @@
-"""The training job that a plan is made for, as one value: model, layout, optimizer, batch shape and machine."""
+"""The training job that a plan is made for, as one value: model, layout, optimizer, batch shape and
+machine.
+"""
 
 import dataclasses
 import functools
@@ -18,7 +20,8 @@ class Job:
 
     layout: where every array of the model lives, with the number formats.
     global_batch: sequences per step, over all devices; seq_len: tokens of each sequence.
-    machine: the devices that the step runs on; None if only bytes are asked for, which are then those of a GPU.
+    machine: the devices that the step runs on; None if only bytes are asked for, which are then those of a
+      GPU.
     """
 
     model: Transformer
@@ -44,7 +47,9 @@ class Job:
         Raises:
           UserError: the batch does not split evenly over the mesh and the microbatches.
         """
-        return check_batch(self.layout.spec, self.layout.mesh, global_batch=self.global_batch, seq_len=self.seq_len)
+        return check_batch(
+            self.layout.spec, self.layout.mesh, global_batch=self.global_batch, seq_len=self.seq_len
+        )
 
     @functools.cached_property
     def step(self) -> StepDescription:

@@ -87,14 +87,16 @@ def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | Non
       count: number of devices that replaces the file's.
 
     Raises:
-      UserError: there is no such file, it is not TOML, or a key is unknown, missing or of the wrong type; names file
-        and key.
+      UserError: there is no such file, it is not TOML, or a key is unknown, missing or of the wrong type;
+        names file and key.
     """
     fields = _fields(path)
     spec, number = _device_and_count(path, fields, count)
     network = spec.host.network_bytes_per_s
     if network is not None:  # all at once, devices get their share of the uplinks
-        host = dataclasses.replace(spec.host, network_bytes_per_s=network / fields.get("host.oversubscription", 1.0))
+        host = dataclasses.replace(
+            spec.host, network_bytes_per_s=network / fields.get("host.oversubscription", 1.0)
+        )
         spec = dataclasses.replace(spec, host=host)
     memory_gb = fields.get("host.memory_gb")
     memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
@@ -127,7 +129,9 @@ def load_fabric(path: Path, *, count: int | None) -> Fabric:
 
 
 def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> tuple[DeviceSpec, int]:
-    """The chip of a file with its links and its host, whose network is at line rate, and the number of devices."""
+    """The chip of a file with its links and its host, whose network is at line rate, and the number of
+    devices.
+    """
     name = fields.get("chip.name")
     if name is None:
         raise UserError(
@@ -136,8 +140,9 @@ def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> 
     spec = known().get(name)
     if spec is None and (missing := [key for key in _NEEDED if key not in fields]):
         raise UserError(
-            f"--machine {path}: {', '.join(missing)} missing for chip.name={name!r}, which is not in the table. "
-            f"{did_you_mean(name, known())}Set them, or the name of a chip of the table: {', '.join(known())}."
+            f"--machine {path}: {', '.join(missing)} missing for chip.name={name!r}, which is not in the "
+            f"table. {did_you_mean(name, known())}Set them, or the name of a chip of the table: "
+            f"{', '.join(known())}."
         )
     spec = spec or DeviceSpec(name, "gpu", name, None, None, None, None, None)
     if spec.peak_bf16_flops is None and "chip.bf16_tflops" not in fields:
@@ -147,12 +152,17 @@ def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> 
         raise UserError(f"--machine {path}: count is missing. Set it, or give --count.")
     spec = _changed(spec, fields)
     if spec.linked > 1 and spec.link_bytes_per_s is None:
-        raise UserError(f"--machine {path}: links.gb_per_s is missing for links.devices={spec.linked}. Set it.")
+        raise UserError(
+            f"--machine {path}: links.gb_per_s is missing for links.devices={spec.linked}. Set it."
+        )
     if spec.linked == 1 and "links.gb_per_s" in fields:
-        raise UserError(f"--machine {path}: links.devices is missing, which links.gb_per_s is between. Set it.")
+        raise UserError(
+            f"--machine {path}: links.devices is missing, which links.gb_per_s is between. Set it."
+        )
     if "host.oversubscription" in fields and spec.host.network_bytes_per_s is None:
         raise UserError(
-            f"--machine {path}: host.network_gbit_per_s is missing, which host.oversubscription divides. Set it."
+            f"--machine {path}: host.network_gbit_per_s is missing, which host.oversubscription divides. Set "
+            "it."
         )
     return spec, checked_count(spec, number)
 
@@ -167,7 +177,9 @@ def _changed(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
         "power_w": ("chip.power_w", 1.0),
         "link_bytes_per_s": ("links.gb_per_s", 1e9),
     }
-    changes: dict[str, Any] = {to: fields[key] * scale for to, (key, scale) in scales.items() if key in fields}
+    changes: dict[str, Any] = {
+        to: fields[key] * scale for to, (key, scale) in scales.items() if key in fields
+    }
     if "hbm_bytes" in changes:
         changes["hbm_bytes"] = int(changes["hbm_bytes"])
     if "links.devices" in fields:
@@ -191,12 +203,17 @@ def _fields(path: Path) -> dict[str, Any]:
         raise UserError(f"--machine {path}: it is not TOML: {error}.") from error
     fields: dict[str, Any] = {}
     for name, value in read.items():
-        more = {f"{name}.{key}": inner for key, inner in value.items()} if isinstance(value, dict) else {name: value}
+        more = (
+            {f"{name}.{key}": inner for key, inner in value.items()}
+            if isinstance(value, dict)
+            else {name: value}
+        )
         fields |= more
     for key, value in fields.items():
         if key not in _KEYS:
             raise UserError(
-                f"--machine {path}: unknown key {key}. {did_you_mean(key, _KEYS)}There are: {', '.join(_KEYS)}."
+                f"--machine {path}: unknown key {key}. {did_you_mean(key, _KEYS)}There are: "
+                f"{', '.join(_KEYS)}."
             )
         if key == "chip.name":
             good, wanted = isinstance(value, str), "a name"

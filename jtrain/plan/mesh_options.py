@@ -14,15 +14,20 @@ LONG = 32_768
 def mesh_options(job: Job, *, stage: int = 1) -> Iterator[MeshSpec]:
     """Yields every (replica, data, expert, context, tensor) mesh that splits the model and the batch evenly.
 
-    Sequences are split over `context` from `LONG` tokens on: shorter ones fit, and batches split for nothing. With
-    stages neither experts nor sequences are split: docs/pipelines.md says why.
+    Sequences are split over `context` from `LONG` tokens on: shorter ones fit, and batches split for nothing.
+    With stages neither experts nor sequences are split: docs/pipelines.md says why.
     """
     assert job.machine is not None, "meshes are of a machine"
     model, count, seq_len = job.model, job.machine.count // stage, job.seq_len
     for tensor, context in itertools.product(divisors(count), divisors(count)):
         if context > 1 and (stage > 1 or seq_len < LONG or seq_len % (2 * context * tensor)):
             continue
-        if count % (tensor * context) or model.d_ff % tensor or model.vocab_size % (tensor * stage) or seq_len % tensor:
+        if (
+            count % (tensor * context)
+            or model.d_ff % tensor
+            or model.vocab_size % (tensor * stage)
+            or seq_len % tensor
+        ):
             continue
         if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
             continue
@@ -43,7 +48,9 @@ _FULL = 16
 
 
 def microbatch_options(rows: int, stages: int) -> tuple[int, ...]:
-    """Numbers of microbatches that split a device's sequences evenly; with stages, those that a pipeline can use."""
+    """Numbers of microbatches that split a device's sequences evenly; with stages, those that a pipeline can
+    use.
+    """
     most = rows if stages == 1 else _FULL * stages
     return tuple(n for n in divisors(rows) if stages <= n <= most)
 

@@ -41,7 +41,9 @@ def _over(task: SearchTask, mesh: MeshSpec | None) -> Iterable[MeshSpec]:
 
 
 def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
-    """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with everything."""
+    """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with
+    everything.
+    """
     for mesh in over:
         base = frugal(task.asked, mesh)
         can = task.offloadable(base, mesh) if task.machine.host_bytes_per_device is not None else ()
@@ -58,7 +60,8 @@ def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
 
 
 def first_fit(task: SearchTask, mesh: MeshSpec | None = None) -> Point | None:
-    """A layout that fits on as many devices as the machine has, or else on the fewest times 2, 4, 8 ... as many.
+    """A layout that fits on as many devices as the machine has, or else on the fewest times 2, 4, 8 ... as
+    many.
 
     With more devices than sequences the batch grows to one sequence per device.
 
@@ -81,11 +84,14 @@ def first_fit(task: SearchTask, mesh: MeshSpec | None = None) -> Point | None:
 def _scaled(mesh: MeshSpec | None, count: int) -> list[MeshSpec]:
     """The mesh on `count` devices, with all axes but `replica` and `data` as they are."""
     others = 0 if mesh is None else mesh.size // mesh.replica // mesh.shape["data"]
-    return [dataclasses.replace(mesh, replica=1, data=count // others)] if mesh and count % others == 0 else []
+    return (
+        [dataclasses.replace(mesh, replica=1, data=count // others)] if mesh and count % others == 0 else []
+    )
 
 
 def what_would_fit(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> list[str]:
-    """Changes of the state, the batch, the machine or the length that make some layout fit, as command-line options.
+    """Changes of the state, the batch, the machine or the length that make some layout fit, as command-line
+    options.
 
     Args:
       mesh, fixed: as in `no_point`.
@@ -105,7 +111,9 @@ def what_would_fit(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> l
         ways.append(set_options([("data.global_batch", batch)]))
     if not fixed and task.machine.device.host.link_bytes_per_s is not None:
         ample = task.changed(machine=dataclasses.replace(task.machine, host_memory_bytes=2**60))
-        enough = [point.plan.host_bytes for point in _frugal(ample, _over(ample, mesh)) if fits(ample, point.plan)]
+        enough = [
+            point.plan.host_bytes for point in _frugal(ample, _over(ample, mesh)) if fits(ample, point.plan)
+        ]
         if enough:
             needed = min(enough) * task.machine.devices_per_host / HOST_SHARE
             ways.append(f"--host-memory {math.ceil(needed / GIB)}GiB (or more, per host)")
@@ -137,8 +145,11 @@ def _on_more(task: SearchTask, found: Point, mesh: MeshSpec | None, *, fixed: bo
     return " ".join(words)
 
 
-def no_point(task: SearchTask, mesh: MeshSpec | None = None, *, fixed: bool = False, here: bool = False) -> UserError:
-    """The error for a search that finds nothing: the layout that comes closest, and changes that would make one fit.
+def no_point(
+    task: SearchTask, mesh: MeshSpec | None = None, *, fixed: bool = False, here: bool = False
+) -> UserError:
+    """The error for a search that finds nothing: the layout that comes closest, and changes that would make
+    one fit.
 
     Args:
       mesh: the mesh that the search keeps; None if it tries all.
@@ -153,9 +164,9 @@ def no_point(task: SearchTask, mesh: MeshSpec | None = None, *, fixed: bool = Fa
     machine, budget = task.machine, task.budget_bytes
     begin = f"{devices_here(machine.count, machine.device.name, machine.hbm_bytes)}; " if here else ""
     return UserError(
-        f"{begin}nothing fits into {machine}: the nearest miss takes {miss.plan.total_bytes / GIB:.1f} GiB per device "
-        f"({largest_parts(miss.plan)}), but {budget / GIB:.1f} of {machine.hbm_bytes / GIB:.1f} GiB may be used "
-        f"({settings}). {out}."
+        f"{begin}nothing fits into {machine}: the nearest miss takes {miss.plan.total_bytes / GIB:.1f} GiB "
+        f"per device ({largest_parts(miss.plan)}), but {budget / GIB:.1f} of {machine.hbm_bytes / GIB:.1f} "
+        f"GiB may be used ({settings}). {out}."
     )
 
 

@@ -1,4 +1,6 @@
-"""Report of a run that exhausts a device's memory: its largest arrays by name, and settings that would fit."""
+"""Report of a run that exhausts a device's memory: its largest arrays by name, and settings that would
+fit.
+"""
 
 import collections
 import contextlib
@@ -22,11 +24,14 @@ LISTED = 8
 """Number of arrays that the report names; the others share one line."""
 
 LESS = 0.9
-"""Settings are offered if they need at most this fraction of the exhausted memory: the estimate errs by the rest."""
+"""Settings are offered if they need at most this fraction of the exhausted memory: the estimate errs by the
+rest."""
 
 
 class MemoryExhausted(UserError):
-    """A device had no memory left for the run; the message names the largest arrays and settings that would fit."""
+    """A device had no memory left for the run; the message names the largest arrays and settings that would
+    fit.
+    """
 
 
 @contextlib.contextmanager
@@ -50,7 +55,9 @@ def explained(job: Job, optimizer: Optimizer, mesh: Mesh, *, available: int | No
         plan = memory(job)
         limit = int(LESS * min(plan.total_bytes, available or plan.total_bytes))
         # Numbers, because `as_needed` would keep everything on the device: by the plan it fits.
-        ways = listed(ways_out(job, limit=limit, share=1.0), as_text(settings_of(job.layout, job.global_batch)))
+        ways = listed(
+            ways_out(job, limit=limit, share=1.0), as_text(settings_of(job.layout, job.global_batch))
+        )
         raise MemoryExhausted(
             "\n".join(
                 [
@@ -66,7 +73,8 @@ def explained(job: Job, optimizer: Optimizer, mesh: Mesh, *, available: int | No
 def is_exhausted(error: BaseException) -> bool:
     """True if a runtime's error means that memory is exhausted, in an allocation or in a compilation.
 
-    The text decides, not the status: XLA:CPU reports INTERNAL if the failure shows only when results are read.
+    The text decides, not the status: XLA:CPU reports INTERNAL if the failure shows only when results are
+    read.
     """
     text = str(error)
     return "out of memory" in text.lower() or ("RESOURCE_EXHAUSTED" in text and "allocat" in text)
@@ -75,11 +83,13 @@ def is_exhausted(error: BaseException) -> bool:
 def held_bytes(names: Mapping[Any, list[str]], device: jax.Device) -> dict[str, int]:
     """Bytes of every live array in the memory of `device`, by name; arrays without a name are `other arrays`.
 
-    JAX arrays have no names, so they are recognised by shape, dtype and sharding. Arrays of the state that look alike
-    are either all alive or all gone, except while the state is made: then the first names are used.
+    JAX arrays have no names, so they are recognised by shape, dtype and sharding. Arrays of the state that
+    look alike are either all alive or all gone, except while the state is made: then the first names are
+    used.
 
     Args:
-      names: `_kind` of array -> names for the arrays found, in turn; the last one is used for all further arrays.
+      names: `_kind` of array -> names for the arrays found, in turn; the last one is used for all further
+        arrays.
     """
     left = {kind: collections.deque(called) for kind, called in names.items()}
     held: collections.Counter[str] = collections.Counter()

@@ -54,11 +54,13 @@ class Planned:
         num_layers, virtual = self.run.model.num_layers, schedule.virtual_stages
         if virtual > num_layers:
             fewer = (
-                f"--stages {num_layers // schedule.chunks} or fewer, or " if num_layers >= 2 * schedule.chunks else ""
+                f"--stages {num_layers // schedule.chunks} or fewer, or "
+                if num_layers >= 2 * schedule.chunks
+                else ""
             )
             raise UserError(
-                f"schedule {schedule.name} has {virtual} virtual stages, and the config model.num_layers={num_layers}: "
-                f"each needs at least one layer. Give {fewer}--schedule 1f1b."
+                f"schedule {schedule.name} has {virtual} virtual stages, and the config "
+                f"model.num_layers={num_layers}: each needs at least one layer. Give {fewer}--schedule 1f1b."
             )
         if self.csv is not None:
             pipeline = PipelineSpec(str(self.csv), gather=self.run.pipeline.gather)
@@ -86,8 +88,8 @@ class Planned:
         spec = self.alone.spec
         settings = " ".join((*mesh, f"layout.remat={spec.remat}", f"layout.microbatches={spec.microbatches}"))
         said = (
-            f"ZeRO-3 alone on the same devices takes {alone_s:,.4g} s at best ({settings}), of which it waits "
-            f"{waits_s:,.4g} s for the network"
+            f"ZeRO-3 alone on the same devices takes {alone_s:,.4g} s at best ({settings}), of which it "
+            f"waits {waits_s:,.4g} s for the network"
         )
         if best is None:
             return f"{said}."
@@ -138,17 +140,24 @@ def plan_stages(
     for text in sets:
         if text.startswith(("pipeline.schedule=", "pipeline.chunks=")):
             option = f"--{text.removeprefix('pipeline.').replace('=', ' ', 1)}"
-            raise UserError(f"--set {text}: plans of pipelines take it as an option. Give {option} in its place.")
+            raise UserError(
+                f"--set {text}: plans of pipelines take it as an option. Give {option} in its place."
+            )
     config, count = load(), machine.count
     stages = int(config.mesh.stage) if stages is None else stages
     microbatches = int(config.layout.microbatches) if microbatches is None else microbatches
     near = [n for n in range(2, min(count, config.model.num_layers) + 1) if count % n == 0]
     if stages not in near:
         *others, last = map(str, near or [0])
-        way = f"--stages {', '.join(others)}{' or ' if others else ''}{last}" if near else "a --count that 2 divides"
+        way = (
+            f"--stages {', '.join(others)}{' or ' if others else ''}{last}"
+            if near
+            else "a --count that 2 divides"
+        )
         raise UserError(
-            f"{stages} stages on --count {count} devices: a pipeline has at least 2 stages, a number that divides the "
-            f"devices, and a layer for each ({name} has model.num_layers={config.model.num_layers}). Give {way}."
+            f"{stages} stages on --count {count} devices: a pipeline has at least 2 stages, a number that "
+            f"divides the devices, and a layer for each ({name} has "
+            f"model.num_layers={config.model.num_layers}). Give {way}."
         )
     set_values(config, {"mesh.stage": stages})
     for_devices(config, count)
@@ -170,7 +179,9 @@ def plan_stages(
 
 
 def _alone(config: Any, machine: Machine) -> Point | None:
-    """The fastest ZeRO-3 layout without a pipeline, as `--search` finds it; None if none fits. Changes the config."""
+    """The fastest ZeRO-3 layout without a pipeline, as `--search` finds it; None if none fits. Changes the
+    config.
+    """
     set_values(config, dict.fromkeys((f"mesh.{axis}" for axis in AXES), 1))
     # Not every mesh has collectives to overlap.
     set_values(config, {"layout.microbatches": 1, "layout.auto": False, "layout.tensor_overlap": False})

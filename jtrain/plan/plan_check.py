@@ -13,7 +13,9 @@ from jtrain.runtime.platform import HOST_SHARE
 
 
 def largest_rows(task: SearchTask, point: Point) -> int:
-    """Most sequences per device that fit at a time, with the same number of microbatches; 0 if not even one fits."""
+    """Most sequences per device that fit at a time, with the same number of microbatches; 0 if not even one
+    fits.
+    """
     task = dataclasses.replace(task, memory_share=1.0)
     shards = point.mesh.batch_shards * point.spec.microbatches
 
@@ -45,24 +47,26 @@ def check_good(sheet: Sheet, asked: Mapping[str, str]) -> None:
     difference = sheet.difference
     if difference is not None and sheet.compiled is not None and abs(difference) > TOLERANCE:
         raise UserError(
-            f"not a good plan: the formula says {sheet.plan.total_bytes / 2**30:.2f} GiB per device and the compiler "
-            f"{sheet.compiled.peak_bytes / 2**30:.2f}, {difference:+.0%}. They are more than {TOLERANCE:.0%} apart, so "
-            "neither can be relied on. Set layout.remat=full or more layout.microbatches for a margin, and report this."
+            f"not a good plan: the formula says {sheet.plan.total_bytes / 2**30:.2f} GiB per device and the "
+            f"compiler {sheet.compiled.peak_bytes / 2**30:.2f}, {difference:+.0%}. They are more than "
+            f"{TOLERANCE:.0%} apart, so neither can be relied on. Set layout.remat=full or more "
+            "layout.microbatches for a margin, and report this."
         )
     takes = sheet.plan.total_bytes if sheet.compiled is None else sheet.compiled.peak_bytes
     there = sheet.machine.host_bytes_per_device
     if there is not None and sheet.plan.host_bytes > there:
         needed = math.ceil(sheet.plan.host_bytes * sheet.machine.devices_per_host / HOST_SHARE / 2**30)
         raise UserError(
-            f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host memory per "
-            f"device, but its share of the host is {there / 2**30:.1f}, with {1 - HOST_SHARE:.0%} left free. Give "
-            f"--host-memory {needed}GiB if the host has it, or set smaller shares of layout.offload."
+            f"{sheet.config} does not fit {sheet.machine}: {sheet.plan.host_bytes / 2**30:.1f} GiB of host "
+            f"memory per device, but its share of the host is {there / 2**30:.1f}, with {1 - HOST_SHARE:.0%} "
+            f"left free. Give --host-memory {needed}GiB if the host has it, or set smaller shares of "
+            "layout.offload."
         )
     room = sheet.machine.room_bytes(sheet.job.layout.spec)
     if takes > room:
         raise UserError(
-            f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of {room / 2**30:.1f} GiB per device. "
-            f"{_what_fits(sheet, int(room * sheet.plan.total_bytes / takes), asked)}"
+            f"{sheet.config} does not fit {sheet.machine}: {takes / 2**30:.1f} of {room / 2**30:.1f} GiB per "
+            f"device. {_what_fits(sheet, int(room * sheet.plan.total_bytes / takes), asked)}"
         )
 
 

@@ -1,9 +1,9 @@
 """Search for the layout that trains a model fastest on a machine, among the layouts that fit.
 
 The search enumerates every mesh of (replica, data, expert, context, tensor), ZeRO stage, remat and number of
-microbatches, and estimates them in closed form. A layout that does not fit is tried again with the smallest share on
-the host that makes it fit. Layouts are ranked by predicted step time. More microbatches are never faster, so of layouts
-that differ only in microbatches the first that fits is kept.
+microbatches, and estimates them in closed form. A layout that does not fit is tried again with the smallest
+share on the host that makes it fit. Layouts are ranked by predicted step time. More microbatches are never
+faster, so of layouts that differ only in microbatches the first that fits is kept.
 """
 
 import dataclasses
@@ -25,7 +25,14 @@ from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
 from jtrain.plan.job import Job
 from jtrain.plan.mesh_options import mesh_options, microbatch_options
-from jtrain.step.layout_choices import EVERY, ZeroStages, alternatives, layout_settings, open_shares, with_shares
+from jtrain.step.layout_choices import (
+    EVERY,
+    ZeroStages,
+    alternatives,
+    layout_settings,
+    open_shares,
+    with_shares,
+)
 
 SLACK = 0.15
 """Error margin of the closed form: the fraction of the memory that an estimate has to leave free."""
@@ -57,7 +64,8 @@ class SearchTask:
     def offloadable(self, spec: LayoutSpec, mesh: MeshSpec) -> tuple[str, ...]:
         """Fields of layout.offload that may be used, from the least to the most often copied.
 
-        Muon updates whole matrices. Only a loop over layers fetches what is not the optimizer's layer by layer.
+        Muon updates whole matrices. Only a loop over layers fetches what is not the optimizer's layer by
+        layer.
         """
         cannot = set[str](() if self.job.model.scan_layers else OFFLOADABLE[1:])
         cannot |= {"optimizer", "gradients"} if isinstance(self.job.optimizer, Muon) else set()
@@ -162,27 +170,36 @@ def meshes(task: SearchTask) -> Iterator[MeshSpec]:
 class _Series:
     """Layouts of a mesh that differ only in microbatches, of which `parts` are possible, the fewest first.
 
-    job: the job with one microbatch. No other number lays out the parameters anew, which takes as long as an estimate.
+    job: the job with one microbatch. No other number lays out the parameters anew, which takes as long as an
+      estimate.
     """
 
     job: Job
     parts: tuple[int, ...]
 
     def at(self, task: SearchTask, index: int, *, timed: bool = True) -> Point:
-        """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does not fit."""
+        """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does
+        not fit.
+        """
         spec = dataclasses.replace(self.job.layout.spec, microbatches=self.parts[index])
         layout = dataclasses.replace(self.job.layout, spec=spec)
         return _estimate(task, dataclasses.replace(self.job, layout=layout), timed=timed)
 
 
 def search(
-    task: SearchTask, over: Iterable[MeshSpec], *, keep: int = 10, limit_s: float = math.inf, zero: ZeroStages = EVERY
+    task: SearchTask,
+    over: Iterable[MeshSpec],
+    *,
+    keep: int = 10,
+    limit_s: float = math.inf,
+    zero: ZeroStages = EVERY,
 ) -> list[Point]:
-    """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest ones, and others that were met.
+    """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest ones, and others that
+    were met.
 
-    Of a mesh and ZeRO stage the layout that keeps all activations and has the fewest microbatches is the fastest. Where
-    it is slower than the `keep` fastest so far, the others are not estimated; nor are they where the one that takes the
-    least memory does not fit.
+    Of a mesh and ZeRO stage the layout that keeps all activations and has the fewest microbatches is the
+    fastest. Where it is slower than the `keep` fastest so far, the others are not estimated; nor are they
+    where the one that takes the least memory does not fit.
 
     Args:
       limit_s: seconds per step from which on a layout is of no interest.
@@ -221,7 +238,9 @@ def search(
 
 
 def _that_fit(task: SearchTask, series: _Series, first: Point) -> Iterator[Point]:
-    """Yields the layout of the fewest microbatches that fits, untimed; with stages all: more shorten the bubble."""
+    """Yields the layout of the fewest microbatches that fits, untimed; with stages all: more shorten the
+    bubble.
+    """
     if fits(task, first.plan):
         yield first
     if series.job.layout.mesh.stage > 1:
@@ -229,13 +248,17 @@ def _that_fit(task: SearchTask, series: _Series, first: Point) -> Iterator[Point
         yield from (point for point in more if fits(task, point.plan))
     elif not fits(task, first.plan):
         # Bytes fall with the microbatches, after the accumulator that two need.
-        index = _fewest(len(series.parts), lambda index: fits(task, series.at(task, index, timed=False).plan), 1)
+        index = _fewest(
+            len(series.parts), lambda index: fits(task, series.at(task, index, timed=False).plan), 1
+        )
         if index < len(series.parts):
             yield series.at(task, index, timed=False)
 
 
 def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
-    """Yields layouts of `missed` that fit with host memory, from those alone that were faster without: copies cost."""
+    """Yields layouts of `missed` that fit with host memory, from those alone that were faster without: copies
+    cost.
+    """
     waiting: list[tuple[float, int, int, _Series, Point]] = []
     number = itertools.count()  # decides between equal times
 
@@ -257,7 +280,9 @@ def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) 
 
 
 def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
-    """The first index from `low` to `count` that fits, where all after one that fits do; `count` if none does."""
+    """The first index from `low` to `count` that fits, where all after one that fits do; `count` if none
+    does.
+    """
     high = count
     while low < high:
         middle = (low + high) // 2
@@ -281,7 +306,8 @@ def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
 
 
 def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
-    """The asked layout with every `as_needed` share resolved: the smallest that fits, `none` if all fits without.
+    """The asked layout with every `as_needed` share resolved: the smallest that fits, `none` if all fits
+    without.
 
     Shares are raised from the least to the most often copied: optimizer, activations, params, gradients.
 
@@ -303,9 +329,9 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     held = "an unknown size (give it with --host-memory)" if there is None else f"{there / 2**30:.1f}"
     raise UserError(
         f"layout.offload.{', .'.join(open_fields)}=as_needed: with all of it on the host a device needs "
-        f"{plan.total_bytes / 2**30:.1f} GiB of {task.budget_bytes / 2**30:.1f} that may be used, and its share of the "
-        f"host {plan.host_bytes / 2**30:.1f} GiB of {held}. "
-        "Set layout.auto=True, or more of layout.zero_stage, layout.remat, layout.microbatches or mesh.data."
+        f"{plan.total_bytes / 2**30:.1f} GiB of {task.budget_bytes / 2**30:.1f} that may be used, and its "
+        f"share of the host {plan.host_bytes / 2**30:.1f} GiB of {held}. Set layout.auto=True, or more of "
+        "layout.zero_stage, layout.remat, layout.microbatches or mesh.data."
     )
 
 
@@ -325,7 +351,9 @@ def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[li
 
 
 def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
-    """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last field."""
+    """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last
+    field.
+    """
     offloadable = task.offloadable(miss.spec, miss.mesh)
     everything = with_shares(miss.spec, task.asked, dict.fromkeys(offloadable, 1.0))
     most = evaluate(task, everything, miss.mesh, timed=False).plan
@@ -344,7 +372,9 @@ def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
 
 
 def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: str) -> LayoutSpec | None:
-    """`spec` with the smallest share of `field` on the host that fits; None if even all of it is not enough."""
+    """`spec` with the smallest share of `field` on the host that fits; None if even all of it is not
+    enough.
+    """
 
     def with_share(share: float) -> LayoutSpec:
         return with_shares(spec, task.asked, {field: share})

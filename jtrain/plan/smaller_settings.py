@@ -1,7 +1,8 @@
 """Settings with which a job takes less memory on the same devices, each of them checked.
 
-Candidates come in the order of how little they change: sharding, recomputation, more microbatches, host memory, a
-smaller batch, smaller formats of the state (which change the losses), and at last all of it together.
+Candidates come in the order of how little they change: sharding, recomputation, more microbatches, host
+memory, a smaller batch, smaller formats of the state (which change the losses), and at last all of it
+together.
 """
 
 import dataclasses
@@ -107,7 +108,9 @@ def with_state(job: Job, state: StateFormats) -> Job:
     return dataclasses.replace(job, optimizer=optimizer, layout=layout).relaid(layout.spec, layout.mesh)
 
 
-def ways_out(job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_needed") -> Iterator[FittingSettings]:
+def ways_out(
+    job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_needed"
+) -> Iterator[FittingSettings]:
     """Yields settings of the same devices that need at most `limit` bytes on each, the smallest change first.
 
     Host memory is offered if the machine's is known.
@@ -144,7 +147,11 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share)]
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share, gradients=share)]
     for offload, stage, base, microbatches in itertools.product(hosts, stages, remats, parts):
-        yield dataclasses.replace(base, zero_stage=stage, microbatches=microbatches, offload=offload), batch, ()
+        yield (
+            dataclasses.replace(base, zero_stage=stage, microbatches=microbatches, offload=offload),
+            batch,
+            (),
+        )
     least = frugal(spec, mesh)
     one = dataclasses.replace(least, microbatches=1)
     if shards < batch:
@@ -157,7 +164,9 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
 
 
 def _offloads(job: Job) -> bool:
-    """True if optimizer state can be kept in the machine's host memory, which must be known, like its link."""
+    """True if optimizer state can be kept in the machine's host memory, which must be known, like its
+    link.
+    """
     machine = job.machine
     if machine is None or machine.host_memory_bytes is None or isinstance(job.optimizer, Muon):
         return False
@@ -166,7 +175,8 @@ def _offloads(job: Job) -> bool:
 
 
 def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
-    """The options with every `as_needed` share resolved, as a run with `limit` bytes per device resolves them.
+    """The options with every `as_needed` share resolved, as a run with `limit` bytes per device resolves
+    them.
 
     Raises:
       UserError: the run does not fit even with all of them on the host.
@@ -174,7 +184,9 @@ def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
     if not open_shares(spec):
         return spec
     assert job.machine is not None
-    machine = dataclasses.replace(job.machine, device=dataclasses.replace(job.machine.device, hbm_bytes=limit))
+    machine = dataclasses.replace(
+        job.machine, device=dataclasses.replace(job.machine.device, hbm_bytes=limit)
+    )
     return resolve_as_needed(SearchTask(dataclasses.replace(job, machine=machine), spec), job.layout.mesh)
 
 

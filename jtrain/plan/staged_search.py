@@ -1,8 +1,8 @@
 """Search among layouts with pipeline stages, beside those of `search.py`.
 
-Stages send activations where ZeRO sends weights, so they can win where the gathers of weights cross the slow network
-between hosts; inside one host or slice they only add a bubble. Stages are therefore tried on machines of several hosts,
-and where the fastest layout without them waits for the network.
+Stages send activations where ZeRO sends weights, so they can win where the gathers of weights cross the slow
+network between hosts; inside one host or slice they only add a bubble. Stages are therefore tried on machines
+of several hosts, and where the fastest layout without them waits for the network.
 """
 
 import dataclasses
@@ -15,12 +15,13 @@ from jtrain.plan.mesh_options import divisors, mesh_options
 from jtrain.plan.search import Point, SearchTask, search
 
 SCHEDULES = (PipelineSpec("1f1b"), PipelineSpec("interleaved", chunks=2), PipelineSpec("zb-h1"))
-"""Schedules that are tried: the least memory, a smaller bubble, and gradients of weights in place of the bubble."""
+"""Schedules that are tried: the least memory, a smaller bubble, and gradients of weights in place of the
+bubble."""
 
 
 WAITING = 0.05
-"""Share of a step that the fastest layout without stages must wait for the network before stages are tried: it is about
-what they can save, and a bubble costs as much."""
+"""Share of a step that the fastest layout without stages must wait for the network before stages are tried:
+it is about what they can save, and a bubble costs as much."""
 
 _MESHES = 8
 """Meshes on which all schedules are tried."""
@@ -37,15 +38,17 @@ def staged_meshes(task: SearchTask, *, chunks: int) -> Iterator[MeshSpec]:
     for stage in divisors(machine.count)[1:]:
         if stage * chunks > task.job.model.num_layers:
             break
-        yield from (mesh for mesh in mesh_options(task.job, stage=stage) if mesh.tensor <= machine.device.linked)
+        yield from (
+            mesh for mesh in mesh_options(task.job, stage=stage) if mesh.tensor <= machine.device.linked
+        )
 
 
 def search_with_stages(task: SearchTask, alone: Sequence[Point]) -> list[Point]:
     """Returns the layouts with stages that fit, the fastest first.
 
-    The first schedule is tried on all meshes, the others on the best of them: it needs the least memory, and a schedule
-    hardly changes which mesh is the best. Left out is what would be slower than the fastest layout without stages even
-    if no stage waited for another.
+    The first schedule is tried on all meshes, the others on the best of them: it needs the least memory, and
+    a schedule hardly changes which mesh is the best. Left out is what would be slower than the fastest layout
+    without stages even if no stage waited for another.
 
     Args:
       alone: layouts without stages that fit, the fastest first.

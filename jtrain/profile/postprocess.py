@@ -1,9 +1,10 @@
-"""Postprocessing of a trace window: writes breakdown.json, report.html and clock counters into the xplane file.
+"""Postprocessing of a trace window: writes breakdown.json, report.html and clock counters into the xplane
+file.
 
     python -m jtrain.profile.postprocess runs/tiny/profile/20
 
-A run starts this as a separate process and goes on training. All input comes from the window's folder, so it can also
-be run again later.
+A run starts this as a separate process and goes on training. All input comes from the window's folder, so it
+can also be run again later.
 """
 
 import os
@@ -24,8 +25,8 @@ def postprocess(folder: Path) -> list[str]:
     """Writes breakdown.json and report.html, and adds clocks and multipliers to the trace for XProf.
 
     Returns:
-      Lines for the run's log: the measured bubble of a pipeline, the error if the trace could not be annotated. The
-      report is written in all cases.
+      Lines for the run's log: the measured bubble of a pipeline, the error if the trace could not be
+      annotated. The report is written in all cases.
 
     Raises:
       UserError: the trace cannot be read.
@@ -47,7 +48,9 @@ def postprocess(folder: Path) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Postprocesses a window at the lowest priority, since training goes first; prints lines for the run's log."""
+    """Postprocesses a window at the lowest priority, since training goes first; prints lines for the run's
+    log.
+    """
     os.nice(19)
     try:
         for line in postprocess(Path(argv[0])):

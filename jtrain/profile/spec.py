@@ -17,8 +17,8 @@ class ProfileSpec:
 
     steps: trace window from `steps[0]` to `steps[1]` completed updates: `(20, 25)` traces the five steps that
       metrics.jsonl numbers 21 to 25; None traces none. SIGUSR1 opens a window of `WINDOW_STEPS` at any time.
-    clocks: source of clocks, power and temperature, sampled during the whole run by a separate process: `auto` (by
-      platform), `none`, `nvml`, `amd`, `tpu`, `cpu`, or `scripted:FILE`.
+    clocks: source of clocks, power and temperature, sampled during the whole run by a separate process:
+      `auto` (by platform), `none`, `nvml`, `amd`, `tpu`, `cpu`, or `scripted:FILE`.
     """
 
     steps: tuple[int, int] | None = None
@@ -34,11 +34,13 @@ class ProfileSpec:
                 )
             if last <= first:
                 raise UserError(
-                    f"profile.steps={self.steps} holds no step: the second number must be above the first. Set "
-                    f"profile.steps=({first}, {first + WINDOW_STEPS})."
+                    f"profile.steps={self.steps} holds no step: the second number must be above the first. "
+                    f"Set profile.steps=({first}, {first + WINDOW_STEPS})."
                 )
         if self.clocks not in CLOCKS and not self.clocks.startswith("scripted:"):
-            raise UserError(f"profile.clocks={self.clocks!r} must be one of {', '.join(CLOCKS)}, scripted:FILE.")
+            raise UserError(
+                f"profile.clocks={self.clocks!r} must be one of {', '.join(CLOCKS)}, scripted:FILE."
+            )
 
     def check_length(self, num_steps: int) -> None:
         """Checks that the window ends within the run.
@@ -48,6 +50,6 @@ class ProfileSpec:
         """
         if self.steps is not None and self.steps[1] > num_steps:
             raise UserError(
-                f"profile.steps={self.steps} ends after the run, num_steps={num_steps}. Set profile.steps within it, "
-                f"or num_steps={self.steps[1]} or more."
+                f"profile.steps={self.steps} ends after the run, num_steps={num_steps}. Set profile.steps "
+                f"within it, or num_steps={self.steps[1]} or more."
             )

@@ -11,7 +11,16 @@ FOLDER = "profile"
 
 FACTS = "facts.json"
 
-FACT_NAMES = ("platform", "device_kind", "num_devices", "tokens_per_step", "mesh", "peaks", "planned", "memory")
+FACT_NAMES = (
+    "platform",
+    "device_kind",
+    "num_devices",
+    "tokens_per_step",
+    "mesh",
+    "peaks",
+    "planned",
+    "memory",
+)
 FACT_NAMES += ("step_flops", "module", "settings", "goodput", "process", "num_processes", "pipeline")
 """Keys of facts.json."""
 
@@ -23,7 +32,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
       UserError: the folder or the file is missing, or the file is truncated or lacks a fact.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder. Give the folder of a trace window: <workdir>/profile/<step>.")
+        raise UserError(
+            f"{folder} is not a folder. Give the folder of a trace window: <workdir>/profile/<step>."
+        )
     file = folder / FACTS
     try:
         facts = json.loads(file.read_text())
@@ -35,7 +46,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file} is truncated or not JSON ({error}). Trace again.") from error
     missing = [name for name in FACT_NAMES if not isinstance(facts, dict) or name not in facts]
     if missing:
-        raise UserError(f"{file} lacks {', '.join(missing)}: another version of jtrain wrote it. Trace again.")
+        raise UserError(
+            f"{file} lacks {', '.join(missing)}: another version of jtrain wrote it. Trace again."
+        )
     return facts
 
 

@@ -1,4 +1,6 @@
-"""Charts as SVG, stretched over their column; their labels are HTML beside them, so that they keep their size."""
+"""Charts as SVG, stretched over their column; their labels are HTML beside them, so that they keep their
+size.
+"""
 
 import html
 import math

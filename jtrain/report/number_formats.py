@@ -16,7 +16,9 @@ def seconds(value: Number | None) -> str:
         for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
         if abs(value) * factor >= 1 or unit == "µs"
     )
-    return f"{value * factor:#.4g} {unit}" if abs(value) * factor < 9999.5 else f"{value * factor:,.0f} {unit}"
+    return (
+        f"{value * factor:#.4g} {unit}" if abs(value) * factor < 9999.5 else f"{value * factor:,.0f} {unit}"
+    )
 
 
 def signed(value: Number) -> str:
@@ -70,5 +72,7 @@ def short(value: Number) -> str:
     """Three or four digits, with k, M, B or T: `1.06M`, `423k`, `71.6`."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= 0.9995 * factor:
-            return f"{value / factor:.4g}{suffix}" if value < 1000 * factor else f"{value / factor:,.0f}{suffix}"
+            return (
+                f"{value / factor:.4g}{suffix}" if value < 1000 * factor else f"{value / factor:,.0f}{suffix}"
+            )
     return f"{value:.3g}"

@@ -1,4 +1,6 @@
-"""Tables described as plain data. `terminal.py` prints them and `page.py` makes HTML; `lines` needs no library."""
+"""Tables described as plain data. `terminal.py` prints them and `page.py` makes HTML; `lines` needs no
+library.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +13,9 @@ type Medium = Literal["both", "page", "terminal"]
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A part of a bar; start and length are shares of its width. `css` is its class on a page, `title` its tooltip."""
+    """A part of a bar; start and length are shares of its width. `css` is its class on a page, `title` its
+    tooltip.
+    """
 
     start: Number
     length: Number
@@ -91,7 +95,8 @@ class Table:
 
     title: a line above it on a terminal, its name on a page.
     id, css: of the element on a page.
-    first_rows: a page shows so many rows until it is asked for more, and sorts by the heading that is clicked.
+    first_rows: a page shows so many rows until it is asked for more, and sorts by the heading that is
+      clicked.
     terminal_rows: rows that a terminal shows.
     """
 
@@ -112,14 +117,18 @@ class Table:
         shown = [index for index, column in enumerate(self.columns) if column.medium in ("both", medium)]
         most = self.terminal_rows if medium == "terminal" else None
         rows = [
-            Row(tuple(row.cells[i] if i < len(row.cells) else "" for i in shown), row.bold) for row in self.rows[:most]
+            Row(tuple(row.cells[i] if i < len(row.cells) else "" for i in shown), row.bold)
+            for row in self.rows[:most]
         ]
         return [self.columns[i] for i in shown], rows
 
     def lines(self) -> list[str]:
         """The table without its title as aligned lines, for logs and for machines with nothing but JAX."""
         columns, rows = self.of("terminal")
-        cells = [[column.name for column in columns], *([text_of(cell) for cell in row.cells] for row in rows)]
+        cells = [
+            [column.name for column in columns],
+            *([text_of(cell) for cell in row.cells] for row in rows),
+        ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return [
             "  ".join(
@@ -145,7 +154,9 @@ def drawn(start: Number, length: Number, width: int = 30) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The JSON of a report; cells take their numbers from it by their path, so that a page and its JSON agree."""
+    """The JSON of a report; cells take their numbers from it by their path, so that a page and its JSON
+    agree.
+    """
 
     content: Mapping[str, Any]
 

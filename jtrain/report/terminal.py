@@ -58,7 +58,9 @@ def rich_table(described: Table) -> table.Table:
     made = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, collapse_padding=True)
     for column in columns:
         right = column.kind == "number"
-        made.add_column(Text(column.name), justify="right" if right else "left", overflow="fold", no_wrap=right)
+        made.add_column(
+            Text(column.name), justify="right" if right else "left", overflow="fold", no_wrap=right
+        )
     for row in rows:
         made.add_row(*(Text(text_of(cell)) for cell in row.cells), style="bold" if row.bold else None)
     return made

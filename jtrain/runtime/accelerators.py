@@ -1,4 +1,6 @@
-"""Accelerators of this host: the one that a run is to use, one that it leaves unused, and each process's GPUs."""
+"""Accelerators of this host: the one that a run is to use, one that it leaves unused, and each process's
+GPUs.
+"""
 
 import importlib.util
 import shutil
@@ -19,8 +21,8 @@ _FILES = {
     "gpu": ("dev/nvidia[0-9]*", "usr/lib/wsl/lib/nvidia-smi", "dev/kfd"),
     "tpu": ("dev/accel[0-9]*", "dev/vfio/[0-9]*"),
 }
-"""Files of the drivers of NVIDIA (under WSL too), AMD and TPUs. An AMD GPU counts if jax's plugin for it is installed;
-vfio files count beside a PCI device of Google, because other devices have them too."""
+"""Files of the drivers of NVIDIA (under WSL too), AMD and TPUs. An AMD GPU counts if jax's plugin for it is
+installed; vfio files count beside a PCI device of Google, because other devices have them too."""
 
 _TPU_VARIABLES = ("TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")
 """Set on TPU hosts. Where libtpu finds no TPU, it writes a sentence into them."""
@@ -62,16 +64,19 @@ def platform_of(device: DeviceChoice, environ: Mapping[str, str], *, root: Path 
     if found(device, environ, root=root) is None:
         shown = ", ".join(f"/{pattern}" for pattern in _FILES[device])
         raise UserError(
-            f"--device {device}: this host has no {device.upper()} (no {shown}). In a container, give it the devices; "
-            "else leave --device out, or give --device cpu."
+            f"--device {device}: this host has no {device.upper()} (no {shown}). In a container, give it the "
+            "devices; else leave --device out, or give --device cpu."
         )
     if lacks := _lacks(device):
         raise UserError(f"--device {device}: {lacks}. Run {_install(device)}.")
-    return {"tpu": "tpu"}.get(device, "rocm" if _is_installed("xla_rocm") and not _is_installed("xla_cuda") else "cuda")
+    return {"tpu": "tpu"}.get(
+        device, "rocm" if _is_installed("xla_rocm") and not _is_installed("xla_cuda") else "cuda"
+    )
 
 
 def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
-    """Returns a warning about a GPU or TPU of this host that a run on CPUs leaves unused; None if there is none.
+    """Returns a warning about a GPU or TPU of this host that a run on CPUs leaves unused; None if there is
+    none.
 
     Call it where jax has chosen the CPU by itself.
 
@@ -85,10 +90,14 @@ def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
         if hidden or (path := found(kind, environ, root=root)) is None:
             continue
         why = _lacks(kind)
-        way = f"run {_install(kind)}" if why else f"run python -c \"import jax; jax.devices('{kind}')\", which says why"
+        way = (
+            f"run {_install(kind)}"
+            if why
+            else f"run python -c \"import jax; jax.devices('{kind}')\", which says why"
+        )
         return (
-            f"WARNING: a {kind.upper()} is here ({path}), but this run computes on the CPU: {why or 'jax found none'}. "
-            f"To use it, {way}; --device cpu says that the CPU is meant."
+            f"WARNING: a {kind.upper()} is here ({path}), but this run computes on the CPU: "
+            f"{why or 'jax found none'}. To use it, {way}; --device cpu says that the CPU is meant."
         )
     return None
 
@@ -107,13 +116,16 @@ def nvidia_gpus() -> list[tuple[str, int]]:
 
 
 def local_device_ids(environ: Mapping[str, str]) -> list[int] | None:
-    """Returns the GPUs of this host that this process takes, by their number among those that it can see; None for all.
+    """Returns the GPUs of this host that this process takes, by their number among those that it can see;
+    None for all.
 
-    The GPUs are divided among the host's processes. Left to itself, jax gives each process one GPU, also where it is
-    alone on a host with eight. A scheduler that shows each process only its own GPUs has divided them already.
+    The GPUs are divided among the host's processes. Left to itself, jax gives each process one GPU, also
+    where it is alone on a host with eight. A scheduler that shows each process only its own GPUs has divided
+    them already.
 
     Args:
-      environ: variables of Slurm (of a step, as `srun` starts it) or Open MPI; without either, None is returned.
+      environ: variables of Slurm (of a step, as `srun` starts it) or Open MPI; without either, None is
+        returned.
 
     Raises:
       UserError: the processes of this host are more than its GPUs, or do not divide them.
@@ -129,9 +141,8 @@ def local_device_ids(environ: Mapping[str, str]) -> list[int] | None:
         return [number]  # as jax does; a process on CPUs ignores it
     if seen % processes:
         raise UserError(
-            f"{processes} processes on this host cannot share its {seen} GPUs evenly. Start one process per host "
-            "(--ntasks-per-node=1), which takes all GPUs, or one per GPU "
-            f"(--ntasks-per-node={seen})."
+            f"{processes} processes on this host cannot share its {seen} GPUs evenly. Start one process per "
+            f"host (--ntasks-per-node=1), which takes all GPUs, or one per GPU (--ntasks-per-node={seen})."
         )
     each = seen // processes
     return list(range(number * each, (number + 1) * each))
@@ -167,7 +178,9 @@ def _has_cuda() -> bool:
 
 
 def _install(kind: Accelerator) -> str:
-    """Returns the command that installs what jax needs for a kind of device: from this checkout, if it is one."""
+    """Returns the command that installs what jax needs for a kind of device: from this checkout, if it is
+    one.
+    """
     extra = {"gpu": "cuda", "tpu": "tpu"}[kind]
     checkout = Path(__file__).parents[2]
     what = f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").is_file() else f"'jtrain[{extra}]'"

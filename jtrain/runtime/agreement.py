@@ -1,10 +1,10 @@
 """Agreement of the processes of a run: each tells a short text under a topic, and gets the texts of all.
 
-What carries the texts is an argument: jax's coordination service, which process 0 runs (`ServiceCarrier`), files in a
-folder that all hosts share (`FolderCarrier`; the supervisors, which have no jax, and the proof that a workdir is
-shared), or a dict for a process alone. No device takes part, so threads in the background may call it, and a process
-that is gone is named after a deadline. `multihost.agree` and `multihost.gather` are the exception, and say why.
-Standard library only.
+What carries the texts is an argument: jax's coordination service, which process 0 runs (`ServiceCarrier`),
+files in a folder that all hosts share (`FolderCarrier`; the supervisors, which have no jax, and the proof
+that a workdir is shared), or a dict for a process alone. No device takes part, so threads in the background
+may call it, and a process that is gone is named after a deadline. `multihost.agree` and `multihost.gather`
+are the exception, and say why. Standard library only.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ EVERYONE = "all"
 """Author of a text that one process tells for all."""
 
 _SLICE_S = 1.0
-"""Longest wait for one process, after which all texts are read again: another one may have told what is enough."""
+"""Longest wait for one process, after which all texts are read again: another one may have told what is
+enough."""
 
 
 class ProcessesSilent(Exception):
@@ -108,7 +109,8 @@ class ServiceCarrier:
 
 
 class FolderCarrier:
-    """Texts in files of a folder, which may be in an object store; a text that is put again replaces the one before.
+    """Texts in files of a folder, which may be in an object store; a text that is put again replaces the one
+    before.
 
     Args:
       folder: a folder that all hosts share.
@@ -129,7 +131,9 @@ class FolderCarrier:
 
     def read(self, key: str, authors: Collection[str]) -> dict[str, str]:
         texts = {}
-        for author in authors:  # opened one by one: a network file system may keep an old list of names for a minute
+        for (
+            author
+        ) in authors:  # opened one by one: a network file system may keep an old list of names for a minute
             with contextlib.suppress(OSError):
                 texts[author] = self.file(key, author).read_text()
         return texts
@@ -188,7 +192,9 @@ class Agreement:
           enough: True for a text after which the others are not waited for.
         """
         asked = [str(process) for process in (range(self.processes) if of is None else of)]
-        return {int(author): text for author, text in self._wait(topic, asked, seconds, counts, enough).items()}
+        return {
+            int(author): text for author, text in self._wait(topic, asked, seconds, counts, enough).items()
+        }
 
     def _wait(
         self,
@@ -200,7 +206,9 @@ class Agreement:
     ) -> dict[str, str]:
         key, until_s = self._key(topic), time.monotonic() + seconds
         while True:
-            texts = {author: text for author, text in self._carrier.read(key, authors).items() if counts(text)}
+            texts = {
+                author: text for author, text in self._carrier.read(key, authors).items() if counts(text)
+            }
             missing = [author for author in authors if author not in texts]
             left_s = until_s - time.monotonic()
             if not missing or any(enough(text) for text in texts.values()) or left_s <= 0:

@@ -17,12 +17,14 @@ _SYNCS = 8
 
 @contextlib.contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
-    """Path beside `path` for a new file or folder, which replaces `path` when the block ends without an error.
+    """Path beside `path` for a new file or folder, which replaces `path` when the block ends without an
+    error.
 
     If the block raises, the new file or folder is removed and `path` keeps its old contents.
 
     Args:
-      durable: force a file to the disk before it is renamed, so that it also survives a power cut; about 10 ms.
+      durable: force a file to the disk before it is renamed, so that it also survives a power cut; about 10
+        ms.
     """
     new = path.with_name(path.name + ".tmp")
     try:
@@ -60,16 +62,16 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True, mode:
 def cannot_write(workdir: Path, error: OSError) -> FileError:
     """Returns the message for a workdir that cannot be written to."""
     return FileError(
-        f"--workdir {workdir} cannot be written to ({error.strerror}). Make room there, or set --workdir to a folder "
-        "on another disk."
+        f"--workdir {workdir} cannot be written to ({error.strerror}). Make room there, or set --workdir to "
+        "a folder on another disk."
     )
 
 
 def sync_all(files: Iterable[Path], directories: Iterable[Path]) -> None:
     """Forces files and the entries of directories to the disk, `_SYNCS` at once.
 
-    A disk empties its cache once for all that wait for it: 76 of a small checkpoint took 216 ms two by two, and 45 ms
-    eight by eight.
+    A disk empties its cache once for all that wait for it: 76 of a small checkpoint took 216 ms two by two,
+    and 45 ms eight by eight.
     """
 
     def sync(path: Path) -> None:

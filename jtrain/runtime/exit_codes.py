@@ -7,7 +7,8 @@ REFUSED = 2
 STOPPED = 75
 """Stopped on request, after a good save (EX_TEMPFAIL): the same command goes on."""
 FAULTY_HARDWARE = 76
-"""A device or host that the message names computes wrongly or hangs: the same command goes on, on another host."""
+"""A device or host that the message names computes wrongly or hangs: the same command goes on, on another
+host."""
 
 MEANINGS = {
     DONE: "done",

@@ -1,4 +1,5 @@
-"""Lease on what one process at a time may use: its holder, heartbeats that show that it lives, and a fencing number.
+"""Lease on what one process at a time may use: its holder, heartbeats that show that it lives, and a fencing
+number.
 
     lease = Lease(FolderStore(workdir / "lock"))
     lease.take(say=print)  # refuses while the holder lives, takes over from one that is gone
@@ -6,11 +7,12 @@
     lease.check()  # before each write: raises LeaseLost, naming who has it
     lease.release()
 
-The fencing number grows with each holder and never repeats, so a process that judged an old record can never replace a
-newer one by mistake. A beat writes the holder's record again, with a payload such as phase and step. A holder of the
-same machine is looked up by process id and start time; one of another machine is gone when its record has not been
-written for `STALE_S` by the clock of the store, and for `WATCH_S` by the clock of the process that watches.
-Standard library only: supervisors and training processes beat before jax is imported.
+The fencing number grows with each holder and never repeats, so a process that judged an old record can never
+replace a newer one by mistake. A beat writes the holder's record again, with a payload such as phase and
+step. A holder of the same machine is looked up by process id and start time; one of another machine is gone
+when its record has not been written for `STALE_S` by the clock of the store, and for `WATCH_S` by the clock
+of the process that watches. Standard library only: supervisors and training processes beat before jax is
+imported.
 """
 
 import contextlib
@@ -36,7 +38,8 @@ STALE_S = 60.0
 """A holder on another machine whose record was not written for so long is gone."""
 
 WATCH_S = 10.0
-"""Time over which a record of another machine is watched, however old: file servers may count time differently."""
+"""Time over which a record of another machine is watched, however old: file servers may count time
+differently."""
 
 _POLL_S = 0.2
 
@@ -45,8 +48,10 @@ _POLL_S = 0.2
 class Holder:
     """Identity of a process that holds a lease.
 
-    machine: name for all processes that can see each other by their ids: one boot of one machine, or one container.
-    started: start of the process in ticks since boot, so that a process id that is used again is another holder.
+    machine: name for all processes that can see each other by their ids: one boot of one machine, or one
+      container.
+    started: start of the process in ticks since boot, so that a process id that is used again is another
+      holder.
     token: random; two leases of one process are two holders.
     """
 
@@ -165,7 +170,9 @@ class Rival:
         self.entry = Entry(0, None)
 
     def is_alive(self) -> bool | None:
-        """True if a living process holds the lease, False if none does, None until it was watched for long enough."""
+        """True if a living process holds the lease, False if none does, None until it was watched for long
+        enough.
+        """
         self.entry = entry = self._store.read()
         if entry.content is None:
             return False
@@ -249,7 +256,9 @@ class Lease:
             taken_over(rival.how_gone())
 
     def try_take(self) -> bool:
-        """Takes the lease if nobody holds it, or its holder is known to be gone; True if this process holds it."""
+        """Takes the lease if nobody holds it, or its holder is known to be gone; True if this process holds
+        it.
+        """
         if not self.is_held and self._rival.is_alive() is False:
             self.seize(self._rival.entry)
         return self.is_held
@@ -301,7 +310,8 @@ class Lease:
     def check(self) -> None:
         """Raises LeaseLost if another process has taken the lease over; call it before anything is written.
 
-        Reads the store only if the last beat is long ago, because this process was stopped or its disk was away.
+        Reads the store only if the last beat is long ago, because this process was stopped or its disk was
+        away.
         """
         if self.is_held and time.monotonic() - self._beaten_s > STALE_S / 4:
             self.beat()
@@ -324,7 +334,10 @@ class Lease:
         self._entry = None
 
     def _record(self) -> bytes:
-        return json.dumps({"holder": dataclasses.asdict(self._holder), "payload": self._payload()}).encode() + b"\n"
+        return (
+            json.dumps({"holder": dataclasses.asdict(self._holder), "payload": self._payload()}).encode()
+            + b"\n"
+        )
 
     def _keep_beating(self) -> None:
         while self.is_held:
@@ -339,11 +352,15 @@ def this_holder() -> Holder:
     """Returns the identity of this process."""
     pid = os.getpid()
     since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return Holder(socket.gethostname(), pid, since, this_machine(), process_started(pid), secrets.token_hex(4))
+    return Holder(
+        socket.gethostname(), pid, since, this_machine(), process_started(pid), secrets.token_hex(4)
+    )
 
 
 def this_machine() -> str:
-    """Name for the processes that see each other by their ids: one boot of one machine, or one container on it."""
+    """Name for the processes that see each other by their ids: one boot of one machine, or one container on
+    it.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"

@@ -13,11 +13,12 @@ _RELEASED = ".released"
 
 
 class FolderStore:
-    """Lease in a folder that processes of one or many hosts share, also on network file systems without locks.
+    """Lease in a folder that processes of one or many hosts share, also on network file systems without
+    locks.
 
-    The folder holds numbered files; the highest number is the newest holder's record. The next holder creates the next
-    number, which only one process can do, and then removes lower ones. A beat without news touches the file, and the
-    release renames it to `<number>.released`: both need no room on a full disk.
+    The folder holds numbered files; the highest number is the newest holder's record. The next holder creates
+    the next number, which only one process can do, and then removes lower ones. A beat without news touches
+    the file, and the release renames it to `<number>.released`: both need no room on a full disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -55,7 +56,8 @@ class FolderStore:
         except OSError:
             path.unlink(missing_ok=True)
             raise
-        # This number was free because its holder had been replaced, or had released it, since this process looked.
+        # This number was free because its holder had been replaced, or had released it, since this process
+        # looked.
         if max(self._names(), default=0) > number or path.with_name(path.name + _RELEASED).exists():
             path.unlink(missing_ok=True)
             return None
@@ -69,7 +71,9 @@ class FolderStore:
             return None
         path = self.folder / str(own.number)
         if content == own.content:
-            with contextlib.suppress(FileNotFoundError):  # somebody removed the file; the number is still this holder's
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # somebody removed the file; the number is still this holder's
                 os.utime(path)
                 return own
         # Replaced in one step, so that nobody reads a part of it.

@@ -5,13 +5,14 @@
     called -> caller   proof (32)
     both ways          frames: size (4), content of at most `FRAME_BYTES`, HMAC-SHA256 (32)
 
-Keys of a link are derived from the token, both nonces and both indices, one for each direction. The HMAC of a frame
-covers its number in the direction, its size and its content, and is checked before a byte of the content is used: a
-frame that was altered, repeated, left out or moved ends the link with a `LinkError`. Nothing is encrypted.
+Keys of a link are derived from the token, both nonces and both indices, one for each direction. The HMAC of a
+frame covers its number in the direction, its size and its content, and is checked before a byte of the
+content is used: a frame that was altered, repeated, left out or moved ends the link with a `LinkError`.
+Nothing is encrypted.
 
-A message is a frame of JSON, which a schema of its kind checks, and the bytes of its arrays in the frames that follow.
-No message can name code. The protocol is written once, as generators that yield what they want to send or to read;
-`Link` runs them on a blocking socket, `jtrain.data.hosts.peer_links` in asyncio.
+A message is a frame of JSON, which a schema of its kind checks, and the bytes of its arrays in the frames
+that follow. No message can name code. The protocol is written once, as generators that yield what they want
+to send or to read; `Link` runs them on a blocking socket, `jtrain.data.hosts.peer_links` in asyncio.
 
 HMAC-SHA256 hashes 1.4 GiB/s per core where the CPU has SHA instructions (AMD EPYC), keyed BLAKE2b 0.7 GiB/s.
 """
@@ -45,7 +46,8 @@ _COUNTED_SIZE = struct.Struct("!QI")
 _MOST_ARRAY_BYTES = 1 << 31
 
 type Request = bytes | memoryview | int
-"""Request of one side of the protocol, a generator: bytes to send, or a number of bytes to read and hand to it."""
+"""Request of one side of the protocol, a generator: bytes to send, or a number of bytes to read and hand to
+it."""
 
 type Schema = Mapping[str, Mapping[str, type]]
 """Kind of a message -> name and type of each of its fields: JSON's types, or np.ndarray."""
@@ -55,7 +57,9 @@ type Message = tuple[str, dict[str, Any]]
 
 
 class LinkError(ConnectionError):
-    """The other end of a link is not of this run, the connection ended, or what arrived is not what was sent."""
+    """The other end of a link is not of this run, the connection ended, or what arrived is not what was
+    sent.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +116,9 @@ class Session:
         content = yield size
         mac = yield _MAC_BYTES
         if not hmac.compare_digest(mac, _mac_of(self._receive_mac, self._received, content)):
-            raise LinkError(f"frame {self._received} is not what the other process sent: altered, repeated or moved")
+            raise LinkError(
+                f"frame {self._received} is not what the other process sent: altered, repeated or moved"
+            )
         self._received += 1
         return content
 
@@ -122,14 +128,18 @@ class Session:
         try:
             kind, fields, described = _checked(json.loads(header), schema)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-            raise LinkError(f"a message arrived that no process sends ({type(error).__name__}: {error})") from error
+            raise LinkError(
+                f"a message arrived that no process sends ({type(error).__name__}: {error})"
+            ) from error
         for name, dtype, shape in described:
             array = np.empty(shape, dtype)
             target, filled = memoryview(array.reshape(-1).view(np.uint8)), 0
             while filled < len(target):
                 part = yield from self.frame()
                 if filled + len(part) > len(target):
-                    raise LinkError(f"array {name} of a message {kind} has {len(target)} bytes, and more arrived")
+                    raise LinkError(
+                        f"array {name} of a message {kind} has {len(target)} bytes, and more arrived"
+                    )
                 target[filled : filled + len(part)] = part
                 filled += len(part)
             fields[name] = array
@@ -165,7 +175,9 @@ def calling(token: bytes, own: int, peer: int) -> Generator[Request, bytearray, 
     secret = _Secret(token, own, peer, nonce, theirs)
     yield _INDEX.pack(own) + nonce + secret.derive("proof of the caller")
     if not hmac.compare_digest((yield _MAC_BYTES), secret.derive("proof of the called")):
-        raise LinkError(f"another program answers at the address of process {peer}: it does not know the run's token")
+        raise LinkError(
+            f"another program answers at the address of process {peer}: it does not know the run's token"
+        )
     return Session(secret.derive("key of the caller"), secret.derive("key of the called"))
 
 
@@ -177,7 +189,11 @@ def answering(token: bytes, own: int, processes: int) -> Generator[Request, byte
     theirs = bytes((yield NONCE_BYTES))
     secret = _Secret(token, peer, own, theirs, nonce)
     proof = yield _MAC_BYTES
-    if not hmac.compare_digest(proof, secret.derive("proof of the caller")) or peer == own or peer >= processes:
+    if (
+        not hmac.compare_digest(proof, secret.derive("proof of the caller"))
+        or peer == own
+        or peer >= processes
+    ):
         raise LinkError("a program called that does not know the run's token")
     yield secret.derive("proof of the called")
     return peer, Session(secret.derive("key of the called"), secret.derive("key of the caller"))
@@ -236,7 +252,9 @@ def ended_early(arrived: int, expected: int | None) -> LinkError:
 class _Secret:
     """Token of a run, bound to one link."""
 
-    def __init__(self, token: bytes, caller: int, called: int, caller_nonce: bytes, called_nonce: bytes) -> None:
+    def __init__(
+        self, token: bytes, caller: int, called: int, caller_nonce: bytes, called_nonce: bytes
+    ) -> None:
         self._token = token
         self._link = _INDEX.pack(caller) + _INDEX.pack(called) + caller_nonce + called_nonce
 
@@ -251,7 +269,9 @@ def _mac_of(keyed: hmac.HMAC, number: int, content: bytes | bytearray | memoryvi
     return mac.digest()
 
 
-def _checked(header: Any, schema: Schema) -> tuple[str, dict[str, Any], list[tuple[str, np.dtype, tuple[int, ...]]]]:
+def _checked(
+    header: Any, schema: Schema
+) -> tuple[str, dict[str, Any], list[tuple[str, np.dtype, tuple[int, ...]]]]:
     """Returns kind, plain fields and descriptions of the arrays of a message that fits the schema."""
     kind, fields = header["kind"], header["fields"]
     described = [(name, dtype, tuple(shape)) for name, dtype, shape in header["arrays"]]
@@ -265,7 +285,9 @@ def _checked(header: Any, schema: Schema) -> tuple[str, dict[str, Any], list[tup
         if dtype not in DTYPES or not all(type(dim) is int and dim >= 0 for dim in shape):
             raise ValueError(f"array {name} of message {kind} is {dtype}{shape}")
         if math.prod(shape) * np.dtype(dtype).itemsize > _MOST_ARRAY_BYTES:
-            raise ValueError(f"array {name} of message {kind} is {dtype}{shape}: more than {_MOST_ARRAY_BYTES:,} bytes")
+            raise ValueError(
+                f"array {name} of message {kind} is {dtype}{shape}: more than {_MOST_ARRAY_BYTES:,} bytes"
+            )
     return kind, fields, [(name, np.dtype(dtype), shape) for name, dtype, shape in described]
 
 

@@ -1,8 +1,9 @@
-"""Processes of one run: how they join, which one this is, and what they agree on; alone, nothing goes over the network.
+"""Processes of one run: how they join, which one this is, and what they agree on; alone, nothing goes over
+the network.
 
-`gather`, `gather_texts`, `from_process_zero`, `agree` and `same_everywhere` wait for all processes, which must call
-them at the same points of the program. `gather` and `agree` are collectives of the devices, in order with the steps;
-the others go through jax's coordination service.
+`gather`, `gather_texts`, `from_process_zero`, `agree` and `same_everywhere` wait for all processes, which
+must call them at the same points of the program. `gather` and `agree` are collectives of the devices, in
+order with the steps; the others go through jax's coordination service.
 """
 
 import errno
@@ -24,7 +25,8 @@ from jtrain.runtime.agreement import Agreement, DictCarrier, ServiceCarrier
 from jtrain.runtime.retry import Backoff, retried
 
 GATHER_S = 3600.0
-"""Time in which all processes must have called what waits for all: one may be compiling, or reading a checkpoint."""
+"""Time in which all processes must have called what waits for all: one may be compiling, or reading a
+checkpoint."""
 
 
 def process_index() -> int:
@@ -48,11 +50,15 @@ def is_joined() -> bool:
 
 
 def own_address() -> str:
-    """Returns the address of this host on the network over which the processes of the run have found each other."""
+    """Returns the address of this host on the network over which the processes of the run have found each
+    other.
+    """
     from jax._src import distributed  # public jax does not tell the coordinator's address
 
     host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
-    [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_DGRAM
+    )
     with socket.socket(family, kind, protocol) as to_coordinator:
         to_coordinator.connect(address)  # sends nothing: the kernel chooses the interface
         return to_coordinator.getsockname()[0]
@@ -72,7 +78,9 @@ def agreement(task: str) -> Agreement:
     from jax._src import distributed  # public jax has no way to the coordination service
 
     state = distributed.global_state
-    return Agreement(task, ServiceCarrier(state.client), process=state.process_id, processes=state.num_processes)
+    return Agreement(
+        task, ServiceCarrier(state.client), process=state.process_id, processes=state.num_processes
+    )
 
 
 _gathered = itertools.count()
@@ -81,7 +89,8 @@ _gathered = itertools.count()
 def gather_texts(text: str) -> list[str]:
     """Returns the `text` that each process passed, in the order of the processes.
 
-    All processes call it at the same points of the program, from the main thread: the number of the call is its topic.
+    All processes call it at the same points of the program, from the main thread: the number of the call is
+    its topic.
 
     Raises:
       ProcessesSilent: some processes did not call it within `GATHER_S`.
@@ -91,7 +100,9 @@ def gather_texts(text: str) -> list[str]:
     number = next(_gathered)
     texts = agreement("gather").gather(str(number), text, seconds=GATHER_S)
     if number and process_index() == 0:
-        agreement("gather").forget(str(number - 1))  # all are in this call, so none still reads the one before
+        agreement("gather").forget(
+            str(number - 1)
+        )  # all are in this call, so none still reads the one before
     return texts
 
 
@@ -112,8 +123,9 @@ def same_everywhere(text: str) -> bool:
 def gather(values: np.ndarray) -> np.ndarray:
     """Returns [processes, ...]: the `values` that each process passed, all of one shape and dtype.
 
-    A collective of the devices, as `agree` is: for values of every step, which would be thousands of requests per step
-    to the one process that runs the coordination service, and which have to be in order with the steps.
+    A collective of the devices, as `agree` is: for values of every step, which would be thousands of requests
+    per step to the one process that runs the coordination service, and which have to be in order with the
+    steps.
     """
     if process_count() == 1:
         return values[None]
@@ -125,9 +137,10 @@ def gather(values: np.ndarray) -> np.ndarray:
 def agree(*flags: bool) -> tuple[bool, ...]:
     """Returns each flag as True in every process if it is True in any.
 
-    A signal reaches processes at different times, and a process that stops alone leaves the others waiting in a
-    collective. With several processes this is an all-gather of one byte per flag, which queues behind the steps already
-    dispatched. The host waits for the device, so call it where the loop reads metrics anyway, not before each dispatch.
+    A signal reaches processes at different times, and a process that stops alone leaves the others waiting in
+    a collective. With several processes this is an all-gather of one byte per flag, which queues behind the
+    steps already dispatched. The host waits for the device, so call it where the loop reads metrics anyway,
+    not before each dispatch.
     """
     return tuple(bool(flag) for flag in gather(np.asarray(flags, np.bool_)).any(axis=0))
 
@@ -136,22 +149,24 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
     """Joins the other processes of this run, if environment variables name them.
 
     `--processes` sets `JTRAIN_COORDINATOR=host:port`, `JTRAIN_NUM_PROCESSES` and `JTRAIN_PROCESS_ID`. With
-    `JTRAIN_COORDINATOR=auto` jax finds them and the address, under Slurm, Open MPI and on TPU pods. Process 0 listens
-    at that address only; `JAX_COORDINATOR_BIND_ADDRESS` names another one where the two differ. Processes on one host
-    share its GPUs (`local_device_ids`), unless `JAX_LOCAL_DEVICE_IDS` names them.
+    `JTRAIN_COORDINATOR=auto` jax finds them and the address, under Slurm, Open MPI and on TPU pods. Process 0
+    listens at that address only; `JAX_COORDINATOR_BIND_ADDRESS` names another one where the two differ.
+    Processes on one host share its GPUs (`local_device_ids`), unless `JAX_LOCAL_DEVICE_IDS` names them.
 
     Args:
       peer_s: jax ends all processes if one of them sends no sign of life for longer than this.
 
     Raises:
-      UserError: only some of the three variables are set, one is not a number, the address cannot be used, nobody
-        answers there, no scheduler tells the others, or the GPUs of this host cannot be shared.
+      UserError: only some of the three variables are set, one is not a number, the address cannot be used,
+        nobody answers there, no scheduler tells the others, or the GPUs of this host cannot be shared.
     """
     coordinator = environ.get("JTRAIN_COORDINATOR")
     names = ("JTRAIN_NUM_PROCESSES", "JTRAIN_PROCESS_ID")
     if coordinator is None:
         if given := [name for name in names if name in environ]:
-            raise UserError(f"{given[0]} is set, but JTRAIN_COORDINATOR is not. Set it to host:port or to auto.")
+            raise UserError(
+                f"{given[0]} is set, but JTRAIN_COORDINATOR is not. Set it to host:port or to auto."
+            )
         return
 
     if coordinator == "auto":
@@ -190,18 +205,23 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
         )
     except RuntimeError as error:
         raise UserError(
-            f"JTRAIN_COORDINATOR={_shown(coordinator, address)}: process {number} of {count} could not join within "
-            f"{JOIN_S} s. Check that all processes were started, each with the same number of processes and with its "
-            f"own JTRAIN_PROCESS_ID or rank, and that no other program listens there. jax says: {error}"
+            f"JTRAIN_COORDINATOR={_shown(coordinator, address)}: process {number} of {count} could not join "
+            f"within {JOIN_S} s. Check that all processes were started, each with the same number of "
+            "processes and with its own JTRAIN_PROCESS_ID or rank, and that no other program listens there. "
+            f"jax says: {error}"
         ) from error
 
 
 def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
-    """Returns what jax finds of a scheduler: address of process 0, number of processes, number of this one."""
+    """Returns what jax finds of a scheduler: address of process 0, number of processes, number of this
+    one.
+    """
     from jax._src.clusters import ClusterEnv  # public jax tells the address only after process 0 has listened
 
     given = environ.get("JAX_COORDINATOR_ADDRESS")
-    reason = "it finds neither a step of Slurm (srun), Open MPI, a TPU pod nor an indexed Job of Kubernetes here"
+    reason = (
+        "it finds neither a step of Slurm (srun), Open MPI, a TPU pod nor an indexed Job of Kubernetes here"
+    )
     try:
         address, count, number, _ = ClusterEnv.auto_detect_unset_distributed_params(
             given, None, None, None, None, JOIN_S
@@ -211,8 +231,8 @@ def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
     if address is None or count is None or number is None:
         raise UserError(
             f"JTRAIN_COORDINATOR=auto has jax ask the scheduler for the other processes, but {reason}. Set "
-            "JTRAIN_COORDINATOR to host:port of process 0, and JTRAIN_NUM_PROCESSES and JTRAIN_PROCESS_ID; or unset it "
-            "for a run of one process."
+            "JTRAIN_COORDINATOR to host:port of process 0, and JTRAIN_NUM_PROCESSES and JTRAIN_PROCESS_ID; "
+            "or unset it for a run of one process."
         )
     return address, count, number
 
@@ -224,7 +244,8 @@ def _shown(coordinator: str, address: str) -> str:
 def _found_bind_address(coordinator: str, addresses: Sequence[str]) -> str | None:
     """Returns the address for process 0 to listen at, None for all interfaces.
 
-    Debian and others give a host's own name the address 127.0.1.1 on that host, where no other host could reach it.
+    Debian and others give a host's own name the address 127.0.1.1 on that host, where no other host could
+    reach it.
 
     Args:
       coordinator: name or address that jax has found, with a port.
@@ -236,15 +257,17 @@ def _found_bind_address(coordinator: str, addresses: Sequence[str]) -> str | Non
     if not all(ipaddress.ip_address(one).is_loopback for one in addresses):
         return coordinator
     print(
-        f"process 0 listens on all interfaces: this host knows its name {host} as {addresses[0]} only, where others do "
-        f"not reach it. JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:{port} for process 0 chooses one interface.",
+        f"process 0 listens on all interfaces: this host knows its name {host} as {addresses[0]} only, where "
+        f"others do not reach it. JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:{port} for process 0 chooses one "
+        "interface.",
         flush=True,
     )
     return None
 
 
 NAME_S = 60.0
-"""Time in which the name of process 0's host must be known to the others: Kubernetes publishes it when its pod runs."""
+"""Time in which the name of process 0's host must be known to the others: Kubernetes publishes it when its
+pod runs."""
 
 
 JOIN_S = 300
@@ -252,18 +275,22 @@ JOIN_S = 300
 
 
 def _coordinator_addresses(coordinator: str, *, wait_s: float) -> list[tuple[Any, Any]]:
-    """Returns (family, address) for each address that `host:port` stands for on this host, once its name is known."""
+    """Returns (family, address) for each address that `host:port` stands for on this host, once its name is
+    known.
+    """
     host, _, port = coordinator.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise UserError(f"JTRAIN_COORDINATOR={coordinator} must be host:port, with a port from 1 to 65535, or auto.")
+        raise UserError(
+            f"JTRAIN_COORDINATOR={coordinator} must be host:port, with a port from 1 to 65535, or auto."
+        )
     look_up = functools.partial(socket.getaddrinfo, host.strip("[]"), int(port), type=socket.SOCK_STREAM)
     asking = Backoff(1.0, factor=1.0, deadline_s=wait_s)  # a name server does not tell when a name appears
     try:
         entries = retried(look_up, asking, passes=lambda error: isinstance(error, socket.gaierror))
     except socket.gaierror as error:
         raise UserError(
-            f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}), after "
-            f"asking for {wait_s:g} s. Set the name or address by which all hosts reach process 0."
+            f"JTRAIN_COORDINATOR={coordinator}: this host does not know the name {host} ({error.strerror}), "
+            f"after asking for {wait_s:g} s. Set the name or address by which all hosts reach process 0."
         ) from error
     return [(family, address) for family, _, _, _, address in entries]
 
@@ -273,21 +300,24 @@ def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) ->
     port = coordinator.rpartition(":")[2]
     for family, address in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the last attempt may linger
+            probe.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+            )  # connections of the last attempt may linger
             try:
                 probe.bind(address)
                 probe.listen()
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     raise UserError(
-                        f"JTRAIN_COORDINATOR={coordinator}: another program listens at port {port} of this host, "
-                        "perhaps an earlier run. Choose another port, the same for all processes."
+                        f"JTRAIN_COORDINATOR={coordinator}: another program listens at port {port} of this "
+                        "host, perhaps an earlier run. Choose another port, the same for all processes."
                     ) from error
                 if error.errno == errno.EADDRNOTAVAIL and len(addresses) == 1:
                     raise UserError(
-                        f"JTRAIN_COORDINATOR={coordinator}: process 0 runs on this host, which has no address "
-                        f"{address[0]}. Set the address of the host of process 0; where others reach it by a forwarded "
-                        f"address, set JAX_COORDINATOR_BIND_ADDRESS=[::]:{port} for process 0."
+                        f"JTRAIN_COORDINATOR={coordinator}: process 0 runs on this host, which has no "
+                        f"address {address[0]}. Set the address of the host of process 0; where others reach "
+                        f"it by a forwarded address, set JAX_COORDINATOR_BIND_ADDRESS=[::]:{port} for "
+                        "process 0."
                     ) from error
 
 
@@ -311,6 +341,6 @@ def _wait_for_coordinator(coordinator: str, addresses: Sequence[tuple[Any, Any]]
         retried(connect, asking, passes=lambda error: isinstance(error, OSError))
     except OSError as error:
         raise UserError(
-            f"JTRAIN_COORDINATOR={coordinator}: nobody answers there after {wait_s:g} s ({error}). Check that process "
-            "0 was started on that host, and that no firewall closes the port."
+            f"JTRAIN_COORDINATOR={coordinator}: nobody answers there after {wait_s:g} s ({error}). Check "
+            "that process 0 was started on that host, and that no firewall closes the port."
         ) from error

@@ -1,8 +1,8 @@
 """Check of every node before a run starts, `python -m jtrain.node_check`.
 
-Each process multiplies two matrices on each of its devices and writes, reads and removes a file on its node's disk.
-Then all processes add up one number per device. A node that computes wrongly, has fewer devices than the others or a
-full disk costs half a minute here, and hours in a run of many nodes.
+Each process multiplies two matrices on each of its devices and writes, reads and removes a file on its node's
+disk. Then all processes add up one number per device. A node that computes wrongly, has fewer devices than
+the others or a full disk costs half a minute here, and hours in a run of many nodes.
 """
 
 import os
@@ -39,8 +39,8 @@ class OtherNode(Exception):
 def matmul_fault(device: object) -> str:
     """Multiplies on one device; returns what is wrong, "" if nothing is.
 
-    The elements are whole numbers, so that the product is exact in bfloat16 with float32 sums. It is checked by
-    Freivalds' method, `(A B) v = A (B v)` on the host: a wrong element stays unseen in one of 1,000 cases.
+    The elements are whole numbers, so that the product is exact in bfloat16 with float32 sums. It is checked
+    by Freivalds' method, `(A B) v = A (B v)` on the host: a wrong element stays unseen in one of 1,000 cases.
     """
     import jax
 
@@ -48,13 +48,17 @@ def matmul_fault(device: object) -> str:
     a, b = (rng.integers(-1, 2, (SIZE, SIZE)) for _ in range(2))
     v = rng.integers(0, 1000, SIZE)
     on_device = [jax.device_put(one.astype(jax.numpy.bfloat16), device) for one in (a, b)]
-    product = jax.jit(lambda a, b: jax.numpy.matmul(a, b, preferred_element_type=jax.numpy.float32))(*on_device)
+    product = jax.jit(lambda a, b: jax.numpy.matmul(a, b, preferred_element_type=jax.numpy.float32))(
+        *on_device
+    )
     wrong = np.flatnonzero(np.asarray(product).astype(np.int64) @ v != a @ (b @ v))
     return f"{device}: {wrong.size} rows of a matmul's {SIZE} are wrong" if wrong.size else ""
 
 
 def disk_fault(folder: Path) -> str:
-    """Writes a file on the node's own disk, reads it back and removes it; returns what is wrong, "" if nothing is."""
+    """Writes a file on the node's own disk, reads it back and removes it; returns what is wrong, "" if
+    nothing is.
+    """
     block = os.urandom(1 << 20)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -95,7 +99,8 @@ def fewer_devices(counts: dict[int, int]) -> dict[int, str]:
 def clock_apart(exchange: Agreement) -> str:
     """Compares this host's clock with that of process 0; returns "" where they agree within CLOCKS_S.
 
-    The processes have just met, so process 0 writes its time down now, and the others read it within milliseconds.
+    The processes have just met, so process 0 writes its time down now, and the others read it within
+    milliseconds.
     """
     if multihost.process_index() == 0:
         exchange.announce("clock", repr(time.time()))
@@ -106,8 +111,9 @@ def clock_apart(exchange: Agreement) -> str:
         return ""
     side = "behind" if behind_s > 0 else "ahead of"
     return (
-        f"{abs(behind_s):.0f} s {side} that of process 0. Training does not mind, but times in logs do not fit "
-        "together, and object stores refuse requests from clocks 15 minutes off: start chrony on that host."
+        f"{abs(behind_s):.0f} s {side} that of process 0. Training does not mind, but times in logs do not "
+        "fit together, and object stores refuse requests from clocks 15 minutes off: start chrony on that "
+        "host."
     )
 
 
@@ -149,7 +155,9 @@ def all_reduce_fault() -> str:
     count = jax.device_count()
     mesh = jax.make_mesh((count,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
-    numbers = jax.make_array_from_callback((count,), sharding, lambda at: np.arange(1, count + 1, dtype=np.int32)[at])
+    numbers = jax.make_array_from_callback(
+        (count,), sharding, lambda at: np.arange(1, count + 1, dtype=np.int32)[at]
+    )
     total = int(jax.jit(jax.numpy.sum)(numbers))
     want = count * (count + 1) // 2
     return "" if total == want else f"the sum of 1 to {count} over {count} devices is {total} and not {want}"
@@ -164,11 +172,14 @@ def check_all_reduce(*, wait_s: float) -> None:
     where = f"node check: process {multihost.process_index()} on {socket.gethostname()}"
     advice = (
         "Each device computes alone, so look at the network: NCCL_DEBUG=INFO says which interface it takes, "
-        "NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose others; a firewall must let all ports through between the nodes."
+        "NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose others; a firewall must let all ports through between the "
+        "nodes."
     )
 
     def give_up() -> None:
-        os.write(2, f"error: {where}: a sum over all devices has not ended after {wait_s:g} s. {advice}\n".encode())
+        os.write(
+            2, f"error: {where}: a sum over all devices has not ended after {wait_s:g} s. {advice}\n".encode()
+        )
         os._exit(exit_codes.REFUSED)  # the main thread is in C++ and never returns
 
     timer = threading.Timer(wait_s, give_up)
@@ -194,5 +205,8 @@ def check(emulate_devices: int | None, device: DeviceChoice | None) -> int:
         return exit_codes.STOPPED
     check_all_reduce(wait_s=WAIT_S)
     if jax.process_index() == 0:
-        print(f"node check: {jax.device_count()} devices of {jax.process_count()} processes are fine", flush=True)
+        print(
+            f"node check: {jax.device_count()} devices of {jax.process_count()} processes are fine",
+            flush=True,
+        )
     return exit_codes.DONE

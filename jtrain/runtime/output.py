@@ -1,4 +1,6 @@
-"""Output that never ends a run: prints go on, without effect, when nobody reads them or their disk is full."""
+"""Output that never ends a run: prints go on, without effect, when nobody reads them or their disk is
+full.
+"""
 
 import contextlib
 import errno
@@ -12,8 +14,8 @@ from typing import TextIO, cast
 def keep_going_without_readers() -> None:
     """Replaces sys.stdout and sys.stderr by streams that never raise OSError, if they are the process's own.
 
-    After `... | head` every print would raise BrokenPipeError, and the interpreter would end with exit code 120. Call
-    it first of all. Streams that tests or notebooks have put there stay.
+    After `... | head` every print would raise BrokenPipeError, and the interpreter would end with exit code
+    120. Call it first of all. Streams that tests or notebooks have put there stay.
     """
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout = _tolerant(sys.stdout)
@@ -35,7 +37,9 @@ def _tolerant(stream: TextIO) -> TextIO:
 
 
 class _Tolerant(io.FileIO):
-    """File descriptor 1 or 2, whose errors are counted and named on the other one, or once it can be written again."""
+    """File descriptor 1 or 2, whose errors are counted and named on the other one, or once it can be written
+    again.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
@@ -52,7 +56,10 @@ class _Tolerant(io.FileIO):
         except OSError as error:
             if not self._lost_bytes:
                 self._warn(error)
-            if error.errno in (errno.EPIPE, errno.EIO):  # nobody will ever read it: the reader or the terminal is gone
+            if error.errno in (
+                errno.EPIPE,
+                errno.EIO,
+            ):  # nobody will ever read it: the reader or the terminal is gone
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.fileno())
                 os.close(nowhere)
@@ -61,7 +68,9 @@ class _Tolerant(io.FileIO):
             return len(data)
 
     def _write(self, data: bytes | memoryview) -> int:
-        while (written := super().write(data)) is None:  # somebody has made the pipe non-blocking, and it is full
+        while (
+            written := super().write(data)
+        ) is None:  # somebody has made the pipe non-blocking, and it is full
             select.select([], [self.fileno()], [])
         return written
 
@@ -70,5 +79,6 @@ class _Tolerant(io.FileIO):
         name = {1: "stdout", 2: "stderr"}.get(self.fileno(), "output")
         with contextlib.suppress(OSError):
             os.write(
-                3 - self.fileno(), f"warning: {name} cannot be written ({self._why}): going on without it\n".encode()
+                3 - self.fileno(),
+                f"warning: {name} cannot be written ({self._why}): going on without it\n".encode(),
             )

@@ -25,8 +25,8 @@ NUMA_NODES = Path("/sys/devices/system/node")
 
 
 HOST_SHARE = 0.8
-"""Share of a host's memory for arrays of the run, offloaded or in unified memory; the data plane, checkpoints and the
-system need the rest."""
+"""Share of a host's memory for arrays of the run, offloaded or in unified memory; the data plane, checkpoints
+and the system need the rest."""
 
 
 def start_jax(
@@ -38,8 +38,8 @@ def start_jax(
 ) -> None:
     """Chooses jax's platform and its compile cache; call it before anything computes.
 
-    Without an accelerator's device file the platform is set to the CPU. Otherwise jax, with a TPU or CUDA plugin
-    installed, would first spend time looking for that hardware and print warnings. `JAX_PLATFORMS` and
+    Without an accelerator's device file the platform is set to the CPU. Otherwise jax, with a TPU or CUDA
+    plugin installed, would first spend time looking for that hardware and print warnings. `JAX_PLATFORMS` and
     `JAX_COMPILATION_CACHE_DIR` override these choices.
 
     Args:
@@ -54,7 +54,8 @@ def start_jax(
     if emulate_devices is not None:
         if device not in (None, "cpu"):
             raise UserError(
-                f"--device {device} with --emulate-devices {emulate_devices}: emulated devices are CPUs. Leave one out."
+                f"--device {device} with --emulate-devices {emulate_devices}: emulated devices are CPUs. "
+                "Leave one out."
             )
         if emulate_devices < 1:
             raise UserError(f"--emulate-devices {emulate_devices} must be at least 1.")
@@ -79,8 +80,8 @@ def start_jax(
         jax.config.update("jax_compilation_cache_dir", str(user_cache / "jtrain" / "xla"))
         # jax's default skips programs that compile in under a second: for `tiny`, all but the step.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        # Programs of two versions of the code may differ only in the scope names of their ops, and trace analysis
-        # needs the right ones.
+        # Programs of two versions of the code may differ only in the scope names of their ops, and trace
+        # analysis needs the right ones.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
@@ -94,19 +95,24 @@ def present_devices() -> "list[jax.Device]":
 
     try:
         devices = jax.devices()
-    except (RuntimeError, AssertionError) as error:  # a driver that does not answer, a TPU that another process has
+    except (
+        RuntimeError,
+        AssertionError,
+    ) as error:  # a driver that does not answer, a TPU that another process has
         chosen = jax.config.jax_platforms or "any device"
         raise UserError(
-            f"jax cannot start on {chosen}: {str(error) or 'it finds none'}. Mend that, or choose another device "
-            "(--device cpu|gpu|tpu)."
+            f"jax cannot start on {chosen}: {str(error) or 'it finds none'}. Mend that, or choose another "
+            "device (--device cpu|gpu|tpu)."
         ) from error
     numbers = [device.process_index for device in devices]
     counts = {number: numbers.count(number) for number in dict.fromkeys(numbers)}
     if len(set(counts.values())) > 1 or len(counts) < jax.process_count():
-        listed = ", ".join(f"process {number} has {counts.get(number, 0)}" for number in range(jax.process_count()))
+        listed = ", ".join(
+            f"process {number} has {counts.get(number, 0)}" for number in range(jax.process_count())
+        )
         raise UserError(
-            f"all processes of a run must have the same number of {devices[0].platform} devices, but {listed}. Give "
-            "each as many, or leave out the hosts that have fewer."
+            f"all processes of a run must have the same number of {devices[0].platform} devices, but "
+            f"{listed}. Give each as many, or leave out the hosts that have fewer."
         )
     return devices
 
@@ -121,17 +127,17 @@ def devices_line(devices: "Sequence[jax.Device]", hosts: Sequence[str]) -> str:
     shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     first = devices[0]
     return (
-        f"{first.platform}: {len(devices)} x {first.device_kind}, {len(hosts)} process{'es' * (len(hosts) > 1)} on "
-        f"{len(names)} host{'s' * (len(names) > 1)} ({shown})"
+        f"{first.platform}: {len(devices)} x {first.device_kind}, {len(hosts)} "
+        f"process{'es' * (len(hosts) > 1)} on {len(names)} host{'s' * (len(names) > 1)} ({shown})"
     )
 
 
 def compile_collectives_anew() -> None:
     """Disables the compile cache if CPU devices communicate; call it after all processes have joined.
 
-    With programs read from the cache, devices were seen waiting for each other in different collectives until XLA ended
-    the process; with freshly compiled programs this never happened (jaxlib 0.12.0.1: bench/NOTES.md). Apparently the
-    order of independent collectives is lost in the cache.
+    With programs read from the cache, devices were seen waiting for each other in different collectives until
+    XLA ended the process; with freshly compiled programs this never happened (jaxlib 0.12.0.1:
+    bench/NOTES.md). Apparently the order of independent collectives is lost in the cache.
     """
     import jax
 
@@ -140,11 +146,13 @@ def compile_collectives_anew() -> None:
 
 
 def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | None = None) -> None:
-    """Lets JAX allocate more than the GPU's memory, with pages moving to the host; call it before devices are used.
+    """Lets JAX allocate more than the GPU's memory, with pages moving to the host; call it before devices are
+    used.
 
     With TF_FORCE_UNIFIED_MEMORY, XLA's default allocator (`bfc`) uses managed memory, limited to
-    XLA_CLIENT_MEM_FRACTION (above 1) times the GPU's memory. Preallocation is disabled, since it would touch all pages.
-    Variables that are already set are kept. Source: jaxlib/xla_client.py; AlphaFold 3, docs/performance.md.
+    XLA_CLIENT_MEM_FRACTION (above 1) times the GPU's memory. Preallocation is disabled, since it would touch
+    all pages. Variables that are already set are kept. Source: jaxlib/xla_client.py; AlphaFold 3,
+    docs/performance.md.
 
     Args:
       environ: os.environ.
@@ -166,15 +174,17 @@ def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | Non
     for name, _ in gpus:
         if not any(coherent in name for coherent in COHERENT_GPUS):
             raise UserError(
-                f"{field}, but this is {name}: only GPUs with a Grace CPU ({', '.join(COHERENT_GPUS)}) access the "
-                f"host's memory over NVLink-C2C; elsewhere pages would move over the slower PCIe. {instead}"
+                f"{field}, but this is {name}: only GPUs with a Grace CPU ({', '.join(COHERENT_GPUS)}) "
+                "access the host's memory over NVLink-C2C; elsewhere pages would move over the slower PCIe. "
+                f"{instead}"
             )
     if topology is not None:
         return
     allocator = environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "default").lower()
     if allocator not in ("default", "bfc"):
         raise UserError(
-            f"{field} needs XLA's own allocator, but XLA_PYTHON_CLIENT_ALLOCATOR={allocator} is set. Unset it."
+            f"{field} needs XLA's own allocator, but XLA_PYTHON_CLIENT_ALLOCATOR={allocator} is set. Unset "
+            "it."
         )
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
     given = next((name for name in names if environ.get(name)), None)
@@ -184,7 +194,8 @@ def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | Non
         environ[names[0]] = f"{fraction:.2f}"
     elif not _above_one(environ[given]):
         raise UserError(
-            f"{field}, but {given}={environ[given]} keeps JAX within the GPU's memory. Unset it, or set it above 1."
+            f"{field}, but {given}={environ[given]} keeps JAX within the GPU's memory. Unset it, or set it "
+            "above 1."
         )
     environ["TF_FORCE_UNIFIED_MEMORY"] = "1"
     environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -198,7 +209,9 @@ def _above_one(text: str) -> bool:
 
 
 def host_memory_bytes() -> int:
-    """Memory of the NUMA nodes with CPUs; on Grace systems the GPUs' memory is separate nodes without CPUs."""
+    """Memory of the NUMA nodes with CPUs; on Grace systems the GPUs' memory is separate nodes without
+    CPUs.
+    """
     total = 0
     for node in NUMA_NODES.glob("node[0-9]*"):
         if (node / "cpulist").read_text().strip():
@@ -221,14 +234,15 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
 
 
 def keep_freed_memory() -> bool:
-    """Lets XLA:CPU reuse the same pages for the temporaries of every step. Call it once, before JAX looks for devices.
+    """Lets XLA:CPU reuse the same pages for the temporaries of every step. Call it once, before JAX looks for
+    devices.
 
-    A later call has no effect: XLA's threads start with its devices, each takes an arena of its own from the allocator,
-    and those arenas are unmapped when they become empty.
+    A later call has no effect: XLA's threads start with its devices, each takes an arena of its own from the
+    allocator, and those arenas are unmapped when they become empty.
 
-    XLA:CPU allocates a step's temporaries in every step. glibc maps and unmaps buffers of that size, so each page is
-    faulted in and zeroed again: 100,000 faults per step and 12 % of its CPU time for 400 MiB of temporaries. After this
-    call the process keeps its peak memory until it ends.
+    XLA:CPU allocates a step's temporaries in every step. glibc maps and unmaps buffers of that size, so each
+    page is faulted in and zeroed again: 100,000 faults per step and 12 % of its CPU time for 400 MiB of
+    temporaries. After this call the process keeps its peak memory until it ends.
 
     Returns:
       True if the C library is glibc and accepted the settings; otherwise nothing changes.

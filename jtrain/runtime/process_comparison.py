@@ -1,6 +1,7 @@
 """Comparison of all processes of a run at its start, before their devices are used: versions and configs.
 
-It goes through jax's coordination service: collectives between different versions could fail or wait for each other.
+It goes through jax's coordination service: collectives between different versions could fail or wait for each
+other.
 """
 
 import dataclasses
@@ -21,9 +22,20 @@ from jtrain.runtime.agreement import Agreement
 from jtrain.runtime.run_files import versions
 
 WAIT_S = 10.0
-"""Time for each process to tell its description, which it has when it joins, so before jax misses a dead process."""
+"""Time for each process to tell its description, which it has when it joins, so before jax misses a dead
+process."""
 
-_COMPARED = ("jtrain", "jax", "jaxlib", "jax-cuda13-plugin", "libtpu", "flax", "optax", "orbax-checkpoint", "numpy")
+_COMPARED = (
+    "jtrain",
+    "jax",
+    "jaxlib",
+    "jax-cuda13-plugin",
+    "libtpu",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "numpy",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +60,8 @@ def this_process(config: Mapping[str, str]) -> Peer:
 def compare_processes(own: Peer) -> list[str]:
     """Returns the host of each process of this run; all processes must call it, before they use devices.
 
-    If a process has joined but tells nothing, because it has ended or hangs, all others end here with a message that
-    names it: jax's shutdown would wait for it.
+    If a process has joined but tells nothing, because it has ended or hangs, all others end here with a
+    message that names it: jax's shutdown would wait for it.
 
     Args:
       own: `this_process` with the config that this process was started with, made before it joins the others.
@@ -73,7 +85,9 @@ def compare_processes(own: Peer) -> list[str]:
 
 
 def _verdict(start: Agreement) -> dict[str, Any]:
-    """Collects all descriptions in process 0: processes that told nothing, the hosts, the first difference."""
+    """Collects all descriptions in process 0: processes that told nothing, the hosts, the first
+    difference.
+    """
     texts = start.collect("peer", seconds=WAIT_S)
     if silent := start.missing(texts):
         return {"silent": silent}
@@ -82,12 +96,14 @@ def _verdict(start: Agreement) -> dict[str, Any]:
 
 
 def _leave(start: Agreement, silent: Sequence[int]) -> None:
-    """Ends this process with a message about processes that told nothing; a supervisor starts all of them again."""
+    """Ends this process with a message about processes that told nothing; a supervisor starts all of them
+    again.
+    """
     listed = ", ".join(f"process {number}" for number in silent)
     print(
-        f"error: {listed} of {start.processes} joined the others, but did not tell versions and config within "
-        f"{WAIT_S:g} s: the process has ended or hangs, and its log says why. All others end now. Start all processes "
-        "again.",
+        f"error: {listed} of {start.processes} joined the others, but did not tell versions and config "
+        f"within {WAIT_S:g} s: the process has ended or hangs, and its log says why. All others end now. "
+        "Start all processes again.",
         file=sys.stderr,
         flush=True,
     )
@@ -110,14 +126,19 @@ def difference(peers: Sequence[Peer]) -> str:
         who = f"process {number} on host {peer.host}"
         for of_first, of_peer, what, way in (
             (first.versions, peer.versions, "versions", "Install the same versions on all hosts."),
-            (first.config, peer.config, "a config", "Start all processes with the same command and the same files."),
+            (
+                first.config,
+                peer.config,
+                "a config",
+                "Start all processes with the same command and the same files.",
+            ),
         ):
             paths = [path for path in {**of_first, **of_peer} if of_first.get(path) != of_peer.get(path)]
             if paths:
                 lines = [f"{one}: {of_first.get(one)} there, {of_peer.get(one)} here" for one in paths]
                 return (
-                    f"{who} has {what} other than process 0 on host {first.host} (there: process 0, here: process "
-                    f"{number}):\n  {first_few(lines, 8, '\n  ')}\n{way}"
+                    f"{who} has {what} other than process 0 on host {first.host} (there: process 0, here: "
+                    f"process {number}):\n  {first_few(lines, 8, '\n  ')}\n{way}"
                 )
     return ""
 

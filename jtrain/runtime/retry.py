@@ -1,4 +1,6 @@
-"""Repetition of what failed for a reason that may pass: how long to wait before each try, and for which errors."""
+"""Repetition of what failed for a reason that may pass: how long to wait before each try, and for which
+errors.
+"""
 
 import dataclasses
 import itertools
@@ -10,12 +12,14 @@ from collections.abc import Callable, Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-    """Waits before further tries: first_s, first_s * factor, ... Backoff(0.1, factor=4, tries=4): 0.1, 0.4 and 1.6 s.
+    """Waits before further tries: first_s, first_s * factor, ... Backoff(0.1, factor=4, tries=4): 0.1, 0.4
+    and 1.6 s.
 
     longest_s: no wait is longer.
     tries: number of tries, with the first; None: without an end.
     deadline_s: time after the first try after which none begins.
-    jitter: largest share by which a wait is shortened at random, so that thousands of processes do not ask at once.
+    jitter: largest share by which a wait is shortened at random, so that thousands of processes do not ask at
+      once.
     """
 
     first_s: float
@@ -43,7 +47,8 @@ def retried[T](
     tell: Callable[[Exception, float, int], None] = lambda error, wait_s, number: None,
     wait: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Returns `action()`, which is repeated while it fails with an error that may pass; raises that of the last try.
+    """Returns `action()`, which is repeated while it fails with an error that may pass; raises that of the
+    last try.
 
     Args:
       action: a function that may be called again after it raised.

@@ -22,7 +22,8 @@ _NO_WRITES = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 
 
 def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processes: int, plan: str) -> None:
-    """Writes config.txt, and run.json with command, commit, versions, devices and start time; both without secrets.
+    """Writes config.txt, and run.json with command, commit, versions, devices and start time; both without
+    secrets.
 
     Args:
       plan: text of plan.txt: what the run needs.
@@ -45,8 +46,8 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
             ("run.json", json.dumps(facts, indent=1) + "\n"),
             ("config.txt", secrets.shown_lines(config_text)),
         ):
-            # Atomic, because half a config.txt would look like the config of another run. For the owner alone, because
-            # they may hold a secret that nothing marks as one.
+            # Atomic, because half a config.txt would look like the config of another run. For the owner
+            # alone, because they may hold a secret that nothing marks as one.
             write_whole(workdir / name, text, mode=0o600)
         write_whole(workdir / "plan.txt", plan, durable=False)
     except OSError as error:
@@ -55,7 +56,9 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
 
 @contextlib.contextmanager
 def full_disk_named(workdir: Path) -> Iterator[None]:
-    """Raises FileError that names the workdir where a write fails because its disk is full or has become read-only."""
+    """Raises FileError that names the workdir where a write fails because its disk is full or has become
+    read-only.
+    """
     try:
         yield
     except OSError as error:
@@ -77,7 +80,9 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def git_commit() -> str | None:
-    """Returns the commit of jtrain's checkout, with `+changes` if tracked files differ; None outside a checkout."""
+    """Returns the commit of jtrain's checkout, with `+changes` if tracked files differ; None outside a
+    checkout.
+    """
 
     def git(*command: str) -> str:
         return subprocess.run(
@@ -85,6 +90,8 @@ def git_commit() -> str | None:
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None

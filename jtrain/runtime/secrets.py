@@ -1,8 +1,8 @@
 """Secrets in settings: which values of a config or a command line are never written down or printed. No jax.
 
 A value is a secret by its field's name (`api_key`, `hub_token`, `alerts.webhook`), or by itself: a URL with
-`user:password@`, with a signature or token in its query, or of a webhook. Only the secret part becomes `***`, so that
-two texts can still be compared: a renewed signature is not another run.
+`user:password@`, with a signature or token in its query, or of a webhook. Only the secret part becomes `***`,
+so that two texts can still be compared: a renewed signature is not another run.
 """
 
 import re
@@ -11,18 +11,19 @@ from collections.abc import Sequence
 HIDDEN = "***"
 
 _WORDS = re.compile(
-    r"(?i)(?<![a-z])(api_?key|access_?key|key|keys|token|secret|secrets|passwd|password|passphrase|pwd|credential|"
-    r"credentials|auth|authorization|bearer|webhook|webhooks|cookie)(?![a-z])"
+    r"(?i)(?<![a-z])(api_?key|access_?key|key|keys|token|secret|secrets|passwd|password|passphrase|pwd|credential|credentials|auth|authorization|bearer|webhook|webhooks|cookie)(?![a-z])"
 )
 _PUBLIC = ("end_token",)
-"""Fields whose name has such a word, but whose value is public: `data.end_token` is a token of a vocabulary."""
+"""Fields whose name has such a word, but whose value is public: `data.end_token` is a token of a
+vocabulary."""
 
 _USER = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/?#\s'\"]*@")
 _PARAMETER = re.compile(
-    r"(?i)(?P<name>[?&#;](?:x-(?:amz|goog|oss|cos|ms)-signature|awsaccesskeyid|googleaccessid|sig|signature|policy|"
-    r"key-pair-id|key|code|jwt|[a-z0-9_.-]*(?:token|secret|password|passwd|api_?key|credential|auth))=)[^&#;\s'\"]+"
+    r"(?i)(?P<name>[?&#;](?:x-(?:amz|goog|oss|cos|ms)-signature|awsaccesskeyid|googleaccessid|sig|signature|policy|key-pair-id|key|code|jwt|[a-z0-9_.-]*(?:token|secret|password|passwd|api_?key|credential|auth))=)[^&#;\s'\"]+"
 )
-_WEBHOOK = re.compile(r"(?i)(?P<host>\bhttps?://(?:hooks\.[^/\s'\"]+|[^/\s'\"]+(?=/[^\s'\"]*webhook))/)[^\s'\"]+")
+_WEBHOOK = re.compile(
+    r"(?i)(?P<host>\bhttps?://(?:hooks\.[^/\s'\"]+|[^/\s'\"]+(?=/[^\s'\"]*webhook))/)[^\s'\"]+"
+)
 
 
 def is_secret(path: str) -> bool:
@@ -38,8 +39,14 @@ def without_secrets(text: str) -> str:
 
 
 def shown(path: str, text: str) -> str:
-    """Returns the text of a field's value as it may be shown; numbers, None, True and False are no secrets."""
-    if is_secret(path) and text.strip("'\"") and not re.fullmatch(r"None|True|False|[-+.\deE]+|\(\)|\{\}|\[\]", text):
+    """Returns the text of a field's value as it may be shown; numbers, None, True and False are no
+    secrets.
+    """
+    if (
+        is_secret(path)
+        and text.strip("'\"")
+        and not re.fullmatch(r"None|True|False|[-+.\deE]+|\(\)|\{\}|\[\]", text)
+    ):
         return repr(HIDDEN)
     return without_secrets(text)
 
@@ -57,8 +64,12 @@ def shown_lines(config_text: str) -> str:
 
 
 def shown_command(command: Sequence[str]) -> list[str]:
-    """Returns a command line as it may be kept: arguments of the form NAME=VALUE are judged by their name too."""
-    return [shown_assignment(argument) if "=" in argument else without_secrets(argument) for argument in command]
+    """Returns a command line as it may be kept: arguments of the form NAME=VALUE are judged by their name
+    too.
+    """
+    return [
+        shown_assignment(argument) if "=" in argument else without_secrets(argument) for argument in command
+    ]
 
 
 def _shown_line(line: str) -> str:

@@ -7,14 +7,16 @@ import types
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Ctrl-C, the signal that schedulers send before they kill a job, and the end of the terminal or connection."""
+"""Ctrl-C, the signal that schedulers send before they kill a job, and the end of the terminal or
+connection."""
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Returns the SIGNALS that ask this process to stop: all but SIGHUP where it is ignored, as under `nohup`.
+    """Returns the SIGNALS that ask this process to stop: all but SIGHUP where it is ignored, as under
+    `nohup`.
 
-    SIGINT counts even where it is ignored. A shell starts so what it puts into the background of a script, but a run
-    is then stopped by `kill -INT` as well.
+    SIGINT counts even where it is ignored. A shell starts so what it puts into the background of a script,
+    but a run is then stopped by `kill -INT` as well.
     """
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
 
@@ -26,8 +28,8 @@ class StopRequest:
             while not agree(stop.requested)[0]: ...
 
     The first Ctrl-C requests the stop, the second prints that the state is being saved, the third raises
-    KeyboardInterrupt. SIGTERM and SIGHUP request the stop however often they come; under `nohup` SIGHUP stays ignored.
-    The previous handlers return after the `with` block.
+    KeyboardInterrupt. SIGTERM and SIGHUP request the stop however often they come; under `nohup` SIGHUP stays
+    ignored. The previous handlers return after the `with` block.
 
     Raises:
       ValueError: entered outside the main thread, where Python allows no handlers.
@@ -59,7 +61,10 @@ class StopRequest:
         if first:
             _say(f"{signal.Signals(number).name}: stopping after this step, with a checkpoint.")
         elif number == signal.SIGINT:
-            _say("Still saving the checkpoint. Ctrl-C once more to stop at once and lose the steps since the last one.")
+            _say(
+                "Still saving the checkpoint. Ctrl-C once more to stop at once and lose the steps since the "
+                "last one."
+            )
 
 
 def _say(text: str) -> None:

@@ -1,4 +1,6 @@
-"""Workdirs: folders, and `gs://bucket/run` and `s3://bucket/run` in object stores, through etils and fsspec."""
+"""Workdirs: folders, and `gs://bucket/run` and `s3://bucket/run` in object stores, through etils and
+fsspec.
+"""
 
 import contextlib
 import functools
@@ -27,12 +29,14 @@ def default_workdir(config: str) -> Path:
 
 
 def check_workdir(text: str) -> None:
-    """Refuses a folder that cannot become a workdir, before a run downloads or compiles anything; leaves nothing there.
+    """Refuses a folder that cannot become a workdir, before a run downloads or compiles anything; leaves
+    nothing there.
 
     A URL is left to `workdir_path`.
 
     Raises:
-      UserError: the text is empty, the folder is `/`, it is a file or below one, or this user may not write to it.
+      UserError: the text is empty, the folder is `/`, it is a file or below one, or this user may not write
+        to it.
     """
     if not text.strip():
         raise UserError("--workdir is empty. Give a folder, or leave --workdir out for runs/CONFIG.")
@@ -40,18 +44,22 @@ def check_workdir(text: str) -> None:
         return
     folder = Path(text).resolve()
     if folder == Path("/"):
-        raise UserError(f"--workdir {text} is the root of the file system. Give a folder of its own to each run.")
+        raise UserError(
+            f"--workdir {text} is the root of the file system. Give a folder of its own to each run."
+        )
     there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists may raise
     if not there.is_dir():
         how = "is a file" if there == folder else f"is below {there}, which is a file"
         raise UserError(f"--workdir {text} {how}. Give a folder, or a path where one can be made.")
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=".jtrain-", dir=there))  # os.access is wrong for root on NFS, and in /proc
+        os.rmdir(
+            tempfile.mkdtemp(prefix=".jtrain-", dir=there)
+        )  # os.access is wrong for root on NFS, and in /proc
     except OSError as error:
         raise UserError(
-            f"--workdir {text} cannot be written to: {there} belongs to user {there.stat().st_uid}, this process to "
-            f"user {os.geteuid()} ({error.strerror}). Give a folder of your own, or have its owner give you write "
-            "access."
+            f"--workdir {text} cannot be written to: {there} belongs to user {there.stat().st_uid}, this "
+            f"process to user {os.geteuid()} ({error.strerror}). Give a folder of your own, or have its "
+            "owner give you write access."
         ) from error
 
 
@@ -68,8 +76,8 @@ def workdir_path(text: str) -> Path:
     known = " and ".join(f"{name}://" for name in EXTRAS)
     if scheme not in EXTRAS:
         raise UserError(
-            f"--workdir {text}: {did_you_mean(scheme, EXTRAS)}A run can live in a folder, or in a store behind "
-            f"{known}, but not behind {scheme}://."
+            f"--workdir {text}: {did_you_mean(scheme, EXTRAS)}A run can live in a folder, or in a store "
+            f"behind {known}, but not behind {scheme}://."
         )
     bucket = text[url.end() :].strip("/")
     if not text.startswith(f"{scheme}://") or not bucket:
@@ -94,15 +102,19 @@ def _store_path() -> type[Path]:
     from etils.epath.gpath import PosixGPath
 
     class StorePath(PosixGPath, Path):  # pyright: ignore[reportIncompatibleMethodOverride]: options that etils lacks
-        """Path behind gs:// or s3:// with the methods of `pathlib.Path`: etils implements them, through fsspec."""
+        """Path behind gs:// or s3:// with the methods of `pathlib.Path`: etils implements them, through
+        fsspec.
+        """
 
     return StorePath
 
 
 def _limit_requests() -> None:
-    """Sets time limits for servers that accept a connection and then are silent, unless the user's fsspec config does.
+    """Sets time limits for servers that accept a connection and then are silent, unless the user's fsspec
+    config does.
 
-    By default gcsfs waits for ever. For S3, botocore and s3fs each repeat every request five times: together 7 minutes.
+    By default gcsfs waits for ever. For S3, botocore and s3fs each repeat every request five times: together
+    7 minutes.
     """
     from fsspec.config import conf
 
@@ -127,8 +139,8 @@ def store_errors(what: object) -> Iterator[None]:
 
 
 WAY_OUT = (
-    "Create the bucket, give this machine credentials for it, as the store's own tools read them, or check the "
-    "network; then run the same command again."
+    "Create the bucket, give this machine credentials for it, as the store's own tools read them, or check "
+    "the network; then run the same command again."
 )
 
 

@@ -1,4 +1,6 @@
-"""Code of the user, named in a config: Python files, and functions as `module:name` or `path/to/file.py:name`."""
+"""Code of the user, named in a config: Python files, and functions as `module:name` or
+`path/to/file.py:name`.
+"""
 
 import contextlib
 import importlib
@@ -36,21 +38,29 @@ def load_function(setting: str, name: str) -> tuple[Callable[..., Any], types.Mo
         cause = error.__cause__ if isinstance(error, UserError) else error
         if not isinstance(cause, ImportError):
             raise
-        way_out = "Set the path of its file, ending in .py" if file is None else "Install it, or mend the file"
+        way_out = (
+            "Set the path of its file, ending in .py" if file is None else "Install it, or mend the file"
+        )
         raise UserError(f"{where}: {_why_not_imported(cause, way_out)}") from error
     found: Any = getattr(module, function, None)
     if not callable(found):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+        own = [
+            key
+            for key, value in vars(module).items()
+            if getattr(value, "__module__", None) == module.__name__
+        ]
         hint = did_you_mean(function, vars(module))
-        raise UserError(f"{where}: {place} has no function {function!r}. {hint}It has: {', '.join(own) or 'none'}.")
+        raise UserError(
+            f"{where}: {place} has no function {function!r}. {hint}It has: {', '.join(own) or 'none'}."
+        )
     return found, module
 
 
 def _why_not_imported(error: ImportError, way_out: str) -> str:
     if (error.name or "").partition(".")[0] == "jax":
         return (
-            "its module imports jax, directly or indirectly, and the processes that plan the data do without jax. "
-            "Put the function into a file of its own that does not need jax."
+            "its module imports jax, directly or indirectly, and the processes that plan the data do without "
+            "jax. Put the function into a file of its own that does not need jax."
         )
     if isinstance(error, ModuleNotFoundError):
         return f"there is no module {error.name!r}. {way_out}."
@@ -70,7 +80,9 @@ def load_python_file(path: Path) -> types.ModuleType:
 
 @contextlib.contextmanager
 def located(path: Path) -> Iterator[None]:
-    """Turns any exception from a user's file into a UserError with file and line, because the user can fix it."""
+    """Turns any exception from a user's file into a UserError with file and line, because the user can fix
+    it.
+    """
     try:
         yield
     except Exception as error:

@@ -1,4 +1,6 @@
-"""A workdir at a start: one run at a time writes to it, by a lease in its folder `lock/`, and all processes see it."""
+"""A workdir at a start: one run at a time writes to it, by a lease in its folder `lock/`, and all processes
+see it.
+"""
 
 import contextlib
 import os
@@ -19,22 +21,25 @@ from jtrain.runtime.store_paths import WAY_OUT, in_store, said
 FOLDER = "lock"
 
 PATIENCE_S = 60.0
-"""Time for a network file system to show a file that another host wrote: NFS keeps listings for up to 60 s."""
+"""Time for a network file system to show a file that another host wrote: NFS keeps listings for up to 60
+s."""
 
 _WAY_OUT = (
-    "Set --workdir to a folder that all hosts share (NFS, Lustre, ...), or to gs://bucket/run or s3://bucket/run."
+    "Set --workdir to a folder that all hosts share (NFS, Lustre, ...), or to gs://bucket/run or "
+    "s3://bucket/run."
 )
 
 
 class WorkdirLock:
-    """Holds a workdir for this run inside the `with` block. All processes enter together; process 0 holds the lease.
+    """Holds a workdir for this run inside the `with` block. All processes enter together; process 0 holds the
+    lease.
 
         with WorkdirLock(workdir, say=print) as lock:
             ...
             lock.check()  # at every step
 
-    After a SIGKILL the next run on the same host takes the lock over at once; on another host it waits until the lock
-    has not been touched for `lease.STALE_S`.
+    After a SIGKILL the next run on the same host takes the lock over at once; on another host it waits until
+    the lock has not been touched for `lease.STALE_S`.
 
     Args:
       workdir: created if missing.
@@ -89,7 +94,8 @@ class WorkdirLock:
         self._workdir.mkdir(parents=True, exist_ok=True)
         self._lease.take(
             watching=lambda holder: self._say(
-                f"{self._workdir} is locked by {holder}: watching for at most {lease.STALE_S:.0f} s whether it lives"
+                f"{self._workdir} is locked by {holder}: watching for at most {lease.STALE_S:.0f} s whether "
+                "it lives"
             ),
             taken_over=lambda holder: self._say(f"took over the lock of {self._workdir} from {holder}"),
         )
@@ -97,24 +103,25 @@ class WorkdirLock:
     def _refusal(self, holder: Holder | None) -> UserError:
         how = "" if holder is None else f" (`kill {holder.pid}` on {holder.host}: it saves first)"
         return UserError(
-            f"--workdir {self._workdir} is in use by another run: {holder or NOBODY}. Wait for it, stop it{how}, or "
-            "set --workdir to another folder."
+            f"--workdir {self._workdir} is in use by another run: {holder or NOBODY}. Wait for it, stop "
+            f"it{how}, or set --workdir to another folder."
         )
 
     def _lost(self) -> LeaseLost:
         return LeaseLost(
-            f"the lock of --workdir {self._workdir} was taken over by {self._lease.taken_by}, because this process "
-            f"(pid {os.getpid()} on {socket.gethostname()}) had not touched it for more than {lease.STALE_S:.0f} s: it "
-            "was stopped, or its disk was away. Nothing more is written here. The other run goes on from the last "
-            "checkpoint; end it first if this one shall go on."
+            f"the lock of --workdir {self._workdir} was taken over by {self._lease.taken_by}, because this "
+            f"process (pid {os.getpid()} on {socket.gethostname()}) had not touched it for more than "
+            f"{lease.STALE_S:.0f} s: it was stopped, or its disk was away. Nothing more is written here. The "
+            "other run goes on from the last checkpoint; end it first if this one shall go on."
         )
 
 
 def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
-    """Checks that every process can write to `folder`, and that process 0 and each other process see the same one.
+    """Checks that every process can write to `folder`, and that process 0 and each other process see the same
+    one.
 
-    Each process writes a file with a random token of process 0, reads the file of process 0, and process 0 reads all.
-    All processes must call it, and all raise the same error.
+    Each process writes a file with a random token of process 0, reads the file of process 0, and process 0
+    reads all. All processes must call it, and all raise the same error.
 
     Args:
       folder: a folder on a disk, created if missing, or in an object store.
@@ -157,6 +164,6 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
     if apart:
         others = ", ".join(f"process {process} on host {hosts[process]}" for process in apart)
         raise UserError(
-            f"--workdir {folder} is not one shared folder: process 0 on host {hosts[0]} and {others} do not see each "
-            f"other's files there, after waiting for {patience_s:.0f} s. {_WAY_OUT}"
+            f"--workdir {folder} is not one shared folder: process 0 on host {hosts[0]} and {others} do not "
+            f"see each other's files there, after waiting for {patience_s:.0f} s. {_WAY_OUT}"
         )

@@ -11,8 +11,9 @@ from jtrain.layout.mesh import BATCH_AXES
 def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
     """Returns this device's term of a hash of the global batch; the hash is the sum of all terms modulo 2^32.
 
-    Each element is mixed with its global index, so the hash depends on the order of elements but not on how the batch
-    is sharded. It is computed from the batch on the device, so errors between loader and device show.
+    Each element is mixed with its global index, so the hash depends on the order of elements but not on how
+    the batch is sharded. It is computed from the batch on the device, so errors between loader and device
+    show.
 
     Args:
       column_L: index in the whole row of each of this device's positions.

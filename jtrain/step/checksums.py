@@ -1,9 +1,10 @@
 """Checksums of the train state: per device and array, the wrap-around sum of its 32-bit words.
 
-Sharded state has no second copy, so a flipped bit shows only if the bits that a step returned are compared with those
-that the next step is given. A train step with checksums sums both: the state it was given, just before the update
-overwrites it, and the state it returns. One flipped bit changes a sum by a power of two, so it cannot stay unseen; of
-several flips in one array, those that cancel exactly can. The sums cost one read of the state each and no memory.
+Sharded state has no second copy, so a flipped bit shows only if the bits that a step returned are compared
+with those that the next step is given. A train step with checksums sums both: the state it was given, just
+before the update overwrites it, and the state it returns. One flipped bit changes a sum by a power of two, so
+it cannot stay unseen; of several flips in one array, those that cancel exactly can. The sums cost one read of
+the state each and no memory.
 
 Arrays in host memory are left out: their sums would take a second copy over the bus.
 """
@@ -23,7 +24,8 @@ from jaxtyping import Array, UInt32
 from jtrain.layout.mesh import AXES
 
 METRIC = "checksums"
-"""Metric of a step: uint32 [devices, 2, arrays], the sums of the state that it was given and that it returned."""
+"""Metric of a step: uint32 [devices, 2, arrays], the sums of the state that it was given and that it
+returned."""
 
 _FOLD, _SMALL = 16, 4096
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
@@ -52,10 +54,10 @@ class StateSums:
     def given(self, state: Any, grads: Any) -> tuple[Any, Any, UInt32[Array, "devices arrays"]]:
         """Sums the state that the update is about to overwrite; returns state, gradients and sums.
 
-        The update must use the returned state and gradients. The sums wait for the gradients, so that they see what
-        happened to the state during the forward and backward pass, and the update waits for the sums: without that
-        order XLA sums after the update has begun to overwrite the state, and copies all of it before (seen on GPUs and
-        CPUs).
+        The update must use the returned state and gradients. The sums wait for the gradients, so that they
+        see what happened to the state during the forward and backward pass, and the update waits for the
+        sums: without that order XLA sums after the update has begun to overwrite the state, and copies all of
+        it before (seen on GPUs and CPUs).
         """
         here, grads = jax.lax.optimization_barrier((self._here(state), grads))
         sums, here = jax.lax.optimization_barrier((self._of(here), here))
@@ -65,7 +67,8 @@ class StateSums:
         return jax.tree.unflatten(tree, merged), grads, sums
 
     def metric(self, given: Any, state: Any) -> dict[str, Array]:
-        """Sums the state that the step returns; returns `METRIC`, in which every process has the sums of all devices.
+        """Sums the state that the step returns; returns `METRIC`, in which every process has the sums of all
+        devices.
 
         Args:
           given: the sums from `given`.
@@ -76,7 +79,9 @@ class StateSums:
             both = jnp.stack([given, returned], axis=1)
             return jax.lax.all_gather(both, axes, axis=0, tiled=True) if axes else both
 
-        gather = jax.shard_map(local, mesh=self._mesh, in_specs=(P(AXES), P(AXES)), out_specs=P(), check_vma=False)
+        gather = jax.shard_map(
+            local, mesh=self._mesh, in_specs=(P(AXES), P(AXES)), out_specs=P(), check_vma=False
+        )
         return {METRIC: gather(given, self._of(self._here(state)))}
 
     def _here(self, state: Any) -> list[Array]:
@@ -108,9 +113,9 @@ def _words(x: Array) -> Array:
 def _folded_sum(x: Array) -> UInt32[Array, ""]:
     """Returns the same sum, far faster on CPUs.
 
-    XLA:CPU first writes the words that a reduction of integers reads, and adds them one by one. Additions of whole
-    parts use vectors and are split over the cores; they read the array itself if each part is cut out before its words
-    are taken, because XLA writes down what several operations read.
+    XLA:CPU first writes the words that a reduction of integers reads, and adds them one by one. Additions of
+    whole parts use vectors and are split over the cores; they read the array itself if each part is cut out
+    before its words are taken, because XLA writes down what several operations read.
     """
     x, total = x.reshape(-1), jnp.uint32(0)
     while x.size >= _SMALL:
@@ -122,7 +127,8 @@ def _folded_sum(x: Array) -> UInt32[Array, ""]:
 
 
 def copies(like: Any, mesh: Mesh) -> np.ndarray:
-    """Returns int [devices, arrays]: the number of the first device that holds the same part of the same array.
+    """Returns int [devices, arrays]: the number of the first device that holds the same part of the same
+    array.
 
     Devices are numbered in the order of `mesh.devices.flat`.
     """
@@ -144,8 +150,8 @@ def differing_copies(
       first: from `copies`.
 
     Returns:
-      (array, numbers of the devices that may be wrong, True if a majority of the copies outvotes them) for each part of
-      an array whose copies differ.
+      (array, numbers of the devices that may be wrong, True if a majority of the copies outvotes them) for
+      each part of an array whose copies differ.
     """
     if (sums == np.take_along_axis(sums, first, axis=0)).all():
         return []

@@ -1,8 +1,8 @@
 """Sums of the gradients of microbatches, in float32, or in bfloat16 with stochastic rounding.
 
 The backward pass of each microbatch adds the gradients of one layer after another to their sums in place
-(`jtrain.model.layer_scan.Summed`), so a device never holds the gradients of all layers beside their sums. Gradients of
-embedding, unembedding and last norm are added at the end of a microbatch.
+(`jtrain.model.layer_scan.Summed`), so a device never holds the gradients of all layers beside their sums.
+Gradients of embedding, unembedding and last norm are added at the end of a microbatch.
 """
 
 import dataclasses
@@ -25,17 +25,20 @@ from jtrain.step.zero import param_tree, with_whole
 
 
 def sums_gradients(layout: Layout) -> bool:
-    """True if the backward pass adds gradients to sums; False if a step has one set, in the parameters' dtype."""
+    """True if the backward pass adds gradients to sums; False if a step has one set, in the parameters'
+    dtype.
+    """
     summed = layout.spec.microbatches > 1 or layout.precision.grad_accum_dtype != "float32"
     on_host = any(p.gradient_memory == "pinned_host" for p in layout.params)
     return summed or on_host or layout.pipeline is not None
 
 
 def no_sums(layout: Layout, trained: Params) -> Params:
-    """Returns the sums before the first microbatch: zeros with the shapes of `trained`, from `zero.trained_part`.
+    """Returns the sums before the first microbatch: zeros with the shapes of `trained`, from
+    `zero.trained_part`.
 
-    What is in host memory has any value, which XLA never writes: `GradientSums` reads none in the first microbatch.
-    Equal values of one shape would share a buffer and be copied apart.
+    What is in host memory has any value, which XLA never writes: `GradientSums` reads none in the first
+    microbatch. Equal values of one shape would share a buffer and be copied apart.
     """
     dtype = layout.precision.grad_accum_dtype
 
@@ -100,7 +103,9 @@ class GradientSums:
     index: Int[Array, ""]
 
     def differentiated(self, sums: Params) -> Params:
-        """Returns the arrays that JAX differentiates: for layers the sums, whose gradients are the new sums."""
+        """Returns the arrays that JAX differentiates: for layers the sums, whose gradients are the new
+        sums.
+        """
         return {**self.trained, "layers": sums["layers"]}
 
     def weights(self, differentiated: Params, params: Params) -> Params:
@@ -108,7 +113,10 @@ class GradientSums:
         weights = with_whole(self.layout, {**differentiated, "layers": self.trained["layers"]}, params)
         add = param_tree(self.layout, self._add)["layers"]
         layers = jax.tree.map(
-            lambda add, weight, total: Summed(weight, total, add), add, weights["layers"], differentiated["layers"]
+            lambda add, weight, total: Summed(weight, total, add),
+            add,
+            weights["layers"],
+            differentiated["layers"],
         )
         return {**weights, "layers": layers}
 

@@ -5,10 +5,11 @@ Numbers are bad if the loss or the gradient norm is not finite, or is far above 
     bound = median + sigmas * max(1.4826 * MAD, floor * median)
 
 MAD is the median absolute deviation from the median; 1.4826 MAD estimates the standard deviation of a normal
-distribution, and a few outliers do not move either. Only values above the bound are bad: a loss that falls is not.
-The history takes in every finite value, bad ones too, so that a lasting change of level becomes normal.
+distribution, and a few outliers do not move either. Only values above the bound are bad: a loss that falls is
+not. The history takes in every finite value, bad ones too, so that a lasting change of level becomes normal.
 
-Source: the rolling window and the 6 sigma are those of OLMo-core's SkipStepOptimizer, which uses mean and deviation.
+Source: the rolling window and the 6 sigma are those of OLMo-core's SkipStepOptimizer, which uses mean and
+  deviation.
 """
 
 import dataclasses
@@ -27,9 +28,10 @@ ENOUGH = 64
 """Values that the history needs before its bounds hold."""
 
 FLOORS = (0.02, 1.5)
-"""Smallest spread, as a share of the median, of the loss and of the gradient norm. A smooth loss has a very small MAD,
-and its ordinary noise would exceed any multiple. Gradient norms are skewed far upwards: in 830 steps of `tiny` with a
-falling loss one was 3.4 times the median, 27 deviations above it. Clipping handles those; 10 times the median is bad"""
+"""Smallest spread, as a share of the median, of the loss and of the gradient norm. A smooth loss has a very
+small MAD, and its ordinary noise would exceed any multiple. Gradient norms are skewed far upwards: in 830
+steps of `tiny` with a falling loss one was 3.4 times the median, 27 deviations above it. Clipping handles
+those; 10 times the median is bad"""
 
 LEFT_OUT = 32
 """Steps whose batch can be left out ahead of time."""
@@ -39,11 +41,13 @@ LEFT_OUT = 32
 class GuardSpec:
     """Handling of bad numbers: a loss or gradient norm that is not finite or far above the recent ones.
 
-    A bad update is never applied, and the run does not stop for it on the device. What follows is decided here.
+    A bad update is never applied, and the run does not stop for it on the device. What follows is decided
+    here.
 
-    on_bad: `skip` goes on with the next batch, and goes back only if bad steps repeat; `rollback` goes back to the last
-      checkpoint at once, to see whether the same numbers come again; `stop` ends the run.
-    sigmas: a value is bad above the median of the last 128 plus this many deviations. None: only if not finite.
+    on_bad: `skip` goes on with the next batch, and goes back only if bad steps repeat; `rollback` goes back
+      to the last checkpoint at once, to see whether the same numbers come again; `stop` ends the run.
+    sigmas: a value is bad above the median of the last 128 plus this many deviations. None: only if not
+      finite.
     max_skips: bad steps among the last 128 at which `skip` goes back to the last checkpoint too.
     max_rollbacks: times that a run goes back with fewer than 128 steps between, before it stops.
     """
@@ -58,7 +62,8 @@ class GuardSpec:
             raise UserError(f"guard.on_bad={self.on_bad!r} must be skip, rollback or stop.")
         if self.sigmas is not None and not 0 < self.sigmas < float("inf"):
             raise UserError(
-                f"guard.sigmas={self.sigmas} must be above 0 and finite, or None to check only for NaN and infinity."
+                f"guard.sigmas={self.sigmas} must be above 0 and finite, or None to check only for NaN and "
+                "infinity."
             )
         for field, most in (("max_skips", WINDOW), ("max_rollbacks", LEFT_OUT)):
             value = getattr(self, field)
@@ -71,7 +76,8 @@ class GuardSpec:
 class GuardState:
     """Part of the train state that the guard reads and writes; the same in every layout.
 
-    history: [2, WINDOW] f32, losses and gradient norms; step k is in column (k - 1) % WINDOW. NaN where there is none.
+    history: [2, WINDOW] f32, losses and gradient norms; step k is in column (k - 1) % WINDOW. NaN where there
+      is none.
     skipped: updates that were not applied so far, int32.
     left_out: [LEFT_OUT] int32, steps whose update is not applied, whatever their numbers; 0 for no step.
     since: int32; the bounds of later steps use only values after this step.
@@ -90,7 +96,12 @@ def first_guard() -> GuardState:
 
 
 def judged(
-    guard: GuardState, step: Int[Array, ""], loss: Float[Array, ""], norm: Float[Array, ""], *, sigmas: float | None
+    guard: GuardState,
+    step: Int[Array, ""],
+    loss: Float[Array, ""],
+    norm: Float[Array, ""],
+    *,
+    sigmas: float | None,
 ) -> tuple[GuardState, dict[str, Array]]:
     """Judges the numbers of a step.
 
@@ -99,8 +110,8 @@ def judged(
       sigmas: `GuardSpec.sigmas`.
 
     Returns:
-      The next state, and metrics: `applied`, True if the update is to be applied; `bounds`, of loss and gradient norm,
-      infinite where there is none; `skipped_updates`, updates that were not applied so far.
+      The next state, and metrics: `applied`, True if the update is to be applied; `bounds`, of loss and
+      gradient norm, infinite where there is none; `skipped_updates`, updates that were not applied so far.
     """
     number = step + 1
     value_2 = jnp.stack([loss, norm]).astype(jnp.float32)
@@ -115,7 +126,9 @@ def judged(
 
 
 def _bounds(guard: GuardState, number: Int[Array, ""], sigmas: float) -> Float[Array, "2"]:
-    """Computes the bounds of step `number` from the values of the steps before it; infinite while there are too few."""
+    """Computes the bounds of step `number` from the values of the steps before it; infinite while there are
+    too few.
+    """
     column = jnp.arange(WINDOW)
     recorded = number - 1 - (number - 2 - column) % WINDOW
     counts = (recorded > guard.since) | (number <= guard.since)
@@ -130,7 +143,9 @@ def _median(value: Float[Array, "2 W"]) -> Float[Array, "2"]:
     """Median of the values of each row that are not NaN."""
     ordered = jnp.sort(value, axis=1)  # NaN comes last
     count = jnp.sum(~jnp.isnan(value), axis=1, keepdims=True)
-    middle = jnp.concatenate([jnp.maximum(count - 1, 0) // 2, jnp.minimum(count // 2, value.shape[1] - 1)], axis=1)
+    middle = jnp.concatenate(
+        [jnp.maximum(count - 1, 0) // 2, jnp.minimum(count // 2, value.shape[1] - 1)], axis=1
+    )
     return jnp.mean(jnp.take_along_axis(ordered, middle, axis=1), axis=1)
 
 
@@ -147,8 +162,8 @@ def not_finite(tree: Any) -> Int[Array, ""]:
 def not_finite_on_cpu(tree: Any) -> Int[Array, ""]:
     """Returns the same count as `not_finite`, far faster on CPUs where it is 0.
 
-    XLA:CPU counts one by one, but adds floating-point numbers as vectors. A sum with a NaN or infinite element is not
-    finite, so the elements are counted only if a sum is not.
+    XLA:CPU counts one by one, but adds floating-point numbers as vectors. A sum with a NaN or infinite
+    element is not finite, so the elements are counted only if a sum is not.
     """
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     suspicious = not_finite([jnp.sum(x, dtype=jnp.float32) for x in floats]) > 0

@@ -1,11 +1,13 @@
 """Host offload: arrays in host memory, and the streamed update of optimizer state kept there.
 
-An offloaded leaf is a whole array in `pinned_host` memory. It is updated slice by slice: each slice is fetched to the
-device, updated and written back. While a slice of one half of the leaf's arrays (for example the first moments) is
-fetched, a slice of the other half (the second moments) is written, so that both directions of the bus are busy; then
-the halves swap roles. Four slices are on the device at a time. The next leaf starts while the last one finishes.
+An offloaded leaf is a whole array in `pinned_host` memory. It is updated slice by slice: each slice is
+fetched to the device, updated and written back. While a slice of one half of the leaf's arrays (for example
+the first moments) is fetched, a slice of the other half (the second moments) is written, so that both
+directions of the bus are busy; then the halves swap roles. Four slices are on the device at a time. The next
+leaf starts while the last one finishes.
 
-Everything runs inside a fully-manual `jax.shard_map`: each device streams its own shard, without communication.
+Everything runs inside a fully-manual `jax.shard_map`: each device streams its own shard, without
+communication.
 """
 
 import dataclasses
@@ -34,8 +36,8 @@ type Arrays = dict[str, Array]
 def sharding(mesh: Mesh, spec: PartitionSpec, memory_kind: MemoryKind) -> NamedSharding:
     """Returns a sharding in a given memory, also for compile-only devices.
 
-    Compile-only GPUs list no memories, and `NamedSharding` then silently drops the memory kind. On an abstract mesh it
-    keeps the kind, and a program may mix both meshes.
+    Compile-only GPUs list no memories, and `NamedSharding` then silently drops the memory kind. On an
+    abstract mesh it keeps the kind, and a program may mix both meshes.
 
     Raises:
       UserError: the devices cannot reach host memory.
@@ -61,8 +63,8 @@ def check_host_memory(kinds: set[str], platform: str, name: str) -> None:
     if "pinned_host" not in kinds and not (platform == "gpu" and not kinds):
         there = ", ".join(sorted(kinds)) or "none"
         raise UserError(
-            f"layout.offload: {name} ({platform}) has no memory `pinned_host` to offload to; it has {there}. Set "
-            "layout.offload.optimizer, .params, .activations and .gradients to `none`."
+            f"layout.offload: {name} ({platform}) has no memory `pinned_host` to offload to; it has {there}. "
+            "Set layout.offload.optimizer, .params, .activations and .gradients to `none`."
         )
 
 
@@ -77,11 +79,14 @@ def to_host(x: Array) -> Array:
 
 
 def on_host_cores[R](fn: Callable[..., R], *args: Any) -> R:
-    """Computes `fn(*args)` on the host's cores; copies `args` to host memory if needed and leaves the result there.
+    """Computes `fn(*args)` on the host's cores; copies `args` to host memory if needed and leaves the result
+    there.
 
     XLA's host programs do not alias buffers: `args` and the result are all in host memory at the same time.
     """
-    there = jax.tree.map(lambda x: x if jax.typeof(x).memory_space is jax.memory.Space.Host else to_host(x), args)
+    there = jax.tree.map(
+        lambda x: x if jax.typeof(x).memory_space is jax.memory.Space.Host else to_host(x), args
+    )
     on_cores: Any = compute_on(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
     return on_cores(*there)
 
@@ -89,8 +94,8 @@ def on_host_cores[R](fn: Callable[..., R], *args: Any) -> R:
 class Slices:
     """Slicing of one parameter and its optimizer state: by layer, then by rows of the next dimension.
 
-    All arrays have the parameter's dimensions, except block scales, which have fewer rows. A slice takes the same share
-    of the rows of each array.
+    All arrays have the parameter's dimensions, except block scales, which have fewer rows. A slice takes the
+    same share of the rows of each array.
     """
 
     def __init__(self, arrays: Mapping[str, Array], *, stacked: bool) -> None:
@@ -128,9 +133,10 @@ class Slices:
 class StreamedParam:
     """One parameter and its optimizer state for `streamed`; arrays by name.
 
-    arrays: the parameter, its gradient and its state; those named in `on_host` (at least one) are in host memory and
-      stay there.
-    update: (slice index, slices of `arrays`) -> new slices; arrays without one, as the gradient, are only read.
+    arrays: the parameter, its gradient and its state; those named in `on_host` (at least one) are in host
+      memory and stay there.
+    update: (slice index, slices of `arrays`) -> new slices; arrays without one, as the gradient, are only
+      read.
     """
 
     arrays: Arrays
@@ -143,7 +149,9 @@ class StreamedParam:
         """Names of the arrays on the host, in two groups of about equal bytes."""
         groups: tuple[list[str], list[str]] = ([], [])
         sizes = [0, 0]
-        bytes_of = {name: self.arrays[name].size * self.arrays[name].dtype.itemsize for name in sorted(self.on_host)}
+        bytes_of = {
+            name: self.arrays[name].size * self.arrays[name].dtype.itemsize for name in sorted(self.on_host)
+        }
         for name, size in sorted(bytes_of.items(), key=lambda item: -item[1]):
             smaller = int(sizes[1] < sizes[0])
             groups[smaller].append(name)
@@ -160,24 +168,29 @@ class StreamedParam:
         return state | {name: self.slices.put(state[name], to_host(new[name]), index) for name in names}
 
     def computed(self, state: Arrays, fetched: Arrays, index: SliceIndex) -> tuple[Arrays, Arrays]:
-        """Updates one slice; returns `state` with new device arrays, and the new slices of the host arrays."""
+        """Updates one slice; returns `state` with new device arrays, and the new slices of the host
+        arrays.
+        """
         here = [name for name in self.arrays if name not in self.on_host]
         pieces = {name: self.slices.take(state[name], index) for name in here}
-        # A pass of its own: XLA:TPU would count what is not finite from the old parameters once more, and copy all of
-        # them first, because they are updated in place.
+        # A pass of its own: XLA:TPU would count what is not finite from the old parameters once more, and
+        # copy all of them first, because they are updated in place.
         new = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
         state = state | {name: self.slices.put(state[name], new[name], index) for name in here if name in new}
         return state, {name: new[name] for name in self.on_host if name in new}
 
     def advanced(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        """Computes the next slice, fetching it while the previous one is written; returns state and new slices."""
+        """Computes the next slice, fetching it while the previous one is written; returns state and new
+        slices.
+        """
         state, new = carry
-        # The barrier computes the next index before anything is written. Otherwise XLA:GPU schedules that kernel, and
-        # the fetch that needs it, after the write.
+        # The barrier computes the next index before anything is written. Otherwise XLA:GPU schedules that
+        # kernel, and the fetch that needs it, after the write.
         following, new = jax.lax.optimization_barrier((index + 1, new)) if new else (index + 1, new)
         fetched = self.fetched(state, 0, following)
         state = self.written(state, 1, new, index)
-        # Fetch before writing the same array. XLA does not know that the slices differ, and would copy the whole array.
+        # Fetch before writing the same array. XLA does not know that the slices differ, and would copy the
+        # whole array.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
         fetched |= self.fetched(state, 1, following)
         state = self.written(state, 0, new, index)
@@ -188,12 +201,14 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
     """Updates all leaves, one after another, slice by slice; returns the new `arrays` of each.
 
     Args:
-      after: norm, at least 0, that must be computed before the first fetch, so that no slice waits in device memory.
+      after: norm, at least 0, that must be computed before the first fetch, so that no slice waits in device
+        memory.
     """
     done: list[Arrays] = []
     before: tuple[StreamedParam, Arrays] | None = None
     new: Any = after
-    # Zero, as a norm is not negative. Compilers fetch across barriers, but not before they know which slice to fetch.
+    # Zero, as a norm is not negative. Compilers fetch across barriers, but not before they know which slice
+    # to fetch.
     first: SliceIndex = (after < 0).astype(jnp.int32)
     for leaf in leaves:
         on_host, new = jax.lax.optimization_barrier(({name: leaf.arrays[name] for name in leaf.on_host}, new))
@@ -202,10 +217,13 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
         fetched = leaf.fetched(state, 0, first)
         if before is not None:
             old, rest = before
-            rest, fetched = jax.lax.optimization_barrier((old.written(rest, 1, new, old.slices.count - 1), fetched))
+            rest, fetched = jax.lax.optimization_barrier(
+                (old.written(rest, 1, new, old.slices.count - 1), fetched)
+            )
             done.append(old.written(rest, 0, new, old.slices.count - 1))
         fetched |= leaf.fetched(state, 1, first)
-        # Fetch before the loop writes the same array, as in `advanced`: `first` is a number only when the program runs.
+        # Fetch before the loop writes the same array, as in `advanced`: `first` is a number only when the
+        # program runs.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
         state, new = leaf.computed(state, fetched, 0)
         first = 0
@@ -220,7 +238,9 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
 
 
 def global_start(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[SliceIndex, ...]:
-    """Returns the index in the global array of the first element of this device's shard, which has `shape`."""
+    """Returns the index in the global array of the first element of this device's shard, which has
+    `shape`.
+    """
     axes = (*spec, *[None] * (len(shape) - len(spec)))
     return tuple(
         0 if axis is None else jax.lax.axis_index(axis) * jnp.int32(length)

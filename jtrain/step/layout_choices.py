@@ -1,6 +1,8 @@
-"""Choices among layouts of a model: what a search compares, what takes the least memory, and how a layout is written.
+"""Choices among layouts of a model: what a search compares, what takes the least memory, and how a layout is
+written.
 
-The planner compares and prints layouts through this module, so a new option that it should choose is named here alone.
+The planner compares and prints layouts through this module, so a new option that it should choose is named
+here alone.
 """
 
 import dataclasses
@@ -23,14 +25,17 @@ REMATS: tuple[tuple[str, ...] | None, ...] = (
     ("attention",),
     (),  # keep the layer's input only
 )
-"""Activations that a layer keeps for its backward pass, from the most memory and least work to the opposite."""
+"""Activations that a layer keeps for its backward pass, from the most memory and least work to the
+opposite."""
 
 
 def layout_settings(spec: LayoutSpec) -> dict[str, object]:
     """Config path -> value of every setting that `layout.auto` decides."""
     names = ("zero_stage", "remat", "remat_save", "microbatches")
     found: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
-    return found | {f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")}
+    return found | {
+        f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")
+    }
 
 
 def layout_line(spec: LayoutSpec) -> str:
@@ -68,7 +73,9 @@ def with_shares(spec: LayoutSpec, asked: LayoutSpec, changed: Mapping[str, float
 
     `update` is that of `asked` if any optimizer state is on the host; `unified_memory` if nothing is.
     """
-    named: dict[str, Any] = {name: changed.get(name, getattr(spec.offload, name)) or "none" for name in OFFLOADABLE}
+    named: dict[str, Any] = {
+        name: changed.get(name, getattr(spec.offload, name)) or "none" for name in OFFLOADABLE
+    }
     offload = dataclasses.replace(
         asked.offload,
         **named,
@@ -86,7 +93,9 @@ def alternatives(spec: LayoutSpec, mesh: MeshSpec, stages: ZeroStages = EVERY) -
     """
     for stage in stages if mesh.zero_shards > 1 else EVERY[:1]:
         # remat=none keeps what has a name under stage 3.
-        different = [kept for kept in REMATS if not (kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1)]
+        different = [
+            kept for kept in REMATS if not (kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1)
+        ]
         yield [keeping(dataclasses.replace(spec, zero_stage=stage), kept) for kept in different]
 
 

@@ -1,8 +1,8 @@
 """Optimizer update of global arrays, on the device or streamed through host memory.
 
-The update is elementwise (for Muon, layer by layer), so the sharding of the optimizer state decides what each device
-computes. Parameters and state in host memory stream through the device slice by slice (`host_offload.py`). Each device
-streams its own shard, so the network carries no additional bytes.
+The update is elementwise (for Muon, layer by layer), so the sharding of the optimizer state decides what each
+device computes. Parameters and state in host memory stream through the device slice by slice
+(`host_offload.py`). Each device streams its own shard, so the network carries no additional bytes.
 """
 
 import math
@@ -40,21 +40,29 @@ _GRAD = "grad"
 
 
 def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str]]:
-    """Returns the optimizer arrays kept in host memory, as pairs (path of the parameter, name of the array)."""
+    """Returns the optimizer arrays kept in host memory, as pairs (path of the parameter, name of the
+    array).
+    """
     kept = {path: arrays(optimizer.spec, info) for path, info in optimizer.infos.items()}
     return layout.host_state(
-        {(path, name): math.prod(x.shape) * x.dtype.itemsize for path, of in kept.items() for name, x in of.items()}
+        {
+            (path, name): math.prod(x.shape) * x.dtype.itemsize
+            for path, of in kept.items()
+            for name, x in of.items()
+        }
     )
 
 
 def make_update(
     optimizer: Optimizer, layout: Layout, mesh: Mesh
 ) -> Callable[[Update, Params, Params, Moments], tuple[Params, Moments, Array]]:
-    """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be called while tracing.
+    """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be called while
+    tracing.
 
-    `scalars` come from `optimizer.begin`. `counts` is [devices] f32, in the order of the mesh: the elements of each
-    device's shard of the new parameters and state that are NaN or infinite. Parameters and scales are counted; a moment
-    that is not finite has made its parameter NaN. Arrays that stream through host memory are counted slice by slice.
+    `scalars` come from `optimizer.begin`. `counts` is [devices] f32, in the order of the mesh: the elements
+    of each device's shard of the new parameters and state that are NaN or infinite. Parameters and scales are
+    counted; a moment that is not finite has made its parameter NaN. Arrays that stream through host memory
+    are counted slice by slice.
     """
     kept_on_host = host_state(layout, optimizer)
     on_host: dict[str, frozenset[str]] = {
@@ -74,20 +82,22 @@ def make_update(
             path = p.info.path
             if not _streams(p, optimizer):
                 here = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
-                # The update reads and writes only this device's shard of the parameter, which is gathered afterwards.
+                # The update reads and writes only this device's shard of the parameter, which is gathered
+                # afterwards.
                 param[path] = own_shard(layout, p, mesh, here)
             if not on_host[path]:
                 new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
                 param[path], leaves[path] = new
-        # `update_param` makes a parameter NaN where a moment of its shape is not finite, so only scales are left.
+        # `update_param` makes a parameter NaN where a moment of its shape is not finite, so only scales are
+        # left.
         resident = {
             path: (param[path], {name: x for name, x in leaves[path].items() if x.shape != param[path].shape})
             for path in (p.info.path for p in layout.params)
             if not on_host[path]
         }
         if optimizer.spec.moment_dtype.startswith("bfloat16"):
-            # The parameter needs the moments unrounded. XLA:GPU would fuse its update with the count, and compute the
-            # moments there a second time, from copies of all old ones: 4 bytes per parameter.
+            # The parameter needs the moments unrounded. XLA:GPU would fuse its update with the count, and
+            # compute the moments there a second time, from copies of all old ones: 4 bytes per parameter.
             resident = jax.lax.optimization_barrier(resident)
         counts = _not_finite_by_device(layout, mesh, resident)
         if streaming:
@@ -113,7 +123,9 @@ def make_update(
 def _not_finite_by_device(
     layout: Layout, mesh: Mesh, arrays: dict[str, tuple[Array, Arrays]]
 ) -> Float[Array, " devices"]:
-    """Counts the NaN and infinite elements of each device's shards; `arrays` are sharded like the optimizer state."""
+    """Counts the NaN and infinite elements of each device's shards; `arrays` are sharded like the optimizer
+    state.
+    """
     specs = {p.info.path: p.optimizer for p in layout.params if p.info.path in arrays}
     count = not_finite_on_cpu if mesh.devices.flat[0].platform == "cpu" else not_finite
 
@@ -127,8 +139,8 @@ def _not_finite_by_device(
 def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
     """True if the parameter itself streams through the update, slice by slice of each device's shard.
 
-    A parameter that is gathered after the update cannot stream, because the device then holds all of it. Neither can
-    one that Muon updates, because Muon needs whole matrices.
+    A parameter that is gathered after the update cannot stream, because the device then holds all of it.
+    Neither can one that Muon updates, because Muon needs whole matrices.
     """
     return p.param_memory == "pinned_host" and p.param == p.optimizer and not by_muon(optimizer.spec, p.info)
 
@@ -142,7 +154,8 @@ def _streamed_update(
     grads: dict[str, Array],
     states: dict[str, Arrays],
 ) -> tuple[dict[str, Arrays], Float[Array, " devices"]]:
-    """Updates the parameters that have arrays in host memory, each device its own shard; dicts are keyed by path.
+    """Updates the parameters that have arrays in host memory, each device its own shard; dicts are keyed by
+    path.
 
     Returns the new states, and how many elements of each device's shards are NaN or infinite.
     """
@@ -182,15 +195,24 @@ def _streamed_update(
         here = {_COUNT} if "param" in on_host[p.info.path] else {_COUNT, "param"}
         return new | {name: to_device(new[name]) for name in here}
 
-    def local(scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]) -> tuple[dict[str, Arrays], Array]:
-        # If update=host, the host's cores update parameters whose state is in host memory. A parameter in host memory
-        # whose state is on the device streams, and so does one with only its gradient in host memory.
-        cores = [p for p in layouts if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param", _GRAD}]
+    def local(
+        scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]
+    ) -> tuple[dict[str, Arrays], Array]:
+        # If update=host, the host's cores update parameters whose state is in host memory. A parameter in
+        # host memory whose state is on the device streams, and so does one with only its gradient in host
+        # memory.
+        cores = [
+            p
+            for p in layouts
+            if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param", _GRAD}
+        ]
         found = {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in cores}
         # Stacks first: an array of one slice needs no index that the first fetch could wait for.
         others = sorted((p for p in layouts if p not in cores), key=lambda p: not p.info.is_stacked)
         leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in others]
-        found |= {p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)}
+        found |= {
+            p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)
+        }
         for new in found.values():
             new.pop(_GRAD, None)
         count = sum((jnp.sum(new.pop(_COUNT)) for new in found.values()), jnp.zeros((), jnp.int32))
@@ -198,6 +220,6 @@ def _streamed_update(
 
     specs = {p.info.path: p.optimizer for p in layouts}
     out_specs = (specs, P(mesh.axis_names))
-    return jax.shard_map(local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=out_specs, check_vma=False)(
-        scalars, grads, states
-    )
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=out_specs, check_vma=False
+    )(scalars, grads, states)

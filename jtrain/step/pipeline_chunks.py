@@ -1,15 +1,16 @@
 """Forward and backward passes of one worker's chunk of layers, with what lies between them kept in slots.
 
 A forward pass keeps what `layout.remat` says of each layer, and never a weight; the backward pass of the same
-microbatch may be many ticks later. Weights of chunk c are rows c * k .. (c + 1) * k of the stacked arrays. Gradients
-are added in place, layer by layer, to an accumulator with the same rows.
+microbatch may be many ticks later. Weights of chunk c are rows c * k .. (c + 1) * k of the stacked arrays.
+Gradients are added in place, layer by layer, to an accumulator with the same rows.
 
-Under a schedule that splits the backward pass, `backward` leaves out the gradients of the layers' matrices and fills a
-slot of stashes instead, from which `weight_gradients` makes them later (`jtrain.model.split_backward`). Norm scales,
-routers and routed experts get their gradients in `backward` always.
+Under a schedule that splits the backward pass, `backward` leaves out the gradients of the layers' matrices
+and fills a slot of stashes instead, from which `weight_gradients` makes them later
+(`jtrain.model.split_backward`). Norm scales, routers and routed experts get their gradients in `backward`
+always.
 
-`ChunkPass.present` is True, or an array that is False where the worker only keeps its neighbours company. Then nothing
-changes but the output, which nobody reads.
+`ChunkPass.present` is True, or an array that is False where the worker only keeps its neighbours company.
+Then nothing changes but the output, which nobody reads.
 """
 
 import dataclasses
@@ -76,7 +77,8 @@ class StageChunks:
     real_Y: True where a place holds a layer of the model, False for an identity layer; [chunks * k].
     router: cotangents of the router losses of every layer; None for a dense model.
     unroll: layers per iteration of the compiled loops.
-    sites, kept: set by `traced`: products whose weights get their gradients later, and shapes of what a layer keeps.
+    sites, kept: set by `traced`: products whose weights get their gradients later, and shapes of what a layer
+      keeps.
     """
 
     layer: Layer
@@ -126,7 +128,9 @@ class StageChunks:
         """Output of a chunk, keeping nothing."""
 
         def body(x_BLD: Array, place: Array) -> tuple[Array, None]:
-            return self.layer((x_BLD, self._no_losses()), self._at(self._row(work, place)), work.shared)[0], None
+            return self.layer((x_BLD, self._no_losses()), self._at(self._row(work, place)), work.shared)[
+                0
+            ], None
 
         return self._loop(body, x_BLD)
 
@@ -138,7 +142,9 @@ class StageChunks:
         stashes: LayerSlots,
         gradients: Gradients,
     ) -> tuple[Float[Array, "B _ D"], LayerSlots, Gradients]:
-        """Gradient of a chunk's input, `stashes` with a slot filled, and `gradients` with those of its weights."""
+        """Gradient of a chunk's input, `stashes` with a slot filled, and `gradients` with those of its
+        weights.
+        """
         if work.present is not True:
             dx_BLD = jnp.where(work.present, dx_BLD, 0)  # all gradients are then zero
 
@@ -147,7 +153,9 @@ class StageChunks:
         ) -> tuple[tuple[Array, LayerSlots, Gradients], None]:
             dx_BLD, stashes, gradients = carry
             row = self._row(work, place)
-            vjp = jax.tree.unflatten(jax.tree.structure(self.kept), [_take(all_, work.slot, place) for all_ in kept])
+            vjp = jax.tree.unflatten(
+                jax.tree.structure(self.kept), [_take(all_, work.slot, place) for all_ in kept]
+            )
             vjp.args_res[1:] = [self._at(row), work.shared, self._taps()]
             dx_BLD, dweights, _, taps = vjp((dx_BLD, self._of_router(row, work.present)))
             stashes = _put_all(stashes, taps, work.stash, place, work.present)
@@ -166,7 +174,9 @@ class StageChunks:
                 taps = jax.tree.map(lambda x: jnp.where(work.present, x, 0), taps)
             row = self._row(work, place)
             weights = {
-                path: weight for path, weight in flatten_dict(self._at(row), sep=".").items() if path in self.split
+                path: weight
+                for path, weight in flatten_dict(self._at(row), sep=".").items()
+                if path in self.split
             }
 
             def products(weights: dict[str, Any]) -> dict[str, tuple[Array, ...]]:
@@ -184,19 +194,25 @@ class StageChunks:
 
     def no_gradients(self) -> Gradients:
         """Sums of nothing yet."""
-        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype=jnp.float32), _parts(flatten_dict(self.weights, sep=".")))
+        return jax.tree.map(
+            lambda x: jnp.zeros_like(x, dtype=jnp.float32), _parts(flatten_dict(self.weights, sep="."))
+        )
 
     def _loop[C](self, body: Callable[[C, Array], tuple[C, None]], carry: C, *, reverse: bool = False) -> C:
         """`body` for every place of a chunk."""
         return jax.lax.scan(body, carry, jnp.arange(self.per_chunk), reverse=reverse, unroll=self.unroll)[0]
 
-    def _added(self, gradients: Gradients, dweights: dict[str, Any], row: Array, present: Present) -> Gradients:
+    def _added(
+        self, gradients: Gradients, dweights: dict[str, Any], row: Array, present: Present
+    ) -> Gradients:
         # The largest values of an identity layer, whose weights are zeros, are no one's.
         highest = jnp.where(self.real_Y[row] & present, jnp.inf, 0.0)
         more = _parts(dweights)
         with jax.named_scope("reduce_gradients"):
             trained = {path: _add(gradients.trained[path], row, one) for path, one in more.trained.items()}
-            seen = {path: _highest(gradients.seen[path], row, one, highest) for path, one in more.seen.items()}
+            seen = {
+                path: _highest(gradients.seen[path], row, one, highest) for path, one in more.seen.items()
+            }
         return Gradients(gradients.trained | trained, gradients.seen | seen)
 
     def _of_router(self, row: Array, present: Present) -> RouterLosses | None:
@@ -216,7 +232,9 @@ class StageChunks:
 
         return jax.tree.map(one, self.weights)
 
-    def _one(self, x_BLD: Array, weights: Params, shared: Any, taps: Any) -> tuple[Array, RouterLosses | None]:
+    def _one(
+        self, x_BLD: Array, weights: Params, shared: Any, taps: Any
+    ) -> tuple[Array, RouterLosses | None]:
         def split(path: str, tree: Any) -> Any:
             if isinstance(tree, dict):
                 return {key: split(f"{path}.{key}" if path else key, value) for key, value in tree.items()}
@@ -233,7 +251,9 @@ class StageChunks:
         return {name: site.taps() for name, site in self.sites.items()}
 
     def _vjp(self, x_BLD: Array, weights: Params, shared: Any) -> tuple[Array, Any]:
-        """Output of a layer, and its `jax.vjp` with what it keeps: not its arguments, which `backward` has again."""
+        """Output of a layer, and its `jax.vjp` with what it keeps: not its arguments, which `backward` has
+        again.
+        """
         keep = (True, False, False, False)
         (x_BLD, _), vjp = jax.vjp(self._one, x_BLD, weights, shared, self._taps(), saveable_args=keep)
         return x_BLD, vjp
@@ -256,16 +276,20 @@ def _parts(weights: dict[str, Any]) -> Gradients:
 def _take(all_: Array, slot: Any, place: Array) -> Array:
     """Value of one layer, from [slots, k, ...].
 
-    Contiguous by rows: without it XLA:TPU copies all slots in every tick, into the layout that a matmul of one of them
-    prefers.
+    Contiguous by rows: without it XLA:TPU copies all slots in every tick, into the layout that a matmul of
+    one of them prefers.
     """
     sizes = (1, 1, *all_.shape[2:])
-    return by_rows(jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes)).reshape(all_.shape[2:])
+    return by_rows(jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes)).reshape(
+        all_.shape[2:]
+    )
 
 
 def _put_all(slots: LayerSlots, tree: Any, slot: Any, place: Array, present: Present) -> LayerSlots:
     """`slots` with the values of one layer."""
-    leaves = map(jnp.asarray, jax.tree.leaves(tree))  # attention on a GPU keeps a constant, which is no traced array
+    leaves = map(
+        jnp.asarray, jax.tree.leaves(tree)
+    )  # attention on a GPU keeps a constant, which is no traced array
     return [_put(all_, one, slot, place, present) for all_, one in zip(slots, leaves, strict=True)]
 
 
@@ -282,4 +306,6 @@ def _add(total_Y: Array, row: Array, one: Array) -> Array:
 
 def _highest(total_Y3: Array, row: Array, one_3: Array, limit: Array) -> Array:
     old_3 = jax.lax.dynamic_index_in_dim(total_Y3, row, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(total_Y3, jnp.maximum(old_3, jnp.minimum(one_3, limit)), row, 0)
+    return jax.lax.dynamic_update_index_in_dim(
+        total_Y3, jnp.maximum(old_3, jnp.minimum(one_3, limit)), row, 0
+    )

@@ -1,8 +1,9 @@
-"""Embedding and loss of a pipelined model, split over (stage, tensor): every stage has a part of the vocabulary.
+"""Embedding and loss of a pipelined model, split over (stage, tensor): every stage has a part of the
+vocabulary.
 
-All stages compute both at the same time, so that no stage has the head's work on top of its layers, and a tied table is
-one array like any other (arXiv:2411.05288). Whoever calls must do so in the same ticks on all stages: the functions sum
-over `stage`.
+All stages compute both at the same time, so that no stage has the head's work on top of its layers, and a
+tied table is one array like any other (arXiv:2411.05288). Whoever calls must do so in the same ticks on all
+stages: the functions sum over `stage`.
 """
 
 import dataclasses
@@ -41,7 +42,9 @@ class Ends:
         with jax.named_scope("embed"):
             return jax.lax.psum(part_BLD, "stage")  # of each row one stage has a term that is not zero
 
-    def embed_gradient(self, trained: Params, token_BL: Int[Array, "B L"], dx_BLD: Float[Array, "B _ D"]) -> Params:
+    def embed_gradient(
+        self, trained: Params, token_BL: Int[Array, "B L"], dx_BLD: Float[Array, "B _ D"]
+    ) -> Params:
         """Gradients of `trained` from that of the embedding on the worker `embed_worker`."""
         with jax.named_scope("embed"):
             dx_BLD = jax.lax.psum(self._only_of(self.embed_worker, dx_BLD), "stage")
@@ -50,11 +53,16 @@ class Ends:
         return vjp(dx_BLD)[0]
 
     def loss(
-        self, trained: Params, y_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], unit: Float[Array, ""]
+        self,
+        trained: Params,
+        y_BLD: Float[Array, "B _ D"],
+        target_BL: Int[Array, "B L"],
+        unit: Float[Array, ""],
     ) -> tuple[Float[Array, ""], Params, Float[Array, "B _ D"]]:
         """This device's share of the loss in nats, and the gradients of `trained` and of y.
 
-        Each stage gets a part of the tokens of the worker `head_worker`, and the op gathers them, chunk by chunk.
+        Each stage gets a part of the tokens of the worker `head_worker`, and the op gathers them, chunk by
+        chunk.
 
         Args:
           y_BLD: output of the last layer on `head_worker`; not used on others.
@@ -75,7 +83,9 @@ class Ends:
         (_, nats), (grads, dx_TD) = differentiate(trained, own_TD)
         return nats, grads, self._of_all_owners(dx_TD, y_BLD)
 
-    def nats(self, trained: Params, y_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"]) -> Float[Array, "B _"]:
+    def nats(
+        self, trained: Params, y_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"]
+    ) -> Float[Array, "B _"]:
         """Cross entropy of each token at this device's positions along `tensor`, the same on every stage."""
         weights = self._weights(trained)
         x_BLD = self.model.normed(weights, self._own_tokens(y_BLD)[None], self.placement)

@@ -13,8 +13,9 @@ from jtrain.pipeline.ticks import Ticks, make_ticks
 def layers_permute(layout: Layout) -> bool:
     """True if layers permute over `tensor` or `context`.
 
-    A permute is one collective of all devices, so it cannot lie in a branch that only some workers take: the others
-    would be waited for for ever (seen on CPUs). Every worker then computes all kinds of work in every tick.
+    A permute is one collective of all devices, so it cannot lie in a branch that only some workers take: the
+    others would be waited for for ever (seen on CPUs). Every worker then computes all kinds of work in every
+    tick.
     """
     return layout.spec.tensor_overlap or attention_is_a_ring(layout)
 
@@ -37,8 +38,8 @@ def counts_of(layout: Layout) -> TickCounts:
     """Sizes of the ticks of a pipelined step, without their table.
 
     Raises:
-      UserError: the schedule cannot have this number of microbatches, or splits the backward pass where layers compute
-        groups of sequences.
+      UserError: the schedule cannot have this number of microbatches, or splits the backward pass where
+        layers compute groups of sequences.
     """
     assert layout.pipeline is not None
     # If layers permute, all ticks take as long, and the fewest are the shortest.
@@ -46,9 +47,9 @@ def counts_of(layout: Layout) -> TickCounts:
     counts = _counts(layout.pipeline, layout.spec.microbatches, times)
     if counts.splits_backward and layout.spec.sequence_groups > 1:
         raise UserError(
-            f"layout.sequence_groups={layout.spec.sequence_groups} with pipeline.schedule="
-            f"{layout.pipeline.spec.schedule}, which splits the backward pass: each weight is then used once. Set "
-            "layout.sequence_groups=1, or pipeline.schedule=1f1b."
+            f"layout.sequence_groups={layout.spec.sequence_groups} with "
+            f"pipeline.schedule={layout.pipeline.spec.schedule}, which splits the backward pass: each weight "
+            "is then used once. Set layout.sequence_groups=1, or pipeline.schedule=1f1b."
         )
     return counts
 
@@ -70,8 +71,12 @@ def relative_costs(layout: Layout) -> tuple[float, float, float]:
 
 
 @functools.cache
-def _counts(pipeline: PipelineLayout, microbatches: int, times: tuple[float, float, float] | None) -> TickCounts:
-    """Sizes of the packing that takes the least time, by those of F, I and W of every chunk; None: the fused one."""
+def _counts(
+    pipeline: PipelineLayout, microbatches: int, times: tuple[float, float, float] | None
+) -> TickCounts:
+    """Sizes of the packing that takes the least time, by those of F, I and W of every chunk; None: the fused
+    one.
+    """
     spec = pipeline.spec
 
     def of(packing: Packing) -> TickCounts:

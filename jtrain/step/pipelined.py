@@ -1,13 +1,14 @@
 """Forward and backward pass of a pipelined model: one scan over the ticks of a static schedule.
 
-Every worker along `stage` runs the same program and reads its own row of `jtrain.pipeline.ticks.Ticks.table`, which
-says what to do in each tick and in which slots inputs and cotangents are. The documentation of that module has the
-order of work in a tick. What a worker does alone lies in conditionals on its row: their collectives have groups within
-one stage, whose devices take the same branch. What all stages do together (embedding, loss, permutes) lies outside, or
-in conditionals on the tick. Permutes are chains: XLA may zero several rings side by side (openxla/xla#45222).
+Every worker along `stage` runs the same program and reads its own row of `jtrain.pipeline.ticks.Ticks.table`,
+which says what to do in each tick and in which slots inputs and cotangents are. The documentation of that
+module has the order of work in a tick. What a worker does alone lies in conditionals on its row: their
+collectives have groups within one stage, whose devices take the same branch. What all stages do together
+(embedding, loss, permutes) lies outside, or in conditionals on the tick. Permutes are chains: XLA may zero
+several rings side by side (openxla/xla#45222).
 
-Between the forward and the backward pass of a microbatch each layer keeps what `layout.remat` says, in the slot of the
-chunk's input.
+Between the forward and the backward pass of a microbatch each layer keeps what `layout.remat` says, in the
+slot of the chunk's input.
 """
 
 import dataclasses
@@ -32,7 +33,14 @@ from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arri
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
-from jtrain.step.zero import gathered_once, gathers_once, placement_of, scattered_once, trained_part, with_whole
+from jtrain.step.zero import (
+    gathered_once,
+    gathers_once,
+    placement_of,
+    scattered_once,
+    trained_part,
+    with_whole,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +66,9 @@ class _Carry:
 
 
 def pipeline_placement(layout: Layout) -> Placement:
-    """Placement of a pipelined model: layers keep named values and no weights, and stages share the vocabulary."""
+    """Placement of a pipelined model: layers keep named values and no weights, and stages share the
+    vocabulary.
+    """
     return dataclasses.replace(placement_of(layout), stage=layout.mesh.stage, regather=True)
 
 
@@ -70,7 +80,8 @@ def pipelined_gradients(
     parts: Batch,
     unit: Float[Array, ""],
 ) -> tuple[Params, dict[str, Any], Float[Array, ""]]:
-    """Gradients of one worker summed over microbatches, largest values in 8-bit matmuls, and its share of the loss.
+    """Gradients of one worker summed over microbatches, largest values in 8-bit matmuls, and its share of the
+    loss.
 
     Args:
       params, scaling: this worker's.
@@ -89,14 +100,18 @@ def pipelined_gradients(
     ticks = ticks_of(layout)
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
-    worker = _Worker(model, layout, ticks, ends, chunks_of(model, layout, placement, params, trained, scaling, unit))
+    worker = _Worker(
+        model, layout, ticks, ends, chunks_of(model, layout, placement, params, trained, scaling, unit)
+    )
     end = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
     seen = {"layers": unflatten_dict(end.layers.seen, sep=".")} if scaling else {}
     return {**end.ends, "layers": unflatten_dict(end.layers.trained, sep=".")}, seen, end.nats
 
 
 def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Batch) -> Float[Array, "M B _"]:
-    """Cross entropy of each token at this device's positions, in nats, the same on every stage; 0 without a target."""
+    """Cross entropy of each token at this device's positions, in nats, the same on every stage; 0 without a
+    target.
+    """
     assert layout.pipeline is not None
     ticks = ticks_of(layout, trains=False)
     placement = pipeline_placement(layout)
@@ -125,7 +140,9 @@ def chunks_of(
     real_PY = (jnp.asarray(pipeline.order) >= 0).reshape(pipeline.stages, -1)
     router = None
     if model.moe is not None:
-        of_losses = jnp.stack([model.moe.balance_loss * unit, model.moe.router_z_loss * unit]) / model.num_layers
+        of_losses = (
+            jnp.stack([model.moe.balance_loss * unit, model.moe.router_z_loss * unit]) / model.num_layers
+        )
         router = RouterLosses(*of_losses)
     split = frozenset[str]()
     if ticks_of(layout).schedule.splits_backward:
@@ -159,7 +176,9 @@ class _Worker:
           trained: what JAX differentiates, without the layers.
         """
         ticks, x_BLD = self.ticks, self._residual_stream(trained, parts)
-        worker = dataclasses.replace(self, chunks=self.chunks.traced(x_BLD, self._shared(parts, jnp.int32(0))))
+        worker = dataclasses.replace(
+            self, chunks=self.chunks.traced(x_BLD, self._shared(parts, jnp.int32(0)))
+        )
         chunks = worker.chunks
         start = _Carry(
             jnp.zeros((ticks.num_inputs, *x_BLD.shape), x_BLD.dtype),
@@ -177,7 +196,9 @@ class _Worker:
         return jax.lax.scan(tick, start, self._rows())[0]
 
     def evaluated(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
-        """Runs the ticks of a schedule that has only forward passes; returns the cross entropy of each token."""
+        """Runs the ticks of a schedule that has only forward passes; returns the cross entropy of each
+        token.
+        """
         x_BLD = self._residual_stream(trained, parts)
 
         def tick(carry: tuple[Array, Array], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Array], None]:
@@ -212,8 +233,9 @@ class _Worker:
         dx_BLD, stashes, layers = self._backward(total[0], kept, carry, row_F, parts)
         layers = self._weight_gradients(stashes, layers, row_F)
         if single:
-            # Workers meet in the loss and in permutes. Where one of them came before a worker's only operation of the
-            # tick, F, I and W of different workers took turns: ZB-H1 over 4 stages was half as fast.
+            # Workers meet in the loss and in permutes. Where one of them came before a worker's only
+            # operation of the tick, F, I and W of different workers took turns: ZB-H1 over 4 stages was half
+            # as fast.
             y_BLD, dx_BLD, layers = jax.lax.optimization_barrier((y_BLD, dx_BLD, layers))
             total = self._loss(total, y_BLD, row_F, trained, parts, unit)
         cotangents, ends, nats = total
@@ -221,7 +243,9 @@ class _Worker:
         for hop in self.ticks.schedule.activation_hops:
             inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
         for hop in self.ticks.schedule.cotangent_hops:
-            cotangents = _stored(cotangents, row_F[arriving_cotangent(hop)], self._sent(dx_BLD, hop, back=True))
+            cotangents = _stored(
+                cotangents, row_F[arriving_cotangent(hop)], self._sent(dx_BLD, hop, back=True)
+            )
         return _Carry(inputs, cotangents, kept, stashes, layers, ends, nats)
 
     def _embedded(self, inputs: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
@@ -234,12 +258,16 @@ class _Worker:
 
         return jax.lax.cond(row_F[Field.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
 
-    def _forward(self, inputs: Array, kept: LayerSlots, row_F: Array, parts: Batch) -> tuple[Array, LayerSlots]:
+    def _forward(
+        self, inputs: Array, kept: LayerSlots, row_F: Array, parts: Batch
+    ) -> tuple[Array, LayerSlots]:
         chunk, slot = row_F[Field.FORWARD_CHUNK], row_F[Field.FORWARD_INPUT]
 
         def forward(kept: LayerSlots, present: Present) -> tuple[Array, LayerSlots]:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.forward(ChunkPass(chunk, shared, slot, present=present), by_rows(inputs[slot]), kept)
+            return self.chunks.forward(
+                ChunkPass(chunk, shared, slot, present=present), by_rows(inputs[slot]), kept
+            )
 
         def rest(kept: LayerSlots) -> tuple[Array, LayerSlots]:
             return jnp.zeros(inputs.shape[1:], inputs.dtype), kept
@@ -292,17 +320,23 @@ class _Worker:
             row_F[field] for field in (Field.BACKWARD_CHUNK, Field.BACKWARD_INPUT, Field.BACKWARD_STASH)
         )
 
-        def backward(given: tuple[LayerSlots, Gradients], present: Present) -> tuple[Array, LayerSlots, Gradients]:
+        def backward(
+            given: tuple[LayerSlots, Gradients], present: Present
+        ) -> tuple[Array, LayerSlots, Gradients]:
             shared = self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])
             whole = stash == NONE
             work = ChunkPass(chunk, shared, slot, jnp.where(whole, self.ticks.num_stashes, stash), present)
-            found = self.chunks.backward(work, by_rows(cotangents[row_F[Field.BACKWARD_COTANGENT]]), kept, *given)
+            found = self.chunks.backward(
+                work, by_rows(cotangents[row_F[Field.BACKWARD_COTANGENT]]), kept, *given
+            )
             if not self._mixed:
                 return found
             dx_BLD, stashes, layers = found
 
             def add(layers: Gradients, present: Present) -> Gradients:
-                return self.chunks.weight_gradients(dataclasses.replace(work, present=present), stashes, layers)
+                return self.chunks.weight_gradients(
+                    dataclasses.replace(work, present=present), stashes, layers
+                )
 
             return dx_BLD, stashes, self._alone(whole & present, add, lambda layers: layers, layers)
 
@@ -324,7 +358,9 @@ class _Worker:
         chunk, stash = row_F[Field.WEIGHT_CHUNK], row_F[Field.WEIGHT_STASH]
 
         def add(layers: Gradients, present: Present) -> Gradients:
-            return self.chunks.weight_gradients(ChunkPass(chunk, stash=stash, present=present), stashes, layers)
+            return self.chunks.weight_gradients(
+                ChunkPass(chunk, stash=stash, present=present), stashes, layers
+            )
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[2]):
             return self._alone(chunk != NONE, add, lambda layers: layers, layers)
@@ -342,10 +378,13 @@ class _Worker:
     def _shared(self, parts: Batch, microbatch: Array) -> Any:
         return self.model.shared(jax.tree.map(lambda x: x[microbatch], parts))
 
-    def _alone[T](self, present: Array, work: Callable[[T, Present], Any], rest: Callable[[T], Any], given: T) -> Any:
+    def _alone[T](
+        self, present: Array, work: Callable[[T, Present], Any], rest: Callable[[T], Any], given: T
+    ) -> Any:
         """`work` where this worker has it in this tick, otherwise `rest`.
 
-        Layers with permutes compute in every tick, and `work` hides what comes of nothing: see `layers_permute`.
+        Layers with permutes compute in every tick, and `work` hides what comes of nothing: see
+        `layers_permute`.
         """
         if layers_permute(self.layout):
             return work(given, present)

@@ -1,13 +1,14 @@
 """Recomputation of a microbatch on a neighbouring device, which finds devices that compute wrongly.
 
-The same compiled program runs twice on the state and batch of a step: once as they lie, and once with every device's
-sequences moved to the next device along a batch axis. It returns three words per device: the bits of the loss, and the
-sums of bits of the layers' weight gradients before any reduction. Healthy devices give equal words for equal sequences,
-because the program, its shapes and the order of its sums along other axes are the same. Without a batch axis each
-device computes its own sequences twice, which finds what is not the same each time.
+The same compiled program runs twice on the state and batch of a step: once as they lie, and once with every
+device's sequences moved to the next device along a batch axis. It returns three words per device: the bits of
+the loss, and the sums of bits of the layers' weight gradients before any reduction. Healthy devices give
+equal words for equal sequences, because the program, its shapes and the order of its sums along other axes
+are the same. Without a batch axis each device computes its own sequences twice, which finds what is not the
+same each time.
 
-Under a pipeline every stage computes its own layers on the embedding, all at the same time, and the loss is that of the
-last stage's output.
+Under a pipeline every stage computes its own layers on the embedding, all at the same time, and the loss is
+that of the last stage's output.
 """
 
 import dataclasses
@@ -35,7 +36,15 @@ from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipelined import pipeline_placement
 from jtrain.step.train_step import BATCH_SPEC, microbatches
 from jtrain.step.xla_options import compiler_options, kernels_for
-from jtrain.step.zero import along_torus, own_heads, param_tree, placement_of, psum_batch, trained_part, with_whole
+from jtrain.step.zero import (
+    along_torus,
+    own_heads,
+    param_tree,
+    placement_of,
+    psum_batch,
+    trained_part,
+    with_whole,
+)
 
 WORDS = ("loss", "loss", "gradient")
 """Pass that each word of a signature comes from: the objective, the cross entropy, the layers' gradients."""
@@ -44,7 +53,9 @@ WORDS = ("loss", "loss", "gradient")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Probed:
-    """Weight with a probe: zeros [Y, 2] or [2] that get the bits of the weight's gradient as their own gradient."""
+    """Weight with a probe: zeros [Y, 2] or [2] that get the bits of the weight's gradient as their own
+    gradient.
+    """
 
     probe: Any
     weight: Any
@@ -53,7 +64,8 @@ class _Probed:
 def roll_axis(mesh: Mesh) -> Literal["data", "replica"] | None:
     """Axis along which sequences move to the next device; None if neither has several devices.
 
-    Sequences do not move along `expert`: devices along it compute each other's tokens, so a sum's order would change.
+    Sequences do not move along `expert`: devices along it compute each other's tokens, so a sum's order would
+    change.
     """
     return "data" if mesh.shape["data"] > 1 else "replica" if mesh.shape["replica"] > 1 else None
 
@@ -70,8 +82,9 @@ def suspects(
 ) -> list[int]:
     """Returns the numbers of the devices that may compute wrongly; empty if all words agree.
 
-    A difference lies with the device itself or its neighbour. A device that computes wrongly each time differs both
-    times, so of three and more devices in a row it is named alone, together with those that it shares its layers with.
+    A difference lies with the device itself or its neighbour. A device that computes wrongly each time
+    differs both times, so of three and more devices in a row it is named alone, together with those that it
+    shares its layers with.
 
     Args:
       own, again: signatures of the sequences as they lie, and moved.
@@ -104,8 +117,8 @@ def make_signature(
 ) -> Callable[[Params, dict[str, Any], Batch], UInt32[Array, "devices words"]]:
     """Returns the jitted `signature(params, scaling, batch)` of each device's first microbatch.
 
-    It computes forward and backward of one microbatch without reducing gradients, in no more memory than the step.
-    Every process gets the signatures of all devices.
+    It computes forward and backward of one microbatch without reducing gradients, in no more memory than the
+    step. Every process gets the signatures of all devices.
     """
     layout = along_torus(layout, mesh)
     axes = tuple(axis for axis in AXES if mesh.shape[axis] > 1)
@@ -154,8 +167,12 @@ def _local_signature(
             weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
         probed = dataclasses.replace(placement, fetch=fetch)
         if layout.pipeline is not None:
-            first, last = (layout.pipeline.where(virtual)[0] for virtual in (0, layout.pipeline.num_virtual - 1))
-            return _own_layers(Ends(model, layout, probed, params, first, last), trained, weights["layers"], part, unit)
+            first, last = (
+                layout.pipeline.where(virtual)[0] for virtual in (0, layout.pipeline.num_virtual - 1)
+            )
+            return _own_layers(
+                Ends(model, layout, probed, params, first, last), trained, weights["layers"], part, unit
+            )
         total, nats = model.loss(weights, part, probed)
         return total * unit, nats
 
@@ -188,7 +205,9 @@ def _own_layers(
 
 @jax.custom_vjp
 def _tapped(weight: Array, probe: Float[Array, "2"]) -> Array:
-    """Returns the weight; the gradient of `probe` is the sum of bits of the weight's gradient, in two halves."""
+    """Returns the weight; the gradient of `probe` is the sum of bits of the weight's gradient, in two
+    halves.
+    """
     del probe
     return weight
 

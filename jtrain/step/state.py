@@ -30,7 +30,8 @@ class TrainState:
     It is a pytree, whose leaves may also be shapes or shardings.
 
     step: completed updates, an int32 scalar.
-    scaling: scales of the 8-bit matmuls (`jtrain.model.fp8_scaling`); empty unless precision.matmul_dtype=fp8_delayed.
+    scaling: scales of the 8-bit matmuls (`jtrain.model.fp8_scaling`); empty unless
+      precision.matmul_dtype=fp8_delayed.
     guard: history of losses and gradient norms (`jtrain.step.guard`), replicated.
     """
 
@@ -68,7 +69,8 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
 
 
 def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
-    """Creates the state before the first step in its final sharding: no device ever holds more than its share.
+    """Creates the state before the first step in its final sharding: no device ever holds more than its
+    share.
 
     Offloaded arrays start as zeros in host memory; random values overwrite them layer by layer.
     """
@@ -86,18 +88,24 @@ def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -
     here = [x.sharding.memory_kind != "pinned_host" for x in leaves]
 
     def first_here() -> list[Array]:
-        drawn = init_params(tuple(p.info for p in layout.params), seed=seed, dtype=_drawn_dtype(layout, optimizer))
+        drawn = init_params(
+            tuple(p.info for p in layout.params), seed=seed, dtype=_drawn_dtype(layout, optimizer)
+        )
         values = jax.tree.leaves(_first_state(layout, optimizer, drawn))
         return [value for value, is_here in zip(values, here, strict=True) if is_here]
 
     of_here = [x.sharding for x, is_here in zip(leaves, here, strict=True) if is_here]
     made = iter(jax.jit(first_here, out_shardings=of_here)())
-    states = [next(made) if h else _first_on_host(x, i, seed) for x, i, h in zip(leaves, infos, here, strict=True)]
+    states = [
+        next(made) if h else _first_on_host(x, i, seed) for x, i, h in zip(leaves, infos, here, strict=True)
+    ]
     return jax.tree.unflatten(structure, states)
 
 
 def _first_on_host(like: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int) -> Array:
-    """Creates an array in host memory: zeros, or a parameter's first values, drawn on the device layer by layer."""
+    """Creates an array in host memory: zeros, or a parameter's first values, drawn on the device layer by
+    layer.
+    """
     shape = like.sharding.shard_shape(like.shape)
     zeros = jax.make_array_from_callback(like.shape, like.sharding, lambda _: np.zeros(shape, like.dtype))
     if info is None:
@@ -124,7 +132,9 @@ def shardings_of(state: TrainState) -> TrainState:
 
 
 def _drawn_dtype(layout: Layout, optimizer: Optimizer) -> str:
-    """Master weights start in float32. Parameters get the same bits whether they are rounded now or when drawn."""
+    """Master weights start in float32. Parameters get the same bits whether they are rounded now or when
+    drawn.
+    """
     return "float32" if optimizer.spec.master_dtype != "none" else layout.precision.param_dtype
 
 

@@ -1,8 +1,8 @@
 """One training step: a pure function of (state, batch), jitted once.
 
-Forward and backward run in one fully-manual `jax.shard_map`, so that every collective is a line here or in the model
-and none is left to the partitioner. Each device differentiates its own share of the global loss with respect to its
-own shards; `zero.py` gathers weights and reduces gradients.
+Forward and backward run in one fully-manual `jax.shard_map`, so that every collective is a line here or in
+the model and none is left to the partitioner. Each device differentiates its own share of the global loss
+with respect to its own shards; `zero.py` gathers weights and reduces gradients.
 
 | zero_stage | in the layer, per microbatch | once per step |
 |---|---|---|
@@ -11,7 +11,8 @@ own shards; `zero.py` gathers weights and reduces gradients.
 | 2 | reduce-scatter of gradients | all-gather of parameters |
 | 3 | all-gather of parameters (again in the backward pass), reduce-scatter of gradients | |
 
-The optimizer runs outside the shard_map, on global arrays: `optimizer_update.py`. An update from bad numbers is not
+The optimizer runs outside the shard_map, on global arrays: `optimizer_update.py`. An update from bad numbers
+is not
 applied: `guard.py`.
 """
 
@@ -71,15 +72,18 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Returns the jitted `step(state, batch) -> (state, metrics)`; it donates its input state.
 
-    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss), grad_norm
-    (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of `guard.judged`, and
-    by_device: [devices, 2] f32, in the order of the mesh, each device's share of the loss before any sum, and the NaN
+    Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss),
+    grad_norm (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
+    `guard.judged`, and
+    by_device: [devices, 2] f32, in the order of the mesh, each device's share of the loss before any sum, and
+      the NaN
     and infinite elements of its shard of the new state.
 
     Args:
       sigmas: `GuardSpec.sigmas`.
       traced: a profile window will trace it, so on a GPU its kernels are launched one by one.
-      checksums: the step also returns the metric `checksums.METRIC`, the sums of the state's bits on every device.
+      checksums: the step also returns the metric `checksums.METRIC`, the sums of the state's bits on every
+        device.
 
     Raises:
       UserError: these devices do not support precision.matmul_dtype; or as `counts_of`.
@@ -115,7 +119,9 @@ def make_train_step(
                 scalars = dataclasses.replace(scalars, applied=found["applied"])
                 params, opt_state, counts = update(scalars, grads, state.params, state.opt_state)
                 scaling = jax.tree.map(
-                    lambda new, old: jnp.where(scalars.applied, new, old), advanced(state.scaling, seen), state.scaling
+                    lambda new, old: jnp.where(scalars.applied, new, old),
+                    advanced(state.scaling, seen),
+                    state.scaling,
                 )
                 with jax.named_scope("guard"):
                     counts = counts + not_finite(scaling).astype(jnp.float32)
@@ -137,16 +143,21 @@ def make_train_step(
             layout.spec.sequence_groups,
             traced=traced,
             offloaded=[name for name in OFFLOADABLE if layout.spec.offload.share(name) > 0],
-            plain_tensor=layout.mesh.tensor > 1 and layout.spec.sequence_groups == 1 and not layout.spec.tensor_overlap,
+            plain_tensor=layout.mesh.tensor > 1
+            and layout.spec.sequence_groups == 1
+            and not layout.spec.tensor_overlap,
         ),
     )
 
 
-def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[Params, Batch], Float[Array, "B L"]]:
-    """Returns the jitted `step(params, batch) -> nats_BL`, the cross entropy of each token, 0 where there is no target.
+def make_eval_step(
+    model: Transformer, layout: Layout, mesh: Mesh
+) -> Callable[[Params, Batch], Float[Array, "B L"]]:
+    """Returns the jitted `step(params, batch) -> nats_BL`, the cross entropy of each token, 0 where there is
+    no target.
 
-    Every process gets all of it, 4 bytes per token, so that each can sum over documents. A device computes as many
-    sequences at a time as in training, so evaluation needs no more memory.
+    Every process gets all of it, 4 bytes per token, so that each can sum over documents. A device computes as
+    many sequences at a time as in training, so evaluation needs no more memory.
     """
     layout = along_torus(layout, mesh)
     placement = placement_of(layout)
@@ -166,7 +177,9 @@ def make_eval_step(model: Transformer, layout: Layout, mesh: Mesh) -> Callable[[
 
     params_spec = param_tree(layout, lambda p: p.param)
     nats_spec = P(BATCH_AXES, ("context", "tensor"))
-    each = jax.shard_map(local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=nats_spec, check_vma=False)
+    each = jax.shard_map(
+        local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=nats_spec, check_vma=False
+    )
 
     def eval_step(params: Params, batch: Batch) -> Float[Array, "B L"]:
         with kernels_for(layout, mesh):
@@ -192,7 +205,12 @@ def everywhere(mesh: Mesh | AbstractMesh, rows: Float[Array, "devices 2"]) -> Fl
 
 
 def _local_gradients(
-    model: Transformer, layout: Layout, params: Params, scaling: dict[str, Any], batch: Batch, step: Int[Array, ""]
+    model: Transformer,
+    layout: Layout,
+    params: Params,
+    scaling: dict[str, Any],
+    batch: Batch,
+    step: Int[Array, ""],
 ) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
     """Computes one device's part of a step, inside the shard_map.
 
@@ -200,15 +218,16 @@ def _local_gradients(
       step: updates completed before this one; seeds the rounding of gradients summed in bfloat16.
 
     Returns:
-      Gradients sharded as the optimizer needs them; the largest values in 8-bit matmuls and the metrics, both of the
-      global batch; this device's share of the loss.
+      Gradients sharded as the optimizer needs them; the largest values in 8-bit matmuls and the metrics, both
+      of the global batch; this device's share of the loss.
     """
     spec = layout.spec
     placement = placement_of(layout)
     params = own_heads(layout, params)
     with jax.named_scope("batch"):
         num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
-        # Accumulation is exact because each microbatch is divided by the token count of the whole batch, not its own.
+        # Accumulation is exact because each microbatch is divided by the token count of the whole batch, not
+        # its own.
         weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
     def objective(
@@ -277,7 +296,9 @@ def finished(
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
-        shared = tuple(axis for axis in axes if axis != "stage")  # each stage has the scales of its own layers
+        shared = tuple(
+            axis for axis in axes if axis != "stage"
+        )  # each stage has the scales of its own layers
         seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, shared), seen)
         share, loss = loss, jax.lax.psum(loss, axes)
     with jax.named_scope("batch"):

@@ -1,8 +1,8 @@
 """ZeRO: gathers each weight for the matmul that uses it, and reduces and scatters its gradient.
 
-All collectives run inside the step's fully-manual `jax.shard_map`. Shards lie along `data` and `context` together
-(`jtrain.layout.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other. One rule finishes
-every gradient: it is summed over each axis that does not split its parameter.
+All collectives run inside the step's fully-manual `jax.shard_map`. Shards lie along `data` and `context`
+together (`jtrain.layout.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other.
+One rule finishes every gradient: it is summed over each axis that does not split its parameter.
 """
 
 import dataclasses
@@ -42,9 +42,11 @@ def placement_of(layout: Layout) -> Placement:
         if isinstance(tree, dict):
             return {key: fetch(f"{path}.{key}", value) for key, value in tree.items()}
         if isinstance(tree, SplitKernel):
-            # Here and not where the layer is called: a layer would keep the copy that has no gradient, as it keeps its
-            # input, in every slot of a pipeline.
-            return dataclasses.replace(tree, value=fetch(path, jax.tree.map(jax.lax.stop_gradient, tree.value)))
+            # Here and not where the layer is called: a layer would keep the copy that has no gradient, as it
+            # keeps its input, in every slot of a pipeline.
+            return dataclasses.replace(
+                tree, value=fetch(path, jax.tree.map(jax.lax.stop_gradient, tree.value))
+            )
         if isinstance(tree, ops.Fp8Kernel):
             if gathers_in_8_bits(layout) and _splits_data(layout, layouts[path]):
                 with jax.named_scope(path.replace(".", "/")):
@@ -74,8 +76,9 @@ def placement_of(layout: Layout) -> Placement:
 def along_torus(layout: Layout, mesh: Mesh) -> Layout:
     """Returns the layout with ZeRO's collectives split by torus dimension, if the devices form a TPU torus.
 
-    XLA:TPU turns an all-gather or reduce-scatter over 128 chips into an all-reduce of twice the bytes. Along one torus
-    dimension at a time it does not, and the total bytes equal those of one collective over all chips.
+    XLA:TPU turns an all-gather or reduce-scatter over 128 chips into an all-reduce of twice the bytes. Along
+    one torus dimension at a time it does not, and the total bytes equal those of one collective over all
+    chips.
     """
     line = mesh.devices[tuple(slice(None) if axis in ZERO_AXES else 0 for axis in mesh.axis_names)].ravel()
     if line[0].platform != "tpu" or layout.rings:
@@ -94,8 +97,12 @@ def torus_rings(place_NK: np.ndarray) -> tuple[int, ...]:
       Lengths whose product is N; (N,) if the devices do not run through a torus in order.
     """
     num, dims = place_NK.shape
-    steps = {k: int(np.argmax(place_NK[:, k] != place_NK[0, k])) for k in range(dims) if np.ptp(place_NK[:, k])}
-    order = sorted(steps, key=lambda k: -steps[k])  # the slower a dimension, the later its coordinate first changes
+    steps = {
+        k: int(np.argmax(place_NK[:, k] != place_NK[0, k])) for k in range(dims) if np.ptp(place_NK[:, k])
+    }
+    order = sorted(
+        steps, key=lambda k: -steps[k]
+    )  # the slower a dimension, the later its coordinate first changes
     rings = tuple(len(np.unique(place_NK[:, k])) for k in order)
     if math.prod(rings) != num:
         return (num,)
@@ -107,10 +114,12 @@ def torus_rings(place_NK: np.ndarray) -> tuple[int, ...]:
 
 
 def own_heads(layout: Layout, params: Params) -> Params:
-    """Returns the parameters with each shared key head's kernels on the devices that compute it; others as they are.
+    """Returns the parameters with each shared key head's kernels on the devices that compute it; others as
+    they are.
 
-    Between steps device i along `tensor` holds the i-th part of D of all heads. An all-to-all gives each device all of
-    D of its own head. Under stages 1 and 2 the shards are gathered too, because then weights are whole.
+    Between steps device i along `tensor` holds the i-th part of D of all heads. An all-to-all gives each
+    device all of D of its own head. Under stages 1 and 2 the shards are gathered too, because then weights
+    are whole.
     """
 
     def leaf(p: ParamLayout, value: Array) -> Array:
@@ -129,7 +138,9 @@ def own_heads(layout: Layout, params: Params) -> Params:
 
 
 def _sum_shared(p: ParamLayout, grad: Array) -> Array:
-    """Sums the gradients of shared key heads over the devices that computed them; the transpose of `own_heads`."""
+    """Sums the gradients of shared key heads over the devices that computed them; the transpose of
+    `own_heads`.
+    """
     heads, width = p.info.dims.index("K"), p.info.dims.index("D")
     parts = jax.lax.all_to_all(grad, "tensor", split_axis=width, concat_axis=heads, tiled=True)
     shape = parts.shape
@@ -150,11 +161,12 @@ def _is_detached(layout: Layout, p: ParamLayout) -> bool:
 
 
 def trained_part(layout: Layout, params: Params) -> Params:
-    """Returns the arrays that JAX differentiates: on the device, with the shapes in which gradients accumulate.
+    """Returns the arrays that JAX differentiates: on the device, with the shapes in which gradients
+    accumulate.
 
-    Under stage 2 parameters are whole but gradients are sharded, and a parameter in host memory accumulates its
-    gradient on the device. Both get a placeholder of zeros with the gradient's shape; XLA removes it, as nothing reads
-    its value.
+    Under stage 2 parameters are whole but gradients are sharded, and a parameter in host memory accumulates
+    its gradient on the device. Both get a placeholder of zeros with the gradient's shape; XLA removes it, as
+    nothing reads its value.
     """
 
     def leaf(p: ParamLayout, value: Array) -> Array:
@@ -172,16 +184,23 @@ def trained_part(layout: Layout, params: Params) -> Params:
 def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
     """Pairs each array of `trained` with the one that the forward pass reads, where the two differ."""
     layouts = param_tree(layout, lambda p: p)
-    return jax.tree.map(lambda p, t, w: Detached(t, w) if _is_detached(layout, p) else t, layouts, trained, params)
+    return jax.tree.map(
+        lambda p, t, w: Detached(t, w) if _is_detached(layout, p) else t, layouts, trained, params
+    )
 
 
 def gathers_once(layout: Layout) -> bool:
-    """True if a step gathers all weights of a stage once, and reduces their gradients once: `pipeline.gather=step`."""
-    return layout.pipeline is not None and layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2
+    """True if a step gathers all weights of a stage once, and reduces their gradients once:
+    `pipeline.gather=step`.
+    """
+    return (
+        layout.pipeline is not None and layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2
+    )
 
 
 def gathers_in_8_bits(layout: Layout) -> bool:
-    """True if weights of 8-bit matmuls are rounded before they are gathered: half of the bytes, the same numbers.
+    """True if weights of 8-bit matmuls are rounded before they are gathered: half of the bytes, the same
+    numbers.
 
     Only delayed scaling knows the scale of a whole weight before it is gathered.
     """
@@ -226,7 +245,9 @@ def scattered_once(layout: Layout, grads: Params) -> Params:
 
 
 def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
-    """Returns one layer's weight for the forward pass: gathered from its shards, matrices in the compute dtype."""
+    """Returns one layer's weight for the forward pass: gathered from its shards, matrices in the compute
+    dtype.
+    """
     spec = layout.spec
     if not p.info.is_matrix:
         return leaf  # scales multiply in float32
@@ -256,7 +277,10 @@ def _attached(leaf: Array | Detached) -> Array:
 def _gather(layout: Layout, shard: Array, dim: int) -> Array:
     """Gathers a weight from its shards; the backward pass reduce-scatters its gradient."""
     return _scattering(
-        layout, shard, dim, lambda shard: gather_shards(layout, shard.astype(layout.precision.compute_dtype), dim)
+        layout,
+        shard,
+        dim,
+        lambda shard: gather_shards(layout, shard.astype(layout.precision.compute_dtype), dim),
     )
 
 
@@ -264,7 +288,9 @@ def _gather_in_8_bits(layout: Layout, p: ParamLayout, kernel: ops.Fp8Kernel) -> 
     """Gathers the shards of a weight after rounding them; the backward pass reduce-scatters its gradient."""
     assert p.zero_dim is not None
     shard, dim = _attached(kernel.value), p.zero_dim - p.info.dims.startswith("Y")
-    whole = [size * (layout.mesh.zero_shards if index == dim else 1) for index, size in enumerate(shard.shape)]
+    whole = [
+        size * (layout.mesh.zero_shards if index == dim else 1) for index, size in enumerate(shard.shape)
+    ]
     dtype = layout.precision.compute_dtype
     in_8_bits, amax = ops.rounded_weight(jax.lax.stop_gradient(shard).astype(dtype), kernel.scale_3[1])
     value = _scattering(layout, shard, dim, lambda _: jnp.zeros(whole, dtype))
@@ -291,7 +317,9 @@ def _use_whole(layout: Layout, shard: Array, whole: Array, dim: int) -> Array:
         return whole.astype(layout.precision.compute_dtype)
 
     def backward(_: None, grad: Array) -> tuple[Array, None]:
-        return scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(shard.dtype), None
+        return scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(
+            shard.dtype
+        ), None
 
     use.defvjp(lambda shard, whole: (use(shard, whole), None), backward)
     return use(shard, whole)
@@ -300,9 +328,9 @@ def _use_whole(layout: Layout, shard: Array, whole: Array, dim: int) -> Array:
 def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
     """Looks up rows of a table whose columns are split over `ZERO_AXES`.
 
-    Each device looks up the tokens of all devices in its own columns; an all-to-all then gives each device all columns
-    of its own tokens. The network carries B * L * D elements; gathering the table would take V * D. The gradient of the
-    table is summed in float32 on the device that needs it.
+    Each device looks up the tokens of all devices in its own columns; an all-to-all then gives each device
+    all columns of its own tokens. The network carries B * L * D elements; gathering the table would take V *
+    D. The gradient of the table is summed in float32 on the device that needs it.
     """
     token_BL = jax.lax.all_gather(token_BL, layout.mesh.zero_axes, axis=0, tiled=True)
     x_BLd = ops.embedding_lookup(table_Vd, token_BL).astype(layout.precision.compute_dtype)
@@ -313,31 +341,39 @@ def gather_shards(layout: Layout, shard: Array, dim: int) -> Array:
     """Gathers the shards of all devices along `ZERO_AXES` along `dim`, in device order."""
     axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
     shard = jnp.moveaxis(shard, dim, lead)
-    for groups in reversed(_ring_groups(layout.rings)):  # fastest dimension first: each step joins adjacent parts
+    for groups in reversed(
+        _ring_groups(layout.rings)
+    ):  # fastest dimension first: each step joins adjacent parts
         shard = jax.lax.all_gather(shard, axes, axis=lead, tiled=True, axis_index_groups=groups)
     return jnp.moveaxis(shard, lead, dim)
 
 
 def scatter_shards(layout: Layout, whole: Array, dim: int) -> Array:
-    """Returns this device's shard of the sum over `ZERO_AXES`, in the input dtype; transpose of `gather_shards`."""
+    """Returns this device's shard of the sum over `ZERO_AXES`, in the input dtype; transpose of
+    `gather_shards`.
+    """
     axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
     whole = jnp.moveaxis(whole, dim, lead)
     for groups in _ring_groups(layout.rings):
-        whole = jax.lax.psum_scatter(whole, axes, scatter_dimension=lead, tiled=True, axis_index_groups=groups)
+        whole = jax.lax.psum_scatter(
+            whole, axes, scatter_dimension=lead, tiled=True, axis_index_groups=groups
+        )
     return jnp.moveaxis(whole, lead, dim)
 
 
 def _lead(layout: Layout, dim: int) -> int:
     """Returns the position of `dim` during a collective: in front on a TPU torus.
 
-    XLA:TPU gathers and scatters along the slowest dimension in memory. Asked for another, it keeps the shards with that
-    dimension last, where 32 elements take a tile's 128 lanes; and it copies what it has gathered.
+    XLA:TPU gathers and scatters along the slowest dimension in memory. Asked for another, it keeps the shards
+    with that dimension last, where 32 elements take a tile's 128 lanes; and it copies what it has gathered.
     """
     return 0 if layout.rings else dim
 
 
 def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
-    """Returns for each torus dimension, slowest first, the groups of devices along ZERO_AXES that differ only in it."""
+    """Returns for each torus dimension, slowest first, the groups of devices along ZERO_AXES that differ only
+    in it.
+    """
     if not rings:
         return [None]
     place = np.arange(math.prod(rings)).reshape(rings)
@@ -345,10 +381,11 @@ def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
 
 
 def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
-    """Sums a gradient over the axes that do not split its parameter; returns it sharded like the optimizer state.
+    """Sums a gradient over the axes that do not split its parameter; returns it sharded like the optimizer
+    state.
 
-    The sum is float32. A gradient that needs no sum keeps its dtype: the optimizer computes in float32 anyway, and a
-    float32 copy of a whole model's bfloat16 gradients would take twice their bytes.
+    The sum is float32. A gradient that needs no sum keeps its dtype: the optimizer computes in float32
+    anyway, and a float32 copy of a whole model's bfloat16 gradients would take twice their bytes.
     """
     if layout.spec.zero_stage == 1 and _splits_data(layout, p):
         assert p.zero_dim is not None
@@ -370,7 +407,9 @@ def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array
 
     def local(whole: Array) -> Array:
         size = whole.shape[dim] // layout.mesh.zero_shards
-        return jax.lax.dynamic_slice_in_dim(whole, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim)
+        return jax.lax.dynamic_slice_in_dim(
+            whole, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim
+        )
 
     return jax.shard_map(local, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(param)
 
@@ -378,8 +417,9 @@ def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array
 def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
     """Gathers the parameter that `own_shard` sliced.
 
-    Shards are gathered along a new leading dimension and then moved into place. With a gather directly into the donated
-    parameter, XLA:TPU copies all parameters at the start of the step and keeps the copies to its end.
+    Shards are gathered along a new leading dimension and then moved into place. With a gather directly into
+    the donated parameter, XLA:TPU copies all parameters at the start of the step and keeps the copies to its
+    end.
     """
     if p.param == p.optimizer:
         return shard

@@ -22,7 +22,8 @@ _OUTPUT = threading.Lock()
 
 
 class WatchedProcess:
-    """A training process with a session of its own, so that it ends together with its loaders and constructors.
+    """A training process with a session of its own, so that it ends together with its loaders and
+    constructors.
 
     Args:
       command: argument vector.
@@ -100,7 +101,9 @@ class WatchedProcess:
         """Sends a signal to the process itself, if it still runs."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)  # Popen.send_signal would take the exit code away from the waiting thread
+                os.kill(
+                    self.pid, number
+                )  # Popen.send_signal would take the exit code away from the waiting thread
 
     def kill(self) -> None:
         """Ends the process and everything it started, at once."""
@@ -115,7 +118,9 @@ class WatchedProcess:
             thread.join(timeout=5.0)  # a process that left the session may keep the pipe open
 
     def stacks(self) -> str:
-        """Python stacks of all threads, by the process itself or by py-spy; a reason where neither can tell."""
+        """Python stacks of all threads, by the process itself or by py-spy; a reason where neither can
+        tell.
+        """
         before = os.fstat(self._stacks.fileno()).st_size
         if self.code is None and self._stopped_since_s is None and catches(self.pid, STACKS_SIGNAL):
             self.send(STACKS_SIGNAL)
@@ -154,7 +159,8 @@ class WatchedProcess:
 
 
 def copy_lines(stream: IO[bytes], target: TextIO, prefix: str) -> None:
-    """Copies a stream line by line to `target`, each line with `prefix`; goes on reading where nobody takes the lines.
+    """Copies a stream line by line to `target`, each line with `prefix`; goes on reading where nobody takes
+    the lines.
 
     On a terminal a line replaces a progress bar, which draws itself again below.
     """

@@ -1,8 +1,8 @@
 """Heartbeat of a training process: once a second it tells its supervisor its phase and step, over a pipe.
 
-The beats are those of a lease, which the process holds for its supervisor to see: a thread of its own writes them, so a
-process that is stopped (no beats) differs from one whose main thread waits in a collective (beats, but no progress).
-Standard library only, because the heart starts before jax is imported.
+The beats are those of a lease, which the process holds for its supervisor to see: a thread of its own writes
+them, so a process that is stopped (no beats) differs from one whose main thread waits in a collective (beats,
+but no progress). Standard library only, because the heart starts before jax is imported.
 """
 
 import atexit
@@ -104,7 +104,8 @@ class Heart:
         store = MessageStore(lambda record: os.write(beats, record))
         self._lease = Lease(store, beat_s=BEAT_S, payload=self._payload, on_lost=_stop_alone)
         self._lease.seize()
-        # Lets the thread finish what it does: Python aborts a process that it closes while a thread is in C++ code.
+        # Lets the thread finish what it does: Python aborts a process that it closes while a thread is in C++
+        # code.
         atexit.register(self._lease.release, END_S)
 
     def enter(self, phase: HeartPhase) -> None:
@@ -112,7 +113,9 @@ class Heart:
         self._position = (phase, self._position[1], time.monotonic())
 
     def configure(self, limits: SuperviseSpec, alerts: AlertsSpec | None = None) -> None:
-        """Tells the supervisor the settings of the run, and who gets an alert of a hang: `alerts.file` is absolute."""
+        """Tells the supervisor the settings of the run, and who gets an alert of a hang: `alerts.file` is
+        absolute.
+        """
         self._limits, self._alerts = limits, alerts
         self._lease.beat_soon()
 
@@ -122,7 +125,9 @@ class Heart:
         self._lease.beat_soon()
 
     def started(self, step: int) -> None:
-        """Tells the supervisor that the state of `step` is there: 0 or the step of the restored checkpoint."""
+        """Tells the supervisor that the state of `step` is there: 0 or the step of the restored
+        checkpoint.
+        """
         self._start_step = step
         self._position = ("setup", step, time.monotonic())
         self._lease.beat_soon()

@@ -1,8 +1,10 @@
-"""Lets the supervisors of several hosts tell each other what happened, through files in the run's shared workdir.
+"""Lets the supervisors of several hosts tell each other what happened, through files in the run's shared
+workdir.
 
-Each supervisor holds a lease in `supervise/process-N/`, whose beats, every two seconds, carry what it knows of its
-process. One text for all, `supervise/round-all`, counts the restarts: the supervisor that sees a fault first announces
-the next round with its cause, and all others end their processes and join it. Nothing listens on a port.
+Each supervisor holds a lease in `supervise/process-N/`, whose beats, every two seconds, carry what it knows
+of its process. One text for all, `supervise/round-all`, counts the restarts: the supervisor that sees a fault
+first announces the next round with its cause, and all others end their processes and join it. Nothing listens
+on a port.
 """
 
 import contextlib
@@ -65,7 +67,9 @@ class Hosts:
         return self._lease.taken_by if self._lease.is_lost else None
 
     def news(self) -> Round | None:
-        """Returns the round that another supervisor began, or None; call `follow` with it once it is acted upon."""
+        """Returns the round that another supervisor began, or None; call `follow` with it once it is acted
+        upon.
+        """
         newest = self._read_round()
         return newest if newest.number > self.round else None
 
@@ -92,7 +96,9 @@ class Hosts:
             self._lease.beat()
 
     def others(self) -> list[Watched]:
-        """Processes of other hosts, as their supervisors tell; the age of a beat grows while a supervisor is silent."""
+        """Processes of other hosts, as their supervisors tell; the age of a beat grows while a supervisor is
+        silent.
+        """
         others = []
         for process, watch in self._watches.items():
             with contextlib.suppress(OSError):
@@ -101,17 +107,22 @@ class Hosts:
                 silent_s = max(0.0, watch.silent_s - TELL_S)
                 for values in entry.payload or ():
                     beat = None if values["beat"] is None else Beat.of(values["beat"])
-                    others.append(Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s))
+                    others.append(
+                        Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s)
+                    )
         return others
 
     def wait_ended(self, *, timeout_s: float) -> None:
-        """Tells that this host's process of the round before has ended, and waits for those of all other hosts.
+        """Tells that this host's process of the round before has ended, and waits for those of all other
+        hosts.
 
         A process that joins too early would find the coordinator of the round before.
         """
         with contextlib.suppress(OSError):
             self._agreement.tell("ended-before", str(self.round))
-        self._agreement.collect("ended-before", seconds=timeout_s, counts=lambda text: int(text) >= self.round)
+        self._agreement.collect(
+            "ended-before", seconds=timeout_s, counts=lambda text: int(text) >= self.round
+        )
 
     def close(self) -> None:
         """Gives the lease back."""

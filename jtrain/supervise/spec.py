@@ -12,17 +12,21 @@ class SuperviseSpec:
 
     step_s: shortest limit of a step, from the third on.
     step_factor: a step may also take this many median step times.
-    data_s: limit of a wait for a batch; longer than data.read_timeout_s, so that the data plane can name its source.
+    data_s: limit of a wait for a batch; longer than data.read_timeout_s, so that the data plane can name its
+      source.
     compile_s: limit of a compilation, and of the first two steps.
-    setup_s: limit of everything before the first step: start-up, joining the other processes, restoring; and of the
-      time between the last step and the end of the process.
+    setup_s: limit of everything before the first step: start-up, joining the other processes, restoring; and
+      of the time between the last step and the end of the process.
     evaluation_s: limit of an evaluation, and of the profiler's own work.
     checkpoint_s: limit of a save.
     stopped_s: a process stopped by a signal (SIGSTOP) for longer than this is a hang.
     save_s: after a hang, the time in which processes that still answer must begin to save.
-    peer_s: jax ends a process if another one sends no sign of life for longer than this; also without a supervisor.
-    max_restarts: restarts in a row without a new checkpoint, before the supervisor gives up; 0 never restarts.
-    backoff_s: pause before the second restart in a row; four times as long before each further one, at most a minute.
+    peer_s: jax ends a process if another one sends no sign of life for longer than this; also without a
+      supervisor.
+    max_restarts: restarts in a row without a new checkpoint, before the supervisor gives up; 0 never
+      restarts.
+    backoff_s: pause before the second restart in a row; four times as long before each further one, at most a
+      minute.
     """
 
     step_s: float = 20.0

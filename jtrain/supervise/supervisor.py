@@ -23,13 +23,16 @@ from jtrain.telemetry.alerts import Alerts, AlertsSpec
 
 TICK_S = 0.1
 ALIVE_FILE = "JTRAIN_HEARTBEAT_FILE"
-"""Environment variable with a file that the supervisor touches ten times a second, for the probes of Kubernetes."""
+"""Environment variable with a file that the supervisor touches ten times a second, for the probes of
+Kubernetes."""
 SAME_END_S = 3.0
-"""Time for the other processes to end by themselves after the first: the same mistake has a message in each."""
+"""Time for the other processes to end by themselves after the first: the same mistake has a message in
+each."""
 END_S = 5.0
 """Time between SIGTERM and SIGKILL where no save can be hoped for."""
 FROZEN_S = 5.0
-"""A tick that took longer means that this process was stopped or the machine suspended: then no verdict is passed."""
+"""A tick that took longer means that this process was stopped or the machine suspended: then no verdict is
+passed."""
 OTHERS_END_S = 60.0
 ASK_S = 1.0
 """Time between two looks at the file of the other hosts."""
@@ -59,9 +62,10 @@ class Supervisor:
     Args:
       command: argument vector of a training process.
       environ: environment; names the coordinator and this process's number where there are several hosts.
-      processes: processes on this host. With more than one they find each other over a free port on localhost.
-      workdir: the run's folder; supervisors of several hosts meet there. None for an object store, where they rely on
-        jax's own heartbeat and on the time limits.
+      processes: processes on this host. With more than one they find each other over a free port on
+        localhost.
+      workdir: the run's folder; supervisors of several hosts meet there. None for an object store, where they
+        rely on jax's own heartbeat and on the time limits.
 
     Raises:
       UserError: `processes` is not positive, or contradicts the environment.
@@ -113,7 +117,9 @@ class Supervisor:
                 return code
 
     def _next(self, failure: Failure) -> int | None:
-        """Decides after a failure: returns the exit code to end with, or None after the pause before a restart."""
+        """Decides after a failure: returns the exit code to end with, or None after the pause before a
+        restart.
+        """
         if self._stopping is not None and all(
             child.code in (exit_codes.DONE, exit_codes.STOPPED) for child in self._children
         ):
@@ -121,9 +127,15 @@ class Supervisor:
         if failure.final or self._stopping is not None:
             self._announce(failure, final=failure.code)
             if failure.code == exit_codes.FAULTY_HARDWARE:
-                say(f"host {self._host} is to be replaced (exit code {failure.code}); the same command goes on without")
+                say(
+                    f"host {self._host} is to be replaced (exit code {failure.code}); the same command goes "
+                    "on without"
+                )
             elif self._stopping is not None:
-                say(f"stopped on {self._stopping.name}, but not all processes saved; the last checkpoint stands")
+                say(
+                    f"stopped on {self._stopping.name}, but not all processes saved; the last checkpoint "
+                    "stands"
+                )
             return failure.code
         pause_s = self._restarts.pause_s(self._limits)
         if pause_s is None:
@@ -173,7 +185,9 @@ class Supervisor:
             if not several and (told := told_process(environ)) is not None:
                 index, prefix = told, f"[{self._host}:{told}] "
             bar = index in (0, None) and sys.stdout.isatty()
-            child = WatchedProcess(self._command, environ | own, index=index, host=self._host, prefix=prefix, bar=bar)
+            child = WatchedProcess(
+                self._command, environ | own, index=index, host=self._host, prefix=prefix, bar=bar
+            )
             self._children.append(child)
 
     def _watch(self) -> Failure | None:
@@ -190,12 +204,16 @@ class Supervisor:
             if all(child.code is not None for child in self._children):
                 return None
             if tick_s - before_s > FROZEN_S:
-                frozen_until_s = tick_s + FROZEN_S  # until then the heartbeats that waited in the pipes are read
+                frozen_until_s = (
+                    tick_s + FROZEN_S
+                )  # until then the heartbeats that waited in the pipes are read
             if tick_s > frozen_until_s and (hang := self._hang()):
                 return self._hung(hang)
 
     def _ended(self) -> Failure | None:
-        """Returns the failure of the first process that ended badly; others get a moment to end by themselves."""
+        """Returns the failure of the first process that ended badly; others get a moment to end by
+        themselves.
+        """
         bad = self._failed()
         if not bad:
             return None
@@ -240,7 +258,11 @@ class Supervisor:
         self._end(save=True)
         codes = [child.code for child in self._children]
         saved = all(code in (exit_codes.DONE, exit_codes.STOPPED) for code in codes)
-        say("all processes saved and ended" if saved else "all processes are ended; the last checkpoint stands")
+        say(
+            "all processes saved and ended"
+            if saved
+            else "all processes are ended; the last checkpoint stands"
+        )
         return dataclasses.replace(failure, told=True)
 
     def _alert(self, hang: Hang) -> None:
@@ -268,7 +290,9 @@ class Supervisor:
         until_s = time.monotonic() + (limits.save_s if save else END_S)
         while any(child.code is None for child in running):
             saving = save and any(
-                child.code is None and child.watched().phase == "checkpoint" and child.watched().beat_age_s < END_S
+                child.code is None
+                and child.watched().phase == "checkpoint"
+                and child.watched().beat_age_s < END_S
                 for child in running
             )
             if time.monotonic() > until_s + (limits.checkpoint_s if saving else 0.0):
@@ -347,13 +371,19 @@ class Supervisor:
 
 
 def told_process(environ: Mapping[str, str]) -> int | None:
-    """Number of this host's process among several, as the launcher's variables tell; None for a run of one process."""
+    """Number of this host's process among several, as the launcher's variables tell; None for a run of one
+    process.
+    """
     for number, count in (
         ("JTRAIN_PROCESS_ID", "JTRAIN_NUM_PROCESSES"),
         ("SLURM_PROCID", "SLURM_NTASKS"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ):
-        if "JTRAIN_COORDINATOR" in environ and environ.get(number, "").isdecimal() and environ.get(count) != "1":
+        if (
+            "JTRAIN_COORDINATOR" in environ
+            and environ.get(number, "").isdecimal()
+            and environ.get(count) != "1"
+        ):
             return int(environ[number])
     return None
 

@@ -60,9 +60,16 @@ class Hang:
         named = [f"{one.name} causes it: {describe(one)}" for one in self.culprits]
         if not named:
             named = ["no process stands out: all wait for each other"]
-        collectives = next((one.beat.collectives for one in self.waiting if one.beat and one.beat.collectives), "")
+        collectives = next(
+            (one.beat.collectives for one in self.waiting if one.beat and one.beat.collectives), ""
+        )
         waiting = [f"{one.name} waits: {describe(one)}" for one in self.waiting]
-        return [f"hang: {self.reason}", *named, *waiting, *([f"collectives: {collectives}"] if collectives else [])]
+        return [
+            f"hang: {self.reason}",
+            *named,
+            *waiting,
+            *([f"collectives: {collectives}"] if collectives else []),
+        ]
 
 
 def describe(one: Watched) -> str:
@@ -102,8 +109,8 @@ def is_overdue(one: Watched, spec: SuperviseSpec) -> bool:
 def find_hang(processes: Sequence[Watched], spec: SuperviseSpec) -> Hang | None:
     """Returns the hang of a run, or None while it may still make progress.
 
-    A process that waits in a collective is excused as long as another one is within the limit of its own phase: it may
-    be waiting for that one's compilation, save or batch.
+    A process that waits in a collective is excused as long as another one is within the limit of its own
+    phase: it may be waiting for that one's compilation, save or batch.
     """
     stopped = [one for one in processes if one.stopped_s is not None and one.stopped_s > spec.stopped_s]
     if stopped:

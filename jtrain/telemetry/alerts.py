@@ -1,4 +1,5 @@
-"""Alerts of a run, to a file and to a webhook: numbers that are bad, hosts that are slow, disks that fill. No jax.
+"""Alerts of a run, to a file and to a webhook: numbers that are bad, hosts that are slow, disks that fill. No
+jax.
 
 alerts = Alerts(AlertsSpec(webhook="https://hooks.example.com/..."), workdir)
 alerts.send("nan", 1200, "loss_nats is nan", loss_nats=float("nan"))
@@ -47,9 +48,10 @@ class AlertsSpec:
 
     webhook: http(s) address to which each alert is posted as JSON; shown as *** wherever the config is.
     file: file to which each alert is appended as a line of JSON; a relative path is inside the workdir.
-    spike_sigmas: a loss is a spike if it is so many standard deviations (from the median absolute deviation) above the
-      median of the last 128 steps, and 5 % above it.
-    straggler_score: lowest score (1 = fastest) of a host or device that is no straggler; three lines in a row count.
+    spike_sigmas: a loss is a spike if it is so many standard deviations (from the median absolute deviation)
+      above the median of the last 128 steps, and 5 % above it.
+    straggler_score: lowest score (1 = fastest) of a host or device that is no straggler; three lines in a row
+      count.
     hang_minutes: longest time in one phase of a step, compilation included.
     disk_free_gib: least free space on the workdir's disk.
     goodput: lowest share of training in the wall time of `goodput_minutes`.
@@ -69,7 +71,9 @@ class AlertsSpec:
     def __post_init__(self) -> None:
         for name in ("spike_sigmas", "hang_minutes", "goodput_minutes"):
             if not (value := getattr(self, name)) > 0:
-                raise UserError(f"alerts.{name}={value} must be above 0; alerts are off without a webhook and a file.")
+                raise UserError(
+                    f"alerts.{name}={value} must be above 0; alerts are off without a webhook and a file."
+                )
         for name in ("straggler_score", "goodput"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise UserError(f"alerts.{name}={value} must be from 0 (never an alert) to 1.")
@@ -87,7 +91,9 @@ class AlertsSpec:
         return self.webhook is not None or self.file is not None
 
     def inside(self, workdir: Path | None) -> "AlertsSpec":
-        """Returns the spec with an absolute `file`; without a file if the workdir of a relative one is not known."""
+        """Returns the spec with an absolute `file`; without a file if the workdir of a relative one is not
+        known.
+        """
         if self.file is None:
             return self
         absolute = Path(self.file) if workdir is None else workdir.absolute() / self.file
@@ -98,22 +104,28 @@ def _check_url(url: str) -> None:
     """Refuses an address that cannot be posted to; its text is secret, so no message quotes it."""
     try:
         parts = urllib.parse.urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and parts.username is None
+        good = (
+            parts.scheme in ("http", "https")
+            and bool(parts.hostname)
+            and parts.port != 0
+            and parts.username is None
+        )
         why = f"this one has scheme {parts.scheme!r} and host {parts.hostname!r}"
     except ValueError as error:
         good, why = False, f"this one has none: {error}"
     if not good or any(character.isspace() or not character.isprintable() for character in url):
         raise UserError(
-            f"alerts.webhook must be an address such as https://hooks.example.com/path, without user and spaces; {why}."
+            "alerts.webhook must be an address such as https://hooks.example.com/path, without user and "
+            f"spaces; {why}."
         )
 
 
 class Alerts:
     """Sends alerts of one attempt; neither delays nor ends a run. Threads may share it.
 
-    A line of text is printed for each alert; the file and the webhook get an object with `kind`, `step`, `time`,
-    `host`, `message`, `values` and `suppressed`: alerts of this kind since the last one that was sent. The webhook's
-    has `text` too, which chat services show.
+    A line of text is printed for each alert; the file and the webhook get an object with `kind`, `step`,
+    `time`, `host`, `message`, `values` and `suppressed`: alerts of this kind since the last one that was
+    sent. The webhook's has `text` too, which chat services show.
 
     Args:
       workdir: folder that a relative `alerts.file` is in.
@@ -132,7 +144,9 @@ class Alerts:
         backoff: Backoff = RETRIES,
     ) -> None:
         if spec.webhook == HIDDEN:
-            raise UserError(f"alerts.webhook={HIDDEN} is what config.txt keeps of an address. Set the address itself.")
+            raise UserError(
+                f"alerts.webhook={HIDDEN} is what config.txt keeps of an address. Set the address itself."
+            )
         self._spec = spec
         self._say = say or _print
         self._file = None if spec.file is None else AppendFile(workdir / spec.file, say=say)
@@ -165,10 +179,14 @@ class Alerts:
         if self._file is not None:
             self._file.append((json.dumps(alert, allow_nan=False) + "\n").encode())
         if self._post is not None:
-            self._post.put(json.dumps({"text": f"{alert['host']}: {text}", **alert}, allow_nan=False).encode())
+            self._post.put(
+                json.dumps({"text": f"{alert['host']}: {text}", **alert}, allow_nan=False).encode()
+            )
 
     def close(self) -> None:
-        """Waits at most `TIMEOUT_S` until the webhook has everything, says what is lost, and closes the file."""
+        """Waits at most `TIMEOUT_S` until the webhook has everything, says what is lost, and closes the
+        file.
+        """
         if self._post is not None:
             self._post.close()
         if self._file is not None:

@@ -1,4 +1,6 @@
-"""Files to which a run appends records, and whose trouble never ends it; and lines that are none, set aside."""
+"""Files to which a run appends records, and whose trouble never ends it; and lines that are none, set
+aside.
+"""
 
 import contextlib
 import json
@@ -24,7 +26,9 @@ class WriteTrouble:
         self._why: str | None = None
 
     def failed(self, error: OSError, meanwhile: str) -> None:
-        """Says why the file cannot be written, and what happens meanwhile; silent until `worked` or `gave_up`."""
+        """Says why the file cannot be written, and what happens meanwhile; silent until `worked` or
+        `gave_up`.
+        """
         if self._why is None:
             self._why = error.strerror or str(error)
             self._say(f"warning: {self._path} cannot be written ({self._why}): training goes on, {meanwhile}")
@@ -45,8 +49,9 @@ class WriteTrouble:
 class AppendFile:
     """File of records, such as lines, that several threads append to.
 
-    A record is written in one system call, so that after a kill it is complete or absent. While the disk is full, away
-    or read-only, records are kept in memory, up to `KEPT_BYTES`, and written in order as soon as that works again.
+    A record is written in one system call, so that after a kill it is complete or absent. While the disk is
+    full, away or read-only, records are kept in memory, up to `KEPT_BYTES`, and written in order as soon as
+    that works again.
 
     Args:
       path: the file; it is opened, and its folder made, at the first record.
@@ -56,7 +61,12 @@ class AppendFile:
     """
 
     def __init__(
-        self, path: Path, *, say: Callable[[str], None] | None = None, mode: int = 0o666, durable: bool = False
+        self,
+        path: Path,
+        *,
+        say: Callable[[str], None] | None = None,
+        mode: int = 0o666,
+        durable: bool = False,
     ) -> None:
         self._path = path
         self._mode = mode
@@ -135,7 +145,9 @@ def _write_record(file: int, record: bytes) -> None:
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object in a line; None if there is none: garbage, half a line, or two halves run together."""
+    """Returns the JSON object in a line; None if there is none: garbage, half a line, or two halves run
+    together.
+    """
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -144,7 +156,8 @@ def parsed(line: bytes) -> dict[str, Any] | None:
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool | None]) -> int:
-    """Rewrites a file of JSON lines; returns how many lines were bad and are now in `<name>.damaged` beside it.
+    """Rewrites a file of JSON lines; returns how many lines were bad and are now in `<name>.damaged` beside
+    it.
 
     Atomic: a kill leaves the old or the new file. A file without anything to remove is left alone.
 
@@ -175,7 +188,10 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool | None]) -> int
 
 def aside_text(path: Path, count: int) -> str:
     """Line that says where bad lines are."""
-    return f"warning: {count} line{'s' if count > 1 else ''} of {path} could not be read; moved to {path.name}.damaged"
+    return (
+        f"warning: {count} line{'s' if count > 1 else ''} of {path} could not be read; moved to "
+        f"{path.name}.damaged"
+    )
 
 
 def _to_stderr(text: str) -> None:

@@ -1,7 +1,7 @@
 """Event files for TensorBoard, written record by record so that a full disk never stops a run.
 
-tensorboardX's SummaryWriter writes in a thread: on a full disk the thread ends, and once its queue holds 10 events the
-next `add_scalar` waits for ever.
+tensorboardX's SummaryWriter writes in a thread: on a full disk the thread ends, and once its queue holds 10
+events the next `add_scalar` waits for ever.
 """
 
 import socket

@@ -1,14 +1,15 @@
-"""Goodput ledger: divides a run's wall time over all attempts into categories; goodput is the share of training.
+"""Goodput ledger: divides a run's wall time over all attempts into categories; goodput is the share of
+training.
 
     with Ledger(workdir, start_step=step, started_s=time.time()) as ledger:
         with ledger.during("compile"): ...
         ledger.step_done(step)  # once per step, when its results are ready
         ledger.write(step)      # instead, at every logged line
 
-Within an attempt exactly one category is current and gets the time since the last change, so the categories sum to the
-attempt. At every logged line the new seconds are appended to `goodput.jsonl`. A SIGKILL loses the seconds after the
-last line; they count as idle, like the time until the next attempt. `goodput.json` has the sum of all attempts. The
-categories are those of ml-goodput-measurement, with clock loss added.
+Within an attempt exactly one category is current and gets the time since the last change, so the categories
+sum to the attempt. At every logged line the new seconds are appended to `goodput.jsonl`. A SIGKILL loses the
+seconds after the last line; they count as idle, like the time until the next attempt. `goodput.json` has the
+sum of all attempts. The categories are those of ml-goodput-measurement, with clock loss added.
 """
 
 import contextlib
@@ -29,14 +30,17 @@ from jtrain.telemetry.append_file import AppendFile, WriteTrouble, aside_text, k
 FILE = "goodput.json"
 EVENTS = "goodput.jsonl"
 
-type Category = Literal["startup", "compile", "data_wait", "compute", "checkpoint", "evaluation", "redone", "idle"]
+type Category = Literal[
+    "startup", "compile", "data_wait", "compute", "checkpoint", "evaluation", "redone", "idle"
+]
 """Recorded category; `redone` is a step that an earlier attempt had already logged."""
 
 CATEGORIES = (
     "startup", "compile", "data_wait", "compute", "exposed_communication", "clock_loss", "checkpoint", "evaluation",
     "redone", "idle",
 )  # fmt: skip
-"""Reported categories; the newest trace gives the shares of recorded `compute` for communication and clock loss."""
+"""Reported categories; the newest trace gives the shares of recorded `compute` for communication and clock
+loss."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +78,14 @@ def read_events(path: Path) -> list[AttemptTimes]:
             attempts.append(AttemptTimes(event["time_s"], event["time_s"], {}, event["step"]))
             continue
         if not attempts:  # the line of the start was damaged
-            attempts.append(AttemptTimes(event["time_s"] - sum(event["seconds"].values()), event["time_s"], {}, 0))
+            attempts.append(
+                AttemptTimes(event["time_s"] - sum(event["seconds"].values()), event["time_s"], {}, 0)
+            )
         last = attempts[-1]
         seconds = {key: last.seconds.get(key, 0.0) + event["seconds"].get(key, 0.0) for key in CATEGORIES}
-        attempts[-1] = AttemptTimes(last.start_s, event["time_s"], seconds, max(last.last_step, event["step"]))
+        attempts[-1] = AttemptTimes(
+            last.start_s, event["time_s"], seconds, max(last.last_step, event["step"])
+        )
     return attempts
 
 
@@ -99,25 +107,32 @@ def _is_event(line: dict[str, Any]) -> bool:
 
 
 def newest_shares(workdir: Path) -> tuple[float, float] | None:
-    """Shares of exposed communication and clock loss in the step time without data wait, in the newest breakdown.
+    """Shares of exposed communication and clock loss in the step time without data wait, in the newest
+    breakdown.
 
     None if there is no readable breakdown.
     """
     files: list[Path] = []
     with contextlib.suppress(OSError):  # the disk is away, or somebody deletes profiles
-        files = sorted((workdir / "profile").glob("*/breakdown.json"), key=lambda path: path.stat().st_mtime_ns)
+        files = sorted(
+            (workdir / "profile").glob("*/breakdown.json"), key=lambda path: path.stat().st_mtime_ns
+        )
     for path in reversed(files):
         with contextlib.suppress(ValueError, KeyError, TypeError, OSError):
             steps = [(step["duration_s"], step["parts"]) for step in json.loads(path.read_text())["steps"]]
             running_s = sum(duration_s - (parts["data_wait"] or 0.0) for duration_s, parts in steps)
-            lost = [sum(parts[name] or 0.0 for _, parts in steps) for name in ("exposed_communication", "clocks")]
+            lost = [
+                sum(parts[name] or 0.0 for _, parts in steps) for name in ("exposed_communication", "clocks")
+            ]
             if running_s > 0:
                 return lost[0] / running_s, lost[1] / running_s
     return None
 
 
 def summarise(attempts: list[AttemptTimes], shares: tuple[float, float] | None) -> dict[str, Any]:
-    """Contents of goodput.json; the categories sum to `wall_s`, the time from the first start to the last end."""
+    """Contents of goodput.json; the categories sum to `wall_s`, the time from the first start to the last
+    end.
+    """
     gaps_s = sum(after.start_s - before.end_s for before, after in itertools.pairwise(attempts))
     total = {name: sum(attempt.seconds.get(name, 0.0) for attempt in attempts) for name in CATEGORIES}
     total["idle"] += gaps_s
@@ -126,13 +141,21 @@ def summarise(attempts: list[AttemptTimes], shares: tuple[float, float] | None) 
     total["clock_loss"] = clocks * total["compute"]
     total["compute"] *= 1.0 - communication - clocks
     wall_s = attempts[-1].end_s - attempts[0].start_s
-    notes = [] if shares else ["no trace yet: compute includes exposed communication and clock loss; SIGUSR1 traces"]
+    notes = (
+        []
+        if shares
+        else ["no trace yet: compute includes exposed communication and clock loss; SIGUSR1 traces"]
+    )
     return {
         "wall_s": wall_s,
         "goodput": total["compute"] / wall_s if wall_s > 0 else 0.0,
         "categories": total,
         "attempts": [
-            {"start": attempt.start_s, "end": attempt.end_s, "seconds": {k: v for k, v in attempt.seconds.items() if v}}
+            {
+                "start": attempt.start_s,
+                "end": attempt.end_s,
+                "seconds": {k: v for k, v in attempt.seconds.items() if v},
+            }
             for attempt in attempts
         ],
         "notes": notes,
@@ -140,9 +163,13 @@ def summarise(attempts: list[AttemptTimes], shares: tuple[float, float] | None) 
 
 
 def line(summary: Mapping[str, Any]) -> str:
-    """Summary line `goodput 81.2 % of 120 s in 2 attempts: compute 97.4 s, ...`, largest first, without zeros."""
+    """Summary line `goodput 81.2 % of 120 s in 2 attempts: compute 97.4 s, ...`, largest first, without
+    zeros.
+    """
     spent = sorted(summary["categories"].items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in spent if seconds >= 0.05)
+    shown = ", ".join(
+        f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in spent if seconds >= 0.05
+    )
     attempts = len(summary["attempts"])
     in_attempts = f" in {attempts} attempts" if attempts > 1 else ""
     return f"goodput {summary['goodput']:.1%} of {summary['wall_s']:.1f} s{in_attempts}: {shown}"
@@ -198,7 +225,9 @@ class Ledger:
         self._current = category
 
     def training(self) -> None:
-        """Charges time from now on to steps: `redone` up to the last step of earlier attempts, then `compute`."""
+        """Charges time from now on to steps: `redone` up to the last step of earlier attempts, then
+        `compute`.
+        """
         self.enter("redone" if self._step < self._redone_until else "compute")
 
     @contextlib.contextmanager
@@ -250,17 +279,25 @@ class Ledger:
         return AttemptTimes(before.start_s, end_s, seconds, max(before.last_step, step))
 
     def write(self, step: int, *, last: bool = False) -> dict[str, Any]:
-        """Records that `step` is done, appends the new seconds to goodput.jsonl, writes and returns goodput.json."""
+        """Records that `step` is done, appends the new seconds to goodput.jsonl, writes and returns
+        goodput.json.
+        """
         self.step_done(step)
         pending = {name: seconds for name, seconds in self._pending.items() if seconds}
         self._attempt, self._pending = self._until_now(step), {}
         summary = summarise([*self._earlier, self._attempt], self._shares)
         self._append(
-            {"event": "end" if last else "interval", "time_s": self._attempt.end_s, "step": step, "seconds": pending}
+            {
+                "event": "end" if last else "interval",
+                "time_s": self._attempt.end_s,
+                "step": step,
+                "seconds": pending,
+            }
         )
         if self._file is not None:
             try:
-                # durable=False saves 10 ms at every logged line; the file can be computed again from goodput.jsonl.
+                # durable=False saves 10 ms at every logged line; the file can be computed again from
+                # goodput.jsonl.
                 write_whole(self._workdir / FILE, json.dumps(summary, indent=1) + "\n", durable=False)
                 self._sum_trouble.worked()
             except OSError as error:

@@ -16,7 +16,8 @@ NOTES = "data.log"
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """Result on one held-out set, the fields of a line of an evaluation: null for the split if data.eval_fraction=0.
+    """Result on one held-out set, the fields of a line of an evaluation: null for the split if
+    data.eval_fraction=0.
 
     loss_nats: cross entropy per token, over all valid targets.
     loss_standard_error: of the loss, over documents; None if there is only one.
@@ -55,15 +56,17 @@ class TrainLine:
     data_retries: reads repeated so far by process 0's Source Loaders.
     data_tokens: tokens by source; sources without tokens are left out.
     data_queue: runs requested from each Source Loader of process 0 and not yet read.
-    data_memory_mib, host_rss_mib: resident memory of process 0's Source Loaders, and of process 0, with shared pages.
+    data_memory_mib, host_rss_mib: resident memory of process 0's Source Loaders, and of process 0, with
+      shared pages.
 
     Mean since the last line:
     tokens_per_s: valid targets per second of wall time.
     step_time_ms: wall time per step, everything included.
     data_wait_ms: part of step_time_ms spent waiting for the next batch.
     mfu: model FLOP/s over the devices' peak.
-    straggler_score: per host and device, 1 = fastest, lower = straggler; hosts: share of the step time that would
-      remain if the host were as fast as the fastest; devices: clock over the highest clock, if clocks are known.
+    straggler_score: per host and device, 1 = fastest, lower = straggler; hosts: share of the step time that
+      would remain if the host were as fast as the fastest; devices: clock over the highest clock, if clocks
+      are known.
     clock_mhz, power_w: clock of the cores and power of a device, mean over devices.
     joules_per_token: energy per token, all devices.
 
@@ -71,7 +74,8 @@ class TrainLine:
     skipped_updates: updates not applied because of bad numbers, over all attempts.
     device_memory_peak_gib: highest memory of process 0's fullest device.
     compile_count: train steps compiled by this attempt; 1 unless an argument changed.
-    step_time_p50_ms, step_time_p90_ms, step_time_p99_ms: percentiles of step times, without evaluations and saves.
+    step_time_p50_ms, step_time_p90_ms, step_time_p99_ms: percentiles of step times, without evaluations and
+      saves.
     """
 
     step: int
@@ -128,8 +132,8 @@ class MetricsSpec:
 def encode(values: dict[str, Any]) -> str:
     """Encodes values as one line of valid JSON.
 
-    Floats are written by `repr`, so reading them gives the same bits. NaN and infinities, which JSON does not have,
-    become null, and a field `message` names them.
+    Floats are written by `repr`, so reading them gives the same bits. NaN and infinities, which JSON does not
+    have, become null, and a field `message` names them.
     """
     lost: dict[str, float] = {}
 
@@ -148,13 +152,16 @@ def encode(values: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics.jsonl, without those that a kill, a full disk or a damaged one made unreadable."""
+    """Reads the lines of a metrics.jsonl, without those that a kill, a full disk or a damaged one made
+    unreadable.
+    """
     lines = [parsed(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     return [line for line in lines if line is not None and _has_step(line)]
 
 
 def drop_after(path: Path, step: int) -> int:
-    """Drops the lines of `path` after `step`, and moves unreadable ones to `<name>.damaged`; returns their number.
+    """Drops the lines of `path` after `step`, and moves unreadable ones to `<name>.damaged`; returns their
+    number.
 
     Atomic: a kill leaves the old or the new file.
     """

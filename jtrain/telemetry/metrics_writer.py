@@ -1,4 +1,6 @@
-"""Writer of a run's metrics to metrics.jsonl, TensorBoard, data.log and the terminal; no failed write ends a run."""
+"""Writer of a run's metrics to metrics.jsonl, TensorBoard, data.log and the terminal; no failed write ends a
+run.
+"""
 
 import contextlib
 import dataclasses
@@ -11,21 +13,31 @@ from jtrain.runtime.secrets import without_secrets
 from jtrain.telemetry.alerts import AlertKind, Alerts, AlertsSpec
 from jtrain.telemetry.append_file import AppendFile, aside_text
 from jtrain.telemetry.event_file import EventFile
-from jtrain.telemetry.metrics import EVENTS, FILE, NOTES, EvalResult, MetricsSpec, TrainLine, drop_after, encode
+from jtrain.telemetry.metrics import (
+    EVENTS,
+    FILE,
+    NOTES,
+    EvalResult,
+    MetricsSpec,
+    TrainLine,
+    drop_after,
+    encode,
+)
 from jtrain.telemetry.run_progress import PlainProgress, ProgressStream, RunProgressBar
 
 
 class Metrics:
     """Writes a run's metrics; in processes other than 0 every method does nothing.
 
-    Each line is written to the operating system before the method returns, so that a later SIGKILL does not lose it.
-    No method raises OSError: a full disk or a closed terminal costs lines, which is said (`AppendFile`), not the run.
+    Each line is written to the operating system before the method returns, so that a later SIGKILL does not
+    lose it. No method raises OSError: a full disk or a closed terminal costs lines, which is said
+    (`AppendFile`), not the run.
 
     Args:
       workdir: folder for metrics.jsonl, data.log and tensorboard/.
       num_steps: number of steps of the whole run.
-      start_step: the restored step, 0 for a new run. Later lines of earlier attempts are dropped, so that the file is
-        one history; lines that cannot be read are moved to metrics.jsonl.damaged.
+      start_step: the restored step, 0 for a new run. Later lines of earlier attempts are dropped, so that the
+        file is one history; lines that cannot be read are moved to metrics.jsonl.damaged.
       stream: stream for progress: a bar on a terminal, else a line per logged step.
       alerts: who gets alerts; None for nobody.
 
@@ -55,7 +67,9 @@ class Metrics:
             return
         self._workdir, self._tensorboard = workdir, spec.tensorboard
         shown_on = sys.stdout if stream is None else stream
-        self._progress = (RunProgressBar if shown_on.isatty() else PlainProgress)(shown_on, num_steps, start_step)
+        self._progress = (RunProgressBar if shown_on.isatty() else PlainProgress)(
+            shown_on, num_steps, start_step
+        )
         self._open(start_step)
         # 0600: it names files of the data, and an address may hold a secret that nothing marks as one.
         self._notes = AppendFile(workdir / NOTES, say=self.say, mode=0o600)
@@ -83,7 +97,9 @@ class Metrics:
         try:
             self._open(step)
         except OSError as error:
-            self.say(f"warning: {self._workdir / FILE} keeps lines after step {step}, which come again: {error}")
+            self.say(
+                f"warning: {self._workdir / FILE} keeps lines after step {step}, which come again: {error}"
+            )
             self._reopen(step)
 
     def train(self, line: TrainLine) -> None:
@@ -95,9 +111,14 @@ class Metrics:
                 self._progress.train(line)
 
     def evaluation(self, step: int, split: EvalResult | None, sets: dict[str, EvalResult]) -> None:
-        """Writes the line of an evaluation after `step`: the result on the split, if any, and on `eval.sets`."""
+        """Writes the line of an evaluation after `step`: the result on the split, if any, and on
+        `eval.sets`.
+        """
         names = [field.name for field in dataclasses.fields(EvalResult)]
-        line: dict[str, Any] = {"step": step, **{f"eval_{name}": getattr(split, name, None) for name in names}}
+        line: dict[str, Any] = {
+            "step": step,
+            **{f"eval_{name}": getattr(split, name, None) for name in names},
+        }
         line["eval_sets"] = {name: dataclasses.asdict(result) for name, result in sets.items()}
         self._write(line, "eval")
         if self._progress is not None:
@@ -108,7 +129,9 @@ class Metrics:
     def goodput(self, step: int, seconds_by_category: dict[str, float]) -> None:
         """Writes the run's wall time so far by goodput category to TensorBoard; goodput.json has it too."""
         if self._events is not None:
-            self._events.add(step, ((f"goodput/{name}_s", seconds) for name, seconds in seconds_by_category.items()))
+            self._events.add(
+                step, ((f"goodput/{name}_s", seconds) for name, seconds in seconds_by_category.items())
+            )
 
     def say(self, text: str) -> None:
         """Prints a line of text, above the bar if there is one."""
@@ -117,7 +140,9 @@ class Metrics:
                 self._progress.say(text)
 
     def note(self, step: int, text: str) -> None:
-        """Prints a message of the data plane, and appends it to data.log, both without secrets in addresses."""
+        """Prints a message of the data plane, and appends it to data.log, both without secrets in
+        addresses.
+        """
         text = without_secrets(text)
         self.say(text)
         if self._notes is not None:
@@ -154,7 +179,9 @@ class Metrics:
 
 
 def _without_reader() -> contextlib.AbstractContextManager[None]:
-    """Context in which a stream may be broken: its reader has gone, its terminal is closed, or its disk is full."""
+    """Context in which a stream may be broken: its reader has gone, its terminal is closed, or its disk is
+    full.
+    """
     return contextlib.suppress(OSError)
 
 

@@ -37,7 +37,9 @@ def _where(sharding: Any) -> str:
 
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return "none, on the host" if sharding is None else str(sharding)
-    axes = " ".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items() if size > 1) or "one device"
+    axes = (
+        " ".join(f"{axis}={size}" for axis, size in sharding.mesh.shape.items() if size > 1) or "one device"
+    )
     return f"{sharding.spec} of {axes}, {sharding.memory_kind}"
 
 
@@ -61,7 +63,8 @@ class Compilations:
     Checks the size of the function's cache (0.1 us); the arguments are inspected only when it has grown.
 
     Args:
-      function: the result of `jax.jit`; its `_cache_size` is private, but jax's own tests count compilations by it.
+      function: the result of `jax.jit`; its `_cache_size` is private, but jax's own tests count compilations
+        by it.
       names: names of its arguments for messages.
     """
 
@@ -93,7 +96,9 @@ class Compilations:
 
 
 class CompileSeconds:
-    """Calls `compiled(seconds)` for each program compiled inside the `with` block on the thread that created it."""
+    """Calls `compiled(seconds)` for each program compiled inside the `with` block on the thread that created
+    it.
+    """
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled

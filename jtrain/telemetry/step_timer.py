@@ -6,7 +6,8 @@ import numpy as np
 
 PERCENTILES = (50, 90, 99)
 RECENT_STEPS = 1000
-"""Steps that percentiles are taken over: enough for the 99th, and few enough to follow changes within hours."""
+"""Steps that percentiles are taken over: enough for the 99th, and few enough to follow changes within
+hours."""
 
 
 class StepTimes:
@@ -25,14 +26,17 @@ class StepTimes:
         """Seconds at `PERCENTILES`; None before the first step."""
         if not self._count:
             return None
-        return tuple(float(x) for x in np.percentile(self._seconds[: min(self._count, RECENT_STEPS)], PERCENTILES))
+        return tuple(
+            float(x) for x in np.percentile(self._seconds[: min(self._count, RECENT_STEPS)], PERCENTILES)
+        )
 
 
 def host_scores(own_s: Sequence[float], step_s: float) -> dict[str, float]:
     """Straggler score per host, 1.0 = fastest, lower = straggler.
 
-    The score is the fraction of the step time that would remain if this host were as fast as the fastest. Steps take
-    equally long on all hosts, since each waits for the slowest; so hosts are compared by their own time.
+    The score is the fraction of the step time that would remain if this host were as fast as the fastest.
+    Steps take equally long on all hosts, since each waits for the slowest; so hosts are compared by their own
+    time.
 
     Args:
       own_s: for each host, seconds per step in which it does not wait for its devices.
@@ -43,7 +47,9 @@ def host_scores(own_s: Sequence[float], step_s: float) -> dict[str, float]:
 
 
 def device_scores(mhz: Sequence[float | None]) -> dict[str, float]:
-    """Straggler score per device: its clock over the highest clock; devices with an unknown clock are left out."""
+    """Straggler score per device: its clock over the highest clock; devices with an unknown clock are left
+    out.
+    """
     known = {index: value for index, value in enumerate(mhz) if value is not None}
     best = max(known.values(), default=0.0)
     return {f"device {index}": value / best for index, value in known.items() if best > 0}

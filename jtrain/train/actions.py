@@ -50,7 +50,8 @@ class Cadence:
         """Returns the actions after `step`.
 
         Args:
-          is_save_due: `checkpoint.every_steps` asks for a save here, or one of an earlier step is still to be made.
+          is_save_due: `checkpoint.every_steps` asks for a save here, or one of an earlier step is still to be
+            made.
           stop_requested: a process of the run is to stop; nothing is evaluated for that.
           data_ended: the data has no batch for another step.
         """
@@ -59,7 +60,8 @@ class Cadence:
         save = is_save_due or is_last
         return Actions(
             is_last=is_last,
-            evaluate=self.evaluate_every_steps is not None and (is_complete or step % self.evaluate_every_steps == 0),
+            evaluate=self.evaluate_every_steps is not None
+            and (is_complete or step % self.evaluate_every_steps == 0),
             # A checkpoint serves a restart better than a copy in memory.
             copy=self.copy_every_steps is not None and not save and step % self.copy_every_steps == 0,
             save=save,

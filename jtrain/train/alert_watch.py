@@ -25,7 +25,8 @@ _LEAST_STEPS = 16
 """Steps whose losses are compared, and how many there must be."""
 
 _LEAST_RISE = 0.05
-"""Rise of the loss over the median that counts as a spike at least: the deviation of a flat loss is almost 0."""
+"""Rise of the loss over the median that counts as a spike at least: the deviation of a flat loss is almost
+0."""
 
 _STRAGGLER_LINES = 3
 
@@ -102,8 +103,8 @@ class AlertWatch(Callback):
                 self._context.metrics.alert(
                     "spike",
                     step,
-                    f"loss_nats={loss:.4f}, but the median of the last {len(self._losses)} steps is {median:.4f} "
-                    f"with a standard deviation of {sigma:.4f}",
+                    f"loss_nats={loss:.4f}, but the median of the last {len(self._losses)} steps is "
+                    f"{median:.4f} with a standard deviation of {sigma:.4f}",
                     loss_nats=loss,
                     median=median,
                     sigma=sigma,
@@ -150,7 +151,9 @@ class AlertWatch(Callback):
         line = self._context.metrics.last
         if line is None:
             return
-        slow = {name: score for name, score in line.straggler_score.items() if score < self._spec.straggler_score}
+        slow = {
+            name: score for name, score in line.straggler_score.items() if score < self._spec.straggler_score
+        }
         self._slow_lines = collections.Counter({name: self._slow_lines[name] + 1 for name in slow})
         lasting = {name: slow[name] for name, lines in self._slow_lines.items() if lines >= _STRAGGLER_LINES}
         if lasting:
@@ -158,8 +161,8 @@ class AlertWatch(Callback):
             self._context.metrics.alert(
                 "straggler",
                 step,
-                f"{worst} has straggler_score {lasting[worst]:.2f} in {_STRAGGLER_LINES} lines of metrics or more "
-                f"(1 = fastest; alerts.straggler_score={self._spec.straggler_score:g})",
+                f"{worst} has straggler_score {lasting[worst]:.2f} in {_STRAGGLER_LINES} lines of metrics or "
+                f"more (1 = fastest; alerts.straggler_score={self._spec.straggler_score:g})",
                 **lasting,
             )
 

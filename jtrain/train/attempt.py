@@ -51,8 +51,8 @@ def train(
 
     Args:
       run: the run, built and validated.
-      workdir: created if missing; gets config.txt, run.json, plan.txt, metrics.jsonl, goodput.json, tensorboard/,
-        checkpoints/ and profile/.
+      workdir: created if missing; gets config.txt, run.json, plan.txt, metrics.jsonl, goodput.json,
+        tensorboard/, checkpoints/ and profile/.
       config_text: the flat config, kept in the workdir and in every checkpoint.
       started_s: start of this attempt, in seconds since the epoch; None for now.
       allow_change: names in `resume.CHANGEABLE` of fields that may differ from the run in `workdir`.
@@ -62,7 +62,8 @@ def train(
       devices: those of `run.mesh`, of each process equally many; None for all that are here.
 
     Raises:
-      UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data ...
+      UserError: the run cannot start: it does not fit, the workdir belongs to another run, there is no data
+        ...
       BadNumbers: bad losses or gradient norms end the run, as `guard` says.
       HardwareFault: a step gave other bits when it was run again.
       MemoryExhausted: a device ran out of memory although the plan fitted.
@@ -88,10 +89,14 @@ def train(
         explained(job, setup.optimizer, mesh, available=setup.memory_bytes),
         Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order) as checkpoints,
         StopRequest() as stop,
-        Callbacks([*watchers, integrity, *built_in_callbacks(run, workdir, lock), *user_callbacks]) as callbacks,
+        Callbacks(
+            [*watchers, integrity, *built_in_callbacks(run, workdir, lock), *user_callbacks]
+        ) as callbacks,
         _local_memory(setup, workdir, config_text) as local,
     ):
-        check_same_run(workdir, config_text, allow=allow_change)  # again: the folder may have been empty before
+        check_same_run(
+            workdir, config_text, allow=allow_change
+        )  # again: the folder may have been empty before
         if jax.process_index() == 0:
             plan = plan_text(job, available=setup.memory_bytes)
             write_run_files(workdir, config_text, mesh, num_processes=jax.process_count(), plan=plan)
@@ -143,7 +148,9 @@ def train(
     return DONE if is_complete else STOPPED
 
 
-def _local_memory(setup: Setup, workdir: Path, config_text: str) -> AbstractContextManager[LocalMemory | None]:
+def _local_memory(
+    setup: Setup, workdir: Path, config_text: str
+) -> AbstractContextManager[LocalMemory | None]:
     """Local memory of a run; none if its config keeps no state there."""
     if setup.run.checkpoint.local_every_steps is None:
         return contextlib.nullcontext()

@@ -6,9 +6,9 @@
     repeats     the replay gave the same bits: the data or the arithmetic is bad. Those batches are left out for good
     differs     the replay gave other bits: a device computes wrongly, and the process ends with `HardwareFault`
 
-Every entry is a line of `bad_steps.jsonl` in the workdir. The batches to leave out are read from it at each start, so
-that a killed run leaves out the same ones. On a full disk entries wait in memory; a run that loses them finds the same
-bad steps again. All processes see the same numbers, and decide the same.
+Every entry is a line of `bad_steps.jsonl` in the workdir. The batches to leave out are read from it at each
+start, so that a killed run leaves out the same ones. On a full disk entries wait in memory; a run that loses
+them finds the same bad steps again. All processes see the same numbers, and decide the same.
 """
 
 import contextlib
@@ -85,7 +85,11 @@ class Numbers:
     @property
     def bad(self) -> tuple[str, ...]:
         """Names of the bad numbers; `state` if the new state is not finite."""
-        names = [name for name, value, most in zip(_NAMES, self.values, self.bounds, strict=True) if not value <= most]
+        names = [
+            name
+            for name, value, most in zip(_NAMES, self.values, self.bounds, strict=True)
+            if not value <= most
+        ]
         names += [name for name, value in zip(_NAMES, self.values, strict=True) if math.isinf(value)]
         return tuple(dict.fromkeys(names + ["state"] * bool(self.by_device[:, 1].any())))
 
@@ -151,7 +155,9 @@ class BadSteps:
         return self._origin
 
     def in_doubt(self, step: int) -> bool:
-        """True if the numbers of `step` were bad and no replay has repeated them: its state is not to be saved."""
+        """True if the numbers of `step` were bad and no replay has repeated them: its state is not to be
+        saved.
+        """
         return step in self._bad
 
     def check(
@@ -187,10 +193,19 @@ class BadSteps:
         step, spec = numbers.step, self._spec
         recent = sum(step - WINDOW < one for one in self._bad)
         where = self._named(numbers.strange_devices)
-        why = f"{' and '.join(numbers.bad)} bad at step {step}: {numbers.shown}; batch_hash={numbers.batch_hash}"
-        why += f"; not finite on {where}" if where and len(numbers.strange_devices) < len(numbers.by_device) else ""
+        why = (
+            f"{' and '.join(numbers.bad)} bad at step {step}: {numbers.shown}; "
+            f"batch_hash={numbers.batch_hash}"
+        )
+        why += (
+            f"; not finite on {where}"
+            if where and len(numbers.strange_devices) < len(numbers.by_device)
+            else ""
+        )
         finite = "state" not in numbers.bad and bool(np.isfinite(numbers.values).all())
-        self._alert("spike" if finite else "nan", step, why, **dict(zip(_NAMES, numbers.values.tolist(), strict=True)))
+        self._alert(
+            "spike" if finite else "nan", step, why, **dict(zip(_NAMES, numbers.values.tolist(), strict=True))
+        )
         known = documents()
         entry: dict[str, Any] = {"step": step, "action": "found", "bad": list(numbers.bad)}
         entry |= dict(zip(_NAMES, numbers.values.tolist(), strict=True)) | {"batch_hash": numbers.batch_hash}
@@ -206,13 +221,16 @@ class BadSteps:
         returns = [one for one in self._returns if one > step - WINDOW]
         if len(returns) >= spec.max_rollbacks:
             raise self._exhausted(numbers, why, returns)
-        # A corrupt weight may have been saved before the loss showed it, so the replay begins well before that.
+        # A corrupt weight may have been saved before the loss showed it, so the replay begins well before
+        # that.
         before = step if "state" in numbers.bad else max(min(self._bad) - CALM_STEPS, 1)
         self._go_back(step, why, before=before, nth=len(returns))
         raise WentBack
 
     def _go_back(self, step: int, why: str, *, before: int, nth: int) -> None:
-        """Chooses the checkpoint of the replay: the newest before `before`, an older one at each return soon after."""
+        """Chooses the checkpoint of the replay: the newest before `before`, an older one at each return soon
+        after.
+        """
         self._checkpoints.hold = True
         self._checkpoints.settle()
         there = [one for one in self._checkpoints.steps() if one < step]
@@ -223,10 +241,14 @@ class BadSteps:
         self._returns.append(step)
         self._write({"step": step, "action": "went back", "to": self._origin})
         to = f"the checkpoint of step {self._origin}" if self._origin else "the start"
-        self._say(f"{why}. Going back to {to}: steps {self._origin + 1} to {step} run again with the same batches.")
+        self._say(
+            f"{why}. Going back to {to}: steps {self._origin + 1} to {step} run again with the same batches."
+        )
 
     def _settle(self, numbers: Numbers, dispatched: int) -> None:
-        """Ends a replay that gave the bits of the first pass; leaves out the batch if its update breaks the state."""
+        """Ends a replay that gave the bits of the first pass; leaves out the batch if its update breaks the
+        state.
+        """
         self._until = None
         poisons = "state" in numbers.bad
         # Steps after `since` have new bounds. The devices may have judged one more step by the old ones.
@@ -235,11 +257,14 @@ class BadSteps:
             self.left_out = tuple(sorted({*self.left_out, numbers.step}))[-LEFT_OUT:]
         settled = sorted(self._bad)
         self._bad.clear()
-        self._write({"step": numbers.step, "action": "repeats", "since": self.since, "left_out": list(self.left_out)})
+        self._write(
+            {"step": numbers.step, "action": "repeats", "since": self.since, "left_out": list(self.left_out)}
+        )
         steps = f"step{'s' * (len(settled) > 1)} {first_few([str(one) for one in settled], 8)}"
         self._say(
-            f"the replay of step {numbers.step} gave the same bits, so the data or the arithmetic is bad, not the "
-            f"hardware: the update{'s' * (len(settled) > 1)} of {steps} stay{'s' * (len(settled) == 1)} left out."
+            f"the replay of step {numbers.step} gave the same bits, so the data or the arithmetic is bad, "
+            f"not the hardware: the update{'s' * (len(settled) > 1)} of {steps} "
+            f"stay{'s' * (len(settled) == 1)} left out."
         )
         if poisons:
             self._forget(self._origin)
@@ -255,7 +280,9 @@ class BadSteps:
             del self._records[next(iter(self._records))]
 
     def _decisions(self) -> tuple[tuple[int, ...], int, list[int]]:
-        """Reads the decisions of earlier attempts: batches to leave out, `since`, and the steps of recent returns."""
+        """Reads the decisions of earlier attempts: batches to leave out, `since`, and the steps of recent
+        returns.
+        """
         kept = np.zeros(2 * LEFT_OUT + 1, np.int32)
         if jax.process_index() == 0 and self._file.exists():
             try:
@@ -291,8 +318,12 @@ class BadSteps:
 
     def _fault(self, before: Numbers, now: Numbers) -> HardwareFault:
         """Returns the error for a step that gave other bits in its replay; sets later checkpoints aside."""
-        hosts = gather(np.frombuffer(socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES), np.uint8))
-        differing = np.flatnonzero((before.by_device.view(np.uint32) != now.by_device.view(np.uint32)).any(axis=1))
+        hosts = gather(
+            np.frombuffer(socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES), np.uint8)
+        )
+        differing = np.flatnonzero(
+            (before.by_device.view(np.uint32) != now.by_device.view(np.uint32)).any(axis=1)
+        )
         strange = sorted({*before.strange_devices, *now.strange_devices})
         named = strange or [int(i) for i in differing]
         processes = sorted({self._mesh.devices.flat[i].process_index for i in named})
@@ -300,22 +331,28 @@ class BadSteps:
         if not named:
             place = "Only sums over devices differ, so no single device can be named"
         elif len(named) == len(before.by_device) > 1:
-            place = f"Every device differs, so a weight or sum that all of them read was wrong before ({names})"
+            place = (
+                f"Every device differs, so a weight or sum that all of them read was wrong before ({names})"
+            )
         else:
             place = f"The numbers of {self._named(named)} differ ({names})"
         first, again = before.shown, now.shown
         aside = self._set_aside(now.step)
         self._write({"step": now.step, "action": "differs", "devices": named, "first": first, "again": again})
         return HardwareFault(
-            f"step {now.step}, run twice from the checkpoint of step {self._origin} with the same batches, gave two "
-            f"results: first {first}; then {again}. Data and arithmetic repeat bit for bit, so a device or its memory "
-            f"failed. {place}. {aside}. Replace that host; the same command goes on from the "
-            f"last checkpoint."
+            f"step {now.step}, run twice from the checkpoint of step {self._origin} with the same batches, "
+            f"gave two results: first {first}; then {again}. Data and arithmetic repeat bit for bit, so a "
+            f"device or its memory failed. {place}. {aside}. Replace that host; the same command goes on "
+            "from the last checkpoint."
         )
 
     def _set_aside(self, step: int) -> str:
-        """Renames checkpoints whose state the faulty first pass computed, from `step` - 1 on. Returns what to say."""
-        doubtful = [one for one in self._checkpoints.steps() if one >= max(step - 1, 1) and one > self._origin]
+        """Renames checkpoints whose state the faulty first pass computed, from `step` - 1 on. Returns what to
+        say.
+        """
+        doubtful = [
+            one for one in self._checkpoints.steps() if one >= max(step - 1, 1) and one > self._origin
+        ]
         if not doubtful:
             return "Nothing of it was saved"
         saved = "What its first pass saved (step {})"
@@ -336,9 +373,10 @@ class BadSteps:
 
     def _stopped(self, numbers: Numbers, why: str) -> BadNumbers:
         return BadNumbers(
-            f"{why}. guard.on_bad=stop ends the run. {self._from_before(numbers.step)} Ways on in this workdir: "
-            f"`--set guard.on_bad=skip` leaves this batch out; {_SLOWER}; precision.compute_dtype=float32 with "
-            "`--allow-change precision` shows whether precision is the cause.",
+            f"{why}. guard.on_bad=stop ends the run. {self._from_before(numbers.step)} Ways on in this "
+            f"workdir: `--set guard.on_bad=skip` leaves this batch out; {_SLOWER}; "
+            "precision.compute_dtype=float32 with `--allow-change precision` shows whether precision is the "
+            "cause.",
             step=numbers.step,
             names=numbers.bad,
         )
@@ -347,8 +385,8 @@ class BadSteps:
         return BadNumbers(
             f"{why}. The run went back {len(returns)} times within {WINDOW} steps (at steps "
             f"{', '.join(map(str, returns))}), which is guard.max_rollbacks={self._spec.max_rollbacks}. "
-            f"{self._from_before(numbers.step)} Ways on in this workdir: {_SLOWER}; a larger guard.max_rollbacks "
-            f"(up to {LEFT_OUT}) leaves out more batches.",
+            f"{self._from_before(numbers.step)} Ways on in this workdir: {_SLOWER}; a larger "
+            f"guard.max_rollbacks (up to {LEFT_OUT}) leaves out more batches.",
             step=numbers.step,
             names=numbers.bad,
         )
@@ -362,6 +400,6 @@ class BadSteps:
 
 
 _SLOWER = (
-    "half the learning rate from there on, `--set optimizer.peak_lr=... --allow-change optimizer.peak_lr` (or "
-    "optimizer.clip_norm in the same way)"
+    "half the learning rate from there on, `--set optimizer.peak_lr=... --allow-change optimizer.peak_lr` "
+    "(or optimizer.clip_norm in the same way)"
 )

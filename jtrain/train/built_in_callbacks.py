@@ -37,7 +37,9 @@ class LockWatch(Callback):
         self._lock.check()
 
     def on_error(self, error: Exception) -> None:
-        """Names the loss instead of its consequences, such as a save whose files the other run has removed."""
+        """Names the loss instead of its consequences, such as a save whose files the other run has
+        removed.
+        """
         self._lock.check()
 
 

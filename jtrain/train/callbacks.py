@@ -1,7 +1,7 @@
 """Callbacks: objects that watch the training loop. The built-in ones measure it; a run adds its own by name.
 
-A config lists user callbacks as `callbacks=("my_callbacks.py:StopAtLoss",)`: a class, or a function that returns a
-callback; either is called without arguments. Order of events in one attempt:
+A config lists user callbacks as `callbacks=("my_callbacks.py:StopAtLoss",)`: a class, or a function that
+returns a callback; either is called without arguments. Order of events in one attempt:
 
     __enter__                       before anything compiles
       with during("restore", k): if there is a checkpoint
@@ -39,9 +39,9 @@ from jtrain.telemetry.metrics_writer import Metrics
 type LoopPhase = Literal[
     "restore", "step", "dispatch", "device_wait", "data_wait", "evaluation", "checkpoint", "profile"
 ]
-"""Phase of the training loop. `device_wait` is a wait for devices, or through a collective for other processes;
-`data_wait` is the wait for a batch; `profile` is the profiler's own work. `restore` comes before the steps; all phases
-but it and `step` may be nested in `step`."""
+"""Phase of the training loop. `device_wait` is a wait for devices, or through a collective for other
+processes; `data_wait` is the wait for a batch; `profile` is the profiler's own work. `restore` comes before
+the steps; all phases but it and `step` may be nested in `step`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,9 @@ class Callback:
     def during(
         self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]
     ) -> contextlib.AbstractContextManager[None]:
-        """Context around a phase; `arguments` are the train step's in `dispatch`, and empty in other phases."""
+        """Context around a phase; `arguments` are the train step's in `dispatch`, and empty in other
+        phases.
+        """
         return contextlib.nullcontext()
 
     def on_results(self, results: StepResults) -> None:
@@ -169,7 +171,9 @@ class Callbacks:
 
     @contextlib.contextmanager
     def running(self, context: RunContext) -> Iterator[None]:
-        """Context around all steps: calls on_start before them, and after them on_end, or on_error if one failed."""
+        """Context around all steps: calls on_start before them, and after them on_end, or on_error if one
+        failed.
+        """
         for callback in self._callbacks:
             callback.on_start(context)
         try:
@@ -224,6 +228,7 @@ def _load(name: str) -> Callback:
     made = make()
     if not isinstance(made, Callback):
         raise UserError(
-            f"callbacks={name!r} makes a {type(made).__name__}, but must make a jtrain.train.callbacks.Callback."
+            f"callbacks={name!r} makes a {type(made).__name__}, but must make a "
+            "jtrain.train.callbacks.Callback."
         )
     return made

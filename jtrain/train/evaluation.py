@@ -19,13 +19,14 @@ from jtrain.telemetry.metrics import EvalResult
 
 
 class Evaluation:
-    """Evaluates parameters on the split of `data.eval_fraction`, if there is one, and on every set of `eval.sets`.
+    """Evaluates parameters on the split of `data.eval_fraction`, if there is one, and on every set of
+    `eval.sets`.
 
     Every process reads the whole of each set, and feeds its devices the rows that they need.
 
     Raises:
-      UserError: a set cannot be held out (`open_sets`), its tokenizer has more ids than the model, or processes see
-        different files of it.
+      UserError: a set cannot be held out (`open_sets`), its tokenizer has more ids than the model, or
+        processes see different files of it.
     """
 
     def __init__(self, run: Run, layout: Layout, mesh: Mesh, dataset: TextDataset) -> None:
@@ -39,8 +40,8 @@ class Evaluation:
             check_vocabulary(run.model, held_out.vocab_size, field=f"eval.sets.{name}.tokenizer")
             if not same_everywhere(held_out.fingerprint()):
                 raise UserError(
-                    f"eval.sets.{name}.path={run.eval.sets[name].path!r}: the processes of this run find different "
-                    "files there. Give every host the same files."
+                    f"eval.sets.{name}.path={run.eval.sets[name].path!r}: the processes of this run find "
+                    "different files there. Give every host the same files."
                 )
 
     def describe(self) -> list[str]:
@@ -61,7 +62,9 @@ class Evaluation:
             documents = held.document_BL[is_target_BL]
             nats += np.bincount(documents, nats_BL[is_target_BL], minlength=len(nats))
             tokens += np.bincount(documents, minlength=len(tokens))
-            text_bytes = None if text_bytes is None or held.text_bytes is None else text_bytes + held.text_bytes
+            text_bytes = (
+                None if text_bytes is None or held.text_bytes is None else text_bytes + held.text_bytes
+            )
         return eval_result(nats, tokens, text_bytes)
 
 
@@ -70,10 +73,10 @@ def eval_result(
 ) -> EvalResult:
     """Returns the mean over all tokens, its standard error, and bits per byte.
 
-    The standard error is that of a ratio of sums over documents, which are drawn independently while the tokens of a
-    document are not: with residuals r_d = nats_d - mean * tokens_d of D documents, sqrt(D / (D - 1) * sum(r_d^2)) over
-    the number of tokens. It tells how much the mean would differ with other documents, so it holds for one model; two
-    models that are evaluated on the same documents differ by less.
+    The standard error is that of a ratio of sums over documents, which are drawn independently while the
+    tokens of a document are not: with residuals r_d = nats_d - mean * tokens_d of D documents, sqrt(D / (D -
+    1) * sum(r_d^2)) over the number of tokens. It tells how much the mean would differ with other documents,
+    so it holds for one model; two models that are evaluated on the same documents differ by less.
 
     Args:
       nats: sum over the targets of each document.

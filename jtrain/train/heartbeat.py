@@ -12,7 +12,9 @@ from jtrain.train.trace_windows import MODULE
 
 
 class Heartbeat(Callback):
-    """Announces every phase of the loop; after the first step also the collectives of the compiled program."""
+    """Announces every phase of the loop; after the first step also the collectives of the compiled
+    program.
+    """
 
     def __init__(self, heart: Heart) -> None:
         self._heart = heart
@@ -36,13 +38,16 @@ class Heartbeat(Callback):
         self._heart.enter("ending")
 
     def _collectives(self) -> str:
-        """Collectives of the compiled step in words; the heart's thread calls it, and must not end by an error."""
+        """Collectives of the compiled step in words; the heart's thread calls it, and must not end by an
+        error.
+        """
         try:
             rows = traffic(compiled_text(MODULE)[MODULE], self._mesh_shape)
         except Exception as error:
             return f"those of {MODULE} are not known ({error})"
         rows = [row for row in rows if row.group > 1]
         parts = [
-            f"{row.count} x {row.kind} over {', '.join(row.axes)} ({row.group} devices, {row.dtype})" for row in rows
+            f"{row.count} x {row.kind} over {', '.join(row.axes)} ({row.group} devices, {row.dtype})"
+            for row in rows
         ]
         return f"{MODULE} has {'; '.join(parts)}" if parts else ""

@@ -43,7 +43,11 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
         dtype = dtype or run.precision.param_dtype
         tokenizer = make_tokenizer(run.data.tokenizer, end_token=run.data.end_token)
         their_config = config_from_model(
-            run.model, dtype=dtype, max_seq_len=run.data.seq_len, begin_id=tokenizer.begin_id, end_id=tokenizer.end_id
+            run.model,
+            dtype=dtype,
+            max_seq_len=run.data.seq_len,
+            begin_id=tokenizer.begin_id,
+            end_id=tokenizer.end_id,
         )
         # Read in the output dtype: rounding later would hold the weights in two dtypes at once.
         params = read_params(checkpoints, step, run, lambda _: dtype)
@@ -59,8 +63,11 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
     print(f"  {', '.join(files)}")
 
 
-def import_directory(folder: Path, workdir: str, *, config: str, fiddlers: Sequence[str], sets: Sequence[str]) -> None:
-    """Writes a workdir whose step 0 has the weights of a model directory, and prints the command that trains on.
+def import_directory(
+    folder: Path, workdir: str, *, config: str, fiddlers: Sequence[str], sets: Sequence[str]
+) -> None:
+    """Writes a workdir whose step 0 has the weights of a model directory, and prints the command that trains
+    on.
 
     Raises:
       FileError: the directory cannot be read, or `workdir` is not empty.
@@ -68,14 +75,18 @@ def import_directory(folder: Path, workdir: str, *, config: str, fiddlers: Seque
     """
     home = workdir_path(workdir)
     if in_store(home):
-        raise UserError(f"{workdir}: import writes to a disk. Give a folder, and copy it to the store afterwards.")
+        raise UserError(
+            f"{workdir}: import writes to a disk. Give a folder, and copy it to the store afterwards."
+        )
     check_empty(home)
     theirs = model_from_config(read_config(folder))
     run_config = load_config(config, fiddlers, sets)
     run = build_run(run_config)
     if lines := model_differences(theirs, run.model):
         listed = "".join(f"\n  {line}" for line in lines)
-        raise UserError(f"{folder} is not the model of --config={config}:{listed}\nSet these fields by --set.")
+        raise UserError(
+            f"{folder} is not the model of --config={config}:{listed}\nSet these fields by --set."
+        )
     dataset = open_dataset(run.data, seed=run.seed)
     check_vocabulary(run.model, dataset.vocab_size)
     with open_tensors(folder) as tensors:
@@ -107,7 +118,9 @@ def _tokenizer_folder(tokenizer: str) -> Path | None:
 
 
 def _onto_device(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Converts a tree to jax arrays; empties `arrays` meanwhile, so that the weights are never in memory twice."""
+    """Converts a tree to jax arrays; empties `arrays` meanwhile, so that the weights are never in memory
+    twice.
+    """
     out: dict[str, Any] = {}
     for key in list(arrays):
         value = arrays.pop(key)

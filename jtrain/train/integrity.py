@@ -57,7 +57,9 @@ class IntegrityCheck(Callback):
         self._dtypes = [str(array.dtype) for _, array in summed_arrays(like)]
         self._first = copies(like, mesh)
         self._kept = np.array([not name.startswith(_REWRITTEN) for name in self._names])
-        self._signature = recompute.make_signature(context.run.model, layout, mesh)  # compiled when first called
+        self._signature = recompute.make_signature(
+            context.run.model, layout, mesh
+        )  # compiled when first called
         self._roll = recompute.make_roll(mesh)
 
     @contextlib.contextmanager
@@ -94,18 +96,24 @@ class IntegrityCheck(Callback):
             self._check_copies(step, returned)
             self._last = step, returned
         signatures = self._recomputed.pop(step, None)
-        if signatures is not None and not self._no_order:  # the loop is a step ahead, and so is its recomputation
+        if (
+            signatures is not None and not self._no_order
+        ):  # the loop is a step ahead, and so is its recomputation
             self._check_arithmetic(step, *signatures)
 
     def _keep_sums(self, step: int, returned: np.ndarray) -> None:
         """Writes the sums of each saved array; drops those of checkpoints that are gone."""
         file, entries = self._sums_file(), _read(self._sums_file())
-        with contextlib.suppress(Exception):  # a store that does not answer is the save's to report; all sums stay
+        with contextlib.suppress(
+            Exception
+        ):  # a store that does not answer is the save's to report; all sums stay
             there = {*files.steps(self._folder), *self._saved}
             entries = {key: value for key, value in entries.items() if int(key) in there}
         totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
         entries[str(step)] = {n: [dtype, total] for n, dtype, total in totals if not n.startswith(_REWRITTEN)}
-        with contextlib.suppress(OSError):  # a full disk is the save's to report; a restore without sums is not checked
+        with contextlib.suppress(
+            OSError
+        ):  # a full disk is the save's to report; a restore without sums is not checked
             atomic_io.write_whole(file, json.dumps(entries))
 
     def _check_restored(self, step: int, given: np.ndarray) -> None:
@@ -121,10 +129,14 @@ class IntegrityCheck(Callback):
             return
         older = [s for s in files.steps(self._folder) if s < step - 1]
         raise UserError(
-            f"the state restored from {self._folder / str(step - 1)} has other bits in {wrong[0]} "
-            f"(and {len(wrong) - 1} more arrays) than step {step - 1} computed: memory changed while it was saved or "
-            f"restored. Start again on another host; if this comes again, remove that checkpoint: "
-            + (f"the same command then goes on from step {max(older)}." if older else "there is no older one.")
+            f"the state restored from {self._folder / str(step - 1)} has other bits in {wrong[0]} (and "
+            f"{len(wrong) - 1} more arrays) than step {step - 1} computed: memory changed while it was saved "
+            "or restored. Start again on another host; if this comes again, remove that checkpoint: "
+            + (
+                f"the same command then goes on from step {max(older)}."
+                if older
+                else "there is no older one."
+            )
         )
 
     def _totals(self, sums: np.ndarray) -> list[int]:
@@ -145,8 +157,8 @@ class IntegrityCheck(Callback):
         found = [(int(array), int(device)) for device, array in wrong]
         devices = sorted({device for _, device in found})
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} gave other bits of {self._arrays([a for a, _ in found])} than step "
-            f"{step - 1} had written: memory changed between the two steps (integrity.checksums). "
+            f"step {step}: {self._named(devices)} gave other bits of {self._arrays([a for a, _ in found])} "
+            f"than step {step - 1} had written: memory changed between the two steps (integrity.checksums). "
             f"{self._way_on(step)}"
         )
 
@@ -156,11 +168,18 @@ class IntegrityCheck(Callback):
             return
         outvoted = [d for _, devices, majority in found if majority for d in devices]
         devices = sorted(set(outvoted)) or sorted({d for _, devices, _ in found for d in devices})
-        how = "differs from most" if outvoted and len(devices) == 1 else "differ from most" if outvoted else "differ"
+        how = (
+            "differs from most"
+            if outvoted and len(devices) == 1
+            else "differ from most"
+            if outvoted
+            else "differ"
+        )
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} computed another {self._arrays([array for array, _, _ in found])}: "
-            f"its copies on several devices must be equal, and these {how} (integrity.checksums). A gradient, an "
-            f"update or memory was wrong during this step. {self._way_on(step)}"
+            f"step {step}: {self._named(devices)} computed another "
+            f"{self._arrays([array for array, _, _ in found])}: its copies on several devices must be equal, "
+            f"and these {how} (integrity.checksums). A gradient, an update or memory was wrong during this "
+            f"step. {self._way_on(step)}"
         )
 
     def _check_arithmetic(self, step: int, *signatures: jax.Array) -> None:
@@ -175,19 +194,22 @@ class IntegrityCheck(Callback):
         if first and differing > len(self._devices) / 2:
             self._no_order = True
             self._context.metrics.say(
-                f"step {step}: {differing} of {len(self._devices)} devices gave other bits when a microbatch was "
-                "computed again. A kernel that adds in any order is likelier than that many faults, so this attempt "
-                "goes on without integrity.recompute_every_steps; None says the same in the config."
+                f"step {step}: {differing} of {len(self._devices)} devices gave other bits when a microbatch "
+                "was computed again. A kernel that adds in any order is likelier than that many faults, so "
+                "this attempt goes on without integrity.recompute_every_steps; None says the same in the "
+                "config."
             )
             return
         words = list(
-            dict.fromkeys(word for word, differs in zip(recompute.WORDS, other.any(axis=0), strict=True) if differs)
+            dict.fromkeys(
+                word for word, differs in zip(recompute.WORDS, other.any(axis=0), strict=True) if differs
+            )
         )
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} computed another {' and '.join(words)} for the same sequences "
-            f"than the second time, on a neighbour where there is one (integrity.recompute_every_steps). "
-            f"The check last passed at step {self._agreed}, so checkpoints after that step may be affected. "
-            f"{self._way_on(step)}"
+            f"step {step}: {self._named(devices)} computed another {' and '.join(words)} for the same "
+            "sequences than the second time, on a neighbour where there is one "
+            f"(integrity.recompute_every_steps). The check last passed at step {self._agreed}, so "
+            f"checkpoints after that step may be affected. {self._way_on(step)}"
         )
 
     def _named(self, devices: Sequence[int]) -> str:
@@ -211,18 +233,21 @@ class IntegrityCheck(Callback):
             there += [s for s in files.steps(self._folder) if s < step]
         if not there:
             return (
-                "Nothing was saved. Take the device or its host out; the same command starts again, on other hardware."
+                "Nothing was saved. Take the device or its host out; the same command starts again, on "
+                "other hardware."
             )
         return (
-            f"Nothing of step {step} was saved. Take the device or its host out; the same command goes on from the "
-            f"checkpoint of step {max(there)}, on other hardware."
+            f"Nothing of step {step} was saved. Take the device or its host out; the same command goes on "
+            f"from the checkpoint of step {max(there)}, on other hardware."
         )
 
 
 def _host_names() -> list[str]:
     """Returns the host name of each process; a collective with several."""
     name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
-    return [bytes(host).rstrip(b"\0").decode(errors="replace") for host in gather(np.frombuffer(name, np.uint8))]
+    return [
+        bytes(host).rstrip(b"\0").decode(errors="replace") for host in gather(np.frombuffer(name, np.uint8))
+    ]
 
 
 def _read(file: Path) -> dict[str, dict[str, list[Any]]]:

@@ -59,7 +59,8 @@ class Attempt:
     """Parts of one attempt of a run. Nothing here changes which parts there are once the loop runs.
 
     config_text: the flat config, kept in every checkpoint.
-    open_batches: opens the batches from a data state (None for the start of the data) and the step that it follows.
+    open_batches: opens the batches from a data state (None for the start of the data) and the step that it
+      follows.
     local: copies of the state in the hosts' memory; None if the run keeps none.
     """
 
@@ -119,10 +120,11 @@ class Loop:
             self.callbacks.on_rewind(self.step)
 
     def run_steps(self, state: TrainState, batches: Prefetch, stop: StopRequest) -> int:
-        """Runs steps until the run is complete, the data ends or a stop is requested, then saves; returns the step.
+        """Runs steps until the run is complete, the data ends or a stop is requested, then saves; returns the
+        step.
 
-        The loop takes each batch one step ahead, so it knows which one is the last. All processes plan the same batches
-        and reach the end together.
+        The loop takes each batch one step ahead, so it knows which one is the last. All processes plan the
+        same batches and reach the end together.
         """
         num_steps, bad_steps = self._cadence.num_steps, self.attempt.bad_steps
         checkpoints = self.attempt.checkpoints
@@ -166,12 +168,15 @@ class Loop:
     def _run_step(
         self, state: TrainState, fed: Fed, batches: Prefetch, stop: StopRequest
     ) -> tuple[TrainState, Fed | None, bool]:
-        """Dispatches a step; returns the new state, the next batch, and True if a stop was requested in any process."""
+        """Dispatches a step; returns the new state, the next batch, and True if a stop was requested in any
+        process.
+        """
         batch = share_batch(fed.batch, self.attempt.context.mesh)
         train_step = self.attempt.context.train_step
         with self.callbacks.during("dispatch", self.step, state, batch):
             state, metrics = train_step(state, batch)
-        # While the devices compute this step, the host prepares a save and reads the results of the previous step.
+        # While the devices compute this step, the host prepares a save and reads the results of the previous
+        # step.
         self.attempt.checkpoints.prepare()
         self._report()
         for message in fed.said:
@@ -185,12 +190,16 @@ class Loop:
         is_idle = wait_ms >= 1.0 and metrics["loss_nats"].is_ready()
         self.data_ended = has_next and next_batch is None
         stop_requested, callback_requested = self._agree(stop.requested)
-        self.callbacks.on_step(DispatchedStep(self.step, metrics, wait_ms, arrived_s, is_idle, callback_requested))
+        self.callbacks.on_step(
+            DispatchedStep(self.step, metrics, wait_ms, arrived_s, is_idle, callback_requested)
+        )
         return state, next_batch, stop_requested
 
     @_phase("data_wait")
     def _next(self, batches: Prefetch) -> Fed | None:
-        """Returns the next batch, None after the last; before an error propagates, logs the data plane's messages."""
+        """Returns the next batch, None after the last; before an error propagates, logs the data plane's
+        messages.
+        """
         try:
             with jax.profiler.TraceAnnotation("jtrain:data_wait"):
                 return next(batches, None)
@@ -201,10 +210,11 @@ class Loop:
 
     @_phase("device_wait")
     def _agree(self, stop_requested: bool) -> tuple[bool, ...]:
-        """Returns two flags that are equal in all processes: a stop is requested; a callback has `requested` set.
+        """Returns two flags that are equal in all processes: a stop is requested; a callback has `requested`
+        set.
 
-        With several processes the call waits for the step. That costs milliseconds, but all processes then stop
-        at once: schedulers kill a job soon after their warning.
+        With several processes the call waits for the step. That costs milliseconds, but all processes then
+        stop at once: schedulers kill a job soon after their warning.
         """
         return agree(stop_requested, self.callbacks.requested)
 
@@ -255,8 +265,8 @@ class Loop:
         """Saves the state, with the data state that resumes at the next batch.
 
         Raises:
-          UserError: the processes plan different batches: one skipped documents that others could read, or their files
-            differ.
+          UserError: the processes plan different batches: one skipped documents that others could read, or
+            their files differ.
         """
         attempt, data_state = self.attempt, _agreed_data_state(fed)
         with jax.profiler.TraceAnnotation("jtrain:checkpoint"):
@@ -283,9 +293,9 @@ def _agreed_data_state(fed: Fed) -> dict[str, Any]:
     data_state = fed.state()
     if not same_everywhere(json.dumps(data_state)):
         raise UserError(
-            "the processes no longer plan the same batches: one of them skipped documents that others could read, "
-            "or its files differ. data.log and the stderr of each process list the skipped documents. Nothing was "
-            "saved. Fix the files, and run again from the last checkpoint."
+            "the processes no longer plan the same batches: one of them skipped documents that others could "
+            "read, or its files differ. data.log and the stderr of each process list the skipped documents. "
+            "Nothing was saved. Fix the files, and run again from the last checkpoint."
         )
     return data_state
 

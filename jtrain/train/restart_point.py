@@ -22,7 +22,8 @@ from jtrain.train.setup import Setup
 class RestartPoint:
     """Makes the state of a step, at the start of an attempt and when a run goes back.
 
-    data_may_change: `--allow-change data`: where the data state of a checkpoint no longer fits, the data begins anew.
+    data_may_change: `--allow-change data`: where the data state of a checkpoint no longer fits, the data
+      begins anew.
     """
 
     setup: Setup
@@ -30,12 +31,14 @@ class RestartPoint:
     data_may_change: bool
 
     def newest(self, local: LocalMemory | None, *, workdir: Path, from_scratch: bool) -> Restored:
-        """Reads the newest whole checkpoint, or a state in local memory that is as new; without any, makes the first.
+        """Reads the newest whole checkpoint, or a state in local memory that is as new; without any, makes
+        the first.
 
         Its step is 0 and its data state None at the start of a run.
 
         Args:
-          workdir: folder of the run's history, which is moved aside if `from_scratch` gives up all checkpoints.
+          workdir: folder of the run's history, which is moved aside if `from_scratch` gives up all
+            checkpoints.
         """
         if local is not None:
             saved_step = self.checkpoints.latest_step() or 0
@@ -54,8 +57,8 @@ class RestartPoint:
     def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
         """Returns the state and the data state of the checkpoint of `step`.
 
-        Step 0 is the start, drawn from the seed and without a data state, unless it has a checkpoint, as an imported
-        model has.
+        Step 0 is the start, drawn from the seed and without a data state, unless it has a checkpoint, as an
+        imported model has.
         """
         if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
             setup = self.setup

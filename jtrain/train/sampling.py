@@ -67,7 +67,8 @@ def stream(
 ) -> Iterator[str]:
     """Yields the text that follows `prompt`, piece by piece, until the document ends or `max_tokens`.
 
-    The prompt is read as the beginning of a document, as in training: after the tokenizer's begin id, if it has one.
+    The prompt is read as the beginning of a document, as in training: after the tokenizer's begin id, if it
+    has one.
 
     Args:
       params: whole arrays; the dtype of the matrices is the compute dtype.
@@ -76,15 +77,17 @@ def stream(
       temperature, top_k, top_p: see `jtrain.model.kv_cache_decode.TokenSampler`.
 
     Raises:
-      UserError: prompt and answer are longer than the context, the prompt is empty and the tokenizer has no begin id,
-        or a value is out of range.
+      UserError: prompt and answer are longer than the context, the prompt is empty and the tokenizer has no
+        begin id, or a value is out of range.
     """
     sampler = TokenSampler(temperature, top_k, top_p, vocab_size=tokenizer.vocab_size)
     prompt_ids = tokenizer.encode(prompt)
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = np.asarray([*begin, *prompt_ids.tolist()], np.int32)
     if len(ids) == 0:
-        raise UserError("the prompt is empty, and this tokenizer has no id that begins a document. Give a prompt.")
+        raise UserError(
+            "the prompt is empty, and this tokenizer has no id that begins a document. Give a prompt."
+        )
     max_tokens = _max_tokens(len(ids), context=context, asked=max_tokens)
     chunks = generate_ids(
         model, params, ids, max_tokens=max_tokens, sampler=sampler, seed=seed, end_id=tokenizer.end_id
@@ -108,14 +111,14 @@ def _max_tokens(num_prompt: int, *, context: int, asked: int | None) -> int:
     room = context - num_prompt
     if room < 1:
         raise UserError(
-            f"the prompt has {num_prompt} tokens, and the context is data.seq_len={context} for prompt and answer "
-            "together. Shorten the prompt."
+            f"the prompt has {num_prompt} tokens, and the context is data.seq_len={context} for prompt and "
+            "answer together. Shorten the prompt."
         )
     if asked is None:
         return min(DEFAULT_MAX_TOKENS, room)
     if not 1 <= asked <= room:
         raise UserError(
-            f"--max-tokens {asked} must be from 1 to {room}: the context is data.seq_len={context}, and the prompt has "
-            f"{num_prompt} tokens of it."
+            f"--max-tokens {asked} must be from 1 to {room}: the context is data.seq_len={context}, and the "
+            f"prompt has {num_prompt} tokens of it."
         )
     return asked

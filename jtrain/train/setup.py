@@ -42,14 +42,18 @@ class Setup:
     evaluation: Evaluation
 
     def lines(self, home: Path) -> list[str]:
-        """Returns the plan in brief, and what the run reads, for the first lines of a run in folder `home`."""
+        """Returns the plan in brief, and what the run reads, for the first lines of a run in folder
+        `home`.
+        """
         plan = [*brief_lines(self.job, available=self.memory_bytes), f"the whole plan: {home / 'plan.txt'}"]
         reads = without_secrets("\n".join([self.dataset.describe(), *self.evaluation.describe()]))
         rows = place_tree(self.mesh, self.run.data.global_batch).rows(jax.process_index())
         return [*plan, reads, budget(self.dataset, rows=len(rows)).line()]
 
     def open_batches(self, data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
-        """Opens this process's batches from `first_step` on; `data_state` is None at the start of the data."""
+        """Opens this process's batches from `first_step` on; `data_state` is None at the start of the
+        data.
+        """
         place = place_tree(self.mesh, self.run.data.global_batch)
         batches = self.dataset.train_batches(
             data_state,
@@ -61,7 +65,9 @@ class Setup:
         return Prefetch(batches, lambda batch: put_batch(batch, self.mesh, place))
 
     def _token_cost(self) -> tuple[float, float]:
-        """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document adds."""
+        """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document
+        adds.
+        """
         flops = flops_per_token(self.run.model, seq_len=self.run.data.seq_len)
         return 1.0, flops.attention_flops / self.run.data.seq_len / flops.matmul_flops
 
@@ -70,8 +76,8 @@ def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
     """Checks that a run fits these devices, and opens its data.
 
     Raises:
-      UserError: it does not fit; there is no data, or the processes see different files; the tokenizer has more ids
-        than the model.
+      UserError: it does not fit; there is no data, or the processes see different files; the tokenizer has
+        more ids than the model.
     """
     job = with_host_memory(plan_job(run, machine_of(devices)))
     memory_bytes = available_bytes(devices)
@@ -82,8 +88,8 @@ def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
     dataset = open_dataset(run.data, seed=run.seed, say=print_line if jax.process_index() == 0 else None)
     if not same_everywhere(dataset.fingerprint()):
         raise UserError(
-            f"the processes of this run find different files at {run.data.path_fields}. Give every host the same "
-            "files; where files are still being added, start again when all hosts have them."
+            f"the processes of this run find different files at {run.data.path_fields}. Give every host the "
+            "same files; where files are still being added, start again when all hosts have them."
         )
     check_vocabulary(run.model, dataset.vocab_size)
     return Setup(run, job, memory_bytes, mesh, optimizer, dataset, Evaluation(run, job.layout, mesh, dataset))

@@ -52,7 +52,11 @@ def start(
     devices = present_devices()
     if jax.process_index() == 0:
         print(devices_line(devices, hosts), flush=True)
-    if devices[0].platform == "cpu" and not environ.get("JAX_PLATFORMS") and (line := accelerators.unused(environ)):
+    if (
+        devices[0].platform == "cpu"
+        and not environ.get("JAX_PLATFORMS")
+        and (line := accelerators.unused(environ))
+    ):
         print(line, file=sys.stderr, flush=True)
     if heart is not None:
         heart.joined(jax.process_index(), jax.process_count())

@@ -1,4 +1,6 @@
-"""Callbacks that time every step, count recompilations and write a line of metrics.jsonl for each logged step."""
+"""Callbacks that time every step, count recompilations and write a line of metrics.jsonl for each logged
+step.
+"""
 
 import contextlib
 import dataclasses
@@ -158,7 +160,9 @@ class StepLog(Callback):
         )
 
     def _machine(self, step_s: float) -> dict[str, Any]:
-        """Returns the fields of a metrics line about hosts and devices; a collective with several processes."""
+        """Returns the fields of a metrics line about hosts and devices; a collective with several
+        processes.
+        """
         interval = self._interval
         percentiles_s = self._times.percentiles() or (step_s,) * len(step_timer.PERCENTILES)
         means = self._sampler.means(interval.since_ns, time.time_ns())
@@ -166,7 +170,8 @@ class StepLog(Callback):
         values = [own_s, *means.sm_mhz, *means.power_w, *means.energy_j]
         known = gather(np.asarray([math.nan if value is None else value for value in values], np.float32))
         mhz, power_w, energy_j = (
-            [None if math.isnan(x) else float(x) for x in part.ravel()] for part in np.split(known[:, 1:], 3, axis=1)
+            [None if math.isnan(x) else float(x) for x in part.ravel()]
+            for part in np.split(known[:, 1:], 3, axis=1)
         )
         energy = None if None in energy_j or not energy_j else sum(x for x in energy_j if x is not None)
         resident = resident_bytes()

@@ -1,8 +1,8 @@
 """Small files of a run whose workdir is in an object store: kept on the local disk, and copied to the store.
 
-A store has no appends, so metrics, goodput, TensorBoard's events, logs and profiles are written to a local folder. They
-are copied at each save, before its checkpoint is committed as a rule, and at the end. A start on another machine first
-fetches what the run needs to go on: the files at the top of the workdir.
+A store has no appends, so metrics, goodput, TensorBoard's events, logs and profiles are written to a local
+folder. They are copied at each save, before its checkpoint is committed as a rule, and at the end. A start on
+another machine first fetches what the run needs to go on: the files at the top of the workdir.
 """
 
 import concurrent.futures
@@ -36,7 +36,8 @@ def local_folder(url: Path, environ: Mapping[str, str], *, process: int) -> Path
 
 
 def open_workdir(home: Path, environ: Mapping[str, str]) -> "tuple[Path, list[Callback]]":
-    """Returns the local folder for the small files of the run in `home`, and their mirror if `home` is in a store.
+    """Returns the local folder for the small files of the run in `home`, and their mirror if `home` is in a
+    store.
 
     Raises:
       UserError: the store cannot be read, or another run on this host has the same workdir.
@@ -55,7 +56,8 @@ class StoreMirror(Callback):
     with StoreMirror(url, local) as mirror:
         ...  # writes files to `local`
 
-    A copy that fails is a warning: training goes on, and the next copy takes all files that have changed since.
+    A copy that fails is a warning: training goes on, and the next copy takes all files that have changed
+    since.
 
     url: the workdir in the store.
     local: the folder on this host, which holds what was fetched.
@@ -86,20 +88,26 @@ class StoreMirror(Callback):
         self._copied = self._there()
 
     def copy(self) -> None:
-        """Copies the files that have changed since the last copy, and removes those that were removed here."""
+        """Copies the files that have changed since the last copy, and removes those that were removed
+        here.
+        """
         try:
             with self._lock, concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
                 there = self._there()
                 changed = [name for name, state in there.items() if self._copied.get(name) != state]
-                list(pool.map(lambda name: (self.url / name).write_bytes((self.local / name).read_bytes()), changed))
+                list(
+                    pool.map(
+                        lambda name: (self.url / name).write_bytes((self.local / name).read_bytes()), changed
+                    )
+                )
                 for name in self._copied.keys() - there.keys():
                     (self.url / name).unlink(missing_ok=True)
                 self._copied = there
         except Exception as error:  # clients of stores raise many types
             if not self._warned:
                 print(
-                    f"WARNING: metrics and logs of {self.local} cannot be copied to {self.url} now ({said(error)}). "
-                    "The run goes on, and tries again at its next save and at its end.",
+                    f"WARNING: metrics and logs of {self.local} cannot be copied to {self.url} now "
+                    f"({said(error)}). The run goes on, and tries again at its next save and at its end.",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -30,8 +30,8 @@ MODULE = "jit_train_step"
 class TraceWindows(Callback):
     """Traces the steps of `profile.steps`, and five steps after each SIGUSR1.
 
-    It is entered early: before that, SIGUSR1 is ignored or ends the process. A window opens and closes between steps,
-    so evaluations and saves are outside of every step's span.
+    It is entered early: before that, SIGUSR1 is ignored or ends the process. A window opens and closes
+    between steps, so evaluations and saves are outside of every step's span.
 
     Args:
       goodput: supplies the seconds so far for the facts beside a trace, and reads new breakdowns.
@@ -41,7 +41,9 @@ class TraceWindows(Callback):
         self._run = run
         self._workdir = workdir
         self._goodput = goodput
-        self._windows = Windows(workdir, run.profile, process=jax.process_index(), num_processes=jax.process_count())
+        self._windows = Windows(
+            workdir, run.profile, process=jax.process_index(), num_processes=jax.process_count()
+        )
         local = jax.local_devices()
         self.sampler = Sampler(
             workdir / FOLDER / "samples",
@@ -101,7 +103,9 @@ class TraceWindows(Callback):
         self._close(step, last=False)
         if self._last is not None and self._windows.opens(step, asked=self._last.requested):
             with self._context.during("device_wait", step):
-                jax.block_until_ready(self._last.metrics)  # wait, so that no earlier step overlaps the first traced one
+                jax.block_until_ready(
+                    self._last.metrics
+                )  # wait, so that no earlier step overlaps the first traced one
             with self._context.during("profile", step):
                 self.sampler.fast(True)
                 self._say([self._windows.open(step, self._facts())])
@@ -131,7 +135,9 @@ class TraceWindows(Callback):
         if in_use is not None:
             rows.append({"name": "in use", "bytes": in_use, "source": "allocator"})
         tokens = job.tokens
-        settings = {f"layout.{name}": getattr(run.layout, name) for name in ("zero_stage", "microbatches", "remat")}
+        settings = {
+            f"layout.{name}": getattr(run.layout, name) for name in ("zero_stage", "microbatches", "remat")
+        }
         return {
             "platform": first.platform,
             "device_kind": first.device_kind,
@@ -151,7 +157,8 @@ class TraceWindows(Callback):
                 "max_mhz": clocks.get("max_mhz"),
             },
             "planned": [
-                {"kind": row.kind, "axes": list(row.axes), "wire_bytes": row.wire_bytes} for row in collectives(job)
+                {"kind": row.kind, "axes": list(row.axes), "wire_bytes": row.wire_bytes}
+                for row in collectives(job)
             ],
             "memory": rows,
             "pipeline": self._pipeline(),
@@ -162,5 +169,7 @@ class TraceWindows(Callback):
         if layout.pipeline is None:
             return None
         own = sorted(mesh.local_devices, key=lambda device: device.id)
-        workers = [int(np.argwhere(mesh.devices == device)[0][mesh.axis_names.index("stage")]) for device in own]
+        workers = [
+            int(np.argwhere(mesh.devices == device)[0][mesh.axis_names.index("stage")]) for device in own
+        ]
         return facts_of(ticks_of(layout), relative_costs(layout), workers)

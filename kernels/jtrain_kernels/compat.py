@@ -1,6 +1,8 @@
-"""Compatibility layer: the only module with differences between JAX versions and with JAX's private functions.
+"""Compatibility layer: the only module with differences between JAX versions and with JAX's private
+functions.
 
-Works with JAX 0.11.2 and 0.12.0. Pallas is imported inside functions, because its 0.9 s are needed for kernels only.
+Works with JAX 0.11.2 and 0.12.0. Pallas is imported inside functions, because its 0.9 s are needed for
+kernels only.
 """
 
 import contextlib
@@ -27,8 +29,8 @@ def _known(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 def tpu_interpret(dma_mode: Literal["eager", "on_wait"], **options: Any) -> Any:
     """Parameters for `pallas_call(interpret=...)` that emulate TPUs on CPU devices and detect races.
 
-    `tpu_races_found` gives the outcome. Run each kernel with remote copies in both modes: if a wait is missing, `eager`
-    finds the race and `on_wait` gives NaN, but neither does both.
+    `tpu_races_found` gives the outcome. Run each kernel with remote copies in both modes: if a wait is
+    missing, `eager` finds the race and `on_wait` gives NaN, but neither does both.
     """
     from jax.experimental.pallas import tpu as pltpu
 
@@ -47,8 +49,8 @@ def tpu_races_found() -> bool:
 def gpu_interpret(**options: Any) -> Any:
     """Parameters for `plgpu.kernel(interpret=...)` that emulate one NVIDIA GPU and detect races.
 
-    `gpu_races_found` gives the outcome. The emulator has no semaphores between devices, no remote references and no
-    multimem.
+    `gpu_races_found` gives the outcome. The emulator has no semaphores between devices, no remote references
+    and no multimem.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -74,7 +76,9 @@ def reset_interpreters() -> None:
 
 
 def lowering_for(mesh: Mesh | AbstractMesh, device: DeviceSpec) -> AbstractContextManager[Any]:
-    """Context for lowering to GPUs that are not present: Pallas and jax-triton read the kind and cores from it."""
+    """Context for lowering to GPUs that are not present: Pallas and jax-triton read the kind and cores from
+    it.
+    """
     if device.platform != "gpu":
         return contextlib.nullcontext()
     # The devices' own kind word for word, because shard_map compares it with its mesh.
@@ -88,8 +92,8 @@ def lowering_for(mesh: Mesh | AbstractMesh, device: DeviceSpec) -> AbstractConte
 def mend_jax_triton() -> None:
     """Adapts jax-triton 0.4.1's rule for dead code elimination to JAX 0.12, which passes one argument more.
 
-    Without it, differentiating or rematerialising code with a Triton kernel fails. Remove it once jax-triton's own rule
-    takes three arguments.
+    Without it, differentiating or rematerialising code with a Triton kernel fails. Remove it once
+    jax-triton's own rule takes three arguments.
     """
     from jax._src.interpreters import partial_eval
 
@@ -103,7 +107,9 @@ def mend_jax_triton() -> None:
 
 @contextlib.contextmanager
 def no_compile_cache() -> Iterator[None]:
-    """Context without the compile cache: a program compiled for an absent machine can be written but not read back."""
+    """Context without the compile cache: a program compiled for an absent machine can be written but not read
+    back.
+    """
     enabled = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # without a reset JAX reads the setting only once
@@ -124,7 +130,14 @@ def splash_backward(kernel: Any, residuals: tuple[Any, ...], dy: Any) -> tuple[A
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     q, k, v, segments, y, lse = residuals
-    order = ("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
+    order = (
+        "save_residuals",
+        "mask_value",
+        "is_mqa",
+        "block_sizes",
+        "residual_checkpoint_name",
+        "mask_function",
+    )
     statics = [kernel.kwargs[name] for name in (*order, "attn_logits_soft_cap", "interpret")]
     saved = (q, k, v, segments, None, y, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
     gradients: Any = splash._splash_attention_bwd
@@ -132,7 +145,8 @@ def splash_backward(kernel: Any, residuals: tuple[Any, ...], dy: Any) -> tuple[A
 
 
 def cudnn_attention(*arrays: Any, bias: Any, causal: bool, scale: float, window: int | None) -> Any:
-    """cuDNN's fused attention in layout BLNH, without JAX's checks of the live device; `bias` gets no gradient.
+    """cuDNN's fused attention in layout BLNH, without JAX's checks of the live device; `bias` gets no
+    gradient.
 
     Args:
       arrays: q, k, v to compute (y, lse); q, k, v, lse, y, dy to compute (dq, dk, dv).

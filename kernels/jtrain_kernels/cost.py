@@ -1,8 +1,8 @@
 """Cost model of the ops: predicted seconds of each implementation, from the device table alone.
 
-A part of an op takes the longer of its FLOPs at the chip's matmul rate and its bytes at the memory's bandwidth, and
-each kernel takes a launch. A cost is that of the op and its gradients, the work that a train step has. Costs only rank
-implementations.
+A part of an op takes the longer of its FLOPs at the chip's matmul rate and its bytes at the memory's
+bandwidth, and each kernel takes a launch. A cost is that of the op and its gradients, the work that a train
+step has. Costs only rank implementations.
 
 Every fraction of a peak below says whether it was measured, where and by whom; all others are assumptions.
 """
@@ -18,12 +18,13 @@ from jtrain_kernels.registry import Avals
 
 MATMUL, MEMORY = 0.65, 0.8
 """Fractions of the published FLOP/s and bytes/s that XLA's matmuls and passes over memory reach, with which
-implementations are ranked; the planner has fractions by chip and shape (`jtrain.plan.estimate.matmul_time`). One H100
-reached 0.81 in a matmul of 8192^3 with random bfloat16 inputs (2026-11-22, JAX 0.11.2), and 0.86 in a copy of 0.5
-GiB."""
+implementations are ranked; the planner has fractions by chip and shape (`jtrain.plan.estimate.matmul_time`).
+One H100 reached 0.81 in a matmul of 8192^3 with random bfloat16 inputs (2026-11-22, JAX 0.11.2), and 0.86 in
+a copy of 0.5 GiB."""
 
 LAUNCH_S = {"gpu": 4e-6, "tpu": 1e-6, "cpu": 0.0}
-"""Seconds of a launch by platform, an assumption: on a GPU a kernel launch, on a TPU the start of a fusion."""
+"""Seconds of a launch by platform, an assumption: on a GPU a kernel launch, on a TPU the start of a
+fusion."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,9 @@ class OpPart:
 def matmul_rate(device: DeviceSpec, dtype: str) -> float | None:
     """Peak dense FLOP/s with operands of `dtype`; None if it is unknown.
 
-    16-bit formats share one peak. float32 is half of it on GPUs (TF32) and a sixth on TPUs (six products of bfloat16
-    parts): good enough to rank implementations, and not published, so `DeviceSpec.peak_flops` does not return it.
+    16-bit formats share one peak. float32 is half of it on GPUs (TF32) and a sixth on TPUs (six products of
+    bfloat16 parts): good enough to rank implementations, and not published, so `DeviceSpec.peak_flops` does
+    not return it.
     """
     if dtype.startswith("float8"):
         return device.peak_fp8_flops
@@ -80,10 +82,10 @@ def size_bytes(x: jax.ShapeDtypeStruct) -> int:
 # Attention
 
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 17, 21
-"""Bytes of memory traffic per attention score in plain XLA: those that, at `MEMORY`, give the times of one H100
-(2026-11-22, JAX 0.11.2): 17.1 ms forward and 23.1 ms backward for 2 x 8192 positions and 32/8 heads of 128, 39.3 ms
-together for 8 x 4096 and heads of 64. By counting, the forward pass has 16: float32 scores are written, read by the
-maximum and by the exponential, which writes bf16 for the matmul to read."""
+"""Bytes of memory traffic per attention score in plain XLA: those that, at `MEMORY`, give the times of one
+H100 (2026-11-22, JAX 0.11.2): 17.1 ms forward and 23.1 ms backward for 2 x 8192 positions and 32/8 heads of
+128, 39.3 ms together for 8 x 4096 and heads of 64. By counting, the forward pass has 16: float32 scores are
+written, read by the maximum and by the exponential, which writes bf16 for the matmul to read."""
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of attention's backward pass by those of its forward pass: five matmuls for two."""
@@ -93,18 +95,21 @@ ATTENTION: Mapping[str, Mapping[int, tuple[float, float]]] = {
     "cudnn": {64: (0.24, 0.22), 128: (0.32, 0.22), 256: (0.41, 0.28)},
     "splash": {64: (0.30, 0.25), 128: (0.45, 0.36), 256: (0.55, 0.45)},
 }
-"""Implementation -> head size -> fractions of the peak, forward and backward, of causal attention in long rows.
+"""Implementation -> head size -> fractions of the peak, forward and backward, of causal attention in long
+rows.
 
-The figures of an H100 stand for every NVIDIA GPU. Heads of 64 and 128 of tokamax and cuDNN were measured on one
-H100 (2026-11-22, JAX 0.11.2, tokamax 0.0.17, cuDNN 9.19), 32/8 heads, 8 x 4096 and 2 x 8192 positions.
+The figures of an H100 stand for every NVIDIA GPU. Heads of 64 and 128 of tokamax and cuDNN were measured on
+one H100 (2026-11-22, JAX 0.11.2, tokamax 0.0.17, cuDNN 9.19), 32/8 heads, 8 x 4096 and 2 x 8192 positions.
 
-tokamax: 382 and 257 TFLOP/s, 614 to 621 and 411; the 257 are with ranges that have an end, without which heads of 128
+tokamax: 382 and 257 TFLOP/s, 614 to 621 and 411; the 257 are with ranges that have an end, without which
+  heads of 128
 were 5 % faster. Heads of 256: medians that its wheel ships, measured by its authors on an H100 at 580 and 143
 TFLOP/s.
 
-cuDNN: 229 and 217, 309 and 214 TFLOP/s with the additive mask that it needs for segments; the fractions are without the
-time to write it. Heads of 256 are an assumption: its authors' 601 TFLOP/s forward, as much slower backward as in
-Dao-AILab/flash-attention, pull request 1893, and the mask's 1.7 and 7.3 ms with heads of 128 on top.
+cuDNN: 229 and 217, 309 and 214 TFLOP/s with the additive mask that it needs for segments; the fractions are
+  without the
+time to write it. Heads of 256 are an assumption: its authors' 601 TFLOP/s forward, as much slower backward as
+in Dao-AILab/flash-attention, pull request 1893, and the mask's 1.7 and 7.3 ms with heads of 128 on top.
 
 splash: assumptions, but for heads of 128: row 3 of `bench.plan_seconds`, two thirds of which are attention,
 takes as long as published with these fractions of a tpu7x.
@@ -112,7 +117,9 @@ takes as long as published with these fractions of a tpu7x.
 
 
 def visible(avals: Avals) -> float:
-    """Fraction of the L * M scores that the causal mask and the window leave; documents are not known here."""
+    """Fraction of the L * M scores that the causal mask and the window leave; documents are not known
+    here.
+    """
     (L, M), window = (array(avals, name).shape[1] for name in ("q_BLNH", "k_BMKH")), avals["window"]
     if not avals["causal"]:
         return 1.0
@@ -122,7 +129,9 @@ def visible(avals: Avals) -> float:
 
 
 def attention_passes_s(device: DeviceSpec, avals: Avals, name: str) -> tuple[float, float] | None:
-    """Seconds of the forward and of the backward pass by the implementation `name`; None without published peaks."""
+    """Seconds of the forward and of the backward pass by the implementation `name`; None without published
+    peaks.
+    """
     parts = _plain_passes(avals) if name == "xla" else _fused_passes(avals, name)
     dtype = str(array(avals, "q_BLNH").dtype)
     forward, backward = (seconds(device, dtype, *of_pass) for of_pass in parts)
@@ -148,8 +157,9 @@ def padded_head(name: str, head_dim: int) -> int:
 def _fused_passes(avals: Avals, name: str) -> tuple[list[OpPart], list[OpPart]]:
     """Parts of both passes of a fused kernel, which reads and writes each array once in each pass.
 
-    cuDNN has a mask in addition: [B, 1, L, M] in the queries' dtype, written in both passes. Every head reads it, which
-    is in the fractions that were measured; heads of less than 64 read as much, so they take as long as those of 64.
+    cuDNN has a mask in addition: [B, 1, L, M] in the queries' dtype, written in both passes. Every head reads
+    it, which is in the fractions that were measured; heads of less than 64 read as much, so they take as long
+    as those of 64.
     """
     q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
     (B, L, N, H), M = q.shape, k.shape[1]
@@ -165,7 +175,9 @@ def _fused_passes(avals: Avals, name: str) -> tuple[list[OpPart], list[OpPart]]:
 
 
 def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
-    """Parts of both passes in plain XLA: scores go through memory, two and five matmuls over chunks of queries."""
+    """Parts of both passes in plain XLA: scores go through memory, two and five matmuls over chunks of
+    queries.
+    """
     q, k, chunk = array(avals, "q_BLNH"), array(avals, "k_BMKH"), avals["chunk"]
     assert isinstance(chunk, int)
     (B, L, N, H), M = q.shape, k.shape[1]
@@ -173,7 +185,10 @@ def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
     chunks = max(1, math.ceil(L / chunk))
 
     def of_pass(flops: float, score_bytes: int, matmuls: int) -> list[OpPart]:
-        return [OpPart(flops, kernels=matmuls * chunks), OpPart(moved=scores * score_bytes, kernels=3 * chunks)]
+        return [
+            OpPart(flops, kernels=matmuls * chunks),
+            OpPart(moved=scores * score_bytes, kernels=3 * chunks),
+        ]
 
     flops = 4 * scores * H
     return of_pass(flops, SCORE_BYTES_FORWARD, 2), of_pass(flops * BACKWARD_FLOPS, SCORE_BYTES_BACKWARD, 5)
@@ -183,13 +198,17 @@ def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
 
 
 def rms_norm_s(device: DeviceSpec, avals: Avals, *, residual: bool, one_pass: bool) -> float | None:
-    """Seconds of a norm; XLA's backward pass is three kernels with 6 passes (7 with a residual), a fused one 3 (4).
+    """Seconds of a norm; XLA's backward pass is three kernels with 6 passes (7 with a residual), a fused one
+    3 (4).
 
     The counts of passes are those of the programs compiled for an H200 and a v5p.
     """
     x = array(avals, "x")
     backward = (3 if one_pass else 6) + residual
-    parts = OpPart(moved=2 * size_bytes(x)), OpPart(moved=backward * size_bytes(x), kernels=2 if one_pass else 3)
+    parts = (
+        OpPart(moved=2 * size_bytes(x)),
+        OpPart(moved=backward * size_bytes(x), kernels=2 if one_pass else 3),
+    )
     return seconds(device, str(x.dtype), *parts)
 
 
@@ -203,14 +222,16 @@ def rope_s(device: DeviceSpec, avals: Avals, *, one_pass: bool) -> float | None:
 def swiglu_s(device: DeviceSpec, avals: Avals) -> float | None:
     """Seconds of three passes over memory forward and five backward."""
     gate = array(avals, "gate")
-    return seconds(device, str(gate.dtype), OpPart(moved=3 * size_bytes(gate)), OpPart(moved=5 * size_bytes(gate)))
+    return seconds(
+        device, str(gate.dtype), OpPart(moved=3 * size_bytes(gate)), OpPart(moved=5 * size_bytes(gate))
+    )
 
 
 def grouped_swiglu_s(device: DeviceSpec, avals: Avals, *, skips: bool) -> float | None:
     """Seconds of `swiglu_s` over all rows, or over those expected to be in use.
 
-    XLA writes the transposed product, which the gradient of the next matmul's kernel reads, in the same backward pass.
-    After a kernel that skips rows, this is a copy of all rows.
+    XLA writes the transposed product, which the gradient of the next matmul's kernel reads, in the same
+    backward pass. After a kernel that skips rows, this is a copy of all rows.
     """
     gate, expected = array(avals, "gate"), avals["expected_rows"]
     assert isinstance(expected, int)
@@ -221,7 +242,9 @@ def grouped_swiglu_s(device: DeviceSpec, avals: Avals, *, skips: bool) -> float 
 
 
 def embedding_lookup_s(device: DeviceSpec, avals: Avals) -> float | None:
-    """Seconds to gather the rows, and to add their gradients up in a float32 table that is zeroed and cast."""
+    """Seconds to gather the rows, and to add their gradients up in a float32 table that is zeroed and
+    cast.
+    """
     table, token = array(avals, "table_VD"), array(avals, "token_BL")
     rows = token.size * table.shape[1]
     backward = rows * (table.dtype.itemsize + 8) + table.size * (4 + 4 + table.dtype.itemsize)
@@ -248,8 +271,8 @@ def grouped_matmul_s(
     """Seconds of the product and of both gradients, with all rows in groups.
 
     Args:
-      block_rows: rows of a block where blocks run one after the other, each perhaps on some of the cores; None for one
-        kernel over all rows.
+      block_rows: rows of a block where blocks run one after the other, each perhaps on some of the cores;
+        None for one kernel over all rows.
       step_s: further seconds of each block.
     """
     x, kernel = array(avals, "x"), array(avals, "kernel")

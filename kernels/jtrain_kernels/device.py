@@ -1,4 +1,5 @@
-"""Hardware specifications of chips, for the planner, MFU, the choice of kernels and compiling without hardware.
+"""Hardware specifications of chips, for the planner, MFU, the choice of kernels and compiling without
+hardware.
 
 Peaks are the makers' figures for dense matrix products, per JAX device; sparse peaks are never used.
 """
@@ -20,8 +21,8 @@ class Host:
 
     devices: devices of one host, which share its memory.
     link_bytes_per_s: bandwidth of each device to the host's memory, one direction.
-    network_bytes_per_s: bandwidth of each device beyond the links between devices (to other hosts of GPUs, other slices
-      of TPUs), one direction: the device's share of the maker's network adapters.
+    network_bytes_per_s: bandwidth of each device beyond the links between devices (to other hosts of GPUs,
+      other slices of TPUs), one direction: the device's share of the maker's network adapters.
     """
 
     devices: int = 1
@@ -43,7 +44,8 @@ class DeviceSpec:
     linked: maximum number of devices joined by links; further devices are reached over the network.
     torus_dims: dimensions of the torus of links; None where a switch joins all devices.
     power_w: maximum power of the device with its memory, without host and cooling.
-    scratch_bytes: on-chip memory that a kernel manages itself: a thread block's shared memory, a TensorCore's VMEM.
+    scratch_bytes: on-chip memory that a kernel manages itself: a thread block's shared memory, a TensorCore's
+      VMEM.
     """
 
     name: str
@@ -65,7 +67,8 @@ class DeviceSpec:
     def peak_flops(self, dtype: str) -> float | None:
         """Dense FLOP/s of matrix products with operands of `dtype`; None if unknown.
 
-        float32 is unknown: its peak depends on how many bits a backend keeps, and no MFU is better than a wrong one.
+        float32 is unknown: its peak depends on how many bits a backend keeps, and no MFU is better than a
+        wrong one.
         """
         if dtype == "bfloat16":
             return self.peak_bf16_flops
@@ -73,9 +76,11 @@ class DeviceSpec:
 
     @property
     def peak_mhz(self) -> float | None:
-        """Clock at which the vendor quotes the peak: A100 1410, H100 and H200 1830, B200 1856, MI300X 2100 MHz.
+        """Clock at which the vendor quotes the peak: A100 1410, H100 and H200 1830, B200 1856, MI300X 2100
+        MHz.
 
-        This is not the highest clock: an H100 reaches 1980 MHz. None if the FLOPs per core and cycle are unknown.
+        This is not the highest clock: an H100 reaches 1980 MHz. None if the FLOPs per core and cycle are
+        unknown.
         """
         per_cycle = _FLOPS_PER_CORE_CYCLE.get(self.kind)
         if per_cycle is None or self.num_cores is None or self.peak_bf16_flops is None:
@@ -87,21 +92,31 @@ _GB = 10**9
 _GIB = 2**30
 _MIB = 2**20
 _HOPPER_SHARED = 227 * 1024
-_FLOPS_PER_CORE_CYCLE = {"A100": 2048, "H100": 4096, "H200": 4096, "GH200": 4096, "B200": 8192, "MI300X": 2048}
-"""Dense bfloat16 FLOPs per cycle of one multiprocessor or compute unit. H100: 132 * 4096 * 1830 MHz = 989.4 TFLOP/s."""
+_FLOPS_PER_CORE_CYCLE = {
+    "A100": 2048,
+    "H100": 4096,
+    "H200": 4096,
+    "GH200": 4096,
+    "B200": 8192,
+    "MI300X": 2048,
+}
+"""Dense bfloat16 FLOPs per cycle of one multiprocessor or compute unit. H100: 132 * 4096 * 1830 MHz = 989.4
+TFLOP/s."""
 
-# Sources: NVIDIA A100, H100, H200, B200 and GH200 data sheets (SXM, dense); AMD Instinct MI300X data sheet; Google
-# Cloud's TPU v4, v5e, v5p, v6e and 7x system architecture pages; ICI as in the scaling book, times the links of a chip.
-# Host links: PCIe 4.0 x16 and 5.0 x16 (32 and 64 GB/s each way), NVLink-C2C 900 GB/s both ways together (GH200); of
-# TPUs the scaling book, part 2: 16 GB/s for v4, 15 for v5, 32 for v6e. Networks: a ConnectX-6 (200 Gbit/s, DGX A100)
-# or ConnectX-7 (400 Gbit/s, DGX H100, H200, B200) per GPU; 25 GB/s per TPU host (scaling book, part 2). Power: the data
-# sheets' maximum (of a GH200 with its CPU); TPU v4 192 W (arXiv:2304.01433, table 4). Scratch: the CUDA programming
-# guide's table of compute capabilities (opt-in, per block), AMD's CDNA 3 white paper (LDS), and for TPUs jax/_src/
-# tpu_info.py. Figures that are not published are None.
-# RTX 4090 and 5090: NVIDIA's Ada and RTX Blackwell architecture white papers (dense, float32 accumulation); L40S, B300,
-# GB200 and GB300 NVL72: NVIDIA data sheets, halves of the peaks with sparsity; their racks join 72 GPUs, hosts are
-# compute trays of 4 GPUs, whose C2C of 900 GB/s both ways two GPUs share; ConnectX-7 (GB200) and ConnectX-8 (B300,
-# GB300, 800 Gbit/s) per GPU. AMD Instinct MI325X and MI355X data sheets: seven links of 128 and 153.6 GB/s both ways.
+# Sources: NVIDIA A100, H100, H200, B200 and GH200 data sheets (SXM, dense); AMD Instinct MI300X data sheet;
+#   Google
+# Cloud's TPU v4, v5e, v5p, v6e and 7x system architecture pages; ICI as in the scaling book, times the links
+# of a chip. Host links: PCIe 4.0 x16 and 5.0 x16 (32 and 64 GB/s each way), NVLink-C2C 900 GB/s both ways
+# together (GH200); of TPUs the scaling book, part 2: 16 GB/s for v4, 15 for v5, 32 for v6e. Networks: a
+# ConnectX-6 (200 Gbit/s, DGX A100) or ConnectX-7 (400 Gbit/s, DGX H100, H200, B200) per GPU; 25 GB/s per TPU
+# host (scaling book, part 2). Power: the data sheets' maximum (of a GH200 with its CPU); TPU v4 192 W
+# (arXiv:2304.01433, table 4). Scratch: the CUDA programming guide's table of compute capabilities (opt-in,
+# per block), AMD's CDNA 3 white paper (LDS), and for TPUs jax/_src/ tpu_info.py. Figures that are not
+# published are None. RTX 4090 and 5090: NVIDIA's Ada and RTX Blackwell architecture white papers (dense,
+# float32 accumulation); L40S, B300, GB200 and GB300 NVL72: NVIDIA data sheets, halves of the peaks with
+# sparsity; their racks join 72 GPUs, hosts are compute trays of 4 GPUs, whose C2C of 900 GB/s both ways two
+# GPUs share; ConnectX-7 (GB200) and ConnectX-8 (B300, GB300, 800 Gbit/s) per GPU. AMD Instinct MI325X and
+# MI355X data sheets: seven links of 128 and 153.6 GB/s both ways.
 # trn2: AWS Neuron documentation, Trainium2, and EC2's figures of trn2.48xlarge (16 chips, 3.2 Tbit/s).
 _PCIE4, _PCIE5 = Host(8, 32e9, 25e9), Host(8, 64e9, 50e9)
 DEVICES = {
@@ -165,8 +180,9 @@ DEVICES = {
             host=Host(8, 64e9), linked=8, power_w=1400.0, scratch_bytes=160 * 1024,
         ),
         DeviceSpec(
-            # JAX counts pairs of the eight NeuronCores as devices. A chip has 667e12, 1299e12, 96 GiB, 2.9e12, 1.28e12
-            # both ways. Its programs are planned as those of a GPU: nothing of its compiler was read.
+            # JAX counts pairs of the eight NeuronCores as devices. A chip has 667e12, 1299e12, 96 GiB,
+            # 2.9e12, 1.28e12 both ways. Its programs are planned as those of a GPU: nothing of its compiler
+            # was read.
             "trn2", "gpu", "trn2", 166.75e12, 324.75e12, 24 * _GIB, 7.25e11, 160e9,
             host=Host(64, None, 6.25e9), linked=64, torus_dims=2,
         ),
@@ -187,8 +203,8 @@ DEVICES = {
             host=Host(8, 32e9, 3.125e9), linked=256, torus_dims=2, num_cores=1, scratch_bytes=128 * _MIB,
         ),
         DeviceSpec(
-            # JAX counts each half of a chip as a device. A whole chip has 2307e12, 4614e12, 192 GB, 7.37e12, six links
-            # of 1200 GB/s both ways together.
+            # JAX counts each half of a chip as a device. A whole chip has 2307e12, 4614e12, 192 GB, 7.37e12,
+            # six links of 1200 GB/s both ways together.
             "tpu7x", "tpu", "TPU7x", 1153.5e12, 2307e12, 96 * _GB, 3.685e12, 3 * 1e11,
             host=Host(8), linked=2 * 9216, torus_dims=3, num_cores=1, scratch_bytes=64 * _MIB,
         ),
@@ -236,7 +252,9 @@ def from_name(name: str) -> DeviceSpec:
     spec = known().get(ALIASES.get(plain, plain), kinds.get(plain))
     if spec is not None:
         return spec
-    raise UserError(f"No device is called {name!r}. {did_you_mean(name, known())}There are: {', '.join(known())}.")
+    raise UserError(
+        f"No device is called {name!r}. {did_you_mean(name, known())}There are: {', '.join(known())}."
+    )
 
 
 def from_device(device: Device) -> DeviceSpec | None:

@@ -5,10 +5,11 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Error in a setting, file or machine that the user can fix; names the field, the numbers and the way out.
+    """Error in a setting, file or machine that the user can fix; names the field, the numbers and the way
+    out.
 
-    A command prints the message and exits with code 2. Any other exception is a bug: it keeps its traceback and exits
-    with code 1.
+    A command prints the message and exits with code 2. Any other exception is a bug: it keeps its traceback
+    and exits with code 1.
     """
 
 

@@ -1,11 +1,12 @@
 """Registry of ops and their implementations: selects the one that runs on a device, and explains the choice.
 
-Order of choice: forced > cost model > reference. A forced implementation that cannot run is an error. Every choice
-has a reason, and so has every implementation that was not chosen, so there is no silent fallback.
+Order of choice: forced > cost model > reference. A forced implementation that cannot run is an error. Every
+choice has a reason, and so has every implementation that was not chosen, so there is no silent fallback.
 
-An op's `api.py` has its public functions and `OPS`, a tuple of `Op`, each with the plain JAX implementation last. The
-public functions call `registry.call(OP, name=argument, ...)`. Chips and implementations of other distributions come
-through the entry point group `jtrain_kernels`; `jtrain_kernels.examples.new_backend` is a complete example in one file.
+An op's `api.py` has its public functions and `OPS`, a tuple of `Op`, each with the plain JAX implementation
+last. The public functions call `registry.call(OP, name=argument, ...)`. Chips and implementations of other
+distributions come through the entry point group `jtrain_kernels`; `jtrain_kernels.examples.new_backend` is a
+complete example in one file.
 """
 
 import contextvars
@@ -55,15 +56,17 @@ class Implementation:
 
     name: xla, cudnn, tokamax, splash, pallas_tpu, mosaic_gpu, triton, fp8, or a vendor's own.
     call: takes the op's arguments by name, and the entries of a configuration as further keywords.
-    supports: None if the implementation runs for these arguments on the device, else the reason, one sentence without
-      a full stop. It must not compile or query live devices, because the device may be another one.
-    cost_s: predicted seconds, of the same passes for all implementations of an op: the op and its gradients in
-      `jtrain_kernels.cost`, the forward pass in `overlap.overlap_cost`. None if unknown.
-    configs: configurations to try, the best first, which is taken: measured where a comment says so; at least one.
-    only_forced: reason why a prediction does not choose the implementation, one sentence without a full stop; None if
-      it does.
-    compiler_options: options with which XLA must compile every program that has the implementation; `compiler_options`
-      of this module collects them before a program is traced, so only an `only_forced` implementation may have any.
+    supports: None if the implementation runs for these arguments on the device, else the reason, one sentence
+      without a full stop. It must not compile or query live devices, because the device may be another one.
+    cost_s: predicted seconds, of the same passes for all implementations of an op: the op and its gradients
+      in `jtrain_kernels.cost`, the forward pass in `overlap.overlap_cost`. None if unknown.
+    configs: configurations to try, the best first, which is taken: measured where a comment says so; at least
+      one.
+    only_forced: reason why a prediction does not choose the implementation, one sentence without a full stop;
+      None if it does.
+    compiler_options: options with which XLA must compile every program that has the implementation;
+      `compiler_options` of this module collects them before a program is traced, so only an `only_forced`
+      implementation may have any.
     """
 
     name: str
@@ -75,7 +78,9 @@ class Implementation:
     compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        assert self.only_forced or not self.compiler_options, f"{self.name}: a prediction would come without options"
+        assert self.only_forced or not self.compiler_options, (
+            f"{self.name}: a prediction would come without options"
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +88,8 @@ class Op:
     """An op and its implementations.
 
     implementations: the last one is `xla`, plain JAX, which runs on every device.
-    cases: name -> arguments (one device's block), used to explain a choice, to tune, and to compile without hardware.
+    cases: name -> arguments (one device's block), used to explain a choice, to tune, and to compile without
+      hardware.
     """
 
     name: str
@@ -93,7 +99,9 @@ class Op:
     def __post_init__(self) -> None:
         names = [i.name for i in self.implementations]
         if not names or names[-1] != REFERENCE or len(set(names)) < len(names):
-            raise UserError(f"kernels.{self.name}: {names} must be different names, the last one {REFERENCE}.")
+            raise UserError(
+                f"kernels.{self.name}: {names} must be different names, the last one {REFERENCE}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +135,9 @@ def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = Non
 
     def chosen(name: str, because: str, losers: Callable[[str], str]) -> Choice:
         config = next(iter(found[name].configs(device, avals)))
-        others = tuple((n, f"it cannot run: {r}" if r else losers(n)) for n, r in reasons.items() if n != name)
+        others = tuple(
+            (n, f"it cannot run: {r}" if r else losers(n)) for n, r in reasons.items() if n != name
+        )
         return Choice(found[name], config, because, others)
 
     if forced is not None:
@@ -144,7 +154,9 @@ def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = Non
     known = {name: seconds for name, seconds in cost.items() if seconds is not None}
     if REFERENCE not in known:
         why = f"nothing is predicted for {REFERENCE} to compare it with"
-        return chosen(REFERENCE, "it is the reference, and nothing says that another is faster", lambda _: why)
+        return chosen(
+            REFERENCE, "it is the reference, and nothing says that another is faster", lambda _: why
+        )
     eligible = [name for name in known if found[name].only_forced is None or name == REFERENCE]
     # In a tie the reference is chosen.
     best = min(eligible, key=lambda name: (known[name], name != REFERENCE))
@@ -160,7 +172,9 @@ def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = Non
 
 
 def compiler_options(forced: Mapping[str, str]) -> dict[str, Any]:
-    """Options with which XLA must compile a program with these forced implementations (op -> implementation)."""
+    """Options with which XLA must compile a program with these forced implementations (op ->
+    implementation).
+    """
     found: dict[str, Any] = {}
     for op, name in forced.items():
         for implementation in implementations(find(op)):
@@ -200,8 +214,8 @@ _target = jax.make_user_context(None)
 def on(device: DeviceSpec, *, forced: Mapping[str, str] | None = None) -> Iterator[None]:
     """Context in which code is traced for `device`, with forced implementations (op -> implementation).
 
-    Enter it around tracing; inside a jitted function works too. A pullback that `jax.vjp` returned is traced where it
-    is called.
+    Enter it around tracing; inside a jitted function works too. A pullback that `jax.vjp` returned is traced
+    where it is called.
 
     Raises:
       UserError: an op or its implementation does not exist.
@@ -213,7 +227,8 @@ def on(device: DeviceSpec, *, forced: Mapping[str, str] | None = None) -> Iterat
 
 
 def check(forced: Mapping[str, str]) -> None:
-    """Checks the names of forced implementations (op -> implementation); whether one can run depends on the arguments.
+    """Checks the names of forced implementations (op -> implementation); whether one can run depends on the
+    arguments.
 
     Raises:
       UserError: an op or its implementation does not exist.
@@ -222,16 +237,21 @@ def check(forced: Mapping[str, str]) -> None:
         known = [i.name for i in implementations(find(name))]
         if implementation not in known:
             raise UserError(
-                f"kernels.{name}={implementation}: there is no such implementation. There are: {', '.join(known)}."
+                f"kernels.{name}={implementation}: there is no such implementation. There are: "
+                f"{', '.join(known)}."
             )
 
 
-_recorded: contextvars.ContextVar[list[tuple[Op, Avals]] | None] = contextvars.ContextVar("recorded", default=None)
+_recorded: contextvars.ContextVar[list[tuple[Op, Avals]] | None] = contextvars.ContextVar(
+    "recorded", default=None
+)
 
 
 @contextmanager
 def recording() -> Iterator[list[tuple[Op, Avals]]]:
-    """Context that collects the op and arguments of every choice made while code is traced, repetitions included."""
+    """Context that collects the op and arguments of every choice made while code is traced, repetitions
+    included.
+    """
     found: list[tuple[Op, Avals]] = []
     token = _recorded.set(found)
     try:
@@ -256,7 +276,9 @@ def device() -> DeviceSpec:
 
 
 def call(op: Op, /, **arguments: Any) -> Any:
-    """Calls the chosen implementation with `arguments`: arrays, and statics (numbers, strings, names of axes, None)."""
+    """Calls the chosen implementation with `arguments`: arrays, and statics (numbers, strings, names of axes,
+    None).
+    """
     choice = select(op, avals_of(arguments))
     return choice.implementation.call(**arguments, **choice.config)
 
@@ -272,7 +294,9 @@ def avals_of(arguments: Mapping[str, Any]) -> Avals:
         if value is None or isinstance(value, int | float | str | tuple):
             return value
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-            raise UserError(f"kernels: argument {name} is a {type(value).__name__}; ops take arrays and plain values.")
+            raise UserError(
+                f"kernels: argument {name} is a {type(value).__name__}; ops take arrays and plain values."
+            )
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
     return {name: one(name, value) for name, value in arguments.items()}
@@ -307,11 +331,19 @@ def plugins() -> Mapping[str, tuple[Implementation, ...]]:
 
 @functools.cache
 def ops() -> Mapping[str, Op]:
-    """All ops by name, from `OPS` of each folder's `api.py`; a folder without it has no implementations to choose."""
+    """All ops by name, from `OPS` of each folder's `api.py`; a folder without it has no implementations to
+    choose.
+    """
     folder = Path(__file__).parent
-    modules = [m.name for m in pkgutil.iter_modules([str(folder)]) if m.ispkg and (folder / m.name / "api.py").exists()]
+    modules = [
+        m.name
+        for m in pkgutil.iter_modules([str(folder)])
+        if m.ispkg and (folder / m.name / "api.py").exists()
+    ]
     found = [
-        op for m in sorted(modules) for op in getattr(importlib.import_module(f"jtrain_kernels.{m}.api"), "OPS", ())
+        op
+        for m in sorted(modules)
+        for op in getattr(importlib.import_module(f"jtrain_kernels.{m}.api"), "OPS", ())
     ]
     return {op.name: op for op in found}
 
@@ -324,4 +356,6 @@ def find(name: str) -> Op:
     """
     if name in ops():
         return ops()[name]
-    raise UserError(f"kernels: no op is called {name!r}. {did_you_mean(name, ops())}There are: {', '.join(ops())}.")
+    raise UserError(
+        f"kernels: no op is called {name!r}. {did_you_mean(name, ops())}There are: {', '.join(ops())}."
+    )

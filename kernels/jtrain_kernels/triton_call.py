@@ -20,7 +20,8 @@ OPTIONS = {
     # PTX 9.0, which CUDA 13.0 reads. By default Triton targets its own assembler, and JAX's may be older.
     "ptx_version": 90,
 }
-"""Options of Triton's compiler, the same for all versions of Triton and CUDA; for AMD it ignores those of NVIDIA."""
+"""Options of Triton's compiler, the same for all versions of Triton and CUDA; for AMD it ignores those of
+NVIDIA."""
 
 
 def refusal(device: DeviceSpec) -> str | None:

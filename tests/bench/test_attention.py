@@ -1,4 +1,6 @@
-"""What the benchmark of attention does without a GPU: it refuses, and what it would check first is right here."""
+"""What the benchmark of attention does without a GPU: it refuses, and what it would check first is right
+here.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The data benchmarks, small: the same code on 6 sources, so that a command of theirs that breaks is found here."""
+"""The data benchmarks, small: the same code on 6 sources, so that a command of theirs that breaks is found
+here.
+"""
 
 import dataclasses
 import json
@@ -15,7 +17,18 @@ import pyarrow.parquet
 import pytest
 
 from bench import data
-from bench.data_parts import files, first_batch, hosts, memory, mixing, order, planner, programs, resume, scaling
+from bench.data_parts import (
+    files,
+    first_batch,
+    hosts,
+    memory,
+    mixing,
+    order,
+    planner,
+    programs,
+    resume,
+    scaling,
+)
 from bench.data_parts.memory import Measured
 from bench.data_parts.programs import Program, Usage
 from jtrain.bench import Options, checkpoint, meets_bar
@@ -189,7 +202,9 @@ def test_mixed_reading_runs_beside_the_peers_of_this_environment() -> None:
 
 
 def test_the_bars_of_mixed_reading() -> None:
-    """The medians of interleaved turns count: at least as fast as a memmap and a plain reader, four times Grain."""
+    """The medians of interleaved turns count: at least as fast as a memmap and a plain reader, four times
+    Grain.
+    """
     with subprocess.Popen(["true"], text=True) as process:
         ended = Program(process, ["true"])
 
@@ -274,7 +289,9 @@ def test_hosts_read_a_part_each() -> None:
     parts = hosts.together(folder, hosts=2, steps=2)
     assert {**parts[0].rows, **parts[1].rows} == alone.rows
     assert len(alone.rows) == 256
-    assert min(part.documents for part in parts) > 0  # the shares of so few steps are those of how far each reads ahead
+    assert (
+        min(part.documents for part in parts) > 0
+    )  # the shares of so few steps are those of how far each reads ahead
 
 
 @pytest.mark.parametrize(("option", "value", "least"), [("hosts", 1, 2), ("sources", 0, 1), ("steps", 0, 1)])

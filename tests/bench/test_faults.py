@@ -1,4 +1,6 @@
-"""The harness of faults: a slice of its trials, what it finds where something is lost, and what it refuses."""
+"""The harness of faults: a slice of its trials, what it finds where something is lost, and what it
+refuses.
+"""
 
 import json
 import os
@@ -15,7 +17,15 @@ from jtrain.bench.faults import drawn
 
 SLICE = (
     *("damage-missing", "damage-truncated", "damage-flipped", "damage-emptied", "damage-garbage"),
-    *("no-manifest", "no-manifests", "no-checkpoints", "renumbered", "all-damaged", "bad-metrics", "bad-ledger"),
+    *(
+        "no-manifest",
+        "no-manifests",
+        "no-checkpoints",
+        "renumbered",
+        "all-damaged",
+        "bad-metrics",
+        "bad-ledger",
+    ),
     *("kill-restore", "kill-commit", "kill-purge"),
 )
 """Kinds whose trials are short, on one process."""
@@ -59,7 +69,8 @@ sys.exit(bench(["faults", *sys.argv[1:]]))
 
 
 def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
-    """The slice for every change, on one process; and a run that forgets, one that diverges, a process that stays.
+    """The slice for every change, on one process; and a run that forgets, one that diverges, a process that
+    stays.
 
     All in one command, which shares its imports and its unbroken run: exit 1, because of those three alone.
     """
@@ -102,7 +113,14 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
 def test_every_kind_of_fault_is_survived(tmp_path: Path, num_processes: int) -> None:
     """One trial of each kind, with a supervisor, small disks and bad numbers as well."""
     kinds = [name for name, kind in register_all().items() if num_processes in kind.processes]
-    arguments = ("--trials", str(len(kinds)), "--processes", str(num_processes), "--workdir", str(tmp_path / "trials"))
+    arguments = (
+        "--trials",
+        str(len(kinds)),
+        "--processes",
+        str(num_processes),
+        "--workdir",
+        str(tmp_path / "trials"),
+    )
     done = subprocess.run(
         [sys.executable, "-m", "jtrain.bench", "faults", *arguments],
         env=os.environ | {"XLA_FLAGS": ""},
@@ -111,14 +129,19 @@ def test_every_kind_of_fault_is_survived(tmp_path: Path, num_processes: int) -> 
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"^[a-z-]+ \d+: (?:survived|refused, then|skipped)", done.stdout, re.MULTILINE)) == len(kinds)
+    assert len(
+        re.findall(r"^[a-z-]+ \d+: (?:survived|refused, then|skipped)", done.stdout, re.MULTILINE)
+    ) == len(kinds)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--trials", "0"), r"--trials 0 must be at least 1"),
-        (("--only", "kill-save,kil-step"), r"--only kil-step: there is no such kind of fault\. .* kill-step,"),
+        (
+            ("--only", "kill-save,kil-step"),
+            r"--only kil-step: there is no such kind of fault\. .* kill-step,",
+        ),
         (("--only", "unshared"), r"--only unshared needs --processes 2 or 4, not 1"),
         (("--workdir", "{file}/here"), r"--workdir .*/here cannot be written to \(Not a directory\)"),
         (("--workdir", "{folder}"), r"--workdir .* is not empty\. Choose a new folder"),

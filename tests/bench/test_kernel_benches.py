@@ -13,13 +13,17 @@ from jtrain_kernels.device import DEVICES
 
 def test_without_a_gpu_elementwise_ops_are_not_timed() -> None:
     """A CPU's bandwidth would say nothing."""
-    with pytest.raises(ValueError, match=r"elementwise needs a GPU, but the device here is 'cpu'\. Run the same"):
+    with pytest.raises(
+        ValueError, match=r"elementwise needs a GPU, but the device here is 'cpu'\. Run the same"
+    ):
         list(elementwise.run(Options(repeats=1, only=None, rehearse=False)))
 
 
 @pytest.mark.aot
 def test_calls_of_a_timed_program_are_neither_merged_nor_dropped() -> None:
-    """Ten calls, compiled for an H100, are ten kernels that each read and write what the kernel of one call does."""
+    """Ten calls, compiled for an H100, are ten kernels that each read and write what the kernel of one call
+    does.
+    """
     case = next(elementwise.cases())
     assert case.op is not None
     forced = {case.op.name: "xla"}
@@ -35,7 +39,9 @@ def test_calls_of_a_timed_program_are_neither_merged_nor_dropped() -> None:
 @pytest.mark.smoke
 def test_without_a_gpu_the_loss_is_not_timed() -> None:
     """Nor its milliseconds; its bytes are another benchmark's."""
-    with pytest.raises(ValueError, match=r"loss needs a GPU, but the device here is 'cpu'\..* run kernel_bytes"):
+    with pytest.raises(
+        ValueError, match=r"loss needs a GPU, but the device here is 'cpu'\..* run kernel_bytes"
+    ):
         list(loss.run(Options(repeats=1, all_chunks=False, rehearse=False)))
 
 

@@ -20,7 +20,9 @@ def cases(chip: str, *arguments: str) -> list[kernels.Case]:
 
 
 def test_a_config_is_timed_at_its_own_shapes(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a mixture on a CPU only the experts' matmul has a choice; every shape that the step asks for has a row."""
+    """Of a mixture on a CPU only the experts' matmul has a choice; every shape that the step asks for has a
+    row.
+    """
     arguments = ["--config=tiny_moe", "--set", "data.seq_len=64", "--set", "data.global_batch=2"]
     assert bench(["kernels", "--tune", "--op", "grouped_matmul", *arguments]) == 0
     said = capsys.readouterr().out
@@ -63,7 +65,10 @@ def test_a_real_config_asks_for_each_shape_once(chip: str, config: str) -> None:
 def test_wrong_options_are_refused() -> None:
     """With what goes together, and what the step calls."""
     for arguments, message in (
-        (["--explain", "rope", "--case", "llama8b", "--config=tiny"], r"--case llama8b and --config tiny both say"),
+        (
+            ["--explain", "rope", "--case", "llama8b", "--config=tiny"],
+            r"--case llama8b and --config tiny both say",
+        ),
         (["--explain", "rope", "--set", "seed=1"], r"--with and --set change a config\. Add --config NAME"),
         (
             ["--explain", "grouped_matmul", "--config=tiny"],
@@ -71,7 +76,8 @@ def test_wrong_options_are_refused() -> None:
         ),
         (
             ["--explain", "rope", "--device", "mi300x", "--config=llama8b"],
-            r"the mesh has 8 devices, .* no compiler for 8 x mi300x\. .*--set mesh\.data=8.* h100, h200, b200, v4",
+            r"the mesh has 8 devices, .* no compiler for 8 x mi300x\. .*--set mesh\.data=8.* h100, h200, "
+            r"b200, v4",
         ),
     ):
         with pytest.raises(ValueError, match=message):

@@ -35,7 +35,9 @@ def lab() -> Lab:
 
 
 def test_draws_meet_nearly_all_pairs_soon_and_are_those_of_the_seed() -> None:
-    """Forty settings, all accepted, meet 95 % of the pairs of values; half of the settings compute in float32."""
+    """Forty settings, all accepted, meet 95 % of the pairs of values; half of the settings compute in
+    float32.
+    """
     draw = pairs.Draw(0)
     settings = list(itertools.islice(draw, TRIALS))
     assert all(refusal(setting) is None for setting in settings)
@@ -50,7 +52,9 @@ def test_draws_meet_nearly_all_pairs_soon_and_are_those_of_the_seed() -> None:
 
 
 def test_every_way_out_ends_its_refusal() -> None:
-    """Of 250 settings by chance; each refusal names a way out that can be followed, and following leads to a config."""
+    """Of 250 settings by chance; each refusal names a way out that can be followed, and following leads to a
+    config.
+    """
     reasons: set[str] = set()
     for setting in itertools.islice(pairs.random_settings(0), 250):
         error = refusal(setting)
@@ -81,15 +85,24 @@ def test_ways_out_are_read_off_a_message() -> None:
 
 
 def test_batches_are_adversarial() -> None:
-    """Rows differ in their documents; there are an empty row, one without targets, one-token documents and padding."""
+    """Rows differ in their documents; there are an empty row, one without targets, one-token documents and
+    padding.
+    """
     assert adversarial_batch.IGNORED == IGNORE
     for batch in (batch for variant in range(3) for batch in batches_of(variant)):
-        segment, position, target, token = (batch[f"{name}_BL"] for name in ("segment", "position", "target", "token"))
+        segment, position, target, token = (
+            batch[f"{name}_BL"] for name in ("segment", "position", "target", "token")
+        )
         lengths = [np.bincount(row[row > 0])[1:].tolist() for row in segment]
-        assert len(set(map(tuple, lengths))) >= len(lengths) - 2, "no two microbatches have the same documents"
+        assert len(set(map(tuple, lengths))) >= len(lengths) - 2, (
+            "no two microbatches have the same documents"
+        )
         assert lengths.count([]) == 1, "one row is empty"
         assert any(1 in of_row for of_row in lengths)
-        assert any((row > 0).any() and (targets == IGNORE).all() for row, targets in zip(segment, target, strict=True))
+        assert any(
+            (row > 0).any() and (targets == IGNORE).all()
+            for row, targets in zip(segment, target, strict=True)
+        )
         np.testing.assert_array_equal(target[segment == 0], IGNORE)
         row, column = np.nonzero(target != IGNORE)
         np.testing.assert_array_equal(target[row, column], token[row, column + 1])
@@ -100,7 +113,9 @@ def test_batches_are_adversarial() -> None:
 def test_a_pipeline_is_equal_until_its_backward_pass_reads_other_positions(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bug that no test noticed on 2026-11-23: the backward pass takes the forward microbatch's documents."""
+    """The bug that no test noticed on 2026-11-23: the backward pass takes the forward microbatch's
+    documents.
+    """
     setting = defaults() | STAGES
     healthy = lab.trial(setting, 0)
     assert healthy.unequal == []
@@ -121,7 +136,9 @@ def test_a_pipeline_is_equal_until_its_backward_pass_reads_other_positions(
 
 
 def test_the_first_steps_largest_values_are_those_of_one_device() -> None:
-    """In float32, before rounding to 8 bits has made one layout's values another's; a weight's largest hardly moves."""
+    """In float32, before rounding to 8 bits has made one layout's values another's; a weight's largest hardly
+    moves.
+    """
     in_float32 = history_bound(defaults(), 3)
     assert in_float32.shape == (1, 3, 3), "broadcasts over layers"
     assert in_float32[0, :, 2].tolist() == [1e-5, 1e-5, 1e-5]
@@ -131,7 +148,12 @@ def test_the_first_steps_largest_values_are_those_of_one_device() -> None:
 
 def test_a_failing_setting_is_shrunk() -> None:
     """Only what a failure takes stays; a step towards it that jtrain refuses is left out."""
-    setting = defaults() | {"mesh.tensor": 2, "layout.tensor_overlap": True, "layout.remat": "full", "mesh.data": 2}
+    setting = defaults() | {
+        "mesh.tensor": 2,
+        "layout.tensor_overlap": True,
+        "layout.remat": "full",
+        "mesh.data": 2,
+    }
     assert changed(shrink(setting, lambda smaller: smaller["layout.tensor_overlap"])) == {
         "mesh.tensor": 2,
         "layout.tensor_overlap": True,
@@ -149,7 +171,9 @@ def test_arguments_that_cannot_be_are_refused() -> None:
 
 
 def test_every_option_of_the_layout_is_drawn() -> None:
-    """A new field of the specs of layouts and precisions has to become a factor, or be named here with a reason."""
+    """A new field of the specs of layouts and precisions has to become a factor, or be named here with a
+    reason.
+    """
     import dataclasses
 
     from jtrain.layout.layout import LayoutSpec, OffloadSpec
@@ -159,7 +183,9 @@ def test_every_option_of_the_layout_is_drawn() -> None:
 
     specs = {"mesh": MeshSpec, "layout": LayoutSpec, "layout.offload": OffloadSpec}
     specs |= {"pipeline": PipelineSpec, "precision": PrecisionSpec}
-    fields = {f"{prefix}.{field.name}" for prefix, spec in specs.items() for field in dataclasses.fields(spec)}
+    fields = {
+        f"{prefix}.{field.name}" for prefix, spec in specs.items() for field in dataclasses.fields(spec)
+    }
     elsewhere = {
         "layout.remat_save",  # with layout.remat
         "layout.offload",  # its fields

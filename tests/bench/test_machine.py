@@ -31,5 +31,7 @@ def test_a_soak_adds_up() -> None:
 
 
 def test_without_a_gpu_it_refuses() -> None:
-    with pytest.raises(ValueError, match=r"machine --soak needs a GPU's clocks, but the device here is 'cpu'\."):
+    with pytest.raises(
+        ValueError, match=r"machine --soak needs a GPU's clocks, but the device here is 'cpu'\."
+    ):
         list(machine.run(Options(calls=1, soak=1.0, rehearse=False)))

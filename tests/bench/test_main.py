@@ -23,7 +23,9 @@ def test_every_benchmark_says_what_it_measures_and_can_run() -> None:
     files = benchmarks()
     assert files["startup"].parent == FOLDERS["jtrain.bench"]
     assert files["data"].parent == FOLDERS["bench"]
-    assert len(files) == sum(len(list(folder.glob("[!_]*.py"))) for folder in FOLDERS.values()), "a name is used twice"
+    assert len(files) == sum(len(list(folder.glob("[!_]*.py"))) for folder in FOLDERS.values()), (
+        "a name is used twice"
+    )
     for name, file in files.items():
         assert first_line(file), name
         text = file.read_text()
@@ -37,7 +39,9 @@ def test_without_a_name_they_are_listed(capsys: pytest.CaptureFixture[str]) -> N
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-COMMANDS = sorted({match for page in PAGES for match in re.findall(r"jtrain bench ([a-z][^`\n|]*)", page.read_text())})
+COMMANDS = sorted(
+    {match for page in PAGES for match in re.findall(r"jtrain bench ([a-z][^`\n|]*)", page.read_text())}
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -51,7 +55,9 @@ def test_every_benchmark_that_a_page_names_takes_its_options(command: str) -> No
 
 def test_an_unknown_benchmark_is_refused() -> None:
     """With the nearest name."""
-    with pytest.raises(ValueError, match=r"no benchmark cpu_stp\. Did you mean cpu_step\? There are: .*startup"):
+    with pytest.raises(
+        ValueError, match=r"no benchmark cpu_stp\. Did you mean cpu_step\? There are: .*startup"
+    ):
         bench(["cpu_stp"])
 
 
@@ -61,7 +67,10 @@ def test_the_json_is_what_design_says(
     """DESIGN section 8, with an option of the benchmark's own."""
 
     def run(args: Options) -> list[Row]:
-        return [row("speed", float(args.speed), "tokens/s", baseline=50.0, bar=">= 1.5"), row("size", None, "bytes")]
+        return [
+            row("speed", float(args.speed), "tokens/s", baseline=50.0, bar=">= 1.5"),
+            row("size", None, "bytes"),
+        ]
 
     module = types.ModuleType("jtrain.bench.startup", "A stand-in.")
     module.__dict__.update(run=run, OPTIONS=(option("--speed"),))
@@ -97,14 +106,20 @@ def test_a_benchmark_may_end_with_one_where_it_misses_a_bar(
     assert bench(["startup"]) == code
 
 
-def test_a_benchmark_for_absent_chips_needs_no_hardware(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its environment is what JAX must find before the module imports it; an option may be what asks for it."""
+def test_a_benchmark_for_absent_chips_needs_no_hardware(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its environment is what JAX must find before the module imports it; an option may be what asks for
+    it.
+    """
     package = tmp_path / "absent_chips"
     package.mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("jtrain.bench.__main__.FOLDERS", FOLDERS | {"absent_chips": package})
     monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
-    text = "import os\nOPTIONS = ()\n{}\nseen = os.environ['CUDA_VISIBLE_DEVICES']\ndef run(args): return []\n"
+    text = (
+        "import os\nOPTIONS = ()\n{}\nseen = os.environ['CUDA_VISIBLE_DEVICES']\ndef run(args): return []\n"
+    )
     seen: list[str] = []
     for name, line, more in (
         ("never", "", ()),
@@ -122,8 +137,12 @@ def test_a_benchmark_for_absent_chips_needs_no_hardware(tmp_path: Path, monkeypa
     assert plan_compiled.ABSENT_CHIPS is True
 
 
-def test_rows_are_on_the_disk_before_the_next_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A benchmark that is ended, or fails, keeps what it has measured; a rehearsal's rows say so and meet no bar."""
+def test_rows_are_on_the_disk_before_the_next_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A benchmark that is ended, or fails, keeps what it has measured; a rehearsal's rows say so and meet no
+    bar.
+    """
     file, seen = tmp_path / "rows.jsonl", list[str]()
 
     def run(args: Options) -> Iterator[Row]:
@@ -135,7 +154,10 @@ def test_rows_are_on_the_disk_before_the_next_is_measured(tmp_path: Path, monkey
     module.__dict__.update(run=run, OPTIONS=(REHEARSE,))
     monkeypatch.setitem(sys.modules, "jtrain.bench.startup", module)
     monkeypatch.setattr("jtrain.bench.__main__.start_jax", lambda environ: None)
-    for more, what, bar in (([], "first", "<= 2"), (["--rehearse"], "rehearsal, no measurement: first", None)):
+    for more, what, bar in (
+        ([], "first", "<= 2"),
+        (["--rehearse"], "rehearsal, no measurement: first", None),
+    ):
         file.unlink(missing_ok=True)
         with pytest.raises(RuntimeError, match="fell off the bus"):
             bench(["startup", "--lines", str(file), *more])

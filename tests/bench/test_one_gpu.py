@@ -52,7 +52,9 @@ def collected(step: Step, out: Path) -> tuple[list[Any], Ended]:
 
 
 def test_steps_are_bounded_and_their_options_are_those_of_benchmarks() -> None:
-    """Every step's arguments parse, the rehearsal's too: a typing error would cost the minutes that a GPU is there."""
+    """Every step's arguments parse, the rehearsal's too: a typing error would cost the minutes that a GPU is
+    there.
+    """
     assert len({step.name for step in STEPS}) == len(STEPS)
     for step in STEPS:
         assert 0 < step.limit_s <= 120
@@ -63,12 +65,16 @@ def test_steps_are_bounded_and_their_options_are_those_of_benchmarks() -> None:
 
 
 def test_without_a_gpu_only_a_rehearsal_runs(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"needs an NVIDIA GPU, and nvidia-smi lists none here\..*add --rehearse"):
+    with pytest.raises(
+        ValueError, match=r"needs an NVIDIA GPU, and nvidia-smi lists none here\..*add --rehearse"
+    ):
         list(one_gpu.run(options(tmp_path, rehearse=False)))
 
 
 def test_a_step_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--only los: no such step\. Did you mean loss\?.* There are: machine"):
+    with pytest.raises(
+        ValueError, match=r"--only los: no such step\. Did you mean loss\?.* There are: machine"
+    ):
         list(one_gpu.run(options(tmp_path, only=["los"])))
 
 
@@ -90,13 +96,19 @@ def test_two_calls_do_not_share_a_folder(tmp_path: Path) -> None:
 def test_what_a_row_depends_on_is_in_its_key(tmp_path: Path) -> None:
     """Another GPU, code or step is measured again; the budget and the folder do not matter."""
     one = session(tmp_path)
-    keys = {one.key(FAILS), session(tmp_path, gpu="H100").key(FAILS), session(tmp_path, code="other").key(FAILS)}
+    keys = {
+        one.key(FAILS),
+        session(tmp_path, gpu="H100").key(FAILS),
+        session(tmp_path, code="other").key(FAILS),
+    }
     keys.add(one.key(Step("other name", FAILS.options, 60)))
     assert len(keys) == 4
     assert session(tmp_path / "elsewhere").key(FAILS) == one.key(FAILS)
 
 
-def test_what_is_not_installed_is_said_first_and_is_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_installed_is_said_first_and_is_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No process is started for it; the steps that need it are named."""
     lacking, here = (
         Step("lacking", ("machine",), 60, ("no_such_package",), uses=("no_such_kernels",)),
@@ -171,7 +183,9 @@ def test_a_step_over_its_limit_is_a_row_and_leaves_no_process(tmp_path: Path) ->
     step, started_s = Step("soak", ("machine", "--soak", "60", "--rehearse"), 15), time.monotonic()
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     command = [sys.executable, "-c", WATCH, str(tmp_path)]
-    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths})
+    watcher = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": paths}
+    )
     _, ended = collected(step, tmp_path)
     most = int(watcher.communicate(timeout=300)[0])
     assert ended.how == "over its limit"
@@ -206,14 +220,20 @@ def call(out: Path, steps: tuple[str, ...]) -> "subprocess.Popen[str]":
 
 def lines(out: Path) -> list[dict[str, Any]]:
     file = out / "rows.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return (
+        [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
+        if file.exists()
+        else []
+    )
 
 
 @pytest.mark.slow
 def test_killed_at_random_moments_it_goes_on_and_repeats_nothing(tmp_path: Path) -> None:
-    """Ten kills of the whole call or of its step; at the end each step has ended once, and nothing still runs.
+    """Ten kills of the whole call or of its step; at the end each step has ended once, and nothing still
+    runs.
 
-    A step that was killed itself is a row with that error, as one that the system kills for its memory would be.
+    A step that was killed itself is a row with that error, as one that the system kills for its memory would
+    be.
     """
     chance, killed = random.Random(0), collections.Counter[str]()
     for _ in range(10):
@@ -257,7 +277,11 @@ def test_a_short_rehearsal_gives_every_row(tmp_path: Path) -> None:
     """From the folder of a step's rows to the table."""
     said = call(tmp_path, ("machine", "loss", "profile-llama1b")).communicate()[0]
     found = lines(tmp_path)
-    assert [line["step"] for line in found if line.get("ended") == "done"] == ["machine", "loss", "profile-llama1b"]
+    assert [line["step"] for line in found if line.get("ended") == "done"] == [
+        "machine",
+        "loss",
+        "profile-llama1b",
+    ]
     assert {"gpu", "versions", "commit", "code", "budget_s", "missing"} == set(found[0]["call"])
     assert (tmp_path / "profile" / "report.html").stat().st_size > 10_000
     assert "tokens at a time" in said

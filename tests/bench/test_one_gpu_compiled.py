@@ -1,7 +1,8 @@
-"""Every program that one_gpu runs, compiled for an H100 and an H200 that are not here: only what a compiler cannot know
-is left for the first contact.
+"""Every program that one_gpu runs, compiled for an H100 and an H200 that are not here: only what a compiler
+cannot know is left for the first contact.
 
-Not compiled: casts to the host's memory that `jax.device_put` makes outside of a program, and the initial state.
+Not compiled: casts to the host's memory that `jax.device_put` makes outside of a program, and the initial
+state.
 """
 
 import dataclasses
@@ -62,7 +63,9 @@ def supported(op: registry.Op, chip: str, avals: Any) -> list[str]:
     return [i.name for i in registry.implementations(op) if i.supports(from_name(chip), avals) is None]
 
 
-def compiles(chip: str, function: Callable[..., Any], *args: Any, forced: dict[str, str] | None = None) -> None:
+def compiles(
+    chip: str, function: Callable[..., Any], *args: Any, forced: dict[str, str] | None = None
+) -> None:
     """It compiles, no kernel spills, and none needs more shared memory than there is."""
     report = aot.compile_for(chip, function, *args, forced=forced)
     assert [one for one in aot.failures(report) if "bytes of scratch" in one] == []
@@ -77,7 +80,9 @@ def sized(run: Run, chip: str) -> Run:
     """The run with what is offloaded `as_needed` sized to the chip, beside a host with 100 GiB."""
     if "as_needed" not in (run.layout.offload.optimizer, run.layout.offload.params):
         return run
-    spec = dataclasses.replace(from_name(chip), hbm_bytes=int(MEMORY_SHARE * (from_name(chip).hbm_bytes or 0)))
+    spec = dataclasses.replace(
+        from_name(chip), hbm_bytes=int(MEMORY_SHARE * (from_name(chip).hbm_bytes or 0))
+    )
     task = search_task(run, Machine(spec, 1, 100 * 2**30))
     return dataclasses.replace(run, layout=resolve_as_needed(task, run.mesh))
 
@@ -90,7 +95,9 @@ def test_attention(step: Step, chip: str) -> None:
     if (why := aot.missing_library(implementation)) is not None:
         pytest.skip(why)
     shape = attention.SHAPES[shape_name]
-    q, k = (jax.ShapeDtypeStruct((shape.B, shape.L, heads, shape.H), jnp.bfloat16) for heads in (shape.N, shape.K))
+    q, k = (
+        jax.ShapeDtypeStruct((shape.B, shape.L, heads, shape.H), jnp.bfloat16) for heads in (shape.N, shape.K)
+    )
     segment = jax.ShapeDtypeStruct((shape.B, shape.L), jnp.int32)
     arrays = dict(q_BLNH=q, k_BMKH=k, v_BMKH=k, segment_BL=segment, segment_BM=segment)
     for gradients in (False, True):
@@ -114,11 +121,15 @@ def test_training_steps(step: Step, chip: str) -> None:
     program = compile_step(job, make_optimizer(built), devices=devices)
     available = int(MEMORY_SHARE * (from_name(chip).hbm_bytes or 0))
     if (step.name, chip) == ("llama8b", "h100"):
-        with pytest.raises(ValueError, match=r"needs .* GiB per device"):  # as it is, the step is a row with that error
+        with pytest.raises(
+            ValueError, match=r"needs .* GiB per device"
+        ):  # as it is, the step is a row with that error
             check_fits(job, available=available)
     else:
         check_fits(job, available=available)
-        assert program.peak_bytes < (from_name(chip).hbm_bytes or 0)  # a GPU has 7 % more than its data sheet says
+        assert program.peak_bytes < (
+            from_name(chip).hbm_bytes or 0
+        )  # a GPU has 7 % more than its data sheet says
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -141,15 +152,21 @@ def test_fp8(mode: MatmulDtype, chip: str) -> None:
     mesh = aot.virtual_device(chip)
     step, arrays = fp8_speed.layers(mode, fp8_speed.LENGTH, fp8_speed.LLAMA8B, mesh.devices.flat[0])
     whole = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(arrays))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(arrays)
+    )
     with lowering_for(mesh, live(mesh.devices.flat[0])), no_compile_cache():
         memory = step.lower(*shapes).compile().memory_analysis()
-    assert memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes < 60 * 2**30
+    assert (
+        memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes < 60 * 2**30
+    )
 
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_elementwise(chip: str) -> None:
-    """The timed programs, which have ten times the passes and bytes of one call: no call is merged or dropped."""
+    """The timed programs, which have ten times the passes and bytes of one call: no call is merged or
+    dropped.
+    """
     for case in elementwise.cases():
         program, calls = elementwise.several(case.function), (case.arguments,) * elementwise.CALLS
         for name in elementwise.implementations_on(from_name(chip), case.op):
@@ -182,7 +199,10 @@ def test_fused_kernels(op: Any, chip: str) -> None:
         compiles(chip, functools.partial(gpu_matmul.plain_op, op, ranks), x, kernel)
         for config in gpu_matmul.overlap_configs(program, ranks, spec, 8192):
             compiles(
-                chip, lambda x, k, c=config, p=program, r=ranks: gpu_matmul.virtual(p, r, x, k, spec, c), x, kernel
+                chip,
+                lambda x, k, c=config, p=program, r=ranks: gpu_matmul.virtual(p, r, x, k, spec, c),
+                x,
+                kernel,
             )
 
 
@@ -198,7 +218,9 @@ def test_ops_that_are_tuned_or_timed(step: Step, chip: str) -> None:
     assert shapes
     for avals in shapes:
         for implementation in registry.implementations(op):
-            if implementation.name not in supported(op, chip, avals) or aot.missing_library(implementation.name):
+            if implementation.name not in supported(op, chip, avals) or aot.missing_library(
+                implementation.name
+            ):
                 continue
             configs = list(implementation.configs(from_name(chip), avals))
             for config in configs if tunes else configs[:1]:

@@ -14,7 +14,8 @@ from jtrain.plan.from_run import plan_job
 def test_the_expert_exchange_is_beside_matmuls() -> None:
     """Three quarters of its bytes or more, and the planner counts the same arrays.
 
-    Of four pieces, the first sending and the last return of each pass have none beside them: 18 of 24 exchanges do.
+    Of four pieces, the first sending and the last return of each pass have none beside them: 18 of 24
+    exchanges do.
     """
     program = mixture_step("h200")
     (sent,) = (t for t in program.traffic if t.kind == "ragged-all-to-all")

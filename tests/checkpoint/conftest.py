@@ -27,8 +27,12 @@ SMALL: dict[str, Any] = {
 
 
 def _like(axes: dict[str, int], *, optimizer: AdamW | Muon | None = None, **fields: Any) -> TrainState:
-    """Returns shapes, dtypes and shardings of the small model's state; `fields`: of the model or LayoutSpec."""
-    model = Transformer(**(SMALL | {key: fields.pop(key) for key in (*SMALL, "tie_embeddings") if key in fields}))
+    """Returns shapes, dtypes and shardings of the small model's state; `fields`: of the model or
+    LayoutSpec.
+    """
+    model = Transformer(
+        **(SMALL | {key: fields.pop(key) for key in (*SMALL, "tie_embeddings") if key in fields})
+    )
     spec = MeshSpec(**axes)
     layout = layout_from(fields, spec, model.param_infos())
     infos = map_params(lambda info: info, model.param_infos())
@@ -37,7 +41,9 @@ def _like(axes: dict[str, int], *, optimizer: AdamW | Muon | None = None, **fiel
 
 
 def _fill(like: Any, step: int) -> Any:
-    """Returns arrays for `like` whose bits are a function of `step`, including denormals, infinities and NaNs."""
+    """Returns arrays for `like` whose bits are a function of `step`, including denormals, infinities and
+    NaNs.
+    """
     rng = np.random.default_rng(step)
 
     def leaf(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -55,13 +61,17 @@ def _bits(tree: Any) -> list[bytes]:
 
 @pytest.fixture
 def make_like() -> Callable[..., TrainState]:
-    """Returns a function from mesh axes and fields of model, layout, optimizer to a TrainState of ShapeDtypeStruct."""
+    """Returns a function from mesh axes and fields of model, layout, optimizer to a TrainState of
+    ShapeDtypeStruct.
+    """
     return _like
 
 
 @pytest.fixture
 def fill() -> Callable[[Any, int], Any]:
-    """Returns a function that makes arrays of random bits for shapes and shardings, the same for the same step."""
+    """Returns a function that makes arrays of random bits for shapes and shardings, the same for the same
+    step.
+    """
     return _fill
 
 

@@ -103,7 +103,9 @@ def test_without_an_intact_one_the_error_says_so(three: tuple[Checkpoints, Train
     checkpoints, like = three
     for step in (1, 2, 3):
         truncate(checkpoints.folder / str(step))
-    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/3 is damaged.*No older checkpoint in .* is intact"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)checkpoints/3 is damaged.*No older checkpoint in .* is intact"
+    ):
         checkpoints.restore(3, like)
 
 
@@ -128,7 +130,9 @@ def test_an_error_of_the_reading_library_names_the_checkpoint_as_well(
         raise RuntimeError("DATA_LOSS: something about a kvstore")
 
     monkeypatch.setattr(orbax_io, "restore", fails)
-    with pytest.raises(CheckpointError, match=r"(?s)checkpoints/3 is damaged:\n  RuntimeError: DATA_LOSS.*2 is intact"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)checkpoints/3 is damaged:\n  RuntimeError: DATA_LOSS.*2 is intact"
+    ):
         checkpoints.restore(3, like)
 
 

@@ -67,7 +67,9 @@ def train(checkpoints: Checkpoints, steps: range) -> list[int]:
     return saved
 
 
-def test_training_goes_on_and_the_pause_doubles(checkpoints: Checkpoints, disk: Disk, said: list[str]) -> None:
+def test_training_goes_on_and_the_pause_doubles(
+    checkpoints: Checkpoints, disk: Disk, said: list[str]
+) -> None:
     """After 1/16 of the interval, then 2/16: then the disk has room again, and all is as before."""
     assert train(checkpoints, range(60, 70)) == [64]
     disk.full = True
@@ -79,7 +81,8 @@ def test_training_goes_on_and_the_pause_doubles(checkpoints: Checkpoints, disk: 
     assert "cannot take the checkpoint of step 128 (OSError: [Errno 28] No space left" in said[0]
     assert "GiB are free on this disk" in said[0]
     assert (
-        "Earlier checkpoints are untouched: steps 64. Training goes on, and the next try is after step 132" in said[0]
+        "Earlier checkpoints are untouched: steps 64. Training goes on, and the next try is after step 132"
+        in said[0]
     )
     assert "the next try is after step 140: this was failure 2, and checkpoint.max_failures=3" in said[1]
     disk.full = True
@@ -106,8 +109,10 @@ def test_the_last_of_max_failures_ends_the_run(checkpoints: Checkpoints, disk: D
     disk.full = True
     with pytest.raises(
         CheckpointError,
-        match=r"step 140 .*untouched: steps 64\. 3 saves in a row failed \(checkpoint\.max_failures=3\)\. The same "
-        r"command goes on from step 64\.",
+        match=(
+            r"step 140 .*untouched: steps 64\. 3 saves in a row failed \(checkpoint\.max_failures=3\)\. "
+            r"The same command goes on from step 64\."
+        ),
     ):
         train(checkpoints, range(65, 1000))
     assert len(said) == 2
@@ -117,7 +122,9 @@ def test_the_last_of_max_failures_ends_the_run(checkpoints: Checkpoints, disk: D
 def test_the_save_at_the_end_is_tried_again(
     checkpoints: Checkpoints, disk: Disk, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No step follows, so the same state is saved after a pause; here the disk has room after the second one."""
+    """No step follows, so the same state is saved after a pause; here the disk has room after the second
+    one.
+    """
     pauses: list[float] = []
 
     def pause(seconds: float) -> None:
@@ -183,7 +190,9 @@ def test_nothing_is_deleted_while_numbers_are_suspicious(checkpoints: Checkpoint
 def test_a_file_that_process_zero_cannot_see_is_no_checkpoint(
     checkpoints: Checkpoints, said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a process writes to a folder of its own: nothing is committed, and the message says what to set."""
+    """As where a process writes to a folder of its own: nothing is committed, and the message says what to
+    set.
+    """
     from jtrain.checkpoint import array_writer
 
     write = array_writer.write_arrays

@@ -1,4 +1,6 @@
-"""One or both of two processes are killed within a save: every durable checkpoint stays, and the next run goes on."""
+"""One or both of two processes are killed within a save: every durable checkpoint stays, and the next run
+goes on.
+"""
 
 import contextlib
 import os
@@ -95,7 +97,17 @@ def run(workdir: Path, instant: str, victims: str, *, until: int) -> tuple[int, 
     with contextlib.ExitStack() as opened:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", PROCESS, str(workdir), coordinator, str(index), instant, victims, str(until)],
+                [
+                    sys.executable,
+                    "-c",
+                    PROCESS,
+                    str(workdir),
+                    coordinator,
+                    str(index),
+                    instant,
+                    victims,
+                    str(until),
+                ],
                 stdout=opened.enter_context(open(output, "w")),
                 stderr=subprocess.STDOUT,
                 env=environ,

@@ -45,7 +45,9 @@ def test_any_layout_reads_what_another_saved_bit_for_bit(
     axes: dict[str, int],
     zero_stage: int,
 ) -> None:
-    """The values are equal to the saved ones, and every device holds exactly its part under the new layout."""
+    """The values are equal to the saved ones, and every device holds exactly its part under the new
+    layout.
+    """
     checkpoints, state = saved
     like = make_like(axes, zero_stage=zero_stage)
     got, data_state = checkpoints.restore(7, like)
@@ -57,7 +59,9 @@ def test_any_layout_reads_what_another_saved_bit_for_bit(
         share = wanted.sharding.shard_shape(wanted.shape)
         assert {shard.data.shape for shard in leaf.addressable_shards} == {share}
     split = [leaf.sharding.shard_shape(leaf.shape) != leaf.shape for leaf in jax.tree.leaves(got)]
-    assert any(split) == (zero_stage > 0 or "tensor" in axes), "the layouts must differ, or this proves nothing"
+    assert any(split) == (zero_stage > 0 or "tensor" in axes), (
+        "the layouts must differ, or this proves nothing"
+    )
 
 
 def test_another_dtype_is_rounded_to_nearest_and_back_again_is_exact(

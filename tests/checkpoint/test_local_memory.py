@@ -70,7 +70,12 @@ def memory(tmp_path: Path) -> Iterator[Callable[..., LocalMemory]]:
     opened = []
 
     def make(
-        like: Any, *, config: str = "", said: list[str] | None = None, checkpoint: int = 0, workdir: str = "run"
+        like: Any,
+        *,
+        config: str = "",
+        said: list[str] | None = None,
+        checkpoint: int = 0,
+        workdir: str = "run",
     ) -> LocalMemory:
         say = print if said is None else said.append
         one = LocalMemory(
@@ -93,7 +98,9 @@ def test_a_state_comes_back_bit_for_bit(
     bits_of: Callable[[Any], list[bytes]],
     tmp_path: Path,
 ) -> None:
-    """The newest of three generations, with its shardings and data state; parts that devices share are kept once."""
+    """The newest of three generations, with its shardings and data state; parts that devices share are kept
+    once.
+    """
     like = make_like(axes, zero_stage=3)
     first = memory(like)
     assert first.start(checkpoint=0) is None
@@ -150,7 +157,9 @@ def kept(memory: Callable[..., LocalMemory], *steps: int, **fields: Any) -> Loca
 def test_another_runs_state_is_left_alone(
     memory: Callable[..., LocalMemory], fields: dict[str, Any], checkpoint: int, why: str
 ) -> None:
-    """What is not of this run, or of a time that it has gone back from, is not used; each case says why once."""
+    """What is not of this run, or of a time that it has gone back from, is not used; each case says why
+    once.
+    """
     kept(memory, 10, 20, checkpoint=5)
     said: list[str] = []
     assert memory(small(), said=said, **fields).start(checkpoint=checkpoint) is None
@@ -171,7 +180,9 @@ def test_a_new_run_in_the_same_folder_has_nothing(memory: Callable[..., LocalMem
 
 def test_what_only_watches_a_run_may_change(memory: Callable[..., LocalMemory]) -> None:
     kept(memory, 10, config="seed: int = 0\ncheckpoint.keep_last: int = 2")
-    found = memory(small(), config="seed: int = 0\ncheckpoint.keep_last: int = 3\n# a remark").start(checkpoint=0)
+    found = memory(small(), config="seed: int = 0\ncheckpoint.keep_last: int = 3\n# a remark").start(
+        checkpoint=0
+    )
     assert found is not None
     assert found[0] == 10
 
@@ -189,8 +200,8 @@ def test_a_damaged_generation_gives_way_to_the_older_one(memory: Callable[..., L
     assert found[0] == 10
     np.testing.assert_array_equal(found[1]["w"], np.full((8, 16), 10))
     assert said == [
-        "The state of step 20 in local memory cannot be used: CheckpointError: state/w/c.0.0 does not have the "
-        "contents that were saved."
+        "The state of step 20 in local memory cannot be used: CheckpointError: state/w/c.0.0 does not have "
+        "the contents that were saved."
     ]
 
 
@@ -207,14 +218,17 @@ def test_going_back_forgets_later_steps(memory: Callable[..., LocalMemory]) -> N
 def test_too_little_room_is_refused_with_numbers(memory: Callable[..., LocalMemory], tmp_path: Path) -> None:
     like = small(rows=1 << 40)
     with pytest.raises(
-        UserError, match=r"131072\.00 GiB in .*, which has \d+\.\d\d GiB free.*local_dir.*local_every_steps=None"
+        UserError,
+        match=r"131072\.00 GiB in .*, which has \d+\.\d\d GiB free.*local_dir.*local_every_steps=None",
     ):
         memory(like)
     (tmp_path / "file").write_text("")
     with pytest.raises(
         UserError, match=r"checkpoint\.local_dir: .*file/jtrain-run-.* cannot be written to \(Not a dir"
     ):
-        LocalMemory(tmp_path / "run", str(tmp_path / "file"), small(), "", newest_checkpoint=lambda: 0, say=print)
+        LocalMemory(
+            tmp_path / "run", str(tmp_path / "file"), small(), "", newest_checkpoint=lambda: 0, say=print
+        )
 
 
 def test_a_failure_ends_the_saves_and_not_the_run(
@@ -239,13 +253,17 @@ def test_a_failure_ends_the_saves_and_not_the_run(
 def test_a_kill_at_any_instant_leaves_a_whole_generation(
     memory: Callable[..., LocalMemory], instant: str, newest: int, tmp_path: Path
 ) -> None:
-    """A process that is killed in its third save: the second state is there, or the third one whole; it goes on."""
+    """A process that is killed in its third save: the second state is there, or the third one whole; it goes
+    on.
+    """
     command = [sys.executable, "-c", KILLED, instant, str(tmp_path / "run"), str(tmp_path)]
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     died = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     assert died.returncode == -signal.SIGKILL, died.stderr
     like = {
-        "w": jax.ShapeDtypeStruct((1000, 100), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+        "w": jax.ShapeDtypeStruct(
+            (1000, 100), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        )
     }
     found = memory(like).start(checkpoint=0)
     assert found is not None

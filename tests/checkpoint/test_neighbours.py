@@ -86,7 +86,8 @@ def test_each_process_sends_to_another_host() -> None:
 
 @pytest.mark.slow
 def test_lost_memory_is_fetched_from_the_neighbour(tmp_path: Path) -> None:
-    """The memory of either process is lost, then its last generation, then both memories; only the latter loses steps.
+    """The memory of either process is lost, then its last generation, then both memories; only the latter
+    loses steps.
 
     The folders are two, as on two hosts: each process finds the copy of the other's only over the network.
     """
@@ -113,7 +114,9 @@ def test_lost_memory_is_fetched_from_the_neighbour(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_stranger_is_not_answered(tmp_path: Path) -> None:
-    """A connection that does not know the token gets 32 random bytes and then the end, and the process goes on."""
+    """A connection that does not know the token gets 32 random bytes and then the end, and the process goes
+    on.
+    """
     script = PROCESS.replace(
         "said = []",
         """said = []

@@ -1,4 +1,6 @@
-"""At a start, the newest whole checkpoint is read, damaged ones are set aside, and lost ones are never passed over."""
+"""At a start, the newest whole checkpoint is read, damaged ones are set aside, and lost ones are never passed
+over.
+"""
 
 import contextlib
 import gc
@@ -17,7 +19,10 @@ import pytest
 from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files, folders
 from jtrain.checkpoint.lost_history import check_history
 
-LIKE = {"step": jax.ShapeDtypeStruct((), jnp.int32), "params": {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}}
+LIKE = {
+    "step": jax.ShapeDtypeStruct((), jnp.int32),
+    "params": {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)},
+}
 
 
 def state(step: int) -> dict[str, Any]:
@@ -143,7 +148,9 @@ def test_a_manifest_without_the_files_of_a_process_is_no_checkpoint(workdir: Pat
     assert manifest.processes == 1
     [most] = (name for name in manifest.files if path / name == largest(path))
     (path / most).unlink()
-    with pytest.raises(CheckpointError, match=r"not whole in .*w has 0 bytes, but .* All processes must write to one"):
+    with pytest.raises(
+        CheckpointError, match=r"not whole in .*w has 0 bytes, but .* All processes must write to one"
+    ):
         reseal(path, 30)
     body = json.loads((path / files.MANIFEST).read_text())
     del body["files"][most], body["digest"]
@@ -157,13 +164,17 @@ def test_a_manifest_without_the_files_of_a_process_is_no_checkpoint(workdir: Pat
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("dropped_tasks")
 def test_an_unreadable_one_is_set_aside_only_if_another_can_be_read(workdir: Path) -> None:
-    """Its hashes match, so the fault may be elsewhere: without another that can be read, nothing is renamed."""
+    """Its hashes match, so the fault may be elsewhere: without another that can be read, nothing is
+    renamed.
+    """
     folder = workdir / "checkpoints"
     for step in (10, 20):
         shutil.rmtree(folder / str(step))
     (folder / "30" / "state" / "_METADATA").write_text("{}")
     reseal(folder / "30", 30)
-    with pytest.raises(CheckpointError, match=r"(?s)is whole:\n  step 30: .*Nothing was changed.*--from-scratch"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)is whole:\n  step 30: .*Nothing was changed.*--from-scratch"
+    ):
         start(workdir)
     assert [path.name for path in folder.iterdir()] == ["30"]
     with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
@@ -191,7 +202,9 @@ def test_none_whole_is_refused_unless_from_scratch_is_said(workdir: Path) -> Non
     assert files.steps(folder) == ()
     assert (workdir / "history-1" / "metrics.jsonl").exists()
     assert not (workdir / "metrics.jsonl").exists()
-    assert check_history(workdir, folder, from_scratch=False) == [], "killed before its first save, it begins again"
+    assert check_history(workdir, folder, from_scratch=False) == [], (
+        "killed before its first save, it begins again"
+    )
 
 
 def test_a_step_without_manifest_below_the_newest_is_said(workdir: Path) -> None:
@@ -221,13 +234,17 @@ def test_a_history_without_checkpoints_is_refused(workdir: Path, left: str) -> N
     if left == "only damaged ones":
         (folder / "30.damaged").mkdir()
     (workdir / "config.txt").write_text("seed: int = 0\n")
-    message = r"holds no checkpoint, although .*last_checkpoint\.json says that the one of step 30 was committed"
+    message = (
+        r"holds no checkpoint, although .*last_checkpoint\.json says that the one of step 30 was committed"
+    )
     with pytest.raises(CheckpointError, match=message + r".*not be mounted.*--from-scratch"):
         check_history(workdir, folder, from_scratch=False)
     [line] = check_history(workdir, folder, from_scratch=True)
     assert f"the earlier history is in {workdir / 'history-1'}" in line
     assert sorted(os.listdir(workdir / "history-1")) == ["config.txt", files.LAST]
-    assert check_history(workdir, folder, from_scratch=True) == [], "a restart script has the option in each attempt"
+    assert check_history(workdir, folder, from_scratch=True) == [], (
+        "a restart script has the option in each attempt"
+    )
 
 
 def test_a_run_of_another_version_is_refused_and_left_as_it_is(workdir: Path) -> None:
@@ -238,7 +255,9 @@ def test_a_run_of_another_version_is_refused_and_left_as_it_is(workdir: Path) ->
     body["format"] = 1
     (folder / "30" / files.MANIFEST).write_text(json.dumps(body | {"digest": files._digest(body)}))
     before = folders.sizes(workdir)
-    message = r"30/manifest\.json has format 1: another version of jtrain wrote it, and this one reads format 2\."
+    message = (
+        r"30/manifest\.json has format 1: another version of jtrain wrote it, and this one reads format 2\."
+    )
     for from_scratch in (False, True):
         with pytest.raises(CheckpointError, match=message):
             check_history(workdir, folder, from_scratch=from_scratch)

@@ -1,4 +1,6 @@
-"""Checkpoints in object stores: moto's S3 and a server that speaks Google's API, both on the loopback interface."""
+"""Checkpoints in object stores: moto's S3 and a server that speaks Google's API, both on the loopback
+interface.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,9 +129,13 @@ def test_a_store_that_refuses_is_no_damage(monkeypatch: pytest.MonkeyPatch, tmp_
         save(workdir, 10, 20)
         before = dict(store.files)
         store.refuse = 403
-        with pytest.raises(CheckpointError, match=r"cannot be used now .*No checkpoint was deleted.*credentials"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be used now .*No checkpoint was deleted.*credentials"
+        ):
             Checkpoints(workdir, CheckpointSpec()).start(like())
-        with pytest.raises(UserError, match=r"--workdir gs://corpus/run cannot be written to .*403|Forbidden"):
+        with pytest.raises(
+            UserError, match=r"--workdir gs://corpus/run cannot be written to .*403|Forbidden"
+        ):
             check_shared(workdir)
         with pytest.raises(UserError, match=r"--workdir gs://corpus/run cannot be used .*credentials"):
             StoreMirror(workdir, tmp_path / "local").fetch()
@@ -140,7 +146,9 @@ def test_a_store_that_refuses_is_no_damage(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_a_store_that_never_answers_is_a_failed_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said, counted and tried again; the last of `max_failures` ends the run; what was saved before is there."""
+    """Said, counted and tried again; the last of `max_failures` ends the run; what was saved before is
+    there.
+    """
     with gs_store(monkeypatch) as store:
         workdir: Any = workdir_path(f"{store.url}/silent")
         client = workdir._backend.fs(workdir)
@@ -157,12 +165,20 @@ def test_a_store_that_never_answers_is_a_failed_save(monkeypatch: pytest.MonkeyP
             checkpoints.save(20, state(20), {}, "")
             checkpoints.settle()
             [line] = said
-            assert "cannot take the checkpoint of step 20 (TimeoutError: gs://corpus did not take silent/" in line
+            assert (
+                "cannot take the checkpoint of step 20 (TimeoutError: gs://corpus did not take silent/"
+                in line
+            )
             assert "within 0.2 s)" in line
-            assert "untouched, but cannot be listed now. Training goes on, and the next try is after step 21" in line
+            assert (
+                "untouched, but cannot be listed now. Training goes on, and the next try is after step 21"
+                in line
+            )
             assert "this was failure 1, and checkpoint.max_failures=2 in a row end the run" in line
             checkpoints.save(21, state(21), {}, "")
-            with pytest.raises(CheckpointError, match=r"step 21 .*max_failures=2.*goes on from its newest checkpoint"):
+            with pytest.raises(
+                CheckpointError, match=r"step 21 .*max_failures=2.*goes on from its newest checkpoint"
+            ):
                 checkpoints.save(22, state(22), {}, "")
         store.answering.set()
         checkpoints.save(40, state(40), {}, "")
@@ -211,7 +227,9 @@ def test_other_urls_are_refused(text: str, message: str) -> None:
     assert workdir_path("runs/tiny") == Path("runs/tiny")
 
 
-@pytest.mark.parametrize(("url", "module", "extra"), [("gs://b/r", "gcsfs", "gs"), ("s3://b/r", "s3fs", "s3")])
+@pytest.mark.parametrize(
+    ("url", "module", "extra"), [("gs://b/r", "gcsfs", "gs"), ("s3://b/r", "s3fs", "s3")]
+)
 def test_a_client_that_is_not_installed_is_named(
     url: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

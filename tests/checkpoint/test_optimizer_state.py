@@ -1,4 +1,6 @@
-"""Eight-bit moments, their scales and master weights are saved like other arrays, and a resumed run is unchanged."""
+"""Eight-bit moments, their scales and master weights are saved like other arrays, and a resumed run is
+unchanged.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -50,8 +52,12 @@ def test_scales_codes_and_masters_come_back_on_any_layout(
 
 
 def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, bits_of: BitsOf) -> None:
-    """Two steps, a save and two more steps give the same bits as four steps, including stochastic rounding."""
-    model = Transformer(num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=64)
+    """Two steps, a save and two more steps give the same bits as four steps, including stochastic
+    rounding.
+    """
+    model = Transformer(
+        num_layers=2, d_model=32, num_heads=2, num_kv_heads=2, head_dim=16, d_ff=64, vocab_size=64
+    )
     infos = model.param_infos()
     layout = layout_from(dict(param_dtype="bfloat16"), MeshSpec(), infos)
     optimizer = build(INT8, num_steps=20, params=map_params(lambda info: info, infos))
@@ -59,7 +65,9 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, bits_of: BitsOf) -> N
     step = make_train_step(model, optimizer, layout, mesh)
     token = np.random.default_rng(0).integers(0, 64, (4, 16), np.int32)
     position = np.tile(np.arange(16, dtype=np.int32), (4, 1))
-    batch = jax.device_put(Batch(token, np.roll(token, -1, axis=1), position, np.ones_like(token)), jax.devices()[0])
+    batch = jax.device_put(
+        Batch(token, np.roll(token, -1, axis=1), position, np.ones_like(token)), jax.devices()[0]
+    )
 
     state = init_state(layout, optimizer, mesh, seed=0)
     first = bits_of(state)

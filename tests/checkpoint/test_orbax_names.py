@@ -1,6 +1,8 @@
-"""Names and forms of Orbax that are not public but needed; a release that breaks one of them fails here, by its name.
+"""Names and forms of Orbax that are not public but needed; a release that breaks one of them fails here, by
+its name.
 
-`pyproject.toml` bounds the release. To raise the bound: run these tests with the new one, and mend what they name.
+`pyproject.toml` bounds the release. To raise the bound: run these tests with the new one, and mend what they
+name.
 """
 
 import json
@@ -38,12 +40,18 @@ def test_the_private_functions_of_orbax_are_as_object_stores_replaces_them() -> 
     release = ocp.__version__
     for (module, name, parameters), line in zip(PRIVATE, lines, strict=True):
         found = json.loads(line)
-        assert found is not None, f"orbax-checkpoint {release} has no {module}.{name}, which object_stores.py replaces"
-        assert found == parameters, f"{module}.{name} of orbax-checkpoint {release} takes {found}, not {parameters}"
+        assert found is not None, (
+            f"orbax-checkpoint {release} has no {module}.{name}, which object_stores.py replaces"
+        )
+        assert found == parameters, (
+            f"{module}.{name} of orbax-checkpoint {release} takes {found}, not {parameters}"
+        )
 
 
 def test_orbax_lists_the_leaves_as_array_files_writes_them(tmp_path: Path) -> None:
-    """`_METADATA` that Orbax writes for a state of two leaves is the one that array_files.py writes by hand."""
+    """`_METADATA` that Orbax writes for a state of two leaves is the one that array_files.py writes by
+    hand.
+    """
     state = {"params": {"w": jnp.zeros((4, 4))}, "step": jnp.int32(3)}
     with ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=True) as writer:
         writer.save(tmp_path / "orbax", state)

@@ -88,7 +88,9 @@ print(json.dumps(said), flush=True)
 
 
 def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
-    """Each writes its part, process 0 the rest; damage that one finds stops both; one process can read everything."""
+    """Each writes its part, process 0 the rest; damage that one finds stops both; one process can read
+    everything.
+    """
     coordinator = f"localhost:{free_port()}"
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     processes = [
@@ -129,8 +131,12 @@ def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
     assert len(split) == 8, "both processes must have written their shards"
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = {"split": (64, 256), "whole": (8, 256)}
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device) for name, shape in shapes.items()}
-    got, _ = checkpoints.restore(2, {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=device), "params": params})
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device) for name, shape in shapes.items()
+    }
+    got, _ = checkpoints.restore(
+        2, {"step": jax.ShapeDtypeStruct((), jnp.int32, sharding=device), "params": params}
+    )
     rng = np.random.default_rng(2)
     for name, shape in shapes.items():
         assert np.asarray(got["params"][name]).tobytes() == rng.standard_normal(shape, np.float32).tobytes()

@@ -35,7 +35,10 @@ def test_another_model_is_refused_with_its_leaves(saved: Checkpoints, make_like:
     num_leaves = len(jax.tree.leaves(make_like({})))
     assert f"checkpoints/3 is of another model: 15 of {num_leaves} leaves differ" in text
     assert "\n  params.embed_VD: float32[256,64] in the checkpoint, float32[512,64] in this run" in text
-    assert "\n  params.layers.mlp.gate_DF: float32[2,64,128] in the checkpoint, float32[2,64,192] in this run" in text
+    assert (
+        "\n  params.layers.mlp.gate_DF: float32[2,64,128] in the checkpoint, float32[2,64,192] in this run"
+        in text
+    )
     assert text.count(" in the checkpoint, ") == 10
     assert "\n  and 5 more" in text
     assert "config.txt, or choose another --workdir" in text
@@ -57,7 +60,8 @@ def test_another_optimizer_is_refused(saved: Checkpoints, make_like: MakeLike) -
     """The parameters match, the moments do not."""
     like = make_like({}, optimizer=Muon(peak_lr=1e-3, warmup_steps=2))
     with pytest.raises(
-        CheckpointError, match=r"(?s)is of another optimizer: .*opt_state\.nu.* nothing in this run.*optimizer\.\*"
+        CheckpointError,
+        match=r"(?s)is of another optimizer: .*opt_state\.nu.* nothing in this run.*optimizer\.\*",
     ):
         saved.restore(3, like)
 
@@ -72,7 +76,9 @@ def test_moments_in_another_dtype_are_no_other_optimizer(saved: Checkpoints, mak
         saved.restore(3, TrainState(step, like.params, like.opt_state))
 
 
-def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved: Checkpoints, make_like: MakeLike) -> None:
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(
+    saved: Checkpoints, make_like: MakeLike
+) -> None:
     """The message says so if there is none at all."""
     with pytest.raises(CheckpointError, match=r"No complete checkpoint of step 4 in .*, which has steps 3\."):
         saved.restore(4, make_like({}))
@@ -84,13 +90,17 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(saved: Checkpoi
 def test_a_directory_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
     """prepare() detects it; a file in the way replaces missing permissions, because root has all of them."""
     (tmp_path / "checkpoints").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"checkpoints cannot be written to \(FileExistsError: .*GiB are free"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints cannot be written to \(FileExistsError: .*GiB are free"
+    ):
         Checkpoints(tmp_path, CheckpointSpec()).prepare()
 
 
 def test_a_read_only_file_system_is_refused(tmp_path: Path) -> None:
     """The test uses a kernel file system, where even root cannot create files."""
-    with pytest.raises(CheckpointError, match=r"/proc/.*checkpoints cannot be written to .*No checkpoint was written"):
+    with pytest.raises(
+        CheckpointError, match=r"/proc/.*checkpoints cannot be written to .*No checkpoint was written"
+    ):
         Checkpoints(Path("/proc/self"), CheckpointSpec()).prepare()
 
 
@@ -158,5 +168,7 @@ def test_a_full_disk_is_one_clear_error_and_costs_no_checkpoint(
         assert ("No space left on device" if on_disk else "File too large") in line
         assert "The state has 0.02 GiB" in line
         assert "choose another --workdir" in line
-        assert line.endswith("Earlier checkpoints are untouched: steps 1. The same command goes on from step 1.")
+        assert line.endswith(
+            "Earlier checkpoints are untouched: steps 1. The same command goes on from step 1."
+        )
     assert lines[2] == "['4']"

@@ -23,7 +23,9 @@ LEAVES = 6
 
 
 def make_state(kinds: list[str]) -> dict[str, Any]:
-    """Returns random arrays of 1 MiB, over 8 devices in turn sharded and replicated, in these memory kinds in turn."""
+    """Returns random arrays of 1 MiB, over 8 devices in turn sharded and replicated, in these memory kinds in
+    turn.
+    """
     mesh = jax.make_mesh((8,), ("data",))
     rng = np.random.default_rng(0)
 
@@ -44,16 +46,24 @@ def make_step(state: Any) -> Callable[[Any], Any]:
         computed = jax.device_put(x, NamedSharding(mesh, sharding.spec, memory_kind="device")) + 1
         return jax.device_put(computed, sharding)
 
-    return jax.jit(lambda tree: jax.tree.map(update, tree, shardings), donate_argnums=0, out_shardings=shardings)
+    return jax.jit(
+        lambda tree: jax.tree.map(update, tree, shardings), donate_argnums=0, out_shardings=shardings
+    )
 
 
 def addresses(state: Any) -> list[int]:
     """Returns where each device's part of each array lies."""
-    return [part.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) for part in leaf.addressable_shards]
+    return [
+        part.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(state)
+        for part in leaf.addressable_shards
+    ]
 
 
 class Writers:
-    """Holds back the threads that write: after `first` chunks they go on when `go` is set, and copies begin."""
+    """Holds back the threads that write: after `first` chunks they go on when `go` is set, and copies
+    begin.
+    """
 
     def __init__(self, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.from_state: list[bool] = []
@@ -92,7 +102,9 @@ class Writers:
 def test_steps_during_a_save_do_not_change_what_is_written(
     tmp_path: Path, bits_of: BitsOf, monkeypatch: pytest.MonkeyPatch, kinds: list[str], first: int
 ) -> None:
-    """Chunks that are written after three donating steps hold the state of the call; the steps reuse its memory."""
+    """Chunks that are written after three donating steps hold the state of the call; the steps reuse its
+    memory.
+    """
     writers = Writers(first, monkeypatch)
     state = make_state(kinds)
     step = make_step(state)
@@ -103,7 +115,9 @@ def test_steps_during_a_save_do_not_change_what_is_written(
         checkpoints.save(1, state, {}, "")
         for _ in range(3):
             state = jax.block_until_ready(step(state))
-        assert addresses(state) == at, "the steps must overwrite the memory that was saved, or this proves nothing"
+        assert addresses(state) == at, (
+            "the steps must overwrite the memory that was saved, or this proves nothing"
+        )
         assert bits_of(state) != want
         assert not checkpoints.steps()
         writers.go.set()
@@ -177,7 +191,9 @@ def changed(data: bytes, change: str) -> bytes:
 )
 @pytest.mark.parametrize("size", [3 * 4096 + 17, BLOCK_BYTES + 4096 + 5])
 def test_a_checksum_tells_what_a_disk_may_do_to_a_file(tmp_path: Path, size: int, change: str) -> None:
-    """Of a small file and of one that is written directly, in two blocks; unchanged, it is what was written."""
+    """Of a small file and of one that is written directly, in two blocks; unchanged, it is what was
+    written.
+    """
     data = np.random.default_rng(0).bytes(size)
     path = tmp_path / "file"
     _, wanted = HashedIO().write(path, memoryview(data))

@@ -52,7 +52,9 @@ def test_the_newest_and_the_multiples_are_kept(tmp_path: Path, make_like: MakeLi
     """keep_last counts only complete checkpoints; keep_every_steps keeps its multiples for ever."""
     state = fill(make_like({}), 1)
     folder = tmp_path / "checkpoints"
-    (folder / "25").mkdir(parents=True)  # an interrupted copy by a user: it has a step's name, but is no checkpoint
+    (folder / "25").mkdir(
+        parents=True
+    )  # an interrupted copy by a user: it has a step's name, but is no checkpoint
     with Checkpoints(tmp_path, CheckpointSpec(keep_last=2, keep_every_steps=30)) as checkpoints:
         seen = []
         for step in (10, 20, 30, 40, 50, 60, 70):
@@ -115,8 +117,12 @@ def test_a_save_that_fails_leaves_the_earlier_ones_and_no_remains(
         assert checkpoints.steps() == (3,)
 
 
-def test_remains_of_killed_saves_are_swept_and_never_counted(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
-    """Orbax's partial directories and half-deleted checkpoints are removed; everything else in the folder stays."""
+def test_remains_of_killed_saves_are_swept_and_never_counted(
+    tmp_path: Path, make_like: MakeLike, fill: Fill
+) -> None:
+    """Orbax's partial directories and half-deleted checkpoints are removed; everything else in the folder
+    stays.
+    """
     folder = tmp_path / "checkpoints"
     for name in ("9.orbax-checkpoint-tmp", "8.deleted", "notes", "007"):
         (folder / name).mkdir(parents=True)
@@ -140,7 +146,9 @@ def test_data_state_that_is_no_json_is_refused_before_anything_is_written(
 
 
 @pytest.mark.smoke
-def test_the_manifest_lists_every_leaf_and_every_file(tmp_path: Path, make_like: MakeLike, fill: Fill) -> None:
+def test_the_manifest_lists_every_leaf_and_every_file(
+    tmp_path: Path, make_like: MakeLike, fill: Fill
+) -> None:
     """Every file that a restore reads is hashed."""
     like = make_like({})
     with Checkpoints(tmp_path, CheckpointSpec()) as checkpoints:
@@ -162,8 +170,14 @@ def test_the_manifest_lists_every_leaf_and_every_file(tmp_path: Path, make_like:
     ("fields", "message"),
     [
         ({"every_steps": 0}, r"checkpoint\.every_steps=0 must be at least 1 or None to save only at the end"),
-        ({"keep_last": 0}, r"checkpoint\.keep_last=0 must be at least 1: the newest checkpoint is never deleted"),
-        ({"max_failures": 0}, r"checkpoint\.max_failures=0 must be at least 1: 1 ends the run at the first save"),
+        (
+            {"keep_last": 0},
+            r"checkpoint\.keep_last=0 must be at least 1: the newest checkpoint is never deleted",
+        ),
+        (
+            {"max_failures": 0},
+            r"checkpoint\.max_failures=0 must be at least 1: 1 ends the run at the first save",
+        ),
         ({"keep_every_steps": -5}, r"checkpoint\.keep_every_steps=-5 must be at least 1 or None"),
     ],
 )
@@ -193,7 +207,9 @@ def test_saves_keep_no_host_memory(tmp_path: Path, saves: int) -> None:
 
 
 def test_a_save_does_not_make_the_next_step_copy_the_state(tmp_path: Path) -> None:
-    """XLA copies a donated array that someone else still reads; after a save, the step reuses the same memory."""
+    """XLA copies a donated array that someone else still reads; after a save, the step reuses the same
+    memory.
+    """
     step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
     state = jax.block_until_ready(step({"w": jax.numpy.zeros((512, 1024))}))
     address = state["w"].unsafe_buffer_pointer()
@@ -203,7 +219,9 @@ def test_a_save_does_not_make_the_next_step_copy_the_state(tmp_path: Path) -> No
         assert state["w"].unsafe_buffer_pointer() == address
         kept = jax.numpy.asarray(state["w"]).addressable_data(0).__array__()
         state = jax.block_until_ready(step(state))
-        assert state["w"].unsafe_buffer_pointer() != address, "a reader must cause a copy, or this proves nothing"
+        assert state["w"].unsafe_buffer_pointer() != address, (
+            "a reader must cause a copy, or this proves nothing"
+        )
         assert kept[0, 0] == 2
 
 

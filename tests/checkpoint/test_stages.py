@@ -23,12 +23,18 @@ LAYERS = 7
 STAGED: tuple[Any, ...] = (
     pytest.param(dict(stage=2), PipelineSpec("zbv"), dict(zero_stage=1), marks=pytest.mark.slow),
     (dict(stage=2, data=2), PipelineSpec("interleaved", chunks=3), dict(zero_stage=3)),
-    pytest.param(dict(stage=4, context=2), PipelineSpec("1f1b"), dict(param_dtype="bfloat16"), marks=pytest.mark.slow),
-    pytest.param(dict(replica=2, stage=3), PipelineSpec("dualpipev"), dict(zero_stage=0), marks=pytest.mark.slow),
+    pytest.param(
+        dict(stage=4, context=2), PipelineSpec("1f1b"), dict(param_dtype="bfloat16"), marks=pytest.mark.slow
+    ),
+    pytest.param(
+        dict(replica=2, stage=3), PipelineSpec("dualpipev"), dict(zero_stage=0), marks=pytest.mark.slow
+    ),
 )
 
 
-def like_of(make_like: MakeLike, axes: dict[str, int], pipeline: PipelineSpec | None, **fields: Any) -> TrainState:
+def like_of(
+    make_like: MakeLike, axes: dict[str, int], pipeline: PipelineSpec | None, **fields: Any
+) -> TrainState:
     moments = AdamW(peak_lr=1e-3, warmup_steps=2, moment_dtype="int8")
     size = dict(num_layers=LAYERS, vocab_size=384, optimizer=moments)
     return make_like(axes, **(dict(pipeline=pipeline) if pipeline else {}), **size, **fields)
@@ -51,7 +57,8 @@ def test_stages_read_and_write_the_same_checkpoint(
 ) -> None:
     """One device -> stages -> one device is the same state, bit for bit, and the same manifest, leaf by leaf.
 
-    In between each stage holds its own layers, identity layers are zeros, and plain Orbax reads what the stages wrote.
+    In between each stage holds its own layers, identity layers are zeros, and plain Orbax reads what the
+    stages wrote.
     """
     dtype = {key: value for key, value in fields.items() if key == "param_dtype"}
     plain = like_of(make_like, {}, None, **dtype)

@@ -62,7 +62,16 @@ def test_show_prints_leaves_data_state_and_config_of_the_newest(
     assert run("show", "--workdir", str(workdir)) == 0
     shown = capsys.readouterr().out
     (line,) = (line for line in shown.splitlines() if line.startswith("params.layers.attention.q_DNH "))
-    assert line.split() == ["params.layers.attention.q_DNH", "[2,", "64,", "4,", "16]", "float32", "0.0", "MiB"]
+    assert line.split() == [
+        "params.layers.attention.q_DNH",
+        "[2,",
+        "64,",
+        "4,",
+        "16]",
+        "float32",
+        "0.0",
+        "MiB",
+    ]
     assert '"next": 2' in shown
     assert "seed: int = 2" in shown
     assert run("show", "--workdir", str(workdir), "--step", "1", "--json", str(workdir / "show.json")) == 0
@@ -89,7 +98,9 @@ def test_verify_finds_damage_and_exits_2(workdir: Path, capsys: pytest.CaptureFi
     assert run("verify", "--workdir", str(workdir), "--step", "1") == 0
 
 
-def test_a_damaged_manifest_hides_no_other_checkpoint(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_manifest_hides_no_other_checkpoint(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`list` shows the other checkpoints too."""
     (workdir / "checkpoints" / "1" / "manifest.json").write_text("{")
     assert run("list", "--workdir", str(workdir)) == 0

@@ -16,7 +16,12 @@ def jtrain(*words: str, module: str = "jtrain") -> subprocess.CompletedProcess[s
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     command = [sys.executable, "-m", module, *words]
     return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, check=False, timeout=300
+        command,
+        env=os.environ | {"PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
 
 

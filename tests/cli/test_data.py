@@ -99,7 +99,9 @@ def test_plan_prints_what_each_role_takes_and_starts_nothing(
     assert main(["plan", "--config=tiny", "--set=data.engine=inline"]) == 0
 
 
-def test_bench_prints_throughput_memory_and_balance(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bench_prints_throughput_memory_and_balance(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "bench.json"
     assert main(["bench", "--config=tiny", "--steps=20", f"--json={file}"]) == 0
     figures = json.loads(file.read_text())
@@ -126,7 +128,10 @@ def test_sample_prepare_and_inspect_work_raw_and_prepared(
     raw, indexed = Path("raw.json"), Path("indexed.json")
     more = ["--step=6", f"--set=data.cache_dir={tmp_path / 'cache'}"]
     assert main(["inspect", f"--config={config}", f"--json={raw}", *more]) == 0
-    assert main(["inspect", f"--config={config}", f"--json={indexed}", "--set=data.prepared=prepared", *more]) == 0
+    assert (
+        main(["inspect", f"--config={config}", f"--json={indexed}", "--set=data.prepared=prepared", *more])
+        == 0
+    )
     for file in (raw, indexed):
         step = json.loads(file.read_text())
         assert len({piece["source"] for piece in step["pieces"]}) >= 3
@@ -145,18 +150,26 @@ def indexes(tmp_path: Path) -> Path:
     return out
 
 
-def test_verify_says_that_indexes_are_intact(indexes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_says_that_indexes_are_intact(
+    indexes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """`verify` checks all indexes, or the one that is named."""
     file = tmp_path / "verified.json"
     assert main(["verify", "--from", str(indexes), f"--json={file}"]) == 0
     printed = capsys.readouterr().out
-    assert re.fullmatch(r"book: intact \(20 records, .* tokens\)\nweb: intact \(60 records, .* tokens\)\n", printed)
-    assert json.loads(file.read_text()) == {"sources": [{"name": name, "damage": []} for name in ("book", "web")]}
+    assert re.fullmatch(
+        r"book: intact \(20 records, .* tokens\)\nweb: intact \(60 records, .* tokens\)\n", printed
+    )
+    assert json.loads(file.read_text()) == {
+        "sources": [{"name": name, "damage": []} for name in ("book", "web")]
+    }
     assert main(["verify", "--from", str(indexes / "web")]) == 0
     assert capsys.readouterr().out.startswith("web: intact")
 
 
-@pytest.mark.parametrize("name", ["ids.bin", "lengths.bin", "units.jsonl", "skipped.jsonl", "files.json", "index.json"])
+@pytest.mark.parametrize(
+    "name", ["ids.bin", "lengths.bin", "units.jsonl", "skipped.jsonl", "files.json", "index.json"]
+)
 @pytest.mark.parametrize("damage", ["flipped", "cut", "gone"])
 def test_verify_names_the_damaged_file_and_exits_2(
     name: str, damage: str, indexes: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -177,13 +190,17 @@ def test_verify_names_the_damaged_file_and_exits_2(
     *lines, error = said.err.splitlines()
     assert all(line.startswith(f"  {indexes / 'book'}: ") for line in lines)
     assert name in lines[0] or (name, damage) == ("index.json", "gone")
-    assert error == f"error: 1 of 2 indexes are damaged. Make them again: rm -r {indexes / 'book'} && prepare!"
+    assert (
+        error == f"error: 1 of 2 indexes are damaged. Make them again: rm -r {indexes / 'book'} && prepare!"
+    )
     [book, web] = json.loads(file.read_text())["sources"]
     assert len(book["damage"]) == len(lines)
     assert web["damage"] == []
 
 
-def test_verify_of_a_folder_without_an_index_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_of_a_folder_without_an_index_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert main(["verify", "--from", str(folder)]) == 2
         assert f"error: {folder} has no prepared index. Make one: python -m jtrain" in capsys.readouterr().err

@@ -75,7 +75,10 @@ MODELS = {
         ("llama", 2 * PROMPT_CHUNK + 3),
         ("qwen3, tied", 1),
         *(pytest.param("llama", number, marks=pytest.mark.slow) for number in (1, PROMPT_CHUNK)),
-        *(pytest.param("qwen3, tied", n, marks=pytest.mark.slow) for n in (PROMPT_CHUNK, 2 * PROMPT_CHUNK + 3)),
+        *(
+            pytest.param("qwen3, tied", n, marks=pytest.mark.slow)
+            for n in (PROMPT_CHUNK, 2 * PROMPT_CHUNK + 3)
+        ),
     ],
 )
 def test_greedy_decoding_with_a_cache_is_the_argmax_of_the_full_forward(kind: str, num_prompt: int) -> None:
@@ -106,12 +109,16 @@ def test_cached_logits_are_those_of_the_full_forward() -> None:
 
 
 def test_what_is_drawn_depends_on_the_seed_and_not_on_the_number_of_tokens() -> None:
-    """The same seed gives the same text, also as the prefix of a longer text; another seed gives another text."""
+    """The same seed gives the same text, also as the prefix of a longer text; another seed gives another
+    text.
+    """
     model = MODEL
     params = sharp_params(model)
 
     def drawn(seed: int, max_tokens: int) -> list[int]:
-        return answer(model, params, prompt_of(4), max_tokens=max_tokens, sampler=TokenSampler(1.0), seed=seed)
+        return answer(
+            model, params, prompt_of(4), max_tokens=max_tokens, sampler=TokenSampler(1.0), seed=seed
+        )
 
     assert drawn(0, 50) == drawn(0, 50)
     assert drawn(0, 50)[:9] == drawn(0, 9)
@@ -208,7 +215,9 @@ def sample(*model_and_prompt: Any, **options: Any) -> str:
 
 
 def test_the_stream_is_the_text_in_pieces() -> None:
-    """Joined pieces are the text of all ids; pieces hold whole characters, a broken one is U+FFFD at the very end."""
+    """Joined pieces are the text of all ids; pieces hold whole characters, a broken one is U+FFFD at the very
+    end.
+    """
     params, tokenizer = sharp_params(MODEL), ByteTokenizer()
     pieces = list(stream(MODEL, params, tokenizer, "x", context=256, max_tokens=100, temperature=2.0))
     begun = [tokenizer.begin_id, *tokenizer.encode("x")]
@@ -219,7 +228,9 @@ def test_the_stream_is_the_text_in_pieces() -> None:
         seed=0,
         end_id=tokenizer.end_id,
     )
-    assert "x" + "".join(pieces) == tokenizer.decode([*begun[1:], *(one for chunk in chunks for one in chunk)])
+    assert "x" + "".join(pieces) == tokenizer.decode(
+        [*begun[1:], *(one for chunk in chunks for one in chunk)]
+    )
     assert len(pieces) > 2
     assert len("".join(pieces)) > 20
 
@@ -237,7 +248,9 @@ class TwoByteTokenizer(ByteTokenizer):
 def test_half_a_character_waits_for_its_other_half() -> None:
     """No piece but the last ends in U+FFFD, although chunks end inside characters."""
     model = MODEL
-    pieces = list(stream(model, sharp_params(model), TwoByteTokenizer(), "x", context=256, max_tokens=3 * DECODE_CHUNK))
+    pieces = list(
+        stream(model, sharp_params(model), TwoByteTokenizer(), "x", context=256, max_tokens=3 * DECODE_CHUNK)
+    )
     assert len(pieces) > 1
     assert not any("\ufffd" in piece for piece in pieces[:-1])
     text = "".join(pieces)
@@ -261,19 +274,27 @@ class NoBegin(ByteTokenizer):
 
 
 def test_prompts_that_cannot_be_are_refused() -> None:
-    """Prompts longer than the context, empty prompts without a begin id, and answers without room are refused."""
+    """Prompts longer than the context, empty prompts without a begin id, and answers without room are
+    refused.
+    """
     model = MODEL
     params = sharp_params(model)
     with pytest.raises(ValueError, match=r"the prompt has 65 tokens, and the context is data\.seq_len=64"):
         sample(model, params, ByteTokenizer(), "x" * 64, context=64)
-    with pytest.raises(ValueError, match="the prompt is empty, and this tokenizer has no id that begins a document"):
+    with pytest.raises(
+        ValueError, match="the prompt is empty, and this tokenizer has no id that begins a document"
+    ):
         sample(model, params, NoBegin(), "", context=64)
-    with pytest.raises(ValueError, match=r"--max-tokens 60 must be from 1 to 59: .*, and the prompt has 5 tokens"):
+    with pytest.raises(
+        ValueError, match=r"--max-tokens 60 must be from 1 to 59: .*, and the prompt has 5 tokens"
+    ):
         sample(model, params, ByteTokenizer(), "def ", context=64, max_tokens=60)
     with pytest.raises(ValueError, match="the prompt has no token"):
         next(generate_ids(model, params, np.empty(0, np.int32), max_tokens=1, sampler=GREEDY, seed=0))
     full = sample(model, params, NoBegin(), "x" * 60, context=64)
-    assert len(full.encode("utf-8", "surrogateescape")) <= 3 * 4, "without --max-tokens the answer takes what is left"
+    assert len(full.encode("utf-8", "surrogateescape")) <= 3 * 4, (
+        "without --max-tokens the answer takes what is left"
+    )
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------
@@ -307,9 +328,22 @@ def test_a_checkpoint_is_read_in_the_compute_dtype(workdir: Path) -> None:
     assert load(workdir, 1).step == 1
 
 
-def test_the_verb_prints_the_prompt_and_what_follows(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_prints_the_prompt_and_what_follows(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The verb prints the text of `stream`, and another text for another checkpoint."""
-    arguments = ["--workdir", str(workdir), "--prompt", "def ", "--max-tokens", "30", "--top-k", "40", "--seed", "3"]
+    arguments = [
+        "--workdir",
+        str(workdir),
+        "--prompt",
+        "def ",
+        "--max-tokens",
+        "30",
+        "--top-k",
+        "40",
+        "--seed",
+        "3",
+    ]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     trained = load(workdir)

@@ -26,7 +26,14 @@ from jtrain.optim import build
 from jtrain.step.state import abstract_state
 
 SIZES: dict[str, Any] = dict(
-    num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=256, tie_embeddings=True
+    num_layers=2,
+    d_model=32,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    vocab_size=256,
+    tie_embeddings=True,
 )
 
 
@@ -53,9 +60,17 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Given:
     write_directory(tmp_path / "theirs", params, model, their_config, dtype="float32")
     (tmp_path / "text.txt").write_text("All work and no play makes Jack a dull boy.\n" * 200)
     sets = {f"model.{key}": value for key, value in SIZES.items()}
-    sets |= {"data.path": tmp_path / "text.txt", "data.seq_len": 32, "data.global_batch": 4, "data.eval_fraction": 0.0}
+    sets |= {
+        "data.path": tmp_path / "text.txt",
+        "data.seq_len": 32,
+        "data.global_batch": 4,
+        "data.eval_fraction": 0.0,
+    }
     sets |= {"data.text_piece_bytes": 512, "eval.every_steps": None}
-    options = ["--config=tiny", *(part for key, value in sets.items() for part in ("--set", f"{key}={value}"))]
+    options = [
+        "--config=tiny",
+        *(part for key, value in sets.items() for part in ("--set", f"{key}={value}")),
+    ]
     return Given(tmp_path / "theirs", model, options, tmp_path)
 
 
@@ -73,7 +88,9 @@ def test_imported_and_exported_again_is_bitwise(given: Given, capsys: pytest.Cap
     for name in want:
         assert got[name].dtype == np.float32
         np.testing.assert_array_equal(got[name], want[name], err_msg=name)
-    their_config, our_config = (json.loads((folder / "config.json").read_text()) for folder in (given.folder, out))
+    their_config, our_config = (
+        json.loads((folder / "config.json").read_text()) for folder in (given.folder, out)
+    )
     assert our_config == their_config | {"max_position_embeddings": 32}
 
 
@@ -93,13 +110,17 @@ def test_launch_can_start_from_what_import_wrote(given: Given) -> None:
     """Step 0 restores as the first state of the config: imported weights, zero moments, the first batch."""
     workdir = given.tmp_path / "run"
     assert given.run("import", "--from", given.folder, "--workdir", workdir, *given.options) == 0
-    run_config = load_config("tiny", sets=[text for text in given.options if "=" in text and "--" not in text])
+    run_config = load_config(
+        "tiny", sets=[text for text in given.options if "=" in text and "--" not in text]
+    )
     text = tree.flat(run_config)
     assert (workdir / "config.txt").read_text() == text
     check_same_run(workdir, text)
     run = build_run(run_config)
     layout = make_layout(run.layout, MeshSpec(), run.model.param_infos())
-    optimizer = build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos()))
+    optimizer = build(
+        run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, run.model.param_infos())
+    )
     like = abstract_state(layout, optimizer, make_mesh(MeshSpec(), jax.devices()[:1]))
     like = dataclasses.replace(like, guard={})  # no step has been run
     with Checkpoints(workdir, CheckpointSpec()) as checkpoints:

@@ -20,13 +20,22 @@ from jtrain.runtime.store_paths import check_workdir, default_workdir
 ROOT = Path(__file__).parents[2]
 
 
-def python(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """One process as a user starts it: without what conftest.py sets for this one."""
     dropped = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
     clean = {name: value for name, value in os.environ.items() if name not in dropped}
-    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    clean["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    )
     return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=clean | (env or {}), capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=clean | (env or {}),
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -44,7 +53,14 @@ def test_the_command_line_is_frozen() -> None:
     """DESIGN section 5; scripts rely on it."""
     assert options() == {
         *("--help", "--config", "--with", "--set", "--workdir"),
-        *("--emulate-devices", "--dry-run", "--topology", "--print-config", "--allow-change", "--from-scratch"),
+        *(
+            "--emulate-devices",
+            "--dry-run",
+            "--topology",
+            "--print-config",
+            "--allow-change",
+            "--from-scratch",
+        ),
         *("--supervise", "--processes", "-n", "--device"),
     }
 
@@ -91,7 +107,10 @@ def test_the_workdir_is_named_after_the_config(config: str, workdir: str) -> Non
     [
         (["--config=tiny", "--set", "modle.num_layers=2"], "Did you mean model.num_layers"),
         (["--config=tiny", "--set", "mesh.data=3"], "Nearest sizes that do: "),
-        (["--config=tiny", "--topology", "h200:8"], "--topology h200:8 compiles for a machine that is not here. Add"),
+        (
+            ["--config=tiny", "--topology", "h200:8"],
+            "--topology h200:8 compiles for a machine that is not here. Add",
+        ),
         (["--config=tiny", "--emulate-devices", "0"], "--emulate-devices 0 must be at least 1"),
         (["--config=tiny", "--device", "tpu"], "--device tpu: this host has no TPU"),
         (["--config=tiny", "-n", "2"], "--processes 2 starts processes from a supervisor. Add --supervise."),
@@ -101,7 +120,9 @@ def test_the_workdir_is_named_after_the_config(config: str, workdir: str) -> Non
     ],
     ids=str,
 )
-def test_what_the_user_can_mend_exits_2_without_a_traceback(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_what_the_user_can_mend_exits_2_without_a_traceback(
+    tmp_path: Path, arguments: list[str], message: str
+) -> None:
     """And leaves nothing behind."""
     done = python("-m", "jtrain.launch", *arguments, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
@@ -124,7 +145,11 @@ def test_what_the_user_can_mend_exits_2_without_a_traceback(tmp_path: Path, argu
 )
 @pytest.mark.parametrize("supervised", [(), ("--supervise",)])
 def test_a_silly_workdir_is_refused_first_of_all(
-    workdir: str, message: str, supervised: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workdir: str,
+    message: str,
+    supervised: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Before the config is looked up: nothing is downloaded, read or compiled, and nothing is left behind."""
     (tmp_path / "file").write_text("")
@@ -159,7 +184,9 @@ def test_a_bug_keeps_its_traceback() -> None:
         run(mistake_of_ours)
 
 
-def test_our_own_checks_and_bad_paths_are_messages(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_our_own_checks_and_bad_paths_are_messages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """`run` prints them and returns 2."""
 
     def missing_file() -> int:
@@ -173,14 +200,18 @@ def test_our_own_checks_and_bad_paths_are_messages(capsys: pytest.CaptureFixture
     assert run(missing_file) == 2
     assert "missing" in capsys.readouterr().err
     assert run(refusal) == 2
-    assert capsys.readouterr().err.startswith("error: JTRAIN_PROCESS_ID is set, but JTRAIN_COORDINATOR is not.")
+    assert capsys.readouterr().err.startswith(
+        "error: JTRAIN_PROCESS_ID is set, but JTRAIN_COORDINATOR is not."
+    )
 
 
 def test_an_exit_code_passes_and_ctrl_c_is_no_bug() -> None:
     """75 is the loop's; 130 is what shells show for SIGINT."""
 
     def interrupted() -> int:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it puts behind without it
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # a shell starts what it puts behind without it
         signal.raise_signal(signal.SIGINT)
         return 0
 
@@ -211,8 +242,8 @@ def test_emulated_devices_are_there(tmp_path: Path) -> None:
 def test_programs_with_collectives_are_not_kept_on_cpus(devices: int, kept: bool, tmp_path: Path) -> None:
     """Read from the cache, XLA:CPU's run their collectives in any order, and stop each other."""
     code = START.format(devices=devices) + (
-        "platform.compile_collectives_anew()\njax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, x: x @ x, x))"
-        "(jax.numpy.ones((99, 99))).block_until_ready()"
+        "platform.compile_collectives_anew()\njax.jit(lambda x: jax.lax.fori_loop(0, 9, lambda i, x: x @ x, "
+        "x))(jax.numpy.ones((99, 99))).block_until_ready()"
     )
     names = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     done = python("-c", code, env=names)
@@ -222,7 +253,9 @@ def test_programs_with_collectives_are_not_kept_on_cpus(devices: int, kept: bool
 
 @pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="this machine has a GPU")
 def test_without_an_accelerator_the_cpu_is_chosen_in_silence() -> None:
-    """Though plugins for TPU and CUDA are installed ([aot]): they would look for hardware, at length, on stderr."""
+    """Though plugins for TPU and CUDA are installed ([aot]): they would look for hardware, at length, on
+    stderr.
+    """
     done = python("-c", START.format(devices=None))
     assert done.stdout.split()[:2] == ["1", "cpu"]
     assert done.stderr == ""
@@ -270,7 +303,9 @@ PEERS_APART = ("--set", "mesh.context=4", "--set", "mesh.tensor=2")
 """Both processes have devices that need all rows: each fetches half of them."""
 
 
-@pytest.mark.parametrize("layout", [("--with", "zero3"), pytest.param(PEERS_APART, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [("--with", "zero3"), pytest.param(PEERS_APART, marks=pytest.mark.slow)], ids=str
+)
 def test_processes_train_as_one(layout: tuple[str, ...], tmp_path: Path) -> None:
     """Two processes of 4 devices give the losses, batches and checkpoint of one process with 8."""
     arguments = ["--config=tiny", "--with", "debug", *layout, "--set", "precision.compute_dtype=float32"]
@@ -351,7 +386,9 @@ sys.exit(code)
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_a_run_reuses_the_pages_of_the_step_before(tmp_path: Path) -> None:
-    """Page faults of each step: 20,000 and more where the allocator is told after XLA's threads have begun."""
+    """Page faults of each step: 20,000 and more where the allocator is told after XLA's threads have
+    begun.
+    """
     done = python("-c", FAULTS, str(tmp_path / "run"), env={"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     faults = json.loads(done.stdout)

@@ -32,12 +32,23 @@ LLAMA8B = ("--config=llama8b", "--device", "h200", "--count", "1", "--set", "dat
 
 
 def test_a_plan_has_every_part(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The sheet says what is asked of it, and the JSON has the form that scripts rely on, bytes as the formula has."""
+    """The sheet says what is asked of it, and the JSON has the form that scripts rely on, bytes as the
+    formula has.
+    """
     file = tmp_path / "plan.json"
     argv = [*TINY, "--host-memory", "128GiB", "--price", "2", "--tokens", "1e9", "--json", str(file)]
     assert main(argv) == 0
     text = capsys.readouterr().out
-    for part in ("params", "grads", "optimizer", "activations", "loss", "temporaries", "host memory", "all-reduce"):
+    for part in (
+        "params",
+        "grads",
+        "optimizer",
+        "activations",
+        "loss",
+        "temporaries",
+        "host memory",
+        "all-reduce",
+    ):
         assert part in text, part
     for part in (
         "tokens/s",
@@ -83,7 +94,16 @@ def test_classes_hold_every_byte_once() -> None:
     names = [field.name for field in dataclasses.fields(MemoryPlan) if field.name != "moment"]
     plan = MemoryPlan(**{name: 10**index for index, name in enumerate(names)}, moment="layer")
     found = classes(plan)
-    assert list(found) == ["params", "grads", "optimizer", "activations", "loss", "batch", "temporaries", "host"]
+    assert list(found) == [
+        "params",
+        "grads",
+        "optimizer",
+        "activations",
+        "loss",
+        "batch",
+        "temporaries",
+        "host",
+    ]
     assert sum(size for name, size in found.items() if name != "host") == plan.total_bytes
     assert found["host"] == plan.host_bytes > 0
     assert found["loss"] == plan.loss > 0
@@ -92,7 +112,9 @@ def test_classes_hold_every_byte_once() -> None:
 def test_a_search_offers_a_command_that_launches(capsys: pytest.CaptureFixture[str]) -> None:
     """What it prints is a config that builds, on all the devices, and not what the config says anyway."""
     assert main([*TINY, "--search"]) == 0
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m jtrain.launch"))
+    line = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m jtrain.launch")
+    )
     words = shlex.split(line)
     assert words[:4] == ["python", "-m", "jtrain.launch", "--config=tiny"]
     sets = [word for before, word in itertools.pairwise(words) if before == "--set"]
@@ -105,7 +127,9 @@ def test_a_search_that_finds_nothing_says_the_nearest_miss(capsys: pytest.Captur
     """Exit 2, one message, with what would fit."""
     assert main(["--config=llama8b", "--device", "h100", "--count", "1", "--search"]) == 2
     error = capsys.readouterr().err
-    assert re.search(r"nothing fits into 1 x h100: the nearest miss takes .* It would fit with any of: .*--co", error)
+    assert re.search(
+        r"nothing fits into 1 x h100: the nearest miss takes .* It would fit with any of: .*--co", error
+    )
 
 
 def test_a_config_that_does_not_fit_is_shown_and_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +153,9 @@ def test_what_a_run_measured_is_beside_the_plan_and_in_later_plans(
         {"step": step, "step_time_ms": ms, "tokens_per_s": 4096e3 / ms, "device_memory_peak_gib": gib}
         for step, ms, gib in ((1, 9 * planned_ms, 1.5), (2, 2 * planned_ms, 2.5), (3, 3 * planned_ms, 2.5))
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"eval": 1}, *lines]))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in [{"eval": 1}, *lines])
+    )
     capsys.readouterr()
     assert main([*TINY, "--calibrate", str(tmp_path), "--json", str(file)]) == 0
     out = capsys.readouterr().out
@@ -152,7 +178,9 @@ def test_what_a_run_measured_is_beside_the_plan_and_in_later_plans(
 def test_a_run_of_another_layout_or_machine_calibrates_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Its seconds would be taken for another machine's: nothing is written; the run's own layout and machine do."""
+    """Its seconds would be taken for another machine's: nothing is written; the run's own layout and machine
+    do.
+    """
     line = {"step": 1, "step_time_ms": 20.0, "tokens_per_s": 1.0, "device_memory_peak_gib": 1.0}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     config = load_config("tiny", sets=("layout.zero_stage=3", "mesh.data=8"))
@@ -184,7 +212,10 @@ def test_a_run_of_another_layout_or_machine_calibrates_nothing(
         ([*TINY, "--efficiency", "0"], r"--efficiency 0 must be a share"),
         ([*TINY, "--network", "-1"], r"--network -1 must be a number above 0"),
         (["--config=tiny", "--device", "h200", "--count", "0"], r"--count 0 must be at least 1"),
-        ([*TINY, "--top", "2"], r"--top 2 is the number of layouts of a search to compile\. Add --search --compile"),
+        (
+            [*TINY, "--top", "2"],
+            r"--top 2 is the number of layouts of a search to compile\. Add --search --compile",
+        ),
         ([*TINY, "--search", "--compile", "--top", "0"], r"--top 0 must be at least 1"),
         (
             ["table", "--device", "h200"],
@@ -199,15 +230,25 @@ def test_a_run_of_another_layout_or_machine_calibrates_nothing(
             r"master_dtype=float32 with precision\.param_dtype=float32",
         ),
         ([*TINY, "--set", "layout.offload.unified_memory=True"], r"unified_memory=True, but this is H200"),
-        ([*TINY, "--search", "--set", "precision.compute_dtype=float32"], r"its peak on h200 is not published"),
+        (
+            [*TINY, "--search", "--set", "precision.compute_dtype=float32"],
+            r"its peak on h200 is not published",
+        ),
         (
             [*LLAMA8B, "--host-memory", "16GiB", "--set", "layout.offload.optimizer=1.0"],
-            r"59\.8 GiB of host memory per device, but its share of the host is 12\.8, with 20%.*--host-memory 75GiB",
+            r"59\.8 GiB of host memory per device, but its share of the host is 12\.8, with "
+            r"20%.*--host-memory 75GiB",
         ),
         ([*TINY, "--tokens", "0"], r"--tokens 0 must be a number above 0"),
         ([*TINY, "--calibrate", "/nowhere"], r"--calibrate /nowhere: there is no /nowhere/metrics\.jsonl"),
-        ([*TINY, "--measured", "/nowhere"], r"--measured /nowhere: No such file.*Write it with --calibrate WORKDIR"),
-        ([*TINY, "--measured", "README.md"], r"--measured README\.md: README\.md is not what --calibrate writes"),
+        (
+            [*TINY, "--measured", "/nowhere"],
+            r"--measured /nowhere: No such file.*Write it with --calibrate WORKDIR",
+        ),
+        (
+            [*TINY, "--measured", "README.md"],
+            r"--measured README\.md: README\.md is not what --calibrate writes",
+        ),
         (["--config=tiny", "--device", "h200", "--count", "12"], r"--count 12: a host has 8 x h200"),
         (
             ["--config=tiny", "--device", "h200", "--count", "32"],
@@ -217,7 +258,10 @@ def test_a_run_of_another_layout_or_machine_calibrates_nothing(
             ["--config=tiny", "--with", "tensor", "--device", "h200", "--count", "2"],
             r"2 devices are not a multiple of mesh\.tensor=4 = 4",
         ),
-        ([*TINY, "--set", "layout.offload.optimizer=1.5"], r"layout\.offload\.optimizer=1\.5 must be a share from 0"),
+        (
+            [*TINY, "--set", "layout.offload.optimizer=1.5"],
+            r"layout\.offload\.optimizer=1\.5 must be a share from 0",
+        ),
         ([*TINY, "--set", "layout.offload.params=maybe"], r"layout\.offload\.params"),
         (
             ["--config=tiny", "--device", "tpu7x", "--count", "8", "--set", "layout.offload.optimizer=1.0"],
@@ -234,7 +278,9 @@ def test_a_run_of_another_layout_or_machine_calibrates_nothing(
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[1:]),
 )
-def test_bad_input_is_one_message_and_exit_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_message_and_exit_2(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """On stderr, with the way out."""
     assert main(argv) == 2
     error = capsys.readouterr().err
@@ -253,7 +299,13 @@ def test_a_slice_that_does_not_exist_lists_those_that_do(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("128GiB", 128 * 2**30), ("2TB", 2 * 10**12), ("1.5 GiB", 3 * 2**29), ("1000", 1000), ("64MB", 64 * 10**6)],
+    [
+        ("128GiB", 128 * 2**30),
+        ("2TB", 2 * 10**12),
+        ("1.5 GiB", 3 * 2**29),
+        ("1000", 1000),
+        ("64MB", 64 * 10**6),
+    ],
 )
 def test_sizes_have_units(text: str, size: int) -> None:
     """GB and GiB are two things."""
@@ -315,8 +367,12 @@ def test_a_plan_says_what_the_compiled_schedule_waits_for(turns: int | None, wai
     assert f"waits for the network: 0 s by the formula, {said} in the compiled schedule" in out.getvalue()
 
 
-@pytest.mark.parametrize(("peak_over_formula", "good"), [(0.92, True), (1.08, True), (0.88, False), (1.2, False)])
-def test_a_plan_that_the_compiler_contradicts_is_not_called_good(peak_over_formula: float, good: bool) -> None:
+@pytest.mark.parametrize(
+    ("peak_over_formula", "good"), [(0.92, True), (1.08, True), (0.88, False), (1.2, False)]
+)
+def test_a_plan_that_the_compiler_contradicts_is_not_called_good(
+    peak_over_formula: float, good: bool
+) -> None:
     """Ten percent apart, either way."""
     sheet = compiled_sheet(peak_over_formula=peak_over_formula, temp_bytes=5, argument_bytes=7, compile_s=2.0)
     assert to_json(sheet)["compiler"]["peak_bytes"] == int(sheet.plan.total_bytes * peak_over_formula)
@@ -326,13 +382,17 @@ def test_a_plan_that_the_compiler_contradicts_is_not_called_good(peak_over_formu
     if good:
         check_good(sheet, {})
     else:
-        with pytest.raises(ValueError, match=r"not a good plan: the formula says [\d.]+ GiB .* more than 10% apart"):
+        with pytest.raises(
+            ValueError, match=r"not a good plan: the formula says [\d.]+ GiB .* more than 10% apart"
+        ):
             check_good(sheet, {})
 
 
 @pytest.mark.aot
 @pytest.mark.slow
-def test_the_compiler_confirms_what_a_search_found(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_compiler_confirms_what_a_search_found(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The first point is compiled for that machine, and its bytes stand beside the formula's."""
     file = tmp_path / "plan.json"
     argv = [
@@ -361,8 +421,13 @@ def test_a_search_of_which_the_compiler_confirms_nothing_is_refused(
     """With what it said of each; here of two, ten times what the formula says."""
     said = compiled_sheet(peak_over_formula=10.0).compiled
     monkeypatch.setattr("jtrain.cli.plan.compile_point", lambda *_: said)
-    assert main(["--config=tiny", "--device", "h200", "--count", "1", "--search", "--compile", "--top", "2"]) == 2
-    assert re.search(r"the compiler confirms none of the first 2: it says 2\.\d, 2\.\d GiB", capsys.readouterr().err)
+    assert (
+        main(["--config=tiny", "--device", "h200", "--count", "1", "--search", "--compile", "--top", "2"])
+        == 2
+    )
+    assert re.search(
+        r"the compiler confirms none of the first 2: it says 2\.\d, 2\.\d GiB", capsys.readouterr().err
+    )
 
 
 def test_the_surveys_tables_are_regenerated(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -388,17 +453,26 @@ def test_the_surveys_tables_are_regenerated(capsys: pytest.CaptureFixture[str], 
     assert rows["offload: optimizer"]["time"] > 1
     assert rows["remat: full"]["time"] > 1
     largest = [row["largest"]["80 GB"] for row in found["table_2"]]
-    assert max(largest) == rows["the same, all three, bf16, 8 bits"]["largest"]["80 GB"] > 10 * largest[0] > 10**9
+    assert (
+        max(largest)
+        == rows["the same, all three, bf16, 8 bits"]["largest"]["80 GB"]
+        > 10 * largest[0]
+        > 10**9
+    )
     assert all(row["largest"]["141 GB"] > row["largest"]["80 GB"] for row in found["table_2"])
 
 
 def test_a_search_finds_the_mesh_whatever_the_config_says(capsys: pytest.CaptureFixture[str]) -> None:
-    """Four devices, a config for eight along `tensor`; the command builds, and leaves nothing to be decided again."""
+    """Four devices, a config for eight along `tensor`; the command builds, and leaves nothing to be decided
+    again.
+    """
     offload = ("layout.offload.update=host", "layout.offload.optimizer=1.0")
     sets = ("mesh.tensor=8", "mesh.data=1", "layout.auto=True", *offload)
     options = [word for one in sets for word in ("--set", one)]
     assert main(["--config=llama1b", "--device", "h200", "--count", "4", "--search", *options]) == 0
-    command = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m jtrain.launch"))
+    command = next(
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("python -m jtrain.launch")
+    )
     chosen = [word for word in shlex.split(command) if "=" in word]
     run = build_run(load_config("llama1b", (), [word for word in chosen if not word.startswith("--config")]))
     assert run.mesh.size == 4

@@ -51,11 +51,15 @@ def test_goodput_is_that_of_the_failures(
         assert other["goodput"] < row["goodput"] < 1
         assert other["checkpoint_every_steps"] < row["checkpoint_every_steps"]
     assert worse["rows"][-1]["goodput"] < 0.85
-    assert f"set checkpoint.every_steps={worse['rows'][0]['checkpoint_every_steps']}" in printed, "one is the cheapest"
+    assert f"set checkpoint.every_steps={worse['rows'][0]['checkpoint_every_steps']}" in printed, (
+        "one is the cheapest"
+    )
     none, printed = written(capsys, tmp_path / "c.json", "--count", "1,8", "--mtbf", "1", "--restart", "3600")
     assert [(row["fits"], "goodput" in row) for row in none["rows"]] == [(True, True), (True, False)]
     assert "8 fails too often" in printed
-    given, _ = written(capsys, tmp_path / "c.json", "--count", "4", "--tokens", "1T", "--restart", "60", "--save", "5")
+    given, _ = written(
+        capsys, tmp_path / "c.json", "--count", "4", "--tokens", "1T", "--restart", "60", "--save", "5"
+    )
     [row] = given["rows"]
     best_s, step_s = best_interval_s(5.0, row["mtbf_s"]), row["step_s"]
     assert row["checkpoint_every_steps"] == round(best_s / step_s)
@@ -66,9 +70,13 @@ def test_goodput_is_that_of_the_failures(
 
 def test_gb200_against_h100_at_a_higher_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A token costs 1.6 times the price by the speed: less where it is over 1.6 times as fast."""
-    found, printed = written(capsys, tmp_path / "c.json", "--count", "1,4", "--tokens", "1T", "--against", "gb200=1.6")
+    found, printed = written(
+        capsys, tmp_path / "c.json", "--count", "1,4", "--tokens", "1T", "--against", "gb200=1.6"
+    )
     assert found["against"]["device"] == "gb200"
-    for row, other, ratio in zip(found["rows"], found["against"]["rows"], found["against"]["ratios"], strict=True):
+    for row, other, ratio in zip(
+        found["rows"], found["against"]["rows"], found["against"]["ratios"], strict=True
+    ):
         assert ratio["speed"] == pytest.approx(row["days"] / other["days"])
         assert ratio["cost"] == pytest.approx(1.6 / ratio["speed"])
         assert ratio["energy"] == pytest.approx(other["joules_per_token"] / row["joules_per_token"])
@@ -79,14 +87,35 @@ def test_gb200_against_h100_at_a_higher_price(capsys: pytest.CaptureFixture[str]
     assert "never cheaper per token" in printed
 
 
-def test_energy_of_tpus_only_where_it_is_published(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_energy_of_tpus_only_where_it_is_published(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """v4 has 192 W; of a v5p time and money are known, and --carbon is refused."""
     file = tmp_path / "c.json"
-    assert main(["cost", "--config=tiny", "--device", "v4", "--count", "4", "--tokens", "1T", "--json", str(file)]) == 0
+    assert (
+        main(
+            ["cost", "--config=tiny", "--device", "v4", "--count", "4", "--tokens", "1T", "--json", str(file)]
+        )
+        == 0
+    )
     [row] = json.loads(file.read_text())["rows"]
     assert row["mwh"] == pytest.approx(0.192 * row["device_hours"] / 1000)
     assert (
-        main(["cost", "--config=tiny", "--device", "v5p", "--count", "4", "--tokens", "1T", "--json", str(file)]) == 0
+        main(
+            [
+                "cost",
+                "--config=tiny",
+                "--device",
+                "v5p",
+                "--count",
+                "4",
+                "--tokens",
+                "1T",
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
     )
     [row] = json.loads(file.read_text())["rows"]
     assert row["days"] > 0
@@ -95,14 +124,27 @@ def test_energy_of_tpus_only_where_it_is_published(capsys: pytest.CaptureFixture
     assert main(["cost", "--config=tiny", "--device", "v5p", "--count", "4", "--carbon", "100"]) == 2
     assert "--carbon 100: the power of a v5p is not published" in capsys.readouterr().err
     assert main(["cost", "--config=tiny", "--device", "tpu7x", "--count", "4"]) == 0
-    assert "at an assumed 15 GB/s: that link of a tpu7x is not published" in " ".join(capsys.readouterr().out.split())
+    assert "at an assumed 15 GB/s: that link of a tpu7x is not published" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 def test_a_machine_file_has_the_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Also the power that a maker does not publish: with it --carbon is known."""
     machine, file = tmp_path / "my.toml", tmp_path / "c.json"
     machine.write_text('usd_per_hour = 4.0\n[chip]\nname = "v5p"\npower_w = 500\n')
-    words = ["cost", "--config=tiny", "--machine", str(machine), "--count", "4", "--carbon", "100", "--json", str(file)]
+    words = [
+        "cost",
+        "--config=tiny",
+        "--machine",
+        str(machine),
+        "--count",
+        "4",
+        "--carbon",
+        "100",
+        "--json",
+        str(file),
+    ]
     assert main(words) == 0
     [row] = json.loads(file.read_text())["rows"]
     assert row["usd"] == pytest.approx(4 * row["device_hours"])
@@ -111,8 +153,12 @@ def test_a_machine_file_has_the_price(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "cheapest: 4 x v5p" in capsys.readouterr().out
 
 
-def test_sizes_that_are_too_small_are_shown_as_such(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A model of 20 billion parameters fits 8 H100 and not 2. Where nothing fits at all the command refuses."""
+def test_sizes_that_are_too_small_are_shown_as_such(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """A model of 20 billion parameters fits 8 H100 and not 2. Where nothing fits at all the command
+    refuses.
+    """
     words, file = [*COST, *WIDE, "--tokens", "1T"], tmp_path / "c.json"
     assert main([*words, "--count", "2,8", "--json", str(file)]) == 0
     assert [row["fits"] for row in json.loads(file.read_text())["rows"]] == [False, True]
@@ -126,7 +172,9 @@ def test_sizes_that_are_too_small_are_shown_as_such(capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_gb200_is_worth_its_price_for_llama_8b(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Over twice as fast on up to 512 devices, so cheaper at 1.6 times the price; more devices cost more in all."""
+    """Over twice as fast on up to 512 devices, so cheaper at 1.6 times the price; more devices cost more in
+    all.
+    """
     file = tmp_path / "c.json"
     words = [
         "cost",
@@ -153,21 +201,35 @@ def test_gb200_is_worth_its_price_for_llama_8b(capsys: pytest.CaptureFixture[str
     ("words", "message"),
     [
         (["cost", "--config=tiny"], "no machine is named. Give --device, one of a100, h100"),
-        ([*COST, "--count", "64,8"], "--count 64,8: expected ascending whole numbers above 0, such as 64,128,256"),
+        (
+            [*COST, "--count", "64,8"],
+            "--count 64,8: expected ascending whole numbers above 0, such as 64,128,256",
+        ),
         ([*COST, "--count", "many"], "--count many: expected ascending"),
         ([*COST, "--count", "12"], "--count 12: a host has 8 x h100. Use 8, 16"),
         ([*COST, "--tokens", "15X"], "--tokens 15X must be a number above 0, such as 2.5, 1e9, 300B or 15T"),
         ([*COST, "--price", "0"], "--price 0 must be a number above 0"),
         ([*COST, "--mtbf", "-1"], "--mtbf -1 must be a number above 0"),
         ([*COST, "--save", "."], "--save . must be a number above 0"),
-        ([*COST, "--against", "gb200"], "--against gb200: expected a device and how many times as much it costs"),
+        (
+            [*COST, "--against", "gb200"],
+            "--against gb200: expected a device and how many times as much it costs",
+        ),
         ([*COST, "--against", "gb2000=2"], "No device is called 'gb2000'. Did you mean gb200"),
-        ([*COST, "--json", "/nowhere/c.json"], "--json /nowhere/c.json: there is no folder /nowhere. Make it first"),
-        ([*COST, "--machine", "my.toml"], "--machine my.toml with --device h100: both name a machine. Leave one out"),
+        (
+            [*COST, "--json", "/nowhere/c.json"],
+            "--json /nowhere/c.json: there is no folder /nowhere. Make it first",
+        ),
+        (
+            [*COST, "--machine", "my.toml"],
+            "--machine my.toml with --device h100: both name a machine. Leave one out",
+        ),
         ([*COST, "--count", "1", "--mtbf", "1e-9"], "hardly any interval between saves ends. Raise --mtbf"),
     ],
 )
-def test_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+def test_one_message_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
     """Without a traceback; the message names the option and the way out."""
     assert main(words) == 2
     printed = capsys.readouterr()

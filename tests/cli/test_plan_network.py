@@ -1,4 +1,6 @@
-"""`python -m jtrain.plan network` and `ecmp`: figures, files to be sourced, and one message for each mistake."""
+"""`python -m jtrain.plan network` and `ecmp`: figures, files to be sourced, and one message for each
+mistake.
+"""
 
 import json
 import os
@@ -75,7 +77,9 @@ def test_a_table_the_choice_and_its_variables(output: Output, tmp_path: Path) ->
 
 
 def test_queue_pairs_on_a_hashed_spine(output: Output, racks: Path, tmp_path: Path) -> None:
-    """Racks of 16 adapters over 18 uplinks: loads are exact, an all-reduce gains, NCCL's variables can be sourced."""
+    """Racks of 16 adapters over 18 uplinks: loads are exact, an all-reduce gains, NCCL's variables can be
+    sourced.
+    """
     shell, figures = tmp_path / "nccl.sh", tmp_path / "ecmp.json"
     words = ("--machine", str(racks), "--bytes", "256M", "--shell", str(shell), "--json", str(figures))
     printed = output("ecmp", *words)
@@ -149,21 +153,36 @@ def test_tpus_and_other_makers_have_levels_and_no_variables(output: Output) -> N
         (("network",), "a network needs a machine. Give --device, one of a100, h100,"),
         (("network", "--device", "h100"), "--device h100: how many? Give --count."),
         (("network", "--device", "h1000", "--count", "8"), "No device is called 'h1000'. Did you mean h100"),
-        (("network", "--device", "h100", "--count", "12"), "--count 12 is no whole number of domains: links join 8"),
+        (
+            ("network", "--device", "h100", "--count", "12"),
+            "--count 12 is no whole number of domains: links join 8",
+        ),
         (("network", *H100, "--machine", "a.toml"), "--machine a.toml with --device: the file says it"),
-        (("network", "--machine", "none.toml"), "--machine none.toml: No such file or directory. Give a TOML file"),
-        (("network", *H100, "--collective", "allreduce"), "--collective allreduce is unknown. Give one of all-reduce,"),
+        (
+            ("network", "--machine", "none.toml"),
+            "--machine none.toml: No such file or directory. Give a TOML file",
+        ),
+        (
+            ("network", *H100, "--collective", "allreduce"),
+            "--collective allreduce is unknown. Give one of all-reduce,",
+        ),
         (("network", *H100, "--bytes", "much"), "--bytes much: expected a size such as 128GiB or 2TB"),
         (("network", *H100, "--shell", "no/where.sh"), "--shell no/where.sh: there is no folder"),
         (("network", *H100, "--json", "no/where.json"), "--json no/where.json: there is no folder"),
         (("ecmp",), "a network needs a machine"),
-        (("ecmp", *H100), "64 x h100: its switches spread flows by load, so no hashes collide. Set network.routing to"),
+        (
+            ("ecmp", *H100),
+            "64 x h100: its switches spread flows by load, so no hashes collide. Set network.routing to",
+        ),
         (("ecmp", "--flows", "8"), "--flows and --links belong together. Give both"),
         (("ecmp", "--flows", "0", "--links", "8"), "--flows 0 must be from 1 to 65,536"),
         (("ecmp", "--flows", "8", "--links", "8", "--trials", "0"), "--trials 0 must be from 1 to 1,000,000"),
         (("ecmp", "--flows", "8", "--links", "8", "--seed", "-1"), "--seed -1 must be 0 or more"),
         (("ecmp", "--flows", "8", "--links", "8", *H100), "--flows and --links are instead of a machine"),
-        (("ecmp", "--flows", "8", "--links", "8", "--shell", "a.sh"), "--shell a.sh: the variables are of a machine"),
+        (
+            ("ecmp", "--flows", "8", "--links", "8", "--shell", "a.sh"),
+            "--shell a.sh: the variables are of a machine",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -198,10 +217,11 @@ def test_hosts_under_one_leaf_have_no_collisions(output: Output, racks: Path) ->
 def test_tables_answer_without_jax() -> None:
     """In a process of its own, which must not import jax."""
     code = (
-        "import sys\nfrom jtrain.cli.plan import main\n"
-        "main(['network', '--device', 'h100', '--count', '8'])\nmain(['ecmp', '--flows', '8', '--links', '8'])\n"
-        "assert 'jax' not in sys.modules"
+        "import sys\nfrom jtrain.cli.plan import main\nmain(['network', '--device', 'h100', '--count', "
+        "'8'])\nmain(['ecmp', '--flows', '8', '--links', '8'])\nassert 'jax' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "NCCL chooses NVLS with Simple" in done.stdout

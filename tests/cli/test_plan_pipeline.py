@@ -138,7 +138,9 @@ def test_a_schedule_is_written_changed_and_read(output: Output, tmp_path: Path) 
     printed = output("--csv", str(path))
     assert "bubble, stages on their own" in printed
     path.write_text("0F0,0F1,,0I0,0W0,0I1,0W1\n,1F0,1W0,1F1,1I1,1W1,1I0\n")
-    assert "worker 1, 1W0: it needs 1I0, which comes later on this worker" in output("--csv", str(path), code=2)
+    assert "worker 1, 1W0: it needs 1I0, which comes later on this worker" in output(
+        "--csv", str(path), code=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,12 +150,18 @@ def test_a_schedule_is_written_changed_and_read(output: Output, tmp_path: Path) 
         (("--schedule", "ZBV", *SMALL), "schedule ZBV is unknown. Did you mean zbv"),
         (
             ("--schedule", "1f1b", "--stages", "8", "--microbatches", "100000"),
-            "--microbatches 100000 over 8 stages: schedules are simulated and drawn pass by pass, up to 16,384. "
-            "Give --microbatches 2048 or fewer",
+            "--microbatches 100000 over 8 stages: schedules are simulated and drawn pass by pass, up to "
+            "16,384. Give --microbatches 2048 or fewer",
         ),
         (("--stages", "8", "--microbatches", "100000"), "Give --microbatches 2048 or fewer"),
-        (("--schedule", "zbv", "--stages", "8", "--microbatches", "4"), "microbatches=4: schedule zbv over stages=8 "),
-        (("--schedule", "zbv"), "a pipeline needs a number of stages. Give --stages, or --config with --device"),
+        (
+            ("--schedule", "zbv", "--stages", "8", "--microbatches", "4"),
+            "microbatches=4: schedule zbv over stages=8 ",
+        ),
+        (
+            ("--schedule", "zbv"),
+            "a pipeline needs a number of stages. Give --stages, or --config with --device",
+        ),
         (("--stages", "4"), "a pipeline needs a number of microbatches. Give --microbatches"),
         (("--csv", "none.csv"), "schedule none.csv cannot be read: No such file"),
         (("--csv", "a.csv", "--schedule", "zbv"), "both name a schedule. Leave one of them out"),
@@ -161,24 +169,39 @@ def test_a_schedule_is_written_changed_and_read(output: Output, tmp_path: Path) 
         (("--chunks", "2", *SMALL), "--chunks 2 is of one schedule. Add --schedule interleaved"),
         (("--svg", "a.svg", *SMALL), "--svg a.svg shows one schedule. Add --schedule, one of gpipe"),
         (("--write-csv", "a.csv", *SMALL), "--write-csv a.csv shows one schedule"),
-        (("--schedule", "1f1b", "--json", "no/where.json", *SMALL), "--json no/where.json: there is no folder"),
-        (("--costs", "1,2", *SMALL), "--costs 1,2: expected the times of F, I and W, three numbers such as 1,2,1"),
+        (
+            ("--schedule", "1f1b", "--json", "no/where.json", *SMALL),
+            "--json no/where.json: there is no folder",
+        ),
+        (
+            ("--costs", "1,2", *SMALL),
+            "--costs 1,2: expected the times of F, I and W, three numbers such as 1,2,1",
+        ),
         (("--costs", "1,0,1", *SMALL), "--costs 1,0,1: each time must be a number above 0"),
         (("--device", "h200", *SMALL), "--device is for a config's times. Give --config"),
         (("--set", "seed=1", *SMALL), "--set seed=1 changes a config. Give --config"),
         (("--config=tiny", "--costs", "1,1,1", *SMALL), "--costs: the times of tiny are the plan's"),
         (("--config=tiny", *SMALL), "no machine is named. Give --device, one of "),
-        ((*TINY, "--stages", "3", "--microbatches", "4"), "3 stages on --count 8 devices: a pipeline has at least 2 "),
-        ((*TINY, "--stages", "8", "--microbatches", "8"), "(tiny has model.num_layers=4). Give --stages 2 or 4."),
-        ((*TINY[:-1], "7", "--stages", "7"), "7 stages on --count 7 devices: a pipeline has at least 2 stages, a num"),
+        (
+            (*TINY, "--stages", "3", "--microbatches", "4"),
+            "3 stages on --count 8 devices: a pipeline has at least 2 ",
+        ),
+        (
+            (*TINY, "--stages", "8", "--microbatches", "8"),
+            "(tiny has model.num_layers=4). Give --stages 2 or 4.",
+        ),
+        (
+            (*TINY[:-1], "7", "--stages", "7"),
+            "7 stages on --count 7 devices: a pipeline has at least 2 stages, a num",
+        ),
         ((*TINY[:-1], "7", "--stages", "7"), "Give a --count that 2 divides"),
         ((*TINY, "--microbatches", "4"), "1 stages on --count 8 devices"),
         ((*TINY, "--csv", "mine.txt"), "a run takes a schedule from a file whose name ends in .csv"),
         ((*TINY, "--set", "pipeline.schedule=zbv"), "Give --schedule zbv in its place"),
         (
             (*TINY, "--schedule", "zbv", "--stages", "4", "--microbatches", "8"),
-            "schedule zbv has 8 virtual stages, and the config model.num_layers=4: each needs at least one layer. Give "
-            "--stages 2 or fewer, or --schedule 1f1b.",
+            "schedule zbv has 8 virtual stages, and the config model.num_layers=4: each needs at least one "
+            "layer. Give --stages 2 or fewer, or --schedule 1f1b.",
         ),
         (
             (*TINY, "--stages", "2", "--microbatches", "3"),
@@ -212,7 +235,8 @@ def test_a_config_gives_seconds_and_bytes(output: Output, tmp_path: Path) -> Non
     assert "tiny on 8 x h200: stage=2 data=4" in printed
     assert "of the pipelines. ZeRO-3 alone on the same devices takes" in printed
     assert re.search(
-        r"s for the network and \S+ s for other stages. (ZeRO-3 alone|the pipeline) is \d+\.\d\d times", printed
+        r"s for the network and \S+ s for other stages. (ZeRO-3 alone|the pipeline) is \d+\.\d\d times",
+        printed,
     )
     printed = output(*TINY, "--schedule", "zb-h1", *words, "--json", str(tmp_path / "plan.json"))
     assert re.search(r"F / I / W of a stage: \S+ / \S+ / \S+ ms per microbatch; a message \S+ ms", printed)
@@ -245,7 +269,12 @@ def test_both_plans_of_a_layout_agree_to_the_last_digit(
     planned = plan_stages("tiny", load, make_machine("h200", 8), stages=2, microbatches=4)
     point = planned.point(make_schedule(schedule, 2, 4, chunks))
     assert point.timed is not None
-    named = ("mesh.stage=2", "layout.microbatches=4", f"pipeline.schedule={schedule}", f"pipeline.chunks={chunks or 1}")
+    named = (
+        "mesh.stage=2",
+        "layout.microbatches=4",
+        f"pipeline.schedule={schedule}",
+        f"pipeline.chunks={chunks or 1}",
+    )
     whole = plan_of(tmp_path, *sets, *named)
     assert whole["step"]["step_s"] == point.step_s
     assert whole["step"]["parts_s"] == point.timed.parts
@@ -260,6 +289,8 @@ def test_a_picture_needs_no_jax() -> None:
         "main(['pipeline', '--schedule', 'zbv', '--stages', '2', '--microbatches', '4'])\n"
         "assert 'jax' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "worker 1" in done.stdout

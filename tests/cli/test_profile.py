@@ -24,7 +24,9 @@ def left(workdir: Path, step: int, breakdown: Breakdown) -> Path:
     return folder
 
 
-def test_a_workdir_is_shown_with_the_newest_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_workdir_is_shown_with_the_newest_window(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """--step chooses another window; --json writes breakdown.json; the last line has the path of the page."""
     old, new = example.unknown(), example.breakdown()
     left(tmp_path, 2, old)
@@ -34,7 +36,9 @@ def test_a_workdir_is_shown_with_the_newest_window(tmp_path: Path, capsys: pytes
     shown = capsys.readouterr().out
     assert "Steps 20 to 24" in shown
     assert shown.splitlines()[-1] == f"HTML report with charts: {folder / 'report.html'}"
-    assert json.loads((tmp_path / "out.json").read_text()) == json.loads((folder / "breakdown.json").read_text())
+    assert json.loads((tmp_path / "out.json").read_text()) == json.loads(
+        (folder / "breakdown.json").read_text()
+    )
 
     assert main(["--workdir", str(tmp_path), "--step", "2"]) == 0
     assert "Step 3 on 4 × cpu" in capsys.readouterr().out
@@ -49,7 +53,9 @@ def test_processes_are_laid_side_by_side(tmp_path: Path, capsys: pytest.CaptureF
     steps = [dataclasses.replace(step, parts=step.parts | {"data_wait": 0.3}) for step in first.steps]
     for process in (1, 2):
         (folder / f"process-{process}").mkdir()
-    breakdowns.write_json(dataclasses.replace(first, process=1, steps=steps), folder / "process-1" / "breakdown.json")
+    breakdowns.write_json(
+        dataclasses.replace(first, process=1, steps=steps), folder / "process-1" / "breakdown.json"
+    )
 
     assert main(["--workdir", str(tmp_path)]) == 0
 
@@ -74,7 +80,18 @@ def test_two_workdirs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     file = tmp_path / "compared.json"
 
     assert (
-        main(["compare", "--workdir", str(tmp_path / "b"), "--against", str(tmp_path / "a"), "--json", str(file)]) == 0
+        main(
+            [
+                "compare",
+                "--workdir",
+                str(tmp_path / "b"),
+                "--against",
+                str(tmp_path / "a"),
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
     )
 
     shown = capsys.readouterr().out
@@ -83,8 +100,12 @@ def test_two_workdirs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture
     assert len(json.loads(file.read_text())["ops"]) == len(a.ops)
 
 
-def test_a_window_that_nobody_has_read_yet_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If the run ended before postprocessing, both files are written now; the profile equals itself in `compare`."""
+def test_a_window_that_nobody_has_read_yet_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the run ended before postprocessing, both files are written now; the profile equals itself in
+    `compare`.
+    """
     folder = tmp_path / "profile" / "10"
     shutil.copytree(traced(data=8), folder)
 
@@ -99,7 +120,9 @@ def test_a_window_that_nobody_has_read_yet_is_read(tmp_path: Path, capsys: pytes
 
 
 def test_a_real_window_opens_in_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On every device and in every step the phases' median times are in order, and all ops are within the steps."""
+    """On every device and in every step the phases' median times are in order, and all ops are within the
+    steps.
+    """
     folder = tmp_path / "profile" / "10"
     shutil.copytree(traced(data=8), folder)
 
@@ -114,7 +137,9 @@ def test_a_real_window_opens_in_perfetto(tmp_path: Path, capsys: pytest.CaptureF
     end = steps[-1]["ts"] + steps[-1]["dur"]
     for device in range(8):
         for step in (11, 12, 13):
-            here = [e for e in events if (e["pid"], e["tid"]) == (device + 1, 2) and e["args"].get("step") == step]
+            here = [
+                e for e in events if (e["pid"], e["tid"]) == (device + 1, 2) and e["args"].get("step") == step
+            ]
             middle = [
                 statistics.median(e["ts"] for e in here if e["args"]["phase"] == phase)
                 for phase in ("forward", "backward", "optimizer")
@@ -153,7 +178,9 @@ def test_a_step_without_a_window(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
-def test_a_breakdown_that_is_cut_off(tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float) -> None:
+def test_a_breakdown_that_is_cut_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], share: float
+) -> None:
     """However much is missing, one line names the file, and the exit code is 2."""
     file = left(tmp_path, 20, example.breakdown()) / "breakdown.json"
     text = file.read_text()
@@ -184,7 +211,8 @@ def test_export_names_its_format(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_report_needs_no_jax(tmp_path: Path) -> None:
     left(tmp_path, 20, example.breakdown())
     code = (
-        "import sys; from jtrain.cli.profile import main; main(['--workdir', sys.argv[1]]); print('jax' in sys.modules)"
+        "import sys; from jtrain.cli.profile import main; main(['--workdir', sys.argv[1]]); print('jax' "
+        "in sys.modules)"
     )
     assert python("-c", code, str(tmp_path)).stdout.splitlines()[-1] == "False"
 

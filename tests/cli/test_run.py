@@ -77,16 +77,23 @@ def test_the_subject_of_a_command_may_stand_alone(capsys: pytest.CaptureFixture[
     [
         (
             ["squire"],
-            "no command squire of `python -m jtrain.shape`. Did you mean square? There are: square; everything",
+            "no command squire of `python -m jtrain.shape`. Did you mean square? There are: square; "
+            "everything",
         ),
-        (["runs/tiny"], "no command runs/tiny of `python -m jtrain.shape`. There are: square; everything else is an"),
+        (
+            ["runs/tiny"],
+            "no command runs/tiny of `python -m jtrain.shape`. There are: square; everything else is an",
+        ),
         ([], "`python -m jtrain.shape` needs a command, one of square."),
         (
             ["square", "--widht=4"],
             "no option --widht. Did you mean --width? `python -m jtrain.shape square --help` lists",
         ),
         (["square", "--wid=4"], "no option --wid. Did you mean --width? "),
-        (["square", "--width", "x"], "--width invalid int value: 'x'. `python -m jtrain.shape square --help` lists"),
+        (
+            ["square", "--width", "x"],
+            "--width invalid int value: 'x'. `python -m jtrain.shape square --help` lists",
+        ),
         (["square", "4"], "unrecognized arguments: 4. "),
         (
             ["square", "--picture", "no/a.svg"],
@@ -95,7 +102,9 @@ def test_the_subject_of_a_command_may_stand_alone(capsys: pytest.CaptureFixture[
     ],
     ids=str,
 )
-def test_a_mistake_is_one_line_and_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_one_line_and_exit_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Before the command runs."""
     assert VERB.main(words) == 2
     out, error = capsys.readouterr()
@@ -104,7 +113,8 @@ def test_a_mistake_is_one_line_and_exit_2(words: list[str], message: str, capsys
 
 
 @pytest.mark.parametrize(
-    ("raised", "code"), [(UserError("no"), 2), (FileNotFoundError(2, "gone", "a"), 2), (HardwareFault("device 3"), 76)]
+    ("raised", "code"),
+    [(UserError("no"), 2), (FileNotFoundError(2, "gone", "a"), 2), (HardwareFault("device 3"), 76)],
 )
 def test_one_place_turns_errors_into_exit_codes(raised: Exception, code: int) -> None:
     def fail(_: Args) -> int:
@@ -114,8 +124,12 @@ def test_one_place_turns_errors_into_exit_codes(raised: Exception, code: int) ->
 
 
 @pytest.mark.parametrize(("name", "word"), COMMANDS, ids=lambda text: text)
-def test_every_command_names_the_nearest_option(name: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also where a required one is missing; the node check takes the training command's options and ignores them."""
+def test_every_command_names_the_nearest_option(
+    name: str, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a required one is missing; the node check takes the training command's options and ignores
+    them.
+    """
     words = [word, "--hlep"] if word else ["--hlep"]
     if name == "node_check":
         return
@@ -146,9 +160,20 @@ def test_every_command_that_reads_a_run_names_it_by_workdir() -> None:
             actions = command.parser(f"{name} {word}")._actions
             assert all(action.option_strings for action in actions), (name, word)
             options = {option for action in actions for option in action.option_strings}
-            reads_a_run = (name, word) in {("hf", "export"), ("hf", "import"), ("generate", ""), ("launch", "")}
-            assert ("--workdir" in options) == (reads_a_run or name in {"profile", "checkpoint"}), (name, word)
-            prints_a_table = name in {"profile", "checkpoint", "data", "plan"} and word not in {"export", "sample"}
+            reads_a_run = (name, word) in {
+                ("hf", "export"),
+                ("hf", "import"),
+                ("generate", ""),
+                ("launch", ""),
+            }
+            assert ("--workdir" in options) == (reads_a_run or name in {"profile", "checkpoint"}), (
+                name,
+                word,
+            )
+            prints_a_table = name in {"profile", "checkpoint", "data", "plan"} and word not in {
+                "export",
+                "sample",
+            }
             assert ("--json" in options) == prints_a_table, (name, word)
 
 
@@ -173,7 +198,9 @@ def python(site: Path, folder: Path, *arguments: str) -> subprocess.CompletedPro
 
 def test_messages_need_no_sources(compiled_only: Path, tmp_path: Path) -> None:
     """Exit 2 and one line; the package is really the compiled one."""
-    where = python(compiled_only, tmp_path, "-c", "import jtrain.launch; print(jtrain.launch.__file__)").stdout.strip()
+    where = python(
+        compiled_only, tmp_path, "-c", "import jtrain.launch; print(jtrain.launch.__file__)"
+    ).stdout.strip()
     assert where == str(compiled_only / "jtrain" / "launch.pyc")
     done = python(compiled_only, tmp_path, "-m", "jtrain.launch", "--config=nowhere")
     assert done.returncode == 2, done.stderr

@@ -48,7 +48,9 @@ def test_a_config_that_does_not_say_data_has_auto(axes: str, data: int | str, tm
         (7, ("mesh.replica=2",), 2, 4),
     ],
 )
-def test_auto_takes_as_many_as_the_config_divides(here: int, sets: tuple[str, ...], data: int, taken: int) -> None:
+def test_auto_takes_as_many_as_the_config_divides(
+    here: int, sets: tuple[str, ...], data: int, taken: int
+) -> None:
     """And says which stay idle, and what would use them; what is left is a run that every check passes."""
     config = load_config("tiny", (), sets)
     devices = jax.devices()[:here]
@@ -78,7 +80,9 @@ def test_what_would_use_the_idle_devices_is_said(here: int, sets: tuple[str, ...
     ("here", "given", "sets"),
     [(3, (), ("data.global_batch=15",)), (8, ("layout.microbatches=4",), ("layout.microbatches=2",))],
 )
-def test_a_setting_that_is_offered_uses_all_devices(here: int, given: tuple[str, ...], sets: tuple[str, ...]) -> None:
+def test_a_setting_that_is_offered_uses_all_devices(
+    here: int, given: tuple[str, ...], sets: tuple[str, ...]
+) -> None:
     assert len(settle_mesh(load_config("tiny", (), given), jax.devices()[:here])[1]) == 2
     assert len(settle_mesh(load_config("tiny", (), (*given, *sets)), jax.devices()[:here])[1]) == 1
 
@@ -93,12 +97,16 @@ def test_every_process_keeps_as_many_devices_as_the_others() -> None:
         assert config.mesh.data == 2 * each
         assert taken == [*devices[:each], *devices[4 : 4 + each]]
         assert ("tpu:3, tpu:7 stay idle" in lines[0]) == (each == 3)
-    with pytest.raises(UserError, match=r"8 devices are here \(tpu\) in 2 processes, .* data\.global_batch=5 does not"):
+    with pytest.raises(
+        UserError, match=r"8 devices are here \(tpu\) in 2 processes, .* data\.global_batch=5 does not"
+    ):
         settle_mesh(load_config("tiny", (), ("data.global_batch=5",)), devices)
 
 
 def test_too_few_devices_for_the_other_axes_are_refused() -> None:
-    with pytest.raises(UserError, match=r"^3 devices are here \(cpu\), but mesh.tensor=4 takes 4 devices .* 4 to try"):
+    with pytest.raises(
+        UserError, match=r"^3 devices are here \(cpu\), but mesh.tensor=4 takes 4 devices .* 4 to try"
+    ):
         settle_mesh(load_config("tiny", (), ("mesh.tensor=4",)), jax.devices()[:3])
 
 

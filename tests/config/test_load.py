@@ -38,7 +38,9 @@ def in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_config_is_what_its_golden_text_says(name: str) -> None:
-    """A reviewer sees what moved. After a wanted change: python -m jtrain.launch --config=N --print-config > golden."""
+    """A reviewer sees what moved. After a wanted change: python -m jtrain.launch --config=N --print-config >
+    golden.
+    """
     assert tree.flat(load_config(name)) == (GOLDEN / f"{name}.txt").read_text()
 
 
@@ -128,7 +130,9 @@ def test_named_components_are_set_together_or_field_by_field() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_text_is_the_config(name: str) -> None:
     """What a workdir keeps is enough to make the run again: components, tuples, None and all."""
-    made = load_config(name, (), ["layout.remat=named", "layout.remat_save=('mlp_up',)", "eval.every_steps=None"])
+    made = load_config(
+        name, (), ["layout.remat=named", "layout.remat_save=('mlp_up',)", "eval.every_steps=None"]
+    )
     again = config_from_text(tree.flat(made))
     assert tree.flat(again) == tree.flat(made)
     assert build_run(again).optimizer == build_run(made).optimizer
@@ -172,7 +176,9 @@ def test_a_config_is_found_in_this_folder_first_then_in_a_file_or_module(
     text += "    made.seed = {seed}\n    return made\n"
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "tiny.py").write_text(text.format(name="tiny", seed=41))
-    (tmp_path / "other.py").write_text(text.format(name="other", seed=42) + text.format(name="second", seed=43))
+    (tmp_path / "other.py").write_text(
+        text.format(name="other", seed=42) + text.format(name="second", seed=43)
+    )
     monkeypatch.chdir(tmp_path)
     assert load_config("tiny").seed == 41
     assert load_config("other.py").seed == 42
@@ -213,7 +219,10 @@ def test_a_run_is_built_of_frozen_values() -> None:
         ("model.scan_layers=1", r"model\.scan_layers=1 is a int, but must be bool"),
         ("model.scan_layers=true", r"model\.scan_layers='true' is a str, but must be bool"),
         ("optimizer.clip_norm=x", r"optimizer\.clip_norm='x' is a str, but must be float \| None"),
-        ("layout.remat=fll", r"layout\.remat='fll' must be one of 'none', 'full', 'named'\. Did you mean full\?"),
+        (
+            "layout.remat=fll",
+            r"layout\.remat='fll' must be one of 'none', 'full', 'named'\. Did you mean full\?",
+        ),
         ("layout.zero_stage=4", r"layout\.zero_stage=4 must be one of 0, 1, 2, 3"),
         (
             "eval.sets={'a': 'x'}",
@@ -238,11 +247,20 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         (("eval.every_steps=0",), r"eval\.every_steps=0 must be at least 1, or None"),
         (("mesh.data=0",), r"mesh\.data=0 must be at least 1"),
         (("mesh.stage=64",), r"mesh\.stage=64 .* at least 64 layers, but model\.num_layers="),
-        (("mesh.stage=2", "layout.microbatches=2", "pipeline.schedule=zbv"), r"=2: schedule zbv .* needs at least 3"),
+        (
+            ("mesh.stage=2", "layout.microbatches=2", "pipeline.schedule=zbv"),
+            r"=2: schedule zbv .* needs at least 3",
+        ),
         (("pipeline.schedule=1f2b",), r"pipeline\.schedule='1f2b' .*Did you mean 1f1b\?"),
         (("pipeline.gather='never'",), r"pipeline\.gather='never' must be one of 'tick', 'step'"),
-        (("mesh.stage=2", "pipeline.schedule=/no/such.csv"), r"schedule /no/such\.csv cannot be read: No such file"),
-        (("mesh.stage=3",), r"model\.vocab_size=\d+ does not split evenly over mesh axes stage=3 \* tensor=1"),
+        (
+            ("mesh.stage=2", "pipeline.schedule=/no/such.csv"),
+            r"schedule /no/such\.csv cannot be read: No such file",
+        ),
+        (
+            ("mesh.stage=3",),
+            r"model\.vocab_size=\d+ does not split evenly over mesh axes stage=3 \* tensor=1",
+        ),
         (
             ("mesh.stage=2", "layout.offload.activations=1.0"),
             r"layout\.offload\.activations=1\.0 with mesh\.stage=2: .*activations=none",
@@ -253,27 +271,47 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         ),
         (("mesh.expert=2",), r"mesh\.expert=2"),
         (("mesh.context=3", "data.seq_len=255"), r"data\.seq_len=255 over mesh\.context=3: .*multiple of 6"),
-        (("mesh.context=2", "data.context_order=contiguous"), r"context_attention=ring with data\.context_order=cont"),
-        (("mesh.context=16", "layout.context_attention=ulysses"), r"ulysses gives each of mesh\.context=16 devices"),
+        (
+            ("mesh.context=2", "data.context_order=contiguous"),
+            r"context_attention=ring with data\.context_order=cont",
+        ),
+        (
+            ("mesh.context=16", "layout.context_attention=ulysses"),
+            r"ulysses gives each of mesh\.context=16 devices",
+        ),
         (("data.global_batch=250", "mesh.data=8"), r"data\.global_batch=250 .*data=8.* 8 shards.*248, 256"),
         (("mesh.data=8", "layout.microbatches=4"), r"is 2 sequences each, .*microbatches=4.*multiple of 32"),
-        (("layout.remat=named", "layout.remat_save=('attn',)"), r"remat_save names attn, .*There are: attention_q"),
+        (
+            ("layout.remat=named", "layout.remat_save=('attn',)"),
+            r"remat_save names attn, .*There are: attention_q",
+        ),
         (("layout.remat=named",), r"Set both or neither"),
         (("kernels=(('attn','xla'),)",), r"no op is called 'attn'.* There are: .*rms_norm"),
         (("kernels=(('rms_norm','nowhere'),)",), r"rms_norm=nowhere: there is no such .*There are: .*xla"),
-        (("kernels=(('rope','xla'),('rope','xla'))",), r"names an op twice\. Keep one implementation for each"),
-        (("layout.remat=full", "layout.offload.activations=0.5"), r"activations=0\.5 moves nothing: .*layer_input"),
-        (("model.scan_layers=False", "layout.offload.params=as_needed"), r"scan_layers=False with layout\.offload"),
+        (
+            ("kernels=(('rope','xla'),('rope','xla'))",),
+            r"names an op twice\. Keep one implementation for each",
+        ),
+        (
+            ("layout.remat=full", "layout.offload.activations=0.5"),
+            r"activations=0\.5 moves nothing: .*layer_input",
+        ),
+        (
+            ("model.scan_layers=False", "layout.offload.params=as_needed"),
+            r"scan_layers=False with layout\.offload",
+        ),
         (("model.attention_chunk=0",), r"model\.attention_chunk=0 must be at least 1"),
         (("data.seq_len=254", "mesh.tensor=4"), r"data\.seq_len=254 .*tensor=4 = 4 shards\. .*252, 256"),
         (
             ("mesh.tensor=6", "model.num_heads=12"),
-            r"mesh\.tensor=6 cannot split model\.num_heads=12 with model\.num_kv_heads=4: .*to one of 1, 2, 4, 12, or",
+            r"mesh\.tensor=6 cannot split model\.num_heads=12 with model\.num_kv_heads=4: .*to one of 1, 2, "
+            r"4, 12, or",
         ),
         (("mesh.tensor=16",), r"mesh\.tensor=16 cannot split model\.num_heads=8 .*to one of 1, 2, 4, 8, or"),
         (
             ("mesh.tensor=8", "mesh.data=2", "layout.zero_stage=1", "model.d_model=24"),
-            r"model\.d_model=24 does not split evenly over mesh axes data=2 \* tensor=8 = 16 shards\..*: 16, 32\. Set",
+            r"model\.d_model=24 does not split evenly over mesh axes data=2 \* tensor=8 = 16 shards\..*: 16, "
+            r"32\. Set",
         ),
         (("model.num_kv_heads=3",), r"model\.num_heads=8 is not a multiple of model\.num_kv_heads=3"),
         (
@@ -282,7 +320,10 @@ def test_a_bad_set_is_refused(text: str, message: str) -> None:
         ),
         (("eval.sets={'1 a': {'path': 'x'}}",), r"eval\.sets: '1 a' is not a valid name\. Use letters"),
         (("eval.sets={'a': {'path': ''}}",), r"eval\.sets\.a\.path is empty"),
-        (("eval.sets={'a': {'path': 'x', 'weight': 2}}",), r"eval\.sets\.a\.weight=2\.0: .*Remove the weight"),
+        (
+            ("eval.sets={'a': {'path': 'x', 'weight': 2}}",),
+            r"eval\.sets\.a\.weight=2\.0: .*Remove the weight",
+        ),
     ],
 )
 def test_components_that_do_not_fit_are_refused(sets: tuple[str, ...], message: str) -> None:
@@ -295,7 +336,9 @@ def test_components_that_do_not_fit_are_refused(sets: tuple[str, ...], message: 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused() -> None:
     """256 bytes need 256 rows."""
     check_vocabulary(run().model, ByteTokenizer.vocab_size)
-    with pytest.raises(ValueError, match=r"data\.tokenizer makes 256 different ids, but model\.vocab_size=255"):
+    with pytest.raises(
+        ValueError, match=r"data\.tokenizer makes 256 different ids, but model\.vocab_size=255"
+    ):
         check_vocabulary(run("model.vocab_size=255").model, ByteTokenizer.vocab_size)
 
 
@@ -341,7 +384,8 @@ MINE = "from jtrain.config.load import load_config\ndef mine():\n    made = load
             r"layout\.remat='al' must be one of",
         ),
         (
-            "import fiddle as fdl\nfrom jtrain.config.run import Run\ndef mine(): return fdl.Config(Run, seed=0)\n",
+            "import fiddle as fdl\nfrom jtrain.config.run import Run\ndef mine(): return fdl.Config(Run, "
+            "seed=0)\n",
             r"num_steps, mesh, layout, model, optimizer, data: no value\. .*--set num_steps=VALUE",
         ),
     ],

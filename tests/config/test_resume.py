@@ -78,7 +78,9 @@ def test_a_workdir_of_another_run_is_refused_with_the_difference(tmp_path: Path,
         ("optimizer.schedule", "optimizer.schedule.final_fraction=0.2"),
     ],
 )
-def test_another_precision_is_another_run_unless_it_is_allowed_by_name(tmp_path: Path, name: str, change: str) -> None:
+def test_another_precision_is_another_run_unless_it_is_allowed_by_name(
+    tmp_path: Path, name: str, change: str
+) -> None:
     """Refused with the option that permits it; permitted, the change is returned and kept as a remark."""
     (tmp_path / "config.txt").write_text(text_of())
     with pytest.raises(
@@ -94,7 +96,9 @@ def test_another_precision_is_another_run_unless_it_is_allowed_by_name(tmp_path:
     assert tree.parse(kept) == tree.parse(text_of(change)), "remarks are no fields"
     (tmp_path / "config.txt").write_text(kept)
     assert check_same_run(tmp_path, text_of(change)) == []
-    assert with_history(tmp_path, text_of(change), step=50, changes=()) == kept, "a later attempt keeps the remark"
+    assert with_history(tmp_path, text_of(change), step=50, changes=()) == kept, (
+        "a later attempt keeps the remark"
+    )
 
 
 def refusal_of(change: str, name: str) -> str:
@@ -116,7 +120,9 @@ def test_components_by_name_are_set_printed_and_read_back() -> None:
     built = build_run(config_from_text(text))
     assert list(built.data.sources) == ["code", "docstrings", "comments", "topics", "packages", "signatures"]
     assert built.data.sources["topics"].weight == 0.25
-    with pytest.raises(ValueError, match=r"data\.sources has no topic\. Did you mean topics\? It has: code, "):
+    with pytest.raises(
+        ValueError, match=r"data\.sources has no topic\. Did you mean topics\? It has: code, "
+    ):
         load_config("mixture", sets=["data.sources.topic.weight=0.25"])
     with pytest.raises(ValueError, match=r"data\.sources\.topics is a component, not a value"):
         load_config("mixture", sets=["data.sources.topics=1"])
@@ -137,7 +143,9 @@ def test_a_checkpoint_is_read_without_the_schedule_that_trained_it() -> None:
 
 def test_a_field_that_an_older_run_did_not_have_is_a_difference() -> None:
     """Nobody knows what that code did instead."""
-    older = "".join(line for line in text_of().splitlines(keepends=True) if not line.startswith("model.z_loss"))
+    older = "".join(
+        line for line in text_of().splitlines(keepends=True) if not line.startswith("model.z_loss")
+    )
     assert differences(older, text_of()) == ["model.z_loss: absent there, 0.0 here"]
 
 

@@ -16,7 +16,9 @@ from tests.data.writers import Write, write_jsonl, write_parquet, write_text
 
 @pytest.fixture(params=[write_text, write_jsonl, write_parquet], ids=["txt", "jsonl", "parquet"])
 def write_texts(request: pytest.FixtureRequest) -> Write:
-    """Writes documents to a folder in one format and returns the `data.path` that reads them in that order."""
+    """Writes documents to a folder in one format and returns the `data.path` that reads them in that
+    order.
+    """
     return request.param
 
 
@@ -55,7 +57,9 @@ def make_word_tokenizer(tmp_path: Path) -> Callable[[], Path]:
     """Writes a tokenizer that splits at white space and drops it."""
 
     def make() -> Path:
-        tokenizer = Tokenizer(models.WordLevel({"the": 0, "cat": 1, "<unk>": 2, "</s>": 3}, unk_token="<unk>"))
+        tokenizer = Tokenizer(
+            models.WordLevel({"the": 0, "cat": 1, "<unk>": 2, "</s>": 3}, unk_token="<unk>")
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         tokenizer.save(str(tmp_path / "words.json"))
         return tmp_path / "words.json"
@@ -68,7 +72,14 @@ def make_sentence_tokenizer(tmp_path: Path) -> Callable[[], Path]:
     """Writes a BPE with byte fallback that spells a space as U+2581 and puts one before each text."""
 
     def make() -> Path:
-        pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "\u2581", *map(chr, range(33, 127))]
+        pieces = [
+            "<unk>",
+            "<s>",
+            "</s>",
+            *(f"<0x{i:02X}>" for i in range(256)),
+            "\u2581",
+            *map(chr, range(33, 127)),
+        ]
         pieces += ["th", "the", "\u2581the"]
         model = models.BPE(
             {piece: i for i, piece in enumerate(pieces)},
@@ -77,8 +88,15 @@ def make_sentence_tokenizer(tmp_path: Path) -> Callable[[], Path]:
             byte_fallback=True,
         )
         tokenizer = Tokenizer(model)
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-        steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+        )
+        steps = [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
         tokenizer.decoder = decoders.Sequence(steps)
         tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
         tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

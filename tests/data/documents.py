@@ -11,4 +11,6 @@ def encode_document(tokenizer: Tokenizer, text: str) -> Int[np.ndarray, " tokens
     if not text:
         return np.empty(0, np.int32)
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
-    return np.concatenate([begin, tokenizer.encode(text), [tokenizer.end_id]], dtype=np.int32, casting="unsafe")
+    return np.concatenate(
+        [begin, tokenizer.encode(text), [tokenizer.end_id]], dtype=np.int32, casting="unsafe"
+    )

@@ -35,7 +35,14 @@ def spec(folder: Path, **fields: Any) -> PackedText:
         name: Source(path=str(folder / f"{name}.jsonl"), weight=1.0 + i, mask_field=masks.get(name))
         for i, name in enumerate(NAMES)
     }
-    fields = {"sources": sources, "seq_len": 64, "global_batch": 16, "max_loaders": 2, "packing": "best_fit", **fields}
+    fields = {
+        "sources": sources,
+        "seq_len": 64,
+        "global_batch": 16,
+        "max_loaders": 2,
+        "packing": "best_fit",
+        **fields,
+    }
     return PackedText(**{"eval_fraction": 0.05, "cache_dir": str(folder / "cache"), **fields})
 
 
@@ -55,7 +62,9 @@ def documents(folder: Path) -> dict[bytes, list[int]]:
 
 
 def assert_collated(batch: Batch, of: dict[bytes, list[int]]) -> None:
-    """Rows are whole documents of `of`, one after another, and padding; nothing else in any of the four arrays."""
+    """Rows are whole documents of `of`, one after another, and padding; nothing else in any of the four
+    arrays.
+    """
     for row in range(len(batch.token_BL)):
         token = batch.token_BL[row].astype(np.uint8).tobytes()
         want: list[list[int]] = [[], [], [], []]

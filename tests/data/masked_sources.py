@@ -23,7 +23,9 @@ def spans_of(text: str) -> list[list[int]]:
 
 
 def long_texts(count: int, seed: int = 0) -> list[str]:
-    """Texts of up to a thousand characters that change between the cases, so that each byte tells its case."""
+    """Texts of up to a thousand characters that change between the cases, so that each byte tells its
+    case.
+    """
     rng = np.random.default_rng(seed)
     texts = []
     for _ in range(count):
@@ -58,7 +60,8 @@ def write_records(folder: Path, kind: str, records: list[dict[str, Any]]) -> str
         writer = csv.writer(out, delimiter=",\t"[kind == "tsv"])
         writer.writerow(records[0])
         writer.writerows(
-            [value if isinstance(value, str) else json.dumps(value) for value in record.values()] for record in records
+            [value if isinstance(value, str) else json.dumps(value) for value in record.values()]
+            for record in records
         )
         path.write_bytes(out.getvalue().encode())
     elif kind == "parquet":

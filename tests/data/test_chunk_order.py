@@ -30,46 +30,72 @@ def lengths_of_texts() -> list[int]:
     return [*lengths, 0, 1, CHUNK - 2, CHUNK - 1, CHUNK, 10 * CHUNK - 2, 5000]
 
 
-TEXTS = ["".join(chr(97 + (i * 7 + j * j) % 26) for j in range(length)) for i, length in enumerate(lengths_of_texts())]
+TEXTS = [
+    "".join(chr(97 + (i * 7 + j * j) % 26) for j in range(length))
+    for i, length in enumerate(lengths_of_texts())
+]
 
 
 def stream(path: Path, tmp_path: Path, **fields: Any) -> ChunkStream:
     setup = {"name": "web", "tokenizer": "bytes", "end_token": None, "seed": 0, "eval_fraction": 0.0}
-    setup |= {"on_bad_record": "fail", "window_bytes": 1 << 26, "decoded_cache_bytes": 1 << 20, "prepared": None}
-    setup |= {"chunk_tokens": CHUNK, "chunk_bytes": None, "eager_bytes": None, "cache_dir": str(tmp_path / "cache")}
+    setup |= {
+        "on_bad_record": "fail",
+        "window_bytes": 1 << 26,
+        "decoded_cache_bytes": 1 << 20,
+        "prepared": None,
+    }
+    setup |= {
+        "chunk_tokens": CHUNK,
+        "chunk_bytes": None,
+        "eager_bytes": None,
+        "cache_dir": str(tmp_path / "cache"),
+    }
     return ChunkStream(SourceSetup(source=Source(path=str(path)), **{**setup, **fields}))
 
 
 def prepared(path: Path, tmp_path: Path) -> ChunkStream:
-    recipe = Recipe(name="web", source=Source(path=str(path)), tokenizer="bytes", cache_dir=tmp_path / "cache")
+    recipe = Recipe(
+        name="web", source=Source(path=str(path)), tokenizer="bytes", cache_dir=tmp_path / "cache"
+    )
     prepare([recipe], tmp_path / "prepared", workers=1, stream=io.StringIO())
     return stream(path, tmp_path, prepared=str(tmp_path / "prepared"))
 
 
 def documents_of_epoch(source: ChunkStream, epoch: int) -> list[bytes]:
-    """Returns the documents that the chunks of an epoch make when they are put together again; checks their lengths."""
+    """Returns the documents that the chunks of an epoch make when they are put together again; checks their
+    lengths.
+    """
     numbers = np.arange(epoch * len(source), (epoch + 1) * len(source))
     chunks, read = source.locate(numbers), source.read(numbers)
     parts: dict[int, dict[int, bytes]] = {}
     end = 0
-    for record, first, length in zip(chunks.record.tolist(), chunks.first.tolist(), read.lengths.tolist(), strict=True):
+    for record, first, length in zip(
+        chunks.record.tolist(), chunks.first.tolist(), read.lengths.tolist(), strict=True
+    ):
         content, end = read.ids[end : end + length].tobytes(), end + length
         assert length <= CHUNK
         assert record >= 0 or not length
         if length:
             assert first not in parts.setdefault(record, {}), "a chunk is in two slots"
             parts[record][first] = content
-    return [b"".join(parts.get(record, {})[at] for at in sorted(parts.get(record, {}))) for record in range(len(TEXTS))]
+    return [
+        b"".join(parts.get(record, {})[at] for at in sorted(parts.get(record, {})))
+        for record in range(len(TEXTS))
+    ]
 
 
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__.removeprefix("write_"))
-def test_each_chunk_is_in_one_slot_of_each_epoch(write: Callable[[Path, Sequence[str]], Path], tmp_path: Path) -> None:
+def test_each_chunk_is_in_one_slot_of_each_epoch(
+    write: Callable[[Path, Sequence[str]], Path], tmp_path: Path
+) -> None:
     (tmp_path / "files").mkdir()
     source = stream(write(tmp_path / "files", [text or " " for text in TEXTS]), tmp_path)
     want = [b"\0" + (text or " ").encode() + b"\0" for text in TEXTS]
     for epoch in range(2):
         assert Counter(documents_of_epoch(source, epoch)) == Counter(want)
-    orders = [source.locate(np.arange(len(source)) + epoch * len(source)).record.tolist() for epoch in range(2)]
+    orders = [
+        source.locate(np.arange(len(source)) + epoch * len(source)).record.tolist() for epoch in range(2)
+    ]
     assert orders[0] != orders[1]
 
 
@@ -103,7 +129,10 @@ def test_chunks_may_be_read_one_by_one_and_in_any_order(tmp_path: Path) -> None:
 
 def test_a_window_touches_few_row_groups_and_mixes_them(tmp_path: Path) -> None:
     pq.write_table(
-        pa.table({"text": ["x" * 200] * 1000}), tmp_path / "a.parquet", row_group_size=50, use_dictionary=False
+        pa.table({"text": ["x" * 200] * 1000}),
+        tmp_path / "a.parquet",
+        row_group_size=50,
+        use_dictionary=False,
     )
     source = stream(tmp_path / "a.parquet", tmp_path, window_bytes=5 * 50 * 200)
     records = source.locate(np.arange(len(source))).record
@@ -127,7 +156,9 @@ def test_text_that_was_compressed_more_than_its_slots_allow_is_all_there(tmp_pat
 
 
 def test_documents_of_a_step_are_as_good_as_drawn_at_random(tmp_path: Path) -> None:
-    """Forty long documents: neighbouring chunks are of one document as often as chance has it, and no more."""
+    """Forty long documents: neighbouring chunks are of one document as often as chance has it, and no
+    more.
+    """
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{i % 10}{"x" * 9000}"}}\n' for i in range(40)))
     source = stream(tmp_path / "a.jsonl", tmp_path)
     assert isinstance(source.order, SizedChunks)
@@ -136,7 +167,9 @@ def test_documents_of_a_step_are_as_good_as_drawn_at_random(tmp_path: Path) -> N
     np.testing.assert_allclose(same, 1 / 40, atol=0.01)
 
 
-def test_words_are_cut_between_two_words_where_a_tokenizer_makes_them(tmp_path: Path, tokenizer_json: Path) -> None:
+def test_words_are_cut_between_two_words_where_a_tokenizer_makes_them(
+    tmp_path: Path, tokenizer_json: Path
+) -> None:
     words = [f"w{i}" for i in range(4000)]
     (tmp_path / "a.txt").write_text(" ".join(words))
     source = stream(tmp_path / "a.txt", tmp_path, tokenizer=str(tokenizer_json))

@@ -20,7 +20,10 @@ def _parquet_with_a_corrupt_row_group(folder: Path) -> Callable[[], None]:
     """Damages records 30 to 59 of the first of two files."""
     for i in range(2):
         pq.write_table(
-            pa.table({"text": TEXTS[60 * i :][:60]}), folder / f"{i}.parquet", row_group_size=15, use_dictionary=False
+            pa.table({"text": TEXTS[60 * i :][:60]}),
+            folder / f"{i}.parquet",
+            row_group_size=15,
+            use_dictionary=False,
         )
     content = bytearray((folder / "0.parquet").read_bytes())
     for group in (2, 3):
@@ -38,7 +41,9 @@ def _one_parquet_file_with_a_corrupt_row_group(folder: Path) -> Callable[[], Non
 
 def _files_of_which_two_vanish(folder: Path) -> Callable[[], None]:
     for i in range(4):
-        (folder / f"{i}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[30 * i :][:30]))
+        (folder / f"{i}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in TEXTS[30 * i :][:30])
+        )
     (folder / "a.txt").write_text("one more")
 
     def damage() -> None:
@@ -65,7 +70,10 @@ def _arrow_with_a_damaged_batch(folder: Path) -> Callable[[], None]:
 
 
 DAMAGES = {
-    _parquet_with_a_corrupt_row_group: (range(30, 60), r"0\.parquet: row group [23] cannot be read .*Replace the file"),
+    _parquet_with_a_corrupt_row_group: (
+        range(30, 60),
+        r"0\.parquet: row group [23] cannot be read .*Replace the file",
+    ),
     _one_parquet_file_with_a_corrupt_row_group: (range(30, 60), r"0\.parquet: row group [23] cannot be read"),
     _files_of_which_two_vanish: ([*range(30, 60), 120], r"(1\.jsonl|a\.txt): it is gone .*Put it back"),
     _arrow_with_a_damaged_batch: (range(30, 60), r"a\.arrow: cannot be read .*Save the dataset again"),
@@ -73,8 +81,12 @@ DAMAGES = {
 
 
 @pytest.fixture(params=DAMAGES, ids=lambda write: write.__name__[1:])
-def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[..., ChunkStream], list[int], str]:
-    """Function that opens a source with unreadable records, the numbers of these records, and the error of the file."""
+def damaged(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> tuple[Callable[..., ChunkStream], list[int], str]:
+    """Function that opens a source with unreadable records, the numbers of these records, and the error of
+    the file.
+    """
     (tmp_path / "files").mkdir()
     damage = request.param(tmp_path / "files")
 
@@ -90,7 +102,9 @@ def damaged(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Callable[..
             "prepared": None,
         }
         source = Source(path=str(tmp_path / "files"))
-        return ChunkStream(SourceSetup(source=source, cache_dir=str(tmp_path / "cache"), **{**setup, **fields}))
+        return ChunkStream(
+            SourceSetup(source=source, cache_dir=str(tmp_path / "cache"), **{**setup, **fields})
+        )
 
     opened = {policy: open_source(on_bad_record=policy) for policy in ("skip", "fail")}
     damage()
@@ -112,12 +126,17 @@ def test_what_cannot_be_read_is_skipped_and_nothing_else_however_a_run_is_cut(
     assert sorted(records[records >= 0].tolist()) == sorted([*range(documents.num_documents or 0)] * 2)
     assert [number for number, _ in skipped] == np.flatnonzero(np.isin(records, bad)).tolist()
     for number, reason in skipped:
-        assert reason.startswith(f"document {documents.identity_of(int(records[number]))}: "), "what hosts agree on"
+        assert reason.startswith(f"document {documents.identity_of(int(records[number]))}: "), (
+            "what hosts agree on"
+        )
     fatal = int(np.flatnonzero(records >= 0)[0])
     [(number, reason)] = documents.read(np.asarray([fatal]), skip={fatal}).skipped
     identity = documents.identity_of(int(records[fatal]))
     assert (number, reason) == (fatal, f"document {identity}: its loader did not survive it")
-    assert np.flatnonzero(lengths == 0).tolist() == np.flatnonzero((records < 0) | np.isin(records, bad)).tolist()
+    assert (
+        np.flatnonzero(lengths == 0).tolist()
+        == np.flatnonzero((records < 0) | np.isin(records, bad)).tolist()
+    )
     rng = np.random.default_rng(0)
     for parts in (1, 2, 7, 40):
         cuts = np.sort(rng.choice(np.arange(1, len(numbers)), parts - 1, replace=False))
@@ -140,7 +159,9 @@ def test_what_cannot_be_read_is_no_text_in_evaluation_either(
 def test_what_cannot_be_read_stops_the_run_with_what_its_file_says_where_that_is_the_policy(
     damaged: tuple[Callable[..., ChunkStream], list[int], str],
 ) -> None:
-    """The error comes at its document, not before: hangs and deaths are located by the number last watched."""
+    """The error comes at its document, not before: hangs and deaths are located by the number last
+    watched.
+    """
     documents, bad, message = damaged[0]("fail"), damaged[1], damaged[2]
     numbers = np.arange(len(documents), dtype=np.int64)
     records = documents.locate(numbers).record

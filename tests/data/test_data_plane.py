@@ -1,4 +1,6 @@
-"""Data plane with real processes: the stream is the same whichever process dies, and no process is left behind."""
+"""Data plane with real processes: the stream is the same whichever process dies, and no process is left
+behind.
+"""
 
 import contextlib
 import itertools
@@ -57,7 +59,9 @@ def wait_until_gone(pids: list[int]) -> None:
 
 
 def segments_of(pids: list[int]) -> set[str]:
-    """Returns the named shared memory that these processes hold; other processes of the machine have their own."""
+    """Returns the named shared memory that these processes hold; other processes of the machine have their
+    own.
+    """
     found: set[str] = set()
     for pid in pids:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -137,7 +141,9 @@ def test_a_killed_trainer_takes_every_process_with_it(folder: Path) -> None:
     assert len(pids) >= 5
     assert all(alive(pid) for pid in pids)
     segments = segments_of([process.pid, *pids])
-    os.kill(next(pid for pid in pids if "loader" in role(pid)), signal.SIGSTOP)  # it cannot see the end of the data
+    os.kill(
+        next(pid for pid in pids if "loader" in role(pid)), signal.SIGSTOP
+    )  # it cannot see the end of the data
     process.kill()
     process.communicate()
     wait_until_gone(pids)
@@ -145,7 +151,9 @@ def test_a_killed_trainer_takes_every_process_with_it(folder: Path) -> None:
 
 
 def test_signals_to_the_whole_group_do_not_stop_the_data(folder: Path) -> None:
-    """Ctrl-C and Slurm's SIGTERM reach every process; only the trainer decides when to stop, and reads until then."""
+    """Ctrl-C and Slurm's SIGTERM reach every process; only the trainer decides when to stop, and reads until
+    then.
+    """
     with open_dataset(spec(folder), seed=0).train_batches() as batches:
         next(batches)
         pids = plane_of(batches).pids()
@@ -206,7 +214,9 @@ DIE = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 @pytest.mark.parametrize(
-    ("act", "timeout_s", "what"), [(HANG, 2.0, "has not moved for 2 s"), (DIE, 60.0, "died")], ids=["hang", "die"]
+    ("act", "timeout_s", "what"),
+    [(HANG, 2.0, "has not moved for 2 s"), (DIE, 60.0, "died")],
+    ids=["hang", "die"],
 )
 def test_a_document_that_takes_its_loader_along_is_named(
     trap: Callable[..., PackedText], act: str, timeout_s: float, what: str
@@ -214,7 +224,9 @@ def test_a_document_that_takes_its_loader_along_is_named(
     """A standby takes over first; if the same document kills it too, the document is named."""
     with (
         open_dataset(trap(act, read_timeout_s=timeout_s), seed=0).train_batches() as batches,
-        pytest.raises(DataError, match=rf"a loader {what}.* at data\.sources\.trap, document \d+ \(.*:77\), again"),
+        pytest.raises(
+            DataError, match=rf"a loader {what}.* at data\.sources\.trap, document \d+ \(.*:77\), again"
+        ),
     ):
         digest(batches, 400)
     assert any("shadow-0 took over" in line for line in batches.said())
@@ -243,7 +255,9 @@ def test_a_bad_record_stops_the_run_with_its_place_or_is_skipped_and_counted(fol
     (folder / "code.jsonl").write_text("\n".join(lines) + "\n")
     with (
         open_dataset(spec(folder, eval_fraction=0.0), seed=0).train_batches() as batches,
-        pytest.raises(DataError, match=r"data\.sources\.code: .*code\.jsonl, line 121: no JSON.*on_bad_record='skip'"),
+        pytest.raises(
+            DataError, match=r"data\.sources\.code: .*code\.jsonl, line 121: no JSON.*on_bad_record='skip'"
+        ),
     ):
         digest(batches, 400)
     dataset = open_dataset(spec(folder, eval_fraction=0.0, on_bad_record="skip", epochs=2), seed=0)

@@ -20,7 +20,14 @@ from jtrain.layout.dims import Batch
 
 
 def spec(path: Path | str | None, **fields: Any) -> PackedText:
-    fields = {"seq_len": 16, "global_batch": 4, "eval_fraction": 0.1, "engine": "inline", "balance": False, **fields}
+    fields = {
+        "seq_len": 16,
+        "global_batch": 4,
+        "eval_fraction": 0.1,
+        "engine": "inline",
+        "balance": False,
+        **fields,
+    }
     return PackedText(**{"path": path if path is None else str(path), **fields})
 
 
@@ -79,10 +86,10 @@ def test_another_process_builds_the_same_batches(texts: list[str], tmp_path: Pat
     """The order does not depend on the hash seed, threads or clock of a process."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     code = (
-        "import sys, hashlib; from jtrain.data import *\n"
-        f"spec = PackedText(path={str(tmp_path)!r}, seq_len=16, global_batch=4, eval_fraction=0.1, balance=False)\n"
-        "it = open_dataset(spec, seed=3).train_batches(inline=True)\n"
-        "print(hashlib.sha256(b''.join(next(it).token_BL.tobytes() for _ in range(20))).hexdigest())"
+        f"import sys, hashlib; from jtrain.data import *\nspec = PackedText(path={str(tmp_path)!r}, "
+        "seq_len=16, global_batch=4, eval_fraction=0.1, balance=False)\nit = open_dataset(spec, "
+        "seed=3).train_batches(inline=True)\nprint(hashlib.sha256(b''.join(next(it).token_BL.tobytes() for _ "
+        "in range(20))).hexdigest())"
     )
     there = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     iterator = open_dataset(spec(tmp_path), seed=3).train_batches()
@@ -93,9 +100,15 @@ def test_another_process_builds_the_same_batches(texts: list[str], tmp_path: Pat
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=8)
 @given(stops=st.lists(st.integers(0, 40), min_size=2, max_size=3), lookahead=st.integers(0, 3))
 def test_resuming_twice_at_any_step_equals_the_unbroken_run(
-    stops: list[int], lookahead: int, texts: list[str], tmp_path: Path, same_batch: Callable[[Batch, Batch], None]
+    stops: list[int],
+    lookahead: int,
+    texts: list[str],
+    tmp_path: Path,
+    same_batch: Callable[[Batch, Batch], None],
 ) -> None:
-    """The state goes through JSON, as in a checkpoint; batches built ahead of the saved step have no effect."""
+    """The state goes through JSON, as in a checkpoint; batches built ahead of the saved step have no
+    effect.
+    """
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     unbroken = open_dataset(spec(tmp_path), seed=5).train_batches(inline=True)
     state = None
@@ -148,7 +161,9 @@ def test_held_out_documents_are_never_trained_on_and_give_a_fixed_list(
     assert len(held_out) > 3
     batches = [held.batch for held in dataset.held_out().batches()]
     want = sum(len(texts[i].encode()) + 2 for i in held_out)
-    assert sum(int((batch.segment_BL > 0).sum()) for batch in batches) == want, "each token once: padded, not looped"
+    assert sum(int((batch.segment_BL > 0).sum()) for batch in batches) == want, (
+        "each token once: padded, not looped"
+    )
     assert (batches[-1].segment_BL == 0).any()
     other_seed = open_dataset(spec(path, eval_fraction=0.2, eval_batches=1000), seed=9).held_out()
     for got, expected in zip(other_seed.batches(), batches, strict=True):
@@ -188,7 +203,8 @@ def test_too_little_text_for_a_row_is_refused_with_numbers(tmp_path: Path) -> No
         open_dataset(spec(path, eval_fraction=0.0), seed=0)
     path.write_text("hello" * 100)
     with pytest.raises(
-        ValueError, match=r"leaves 0 documents with 0 tokens for evaluation.*raise data\.eval_fraction, or set it to 0"
+        ValueError,
+        match=r"leaves 0 documents with 0 tokens for evaluation.*raise data\.eval_fraction, or set it to 0",
     ):
         open_dataset(spec(path), seed=0)
     dataset = open_dataset(spec(path, eval_fraction=0.0), seed=0)
@@ -204,10 +220,14 @@ def test_a_corpus_of_bad_records_only_is_refused_though_they_may_be_skipped(tmp_
 
 
 def test_one_big_file_is_shuffled_and_split_in_pieces(tmp_path: Path) -> None:
-    """A book in one file is a common first corpus; as a single document it could be neither shuffled nor split."""
+    """A book in one file is a common first corpus; as a single document it could be neither shuffled nor
+    split.
+    """
     path = tmp_path / "book.txt"
     path.write_text("".join(f"line {i}\n" for i in range(20_000)))
-    dataset = open_dataset(spec(path, text_piece_bytes=2000, eval_fraction=0.1, seq_len=64, global_batch=16), seed=0)
+    dataset = open_dataset(
+        spec(path, text_piece_bytes=2000, eval_fraction=0.1, seq_len=64, global_batch=16), seed=0
+    )
     assert (dataset.streams[0].num_documents or 0) > 100
     assert len(held_out_records(dataset)) > 5
     starts = {bytes(row[:12].astype(np.uint8)) for row in next(dataset.train_batches()).token_BL}
@@ -216,7 +236,13 @@ def test_one_big_file_is_shuffled_and_split_in_pieces(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("seq_len", 1), ("global_batch", 0), ("eval_batches", 0), ("text_piece_bytes", 3), ("eval_fraction", 1.0)],
+    [
+        ("seq_len", 1),
+        ("global_batch", 0),
+        ("eval_batches", 0),
+        ("text_piece_bytes", 3),
+        ("eval_fraction", 1.0),
+    ],
 )
 def test_a_field_out_of_range_is_refused(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"data\.{field}={value} must be at least .*Set data\.{field}"):
@@ -224,7 +250,9 @@ def test_a_field_out_of_range_is_refused(field: str, value: float) -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises((ValueError, TypeError), match="on_bad_record"):  # TypeError: the tests' own type checker
+    with pytest.raises(
+        (ValueError, TypeError), match="on_bad_record"
+    ):  # TypeError: the tests' own type checker
         spec("x", on_bad_record="ignore")
 
 
@@ -240,7 +268,9 @@ def test_one_source_or_several_but_not_both(tmp_path: Path) -> None:
         open_dataset(PackedText(sources={"web": Source(path=missing)}, seq_len=16, global_batch=4), seed=0)
     with pytest.raises(FileError, match=r"data\.path='.*missing': nothing there"):
         open_dataset(PackedText(path=missing, seq_len=16, global_batch=4), seed=0)
-    with pytest.raises(ValueError, match=r"'data' is not a valid name.* which is the name of the source at data\.path"):
+    with pytest.raises(
+        ValueError, match=r"'data' is not a valid name.* which is the name of the source at data\.path"
+    ):
         PackedText(sources={"data": Source(path="y")}, seq_len=16, global_batch=4)
 
 
@@ -261,4 +291,7 @@ def test_opening_the_standard_library_needs_neither_grain_nor_pyarrow() -> None:
         "open_dataset(PackedText(path='stdlib', seq_len=256, global_batch=16), seed=0)\n"
         "print([m for m in ('grain', 'pyarrow', 'tokenizers') if m in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "[]\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+        == "[]\n"
+    )

@@ -19,7 +19,9 @@ from tests.data.four_sources import NAMES, digest, spec
 
 
 def hosts_batches(dataset: TextDataset, state: Any, hosts: int, steps: int) -> tuple[list[Batch], Any]:
-    """Returns the joined batches of `hosts` hosts, and the state after them, which is the same on each host."""
+    """Returns the joined batches of `hosts` hosts, and the state after them, which is the same on each
+    host.
+    """
     rows = np.split(np.arange(dataset.spec.global_batch), hosts)
     parts = [dataset.train_batches(state, rows=mine, inline=True) for mine in rows]
     found = [jax.tree.map(lambda *rows: np.concatenate(rows), *map(next, parts)) for _ in range(steps)]
@@ -66,7 +68,9 @@ def test_data_ends_at_the_same_step_on_every_host_with_every_document_read_once(
         counts.append(len(taken))
         tokens += sum(int((batch.segment_BL > 0).sum()) for batch in taken)
     assert len(set(counts)) == 1
-    texts = [json.loads(line)["text"] for n in NAMES for line in (folder / f"{n}.jsonl").read_text().splitlines()]
+    texts = [
+        json.loads(line)["text"] for n in NAMES for line in (folder / f"{n}.jsonl").read_text().splitlines()
+    ]
     assert tokens == sum(len(text) + 2 for text in texts)
     with dataset.train_batches() as batches:
         assert len(list(batches)) == counts[0]
@@ -79,7 +83,12 @@ def test_a_host_with_a_prepared_index_reads_only_documents_of_its_own_rows(folde
 
     plain = spec(folder)
     out = folder / "prepared"
-    options = {"tokenizer": "bytes", "end_token": None, "on_bad_record": "fail", "cache_dir": folder / "cache"}
+    options = {
+        "tokenizer": "bytes",
+        "end_token": None,
+        "on_bad_record": "fail",
+        "cache_dir": folder / "cache",
+    }
     prepare_command(plain.sources, out, **options, workers=1, command="prepare")
     prepared = open_dataset(spec(folder, prepared=str(out)), seed=0)
     want, state = hosts_batches(prepared, None, 1, 12)
@@ -104,7 +113,9 @@ def test_a_changed_mixture_goes_on_and_says_what_changed_from_which_step(folder:
     with first.train_batches(inline=True) as batches:
         digest(batches, 12)
         state = json.loads(json.dumps(batches.state()))
-    sources = {n: dataclasses.replace(s, weight=0.0 if n == "web" else 1.0) for n, s in first.spec.sources.items()}
+    sources = {
+        n: dataclasses.replace(s, weight=0.0 if n == "web" else 1.0) for n, s in first.spec.sources.items()
+    }
     second = open_dataset(spec(folder, sources=sources), seed=0)
     with second.train_batches(state, inline=True) as batches:
         said = "\n".join(batches.said())

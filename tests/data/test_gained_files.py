@@ -1,4 +1,6 @@
-"""A folder that gains files goes on: each chunk of old and new files once in the running epoch, whoever reads what."""
+"""A folder that gains files goes on: each chunk of old and new files once in the running epoch, whoever reads
+what.
+"""
 
 import itertools
 import json
@@ -85,8 +87,12 @@ def contents(source: ChunkStream, end: int) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
-def test_each_chunk_is_read_once_in_the_epoch_in_which_files_join(kind: str, seed: int, tmp_path: Path) -> None:
-    """Several gains, at any place: in one epoch, at the same place again, in a later epoch, at the end of one."""
+def test_each_chunk_is_read_once_in_the_epoch_in_which_files_join(
+    kind: str, seed: int, tmp_path: Path
+) -> None:
+    """Several gains, at any place: in one epoch, at the same place again, in a later epoch, at the end of
+    one.
+    """
     order, write, fields = KINDS[kind]
     rng = np.random.default_rng(seed)
     files = int(rng.integers(2, 8))
@@ -173,7 +179,9 @@ def spec(folder: Path, window: int = 1 << 26, **fields: Any) -> PackedText:
 def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resumed_and_killed(
     kind: str, tmp_path: Path, same_batch: Any
 ) -> None:
-    """A state of a run is enough to go on: the files that were there when it was saved are the first by name."""
+    """A state of a run is enough to go on: the files that were there when it was saved are the first by
+    name.
+    """
     write, window = RUNS[kind]
     folder = tmp_path / "files"
     for file in range(60):
@@ -193,7 +201,10 @@ def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resu
     more, _ = hosts_batches(open_dataset(spec(folder, window), seed=3), half, 2, 20)
     for batch, expected in zip(found + more, want[:60], strict=True):
         same_batch(batch, expected)
-    assert [len(saved["generations"]) for saved in (state["sources"]["data"], half["sources"]["data"])] == [1, 2]
+    assert [len(saved["generations"]) for saved in (state["sources"]["data"], half["sources"]["data"])] == [
+        1,
+        2,
+    ]
 
     again = open_dataset(spec(folder, window), seed=3)
     with again.train_batches(half) as batches:
@@ -203,14 +214,21 @@ def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resu
                 write(folder, 70)
             if (victim := {10: "loader", 20: "constr", 40: "loader"}.get(step)) is not None:
                 pids = batches._plane.pids()  # pyright: ignore[reportAttributeAccessIssue]
-                os.kill(next(pid for pid in pids if victim in Path(f"/proc/{pid}/comm").read_text()), signal.SIGKILL)
+                os.kill(
+                    next(pid for pid in pids if victim in Path(f"/proc/{pid}/comm").read_text()),
+                    signal.SIGKILL,
+                )
             if step == 79:
                 break
         assert not [line for line in batches.said() if "gained" in line], "they had joined before"
 
 
-def test_a_source_that_has_become_large_is_opened_as_at_its_first_start(tmp_path: Path, same_batch: Any) -> None:
-    """From below the limit of what is opened whole to above it, and with the limit lowered; its order must go on."""
+def test_a_source_that_has_become_large_is_opened_as_at_its_first_start(
+    tmp_path: Path, same_batch: Any
+) -> None:
+    """From below the limit of what is opened whole to above it, and with the limit lowered; its order must go
+    on.
+    """
     for file in range(50):
         write_lines(tmp_path / "files", file)
     first = open_dataset(spec(tmp_path / "files", 1 << 17), seed=0)
@@ -235,7 +253,9 @@ def test_a_source_that_has_become_large_is_opened_as_at_its_first_start(tmp_path
 
 
 def test_a_source_at_its_end_reads_what_it_has_gained_and_no_more(tmp_path: Path) -> None:
-    """With data.epochs=2 the old files are read twice, and new ones as often as there are epochs after they came."""
+    """With data.epochs=2 the old files are read twice, and new ones as often as there are epochs after they
+    came.
+    """
     for file in range(4):
         write_lines(tmp_path / "files", file)
     fields = {"epochs": 2, "eval_fraction": 0.0, "engine": "inline"}
@@ -272,8 +292,13 @@ def test_evaluations_go_on_with_the_same_documents(tmp_path: Path) -> None:
         held_out = again.held_out()
         with again.train_batches(state) as batches:
             next(batches)
-            assert "evaluations go on with held-out documents of the files that the run began with" in batches.said()[0]
-        np.testing.assert_array_equal(np.stack([b.batch.token_BL for b in held_out.batches()]), np.stack(want))
+            assert (
+                "evaluations go on with held-out documents of the files that the run began with"
+                in batches.said()[0]
+            )
+        np.testing.assert_array_equal(
+            np.stack([b.batch.token_BL for b in held_out.batches()]), np.stack(want)
+        )
         fresh = open_dataset(spec(tmp_path / "files", window, **fields), seed=0).held_out()
         assert not np.array_equal(np.stack([b.batch.token_BL for b in fresh.batches()]), np.stack(want))
 
@@ -305,15 +330,18 @@ def test_refusals_say_which_file_and_a_way_that_works(tmp_path: Path) -> None:
     assert "(3 files from 05a.jsonl on sort before 08.jsonl" in said
     assert "Rename them so that they sort after 08.jsonl" in said
     (folder / "01a.jsonl").write_bytes((folder / "05.jsonl").read_bytes())
-    assert "(4 more files than then sort before its last one of then, 08.jsonl, or others changed)" in refused(
-        folder, state
+    assert (
+        "(4 more files than then sort before its last one of then, 08.jsonl, or others changed)"
+        in refused(folder, state)
     )
     for name in ("01a", "05a", "05b", "05c"):
         (folder / f"{name}.jsonl").unlink()
 
     content = (folder / "03.jsonl").read_bytes()
     (folder / "03.jsonl").write_bytes(content[:-3] + b'x"}')
-    assert open_dataset(spec(folder), seed=0).misfit(state) is None, "names, sizes and counts are what is compared"
+    assert open_dataset(spec(folder), seed=0).misfit(state) is None, (
+        "names, sizes and counts are what is compared"
+    )
     (folder / "03.jsonl").write_bytes(content + b"\n" + content)
     assert "(its files, or what reads them, changed): the next batches would differ" in refused(folder, state)
     (folder / "03.jsonl").unlink()
@@ -335,7 +363,11 @@ def test_files_of_another_kind_cannot_join(window: int, tmp_path: Path) -> None:
     said = refused(folder, state, window=window)
     assert "data has gained 60.parquet, whose texts have sizes that are only known by reading them" in said
     (folder / "60.parquet").rename(folder / "00.parquet")
-    why = "(00.parquet sorts before 59.jsonl" if window == 1 << 26 else "data has gained 00.parquet, whose texts"
+    why = (
+        "(00.parquet sorts before 59.jsonl"
+        if window == 1 << 26
+        else "data has gained 00.parquet, whose texts"
+    )
     assert why in refused(folder, state, window=window)
     (folder / "00.parquet").rename(tmp_path / "00.parquet")
     assert open_dataset(spec(folder, window), seed=0).misfit(state) is None, "the way out works"
@@ -346,7 +378,12 @@ def test_a_prepared_folder_with_more_files_is_another_index(tmp_path: Path) -> N
 
     def prepare(out: str) -> str:
         data = spec(folder)
-        options = {"tokenizer": "bytes", "end_token": None, "on_bad_record": "fail", "cache_dir": tmp_path / "cache"}
+        options = {
+            "tokenizer": "bytes",
+            "end_token": None,
+            "on_bad_record": "fail",
+            "cache_dir": tmp_path / "cache",
+        }
         prepare_command(data.named_sources, tmp_path / out, **options, workers=1, command="prepare")
         return str(tmp_path / out)
 
@@ -356,6 +393,9 @@ def test_a_prepared_folder_with_more_files_is_another_index(tmp_path: Path) -> N
     _, state = hosts_batches(open_dataset(spec(folder, prepared=before), seed=0), None, 1, 3)
     write_lines(folder, 10)
     said = refused(folder, state, prepared=prepare("after"))
-    assert "(what is prepared anew, or with more files, has another order: an index is cut and shuffled as a" in said
+    assert (
+        "(what is prepared anew, or with more files, has another order: an index is cut and shuffled as a"
+        in said
+    )
     assert "Restore the folder that data.prepared named" in said
     assert open_dataset(spec(folder, prepared=before), seed=0).misfit(state) is None, "the way out works"

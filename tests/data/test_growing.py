@@ -1,4 +1,6 @@
-"""A corpus that is opened as it is read: each chunk once per epoch, whoever reads what, killed or resumed anywhere."""
+"""A corpus that is opened as it is read: each chunk once per epoch, whoever reads what, killed or resumed
+anywhere.
+"""
 
 import itertools
 import json
@@ -56,7 +58,9 @@ def documents(source: ChunkStream, numbers: np.ndarray) -> Counter[bytes]:
     chunks, read = source.locate(numbers), source.read(numbers)
     parts: dict[int, dict[int, bytes]] = {}
     end = 0
-    for record, first, length in zip(chunks.record.tolist(), chunks.first.tolist(), read.lengths.tolist(), strict=True):
+    for record, first, length in zip(
+        chunks.record.tolist(), chunks.first.tolist(), read.lengths.tolist(), strict=True
+    ):
         content, end = read.ids[end : end + length].tobytes(), end + length
         if length:
             assert first not in parts.setdefault(record, {})
@@ -92,7 +96,9 @@ def test_chunks_may_be_read_by_anyone_in_any_order_from_any_anchor(folder: Path,
         assert alone.anchor == order.anchor(int(numbers[i]))
     late = growing(folder, tmp_path)
     late.read(np.asarray([slots]), anchor=order.anchor(slots))
-    assert late.read(np.asarray([3])).ids.tolist() == source.read(np.asarray([3])).ids.tolist(), "an earlier chunk"
+    assert late.read(np.asarray([3])).ids.tolist() == source.read(np.asarray([3])).ids.tolist(), (
+        "an earlier chunk"
+    )
 
 
 def test_files_of_old_windows_are_forgotten(folder: Path, tmp_path: Path) -> None:
@@ -105,7 +111,13 @@ def test_files_of_old_windows_are_forgotten(folder: Path, tmp_path: Path) -> Non
 
 
 def spec(folder: Path, **fields: Any) -> PackedText:
-    fields = {"seq_len": 64, "global_batch": 8, "shuffle_window_bytes": 1 << 16, "eval_fraction": 0.05, **fields}
+    fields = {
+        "seq_len": 64,
+        "global_batch": 8,
+        "shuffle_window_bytes": 1 << 16,
+        "eval_fraction": 0.05,
+        **fields,
+    }
     return PackedText(path=str(folder), cache_dir=str(folder.parent / "cache"), **fields)
 
 
@@ -137,7 +149,9 @@ def test_a_run_resumes_where_it_was_and_processes_read_the_same(large: Path, sam
 
 
 def test_kills_do_not_change_the_stream_of_windows(large: Path, same_batch: Any) -> None:
-    """A loader that takes over, and a constructor that starts again, begin at a window and not at the first one."""
+    """A loader that takes over, and a constructor that starts again, begin at a window and not at the first
+    one.
+    """
     dataset = open_dataset(spec(large, max_loaders=2), seed=3)
     with dataset.train_batches(inline=True) as batches:
         want: list[Batch] = list(itertools.islice(batches, 300))
@@ -146,7 +160,10 @@ def test_kills_do_not_change_the_stream_of_windows(large: Path, same_batch: Any)
             same_batch(batch, expected)
             if (victim := {150: "loader", 220: "constr"}.get(step)) is not None:
                 pids = batches._plane.pids()  # pyright: ignore[reportAttributeAccessIssue]
-                os.kill(next(pid for pid in pids if victim in Path(f"/proc/{pid}/comm").read_text()), signal.SIGKILL)
+                os.kill(
+                    next(pid for pid in pids if victim in Path(f"/proc/{pid}/comm").read_text()),
+                    signal.SIGKILL,
+                )
             if step == len(want) - 1:
                 break
         said = "\n".join(batches.said())
@@ -160,7 +177,9 @@ def test_a_file_that_vanishes_is_bad_documents_whether_it_was_opened_before_or_n
 ) -> None:
     """Of a file that was never opened nobody knows how many documents it had: it counts as one."""
     policies = "skip", "fail"
-    skipping, failing = (growing(folder, tmp_path, eager_bytes=eager_bytes, on_bad_record=p) for p in policies)
+    skipping, failing = (
+        growing(folder, tmp_path, eager_bytes=eager_bytes, on_bad_record=p) for p in policies
+    )
     corpus = skipping.corpus
     assert corpus is not None
     for source in (skipping, failing):
@@ -204,14 +223,18 @@ def test_held_out_documents_are_the_same_opened_or_not(large: Path) -> None:
 
 
 def test_parts_of_a_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lines end anywhere, a part may hold no line, and blank lines are none; identities do not depend on opening."""
+    """Lines end anywhere, a part may hold no line, and blank lines are none; identities do not depend on
+    opening.
+    """
     monkeypatch.setattr(file_parts, "PART_BYTES", 50)
     lines = [json.dumps({"text": "x" * n}) for n in (0, 3, 200, 36, 37, 38, 39, 1)]
     (tmp_path / "a.jsonl").write_text("\n\n".join(lines) + "\n")
     lazy = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache", eager_bytes=10)
     eager = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache")
     assert len(lazy.names) > 8
-    records = [np.arange(lazy.count(n)) + (int(lazy.file_ends[n - 1]) if n else 0) for n in range(len(lazy.names))]
+    records = [
+        np.arange(lazy.count(n)) + (int(lazy.file_ends[n - 1]) if n else 0) for n in range(len(lazy.names))
+    ]
     texts = list(lazy.read(np.concatenate(records)))
     assert texts == ["x" * n for n in (0, 3, 200, 36, 37, 38, 39, 1)] == list(eager.read(np.arange(8)))
     here = [lazy.identity_of(int(record)) for record in np.concatenate(records)]
@@ -221,6 +244,8 @@ def test_parts_of_a_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest
 def test_a_corpus_without_records_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n" * 5000)
     corpus = Corpus(Source(path=str(tmp_path)), name="a", cache_dir=tmp_path / "cache", eager_bytes=10)
-    order = GrowingChunks(corpus, ChunkCut(CHUNK, 2, exact=True), seed=0, generations=ONE_FILE, window_bytes=100)
+    order = GrowingChunks(
+        corpus, ChunkCut(CHUNK, 2, exact=True), seed=0, generations=ONE_FILE, window_bytes=100
+    )
     with pytest.raises(ValueError, match=r"none of its 1 files holds a record\. Set the source's path"):
         order.anchor(0)

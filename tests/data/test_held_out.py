@@ -40,16 +40,22 @@ def held_out_texts(held_out: HeldOutSet, texts: list[str]) -> list[str]:
 def test_the_bytes_of_a_set_are_those_of_its_text(
     tokenizer: str, prepared: bool, tokenizer_json: Path, tmp_path: Path
 ) -> None:
-    """In rows that hold every document whole all tokens but the begin id are targets, so all bytes of text count."""
+    """In rows that hold every document whole all tokens but the begin id are targets, so all bytes of text
+    count.
+    """
     texts = stories(60, 20)
     name = tokenizer if tokenizer == "bytes" else str(tokenizer_json)
     whole: dict[str, Any] = dict(tokenizer=name, packing="best_fit", seq_len=2048)
     data = spec(tmp_path, texts, **whole, prepared=str(tmp_path / "out") if prepared else None)
     if prepared:
         source = data.named_sources["data"]
-        recipe = Recipe(name="data", source=source, tokenizer=name, on_bad_record="fail", cache_dir=tmp_path / "cache")
+        recipe = Recipe(
+            name="data", source=source, tokenizer=name, on_bad_record="fail", cache_dir=tmp_path / "cache"
+        )
         with open(tmp_path / "progress", "w") as stream:
-            prepare([recipe], tmp_path / "out", workers=1, stream=stream, command="prepare", shard_bytes=1 << 20)
+            prepare(
+                [recipe], tmp_path / "out", workers=1, stream=stream, command="prepare", shard_bytes=1 << 20
+            )
     held_out = open_dataset(data, seed=0).held_out()
     batches = list(held_out.batches())
     want = held_out_texts(held_out, texts)
@@ -57,7 +63,9 @@ def test_the_bytes_of_a_set_are_those_of_its_text(
     assert sum(batch.text_bytes or 0 for batch in batches) == sum(len(text.encode()) for text in want)
     encode = make_tokenizer(name).encode
     targets = sum(int((batch.batch.target_BL != IGNORE).sum()) for batch in batches)
-    assert targets == sum(len(encode(text)) + 1 for text in want), "each token, and the end id of each document"
+    assert targets == sum(len(encode(text)) + 1 for text in want), (
+        "each token, and the end id of each document"
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
@@ -78,7 +86,9 @@ def test_where_rows_cut_documents_the_bytes_are_those_of_the_targets(
 
 
 def test_each_token_knows_its_document(tmp_path: Path) -> None:
-    """Also over cuts: the tokens of a document, in whichever rows and batches, are text of that document alone."""
+    """Also over cuts: the tokens of a document, in whichever rows and batches, are text of that document
+    alone.
+    """
     texts = stories(40, 30)
     held_out = open_dataset(spec(tmp_path, texts), seed=0).held_out()
     seen: dict[int, int] = {}
@@ -96,7 +106,9 @@ def test_each_token_knows_its_document(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_reads_many_documents_however_long_they_are(tmp_path: Path) -> None:
-    """Sixteen rows of 100 documents of about 30 rows each are from ten documents or more, the same for every seed."""
+    """Sixteen rows of 100 documents of about 30 rows each are from ten documents or more, the same for every
+    seed.
+    """
     texts = ["".join(chr(97 + (i * 7 + j * j) % 26) for j in range(2000)) + str(i) for i in range(200)]
     data = spec(tmp_path, texts, eval_batches=4)
     held_out = open_dataset(data, seed=0).held_out()
@@ -125,7 +137,9 @@ def test_every_source_has_the_same_share_of_the_sample(tmp_path: Path) -> None:
         (tmp_path / f"{letter}.jsonl").write_text("".join(lines))
         sources[letter] = Source(path=str(tmp_path / f"{letter}.jsonl"))
     data = PackedText(sources=sources, seq_len=64, global_batch=8, eval_fraction=0.5, eval_batches=8)
-    tokens = np.concatenate([b.batch.token_BL.ravel() for b in open_dataset(data, seed=0).held_out().batches()])
+    tokens = np.concatenate(
+        [b.batch.token_BL.ravel() for b in open_dataset(data, seed=0).held_out().batches()]
+    )
     share = (tokens == ord("a")).sum() / ((tokens == ord("a")) | (tokens == ord("b"))).sum()
     assert 0.3 < share < 0.7
 
@@ -135,7 +149,9 @@ def test_a_set_of_its_own_is_read_whole(tmp_path: Path) -> None:
     data = spec(tmp_path, stories(40, 10))
     (tmp_path / "b.jsonl").write_text('{"body": "first words"}\n{"body": "and a second one"}\n')
     dataset = open_dataset(data, seed=0)
-    held_out = open_sets({"b": Source(path=str(tmp_path / "b.jsonl"), text_field="body")}, data, dataset.setups)["b"]
+    held_out = open_sets(
+        {"b": Source(path=str(tmp_path / "b.jsonl"), text_field="body")}, data, dataset.setups
+    )["b"]
     assert held_out.describe().startswith("2 documents in 1 files")
     [batch] = held_out.batches()
     text = bytes(batch.batch.token_BL[batch.document_BL >= 0].astype(np.uint8))
@@ -170,10 +186,14 @@ def test_a_set_without_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('{"text": ""}\n' * 3)
     said = refusal({"b": Source(path=str(tmp_path / "b.jsonl"))}, data)
     assert "none of its 3 documents has two tokens" in said
-    assert refusal({"b": Source(path="/no/where")}, data).startswith("eval.sets.b.path='/no/where': nothing there")
+    assert refusal({"b": Source(path="/no/where")}, data).startswith(
+        "eval.sets.b.path='/no/where': nothing there"
+    )
 
 
-def test_a_tokenizer_whose_ids_do_not_tell_the_bytes_has_none(make_word_tokenizer: Callable[[], Path]) -> None:
+def test_a_tokenizer_whose_ids_do_not_tell_the_bytes_has_none(
+    make_word_tokenizer: Callable[[], Path],
+) -> None:
     """Split at spaces, which are lost: no number is better than a wrong one."""
     tokenizer = make_tokenizer(str(make_word_tokenizer()))
     assert tokenizer.text_bytes(tokenizer.encode("the cat")) is None
@@ -182,7 +202,9 @@ def test_a_tokenizer_whose_ids_do_not_tell_the_bytes_has_none(make_word_tokenize
 def test_a_tokenizer_that_puts_a_space_before_a_document_does_not_count_it(
     make_sentence_tokenizer: Callable[[], Path],
 ) -> None:
-    """In the style of Llama 2: a SentencePiece vocabulary with single bytes, and a begin id before the first word."""
+    """In the style of Llama 2: a SentencePiece vocabulary with single bytes, and a begin id before the first
+    word.
+    """
     tokenizer = make_tokenizer(str(make_sentence_tokenizer()))
     text = "the cat 漢  sat 🙂"
     ids = encode_document(tokenizer, text)

@@ -133,7 +133,9 @@ def assert_upper_case_is_learned(batch: Batch) -> int:
 
 @pytest.mark.parametrize("form", ["raw", "prepared"])
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_long_documents_carry_their_mask_through_chunks_and_rows(packing: str, form: str, tmp_path: Path) -> None:
+def test_long_documents_carry_their_mask_through_chunks_and_rows(
+    packing: str, form: str, tmp_path: Path
+) -> None:
     source = masked(tmp_path, long_texts(40))
     more = {"prepared": prepared(source, tmp_path / "out")} if form == "prepared" else {}
     dataset = open_dataset(spec(source, packing=packing, **more), seed=1)
@@ -142,7 +144,9 @@ def test_long_documents_carry_their_mask_through_chunks_and_rows(packing: str, f
     evaluated = list(dataset.held_out().batches())
     assert 0.2 < np.mean([assert_upper_case_is_learned(held.batch) for held in evaluated]) / 256 < 0.8
     for held in evaluated:
-        assert held.text_bytes == (held.batch.target_BL > 0).sum(), "bits per byte count bytes that are learned"
+        assert held.text_bytes == (held.batch.target_BL > 0).sum(), (
+            "bits per byte count bytes that are learned"
+        )
 
 
 @pytest.mark.parametrize("form", ["raw", "prepared"])
@@ -154,7 +158,9 @@ def test_processes_resume_hosts_and_the_context_axis_change_nothing(
     sources = {"sft": source, "plain": Source(path=other)}
     more: dict[str, Any] = {"sources": sources, "max_loaders": 2}
     if form == "prepared":
-        recipes = [Recipe(name=n, source=s, tokenizer="bytes", cache_dir=tmp_path) for n, s in sources.items()]
+        recipes = [
+            Recipe(name=n, source=s, tokenizer="bytes", cache_dir=tmp_path) for n, s in sources.items()
+        ]
         prepare(recipes, tmp_path / "out", workers=1, stream=io.StringIO())
         more["prepared"] = str(tmp_path / "out")
     dataset = open_dataset(spec(source, **more), seed=2)
@@ -207,20 +213,30 @@ def test_every_format_with_fields_has_masks(by: str, kind: str, tmp_path: Path) 
     found: list[Any] = list(corpus.read(np.asarray([4, 1, 0, 2, 3])))
     whole = [f"p {text}{text.upper()}" for text in texts] if by == "prompt" else texts
     assert found == [whole[i] for i in (4, 1, 0, 2, 3)]
-    want = [[[len(text) + 2, 2 * len(text) + 2]] for text in texts] if by == "prompt" else [*map(spans_of, texts)]
+    want = (
+        [[[len(text) + 2, 2 * len(text) + 2]] for text in texts]
+        if by == "prompt"
+        else [*map(spans_of, texts)]
+    )
     assert [[list(span) for span in text.learned] for text in found] == [want[i] for i in (4, 1, 0, 2, 3)]
     assert (corpus.sizes(0, 5) >= [len(text.encode()) for text in whole]).all()
 
 
 @pytest.mark.slow
 def test_text_that_is_not_learned_changes_neither_loss_nor_weights(tmp_path: Path) -> None:
-    """Two corpora differ in masked text that follows what is learned, so that it can act as a target alone."""
+    """Two corpora differ in masked text that follows what is learned, so that it can act as a target
+    alone.
+    """
     mesh_spec = MeshSpec()
     mesh = make_mesh(mesh_spec, jax.devices()[:1])
-    model = Transformer(num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=32, vocab_size=256)
+    model = Transformer(
+        num_layers=1, d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=32, vocab_size=256
+    )
     infos = model.param_infos()
     layout = make_layout(LayoutSpec(), mesh_spec, infos)
-    optimizer = build(AdamW(peak_lr=1e-2, warmup_steps=0), num_steps=5, params=map_params(lambda info: info, infos))
+    optimizer = build(
+        AdamW(peak_lr=1e-2, warmup_steps=0), num_steps=5, params=map_params(lambda info: info, infos)
+    )
     step = make_train_step(model, optimizer, layout, mesh)
 
     def trained(source: Source) -> tuple[list[float], Any]:
@@ -243,7 +259,9 @@ def test_text_that_is_not_learned_changes_neither_loss_nor_weights(tmp_path: Pat
     assert losses == other_losses
     assert losses[2] < losses[0] - 0.1, "the model must learn, or equality proves nothing"
     jax.tree.map(np.testing.assert_array_equal, params, other_params)
-    assert abs(plain_losses[0][0] - plain_losses[1][0]) > 1e-3, "without a mask the texts must differ to the model"
+    assert abs(plain_losses[0][0] - plain_losses[1][0]) > 1e-3, (
+        "without a mask the texts must differ to the model"
+    )
 
 
 MENDABLE = {
@@ -252,7 +270,10 @@ MENDABLE = {
     "no JSON": ({"text": "ab", "mask": "[1,"}, r"field 'mask' is no JSON"),
     "no span": ({"text": "ab", "mask": [0, 1]}, r"field 'mask' holds 0 where a span \[start, end\]"),
     "fractions": ({"text": "ab", "mask": [[0, 1.5]]}, r"holds \[0, 1\.5\] where a span"),
-    "beyond": ({"text": "äb", "mask": [[0, 3]]}, r"holds \[0, 3\], which is no span of the text's 2 characters"),
+    "beyond": (
+        {"text": "äb", "mask": [[0, 3]]},
+        r"holds \[0, 3\], which is no span of the text's 2 characters",
+    ),
     "empty": ({"text": "ab", "mask": [[1, 1]]}, r"holds \[1, 1\], which is no span"),
     "overlap": ({"text": "abc", "mask": [[0, 2], [1, 3]]}, r"holds \[1, 3\] after a span that ends at 2"),
 }
@@ -279,7 +300,9 @@ def test_every_format_names_the_record_and_the_span(kind: str, tmp_path: Path) -
     path = write_records(tmp_path, kind, records)
     corpus = Corpus(Source(path=path, mask_field="mask"), name="sft", cache_dir=tmp_path / "cache")
     assert corpus[0] == "ab"
-    with pytest.raises(UserError, match=r"(record|row) 1.*'mask' holds \[0, 3\], which is no span .*on_bad_record"):
+    with pytest.raises(
+        UserError, match=r"(record|row) 1.*'mask' holds \[0, 3\], which is no span .*on_bad_record"
+    ):
         corpus[1]
 
 
@@ -291,7 +314,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"mask_field": "mask"},
         r"no column 'mask'; its columns: text\. Set data\.sources\.sft\.mask_field",
     ),
-    "no mask in the header": ("csv", {"text": "a"}, {"mask_field": "mask"}, r"no column 'mask'.*\.sft\.mask_field"),
+    "no mask in the header": (
+        "csv",
+        {"text": "a"},
+        {"mask_field": "mask"},
+        r"no column 'mask'.*\.sft\.mask_field",
+    ),
     "no mask field": (
         "jsonl",
         {"text": "a"},
@@ -310,7 +338,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"prompt_field": "prompt"},
         r"column 'prompt' is int64, not text\. Set data\.sources\.sft\.prompt_field",
     ),
-    "chat": ("jsonl", {"c": CHAT}, {"text_field": "c"}, r"'c' is a list of messages\. .*sft\.messages_field='c'"),
+    "chat": (
+        "jsonl",
+        {"c": CHAT},
+        {"text_field": "c"},
+        r"'c' is a list of messages\. .*sft\.messages_field='c'",
+    ),
     "chat as column": (
         "parquet",
         {"c": CHAT},
@@ -330,9 +363,24 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         {"mask_field": "m", "format": "text"},
         r"format='text': of text records only the text",
     ),
-    "tar": ("jsonl", {}, {"prompt_field": "m", "format": "webdataset"}, r"of webdataset .*remove .*prompt_field"),
-    "both": ("jsonl", {}, {"mask_field": "m", "prompt_field": "p"}, r"prompt_field='p' and mask_field='m' are both"),
-    "no prompt": ("jsonl", {}, {"mask_prompt": False}, r"mask_prompt=False has no prompt .*Set .*prompt_field"),
+    "tar": (
+        "jsonl",
+        {},
+        {"prompt_field": "m", "format": "webdataset"},
+        r"of webdataset .*remove .*prompt_field",
+    ),
+    "both": (
+        "jsonl",
+        {},
+        {"mask_field": "m", "prompt_field": "p"},
+        r"prompt_field='p' and mask_field='m' are both",
+    ),
+    "no prompt": (
+        "jsonl",
+        {},
+        {"mask_prompt": False},
+        r"mask_prompt=False has no prompt .*Set .*prompt_field",
+    ),
     "prompt is text": (
         "jsonl",
         {},
@@ -359,7 +407,9 @@ def test_an_index_with_another_mask_is_refused_and_a_damaged_mask_is_found(tmp_p
     source = masked(tmp_path, long_texts(40))
     plain, there = Source(path=source.path), tmp_path / "out"
     open_dataset(spec(source, prepared=prepared(source, there)), seed=0)
-    with pytest.raises(UserError, match=r"it was made with mask_field='mask', now no loss mask\. Make it again"):
+    with pytest.raises(
+        UserError, match=r"it was made with mask_field='mask', now no loss mask\. Make it again"
+    ):
         open_dataset(spec(plain, prepared=str(there)), seed=0)
     index = PreparedIndex(there / "sft")
     assert index.verify() == []

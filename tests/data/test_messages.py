@@ -1,4 +1,6 @@
-"""Chats from the file to the targets: of the one text that their messages make, what assistants say is learned."""
+"""Chats from the file to the targets: of the one text that their messages make, what assistants say is
+learned.
+"""
 
 import io
 import itertools
@@ -44,10 +46,17 @@ def open_corpus(source: Source, folder: Path) -> Corpus:
 
 
 def long_chats(count: int) -> list[Chat]:
-    """Chats of up to 40 messages, users' in lower case and assistants' in upper case; an assistant's is the last."""
+    """Chats of up to 40 messages, users' in lower case and assistants' in upper case; an assistant's is the
+    last.
+    """
     rng = np.random.default_rng(0)
     return [
-        chat(*("".join(rng.choice(list(("abcdλ", "ABCDЖ")[i % 2]), rng.integers(1, 60))) for i in range(2 * turns)))
+        chat(
+            *(
+                "".join(rng.choice(list(("abcdλ", "ABCDЖ")[i % 2]), rng.integers(1, 60)))
+                for i in range(2 * turns)
+            )
+        )
         for turns in rng.integers(1, 20, count).tolist()
     ]
 
@@ -77,9 +86,13 @@ def test_messages_may_lie_in_an_object_or_struct(kind: str, tmp_path: Path) -> N
     assert corpus.sizes(0, 1)[0] >= len(HELLO_TEXT)
 
 
-def test_all_messages_are_learned_and_cut_into_the_same_tokens_where_the_prompt_is_too(tmp_path: Path) -> None:
+def test_all_messages_are_learned_and_cut_into_the_same_tokens_where_the_prompt_is_too(
+    tmp_path: Path,
+) -> None:
     some, every = (
-        open_dataset(spec(source(tmp_path, "jsonl", long_chats(30), mask_prompt=mask_prompt)), seed=0).train_batches()
+        open_dataset(
+            spec(source(tmp_path, "jsonl", long_chats(30), mask_prompt=mask_prompt)), seed=0
+        ).train_batches()
         for mask_prompt in (True, False)
     )
     for _ in range(5):
@@ -98,7 +111,9 @@ def test_rows_hold_the_chats_and_targets_are_what_assistants_say(
 ) -> None:
     """Compares with a construction that tokenises each part of each chat by itself."""
     name = "bytes" if tokenizer_kind == "bytes" else str(tokenizer_json)
-    chats = [chat(f"the cat {i}", f"sat on the {i}", "the end" * (i % 3), "yes" * (1 + i % 2)) for i in range(40)]
+    chats = [
+        chat(f"the cat {i}", f"sat on the {i}", "the end" * (i % 3), "yes" * (1 + i % 2)) for i in range(40)
+    ]
     chats[7].append({"role": "user", "content": "and no answer"})
     documents = []
     for messages in chats:
@@ -128,7 +143,9 @@ def test_rows_hold_the_chats_and_targets_are_what_assistants_say(
 @pytest.mark.parametrize("form", ["raw", "prepared"])
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_long_chats_keep_their_mask_through_chunks_and_rows(packing: str, kind: str, form: str, tmp_path: Path) -> None:
+def test_long_chats_keep_their_mask_through_chunks_and_rows(
+    packing: str, kind: str, form: str, tmp_path: Path
+) -> None:
     """Two bytes tell what is learned: upper case, the line end behind it, and the end of the chat."""
     sft = source(tmp_path, kind, long_chats(40))
     more = {"prepared": prepared(sft, tmp_path / "out")} if form == "prepared" else {}
@@ -138,7 +155,9 @@ def test_long_chats_keep_their_mask_through_chunks_and_rows(packing: str, kind: 
     for batch in itertools.islice(dataset.train_batches(), 60):
         token, after = batch.token_BL[:, :-1], batch.token_BL[:, 1:]
         in_piece = (np.diff(batch.segment_BL, axis=1) == 0) & (batch.segment_BL[:, 1:] > 0)
-        is_learned = is_upper[after] | ((after == ord("\n")) & is_upper[token]) | ((after == 0) & (token == ord("\n")))
+        is_learned = (
+            is_upper[after] | ((after == ord("\n")) & is_upper[token]) | ((after == 0) & (token == ord("\n")))
+        )
         np.testing.assert_array_equal(batch.target_BL[:, :-1], np.where(is_learned & in_piece, after, IGNORE))
         assert (batch.target_BL[:, -1] == IGNORE).all()
         learned.append((batch.target_BL != IGNORE).sum())
@@ -151,14 +170,20 @@ def test_what_messages_are_not(tmp_path: Path) -> None:
         ("hi", r"field 'messages' is str, not a list of messages"),
         ([], r"field 'messages' is a list without messages"),
         (["hi"], r"field 'messages' holds str as message 0, not an object with role and content"),
-        ([{"from": "human", "value": "hi"}], r"holds no 'role' in message 0; its keys: 'from', 'value'\. Role and"),
+        (
+            [{"from": "human", "value": "hi"}],
+            r"holds no 'role' in message 0; its keys: 'from', 'value'\. Role and",
+        ),
         ([*HELLO, {"role": "user"}], r"holds no 'content' in message 5; its keys: 'role'"),
         ([{"role": 1, "content": "x"}], r"holds int as 'role' in message 0"),
         (
             [{"role": "user", "content": [{"type": "image"}]}, *chat("a", "b")],
             r"holds a list as 'content' of message 0\. Only text .* no images",
         ),
-        ([{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}], r"holds 'tool_calls' in message 0"),
+        (
+            [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}],
+            r"holds 'tool_calls' in message 0",
+        ),
         (
             [{"role": "user", "content": "a"}, {"role": "gpt", "content": "b"}],
             r"role 'assistant'.*its roles: 'gpt', 'us",
@@ -168,10 +193,16 @@ def test_what_messages_are_not(tmp_path: Path) -> None:
     for number, (messages, why) in enumerate(bad):
         folder = tmp_path / str(number)
         folder.mkdir()
-        sft = source(folder, "jsonl", [*[chat("a", "b" * i) for i in range(20)][:9], messages, chat("c", "d")])
-        with pytest.raises(UserError, match=rf"a\.jsonl, line 10: .*{why}.*Mend the line, or set data\.on_bad"):
+        sft = source(
+            folder, "jsonl", [*[chat("a", "b" * i) for i in range(20)][:9], messages, chat("c", "d")]
+        )
+        with pytest.raises(
+            UserError, match=rf"a\.jsonl, line 10: .*{why}.*Mend the line, or set data\.on_bad"
+        ):
             list(itertools.islice(open_dataset(spec(sft, eval_fraction=0.0), seed=0).train_batches(), 40))
-        batches = open_dataset(spec(sft, on_bad_record="skip", eval_fraction=0.0, epochs=1), seed=0).train_batches()
+        batches = open_dataset(
+            spec(sft, on_bad_record="skip", eval_fraction=0.0, epochs=1), seed=0
+        ).train_batches()
         tokens = sum(int((batch.segment_BL > 0).sum()) for batch in batches)
         good = [f"<|user|>\na\n<|assistant|>\n{'b' * i}\n" for i in (*range(9), 1)]
         assert tokens == sum(len(text) + 2 for text in good), "each begins and ends with an id of its own"
@@ -186,7 +217,9 @@ def test_a_file_of_chats_without_text_names_the_setting_that_trains_on_them(tmp_
             UserError, match=r"no (field|column) 'text'; .*messages.* set data\.sources\.sft\.messages_field="
         ):
             open_dataset(spec(Source(path=sft.path)), seed=0)
-        with pytest.raises(UserError, match=r"name the source in data\.sources, with messages_field='messages'"):
+        with pytest.raises(
+            UserError, match=r"name the source in data\.sources, with messages_field='messages'"
+        ):
             Corpus(Source(path=sft.path), name="data", cache_dir=tmp_path / "cache")
         next(open_dataset(spec(sft, eval_fraction=0.0), seed=0).train_batches())
 
@@ -208,7 +241,11 @@ def test_settings_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None
     kind, fields, why = REFUSED[case]
     path = write_records(tmp_path, kind, [{"messages": HELLO, "n": 1}])
     with pytest.raises(UserError, match=why):
-        Corpus(Source(path=path, **{"messages_field": "messages", **fields}), name="sft", cache_dir=tmp_path / "cache")
+        Corpus(
+            Source(path=path, **{"messages_field": "messages", **fields}),
+            name="sft",
+            cache_dir=tmp_path / "cache",
+        )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +255,9 @@ def test_settings_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None
         ({"role": "user", "content": [{"type": "text"}]}, r"field 'content' is list<.* and not text"),
     ],
 )
-def test_columns_of_other_messages_are_refused_when_they_are_opened(message: Any, why: str, tmp_path: Path) -> None:
+def test_columns_of_other_messages_are_refused_when_they_are_opened(
+    message: Any, why: str, tmp_path: Path
+) -> None:
     pq.write_table(pa.Table.from_pylist([{"messages": [message]}]), tmp_path / "a.parquet")
     with pytest.raises(
         UserError, match=rf"a\.parquet: column 'messages' is list<.*, not lists of messages: {why}\. Set"
@@ -231,7 +270,9 @@ def test_an_index_of_chats_is_stale_for_another_part_of_them(tmp_path: Path) -> 
     recipe = Recipe(name="sft", source=sft, tokenizer="bytes", cache_dir=tmp_path / "cache")
     prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
     other = Source(path=sft.path, messages_field="messages", mask_prompt=False)
-    with pytest.raises(UserError, match=r"with messages_field='messages', mask_prompt=True, now .*mask_prompt=False"):
+    with pytest.raises(
+        UserError, match=r"with messages_field='messages', mask_prompt=True, now .*mask_prompt=False"
+    ):
         open_dataset(spec(other, prepared=str(tmp_path / "out")), seed=0)
 
 

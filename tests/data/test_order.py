@@ -1,4 +1,6 @@
-"""Order of the training data: long documents are spread over steps as chance has it, and mixtures keep their shares."""
+"""Order of the training data: long documents are spread over steps as chance has it, and mixtures keep their
+shares.
+"""
 
 import dataclasses
 import io
@@ -23,7 +25,9 @@ DOCUMENTS, SIZE = 300, 8_000
 
 
 def texts_of(documents: int, size: int, letters: int = 4) -> list[str]:
-    """Returns texts of random letters, each from a small alphabet of its own: its chunks are alike, and no others."""
+    """Returns texts of random letters, each from a small alphabet of its own: its chunks are alike, and no
+    others.
+    """
     rng = np.random.default_rng(0)
     known = np.frombuffer(bytes(range(35, 125)).replace(b"\\", b""), np.uint8)
     drawn = rng.integers(0, letters, size)
@@ -56,7 +60,9 @@ def assert_as_good_as_one_shuffle(report: OrderReport) -> None:
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet], ids=["jsonl", "parquet"])
-def test_chunks_of_long_documents_are_in_one_shuffle(write: Write, long_texts: list[str], tmp_path: Path) -> None:
+def test_chunks_of_long_documents_are_in_one_shuffle(
+    write: Write, long_texts: list[str], tmp_path: Path
+) -> None:
     assert_as_good_as_one_shuffle(measured(spec_of(write(tmp_path, long_texts))))
 
 
@@ -79,7 +85,9 @@ def test_documents_that_stay_for_many_steps_are_seen(tmp_path: Path) -> None:
 
 
 def test_chance_is_that_of_a_shuffle(tmp_path: Path) -> None:
-    """The estimate from the chunks that were read, beside shuffles of all chunks, for documents of unequal size."""
+    """The estimate from the chunks that were read, beside shuffles of all chunks, for documents of unequal
+    size.
+    """
     sizes = np.random.default_rng(1).lognormal(6.5, 1.5, 150).astype(int) + 1
     spec = spec_of(write_jsonl(tmp_path, ["x" * size for size in sizes]), packing="best_fit")
     report = measured(spec, 100)
@@ -96,7 +104,9 @@ def test_chance_is_that_of_a_shuffle(tmp_path: Path) -> None:
 
 
 def test_a_mixture_of_long_documents_keeps_its_shares(tmp_path: Path) -> None:
-    """17 KB documents, nine parts and one: at most 0.1 % of all tokens beyond one chunk per source, after any step."""
+    """17 KB documents, nine parts and one: at most 0.1 % of all tokens beyond one chunk per source, after any
+    step.
+    """
     for name in ("most", "rest"):
         (tmp_path / name).mkdir()
         write_jsonl(tmp_path / name, texts_of(100, 17_000))
@@ -111,7 +121,9 @@ def test_a_mixture_of_long_documents_keeps_its_shares(tmp_path: Path) -> None:
         for step in range(50):
             next(batches)
             assert batches.stats is not None
-            assert report.drift[step] == pytest.approx(batches.stats.drift, abs=1e-6), "as the planner counts it"
+            assert report.drift[step] == pytest.approx(batches.stats.drift, abs=1e-6), (
+                "as the planner counts it"
+            )
     printed = [line.split() for line in lines_of(report)]
     assert ["drift", "after", "50", "steps", f"{report.drift[-1]:.3%}"] in [words[:5] for words in printed]
 
@@ -133,7 +145,9 @@ def test_inspect_prints_and_writes_the_order(
     assert "drift" not in printed, "one source cannot drift"
 
 
-def test_orders_that_cannot_be_measured_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_orders_that_cannot_be_measured_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Each message, and the way out that it names."""
     path = write_jsonl(tmp_path, ["x" * 1000] * 20)
     config = [
@@ -145,10 +159,16 @@ def test_orders_that_cannot_be_measured_are_refused(capsys: pytest.CaptureFixtur
     ]
     once = [*config, "--order", "--set=data.epochs=1", "--set=data.seq_len=64", "--steps=30"]
     for arguments, message in (
-        ([*config, "--order", f"--steps={LEAST_STEPS - 1}"], "--steps 19 must be at least 20: steps 10 apart"),
+        (
+            [*config, "--order", f"--steps={LEAST_STEPS - 1}"],
+            "--steps 19 must be at least 20: steps 10 apart",
+        ),
         ([*config, "--order", "--step=3"], "--order reads all steps from the first one on, so --step 3"),
         ([*config, "--steps=30"], "--steps 30 is the number of steps that --order reads. Give --order"),
-        (once, "data.epochs=1: the data ends after 20 steps, and the order of at least 20 full ones is measured"),
+        (
+            once,
+            "data.epochs=1: the data ends after 20 steps, and the order of at least 20 full ones is measured",
+        ),
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err
@@ -159,9 +179,9 @@ def test_orders_that_cannot_be_measured_are_refused(capsys: pytest.CaptureFixtur
 def test_a_model_learns_all_documents_of_a_corpus_of_long_ones(tmp_path: Path) -> None:
     """Sixty steps read 0.6 million of 4 million bytes, of all 160 training documents or of 16.
 
-    Every document has four letters of its own out of 89, so a model that has seen few documents knows few letters.
-    Held-out loss with seeds 0 and 1, in nats/byte: 3.32 and 3.42 here. Commit 46a0ee9, which read 16 documents side by
-    side from beginning to end: 6.21 and 6.15.
+    Every document has four letters of its own out of 89, so a model that has seen few documents knows few
+    letters. Held-out loss with seeds 0 and 1, in nats/byte: 3.32 and 3.42 here. Commit 46a0ee9, which read 16
+    documents side by side from beginning to end: 6.21 and 6.15.
     """
     import jax
 
@@ -174,12 +194,27 @@ def test_a_model_learns_all_documents_of_a_corpus_of_long_ones(tmp_path: Path) -
     from jtrain.step.train_step import make_eval_step, make_train_step
 
     path = write_jsonl(tmp_path, texts_of(200, 20_000))
-    sets = ["mesh.data=1", f"data.path='{path}'", "data.seq_len=128", "data.eval_fraction=0.2", "num_steps=60"]
-    sets += ["model.num_layers=2", "model.d_model=64", "model.num_heads=2", "model.num_kv_heads=2", "model.d_ff=192"]
+    sets = [
+        "mesh.data=1",
+        f"data.path='{path}'",
+        "data.seq_len=128",
+        "data.eval_fraction=0.2",
+        "num_steps=60",
+    ]
+    sets += [
+        "model.num_layers=2",
+        "model.d_model=64",
+        "model.num_heads=2",
+        "model.num_kv_heads=2",
+        "model.d_ff=192",
+    ]
     for seed in (0, 1):
         run = build_run(load_config("tiny", (), [*sets, f"seed={seed}"]))
         mesh, layout, optimizer = make_mesh(run.mesh, jax.devices()[:1]), run_layout(run), make_optimizer(run)
-        step, evaluate = make_train_step(run.model, optimizer, layout, mesh), make_eval_step(run.model, layout, mesh)
+        step, evaluate = (
+            make_train_step(run.model, optimizer, layout, mesh),
+            make_eval_step(run.model, layout, mesh),
+        )
         state = init_state(layout, optimizer, mesh, seed=seed)
         dataset = open_dataset(run.data, seed=seed)
         with dataset.train_batches(inline=True) as batches:

@@ -93,11 +93,14 @@ def emulated_places(mesh: jax.sharding.Mesh, processes: int, global_batch: int) 
 
 
 @pytest.mark.parametrize("processes", [2, 4])
-@pytest.mark.parametrize("axes", [{"data": 4, "tensor": 2}, *MESHES[1:], {"context": 4, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"data": 4, "tensor": 2}, *MESHES[1:], {"context": 4, "tensor": 2}], ids=str
+)
 def test_a_process_builds_and_places_its_own_rows_only(
     axes: dict[str, int], processes: int, emulated_devices: list[jax.Device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Emulates several processes: JAX asks each for blocks of the rows that the place tree lets it fetch, no others.
+    """Emulates several processes: JAX asks each for blocks of the rows that the place tree lets it fetch, no
+    others.
 
     The blocks of all processes together are the batch; processes fetch each row once.
     """
@@ -142,7 +145,10 @@ def test_the_rows_of_a_process_are_those_of_its_devices(emulated_devices: list[j
 
 @pytest.mark.parametrize(
     ("axes", "message"),
-    [({"data": 3}, r"data\.global_batch=16 .*data=3.*mesh\.data"), ({"context": 5}, r"data\.seq_len=32 .*context=5")],
+    [
+        ({"data": 3}, r"data\.global_batch=16 .*data=3.*mesh\.data"),
+        ({"context": 5}, r"data\.seq_len=32 .*context=5"),
+    ],
     ids=["batch", "sequence"],
 )
 def test_a_batch_that_does_not_split_evenly_is_refused(
@@ -157,7 +163,9 @@ def test_prefetch_yields_batches_in_order_with_the_state_after_each() -> None:
     source = Counting(end_at=20)
     with Prefetch(source, lambda batch: batch, depth=3) as batches:
         seen = list(batches)
-    assert [(int(f.batch.token_BL[0, 0]), f.state()) for f in seen] == [(k, {"next": k + 1}) for k in range(20)]
+    assert [(int(f.batch.token_BL[0, 0]), f.state()) for f in seen] == [
+        (k, {"next": k + 1}) for k in range(20)
+    ]
     assert [fed.said for fed in seen] == [[f"made {k + 1}"] for k in range(20)]
     assert all(fed.wait_ms >= 0 for fed in seen)
     assert source.closed

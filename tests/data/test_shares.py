@@ -28,11 +28,14 @@ TEXTS = [f"{i} " + "x" * (i * i % 400) for i in range(700)]
 GROUPS = 100
 RUN = 64
 CACHES = iter(range(1 << 20, 1 << 30))
-"""Sizes of caches, one for each stream that is to decode by itself: streams of a process with equal ones share it."""
+"""Sizes of caches, one for each stream that is to decode by itself: streams of a process with equal ones
+share it."""
 
 
 def setup_of(path: Path, tmp_path: Path, **fields: Any) -> SourceSetup:
-    spec = PackedText(path=str(path), seq_len=64, global_batch=2, eval_fraction=0.1, cache_dir=str(tmp_path / "cache"))
+    spec = PackedText(
+        path=str(path), seq_len=64, global_batch=2, eval_fraction=0.1, cache_dir=str(tmp_path / "cache")
+    )
     [setup] = spec.setups(seed=0)
     cut = {"window_bytes": 1 << 12, "chunk_bytes": 64}
     return SourceSetup(**{**vars(setup), **cut, "decoded_cache_bytes": next(CACHES), **fields})
@@ -148,7 +151,9 @@ def pool_of(setup: SourceSetup, loaders: int) -> Iterator[ProcessPool]:
 def read_epoch(
     pool: ProcessPool, slots: int, *, each: Callable[[int], None] = lambda arrived: None
 ) -> tuple[dict[int, list[int]], list[LoaderState]]:
-    """Reads an epoch in runs through a pool; returns the ids of each number, and the last states of the loaders."""
+    """Reads an epoch in runs through a pool; returns the ids of each number, and the last states of the
+    loaders.
+    """
     for start in range(0, slots, RUN):
         pool.request([RequestPart(0, np.arange(start, min(start + RUN, slots)))])
     found: dict[int, list[int]] = {}
@@ -247,7 +252,11 @@ def test_a_window_smaller_than_a_row_group_is_said_with_the_number_that_helps(tm
         pq.write_table(pa.table({"text": texts}), tmp_path / f"{name}.parquet", row_group_size=rows)
         sources[name] = Source(path=str(tmp_path / f"{name}.parquet"))
     spec = PackedText(
-        sources=sources, seq_len=512, global_batch=2, shuffle_window_bytes=1 << 18, cache_dir=str(tmp_path / "cache")
+        sources=sources,
+        seq_len=512,
+        global_batch=2,
+        shuffle_window_bytes=1 << 18,
+        cache_dir=str(tmp_path / "cache"),
     )
     said = open_dataset(spec, seed=0).describe()
     [line] = [line for line in said.splitlines() if "shuffle_window_bytes" in line]

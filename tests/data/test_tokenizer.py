@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer, encode_documents, make_tokenizer, smallest_id_dtype
+from jtrain.data.tokenizer import (
+    ByteTokenizer,
+    HFTokenizer,
+    encode_documents,
+    make_tokenizer,
+    smallest_id_dtype,
+)
 from jtrain.errors import FileError
 from tests.data.documents import encode_document
 
@@ -71,7 +77,9 @@ def test_ids_take_as_few_bytes_as_the_vocabulary_allows() -> None:
 
 
 def test_encoding_bytes_holds_three_copies_at_most() -> None:
-    """Many documents, one of them beyond Latin-1: joined as text, it would widen the others to 4 bytes a character."""
+    """Many documents, one of them beyond Latin-1: joined as text, it would widen the others to 4 bytes a
+    character.
+    """
     texts = ["the cat sat on the mat " * 100] * 1000 + ["🙂"]
     tracemalloc.start()
     try:
@@ -89,7 +97,9 @@ def test_text_cannot_spell_a_special_token(tokenizer_json: Path) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_the_end_token_comes_from_the_config_beside_or_from_the_user(tokenizer_json: Path, tmp_path: Path) -> None:
+def test_the_end_token_comes_from_the_config_beside_or_from_the_user(
+    tokenizer_json: Path, tmp_path: Path
+) -> None:
     path = shutil.copy(tokenizer_json, tmp_path)
     config = tmp_path / "tokenizer_config.json"
     for declared in ("<|begin_of_text|>", {"content": "<|begin_of_text|>"}):
@@ -145,7 +155,8 @@ def test_identity_tells_tokenizers_apart(tokenizer_json: Path) -> None:
 def test_encoding_lets_other_threads_run(tokenizer_json: Path) -> None:
     """Encoding on the prefetch thread must not stop the training loop.
 
-    With such a long switch interval no thread is asked to give up the GIL, so others run only if it is released.
+    With such a long switch interval no thread is asked to give up the GIL, so others run only if it is
+    released.
     """
     tokenizer = HFTokenizer(tokenizer_json)
     text = "the cat sat on the mat, the end of text. " * 20_000

@@ -14,7 +14,9 @@ def write_lines(folder: Path, *, lines: int) -> None:
     rng = np.random.default_rng(lines)
     for name, count in (("web", lines), ("book", lines // 3)):
         texts = [" ".join(rng.choice(["the", "cat", "sät", "on"], rng.integers(0, 40))) for _ in range(count)]
-        records = [{"text": text, "mask": [[0, 2], [3, len(text)]] if len(text) > 3 else []} for text in texts]
+        records = [
+            {"text": text, "mask": [[0, 2], [3, len(text)]] if len(text) > 3 else []} for text in texts
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
@@ -32,6 +34,8 @@ def recipes_of(folder: Path, **more: object) -> list[Recipe]:
 
 
 def contents(out: Path) -> dict[str, bytes]:
-    """Every file of all indexes, also hidden ones; the marks of killed processes, which are no part of it, left out."""
+    """Every file of all indexes, also hidden ones; the marks of killed processes, which are no part of it,
+    left out.
+    """
     files = [f for f in out.rglob("*") if f.is_file() and f.parent.name != ".hosts"]
     return {str(f.relative_to(out)): f.read_bytes() for f in files}

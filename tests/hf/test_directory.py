@@ -31,7 +31,9 @@ def same_params(folder: Path, reference: Any) -> None:
 
 
 def test_a_small_model_is_one_file(llama: Any, tmp_path: Path) -> None:
-    """An export holds config.json and model.safetensors, readable by all users, and leaves no other file behind."""
+    """An export holds config.json and model.safetensors, readable by all users, and leaves no other file
+    behind.
+    """
     assert write(tmp_path / "out", llama) == ["config.json", "model.safetensors"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o755
@@ -41,7 +43,9 @@ def test_a_small_model_is_one_file(llama: Any, tmp_path: Path) -> None:
 
 
 def test_a_large_model_is_several_files_with_an_index(llama: Any, tmp_path: Path) -> None:
-    """No file exceeds the limit, every tensor is in the file that the index names, and the directory reads back."""
+    """No file exceeds the limit, every tensor is in the file that the index names, and the directory reads
+    back.
+    """
     limit = 30_000
     files = write(tmp_path / "out", llama, max_shard_bytes=limit)
     shards = [name for name in files if name.endswith(".safetensors")]
@@ -62,7 +66,9 @@ def test_bfloat16_is_half_the_bytes(llama: Any, tmp_path: Path) -> None:
     with open_tensors(tmp_path / "out") as tensors:
         params = from_hf(tensors, llama.model)
     assert params["embed_VD"].dtype.name == "bfloat16"
-    np.testing.assert_array_equal(params["embed_VD"], llama.params["embed_VD"].astype(params["embed_VD"].dtype))
+    np.testing.assert_array_equal(
+        params["embed_VD"], llama.params["embed_VD"].astype(params["embed_VD"].dtype)
+    )
 
 
 def test_tokenizer_files_are_copied_along(llama: Any, tmp_path: Path) -> None:
@@ -116,7 +122,10 @@ def test_broken_files_are_named(llama: Any, tmp_path: Path) -> None:
     weights = out / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"model\.safetensors is no complete safetensors file"), open_tensors(out):
+    with (
+        pytest.raises(ValueError, match=r"model\.safetensors is no complete safetensors file"),
+        open_tensors(out),
+    ):
         pass
     weights.write_bytes(whole)
     (out / INDEX).write_text(json.dumps({"weight_map": {"model.extra": "model.safetensors"}}))

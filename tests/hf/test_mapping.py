@@ -33,7 +33,9 @@ def mixture() -> Transformer:
 def params_of(model: Transformer, dtype: str = "float32") -> dict[str, Any]:
     rng = np.random.default_rng(0)
     kind = BF16 if dtype == "bfloat16" else np.dtype(dtype)
-    return map_params(lambda info: rng.standard_normal(info.shape, np.float32).astype(kind), model.param_infos())
+    return map_params(
+        lambda info: rng.standard_normal(info.shape, np.float32).astype(kind), model.param_infos()
+    )
 
 
 def readers(tensors: dict[str, np.ndarray]) -> dict[str, Callable[[], np.ndarray]]:
@@ -128,11 +130,15 @@ def test_import_widens_half_precision_exactly() -> None:
         theirs = {name: array.astype(dtype) for name, array in exported(model).items()}
         params = from_hf(readers(theirs), model, dtype="float32")
         assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype("float32")}
-        np.testing.assert_array_equal(params["embed_VD"], theirs["model.embed_tokens.weight"].astype(np.float32))
+        np.testing.assert_array_equal(
+            params["embed_VD"], theirs["model.embed_tokens.weight"].astype(np.float32)
+        )
 
 
 def test_one_tensor_at_a_time() -> None:
-    """Neither direction holds more than the parameters and two tensors, so a 70B model needs no second copy."""
+    """Neither direction holds more than the parameters and two tensors, so a 70B model needs no second
+    copy.
+    """
     # Tensors large beside the few 100 KB that names and views take.
     model = model_of(num_layers=24, d_model=128, d_ff=512, vocab_size=64)
     params = params_of(model)
@@ -161,7 +167,10 @@ def test_missing_and_unknown_tensors_are_named() -> None:
     theirs = exported(model)
     del theirs["model.layers.1.mlp.up_proj.weight"]
     theirs["model.layers.0.self_attn.q_proj.bias"] = np.zeros(24, np.float32)
-    match = r"missing 1: model\.layers\.1\.mlp\.up_proj\.weight; unknown 1: model\.layers\.0\.self_attn\.q_proj\.bias"
+    match = (
+        r"missing 1: model\.layers\.1\.mlp\.up_proj\.weight; unknown 1: "
+        r"model\.layers\.0\.self_attn\.q_proj\.bias"
+    )
     with pytest.raises(ValueError, match=match):
         from_hf(readers(theirs), model)
 
@@ -184,7 +193,9 @@ def test_a_wrong_shape_is_named() -> None:
 def test_a_dtype_that_is_no_float_is_refused() -> None:
     """Quantised weights are refused."""
     theirs = exported(model_of()) | {"model.norm.weight": np.ones(20, np.int8)}
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has dtype int8; only float32, bfloat16, float16"):
+    with pytest.raises(
+        ValueError, match=r"model\.norm\.weight has dtype int8; only float32, bfloat16, float16"
+    ):
         from_hf(readers(theirs), model_of())
 
 

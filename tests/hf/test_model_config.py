@@ -131,7 +131,10 @@ def test_qwen3_moe_as_published() -> None:
     assert sum(info.size for info in model.param_infos()) == 30_532_122_624
     active = sum(info.active_size for info in model.param_infos())
     assert active == 3_353_032_704
-    assert flops_per_token(model, seq_len=4096).matmul_params == active - 151936 * 2048 - (2 * 2048 + 256) * 48 - 2048
+    assert (
+        flops_per_token(model, seq_len=4096).matmul_params
+        == active - 151936 * 2048 - (2 * 2048 + 256) * 48 - 2048
+    )
 
 
 def test_the_form_of_transformers_5_is_the_same_model() -> None:
@@ -155,7 +158,9 @@ def test_transformers_4_and_5_write_one_model_in_two_forms(case: str) -> None:
 
 
 def test_transformers_4_and_5_write_one_mixture_in_two_forms() -> None:
-    """Version 5 renames `num_experts` to `num_local_experts`; the model and the balancing loss stay the same."""
+    """Version 5 renames `num_experts` to `num_local_experts`; the model and the balancing loss stay the
+    same.
+    """
     old, new = read_config(GOLDEN / "qwen3_moe"), read_config(GOLDEN / "qwen3_moe_v5")
     assert old["num_experts"] == new["num_local_experts"] == 8
     assert "num_local_experts" not in old
@@ -169,7 +174,9 @@ def test_two_numbers_of_experts_are_refused() -> None:
     """Each major version of transformers would build another model from such a file."""
     both = QWEN3_30B_A3B | {"num_local_experts": 128}
     assert model_from_config(both).moe == model_from_config(QWEN3_30B_A3B).moe
-    with pytest.raises(ValueError, match=r"num_experts=128 but num_local_experts=64\. transformers 4 reads the first"):
+    with pytest.raises(
+        ValueError, match=r"num_experts=128 but num_local_experts=64\. transformers 4 reads the first"
+    ):
         model_from_config(QWEN3_30B_A3B | {"num_local_experts": 64})
 
 
@@ -186,18 +193,36 @@ def test_defaults_are_those_of_transformers() -> None:
     ("changes", "match"),
     [
         ({"model_type": "mistral"}, r"model_type='mistral' is not one of llama, qwen3"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, r"architectures=\['LlamaForSequenceClassification'\]"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"]},
+            r"architectures=\['LlamaForSequenceClassification'\]",
+        ),
         ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
         ({"mlp_bias": True}, "mlp_bias=True"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported, only 'silu'"),
         ({"pretraining_tp": 2}, "pretraining_tp=2"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope_scaling\.rope_type='yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, r"rope_scaling\.rope_type='linear' is not supported"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "llama3 has no low_freq_factor, high_freq_factor"),
-        ({"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic"}}, r"rope_parameters\.rope_type='dynamic'"),
-        ({"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            r"rope_scaling\.rope_type='yarn' is not supported",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4.0}},
+            r"rope_scaling\.rope_type='linear' is not supported",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 4.0}},
+            "llama3 has no low_freq_factor, high_freq_factor",
+        ),
+        (
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "dynamic"}},
+            r"rope_parameters\.rope_type='dynamic'",
+        ),
+        (
+            {"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor=0.5",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"hidden_size": None}, "hidden_size=None must be a whole number"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
@@ -230,11 +255,17 @@ def test_a_mixture_with_dense_layers_is_refused(changes: dict[str, Any], match: 
 
 def test_a_mixture_that_transformers_has_not_is_not_exported() -> None:
     """Mixtures with shared experts, or without norms of queries and keys, cannot be exported."""
-    sizes: dict[str, Any] = dict(num_layers=1, d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, vocab_size=8)
+    sizes: dict[str, Any] = dict(
+        num_layers=1, d_model=8, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, vocab_size=8
+    )
     written: dict[str, Any] = dict(dtype="float32", max_seq_len=8, begin_id=None, end_id=0)
     moe = MoESpec(num_experts=4, top_k=2)
-    with pytest.raises(ValueError, match=r"shared_experts=1 with model\.qk_norm=True: of mixtures only Qwen3-MoE"):
-        config_from_model(Transformer(**sizes, qk_norm=True, moe=dataclasses.replace(moe, shared_experts=1)), **written)
+    with pytest.raises(
+        ValueError, match=r"shared_experts=1 with model\.qk_norm=True: of mixtures only Qwen3-MoE"
+    ):
+        config_from_model(
+            Transformer(**sizes, qk_norm=True, moe=dataclasses.replace(moe, shared_experts=1)), **written
+        )
     with pytest.raises(ValueError, match=r"shared_experts=0 with model\.qk_norm=False"):
         config_from_model(Transformer(**sizes, moe=moe), **written)
 
@@ -248,7 +279,12 @@ def test_a_sliding_window_in_use_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA_8B, QWEN3_8B, LLAMA_8B | {"tie_word_embeddings": True}, QWEN3_30B_A3B | {"intermediate_size": 768}],
+    [
+        LLAMA_8B,
+        QWEN3_8B,
+        LLAMA_8B | {"tie_word_embeddings": True},
+        QWEN3_30B_A3B | {"intermediate_size": 768},
+    ],
     ids=["l", "q", "t", "m"],
 )
 def test_written_configs_are_read_back(config: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""Imported weights compute what transformers computed with them: logits, loss and gradients, all in float32."""
+"""Imported weights compute what transformers computed with them: logits, loss and gradients, all in
+float32.
+"""
 
 from typing import Any
 
@@ -24,7 +26,10 @@ def test_logits_equal_those_of_transformers(reference: Any) -> None:
     """Every logit agrees within 1e-4, also at positions beyond the original length of the rotary scaling."""
     assert reference.logits.std() > 1, "flat logits would agree with anything"
     np.testing.assert_allclose(
-        logits_of(reference.model, reference.params, reference.batch), reference.logits, rtol=0, atol=LOGITS_ATOL
+        logits_of(reference.model, reference.params, reference.batch),
+        reference.logits,
+        rtol=0,
+        atol=LOGITS_ATOL,
     )
 
 
@@ -70,7 +75,9 @@ def test_the_reference_sees_the_order_of_heads(llama: Any, path: str, axis: int)
 
 
 def test_the_routers_logits_choose_and_balance_as_in_transformers(qwen3_moe: Any) -> None:
-    """The load-balancing loss of transformers is `top_k` times jtrain's per token, for every layer and row."""
+    """The load-balancing loss of transformers is `top_k` times jtrain's per token, for every layer and
+    row.
+    """
     arrays = np.load(qwen3_moe.folder / "reference.npz")
     spec, logits_YBLX = qwen3_moe.model.moe, arrays["router_logits"]
     assert np.ptp(arrays["balance"]) > 0.1

@@ -1,4 +1,5 @@
-"""Exports load in transformers, in a Python environment with torch and transformers (tests/golden/hf/setup.sh).
+"""Exports load in transformers, in a Python environment with torch and transformers
+(tests/golden/hf/setup.sh).
 
 PEER_TORCH_PYTHON=/path/to/python pytest -m slow tests/hf/test_transformers.py
 """
@@ -37,11 +38,16 @@ print(json.dumps({"class": type(loaded).__name__, "bos": config.bos_token_id, "e
 """
 
 
-def logits_of_transformers(python: str, folder: Path, dtype: str, tokens: np.ndarray) -> tuple[np.ndarray, Any]:
+def logits_of_transformers(
+    python: str, folder: Path, dtype: str, tokens: np.ndarray
+) -> tuple[np.ndarray, Any]:
     arrays, out = folder.parent / "tokens.npy", folder.parent / "logits.npy"
     np.save(arrays, tokens)
     done = subprocess.run(
-        [python, "-c", SCRIPT, str(folder), dtype, str(arrays), str(out)], capture_output=True, text=True, check=False
+        [python, "-c", SCRIPT, str(folder), dtype, str(arrays), str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return np.load(out), json.loads(done.stdout.splitlines()[-1])
@@ -61,7 +67,9 @@ def peer() -> str:
 def test_an_export_is_the_same_model_in_transformers(
     peer: str, reference: Any, dtype: str, max_shard_bytes: int, tmp_path: Path
 ) -> None:
-    """An export loads in its dtype without missing or unexpected tensors and computes our logits within 1e-4."""
+    """An export loads in its dtype without missing or unexpected tensors and computes our logits within
+    1e-4.
+    """
     model, out = reference.model, tmp_path / "out"
     their_config = config_from_model(model, dtype=dtype, max_seq_len=256, begin_id=3, end_id=4)
     write_directory(out, reference.params, model, their_config, dtype=dtype, max_shard_bytes=max_shard_bytes)

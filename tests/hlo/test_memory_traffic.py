@@ -50,7 +50,9 @@ ENTRY %main (x: bf16[64,128]) -> bf16[64,128] {
 
 
 def test_what_stays_in_vmem_is_no_traffic() -> None:
-    """Two slices read an array once together, what is computed on the chip counts nothing, the copy back writes it."""
+    """Two slices read an array once together, what is computed on the chip counts nothing, the copy back
+    writes it.
+    """
     moved = {one.name: (one.read_bytes, one.written_bytes) for one in passes(ON_A_TPU)}
     half = 32 * 128 * 2
     assert {name: bytes_ for name, bytes_ in moved.items() if any(bytes_)} == {
@@ -63,5 +65,7 @@ def test_a_loop_is_refused() -> None:
     loop = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda i, x: jnp.sin(x) + i, x))
     text = loop.lower(jnp.ones(1000)).compile().as_text()
     assert text is not None
-    with pytest.raises(ValueError, match=r"is a (while|call): bytes are counted only in programs without one"):
+    with pytest.raises(
+        ValueError, match=r"is a (while|call): bytes are counted only in programs without one"
+    ):
         passes(text)

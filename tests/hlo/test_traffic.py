@@ -43,7 +43,9 @@ SHAPE = dict(replica=2, stage=1, data=4, expert=1, context=1, tensor=1)
 
 @pytest.mark.smoke
 def test_loops_tuples_and_groups_are_counted() -> None:
-    """A loop without an annotated trip count, asynchronous pairs, combined arrays, groups over some of the axes."""
+    """A loop without an annotated trip count, asynchronous pairs, combined arrays, groups over some of the
+    axes.
+    """
     found = traffic(HLO, SHAPE)
     assert {(t.kind, t.axes, t.group): (t.dtype, t.count, t.array_bytes) for t in found} == {
         ("all-gather", ("replica", "data"), 8): ("bf16", 5, 5 * 16 * 4 * 2),
@@ -106,7 +108,9 @@ ELEMENTWISE = "%f = f32[8,8]{1,0} add(%m, %m)"
 
 
 def pairs(between: str, sync: bool) -> dict[tuple[str, int], tuple[int, int]]:
-    hlo = PAIRS.replace("MATMUL", between).replace("SYNC", f'backend_config={{"is_sync":{str(sync).lower()}}}')
+    hlo = PAIRS.replace("MATMUL", between).replace(
+        "SYNC", f'backend_config={{"is_sync":{str(sync).lower()}}}'
+    )
     return {(t.kind, t.array_bytes): (t.async_bytes, t.hidden_bytes) for t in traffic(hlo, SHAPE)}
 
 
@@ -115,7 +119,10 @@ def test_a_pair_is_asynchronous_and_hidden_if_a_matmul_lies_between() -> None:
     got = pairs(MATMUL, sync=False)
     assert got == {
         ("all-gather", 128): (128, 128),
-        ("reduce-scatter", 256 + 256): (256, 0),  # a wrapped one, with elementwise work beside it; and a plain one
+        ("reduce-scatter", 256 + 256): (
+            256,
+            0,
+        ),  # a wrapped one, with elementwise work beside it; and a plain one
         ("all-reduce", 256): (256, 256),
     }
     assert pairs(ELEMENTWISE, sync=False)["all-gather", 128] == (128, 0)
@@ -156,7 +163,9 @@ ENTRY %main (a: f32[64]) -> f32[64] {
 
 
 def test_copies_to_and_from_the_host_are_told_from_others() -> None:
-    """A pair with a matmul in between, a slice read, one written in place, a plain copy; VMEM is not host memory."""
+    """A pair with a matmul in between, a slice read, one written in place, a plain copy; VMEM is not host
+    memory.
+    """
     assert host_copies(HOST) == [
         HostCopies("to device", count=2, bytes=256 + 64, async_bytes=256, hidden_bytes=256, duplex_bytes=0),
         HostCopies("to host", count=2, bytes=256 + 64, async_bytes=0, hidden_bytes=0, duplex_bytes=0),
@@ -214,7 +223,9 @@ def test_slices_of_host_memory_count_as_slices() -> None:
 
 
 def compiled_gathers(topology: str, *, options: bool) -> tuple[list[Traffic], int]:
-    """Compiles the gradient of three layers with gathered weights; returns it with the bytes sent by the formula."""
+    """Compiles the gradient of three layers with gathered weights; returns it with the bytes sent by the
+    formula.
+    """
     devices = topology_devices(topology)
     spec = MeshSpec(data=len(devices))
     mesh = make_mesh(spec, devices)
@@ -258,7 +269,9 @@ def test_weights_come_and_gradients_go_beside_matmuls() -> None:
 
 @pytest.mark.aot
 def test_arrays_that_xla_joins_are_counted_one_by_one() -> None:
-    """XLA:GPU combines the three small gathers into one, and the scatters, which leaves nothing to overlap them."""
+    """XLA:GPU combines the three small gathers into one, and the scatters, which leaves nothing to overlap
+    them.
+    """
     found, want = compiled_gathers("h200:8", options=True)
     assert [(t.kind, t.count) for t in found] == [("all-gather", 3), ("reduce-scatter", 3)]
     assert overlap(found) == Overlap(want, 0, 0)

@@ -1,4 +1,6 @@
-"""Comparison that every op's tests share: values and gradients in float32 or bfloat16 against a float64 reference."""
+"""Comparison that every op's tests share: values and gradients in float32 or bfloat16 against a float64
+reference.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,8 @@ dtypes = pytest.mark.parametrize("dtype", TOLERANCE)
 
 
 def in_float32(names: str, *cases: tuple[Any, ...]) -> pytest.MarkDecorator:
-    """Parametrises `dtype` and `names`: every case in float32, and the first in bfloat16; the others there are slow.
+    """Parametrises `dtype` and `names`: every case in float32, and the first in bfloat16; the others there
+    are slow.
 
     Chunks, windows and devices are the same code in both dtypes, and float32 has the tighter tolerance.
     """
@@ -28,7 +31,9 @@ def in_float32(names: str, *cases: tuple[Any, ...]) -> pytest.MarkDecorator:
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
-    """Standard normal float32 numbers that are exact in bfloat16, so that both dtypes compute with the same input."""
+    """Standard normal float32 numbers that are exact in bfloat16, so that both dtypes compute with the same
+    input.
+    """
     x = np.random.default_rng(seed).standard_normal(shape)
     return np.asarray(jnp.asarray(x, jnp.bfloat16).astype(jnp.float32))
 
@@ -49,7 +54,9 @@ def agree_with(
         shape = jax.eval_shape(reference, *xs).shape
         weight = normal(99, *shape)  # a sum alone would hide a gradient that is merely constant
         argnums = tuple(range(len(xs)))
-        (_, want), want_grads = jax.value_and_grad(scalar(reference, jnp.asarray(weight)), argnums, has_aux=True)(*xs)
+        (_, want), want_grads = jax.value_and_grad(
+            scalar(reference, jnp.asarray(weight)), argnums, has_aux=True
+        )(*xs)
         want, want_grads = np.asarray(want), [np.asarray(g) for g in want_grads]
     xs = tuple(jnp.asarray(x, dtype) for x in inputs)
     run = jax.jit(jax.value_and_grad(scalar(op, jnp.asarray(weight)), argnums, has_aux=True))
@@ -59,5 +66,7 @@ def agree_with(
     ):
         scale = np.abs(b).max()
         assert scale > 1e-3, f"{name}: all but zero, so equality would prove nothing"
-        np.testing.assert_allclose(np.asarray(a, np.float64) / scale, b / scale, atol=TOLERANCE[dtype], err_msg=name)
+        np.testing.assert_allclose(
+            np.asarray(a, np.float64) / scale, b / scale, atol=TOLERANCE[dtype], err_msg=name
+        )
         assert a.dtype == jnp.dtype(dtype) or a.dtype == jnp.float32, name

@@ -19,7 +19,9 @@ def inputs() -> tuple[np.ndarray, ...]:
 
 @in_float32("chunk", (4,), (7,), (16,), (512,))
 def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
-    """Value and the gradients of q, k and v agree, with documents that end inside a chunk, and grouped heads."""
+    """Value and the gradients of q, k and v agree, with documents that end inside a chunk, and grouped
+    heads.
+    """
     segment = jnp.asarray(SEGMENTS)
     agree_with(
         lambda q, k, v: attention(q, k, v, segment, segment, chunk=chunk),
@@ -31,7 +33,9 @@ def test_attention_is_its_formula_in_any_chunk(dtype: str, chunk: int) -> None:
 
 @in_float32("chunk,window", (4, 2), (4, 6), (7, 5), (16, 3))
 def test_a_window_is_its_formula_in_any_chunk(dtype: str, chunk: int, window: int) -> None:
-    """Value and gradients agree for windows that end inside a chunk, at its end, several chunks away, or never."""
+    """Value and gradients agree for windows that end inside a chunk, at its end, several chunks away, or
+    never.
+    """
     segment = jnp.asarray(SEGMENTS)
     agree_with(
         lambda q, k, v: attention(q, k, v, segment, segment, chunk=chunk, window=window),
@@ -67,7 +71,9 @@ def test_scores_too_large_for_exp_are_fine() -> None:
 
 
 def test_under_remat_the_named_result_is_not_computed_again() -> None:
-    """With "attention" saved, the backward pass has one exp per chunk; with nothing saved, three (forward again)."""
+    """With "attention" saved, the backward pass has one exp per chunk; with nothing saved, three (forward
+    again).
+    """
     q, k, v = (jnp.asarray(x) for x in inputs())
     segment = jnp.asarray(SEGMENTS)
 

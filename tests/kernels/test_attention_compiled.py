@@ -26,7 +26,9 @@ pytestmark = pytest.mark.aot
 N, K, H = 8, 2, 128
 
 
-def lowered(topology: str, context: int, kernel: str, *, positions: int = 1024, window: int | None = None) -> Any:
+def lowered(
+    topology: str, context: int, kernel: str, *, positions: int = 1024, window: int | None = None
+) -> Any:
     """Lowered value and gradients for rows of `positions` on each of `context` devices, with segments."""
     devices = topology_devices(topology)[:context]
     mesh = Mesh(np.array(devices), ("context",), axis_types=(AxisType.Auto,))
@@ -41,7 +43,9 @@ def lowered(topology: str, context: int, kernel: str, *, positions: int = 1024, 
         return jax.value_and_grad(total, argnums=(0, 1, 2))(q, k, v)
 
     def shape(*dims: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((1, positions * context, *dims), dtype, sharding=NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(
+            (1, positions * context, *dims), dtype, sharding=NamedSharding(mesh, spec)
+        )
 
     fn = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=(P(), spec), check_vma=False)
     target = device.from_name(topology.partition(":")[0])
@@ -51,7 +55,9 @@ def lowered(topology: str, context: int, kernel: str, *, positions: int = 1024, 
 
 @pytest.mark.parametrize(("topology", "context", "window"), [("v5p:2x2x1", 1, 300), ("v6e:2x2", 4, None)])
 def test_splash_compiles_for_tpus(topology: str, context: int, window: int | None) -> None:
-    """With a window on one device, and in a ring, both passes are kernels with segments, without plain JAX's scores."""
+    """With a window on one device, and in a ring, both passes are kernels with segments, without plain JAX's
+    scores.
+    """
     with compat.no_compile_cache():
         compiled = lowered(topology, context, "splash", window=window).compile()
     text = compiled.as_text()
@@ -63,10 +69,11 @@ def test_splash_compiles_for_tpus(topology: str, context: int, window: int | Non
 
 
 def check_no_scores(chip: str, config: str) -> None:
-    """Attention and its gradients at a config's shape write no array of scores, and bytes that grow as its arrays do.
+    """Attention and its gradients at a config's shape write no array of scores, and bytes that grow as its
+    arrays do.
 
-    4 times the arrays: on TPUs rows of log-partitions fill 128 lanes, which is as much as a head of 128 in float32.
-    Heads of less than 64 are padded to it.
+    4 times the arrays: on TPUs rows of log-partitions fill 128 lanes, which is as much as a head of 128 in
+    float32. Heads of less than 64 are padded to it.
     """
     avals = of_config(config)
     hlo = attention_hlo(chip, avals)
@@ -97,19 +104,26 @@ def test_no_config_has_scores_in_memory(chip: str, config: str) -> None:
 @pytest.mark.parametrize("config", CONFIGS)
 def test_no_config_has_scores_in_memory_on_a_b200(config: str) -> None:
     """In a process of its own, because Mosaic compiles for one generation of GPUs per process."""
-    code = f"from tests.kernels.test_attention_compiled import check_no_scores; check_no_scores('b200', '{config}')"
+    code = (
+        "from tests.kernels.test_attention_compiled import check_no_scores; check_no_scores('b200', "
+        f"'{config}')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_tokamax_has_the_blocks_that_an_h100_ran_fastest() -> None:
-    """The first candidate of each head size on Hopper: stages of the backward kernels, and blocks of forward keys."""
+    """The first candidate of each head size on Hopper: stages of the backward kernels, and blocks of forward
+    keys.
+    """
     first = {}
     for head_dim in (16, 64, 128, 256):
         query = jax.ShapeDtypeStruct((1, 128, 8, head_dim), jnp.bfloat16)
         candidates = tokamax.configs(device.from_name("h100"), {"q_BLNH": query})
         first[head_dim] = candidates[0]["stages_backward"], candidates[0]["block_kv"]
-        assert len({tuple(one.items()) for one in candidates}) == len(candidates), "no candidate is timed twice"
+        assert len({tuple(one.items()) for one in candidates}) == len(candidates), (
+            "no candidate is timed twice"
+        )
         large = [one for one in candidates if one["block_q_dkv"] == one["block_q_dq"] == 128]
         assert len(large) == (head_dim <= 64)
     assert first == {16: (2, 128), 64: (2, 128), 128: (3, 128), 256: (1, 64)}
@@ -123,7 +137,8 @@ def test_tokamax_compiles_for_hopper() -> None:
 
 
 def test_cudnn_is_called_with_the_segments() -> None:
-    """In both passes the call has a mask of all queries and keys. Only lowered, because compiling needs cuDNN itself.
+    """In both passes the call has a mask of all queries and keys. Only lowered, because compiling needs cuDNN
+    itself.
 
     A call without `Bias` in its name would ignore the segments (MaxText issue 4478).
     """
@@ -134,7 +149,9 @@ def test_cudnn_is_called_with_the_segments() -> None:
 
 
 def test_a_ring_sends_while_it_computes() -> None:
-    """On 4 H200 the scheduler puts matmuls between start and done of hops with at least nine tenths of the bytes."""
+    """On 4 H200 the scheduler puts matmuls between start and done of hops with at least nine tenths of the
+    bytes.
+    """
     with compat.no_compile_cache():
         text = lowered("h200:4", 4, "xla").compile().as_text()
     sent = overlap([t for t in traffic(text, {"context": 4}) if t.kind == "collective-permute"])

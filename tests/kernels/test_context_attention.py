@@ -53,7 +53,9 @@ def over_devices(
     )
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return local(q[:, order], k[:, order], v[:, order], jnp.asarray(segment[:, order]))[:, np.argsort(order)]
+        return local(q[:, order], k[:, order], v[:, order], jnp.asarray(segment[:, order]))[
+            :, np.argsort(order)
+        ]
 
     return run
 
@@ -72,13 +74,16 @@ def inputs(num_heads: int = N, num_kv_heads: int = K) -> tuple[np.ndarray, ...]:
     ids=str,
 )
 def test_split_rows_are_whole_rows(split: RowSplit, dtype: str) -> None:
-    """Value and gradients of q, k and v are those of float64, with documents that end anywhere, and grouped heads.
+    """Value and gradients of q, k and v are those of float64, with documents that end anywhere, and grouped
+    heads.
 
-    The tolerances are those of attention on one device: partial results are combined in float32, and in bfloat16 each
-    of the 4 is rounded once, by 2^-9 of itself.
+    The tolerances are those of attention on one device: partial results are combined in float32, and in
+    bfloat16 each of the 4 is rounded once, by 2^-9 of itself.
     """
     segment = jnp.asarray(SEGMENTS)
-    agree_with(over_devices(split), lambda q, k, v: attention_reference(q, k, v, segment, segment), inputs(), dtype)
+    agree_with(
+        over_devices(split), lambda q, k, v: attention_reference(q, k, v, segment, segment), inputs(), dtype
+    )
 
 
 def test_a_device_has_an_early_and_a_late_part() -> None:
@@ -116,7 +121,10 @@ def test_more_devices_than_key_heads_share_them() -> None:
     split = RowSplit(4, "ulysses")
     segment = jnp.asarray(SEGMENTS)
     agree_with(
-        over_devices(split), lambda q, k, v: attention_reference(q, k, v, segment, segment), inputs(8, 2), "float32"
+        over_devices(split),
+        lambda q, k, v: attention_reference(q, k, v, segment, segment),
+        inputs(8, 2),
+        "float32",
     )
 
 
@@ -134,7 +142,9 @@ def test_a_window_reaches_over_devices() -> None:
 
 
 def test_under_remat_the_named_result_is_not_computed_again() -> None:
-    """With "attention" saved, the backward pass sends keys around once more; with nothing saved, twice more."""
+    """With "attention" saved, the backward pass sends keys around once more; with nothing saved, twice
+    more.
+    """
     run = over_devices(RowSplit(2))
     q, k, v = (jnp.asarray(x) for x in inputs())
 

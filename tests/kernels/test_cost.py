@@ -24,7 +24,9 @@ EXPECTED = {
 H100 = device.from_name("h100")
 
 
-def shapes(B: int, L: int, N: int, K: int, H: int, *, dtype: str = "bfloat16", **changes: Any) -> registry.Avals:
+def shapes(
+    B: int, L: int, N: int, K: int, H: int, *, dtype: str = "bfloat16", **changes: Any
+) -> registry.Avals:
     """Arguments of causal attention."""
     query, key = (jax.ShapeDtypeStruct((B, L, heads, H), jnp.dtype(dtype)) for heads in (N, K))
     segment = jax.ShapeDtypeStruct((B, L), jnp.int32)
@@ -41,7 +43,9 @@ def of_config(name: str) -> registry.Avals:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_config_takes_the_fused_attention_of_its_chip(chip: str) -> None:
-    """Only where nothing else runs is plain XLA taken; all that run have a cost, and the choice has the least."""
+    """Only where nothing else runs is plain XLA taken; all that run have a cost, and the choice has the
+    least.
+    """
     assert {"llama1b", "llama8b", "llama70b", "qwen3_8b", "qwen3_30b_a3b", "tiny"} <= set(CONFIGS)
     spec = device.from_name(chip)
     for name in CONFIGS:
@@ -69,7 +73,9 @@ def test_every_implementation_predicts_its_seconds_on_every_chip() -> None:
 
 
 def test_a_fused_kernels_seconds_are_its_flops_at_the_rate_it_reaches() -> None:
-    """Causal llama8b on an H100: 4 N L^2 H / 2 FLOPs forward at 62 % of the peak, 2.5 times that backward at 41.5 %."""
+    """Causal llama8b on an H100: 4 N L^2 H / 2 FLOPs forward at 62 % of the peak, 2.5 times that backward at
+    41.5 %.
+    """
     avals = ATTENTION.cases["llama8b"]
     flops = 4 * 32 * 8192 * 8193 / 2 * 128
     want = flops / 989.4e12 * (1 / 0.62 + 2.5 / 0.415) + 3 * cost.LAUNCH_S["gpu"]
@@ -82,11 +88,15 @@ def test_a_fused_kernels_seconds_are_its_flops_at_the_rate_it_reaches() -> None:
 
 
 def test_cudnn_pays_for_its_mask() -> None:
-    """Writing and reading [B, 1, L, M] costs more than its faster matmuls save, also for short rows and short heads."""
+    """Writing and reading [B, 1, L, M] costs more than its faster matmuls save, also for short rows and short
+    heads.
+    """
     for length in (256, 1024, 8192, 131072):
         for head_dim in (16, 64, 128):
             avals = shapes(1, length, 32, 8, head_dim)
-            assert (cost.attention_s(H100, avals, "cudnn") or 0) > (cost.attention_s(H100, avals, "tokamax") or 9)
+            assert (cost.attention_s(H100, avals, "cudnn") or 0) > (
+                cost.attention_s(H100, avals, "tokamax") or 9
+            )
     # With a window most of the mask is only written: 32 GiB for a row of 131072 take 12.8 ms in each pass.
     narrow = shapes(1, 131072, 32, 8, 128, window=256)
     assert (cost.attention_s(H100, narrow, "cudnn") or 0) > 2 * 2 * 131072**2 / (3.35e12 * 0.8)
@@ -116,13 +126,17 @@ def test_predictions_are_those_of_an_h100(name: str, shape: Any, forward: float,
 
 
 def test_both_passes_together_are_those_of_an_h100() -> None:
-    """At the shape of llama1b on the same H100: 39.3 ms by XLA, 9.27 by cuDNN, 7.19 by tokamax; within 10 %."""
+    """At the shape of llama1b on the same H100: 39.3 ms by XLA, 9.27 by cuDNN, 7.19 by tokamax; within 10
+    %.
+    """
     for name, want in (("xla", 39.3e-3), ("cudnn", 9.27e-3), ("tokamax", 7.19e-3)):
         assert cost.attention_s(H100, shapes(*LLAMA1B), name) == pytest.approx(want, rel=0.1)
 
 
 def test_plain_scores_cost_their_bytes() -> None:
-    """38 bytes for each visible score: 40 GiB for a llama8b layer, which take more than half of its seconds."""
+    """38 bytes for each visible score: 40 GiB for a llama8b layer, which take more than half of its
+    seconds.
+    """
     avals = ATTENTION.cases["llama8b"]
     scores = 32 * 8192**2 * (0.5 * 8193 / 8192 + 512 / 2 / 8192)
     passes = scores * 38 / (3.35e12 * 0.8)

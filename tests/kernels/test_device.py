@@ -32,7 +32,9 @@ def test_a_device_is_known_by_its_kind(kind: str, platform: str, name: str) -> N
 
 
 def test_nobody_guesses_a_peak() -> None:
-    """A CPU has no peak, an unknown chip has no specification, and float32 has no peak that holds everywhere."""
+    """A CPU has no peak, an unknown chip has no specification, and float32 has no peak that holds
+    everywhere.
+    """
     cpu = device.from_device(jax.devices()[0])
     assert cpu is not None
     assert cpu.peak_flops("bfloat16") is None
@@ -43,5 +45,7 @@ def test_nobody_guesses_a_peak() -> None:
 
 def test_an_unknown_name_lists_those_that_exist() -> None:
     """The message suggests the nearest names."""
-    with pytest.raises(ValueError, match=r"No device is called 'h20'\. Did you mean h200, gh200\? There are: cpu, "):
+    with pytest.raises(
+        ValueError, match=r"No device is called 'h20'\. Did you mean h200, gh200\? There are: cpu, "
+    ):
         device.from_name("h20")

@@ -28,7 +28,9 @@ def test_rms_norm_is_its_formula(dtype: str) -> None:
 
 @dtypes
 def test_rope_turns_pairs_half_a_head_apart(dtype: str) -> None:
-    """Rotation is multiplication by exp(i angle) as complex numbers; its gradient is the opposite rotation."""
+    """Rotation is multiplication by exp(i angle) as complex numbers; its gradient is the opposite
+    rotation.
+    """
     angle = normal(1, 2, 8, 4)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
 
@@ -57,7 +59,9 @@ def test_swiglu_of_groups_touches_no_block_after_them(used: int) -> None:
 
 
 def test_swiglu_of_groups_says_where_it_runs_and_where_it_pays() -> None:
-    """It is predicted to be faster where a buffer is mostly empty, not yet taken for it, and says what it refuses."""
+    """It is predicted to be faster where a buffer is mostly empty, not yet taken for it, and says what it
+    refuses.
+    """
     case, h200 = GROUPED_SWIGLU.cases["qwen3_30b_a3b"], from_name("h200")
     kernel, plain = GROUPED_SWIGLU.implementations
     for expected, ratio in ((32768, 4 / 9), (131072, 10 / 9)):

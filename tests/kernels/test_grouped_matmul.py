@@ -1,4 +1,6 @@
-"""Grouped matmul: every implementation against float64, with empty, small and large groups, and rows without one."""
+"""Grouped matmul: every implementation against float64, with empty, small and large groups, and rows without
+one.
+"""
 
 import re
 
@@ -43,7 +45,9 @@ def test_rows_of_no_group_neither_count_nor_spread() -> None:
     """Rows without a group do not enter other rows and the gradients, even if they hold nan."""
     group_size = jnp.asarray((3, 0, 5), jnp.int32)
     x, w, dy = normal(0, 140, 8), normal(1, 3, 8, 4), normal(2, 140, 4)
-    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_size), jnp.asarray(x).at[8:].set(jnp.nan), jnp.asarray(w))
+    y, vjp = jax.vjp(
+        lambda x, w: grouped_matmul(x, w, group_size), jnp.asarray(x).at[8:].set(jnp.nan), jnp.asarray(w)
+    )
     dx, dw = vjp(jnp.asarray(dy).at[8:].set(jnp.nan))
     clean, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, group_size), jnp.asarray(x), jnp.asarray(w))
     clean_dx, clean_dw = vjp(jnp.asarray(dy).at[8:].set(0))
@@ -64,7 +68,9 @@ def test_a_float32_kernel_under_bfloat16_rows_gets_a_float32_gradient() -> None:
 
 
 def test_only_the_tpu_is_given_a_ragged_dot() -> None:
-    """XLA:CPU and XLA:GPU make `ragged_dot` dense (all rows with all matrices), so they get a loop with one product."""
+    """XLA:CPU and XLA:GPU make `ragged_dot` dense (all rows with all matrices), so they get a loop with one
+    product.
+    """
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 16), (3, 16, 24))]
     sizes = jax.ShapeDtypeStruct((3,), jnp.int32)
     traced = jax.jit(grouped_matmul).trace(*shapes, sizes)
@@ -96,7 +102,10 @@ def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_i
         assert reason in dict(choice.others)["tokamax"]
     wide = {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
     odd = {"kernel": jax.ShapeDtypeStruct((128, 2048, 770), jnp.bfloat16)}
-    for changes, message in ((wide, "multiplies bfloat16 with bfloat16, not float32"), (odd, "multiples of 128")):
+    for changes, message in (
+        (wide, "multiplies bfloat16 with bfloat16, not float32"),
+        (odd, "multiples of 128"),
+    ):
         with pytest.raises(ValueError, match=rf"kernels\.grouped_matmul=tokamax: .*{message}"):
             registry.choose(GROUPED_MATMUL, from_name("h200"), {**case, **changes}, forced="tokamax")
 

@@ -1,4 +1,5 @@
-"""Checks that a kernel passes before it runs on a chip (a ladder), with a planted bug that each rung must find.
+"""Checks that a kernel passes before it runs on a chip (a ladder), with a planted bug that each rung must
+find.
 
 | rung | checks | planted bug |
 |---|---|---|
@@ -8,7 +9,8 @@
 | TPU compilers | it lowers, its memory fits | too much VMEM |
 | GPU compilers | it lowers, no spill, shared memory fits, it is the kernel | a spill; too much memory; a fallback |
 
-Emulation enforces no limits, and compilers run nothing, so a kernel needs every rung. Only speed needs the chip.
+Emulation enforces no limits, and compilers run nothing, so a kernel needs every rung. Only speed needs the
+chip.
 """
 
 import dataclasses
@@ -115,7 +117,9 @@ def test_float64_finds_a_gradient_without_a_term() -> None:
 
 @pytest.mark.parametrize("dma_mode", ("eager", "on_wait"))
 def test_emulated_tpus_find_a_missing_wait(dma_mode: Any, emulated_devices: list[jax.Device]) -> None:
-    """Eager copies race with the reader; copies made on the wait never arrive. Each mode finds only one fault."""
+    """Eager copies race with the reader; copies made on the wait never arrive. Each mode finds only one
+    fault.
+    """
     mesh = Mesh(np.array(emulated_devices), ("x",))
     x = np.arange(8 * 8 * 128, dtype=np.float32).reshape(64, 128)
     want = 2 * np.roll(x, 8, axis=0)
@@ -213,7 +217,9 @@ COMPILED = [(name, gpu_or_tpu) for name in ("rms_norm", "swiglu") for gpu_or_tpu
 @pytest.mark.aot
 @pytest.mark.parametrize(("name", "machine"), COMPILED)
 def test_ops_pass_the_gates_of_their_compilers(name: str, machine: str) -> None:
-    """Every implementation that supports the device compiles with gradients, at the size of the op's first case."""
+    """Every implementation that supports the device compiles with gradients, at the size of the op's first
+    case.
+    """
     assert_compiles(registry.find(name), machine)
 
 
@@ -251,18 +257,25 @@ BUDGET_MIB: dict[str, int | dict[str, int]] = {
     "swiglu": 16,
     "grouped_swiglu": 16,
 }
-"""Budget in MiB of temporary memory for an op's first case with gradients on any chip, or per implementation."""
+"""Budget in MiB of temporary memory for an op's first case with gradients on any chip, or per
+implementation."""
 
 KNOWN_SPILLS = {("attention", "tokamax"): 200}
-"""Bytes of stack per thread, for kernels that are not written here: Tokamax's own, in the blocks and stages that were
-the fastest on an H100 despite the spill."""
+"""Bytes of stack per thread, for kernels that are not written here: Tokamax's own, in the blocks and stages
+that were the fastest on an H100 despite the spill."""
 
 
 def assert_compiles(op: registry.Op, machine: str) -> None:
-    """Compiles every supported implementation of an op's first case; skips cuDNN if its library is not installed."""
+    """Compiles every supported implementation of an op's first case; skips cuDNN if its library is not
+    installed.
+    """
     case, avals = next(iter(op.cases.items()))
     spec = device.from_name(machine)
-    able = [i.name for i in op.implementations if not aot.missing_library(i.name) and i.supports(spec, avals) is None]
+    able = [
+        i.name
+        for i in op.implementations
+        if not aot.missing_library(i.name) and i.supports(spec, avals) is None
+    ]
     assert "xla" in able
     for implementation in able:
         report = aot.compile_op(op, case, machine, implementation)
@@ -278,7 +291,9 @@ def assert_compiles(op: registry.Op, machine: str) -> None:
 @pytest.mark.aot
 def test_a_mesh_larger_than_its_topology_is_refused() -> None:
     """The message has both numbers."""
-    with pytest.raises(ValueError, match=r"h200:8 has 8 devices, but x=4, y=4 needs 16\. Take a larger topology\."):
+    with pytest.raises(
+        ValueError, match=r"h200:8 has 8 devices, but x=4, y=4 needs 16\. Take a larger topology\."
+    ):
         aot.virtual_mesh("h200:8", {"x": 4, "y": 4})
 
 
@@ -286,7 +301,9 @@ def test_a_damaged_executable_is_refused() -> None:
     """A damaged file raises, instead of being read as one without kernels; other bytes have no kernels."""
     literal = bytes([5, 4 << 2]) + b"hello"
     assert riegeli.snappy(literal) == b"hello"
-    assert riegeli.snappy(bytes([9, 0]) + b"a" + bytes([8 - 4 << 2 | 1, 1])) == b"a" * 9, "a copy of what it writes"
+    assert riegeli.snappy(bytes([9, 0]) + b"a" + bytes([8 - 4 << 2 | 1, 1])) == b"a" * 9, (
+        "a copy of what it writes"
+    )
     with pytest.raises(ValueError, match=r"5 bytes, not 6: the stream is damaged"):
         riegeli.snappy(bytes([6]) + literal[1:])
 

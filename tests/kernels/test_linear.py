@@ -49,8 +49,12 @@ def test_the_kernel_gradient_is_exact_through_the_cpus_transpose() -> None:
 
 
 @shapes
-def test_a_tpu_multiplies_arrays_as_they_are(x: tuple[int, ...], kernel: tuple[int, ...], num_in: int) -> None:
-    """There is no reshape in what a TPU compiles, which would copy the activations. A GPU's program has some."""
+def test_a_tpu_multiplies_arrays_as_they_are(
+    x: tuple[int, ...], kernel: tuple[int, ...], num_in: int
+) -> None:
+    """There is no reshape in what a TPU compiles, which would copy the activations. A GPU's program has
+    some.
+    """
     given, weight = normal(0, *x), normal(1, *kernel)
 
     def both(x: jax.Array, w: jax.Array) -> Any:
@@ -58,19 +62,26 @@ def test_a_tpu_multiplies_arrays_as_they_are(x: tuple[int, ...], kernel: tuple[i
         return vjp(y)
 
     traced = jax.jit(both).trace(given, weight)
-    count = {p: traced.lower(lowering_platforms=(p,)).as_text().count("stablehlo.reshape") for p in ("cuda", "tpu")}
+    count = {
+        p: traced.lower(lowering_platforms=(p,)).as_text().count("stablehlo.reshape") for p in ("cuda", "tpu")
+    }
     assert count["tpu"] == 0 < count["cuda"], count
 
 
 def test_only_the_cpu_multiplies_by_the_identity() -> None:
-    """Lowered for a TPU or a GPU, the backward pass has two matmuls (the third, of the value, is not needed)."""
+    """Lowered for a TPU or a GPU, the backward pass has two matmuls (the third, of the value, is not
+    needed).
+    """
 
     def backward(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
         return jax.vjp(linear, x, w)[1](dy)
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((64, 16), (16, 24), (64, 24))]
     traced = jax.jit(backward).trace(*shapes)
-    count = {p: traced.lower(lowering_platforms=(p,)).as_text().count("dot_general") for p in ("cpu", "cuda", "tpu")}
+    count = {
+        p: traced.lower(lowering_platforms=(p,)).as_text().count("dot_general")
+        for p in ("cpu", "cuda", "tpu")
+    }
     assert count["cpu"] == count["tpu"] + 1, count
     assert count["cuda"] == count["tpu"], count
 

@@ -23,7 +23,9 @@ def targets() -> np.ndarray:
 
 @in_float32("chunk,z_loss", *((chunk, z_loss) for z_loss in (0.1, 0.0) for chunk in (7, 1, 8, 1024)))
 def test_the_loss_and_its_gradients_are_those_of_all_logits(dtype: str, chunk: int, z_loss: float) -> None:
-    """The result is the same for any chunk size, with ignored targets, and gradients scale with the loss's factor."""
+    """The result is the same for any chunk size, with ignored targets, and gradients scale with the loss's
+    factor.
+    """
     target = jnp.asarray(targets())
     agree_with(
         lambda x, w: linear_cross_entropy(x, w, target, chunk_tokens=chunk, z_loss=z_loss)[0],
@@ -48,7 +50,9 @@ def test_without_targets_the_loss_and_gradient_are_zero() -> None:
     """A microbatch of padding adds zero, not nan."""
     x, w = jnp.asarray(normal(0, B, L, D)), jnp.asarray(normal(1, D, V))
     none = jnp.full((B, L), -1)
-    value, gradient = jax.value_and_grad(lambda x: linear_cross_entropy(x, w, none, chunk_tokens=8, z_loss=1.0)[0])(x)
+    value, gradient = jax.value_and_grad(
+        lambda x: linear_cross_entropy(x, w, none, chunk_tokens=8, z_loss=1.0)[0]
+    )(x)
     assert value == 0
     assert not np.any(gradient)
 
@@ -79,7 +83,9 @@ def test_a_chunk_of_no_tokens_is_refused() -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ["h200", "v5p"])
 def test_on_an_accelerator_the_logits_are_never_whole(chip: str) -> None:
-    """Compiled at 16384 x 4096 x 128256: at most 3 GiB of temporaries, where all logits would be more than 10."""
+    """Compiled at 16384 x 4096 x 128256: at most 3 GiB of temporaries, where all logits would be more than
+    10.
+    """
 
     def chunked(x: jax.Array, w: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         return linear_cross_entropy(x, w, t, chunk_tokens=1024)
@@ -92,7 +98,8 @@ def test_on_an_accelerator_the_logits_are_never_whole(chip: str) -> None:
 def test_on_an_h200_loss_and_gradient_take_two_gib() -> None:
     """Compiled by the H200's compiler at 16384 x 4096 x 128256, in the chunks that are predicted to be best.
 
-    A bfloat16 gradient is summed in float32 too, which makes D * V * 4 = 1.96 GiB a temporary: 2.25 with a chunk's.
+    A bfloat16 gradient is summed in float32 too, which makes D * V * 4 = 1.96 GiB a temporary: 2.25 with a
+    chunk's.
     """
     chunk, _ = best_chunk(DEVICES["h200"], tokens=16384, d_model=4096, vocab=128256)
 
@@ -105,7 +112,9 @@ def test_on_an_h200_loss_and_gradient_take_two_gib() -> None:
 
 @pytest.mark.aot
 def test_eight_h200_share_the_vocabulary() -> None:
-    """Each device has an eighth of the logits and of the gradient, and sends at most a quarter of gathering's bytes."""
+    """Each device has an eighth of the logits and of the gradient, and sends at most a quarter of gathering's
+    bytes.
+    """
     temp, sent = split_loss_bytes("h200:8", 8)
     assert temp <= 1.5 * GIB
     assert 0 < sent < 0.25 * 2 * 4096 * 128256 * 2 * 7 / 8

@@ -17,7 +17,9 @@ def targets() -> np.ndarray:
     return target
 
 
-def in_parts(x: jax.Array, w: jax.Array, *, parts: int, chunk: int, z_loss: float) -> tuple[jax.Array, jax.Array]:
+def in_parts(
+    x: jax.Array, w: jax.Array, *, parts: int, chunk: int, z_loss: float
+) -> tuple[jax.Array, jax.Array]:
     """Loss with the columns distributed over parts in shuffled order; the last part is padded."""
     order = np.random.default_rng(2).permutation(V)
     missing = -V % parts

@@ -30,7 +30,8 @@ def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
 def test_value_and_gradients_are_those_of_operands_rounded_by_ml_dtypes(
     x: tuple[int, ...], kernel: tuple[int, ...], num_in: int
 ) -> None:
-    """Products of the rounded operands are compared in float64: only float32 sums differ, 1e-5 of the largest element.
+    """Products of the rounded operands are compared in float64: only float32 sums differ, 1e-5 of the largest
+    element.
 
     Without rounding the results differ by more than 1e-2, so the comparison is not vacuous.
     """
@@ -53,12 +54,16 @@ def test_value_and_gradients_are_those_of_operands_rounded_by_ml_dtypes(
     got = run(*(jnp.asarray(v, jnp.float32) for v in (a, w, dy)))
     for one, exact, full in zip(got, want, plain, strict=True):
         size = np.abs(exact).max()
-        np.testing.assert_allclose(np.asarray(one, np.float64).reshape(exact.shape) / size, exact / size, atol=1e-5)
+        np.testing.assert_allclose(
+            np.asarray(one, np.float64).reshape(exact.shape) / size, exact / size, atol=1e-5
+        )
         assert np.abs(full - exact).max() / size > 1e-2
 
 
 def test_the_reference_rounds_alike_and_differentiates_itself() -> None:
-    """JAX's derivative of the rounded contraction (with gradients passed through rounding) is our backward pass."""
+    """JAX's derivative of the rounded contraction (with gradients passed through rounding) is our backward
+    pass.
+    """
     x, w, dy = (jnp.asarray(normal(k, *s)) for k, s in enumerate(((16, 8), (8, 12), (16, 12))))
     y, vjp = jax.vjp(lambda x, w: linear_fp8(x, Fp8Kernel(w)), x, w)
     want, want_vjp = jax.vjp(linear_fp8_reference, x, w)
@@ -67,7 +72,9 @@ def test_the_reference_rounds_alike_and_differentiates_itself() -> None:
 
 
 def test_scales_are_powers_of_two_that_use_the_range() -> None:
-    """The largest number is scaled to the upper half of the range and never beyond; 0, inf and nan get scale 1."""
+    """The largest number is scaled to the upper half of the range and never beyond; 0, inf and nan get scale
+    1.
+    """
     amax = jnp.asarray([448.0, 449.0, 447.9, 1.0, 3e-6, 1e8], jnp.float32)
     for dtype, top in ((FORWARD, 448.0), (GRADIENT, 57344.0)):
         scaled = np.asarray(amax * scale_of(amax, dtype))
@@ -83,7 +90,9 @@ def test_another_scale_rounds_alike_within_the_range_and_exactly_in_bfloat16() -
     """Devices may scale by different powers of two: only numbers below the range change."""
     x = jnp.asarray(normal(0, 4096))
     x = jnp.where(jnp.abs(x) < 0.1, 0.1, x)
-    near, far = (restored(quantised(x, jnp.float32(s), FORWARD), jnp.float32(s), jnp.float32) for s in (64.0, 1.0))
+    near, far = (
+        restored(quantised(x, jnp.float32(s), FORWARD), jnp.float32(s), jnp.float32) for s in (64.0, 1.0)
+    )
     np.testing.assert_array_equal(near, far)
     half = restored(quantised(x, jnp.float32(64), FORWARD), jnp.float32(64), jnp.bfloat16)
     np.testing.assert_array_equal(half.astype(jnp.float32), near)
@@ -98,7 +107,9 @@ def test_clipping_never_hides_an_infinity() -> None:
 
 
 def test_delayed_scaling_uses_what_it_is_given_and_reports_what_it_saw() -> None:
-    """With the scales of current scaling the results are equal to it; the cotangent of `seen_3` is the amax values."""
+    """With the scales of current scaling the results are equal to it; the cotangent of `seen_3` is the amax
+    values.
+    """
     x, w, dy = (jnp.asarray(normal(k, *s)) for k, s in enumerate(((16, 8), (8, 12), (16, 12))))
     amax = jnp.stack([largest(v) for v in (x, w, dy)])
     scale_3 = jnp.stack([*scale_of(amax[:2], FORWARD), scale_of(amax[2], GRADIENT)])
@@ -111,12 +122,16 @@ def test_delayed_scaling_uses_what_it_is_given_and_reports_what_it_saw() -> None
 
 
 def test_a_weight_rounded_before_multiplies_as_one_rounded_here() -> None:
-    """Results, gradients and amax, bit for bit; the weight itself is never read, and its gradient goes to `value`."""
+    """Results, gradients and amax, bit for bit; the weight itself is never read, and its gradient goes to
+    `value`.
+    """
     x, w, dy = (jnp.asarray(normal(k, *s)) for k, s in enumerate(((16, 8), (8, 3, 4), (16, 3, 4))))
     scale_3 = jnp.asarray([4.0, 8.0, 2.0])
 
     def products(value: jax.Array, rounded: tuple[jax.Array, jax.Array] | None) -> tuple[jax.Array, ...]:
-        y, vjp = jax.vjp(lambda x, w, seen: linear_fp8(x, Fp8Kernel(w, scale_3, seen, rounded)), x, value, jnp.zeros(3))
+        y, vjp = jax.vjp(
+            lambda x, w, seen: linear_fp8(x, Fp8Kernel(w, scale_3, seen, rounded)), x, value, jnp.zeros(3)
+        )
         return y, *vjp(dy)
 
     got = products(jnp.full_like(w, jnp.nan), rounded_weight(w, scale_3[1]))
@@ -166,10 +181,20 @@ def test_an_h200_multiplies_in_cublaslts_8_bit_kernels(delayed: bool) -> None:
         y, vjp = jax.vjp(forward, x, w, jnp.zeros(3))
         return y, *vjp(dy)
 
-    shapes = [((256, 512), jnp.bfloat16), ((512, 1024), jnp.bfloat16), ((256, 1024), jnp.bfloat16), ((3,), jnp.float32)]
+    shapes = [
+        ((256, 512), jnp.bfloat16),
+        ((512, 1024), jnp.bfloat16),
+        ((256, 1024), jnp.bfloat16),
+        ((3,), jnp.float32),
+    ]
     avals = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in shapes]
     with no_compile_cache():
-        text = jax.jit(step).lower(*avals).compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
+        text = (
+            jax.jit(step)
+            .lower(*avals)
+            .compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+            .as_text()
+        )
     assert text is not None
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 3
     assert text.count("__cublas$") == text.count("__cublas$lt$matmul$f8")

@@ -28,7 +28,9 @@ def seconds(device: str, chunk: int, **sizes: int) -> float:
 
 
 def test_small_chunks_cost_the_sum_of_the_gradient_and_large_ones_nothing() -> None:
-    """On an H200, chunks of 128 take twice as long as chunks of 1024 or more, where matmuls hide the accumulation."""
+    """On an H200, chunks of 128 take twice as long as chunks of 1024 or more, where matmuls hide the
+    accumulation.
+    """
     assert seconds("h200", 128) > 2 * seconds("h200", 1024)
     assert seconds("h200", 1024) == pytest.approx(seconds("h200", 4096), rel=0.01)
     three_matmuls = 3 * 2 * 16384 * 4096 * 128256 / 989.4e12
@@ -58,7 +60,10 @@ def test_a_chip_with_more_flops_per_byte_takes_larger_chunks() -> None:
 
 def test_a_smaller_budget_gives_smaller_chunks_down_to_the_smallest() -> None:
     """If even the smallest chunk is over the budget, the reason says so."""
-    assert best_chunk(DEVICES["h200"], **LLAMA8B, budget_bytes=2**29)[0] < best_chunk(DEVICES["h200"], **LLAMA8B)[0]
+    assert (
+        best_chunk(DEVICES["h200"], **LLAMA8B, budget_bytes=2**29)[0]
+        < best_chunk(DEVICES["h200"], **LLAMA8B)[0]
+    )
     tokens, because = best_chunk(DEVICES["h200"], **LLAMA8B, budget_bytes=1)
     assert tokens == min(CANDIDATES)
     assert "is over the budget, but no chunk takes less" in because
@@ -66,7 +71,10 @@ def test_a_smaller_budget_gives_smaller_chunks_down_to_the_smallest() -> None:
 
 def test_where_no_peak_is_published_the_usual_size_is_taken_and_said() -> None:
     """CPUs and float32 have no published peak."""
-    assert best_chunk(DEVICES["cpu"], **LLAMA8B) == (1024, "no peaks are published for a cpu, so the default size")
+    assert best_chunk(DEVICES["cpu"], **LLAMA8B) == (
+        1024,
+        "no peaks are published for a cpu, so the default size",
+    )
     assert best_chunk(DEVICES["cpu"], tokens=64, d_model=8, vocab=40)[0] == 64
     assert predict(DEVICES["h200"], 1024, **LLAMA8B, itemsize=4) is None
 
@@ -76,7 +84,9 @@ def avals(**more: Any) -> dict[str, Any]:
 
 
 def test_the_registry_hands_out_the_chunk_and_what_it_costs() -> None:
-    """Configurations are the predicted best first, then the others for tuning; a requested size is the only one."""
+    """Configurations are the predicted best first, then the others for tuning; a requested size is the only
+    one.
+    """
     h200 = DEVICES["h200"]
     choice = registry.choose(LINEAR_CROSS_ENTROPY, h200, avals())
     assert choice.config == {"chunk": 1024}

@@ -68,7 +68,9 @@ def test_the_cost_model_compares_predictions() -> None:
     got = registry.choose(Op("times", (unproven, slow)), H200, AVALS)
     why = "it is chosen only if it is forced: no chip has run it"
     assert (got.implementation, got.others) == (slow, (("cudnn", why),))
-    assert registry.choose(Op("times", (unproven, slow)), H200, AVALS, forced="cudnn").implementation is unproven
+    assert (
+        registry.choose(Op("times", (unproven, slow)), H200, AVALS, forced="cudnn").implementation is unproven
+    )
 
 
 def test_what_is_forced_runs_or_fails() -> None:
@@ -76,9 +78,13 @@ def test_what_is_forced_runs_or_fails() -> None:
     got = registry.choose(OP, H200, AVALS, forced="cudnn")
     assert (got.implementation, got.because, dict(got.config)) == (GPU, "it is forced", {"tile": 1})
     assert got.others == (("xla", "cudnn is forced"),)
-    with pytest.raises(ValueError, match=r"kernels.times=cudnn: it is for GPUs, and a v5p is none. There are: cudnn, "):
+    with pytest.raises(
+        ValueError, match=r"kernels.times=cudnn: it is for GPUs, and a v5p is none. There are: cudnn, "
+    ):
         registry.choose(OP, V5P, AVALS, forced="cudnn")
-    with pytest.raises(ValueError, match=r"kernels.times=cuda: there is no such implementation. There are: cudnn, xla"):
+    with pytest.raises(
+        ValueError, match=r"kernels.times=cuda: there is no such implementation. There are: cudnn, xla"
+    ):
         registry.choose(OP, H200, AVALS, forced="cuda")
     nowhere = Op("times", (GPU, dataclasses.replace(XLA, supports=lambda device, avals: "it is too large")))
     with pytest.raises(ValueError, match=r"kernels.times: not even xla runs: it is too large\."):
@@ -94,7 +100,9 @@ def test_an_op_ends_with_its_reference() -> None:
 
 def test_a_jitted_function_is_traced_anew_for_another_device() -> None:
     """The same function with the same argument uses XLA on a TPU and the other implementation on a GPU."""
-    op = Op("times", (dataclasses.replace(GPU, cost_s=costs(1e-6)), dataclasses.replace(XLA, cost_s=costs(2e-6))))
+    op = Op(
+        "times", (dataclasses.replace(GPU, cost_s=costs(1e-6)), dataclasses.replace(XLA, cost_s=costs(2e-6)))
+    )
     traces = []
 
     @jax.jit
@@ -114,7 +122,9 @@ def test_a_jitted_function_is_traced_anew_for_another_device() -> None:
 
 
 def test_names_that_mean_nothing_are_refused_before_anything_is_traced() -> None:
-    """Unknown ops and implementations are refused with the nearest names; arguments must be arrays or plain values."""
+    """Unknown ops and implementations are refused with the nearest names; arguments must be arrays or plain
+    values.
+    """
     with (
         pytest.raises(
             ValueError,
@@ -124,17 +134,25 @@ def test_names_that_mean_nothing_are_refused_before_anything_is_traced() -> None
     ):
         pass
     with (
-        pytest.raises(ValueError, match=r"kernels.rms_norm=x: there is no such implementation\. There are: .*xla"),
+        pytest.raises(
+            ValueError, match=r"kernels.rms_norm=x: there is no such implementation\. There are: .*xla"
+        ),
         registry.on(H200, forced={"rms_norm": "x"}),
     ):
         pass
-    with pytest.raises(ValueError, match=r"kernels: argument x is a list; ops take arrays and plain values\."):
+    with pytest.raises(
+        ValueError, match=r"kernels: argument x is a list; ops take arrays and plain values\."
+    ):
         registry.call(OP, x=[1.0], factor=2)
 
 
-def test_every_op_of_the_package_is_found_with_cases_that_it_can_trace(emulated_devices: list[jax.Device]) -> None:
+def test_every_op_of_the_package_is_found_with_cases_that_it_can_trace(
+    emulated_devices: list[jax.Device],
+) -> None:
     """Every case traces for an absent device, with gradients that have the shapes of their arguments."""
-    assert {"rms_norm", "rope", "swiglu", "linear", "embedding_lookup", "linear_cross_entropy"} <= set(registry.ops())
+    assert {"rms_norm", "rope", "swiglu", "linear", "embedding_lookup", "linear_cross_entropy"} <= set(
+        registry.ops()
+    )
     for op in registry.ops().values():
         for case, avals in op.cases.items():
             function, axis = aot.op_function(op, avals, gradients=True), aot.axis_of(avals)
@@ -173,12 +191,17 @@ def test_the_example_of_a_new_back_end_computes_the_op(dtype: str) -> None:
 
     op = new_backend.IMPLEMENTATIONS["rms_norm"]
     agree_with(
-        lambda x, s: op.call(x=x, scale_C=s, eps=0.1, rows=8), formula, (normal(0, 2, 8, 16), normal(1, 16)), dtype
+        lambda x, s: op.call(x=x, scale_C=s, eps=0.1, rows=8),
+        formula,
+        (normal(0, 2, 8, 16), normal(1, 16)),
+        dtype,
     )
 
 
 def test_the_example_of_a_new_back_end_is_found_by_its_entry_point(tmp_path: Path) -> None:
-    """A distribution that names the module provides chip and kernel; on another chip the kernel is refused."""
+    """A distribution that names the module provides chip and kernel; on another chip the kernel is
+    refused.
+    """
     folder = tmp_path / "acme-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1.0\n")
@@ -196,7 +219,9 @@ with registry.on(device.from_name("cpu"), forced={"rms_norm": "acme"}):
 """
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(tmp_path)])
     environment = os.environ | {"PYTHONPATH": paths, "COLUMNS": "120"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "acme is taken with rows=64: the cost model predicts" in done.stdout
     assert "acme is not: it cannot run: it is written for acme1, not for h200" in done.stdout
@@ -213,7 +238,9 @@ def test_every_configuration_is_timed_and_the_fastest_named(capsys: pytest.Captu
 
 @pytest.mark.parametrize("name", ("h200", "v5p"))
 def test_every_ops_choice_is_explained(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """For every case one implementation is chosen and each other has a reason, without a device or compilation."""
+    """For every case one implementation is chosen and each other has a reason, without a device or
+    compilation.
+    """
     for op in registry.ops().values():
         assert bench(["kernels", "--explain", op.name, "--device", name]) == 0
         said = capsys.readouterr().out
@@ -226,7 +253,9 @@ def test_every_ops_choice_is_explained(name: str, capsys: pytest.CaptureFixture[
 
 def test_an_op_that_communicates_needs_its_devices_to_be_timed() -> None:
     """Timing runs if enough devices are present; otherwise the message has both numbers."""
-    case = kernels.Case(registry.find("all_gather_matmul"), "llama8b", {"axis_name": "tensor", "axis_size": 8})
+    case = kernels.Case(
+        registry.find("all_gather_matmul"), "llama8b", {"axis_name": "tensor", "axis_size": 8}
+    )
     assert kernels.too_few_devices(case) is None
     sixteen = case._replace(avals={"axis_name": "tensor", "axis_size": 16})
     said = kernels.too_few_devices(sixteen)
@@ -241,7 +270,10 @@ def test_the_benchmark_refuses_what_it_cannot_mean(tmp_path: Path) -> None:
         (["--explain", "rope", "--case", "huge"], r"rope has no case huge\. There are: llama8b"),
         (["--tune"], r"times of a CPU are no .* name --config, or --op and --case"),
         (["--explain", "rope", "--device", "h20"], r"No device is called 'h20'"),
-        (["--explain", "rop"], r"kernels: no op is called 'rop'\. Did you mean rope\? There are: attention, "),
+        (
+            ["--explain", "rop"],
+            r"kernels: no op is called 'rop'\. Did you mean rope\? There are: attention, ",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             bench(["kernels", *arguments])

@@ -1,4 +1,6 @@
-"""RMSNorm's backward pass in one pass over memory: Pallas for TPUs, Triton for GPUs, against the formula in float64."""
+"""RMSNorm's backward pass in one pass over memory: Pallas for TPUs, Triton for GPUs, against the formula in
+float64.
+"""
 
 import json
 import os
@@ -17,7 +19,14 @@ from jtrain_kernels import compat, registry
 from jtrain_kernels.compile_only import aot
 from jtrain_kernels.device import DEVICES, from_name
 from jtrain_kernels.rms_norm import pallas_tpu, triton
-from jtrain_kernels.rms_norm.api import RMS_NORM, RMS_NORM_BRANCH, branch_by, norm_by, rms_norm, rms_norm_branch
+from jtrain_kernels.rms_norm.api import (
+    RMS_NORM,
+    RMS_NORM_BRANCH,
+    branch_by,
+    norm_by,
+    rms_norm,
+    rms_norm_branch,
+)
 from tests.kernels.gradients import agree_with, dtypes, normal
 
 OPS = (RMS_NORM, RMS_NORM_BRANCH)
@@ -46,7 +55,9 @@ def test_a_branch_is_the_stream_and_its_norm(dtype: str) -> None:
 
 @dtypes
 @pytest.mark.parametrize("mode", ("eager", "on_wait"))
-def test_the_tpu_kernel_has_the_formulas_gradients(dtype: str, mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tpu_kernel_has_the_formulas_gradients(
+    dtype: str, mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Emulated with race detection in both orders of copies; memory that was not written is NaN.
 
     Each part has two or four blocks, whose sums over rows add up.
@@ -77,7 +88,11 @@ def test_blocks_fit_into_vmem_and_divide_the_rows() -> None:
 
 
 def avals(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> dict[str, Any]:
-    return {"x": jax.ShapeDtypeStruct(shape, dtype), "scale_C": jax.ShapeDtypeStruct(shape[-1:], dtype), "eps": 1e-5}
+    return {
+        "x": jax.ShapeDtypeStruct(shape, dtype),
+        "scale_C": jax.ShapeDtypeStruct(shape[-1:], dtype),
+        "eps": 1e-5,
+    }
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -91,9 +106,13 @@ def avals(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> dict[str, Any]:
         ("v5p", "triton", avals((8192, 4096)), "it is for GPUs, not for a v5p"),
     ),
 )
-def test_a_kernel_that_cannot_run_says_why(op: registry.Op, device: str, name: str, given: Any, reason: str) -> None:
+def test_a_kernel_that_cannot_run_says_why(
+    op: registry.Op, device: str, name: str, given: Any, reason: str
+) -> None:
     """Forcing it is an error that lists the implementations."""
-    with pytest.raises(ValueError, match=rf"kernels\.{op.name}={name}: {reason}.* There are: pallas_tpu, triton, xla"):
+    with pytest.raises(
+        ValueError, match=rf"kernels\.{op.name}={name}: {reason}.* There are: pallas_tpu, triton, xla"
+    ):
         registry.choose(op, from_name(device), given, forced=name)
 
 
@@ -105,7 +124,9 @@ def test_triton_says_what_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason == "not installed: jax_triton, triton (pip install 'jtrain[cuda]')"
     monkeypatch.setattr(triton.triton_call.importlib.util, "find_spec", lambda name: find_spec("jax"))
     assert triton.refusal(h200, avals((8, 128))["x"], residual=False) is None
-    assert "rows of 32768 do not fit into registers" in str(triton.refusal(h200, avals((8, 32768))["x"], residual=True))
+    assert "rows of 32768 do not fit into registers" in str(
+        triton.refusal(h200, avals((8, 32768))["x"], residual=True)
+    )
     assert "x is int32" in str(triton.refusal(h200, avals((8, 128), jnp.int32)["x"], residual=True))
 
 
@@ -116,7 +137,9 @@ def test_triton_fills_the_device_and_its_registers() -> None:
     assert len(others) == 8
     llama1b = triton.configs(DEVICES["h200"], avals((8192, 2048)))[0]
     assert llama1b == dict(programs=264, warps=8, stages=4, capability=90)
-    assert triton.configs(DEVICES["h200"], avals((3, 128)))[0] == dict(programs=3, warps=1, stages=4, capability=90)
+    assert triton.configs(DEVICES["h200"], avals((3, 128)))[0] == dict(
+        programs=3, warps=1, stages=4, capability=90
+    )
     # Four stages of three rows of 16384 need 288 KiB of shared memory, three need 192.
     wide = triton.configs(DEVICES["h200"], avals((8192, 16384)))[0]
     assert wide == dict(programs=132, warps=16, stages=3, capability=90)
@@ -128,7 +151,10 @@ def test_a_kernel_that_nobody_measured_runs_only_where_it_is_forced() -> None:
         choice = registry.choose(RMS_NORM, from_name(device), RMS_NORM.cases["llama8b"])
         assert choice.implementation.name == "xla"
         assert {"pallas_tpu", "triton"} <= set(dict(choice.others))
-    assert registry.choose(RMS_NORM, from_name("v5p"), RMS_NORM.cases["llama8b"], forced="pallas_tpu").config == {}
+    assert (
+        registry.choose(RMS_NORM, from_name("v5p"), RMS_NORM.cases["llama8b"], forced="pallas_tpu").config
+        == {}
+    )
 
 
 INTERPRETED = """
@@ -161,7 +187,8 @@ print(json.dumps(errors))
 def test_the_triton_source_has_the_formulas_gradients() -> None:
     """Runs Triton's interpreter, which needs torch's arrays: PEER_TORCH_PYTHON names a Python with both.
 
-    13 rows, 4 programs, 96 of 128 lanes; tolerance 1e-6 in float32, and one rounding of the result in bfloat16.
+    13 rows, 4 programs, 96 of 128 lanes; tolerance 1e-6 in float32, and one rounding of the result in
+    bfloat16.
     """
     python = os.environ.get("PEER_TORCH_PYTHON")
     if not python:
@@ -177,7 +204,9 @@ def test_the_triton_source_has_the_formulas_gradients() -> None:
     assert done.returncode == 0, done.stderr
     errors = json.loads(done.stdout.splitlines()[-1])
     assert len(errors) == 4
-    assert all(error < (1e-6 if name.startswith("float32") else 1e-2) for name, error in errors.items()), errors
+    assert all(error < (1e-6 if name.startswith("float32") else 1e-2) for name, error in errors.items()), (
+        errors
+    )
 
 
 def backward_of(op: registry.Op, device: str, name: str) -> aot.Report:
@@ -217,7 +246,9 @@ def alternating(*devices: str) -> list[Any]:
 @pytest.mark.aot
 @pytest.mark.parametrize(("op", "device"), alternating("v5e", "v5p", "v6e", "tpu7x"))
 def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
-    """The kernel moves each array once, plus a twentieth for sums; XLA reads x and dy again for every mean."""
+    """The kernel moves each array once, plus a twentieth for sums; XLA reads x and dy again for every
+    mean.
+    """
     report = backward_of(op, device, "pallas_tpu")
     assert aot.failures(report) == ()
     assert any("rms_norm_backward" in name for name in report.calls), report.calls
@@ -228,7 +259,9 @@ def test_tpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize(("op", "device"), alternating("h100", "h200", "b200"))
 def test_gpus_make_one_pass_of_it(op: registry.Op, device: str) -> None:
-    """The kernel moves each array once, plus a tenth for 132 programs' sums; XLA reads x and dy for every mean."""
+    """The kernel moves each array once, plus a tenth for 132 programs' sums; XLA reads x and dy for every
+    mean.
+    """
     report = backward_of(op, device, "triton")
     assert aot.failures(report) == ()
     assert any("triton_kernel_call" in name for name in report.calls), report.calls
@@ -241,6 +274,8 @@ def test_the_saved_inverse_is_what_the_input_gives() -> None:
     x, scale = jnp.asarray(normal(0, *SHAPE)), jnp.asarray(normal(1, 256))
     dy = jnp.asarray(normal(2, *SHAPE))
     got = jax.jit(lambda x, s: jax.vjp(lambda x, s: rms_norm(x, s, 0.1), x, s)[1](dy))(x, scale)
-    again = jax.jit(lambda x, s: jax.vjp(jax.checkpoint(lambda x, s: rms_norm(x, s, 0.1)), x, s)[1](dy))(x, scale)
+    again = jax.jit(lambda x, s: jax.vjp(jax.checkpoint(lambda x, s: rms_norm(x, s, 0.1)), x, s)[1](dy))(
+        x, scale
+    )
     for a, b in zip(got, again, strict=True):
         np.testing.assert_array_equal(a, b)

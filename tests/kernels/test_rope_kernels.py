@@ -22,7 +22,9 @@ ANGLE = normal(1, 2, 16, 64)
 
 @dtypes
 @pytest.mark.parametrize("heads", (3, 16))
-def test_the_tpu_kernel_turns_pairs_half_a_head_apart(dtype: str, heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tpu_kernel_turns_pairs_half_a_head_apart(
+    dtype: str, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Value and gradient are those of complex multiplication by exp(i angle); emulated with race detection.
 
     The 32 tokens are four blocks.
@@ -31,17 +33,23 @@ def test_the_tpu_kernel_turns_pairs_half_a_head_apart(dtype: str, heads: int, mo
     assert pallas_tpu.block_tokens(32, heads, 128, jnp.dtype(dtype).itemsize) == 8
 
     def formula(x: Array) -> Array:
-        turned = (x[..., :64] + 1j * x[..., 64:]) * jnp.exp(1j * jnp.asarray(ANGLE, jnp.float64))[:, :, None, :]
+        turned = (x[..., :64] + 1j * x[..., 64:]) * jnp.exp(1j * jnp.asarray(ANGLE, jnp.float64))[
+            :, :, None, :
+        ]
         return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
-    rotation = partial(pallas_tpu.rotated, interpret=compat.tpu_interpret("eager", uninitialized_memory="nan"))
+    rotation = partial(
+        pallas_tpu.rotated, interpret=compat.tpu_interpret("eager", uninitialized_memory="nan")
+    )
     cos, sin = jnp.cos(ANGLE), jnp.sin(ANGLE)
     agree_with(lambda x: rope_by(x, cos, sin, rotation), formula, (normal(0, 2, 16, heads, 128),), dtype)
     assert not compat.tpu_races_found()
 
 
 def test_it_rounds_as_the_reference_does() -> None:
-    """Both compute two products and a sum in float32, at most one bit of bfloat16 apart where the CPU fuses them."""
+    """Both compute two products and a sum in float32, at most one bit of bfloat16 apart where the CPU fuses
+    them.
+    """
     rotation = partial(pallas_tpu.rotated, interpret=compat.tpu_interpret("eager"))
     cos, sin, x = jnp.cos(ANGLE), jnp.sin(ANGLE), jnp.asarray(normal(0, 2, 16, 8, 128), jnp.bfloat16)
     got, want = (np.asarray(y, np.float32) for y in (rope_by(x, cos, sin, rotation), rope(x, cos, sin)))
@@ -58,7 +66,9 @@ def test_it_rounds_as_the_reference_does() -> None:
         ("v5p", (1, 8192, 32, 128), "float16", "x is float16, not bfloat16 or float32"),
     ),
 )
-def test_where_it_cannot_run_it_says_why(device: str, shape: tuple[int, ...], dtype: str, reason: str) -> None:
+def test_where_it_cannot_run_it_says_why(
+    device: str, shape: tuple[int, ...], dtype: str, reason: str
+) -> None:
     """Forcing it is an error that lists the implementations."""
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     given: Any = dict(ROPE.cases["llama8b"]) | {"x_BLNH": x}
@@ -69,7 +79,9 @@ def test_where_it_cannot_run_it_says_why(device: str, shape: tuple[int, ...], dt
 @pytest.mark.aot
 @pytest.mark.parametrize("device", ("v5e", "v5p", "v6e", "tpu7x"))
 def test_tpus_make_one_pass_of_it(device: str) -> None:
-    """At 8192 tokens of 32 heads the kernel moves x, y and the angles; XLA moves at least 2.5 times as much."""
+    """At 8192 tokens of 32 heads the kernel moves x, y and the angles; XLA moves at least 2.5 times as
+    much.
+    """
     given = ROPE.cases["llama8b"]
     shapes = [given[name] for name in ("x_BLNH", "cos_BLR", "sin_BLR")]
     moved = {}

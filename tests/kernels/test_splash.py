@@ -26,7 +26,8 @@ OTHER = np.asarray([[5] * 60 + [1] * 196], np.int32)
     ids=("causal", "window", "every"),
 )
 def test_its_passes_are_those_of_plain_jax(mask: Mask, keys: np.ndarray) -> None:
-    """Results, log-partitions (-inf for rows without keys) and gradients of both passes agree in float32, to 1e-4.
+    """Results, log-partitions (-inf for rows without keys) and gradients of both passes agree in float32, to
+    1e-4.
 
     The tolerance allows for sums of 256 float32 products in another order: 256 * 2^-24, times 6 operations.
     """
@@ -65,7 +66,9 @@ def test_heads_that_fill_no_registers_are_padded(size: int) -> None:
 
 @pytest.mark.parametrize("window", (None, 70), ids=("causal", "window"))
 def test_the_range_of_keys_that_tokamax_gets_is_the_mask(window: int | None) -> None:
-    """For causal rows of documents and for blocks of other keys, exactly the keys of the mask lie in the range."""
+    """For causal rows of documents and for blocks of other keys, exactly the keys of the mask lie in the
+    range.
+    """
     segment, other = jnp.asarray(SEGMENT), jnp.asarray(OTHER)
     for mask, keys in ((Mask(window=window), segment), (Mask(causal=False), other)):
         first_B1L, end_B1L = tokamax._ranges(segment, keys, mask)
@@ -94,7 +97,12 @@ def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool
     ("name", "chip", "avals", "reason"),
     [
         ("splash", "h200", shapes(), "splash is a kernel for TPUs"),
-        ("splash", "v5p", shapes(L=100), "takes multiples of 128 positions, but there are 100 queries and 100 keys"),
+        (
+            "splash",
+            "v5p",
+            shapes(L=100),
+            "takes multiples of 128 positions, but there are 100 queries and 100 keys",
+        ),
         ("cudnn", "v5p", shapes(), "cuDNN runs on NVIDIA GPUs from Ampere on"),
         ("cudnn", "h200", shapes(dtype="float32"), "in bfloat16 or float16, not in float32"),
         ("cudnn", "a100", shapes(H=256), "a multiple of 8 up to 128 on a100, but head_dim=256"),
@@ -103,7 +111,9 @@ def shapes(L: int = 1024, H: int = 128, dtype: str = "bfloat16", *, causal: bool
         ("tokamax", "b200", shapes(H=256), "takes heads of up to 128 on b200, but head_dim=256"),
     ],
 )
-def test_what_an_implementation_cannot_do_it_says(name: str, chip: str, avals: registry.Avals, reason: str) -> None:
+def test_what_an_implementation_cannot_do_it_says(
+    name: str, chip: str, avals: registry.Avals, reason: str
+) -> None:
     """Forcing it is an error with the reason and the implementations; nothing falls back."""
     with pytest.raises(
         ValueError, match=rf"kernels\.attention={name}: .*{reason}.*There are: cudnn, tokamax, splash, xla"

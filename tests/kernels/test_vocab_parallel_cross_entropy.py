@@ -71,7 +71,9 @@ def agree(loss: Any, num_devices: int, dtype: str, z_loss: float) -> None:
 
 
 @in_float32("num_devices,chunk", (4, 3), (2, 8), (8, 1024), (8, 1))
-def test_a_split_vocabulary_has_the_loss_and_gradients_of_all_logits(dtype: str, num_devices: int, chunk: int) -> None:
+def test_a_split_vocabulary_has_the_loss_and_gradients_of_all_logits(
+    dtype: str, num_devices: int, chunk: int
+) -> None:
     """On any number of devices and for any chunk, float32 agrees to 1e-5: only the order of sums differs."""
     agree(whole_columns(chunk, 0.1), num_devices, dtype, 0.1)
 
@@ -108,7 +110,9 @@ def test_each_device_reports_its_own_positions(loss: Any) -> None:
 
 
 def test_the_unembedding_is_never_gathered() -> None:
-    """The network carries hidden states, their gradient, and three numbers per token and device, chunk by chunk."""
+    """The network carries hidden states, their gradient, and three numbers per token and device, chunk by
+    chunk.
+    """
     n, tokens, width, vocab, chunk = 8, 256, 48, 4096, 8
     mesh = Mesh(np.array(jax.devices()), ("tensor",))
 
@@ -135,7 +139,9 @@ def test_the_unembedding_is_never_gathered() -> None:
 def test_targets_of_this_device_alone_are_refused() -> None:
     """The message has both lengths."""
     loss = split(whole_columns(4, 0.0), 4)
-    with pytest.raises(ValueError, match=r"x has 4 positions on each of 4 devices along `tensor`.* 4 targets, not 16"):
+    with pytest.raises(
+        ValueError, match=r"x has 4 positions on each of 4 devices along `tensor`.* 4 targets, not 16"
+    ):
         loss(jnp.zeros((B, L, D)), jnp.zeros((D, V)), jnp.zeros((B, 4), jnp.int32))
 
 

@@ -1,8 +1,8 @@
 """Test hosts on one machine: network namespaces with a switch between them, or loopback addresses.
 
-Where the kernel allows it (root, or user namespaces), each host has its own network, name, /etc/hosts and folder, and
-reaches the others through a veth pair and a bridge. Where it does not, hosts are addresses of 127.0.0.0/8, which share
-the machine's name and network; `KIND` says which, and pytest's header prints it.
+Where the kernel allows it (root, or user namespaces), each host has its own network, name, /etc/hosts and
+folder, and reaches the others through a veth pair and a bridge. Where it does not, hosts are addresses of
+127.0.0.0/8, which share the machine's name and network; `KIND` says which, and pytest's header prints it.
 """
 
 import contextlib
@@ -46,7 +46,8 @@ exec 2>/dev/null # the shell would say of each host that it was killed
 read -r _ || true # until the test closes the pipe, or has ended
 kill $(jobs -p)
 """
-"""Makes the hosts, in a namespace of its own: when all of it has ended, the kernel removes networks and mounts."""
+"""Makes the hosts, in a namespace of its own: when all of it has ended, the kernel removes networks and
+mounts."""
 
 
 @functools.cache
@@ -158,7 +159,10 @@ def hosts(count: int, folder: Path, *, names: Sequence[str] | None = None) -> It
         return
     addresses = [f"10.77.0.{number + 1}" for number in range(count)]
     known = zip(addresses, names, strict=True)
-    lines = ["127.0.0.1 localhost", *(f"{address} {name} {name.partition('.')[0]}" for address, name in known)]
+    lines = [
+        "127.0.0.1 localhost",
+        *(f"{address} {name} {name.partition('.')[0]}" for address, name in known),
+    ]
     (folder / "hosts").write_text("\n".join(lines) + "\n")
     for name in ("disk", *(f"disk-{name}" for name in names)):
         (folder / name).mkdir()
@@ -173,7 +177,12 @@ def hosts(count: int, folder: Path, *, names: Sequence[str] | None = None) -> It
         assert all(pids), "the namespaces could not be made, see above"
         try:
             yield [
-                Host(name, address, ("nsenter", "--target", pid, *user, "--net", "--mount", "--uts"), folder / "disk")
+                Host(
+                    name,
+                    address,
+                    ("nsenter", "--target", pid, *user, "--net", "--mount", "--uts"),
+                    folder / "disk",
+                )
                 for name, address, pid in zip(names, addresses, pids, strict=True)
             ]
         finally:
@@ -182,7 +191,9 @@ def hosts(count: int, folder: Path, *, names: Sequence[str] | None = None) -> It
 
 
 def end_all(pids: Sequence[str]) -> None:
-    """Ends every process in the networks of these processes, whoever started it: Ray's leave their parents."""
+    """Ends every process in the networks of these processes, whoever started it: Ray's leave their
+    parents.
+    """
     networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -194,5 +205,7 @@ def environment(**more: str) -> dict[str, str]:
     """Variables of a process on a test host: those of a user, and what finds this checkout."""
     dropped = ("XLA_FLAGS", "JAX_PLATFORMS")
     clean = {name: value for name, value in os.environ.items() if name not in dropped}
-    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    clean["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    )
     return clean | {"PYTHON": sys.executable} | more

@@ -1,4 +1,6 @@
-"""A Slurm cluster for tests: `sbatch` in Python, with stubs of `srun` and `scontrol` that start real processes."""
+"""A Slurm cluster for tests: `sbatch` in Python, with stubs of `srun` and `scontrol` that start real
+processes.
+"""
 
 import json
 import os
@@ -39,7 +41,12 @@ class Slurm:
         self.job = free_job_number()
 
     def sbatch(
-        self, script: Path, *arguments: str, nodes: int, options: Mapping[str, str] | None = None, **variables: str
+        self,
+        script: Path,
+        *arguments: str,
+        nodes: int,
+        options: Mapping[str, str] | None = None,
+        **variables: str,
     ) -> Running:
         """Starts a batch script as Slurm does on the first node of a job.
 
@@ -49,9 +56,13 @@ class Slurm:
           options: of sbatch, in place of the script's lines.
           variables: of the user's environment.
         """
-        given = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script.read_text(), re.MULTILINE)) | dict(options or {})
+        given = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script.read_text(), re.MULTILINE)) | dict(
+            options or {}
+        )
         assert set(given) <= set(OF_A_JOB), given
-        job = {name: given[option] for option, name in OF_A_JOB.items() if name is not None and option in given}
+        job = {
+            name: given[option] for option, name in OF_A_JOB.items() if name is not None and option in given
+        }
         here = [host for host in self.hosts if host.name not in self.excluded][:nodes]
         assert len(here) == nodes, f"{self.excluded} are excluded"
         listing = [{"name": host.name, "enter": host.enter} for host in here]
@@ -60,11 +71,16 @@ class Slurm:
         job |= {"SLURM_JOB_NODELIST": ",".join(host.name for host in here)}
         if self._restarts:
             job["SLURM_RESTART_COUNT"] = str(self._restarts)
-        job |= {"STUB_CLUSTER": str(self.folder / "cluster.json"), "PATH": f"{STUBS}{os.pathsep}{os.environ['PATH']}"}
+        job |= {
+            "STUB_CLUSTER": str(self.folder / "cluster.json"),
+            "PATH": f"{STUBS}{os.pathsep}{os.environ['PATH']}",
+        }
         return Running(["bash", str(script), *arguments], environment(**job, **variables), cwd=self.folder)
 
     def asked(self, program: str) -> list[list[str]]:
-        """Argument vectors with which the job has called a program of Slurm; `codes` are those of each step."""
+        """Argument vectors with which the job has called a program of Slurm; `codes` are those of each
+        step.
+        """
         lines = self._log.read_text().splitlines() if self._log.exists() else []
         return [words[1:] for words in map(json.loads, lines) if words[0] == program]
 
@@ -87,7 +103,9 @@ class Slurm:
 
 
 def free_job_number() -> int:
-    """Returns a job number whose port, as jax makes it, nobody uses; other processes that ask begin with others."""
+    """Returns a job number whose port, as jax makes it, nobody uses; other processes that ask begin with
+    others.
+    """
     begin = os.getpid() * 7 % 4000
     for number in (1000 + (begin + offset) % 4000 for offset in range(4000)):
         with socket.socket() as probe:

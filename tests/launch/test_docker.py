@@ -1,4 +1,5 @@
-"""launch/docker/: each Dockerfile is pinned, small and without root; what it copies is what the installation needs.
+"""launch/docker/: each Dockerfile is pinned, small and without root; what it copies is what the installation
+needs.
 
 No image is built here: that needs a registry. The wheel is, from the files that the Dockerfile copies.
 """
@@ -38,7 +39,9 @@ def test_there_is_one_for_gpus_and_one_without() -> None:
 def test_a_dockerfile_is_pinned_and_runs_the_one_command_without_root(file: Path) -> None:
     found = instructions(file)
     (base,) = [rest for name, rest in found if name == "FROM"]
-    assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", base), "a whole version: `latest` is another image tomorrow"
+    assert re.fullmatch(r"python:3\.12\.\d+-slim-\w+", base), (
+        "a whole version: `latest` is another image tomorrow"
+    )
     (install,) = [rest for name, rest in found if name == "RUN" and "pip install" in rest]
     assert {"--constraint", "constraints.txt", "--no-cache-dir"} <= set(shlex.split(install))
     assert found[-1][0] == "ENTRYPOINT"
@@ -46,7 +49,9 @@ def test_a_dockerfile_is_pinned_and_runs_the_one_command_without_root(file: Path
     users = [position for position, (name, _) in enumerate(found) if name == "USER"]
     assert users
     assert int(found[users[-1]][1]) > 0, "a number, by which Kubernetes sees that it is not root"
-    assert not any(name == "RUN" for name, _ in found[users[-1] :]), "all is installed before root is given up"
+    assert not any(name == "RUN" for name, _ in found[users[-1] :]), (
+        "all is installed before root is given up"
+    )
     assert len(file.read_text().splitlines()) <= 60
 
 

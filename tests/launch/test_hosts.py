@@ -15,7 +15,9 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 def test_hosts_of_namespaces_share_no_network_and_no_disk(tmp_path: Path) -> None:
     """Loopback of one host, and this machine's network, are closed to another; so is its disk."""
     if kind() != "network namespaces":
-        assert "no namespaces here" in kind()  # then hosts are addresses of one machine, and pytest's header says it
+        assert (
+            "no namespaces here" in kind()
+        )  # then hosts are addresses of one machine, and pytest's header says it
         return
     with hosts(2, tmp_path) as (first, second), socket.create_server(("127.0.0.1", 0)) as here:
         port = here.getsockname()[1]
@@ -27,12 +29,18 @@ def test_hosts_of_namespaces_share_no_network_and_no_disk(tmp_path: Path) -> Non
         assert second.start([sys.executable, "-c", CONNECT, first.name, "7000"], environment()).end() == 0
         assert server.end() == 0
         assert first.start(["touch", str(first.disk / "mine")], environment()).end() == 0
-        daemon = first.start(["setsid", "--fork", "tail", "--follow", str(first.disk / "mine")], environment())
+        daemon = first.start(
+            ["setsid", "--fork", "tail", "--follow", str(first.disk / "mine")], environment()
+        )
         daemon.process.wait()
         seen = second.start(["ls", str(second.disk)], environment())
         assert (seen.end(), seen.output) == (0, "")
-    # A daemon ends with its host: it has been killed, which may take a moment. One that stays meets pytest's own limit.
-    while any("tail" in line and str(tmp_path) in line for line in map(text_of, Path("/proc").glob("[0-9]*/cmdline"))):
+    # A daemon ends with its host: it has been killed, which may take a moment. One that stays meets pytest's
+    # own limit.
+    while any(
+        "tail" in line and str(tmp_path) in line
+        for line in map(text_of, Path("/proc").glob("[0-9]*/cmdline"))
+    ):
         time.sleep(0.01)  # it is no child of this process, so nothing tells of its end
 
 

@@ -1,4 +1,6 @@
-"""launch/k8s/: each manifest is valid by the published schemas, and its pods are real processes on test hosts."""
+"""launch/k8s/: each manifest is valid by the published schemas, and its pods are real processes on test
+hosts.
+"""
 
 import contextlib
 import copy
@@ -51,7 +53,9 @@ def job_of(name: str) -> tuple[dict[str, Any], str, int]:
 
 
 def check(document: dict[str, Any]) -> None:
-    jsonschema.Draft202012Validator(SCHEMA | {"$ref": f"#/$defs/{KINDS[document['kind']]}"}).validate(document)
+    jsonschema.Draft202012Validator(SCHEMA | {"$ref": f"#/$defs/{KINDS[document['kind']]}"}).validate(
+        document
+    )
 
 
 @pytest.mark.parametrize("name", ["k8s/settings", *RUNS, WITH_RAY])
@@ -67,7 +71,9 @@ def test_a_manifest_is_valid_and_short(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*RUNS, WITH_RAY])
 def test_numbers_and_names_of_a_manifest_fit_together(name: str) -> None:
-    """As many pods as processes, the first of them the coordinator, a service with that name, and room in /dev/shm."""
+    """As many pods as processes, the first of them the coordinator, a service with that name, and room in
+    /dev/shm.
+    """
     job, _, jobs = job_of(name)
     assert job["completionMode"] == "Indexed"
     assert job["completions"] == job["parallelism"]
@@ -82,7 +88,10 @@ def test_numbers_and_names_of_a_manifest_fit_together(name: str) -> None:
         assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
         assert service["metadata"]["name"] == template["spec"]["subdomain"]
     else:
-        assert found["JobSet"]["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+        assert found["JobSet"]["spec"]["network"] == {
+            "enableDNSHostnames": True,
+            "publishNotReadyAddresses": True,
+        }
     (container,) = template["spec"]["containers"]
     volumes = {volume["name"]: volume for volume in template["spec"]["volumes"]}
     mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
@@ -108,7 +117,13 @@ def test_a_pod_that_saved_comes_again_and_others_count(name: str) -> None:
     """75 and 143 never count. In a JobSet 2 is final, and every other end starts all pods anew."""
     job, _, _ = job_of(name)
     jobset = "jobset" in name
-    assert [verdict(job, code) for code in (75, 143, 76, 1, 137)] == ["Ignore", "Ignore", "Count", "Count", "Count"]
+    assert [verdict(job, code) for code in (75, 143, 76, 1, 137)] == [
+        "Ignore",
+        "Ignore",
+        "Count",
+        "Count",
+        "Count",
+    ]
     assert verdict(job, 75, disrupted=True) == "Ignore"
     assert verdict(job, 2) == ("FailJob" if jobset else "Count")
     assert verdict(job, 137, disrupted=True) == ("Count" if jobset else "Ignore")
@@ -143,7 +158,9 @@ class Pod:
 
 
 def pods(name: str) -> list[Pod]:
-    """Pods of a manifest in the order of their processes, with the names and annotations that Kubernetes gives them."""
+    """Pods of a manifest in the order of their processes, with the names and annotations that Kubernetes
+    gives them.
+    """
     job, prefix, jobs = job_of(name)
     (container,) = job["template"]["spec"]["containers"]
     found = []
@@ -167,13 +184,17 @@ def running(name: str, folder: Path, *arguments: str) -> Iterator[list[tuple[Run
         for number, (pod, host) in enumerate(zip(mine, nodes, strict=True)):
             environ = environment(**pod.environ)
             programs = [str(Path(sys.executable).parent), environ["PATH"]]
-            if not host.enter:  # without namespaces no host has a name: all are addresses, and getent finds them
+            if (
+                not host.enter
+            ):  # without namespaces no host has a name: all are addresses, and getent finds them
                 (folder / "getent").write_text("#!/bin/sh\n")
                 (folder / "getent").chmod(0o755)
                 programs.insert(0, str(folder))
                 environ["JTRAIN_COORDINATOR"] = f"{nodes[0].address}:{port}"
             environ["PATH"] = ":".join(programs)
-            environ["JTRAIN_HEARTBEAT_FILE"] = str(folder / f"heartbeat-{number}")  # each pod has a /tmp of its own
+            environ["JTRAIN_HEARTBEAT_FILE"] = str(
+                folder / f"heartbeat-{number}"
+            )  # each pod has a /tmp of its own
             environs.append(environ)
         runs = [
             host.start([*pod.command, *arguments], environ)
@@ -201,7 +222,9 @@ def probe(pod: Pod, environ: dict[str, str]) -> int:
 
 
 def test_pods_join_and_a_mesh_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Two processes of one device each find each other by the names of their pods, and count two devices, not four."""
+    """Two processes of one device each find each other by the names of their pods, and count two devices, not
+    four.
+    """
     arguments = ("--config=tiny", "--emulate-devices", "1", "--set", "mesh.data=4")
     with running("k8s/job", tmp_path, *arguments, "--workdir", str(tmp_path / "run")) as started:
         codes = [run.end() for run, _, _ in started]
@@ -228,7 +251,15 @@ def test_a_heartbeat_that_is_old_is_no_sign_of_life(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_pods_train(name: str, tmp_path: Path) -> None:
     """The whole of each manifest, two or four pods: exit code 0 everywhere, and a checkpoint."""
-    arguments = ("--config=tiny", "--with", "debug", "--emulate-devices", "1", "--set", f"mesh.data={len(pods(name))}")
+    arguments = (
+        "--config=tiny",
+        "--with",
+        "debug",
+        "--emulate-devices",
+        "1",
+        "--set",
+        f"mesh.data={len(pods(name))}",
+    )
     with running(name, tmp_path, *arguments, "--workdir", str(tmp_path / "run")) as started:
         codes = [run.end() for run, _, _ in started]
         assert codes == [0] * len(started), [run.output for run, _, _ in started]
@@ -253,7 +284,13 @@ def test_pods_train_on_a_ray_cluster(tmp_path: Path) -> None:
         environ = environment()
         environ["PATH"] = f"{Path(sys.executable).parent}:{environ['PATH']}"
         ray = head.start(
-            [str(ROOT / "launch" / "ray" / "start.sh"), "head", "--block", f"--node-ip-address={head.address}"], environ
+            [
+                str(ROOT / "launch" / "ray" / "start.sh"),
+                "head",
+                "--block",
+                f"--node-ip-address={head.address}",
+            ],
+            environ,
         )
         runs = [
             host.start([*pod.command, *arguments, "--workdir", str(tmp_path / "run")], environ | pod.environ)

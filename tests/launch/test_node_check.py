@@ -25,13 +25,21 @@ RUN = "from jtrain.cli import node_check; sys.exit(node_check.main(sys.argv[1:])
 
 def started(number: int, coordinator: str, *arguments: str, ahead_s: int = 0, **variables: str) -> Running:
     """One of two processes on this host."""
-    joined = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": str(number)}
+    joined = {
+        "JTRAIN_COORDINATOR": coordinator,
+        "JTRAIN_NUM_PROCESSES": "2",
+        "JTRAIN_PROCESS_ID": str(number),
+    }
     code = CLOCK_AHEAD.format(ahead=ahead_s) + RUN
-    return Running([sys.executable, "-c", code, *arguments], environment(**joined, **variables), cwd=Path.cwd())
+    return Running(
+        [sys.executable, "-c", code, *arguments], environment(**joined, **variables), cwd=Path.cwd()
+    )
 
 
 def test_a_node_with_a_full_disk_and_fewer_devices_is_named(tmp_path: Path) -> None:
-    """It ends with 76, so that the job goes on without it, and the others with 75. A clock that is off is said."""
+    """It ends with 76, so that the job goes on without it, and the others with 75. A clock that is off is
+    said.
+    """
     coordinator = f"localhost:{free_port()}"
     with small_disk(tmp_path / "small", 4096) as small:
         good = started(0, coordinator, "--config=tiny", "--emulate-devices", "2")
@@ -41,7 +49,9 @@ def test_a_node_with_a_full_disk_and_fewer_devices_is_named(tmp_path: Path) -> N
     fault = f"process 1 on {host}: {small}: No space left on device; has 1 devices, and process 0 has 2"
     for output in (good.output, bad.output):
         assert f"error: node check: {fault}" in output
-    said = re.search(rf"the clock of process 1 on {host} is (\d+) s ahead of that of process 0\. Training", bad.output)
+    said = re.search(
+        rf"the clock of process 1 on {host} is (\d+) s ahead of that of process 0\. Training", bad.output
+    )
     assert said, bad.output
     assert 3000 <= int(said[1]) < 3300, "and what passed between the two readings on a busy machine"
 
@@ -67,18 +77,22 @@ def test_a_wrong_matmul_names_its_device(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_wrong_sum_over_all_devices_is_the_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     node_check.check_all_reduce(wait_s=60.0)
     monkeypatch.setattr(jnp, "sum", lambda numbers: jnp.max(numbers))
-    with pytest.raises(UserError, match=r"the sum of 1 to 8 over 8 devices is 8 and not 36\. .* look at the network"):
+    with pytest.raises(
+        UserError, match=r"the sum of 1 to 8 over 8 devices is 8 and not 36\. .* look at the network"
+    ):
         node_check.check_all_reduce(wait_s=60.0)
 
 
 def test_a_sum_that_does_not_end_is_ended() -> None:
     """With exit code 2 and the variables to look at, though the main thread never returns."""
     code = (
-        "import time; from jtrain.runtime import node_check; node_check.all_reduce_fault = lambda: time.sleep(600)\n"
-        "node_check.check_all_reduce(wait_s=0.1)"
+        "import time; from jtrain.runtime import node_check; node_check.all_reduce_fault = lambda: "
+        "time.sleep(600)\nnode_check.check_all_reduce(wait_s=0.1)"
     )
     environ = os.environ | environment()
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 2
     assert "a sum over all devices has not ended after 0.1 s" in done.stderr
     assert "NCCL_SOCKET_IFNAME and NCCL_IB_HCA" in done.stderr

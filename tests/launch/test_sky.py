@@ -24,7 +24,9 @@ def started(nodes: list[Host], **variables: str) -> list[Running]:
     return [
         host.start(
             ["bash", "-c", TASK["run"]],
-            environment(SKYPILOT_NODE_IPS=ips, SKYPILOT_NUM_NODES=str(len(nodes)), SKYPILOT_NODE_RANK=str(rank))
+            environment(
+                SKYPILOT_NODE_IPS=ips, SKYPILOT_NUM_NODES=str(len(nodes)), SKYPILOT_NODE_RANK=str(rank)
+            )
             | TASK["envs"]
             | variables,
         )
@@ -51,7 +53,15 @@ def test_each_node_has_its_number_and_the_arguments_arrive(tmp_path: Path) -> No
         for rank, run in enumerate(runs):
             assert run.lines == [
                 f"{nodes[0].address}:1234 2 {rank}",
-                *("-m", "jtrain.launch", "--supervise", "--workdir=/w", "--config=tiny", "--set", "data.path='a b'"),
+                *(
+                    "-m",
+                    "jtrain.launch",
+                    "--supervise",
+                    "--workdir=/w",
+                    "--config=tiny",
+                    "--set",
+                    "data.path='a b'",
+                ),
             ]
 
 

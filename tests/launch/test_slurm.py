@@ -1,4 +1,6 @@
-"""launch/slurm.sbatch on test hosts: stubs of srun and scontrol start real processes with Slurm's variables."""
+"""launch/slurm.sbatch on test hosts: stubs of srun and scontrol start real processes with Slurm's
+variables.
+"""
 
 import contextlib
 import json
@@ -21,7 +23,8 @@ eval "code=\\${${kind}_$SLURM_NODEID:-0}"
 if [ "$code" != 0 ]; then echo "error: $kind of $SLURMD_NODENAME ended with $code" >&2; fi
 exit "$code"
 """
-"""In the place of Python: notes how it was called, and ends with the code that the test chose for its node."""
+"""In the place of Python: notes how it was called, and ends with the code that the test chose for its
+node."""
 
 
 @pytest.fixture
@@ -44,7 +47,9 @@ def submit(
     """Runs the script to its end; returns the job and its exit code."""
     variables = {name: str(code) for name, code in (codes or {}).items()} | {"RECORDS": str(cluster.folder)}
     python = str(cluster.folder / "python")
-    job = cluster.sbatch(SLURM_SCRIPT, *arguments, nodes=nodes, options=options, **variables | {"PYTHON": python})
+    job = cluster.sbatch(
+        SLURM_SCRIPT, *arguments, nodes=nodes, options=options, **variables | {"PYTHON": python}
+    )
     return job, job.end()
 
 
@@ -58,7 +63,11 @@ def test_each_node_has_its_processes_and_the_arguments_arrive(cluster: Slurm, pe
     for rank in ranks:
         said = (cluster.folder / f"train-{rank}.args").read_text()
         assert said == "-m jtrain.launch --supervise --config=tiny --set data.path='a b'\n"
-        assert (cluster.folder / f"check-{rank}.args").read_text().startswith("-m jtrain.node_check --config=tiny")
+        assert (
+            (cluster.folder / f"check-{rank}.args")
+            .read_text()
+            .startswith("-m jtrain.node_check --config=tiny")
+        )
         lines = (cluster.folder / f"train-{rank}.env").read_text().splitlines()
         environ = {name: value for name, _, value in (line.partition("=") for line in lines)}
         assert environ["JTRAIN_COORDINATOR"] == "auto"
@@ -87,7 +96,9 @@ def test_a_job_is_queued_again_where_that_helps(
     """On 75, 76 and 143, and on 76 without the node; all else would only repeat itself."""
     job, ended = submit(cluster, "--config=tiny", codes=codes)
     assert ended == code, job.output
-    assert (cluster.folder / "train-0.args").exists() == ("train_0" in codes), "nothing trains on a faulty node"
+    assert (cluster.folder / "train-0.args").exists() == ("train_0" in codes), (
+        "nothing trains on a faulty node"
+    )
     assert f"error: {min(codes)[:5]}" in job.output, "the reason stands in the job's own output"
     assert cluster.requeued() == again
     assert cluster.excluded == {cluster.hosts[node].name for node in without}
@@ -134,13 +145,16 @@ def pids(job: Running, *words: str) -> list[int]:
 def rank(pid: int) -> str:
     """SLURM_PROCID of a process."""
     variables = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return next(value for name, _, value in (one.partition("=") for one in variables) if name == "SLURM_PROCID")
+    return next(
+        value for name, _, value in (one.partition("=") for one in variables) if name == "SLURM_PROCID"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_hosts_lose_a_process_are_preempted_and_go_on(count: int, tmp_path: Path) -> None:
-    """One process is killed: all start again from the last save. SIGTERM: all save, and the job is queued again.
+    """One process is killed: all start again from the last save. SIGTERM: all save, and the job is queued
+    again.
 
     The losses are those of a job that nobody disturbed, bit for bit.
     """

@@ -21,7 +21,8 @@ code=$(cat code 2>/dev/null || echo 0)
 rm -f code
 exit "$code"
 """
-"""In the place of a worker's Python: notes how it was called, and ends once with the code that the test chose."""
+"""In the place of a worker's Python: notes how it was called, and ends once with the code that the test
+chose."""
 
 
 class Tpus:
@@ -41,7 +42,9 @@ class Tpus:
         for number, host in enumerate(nodes):
             disk = folder / f"disk-node{number}"  # as this machine sees it
             self.disks.append(disk)
-            tpus[self.names[number // 2]].append({"address": host.address, "enter": host.enter, "disk": str(host.disk)})
+            tpus[self.names[number // 2]].append(
+                {"address": host.address, "enter": host.enter, "disk": str(host.disk)}
+            )
         known = {"tpus": tpus, "log": str(folder / "asked.jsonl"), "state": str(self.state)}
         (folder / "cluster.json").write_text(json.dumps(known))
         self.python = folder / "python"
@@ -91,7 +94,11 @@ def test_each_worker_has_its_number_and_the_arguments_arrive(tpus: Tpus) -> None
     for number, said in enumerate(tpus.said()):
         command, *variables = said.splitlines()
         assert command == "-m jtrain.launch --supervise --config=tiny --set data.path='a b'"
-        want = [f"JTRAIN_COORDINATOR={first}:8476", f"JTRAIN_NUM_PROCESSES={count}", f"JTRAIN_PROCESS_ID={number}"]
+        want = [
+            f"JTRAIN_COORDINATOR={first}:8476",
+            f"JTRAIN_NUM_PROCESSES={count}",
+            f"JTRAIN_PROCESS_ID={number}",
+        ]
         if slices > 1:
             want += [f"MEGASCALE_COORDINATOR_ADDRESS={first}", f"MEGASCALE_NUM_SLICES={slices}"]
             want += [f"MEGASCALE_SLICE_ID={number // 2}"]
@@ -109,8 +116,18 @@ def test_a_slice_that_is_not_there_and_a_missing_name_are_said(tpus: Tpus) -> No
 
 @pytest.mark.slow
 def test_workers_join_and_a_mesh_that_does_not_fit_is_refused(tpus: Tpus) -> None:
-    """Two real processes of one device each, which count two devices, not four; the exit code comes through gcloud."""
-    options = ["--config=tiny", "--emulate-devices", "1", "--set", "mesh.data=4", "--workdir", str(tpus.folder / "run")]
+    """Two real processes of one device each, which count two devices, not four; the exit code comes through
+    gcloud.
+    """
+    options = [
+        "--config=tiny",
+        "--emulate-devices",
+        "1",
+        "--set",
+        "mesh.data=4",
+        "--workdir",
+        str(tpus.folder / "run"),
+    ]
     run = tpus.start(POD, *options, python=sys.executable, NAMES="mine")
     assert run.end() == 2, run.output
     assert len(re.findall("2 (?:devices )?are here", run.output)) == 2, run.output
@@ -118,7 +135,9 @@ def test_workers_join_and_a_mesh_that_does_not_fit_is_refused(tpus: Tpus) -> Non
 
 @pytest.mark.parametrize("tpus", [2, 4], indirect=True, ids=["one slice", "two slices"])
 def test_a_queued_resource_is_waited_for_and_asked_for_again(tpus: Tpus) -> None:
-    """Preempted during the run: given back, asked for again, and the same command starts anew until it is done."""
+    """Preempted during the run: given back, asked for again, and the same command starts anew until it is
+    done.
+    """
     (tpus.disks[0] / "code").write_text("75")
     tpus.state.write_text("PROVISIONING\nACTIVE\nSUSPENDING\nSUSPENDED\n")
     settings = dict(TYPE="v5p-16", RUNTIME="v2-alpha-tpuv5", SLICES=str(len(tpus.names)), OPTIONS="--spot")
@@ -137,7 +156,9 @@ def test_a_queued_resource_is_waited_for_and_asked_for_again(tpus: Tpus) -> None
 
 @pytest.mark.parametrize(("code", "asked_again"), [(2, False), (75, False), (1, False), (76, True)])
 def test_what_ends_a_queued_resources_run(tpus: Tpus, code: int, asked_again: bool) -> None:
-    """A refusal, a stop that was asked for and a bug end it; after faulty hardware other hosts are asked for."""
+    """A refusal, a stop that was asked for and a bug end it; after faulty hardware other hosts are asked
+    for.
+    """
     (tpus.disks[1] / "code").write_text(str(code))
     tpus.state.write_text("ACTIVE\n")
     run = tpus.start(QUEUED, "mine", "--config=tiny", TYPE="v5p-16", RUNTIME="v2-alpha-tpuv5")

@@ -12,7 +12,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jtrain.model import expert_dispatch, ops
-from jtrain.model.expert_dispatch import buffer_rows, exchanges_of, from_rows, order_of, send, send_back, to_rows
+from jtrain.model.expert_dispatch import (
+    buffer_rows,
+    exchanges_of,
+    from_rows,
+    order_of,
+    send,
+    send_back,
+    to_rows,
+)
 from jtrain.model.moe import ExpertWeight, MoE
 from jtrain.model.param import map_params, param_infos
 from jtrain.model.router import MoESpec, route
@@ -27,7 +35,8 @@ def layer_of(spec: MoESpec) -> tuple[Any, Any]:
     rng = np.random.default_rng(0)
     # Larger than a fresh model's: choices are clear, and float32 and float64 make the same ones.
     params = map_params(
-        lambda info: jnp.asarray(4 * info.std * rng.standard_normal(info.shape[1:]), jnp.float32), param_infos(module)
+        lambda info: jnp.asarray(4 * info.std * rng.standard_normal(info.shape[1:]), jnp.float32),
+        param_infos(module),
     )
 
     def apply(params: Any, x: Any, valid: Any) -> Any:
@@ -48,7 +57,9 @@ def by_hand(params: Any, x: Any, valid: Any, spec: MoESpec) -> Any:
     weight = jnp.where(chosen, prob, 0)
     if spec.normalize_top_k:
         weight = weight / jnp.maximum(weight.sum(-1, keepdims=True), 1e-30)
-    wide = jax.nn.silu(jnp.einsum("bld,xdf->blxf", xs, p["gate_XDF"])) * jnp.einsum("bld,xdf->blxf", xs, p["up_XDF"])
+    wide = jax.nn.silu(jnp.einsum("bld,xdf->blxf", xs, p["gate_XDF"])) * jnp.einsum(
+        "bld,xdf->blxf", xs, p["up_XDF"]
+    )
     out = jnp.einsum("blxd,blx->bld", jnp.einsum("blxf,xfd->blxd", wide, p["down_XFD"]), weight)
     if spec.shared_experts:
         shared = p["shared"]
@@ -93,7 +104,9 @@ def undefined_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shared", (0, 2))
 @pytest.mark.parametrize("normalize", (True, False), ids=("normalized", "softmax over all"))
 def test_a_layer_is_the_papers_formula(normalize: bool, shared: int) -> None:
-    """Output, losses and all gradients agree with the unsorted float64 reference within 1e-5 of the largest."""
+    """Output, losses and all gradients agree with the unsorted float64 reference within 1e-5 of the
+    largest.
+    """
     spec = dataclasses.replace(SPEC, normalize_top_k=normalize, shared_experts=shared)
     apply, params = layer_of(spec)
     rng = np.random.default_rng(1)
@@ -127,7 +140,9 @@ def close(got: Any, want: Any) -> None:
 
 
 def test_balance_is_one_where_all_experts_serve_alike_and_more_where_not() -> None:
-    """The balance loss is 1 per token at balance for any top_k, and lowers the probability of crowded experts."""
+    """The balance loss is 1 per token at balance for any top_k, and lowers the probability of crowded
+    experts.
+    """
     spec = MoESpec(num_experts=4, top_k=2)
     even = jnp.asarray([[[9.0, 9.0, 0, 0], [0, 0, 9.0, 9.0]]])
     crowded = jnp.asarray([[[9.0, 8.0, 0, 0], [9.0, 8.0, 0, 0]]])
@@ -205,7 +220,9 @@ def test_rows_reach_their_experts_and_come_back(counts: Any) -> None:
 
     mesh = Mesh(np.array(jax.devices()[:DEVICES]), ("expert",))
     dy = rng.standard_normal(want.shape).astype(np.float32)
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False))
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+    )
     got, home, grad, there, group_size = run(x, jnp.asarray(count_EX, jnp.int32), dy)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(group_size, count_EX.sum(0).reshape(DEVICES, 2))
@@ -224,8 +241,13 @@ def test_accelerators_exchange_rows_by_one_ragged_all_to_all() -> None:
     def local(x: Any, count: Any) -> Any:
         return send(x[0], exchanges_of([count[0]])[0], jnp.zeros((64, 0)))[None]
 
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False))
-    shapes = jax.ShapeDtypeStruct((DEVICES, 16, 4), jnp.bfloat16), jax.ShapeDtypeStruct((DEVICES, 16), jnp.int32)
+    run = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=False)
+    )
+    shapes = (
+        jax.ShapeDtypeStruct((DEVICES, 16, 4), jnp.bfloat16),
+        jax.ShapeDtypeStruct((DEVICES, 16), jnp.int32),
+    )
     text = {p: run.trace(*shapes).lower(lowering_platforms=(p,)).as_text() for p in ("cpu", "cuda", "tpu")}
     for platform in ("cuda", "tpu"):
         assert text[platform].count("@ragged_all_to_all") == 1
@@ -264,7 +286,11 @@ def over_experts(spec: MoESpec, params: Any, x: Any, dy: Any, valid: Any) -> Any
 
         y, vjp = jax.vjp(jax.checkpoint(apply), params, x)
         dparams, dx = vjp(dy)
-        return y, jax.tree.map(lambda a, s: a if s == P("expert") else jax.lax.psum(a, "expert"), dparams, specs), dx
+        return (
+            y,
+            jax.tree.map(lambda a, s: a if s == P("expert") else jax.lax.psum(a, "expert"), dparams, specs),
+            dx,
+        )
 
     split = P("expert")
     run = jax.shard_map(
@@ -274,7 +300,9 @@ def over_experts(spec: MoESpec, params: Any, x: Any, dy: Any, valid: Any) -> Any
 
 
 def uneven() -> tuple[MoESpec, Any, Any, Any, Any]:
-    """Layer of eight experts of which the first gets no token and the last most; one device's tokens are padding."""
+    """Layer of eight experts of which the first gets no token and the last most; one device's tokens are
+    padding.
+    """
     spec = MoESpec(num_experts=8, top_k=2)
     _, params = layer_of(spec)
     rng = np.random.default_rng(3)
@@ -289,7 +317,9 @@ def uneven() -> tuple[MoESpec, Any, Any, Any, Any]:
 @pytest.mark.usefixtures("undefined_is_nan")
 @pytest.mark.parametrize("pieces", (pytest.param(1, marks=pytest.mark.slow), 4))
 def test_pieces_that_overlap_are_the_papers_formula(pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and all gradients agree with float64 within 1e-5 of the largest, exchanged whole or in four pieces."""
+    """Output and all gradients agree with float64 within 1e-5 of the largest, exchanged whole or in four
+    pieces.
+    """
     monkeypatch.setattr(expert_dispatch, "MIN_PIECE_ROWS", 80 // pieces)
     assert expert_dispatch.num_pieces(40, 2) == pieces
     spec, params, x, dy, valid = uneven()

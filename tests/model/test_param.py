@@ -24,9 +24,13 @@ def test_values_are_drawn_with_jaxs_keys_of_seed_path_layer_and_draw(seed: int) 
             key = jax.random.fold_in(key, layer)
         words = np.stack([jax.random.bits(jax.random.fold_in(key, draw), (4, 5)) for draw in range(DRAWS)])
         total = words.view(np.uint16).reshape(DRAWS, 4, 5, 2).astype(np.int64).sum(axis=(0, 3))
-        got = init_param(info, seed=seed, dtype="float32", layer=None if layer is None else jnp.asarray(layer))
+        got = init_param(
+            info, seed=seed, dtype="float32", layer=None if layer is None else jnp.asarray(layer)
+        )
         deviation = np.sqrt(8 * (2.0**32 - 1) / 3)
-        np.testing.assert_array_equal(np.round(np.asarray(got, np.float64) * deviation), 2 * total - 8 * 0xFFFF)
+        np.testing.assert_array_equal(
+            np.round(np.asarray(got, np.float64) * deviation), 2 * total - 8 * 0xFFFF
+        )
 
 
 @pytest.mark.parametrize("moe", (None, MoESpec(num_experts=4, top_k=2, shared_experts=2)))

@@ -40,7 +40,9 @@ def nested(by_path: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_path(tree: dict[str, Any]) -> dict[str, Any]:
-    return {".".join(str(key.key) for key in path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    return {
+        ".".join(str(key.key) for key in path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
 
 
 INFOS = nested({path: ParamInfo(path, shape, dims, "normal", 0.02) for path, (dims, shape) in SHAPES.items()})
@@ -54,13 +56,19 @@ def random(seed: int, scale: float = 1.0, dtype: str = "float32") -> dict[str, A
 
 def step_of(opt: Optimizer) -> Any:
     """Jitted update with donated buffers, in the order that lets JAX reuse them."""
-    return jax.jit(lambda params, state, grads, step: opt.update(grads, state, params, step), donate_argnums=(0, 1))
+    return jax.jit(
+        lambda params, state, grads, step: opt.update(grads, state, params, step), donate_argnums=(0, 1)
+    )
 
 
 @pytest.mark.smoke
 def test_adamw_is_the_published_formula() -> None:
-    """Twenty updates equal a float64 reference with warm-up, cosine, clipping, eps and decay of matrices only."""
-    spec = AdamW(1e-2, Cosine(0.1), warmup_steps=5, b1=0.9, b2=0.99, eps=1e-3, weight_decay=0.3, clip_norm=100.0)
+    """Twenty updates equal a float64 reference with warm-up, cosine, clipping, eps and decay of matrices
+    only.
+    """
+    spec = AdamW(
+        1e-2, Cosine(0.1), warmup_steps=5, b1=0.9, b2=0.99, eps=1e-3, weight_decay=0.3, clip_norm=100.0
+    )
     opt = build(spec, num_steps=20, params=INFOS)
     params, update = random(0), step_of(opt)
     state = opt.init(params)
@@ -86,14 +94,18 @@ def test_adamw_is_the_published_formula() -> None:
 
     assert 3 < clipped < 17, "both sides of the clip must be seen"
     for path, got in by_path(params).items():
-        assert np.abs(p[path] - start[path]).max() > 0.02, "the parameters must move, or equality proves nothing"
+        assert np.abs(p[path] - start[path]).max() > 0.02, (
+            "the parameters must move, or equality proves nothing"
+        )
         np.testing.assert_allclose(got, p[path], atol=2e-6, err_msg=path)
         np.testing.assert_allclose(by_path(state.mu)[path], m[path], atol=1e-6)
         np.testing.assert_allclose(by_path(state.nu)[path], v[path], rtol=1e-5)
 
 
 def test_only_matrices_decay() -> None:
-    """With gradients of zero a matrix shrinks by lr * weight_decay and a norm scale stays, for both optimizers."""
+    """With gradients of zero a matrix shrinks by lr * weight_decay and a norm scale stays, for both
+    optimizers.
+    """
     for spec in (AdamW(0.1, warmup_steps=0, weight_decay=0.5), Muon(0.1, warmup_steps=0, weight_decay=0.5)):
         opt, params = build(spec, num_steps=10, params=INFOS), random(0)
         got, _, _ = jax.jit(opt.update)(jax.tree.map(jnp.zeros_like, params), opt.init(params), params, 0)
@@ -122,7 +134,13 @@ def as_matrices(path: str, stack: np.ndarray) -> np.ndarray:
 
 def test_muon_makes_each_layers_update_orthogonal() -> None:
     """Each layer's update has singular values near 1 and RMS 0.2; AdamW updates all other parameters."""
-    common = {"peak_lr": 1.0, "schedule": Cosine(1.0), "warmup_steps": 0, "weight_decay": 0.0, "clip_norm": None}
+    common = {
+        "peak_lr": 1.0,
+        "schedule": Cosine(1.0),
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "clip_norm": None,
+    }
     muon = build(Muon(**common), num_steps=10, params=INFOS)
     adamw = build(AdamW(**common), num_steps=10, params=INFOS)
     params, grads = random(0), random(1)
@@ -143,7 +161,9 @@ def test_muon_makes_each_layers_update_orthogonal() -> None:
         assert 0.2 < values.min() <= values.max() < 1.3
         assert 0.14 < np.sqrt((update**2).mean()) < 0.24
         u, _, vt = np.linalg.svd(grad, full_matrices=False)
-        assert ((update / np.linalg.norm(update)) * (u @ vt)).sum() / math.sqrt(3 * 24) > 0.5, "not towards U V^T"
+        assert ((update / np.linalg.norm(update)) * (u @ vt)).sum() / math.sqrt(3 * 24) > 0.5, (
+            "not towards U V^T"
+        )
 
 
 def test_a_stack_of_layers_is_updated_as_each_layer_alone() -> None:
@@ -175,12 +195,18 @@ def test_experts_are_a_batch_of_matrices() -> None:
     p, g = (jnp.asarray(rng.standard_normal((2, 3, 8, 12)), jnp.float32) for _ in range(2))
 
     def updated(dims: str, shape: tuple[int, ...]) -> np.ndarray:
-        opt = build(Muon(0.1, clip_norm=None), num_steps=9, params={"w": ParamInfo("w", shape, dims, "normal", 1.0)})
+        opt = build(
+            Muon(0.1, clip_norm=None), num_steps=9, params={"w": ParamInfo("w", shape, dims, "normal", 1.0)}
+        )
         params = {"w": p.reshape(shape)}
-        return np.asarray(opt.update({"w": g.reshape(shape)}, opt.init(params), params, 0)[0]["w"]).reshape(p.shape)
+        return np.asarray(opt.update({"w": g.reshape(shape)}, opt.init(params), params, 0)[0]["w"]).reshape(
+            p.shape
+        )
 
     assert not np.allclose(updated("YDF", (6, 8, 12)), p)
-    np.testing.assert_allclose(updated("YXDF", (2, 3, 8, 12)), updated("YDF", (6, 8, 12)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        updated("YXDF", (2, 3, 8, 12)), updated("YDF", (6, 8, 12)), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("params_split", [False, True], ids=["params replicated", "params split"])
@@ -192,12 +218,16 @@ def test_the_update_is_bitwise_the_same_on_any_layout(
     opt = build(AdamW(1e-2, warmup_steps=2, clip_norm=1e6), num_steps=10, params=INFOS)
     size = 8 if dim == "D" else 3
     mesh = Mesh(np.array(emulated_devices[:size]), ("data",))
-    split = jax.tree.map(lambda i: NamedSharding(mesh, P(*("data" if d == dim else None for d in i.dims))), INFOS)
+    split = jax.tree.map(
+        lambda i: NamedSharding(mesh, P(*("data" if d == dim else None for d in i.dims))), INFOS
+    )
     whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), INFOS)
 
     def run(param_sharding: Any, sharding: Any, out: Any) -> tuple[Any, Any, Any]:
         params = jax.device_put(random(0), param_sharding)
-        state = jax.device_put(opt.init(params), moments_like(opt, sharding) if sharding is not None else None)
+        state = jax.device_put(
+            opt.init(params), moments_like(opt, sharding) if sharding is not None else None
+        )
 
         @functools.partial(jax.jit, out_shardings=out)
         def update(params: Any, state: Any, grads: Any, step: Any) -> Any:
@@ -225,10 +255,14 @@ def test_the_update_is_bitwise_the_same_on_any_layout(
 
 
 def test_muon_on_split_matrices_agrees_with_one_device(emulated_devices: list[jax.Device]) -> None:
-    """The momentum is bitwise equal; the update agrees to 1e-4, since matrix products sum in another order."""
+    """The momentum is bitwise equal; the update agrees to 1e-4, since matrix products sum in another
+    order.
+    """
     opt = build(Muon(1e-2, warmup_steps=0, clip_norm=1e6), num_steps=10, params=INFOS)
     mesh = Mesh(np.array(emulated_devices), ("data",))
-    split = jax.tree.map(lambda i: NamedSharding(mesh, P(*("data" if d == "D" else None for d in i.dims))), INFOS)
+    split = jax.tree.map(
+        lambda i: NamedSharding(mesh, P(*("data" if d == "D" else None for d in i.dims))), INFOS
+    )
     params, grads = random(0), random(1)
     want, want_state, _ = opt.update(grads, opt.init(params), params, 0)
     update = jax.jit(opt.update, out_shardings=(split, moments_like(opt, split), None))
@@ -244,7 +278,9 @@ def test_muon_on_split_matrices_agrees_with_one_device(emulated_devices: list[ja
 @pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 def test_the_state_is_as_large_as_the_planner_says(kind: type[AdamW], moment_dtype: Any) -> None:
-    """Dtypes stay the same over an update with bf16 gradients and parameters, and bytes equal `state_bytes`."""
+    """Dtypes stay the same over an update with bf16 gradients and parameters, and bytes equal
+    `state_bytes`.
+    """
     spec = kind(1e-3, moment_dtype=moment_dtype)
     opt, params = build(spec, num_steps=10, params=INFOS), random(0, dtype="bfloat16")
     params, state, metrics = opt.update(random(1, dtype="bfloat16"), opt.init(params), params, 0)
@@ -255,15 +291,22 @@ def test_the_state_is_as_large_as_the_planner_says(kind: type[AdamW], moment_dty
     assert sum(x.nbytes for x in jax.tree.leaves(state)) == predicted
     width = 4 if moment_dtype == "float32" else 2
     gate = state_bytes(spec, INFOS["layers"]["mlp"]["gate_DF"], 1)
-    assert (gate, state_bytes(spec, INFOS["embed"]["table_VD"], 1)) == (width if kind is Muon else 2 * width, 2 * width)
+    assert (gate, state_bytes(spec, INFOS["embed"]["table_VD"], 1)) == (
+        width if kind is Muon else 2 * width,
+        2 * width,
+    )
 
 
 def test_bf16_moments_follow_at_the_rates_that_are_allowed_and_stand_still_at_those_refused() -> None:
-    """The second moment follows a tenfold smaller gradient within 10 % at b2 = 0.95, and never at b2 = 0.999."""
+    """The second moment follows a tenfold smaller gradient within 10 % at b2 = 0.95, and never at b2 =
+    0.999.
+    """
     infos = {"w": ParamInfo("w", (256,), "D", "ones")}
 
     def after(b2: float, num_steps: int, force: bool) -> np.ndarray:
-        spec = AdamW(1e-3, warmup_steps=0, clip_norm=None, b2=b2, moment_dtype="float32" if force else "bfloat16")
+        spec = AdamW(
+            1e-3, warmup_steps=0, clip_norm=None, b2=b2, moment_dtype="float32" if force else "bfloat16"
+        )
         object.__setattr__(spec, "moment_dtype", "bfloat16")
         opt = build(spec, num_steps=num_steps, params=infos)
         params, grads = {"w": jnp.ones(256)}, {"w": jnp.linspace(0.1, 0.2, 256)}
@@ -282,7 +325,9 @@ def test_bf16_moments_follow_at_the_rates_that_are_allowed_and_stand_still_at_th
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 def test_the_update_runs_in_place(kind: type[AdamW]) -> None:
-    """Donated f32 buffers are overwritten without a copy or a temporary as large as a stack (Muon: one layer)."""
+    """Donated f32 buffers are overwritten without a copy or a temporary as large as a stack (Muon: one
+    layer).
+    """
     layers = 64
 
     def deep(info: ParamInfo) -> ParamInfo:
@@ -300,7 +345,9 @@ def test_the_update_runs_in_place(kind: type[AdamW]) -> None:
     assert memory.temp_size_in_bytes < one_stack / (2 if kind is Muon else 8)
     copied = re.findall(rf"= f32\[{layers},[^ ]* copy\(", compiled.as_text())
     assert not copied, "a whole stack is copied, for Muon once per layer"
-    assert len(re.findall(rf"= f32\[{layers},[^ ]* fusion\(", compiled.as_text())) >= 2 * 4, "the text must be as read"
+    assert len(re.findall(rf"= f32\[{layers},[^ ]* fusion\(", compiled.as_text())) >= 2 * 4, (
+        "the text must be as read"
+    )
 
 
 def test_state_map_puts_values_where_the_moments_are() -> None:

@@ -20,7 +20,9 @@ BLOCKS = Blocks("F", -1, 128)
 
 
 def published_map(signed: bool) -> np.ndarray:
-    """Positive values of arXiv:2110.02861's dynamic map without its 1.0, computed as by its authors, in float64."""
+    """Positive values of arXiv:2110.02861's dynamic map without its 1.0, computed as by its authors, in
+    float64.
+    """
     values: list[float] = []
     for decade in range(7):
         bounds = np.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
@@ -31,7 +33,9 @@ def published_map(signed: bool) -> np.ndarray:
 def moment(signed: bool, spread: float = 2.0) -> jax.Array:
     """Random moments of lognormal sizes, with another scale in each block."""
     rng = np.random.default_rng(0)
-    size = np.exp(spread * rng.standard_normal(INFO.shape)) * np.repeat(np.logspace(-9, 0, 64), 128).reshape(INFO.shape)
+    size = np.exp(spread * rng.standard_normal(INFO.shape)) * np.repeat(np.logspace(-9, 0, 64), 128).reshape(
+        INFO.shape
+    )
     value = size * rng.choice([-1.0, 1.0], INFO.shape) if signed else size**2
     return jnp.asarray(value, jnp.float32)
 
@@ -44,12 +48,16 @@ def sizes(x: jax.Array, signed: bool) -> np.ndarray:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_code_stands_for_a_value_of_the_published_map(signed: bool) -> None:
-    """Codes decoded with scale 1 are the map's values in order; 0 is 0, and negative codes mirror positive ones."""
+    """Codes decoded with scale 1 are the map's values in order; 0 is 0, and negative codes mirror positive
+    ones.
+    """
     wanted = published_map(signed)
     assert len(wanted) == (127 if signed else 254)
     codes = np.arange(len(wanted) + 1)
     blocks = Blocks("D", -1, len(codes))
-    got = np.asarray(decode(jnp.asarray(codes, jnp.int8 if signed else jnp.uint8), jnp.ones(1), blocks), np.float64)
+    got = np.asarray(
+        decode(jnp.asarray(codes, jnp.int8 if signed else jnp.uint8), jnp.ones(1), blocks), np.float64
+    )
     assert got[0] == 0.0
     np.testing.assert_allclose(got[1:], wanted if signed else wanted**2, rtol=2e-6)
     if signed:
@@ -91,7 +99,10 @@ def test_codes_equal_a_reference_that_searches_the_published_map(signed: bool) -
     share = sizes(x, signed)
     share = share / share.max(axis=1, keepdims=True) * top
     edges = np.concatenate(
-        [10.0 ** (d - 6) * np.linspace(0.1, 1, 2 ** (d if signed else d + 1), endpoint=False) for d in range(7)]
+        [
+            10.0 ** (d - 6) * np.linspace(0.1, 1, 2 ** (d if signed else d + 1), endpoint=False)
+            for d in range(7)
+        ]
     )
     want = np.searchsorted(edges, share, side="right")
     got = np.abs(np.int32(codes)).reshape(-1, 128)
@@ -105,8 +116,9 @@ def test_codes_equal_a_reference_that_searches_the_published_map(signed: bool) -
 def test_by_chance_the_mean_is_the_moment(signed: bool) -> None:
     """The mean of 2000 stochastic roundings is the value, within six standard deviations.
 
-    One rounding between neighbours w apart has deviation sqrt((x - below) (above - x)), the mean a 45th of that. The
-    bound adds 12 w / 2000 for values so near one neighbour that the other is drawn only a few times.
+    One rounding between neighbours w apart has deviation sqrt((x - below) (above - x)), the mean a 45th of
+    that. The bound adds 12 w / 2000 for values so near one neighbour that the other is drawn only a few
+    times.
     """
     x, count = moment(signed, spread=1.0), 2000
 
@@ -120,7 +132,9 @@ def test_by_chance_the_mean_is_the_moment(signed: bool) -> None:
 
         return jax.lax.fori_loop(0, count, add, jnp.zeros_like(x)) / count
 
-    one, other = (np.float64(rounded(jnp.full(x.shape, word, jnp.uint32)) / x - 1) for word in (0, 0xFFFFFFFF))
+    one, other = (
+        np.float64(rounded(jnp.full(x.shape, word, jnp.uint32)) / x - 1) for word in (0, 0xFFFFFFFF)
+    )
     apart = np.abs(one - other)
     deviation = np.sqrt(np.maximum(-one * other, 0))
     assert np.median(deviation) > 3e-3, "roundings must differ"
@@ -128,7 +142,9 @@ def test_by_chance_the_mean_is_the_moment(signed: bool) -> None:
 
 
 def test_zeros_stay_and_a_second_moment_never_becomes_zero() -> None:
-    """Zero blocks have scale 0; a positive second moment far below the block's largest keeps the smallest code."""
+    """Zero blocks have scale 0; a positive second moment far below the block's largest keeps the smallest
+    code.
+    """
     zeros = jnp.zeros(INFO.shape)
     for signed in (True, False):
         codes, scale = encode(zeros, BLOCKS, signed=signed, bits=None)
@@ -175,7 +191,9 @@ def test_blocks_lie_where_shards_do_not_cut_them() -> None:
 
 @pytest.mark.parametrize("kind", [AdamW, Muon])
 def test_a_mesh_that_cuts_blocks_is_refused(kind: type[AdamW]) -> None:
-    """The message has the parameter, both sizes, and a mesh or dtype that fits; the next smaller mesh is accepted."""
+    """The message has the parameter, both sizes, and a mesh or dtype that fits; the next smaller mesh is
+    accepted.
+    """
     infos = {
         "gate": ParamInfo("layers.mlp.gate_DF", (2, 256, 512), "YDF", "normal", 1.0),
         "unembed": ParamInfo("unembed.kernel_DV", (256, 512), "DV", "normal", 1.0),
@@ -183,12 +201,17 @@ def test_a_mesh_that_cuts_blocks_is_refused(kind: type[AdamW]) -> None:
     opt = build(kind(1e-3, moment_dtype="int8"), num_steps=100, params=infos)
 
     def check(zero_stage: Any, **axes: int) -> None:
-        check_layout(opt.spec, make_layout(LayoutSpec(zero_stage=zero_stage), MeshSpec(**axes), tuple(infos.values())))
+        check_layout(
+            opt.spec, make_layout(LayoutSpec(zero_stage=zero_stage), MeshSpec(**axes), tuple(infos.values()))
+        )
 
     with pytest.raises(
         ValueError,
-        match=r"moment_dtype=int8 keeps layers.mlp.gate_DF in blocks of 128 along model.d_ff=512, and mesh.tensor=8 "
-        r"would cut them: a shard has 64. Set mesh.tensor to a divisor of 4, or optimizer.moment_dtype=bfloat16_sr",
+        match=(
+            r"moment_dtype=int8 keeps layers.mlp.gate_DF in blocks of 128 along model.d_ff=512, and "
+            r"mesh.tensor=8 would cut them: a shard has 64. Set mesh.tensor to a divisor of 4, or "
+            r"optimizer.moment_dtype=bfloat16_sr"
+        ),
     ):
         check(0, tensor=8)
     check(0, data=16, tensor=4)

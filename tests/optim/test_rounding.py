@@ -23,8 +23,8 @@ def bits(info: ParamInfo = STACK, step: int = 0, purpose: str = "mu") -> np.ndar
 def test_the_mean_of_many_roundings_is_the_value() -> None:
     """The mean of 4096 roundings of each of 1920 values is the value, within six standard deviations.
 
-    One rounding has a deviation of at most u / 2, the mean of u / 2 / 64. Rounded to nearest, some values would be off
-    by nearly u / 2 every time.
+    One rounding has a deviation of at most u / 2, the mean of u / 2 / 64. Rounded to nearest, some values
+    would be off by nearly u / 2 every time.
     """
     x = jnp.asarray(np.random.default_rng(0).standard_normal(STACK.shape), jnp.float32)
     count = 4096
@@ -46,7 +46,9 @@ def test_the_mean_of_many_roundings_is_the_value() -> None:
 
 
 def test_what_bfloat16_holds_stays_and_so_does_what_is_no_number() -> None:
-    """Exact values, zeros, infinities and NaN stay unchanged for any bits; other values become a neighbour."""
+    """Exact values, zeros, infinities and NaN stay unchanged for any bits; other values become a
+    neighbour.
+    """
     exact = jnp.asarray([0.0, -0.0, 1.0, -2.5, 2.0**-126, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
     for word in (0, 0xFFFFFFFF):
         got = to_bfloat16(exact, jnp.full(exact.shape, word, jnp.uint32))
@@ -59,7 +61,9 @@ def test_what_bfloat16_holds_stays_and_so_does_what_is_no_number() -> None:
 
 
 def test_bits_are_as_good_as_random() -> None:
-    """Each half of a word is uniform over 256 bins, and bits of neighbours, layers, steps and so on are independent."""
+    """Each half of a word is uniform over 256 bins, and bits of neighbours, layers, steps and so on are
+    independent.
+    """
     info = ParamInfo("w", (4, 128, 512), "YDF", "normal", 1.0)
     words = bits(info)
     for shift in (0, 8, 16, 24):
@@ -74,7 +78,9 @@ def test_bits_are_as_good_as_random() -> None:
         "next layer": np.roll(share, 1, axis=0),
         "next step": np.asarray(uniform(jnp.asarray(bits(info, step=1)))),
         "other purpose": np.asarray(uniform(jnp.asarray(bits(info, purpose="nu")))),
-        "other parameter": np.asarray(uniform(jnp.asarray(bits(ParamInfo("v", info.shape, "YDF", "normal"))))),
+        "other parameter": np.asarray(
+            uniform(jnp.asarray(bits(ParamInfo("v", info.shape, "YDF", "normal"))))
+        ),
     }
     for name, other in others.items():
         r = np.corrcoef(share.ravel(), other.ravel())[0, 1]
@@ -90,13 +96,17 @@ def test_a_layer_and_a_block_have_the_bits_that_they_have_in_the_whole() -> None
         np.testing.assert_array_equal(of_layer, whole[y])
         block = Noise(STACK, step, layer=y, start=(jnp.int32(4), 8)).bits("mu", (2, 5))
         np.testing.assert_array_equal(block, whole[y, 4:6, 8:13])
-    np.testing.assert_array_equal(Noise(STACK, step, start=(1, 2, 3)).bits("mu", (2, 4, 5)), whole[1:, 2:6, 3:8])
+    np.testing.assert_array_equal(
+        Noise(STACK, step, start=(1, 2, 3)).bits("mu", (2, 4, 5)), whole[1:, 2:6, 3:8]
+    )
     assert len(np.unique(whole)) > 0.999 * whole.size
     table = bits(TABLE)
     np.testing.assert_array_equal(Noise(TABLE, step, start=(3, 5)).bits("mu", (2, 2)), table[3:5, 5:7])
 
 
-@pytest.mark.parametrize("spec", [P(None, "data", None), P(None, None, "data"), P(None, "tensor", "data")], ids=str)
+@pytest.mark.parametrize(
+    "spec", [P(None, "data", None), P(None, None, "data"), P(None, "tensor", "data")], ids=str
+)
 def test_bits_of_a_split_array_are_those_of_the_whole(emulated_devices: list[jax.Device], spec: P) -> None:
     """Shards get the bits of the whole array, at jit level and inside a shard_map."""
     mesh = Mesh(np.array(emulated_devices).reshape(4, 2), ("data", "tensor"))
@@ -108,7 +118,9 @@ def test_bits_of_a_split_array_are_those_of_the_whole(emulated_devices: list[jax
 
     def of_shard(step: jax.Array) -> jax.Array:
         shape = split.shard_shape(STACK.shape)
-        start = tuple(n * jax.lax.axis_index(axis) if axis else 0 for n, axis in zip(shape, tuple(spec), strict=True))
+        start = tuple(
+            n * jax.lax.axis_index(axis) if axis else 0 for n, axis in zip(shape, tuple(spec), strict=True)
+        )
         return Noise(STACK, step, start=start).bits("mu", shape)
 
     sharded = jax.jit(jax.shard_map(of_shard, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False))
@@ -116,15 +128,22 @@ def test_bits_of_a_split_array_are_those_of_the_whole(emulated_devices: list[jax
 
 
 def test_layers_beyond_32_bits_of_elements_differ() -> None:
-    """Layers of a stack with more elements than uint32 has values (80 x 8192 x 28672) still get different bits."""
+    """Layers of a stack with more elements than uint32 has values (80 x 8192 x 28672) still get different
+    bits.
+    """
     info = ParamInfo("w", (80, 8192, 28672), "YDF", "normal", 1.0)
     assert info.size > 2**32
-    words = [np.asarray(Noise(info, jnp.int32(0), layer=y, start=(8000, 28000)).bits("mu", (64, 64))) for y in (0, 19)]
+    words = [
+        np.asarray(Noise(info, jnp.int32(0), layer=y, start=(8000, 28000)).bits("mu", (64, 64)))
+        for y in (0, 19)
+    ]
     assert (words[0] == words[1]).mean() < 0.01
 
 
 def test_the_bits_are_those_of_the_published_hash() -> None:
-    """Murmur3's finaliser over (path, purpose, step), layer and index: a checkpoint goes on with the noise it had."""
+    """Murmur3's finaliser over (path, purpose, step), layer and index: a checkpoint goes on with the noise it
+    had.
+    """
 
     def mix(word: np.ndarray) -> np.ndarray:
         word = (word ^ (word >> np.uint32(16))) * np.uint32(0x85EBCA6B)

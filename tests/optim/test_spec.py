@@ -25,7 +25,9 @@ def rates(spec: AdamW, num_steps: int) -> np.ndarray:
 
 
 def test_the_rate_rises_from_the_first_update_and_the_cosine_ends_where_the_run_does() -> None:
-    """Update 0 has a rate above 0, warm-up reaches the peak, and the final fraction is reached at `num_steps`."""
+    """Update 0 has a rate above 0, warm-up reaches the peak, and the final fraction is reached at
+    `num_steps`.
+    """
     got = rates(AdamW(2.0, Cosine(0.25), warmup_steps=4), 12)
     np.testing.assert_allclose(got[:5], [0.5, 1.0, 1.5, 2.0, 2.0], rtol=1e-6)
     np.testing.assert_allclose(got[8], 2.0 * (0.25 + 0.75 / 2), rtol=1e-6)
@@ -52,7 +54,10 @@ def test_steps_and_fractions_mean_the_same_run() -> None:
     for fraction, steps in ((0.29, 29), (0.07, 7), (0.999, 99), (0.0, 0), (0.001, 0)):
         assert build(AdamW(1.0, warmup_steps=fraction), num_steps=100, params=INFOS).warmup == steps
     of_steps = rates(AdamW(1.0, WarmupStableDecay(decay_steps=20), warmup_steps=10), 100)
-    assert rates(AdamW(1.0, WarmupStableDecay(decay_steps=0.2), warmup_steps=0.1), 100).tolist() == of_steps.tolist()
+    assert (
+        rates(AdamW(1.0, WarmupStableDecay(decay_steps=0.2), warmup_steps=0.1), 100).tolist()
+        == of_steps.tolist()
+    )
     assert len(set(of_steps.tolist())) > 20, "the rate must change, or equality proves nothing"
 
 
@@ -67,11 +72,17 @@ def test_steps_and_fractions_mean_the_same_run() -> None:
         ({"weight_decay": -0.1}, r"optimizer.weight_decay=-0.1 must be"),
         ({"clip_norm": 0.0}, r"optimizer.clip_norm=0.0 must be a number above 0, or None"),
         ({"moment_dtype": "float16"}, r"optimizer.moment_dtype='float16' must be one of float32, bfloat16"),
-        ({"moment_dtype": "bfloat16", "b2": 0.999}, r"b2=0.999 with .*bfloat16.* 391% off .*b2 to 0.96 at most"),
+        (
+            {"moment_dtype": "bfloat16", "b2": 0.999},
+            r"b2=0.999 with .*bfloat16.* 391% off .*b2 to 0.96 at most",
+        ),
         ({"momentum": 1.5}, r"optimizer.momentum=1.5 must be"),
         ({"update_rms": 0.0}, r"optimizer.update_rms=0.0 must be"),
         ({"newton_schulz_steps": 2.5}, r"optimizer.newton_schulz_steps=2.5 must be a number \(int\) above 0"),
-        ({"warmup_steps": 1.0}, r"optimizer.warmup_steps=1.0 must be an int .* or a float .* Write 2000 for steps"),
+        (
+            {"warmup_steps": 1.0},
+            r"optimizer.warmup_steps=1.0 must be an int .* or a float .* Write 2000 for steps",
+        ),
         ({"warmup_steps": 2000.0}, r"optimizer.warmup_steps=2000.0 must be"),
         ({"warmup_steps": -1}, r"optimizer.warmup_steps=-1 must be"),
         ({"warmup_steps": True}, r"optimizer.warmup_steps=True must be"),
@@ -88,7 +99,9 @@ def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any], message:
 
 def test_a_schedules_own_values_are_checked() -> None:
     """Each refusal of a schedule names the field and the allowed values."""
-    with pytest.raises(ValueError, match=r"optimizer.schedule.final_fraction=1.5 must be a number from 0 to 1"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.schedule.final_fraction=1.5 must be a number from 0 to 1"
+    ):
         Cosine(final_fraction=1.5)
     with pytest.raises(ValueError, match=r"optimizer.schedule.decay_steps=1.2 must be an int"):
         WarmupStableDecay(decay_steps=1.2)
@@ -98,10 +111,14 @@ def test_a_schedules_own_values_are_checked() -> None:
 
 def test_a_schedule_longer_than_the_run_is_refused() -> None:
     """The message has the sum and the shortest run that fits; a run of exactly that length is accepted."""
-    with pytest.raises(ValueError, match=r"warmup_steps=20 do not fit in num_steps=5. Set num_steps to at least 20"):
+    with pytest.raises(
+        ValueError, match=r"warmup_steps=20 do not fit in num_steps=5. Set num_steps to at least 20"
+    ):
         build(AdamW(1e-3, warmup_steps=20), num_steps=5, params=INFOS)
     spec = AdamW(1e-3, WarmupStableDecay(decay_steps=6), warmup_steps=5)
-    with pytest.raises(ValueError, match=r"warmup_steps=5 and optimizer.schedule.decay_steps=6 .* at least 11"):
+    with pytest.raises(
+        ValueError, match=r"warmup_steps=5 and optimizer.schedule.decay_steps=6 .* at least 11"
+    ):
         build(spec, num_steps=10, params=INFOS)
     assert build(spec, num_steps=11, params=INFOS).num_steps == 11
     with pytest.raises(ValueError, match=r"num_steps=0 must be at least 1"):

@@ -58,7 +58,9 @@ STEPS = 3
 
 def random(seed: int, dtype: str = "float32") -> dict[str, Any]:
     rng = np.random.default_rng(seed)
-    return nested({path: jnp.asarray(rng.standard_normal(shape), dtype) for path, (_, shape) in SHAPES.items()})
+    return nested(
+        {path: jnp.asarray(rng.standard_normal(shape), dtype) for path, (_, shape) in SHAPES.items()}
+    )
 
 
 def optimizer(**fields: Any) -> Optimizer:
@@ -88,7 +90,9 @@ def assert_equal(got: Any, want: Any) -> None:
 
 
 def test_every_operation_is_rounded_for_itself() -> None:
-    """Three updates equal numpy's, one operation after the other in float32: no product is contracted with a sum."""
+    """Three updates equal numpy's, one operation after the other in float32: no product is contracted with a
+    sum.
+    """
     opt = optimizer(master_dtype="float32", weight_decay=0.3)
     jitted = jax.jit(lambda p, s, g, k: (opt.begin(g, k), *opt.update(g, s, p, k)[:2]))
     params, state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0)), opt.init(random(0))
@@ -103,7 +107,9 @@ def test_every_operation_is_rounded_for_itself() -> None:
         exact = np.float64(np.float32(0.1)) * g + np.float64(b1 * m)
         m, v = np.float32(0.1) * g + b1 * m, np.float32(1 - 0.99) * (g * g) + b2 * v
         contracted += int((np.float32(exact) != m).sum())
-        rate, mu_scale, nu_scale = (np.asarray(x) for x in (update.learning_rate, update.mu_scale, update.nu_scale))
+        rate, mu_scale, nu_scale = (
+            np.asarray(x) for x in (update.learning_rate, update.mu_scale, update.nu_scale)
+        )
         p = p - rate * (m * mu_scale / (np.sqrt(v * nu_scale) + np.float32(1e-8)) + decay * p)
     assert contracted > 1000, "contraction must show"
     for name, want in (("mu", m), ("nu", v), ("master", p)):
@@ -174,10 +180,14 @@ def test_bits_do_not_depend_on_whether_layers_come_one_by_one(precision: str) ->
         for path, info in BY_PATH.items():
             param, grad = by_path(INFOS, params)[path], by_path(INFOS, grads)[path]
             if not info.dims.startswith("Y"):
-                params, leaves[path] = _set(params, path, opt.update_param(update, info, grad, param, leaves[path]))
+                params, leaves[path] = _set(
+                    params, path, opt.update_param(update, info, grad, param, leaves[path])
+                )
                 continue
             done = [
-                opt.update_param(update, info, grad[y], param[y], {k: x[y] for k, x in leaves[path].items()}, layer=y)
+                opt.update_param(
+                    update, info, grad[y], param[y], {k: x[y] for k, x in leaves[path].items()}, layer=y
+                )
                 for y in range(2)
             ]
             params, leaves[path] = _set(params, path, jax.tree.map(lambda *x: jnp.stack(x), *done))
@@ -189,7 +199,9 @@ def test_bits_do_not_depend_on_whether_layers_come_one_by_one(precision: str) ->
             spec = specs[path]
             of_leaf = dict.fromkeys(leaves[path], spec)
 
-            def local(update: Any, grad: Any, param: Any, leaf: Any, info: ParamInfo = info, spec: Any = spec) -> Any:
+            def local(
+                update: Any, grad: Any, param: Any, leaf: Any, info: ParamInfo = info, spec: Any = spec
+            ) -> Any:
                 axis = [jax.lax.axis_index(a) * n if a else 0 for a, n in zip(spec, grad.shape, strict=True)]
                 return opt.update_param(update, info, grad, param, leaf, start=tuple(axis))
 
@@ -228,8 +240,12 @@ PRODUCT = list(itertools.product((AdamW, Muon), MOMENTS, ("none", "float32")))
 
 
 @pytest.mark.parametrize(("kind", "moment_dtype", "master_dtype"), PRODUCT)
-def test_the_closed_form_is_the_bytes_of_the_arrays(kind: type[AdamW], moment_dtype: Any, master_dtype: Any) -> None:
-    """Bytes match for whole and split parameters; int8 takes 2 bytes and two scales per block, Muon half of it."""
+def test_the_closed_form_is_the_bytes_of_the_arrays(
+    kind: type[AdamW], moment_dtype: Any, master_dtype: Any
+) -> None:
+    """Bytes match for whole and split parameters; int8 takes 2 bytes and two scales per block, Muon half of
+    it.
+    """
     spec = kind(1e-3, moment_dtype=moment_dtype, master_dtype=master_dtype)
     opt = build(spec, num_steps=100, params=INFOS)
     state = jax.eval_shape(opt.init, random(0))
@@ -255,7 +271,9 @@ def test_masters_follow_the_float32_run_and_parameters_are_them_rounded() -> Non
     want, got = random(0), jax.tree.map(lambda x: x.astype(jnp.bfloat16), random(0))
     want_state, state = full.init(want), rounded.init(random(0))
     assert not np.array_equal(np.float32(got["final_norm"]["scale_D"]), want["final_norm"]["scale_D"])
-    update_full, update_rounded = (jax.jit(lambda p, s, g, k, o=o: o.update(g, s, p, k)) for o in (full, rounded))
+    update_full, update_rounded = (
+        jax.jit(lambda p, s, g, k, o=o: o.update(g, s, p, k)) for o in (full, rounded)
+    )
     for k in range(20):
         grads = random(k + 1)
         want, want_state, _ = update_full(want, want_state, grads, k)
@@ -268,13 +286,17 @@ def test_masters_follow_the_float32_run_and_parameters_are_them_rounded() -> Non
 
 def mlp_of(seed: int) -> dict[str, Any]:
     """Random arrays of the two matrices of a feed-forward layer."""
-    return {name: array for name, array in random(seed)["layers"]["mlp"].items() if name in ("gate_DF", "down_FD")}
+    return {
+        name: array for name, array in random(seed)["layers"]["mlp"].items() if name in ("gate_DF", "down_FD")
+    }
 
 
 def test_no_two_roundings_share_their_noise() -> None:
-    """Which elements are rounded away from 0 is unrelated between arrays of the state, layers, parameters and steps.
+    """Which elements are rounded away from 0 is unrelated between arrays of the state, layers, parameters and
+    steps.
 
-    The same noise for two of them relates them by a third; noise of their own by 0.03, of parameters that hardly move.
+    The same noise for two of them relates them by a third; noise of their own by 0.03, of parameters that
+    hardly move.
     """
     paths = ("layers.mlp.gate_DF", "layers.mlp.down_FD")
     infos = nested({path: BY_PATH[path] for path in paths})
@@ -306,8 +328,8 @@ def test_no_two_roundings_share_their_noise() -> None:
 def test_small_updates_are_lost_to_nearest_and_kept_on_average_by_chance() -> None:
     """1000 updates of 1e-5 move weights of 1 by 0.01 on average; rounded to nearest the weights do not move.
 
-    One stochastic rounding has a deviation of at most 2^-9, so 1000 of them 2^-9 sqrt(1000). The bound for the mean
-    over 4096 weights is six times a 64th of that.
+    One stochastic rounding has a deviation of at most 2^-9, so 1000 of them 2^-9 sqrt(1000). The bound for
+    the mean over 4096 weights is six times a 64th of that.
     """
     infos = {"w": ParamInfo("w", (4096,), "D", "ones")}
 
@@ -329,7 +351,9 @@ def test_small_updates_are_lost_to_nearest_and_kept_on_average_by_chance() -> No
 
 @pytest.mark.parametrize("moment_dtype", ["bfloat16_sr", "int8"])
 def test_a_second_moment_falls_at_any_rate(moment_dtype: Any) -> None:
-    """A moment 100 times too large falls to g^2 at b2=0.999 within 7000 updates; bf16 to nearest never would."""
+    """A moment 100 times too large falls to g^2 at b2=0.999 within 7000 updates; bf16 to nearest never
+    would.
+    """
     info = ParamInfo("layers.w_DF", (1, 8, 128), "YDF", "normal", 1.0)
     spec = AdamW(1e-3, warmup_steps=0, clip_norm=None, b2=0.999, moment_dtype=moment_dtype)
     opt = build(spec, num_steps=7000, params={"w": info})
@@ -355,7 +379,11 @@ def test_a_second_moment_falls_at_any_rate(moment_dtype: Any) -> None:
 @pytest.mark.parametrize(
     ("fields", "param_dtype", "message"),
     [
-        ({"master_dtype": "float32"}, "float32", r"master_dtype=float32 with precision.param_dtype=float32: such"),
+        (
+            {"master_dtype": "float32"},
+            "float32",
+            r"master_dtype=float32 with precision.param_dtype=float32: such",
+        ),
         (
             {"param_rounding": "stochastic"},
             "float32",
@@ -377,5 +405,7 @@ def test_what_would_do_nothing_is_refused(fields: dict[str, Any], param_dtype: A
 
 def test_both_ways_to_keep_small_updates_at_once_are_refused() -> None:
     """Stochastic rounding of parameters that have masters is refused."""
-    with pytest.raises(ValueError, match=r"param_rounding=stochastic with optimizer.master_dtype=float32: the masters"):
+    with pytest.raises(
+        ValueError, match=r"param_rounding=stochastic with optimizer.master_dtype=float32: the masters"
+    ):
         AdamW(1e-3, master_dtype="float32", param_rounding="stochastic")

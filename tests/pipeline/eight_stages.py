@@ -1,4 +1,6 @@
-"""Program of `test_executor.test_eight_stages`: trains every schedule over eight stages with an option by name."""
+"""Program of `test_executor.test_eight_stages`: trains every schedule over eight stages with an option by
+name.
+"""
 
 import sys
 

@@ -53,7 +53,11 @@ OPTIONS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "tied": ({}, SIZES | dict(tie_embeddings=True), {}),
     "fp8 delayed": (dict(data=2), {}, dict(matmul_dtype="fp8_delayed")),
     "fp8 current": ({}, {}, dict(matmul_dtype="fp8_current")),
-    "offload": (dict(data=2), {}, dict(zero_stage=3, remat="full", offload=OffloadSpec(params=1.0, optimizer=1.0))),
+    "offload": (
+        dict(data=2),
+        {},
+        dict(zero_stage=3, remat="full", offload=OffloadSpec(params=1.0, optimizer=1.0)),
+    ),
 }
 """Axes beside `stage`, sizes of the model (SIZES if empty), and layout."""
 
@@ -81,7 +85,8 @@ class Run:
 
 
 _begun: dict[Any, tuple[TrainState, np.ndarray]] = {}
-"""First states, on the host, and their evaluations; schedules that place layers and evaluate alike share both."""
+"""First states, on the host, and their evaluations; schedules that place layers and evaluate alike share
+both."""
 
 
 def _fields(of: dict[str, Any]) -> Fields:
@@ -106,7 +111,9 @@ def trained(
     opt = build(optimizer, num_steps=20, params=map_params(lambda info: info, infos))
     step = make_train_step(model, opt, lay, mesh)
     columns = context_order(adversarial_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
-    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), adversarial_batch())
+    batch = jax.tree.map(
+        lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), adversarial_batch()
+    )
     evaluates = lay.pipeline and (lay.pipeline.virtual, ticks_of(lay, trains=False).table.tobytes())
     key = (*map(_fields, (axes, sizes, layout)), optimizer, evaluates)
     if key not in _begun:
@@ -168,19 +175,25 @@ def settings(schedule: str, **more: Any) -> dict[str, Any]:
 def assert_composes(stages: int, schedule: str, option: str) -> None:
     """A schedule with one of `OPTIONS` trains as the model does without stages.
 
-    There are as many microbatches as DualPipeV needs, and at least eight layers, so that options share references.
+    There are as many microbatches as DualPipeV needs, and at least eight layers, so that options share
+    references.
 
-    A difference in the last bit of float32 may round to another 8-bit number, and in eight layers it does: runs without
-    stages then differ by 5 % of a gradient from one number of microbatches to another, and by 19 % if a norm's epsilon
-    is 2 % larger. So 8-bit cases have few layers, and the axes and microbatches of their reference are those of the
-    run; where two chunks on four stages need eight layers, the reference is GPipe over the same stages.
+    A difference in the last bit of float32 may round to another 8-bit number, and in eight layers it does:
+    runs without stages then differ by 5 % of a gradient from one number of microbatches to another, and by 19
+    % if a norm's epsilon is 2 % larger. So 8-bit cases have few layers, and the axes and microbatches of
+    their reference are those of the run; where two chunks on four stages need eight layers, the reference is
+    GPipe over the same stages.
     """
     axes, sizes, layout = OPTIONS[option]
     chunks = PipelineSpec(**settings(schedule)).chunks_per_worker
     in_8_bits = "matmul_dtype" in layout
     sizes = (sizes or SIZES) | dict(num_layers=max(0 if in_8_bits else 8, stages * chunks))
     got = trained(
-        dict(stage=stages, **axes), sizes=sizes, pipeline=settings(schedule), microbatches=2 * stages, **layout
+        dict(stage=stages, **axes),
+        sizes=sizes,
+        pipeline=settings(schedule),
+        microbatches=2 * stages,
+        **layout,
     )
     if not in_8_bits:
         assert_same(got, unpipelined(sizes))
@@ -188,18 +201,26 @@ def assert_composes(stages: int, schedule: str, option: str) -> None:
         assert_same(got, unpipelined(sizes, axes, microbatches=2 * stages, **layout))
     else:
         gpipe = trained(
-            dict(stage=stages, **axes), sizes=sizes, pipeline=settings("gpipe"), microbatches=2 * stages, **layout
+            dict(stage=stages, **axes),
+            sizes=sizes,
+            pipeline=settings("gpipe"),
+            microbatches=2 * stages,
+            **layout,
         )
         assert_same(got, gpipe)
 
 
 def assert_same(got: Run, want: Run) -> None:
-    """First weights, batch hashes and traces are equal; losses to 1e-5, gradients to 1e-5, parameters to 1e-4."""
+    """First weights, batch hashes and traces are equal; losses to 1e-5, gradients to 1e-5, parameters to
+    1e-4.
+    """
     jax.tree.map(np.testing.assert_array_equal, got.first, want.first)
     np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
     np.testing.assert_allclose(got.nats_BL, want.nats_BL, rtol=1e-4, atol=1e-4)
     jax.tree.map(
-        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got.gradient, want.gradient
+        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()),
+        got.gradient,
+        want.gradient,
     )
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got.last, want.last)
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4), got.scaling, want.scaling)

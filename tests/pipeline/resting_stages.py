@@ -1,8 +1,8 @@
 """Stages that rest instead of computing, in the executor's own loop over ticks: who waits for whom.
 
-Its table, conditionals, slots, permutes, embedding and loss are real. Only the layers are synthetic: F, I and W each
-call the host, which lets them go on. Rests of different devices overlap whatever the number of cores, as the work of
-real devices does.
+Its table, conditionals, slots, permutes, embedding and loss are real. Only the layers are synthetic: F, I and
+W each call the host, which lets them go on. Rests of different devices overlap whatever the number of cores,
+as the work of real devices does.
 """
 
 import dataclasses
@@ -90,7 +90,9 @@ _rested.defvjp(
 
 
 def make_step(rests: Rests, stages: int, pipeline: PipelineSpec) -> tuple[Layout, Any]:
-    """Layout of a step with 2 microbatches per stage and a layer per virtual stage, and a function that runs it."""
+    """Layout of a step with 2 microbatches per stage and a layer per virtual stage, and a function that runs
+    it.
+    """
     spec, microbatches = MeshSpec(stage=stages), 2 * stages
     model = RestingTransformer(rests, stages * pipeline.chunks_per_worker)
     infos = model.param_infos()
@@ -108,7 +110,9 @@ def make_step(rests: Rests, stages: int, pipeline: PipelineSpec) -> tuple[Layout
     ids = jax.device_put(np.zeros((microbatches, 1, 8), np.int32), NamedSharding(mesh, jax.P()))
 
     def local(params: Params, ids: Array) -> Float[Array, ""]:
-        grads, _, nats = pipelined_gradients(model, layout, params, {}, Batch(ids, ids, ids, ids), jnp.float32(1.0))
+        grads, _, nats = pipelined_gradients(
+            model, layout, params, {}, Batch(ids, ids, ids, ids), jnp.float32(1.0)
+        )
         total = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(grads))  # or XLA would drop the gradients
         return jax.lax.psum(nats + total, "stage")
 

@@ -48,13 +48,22 @@ def test_idle_cells_spaces_and_empty_lines_mean_nothing() -> None:
     [
         ("", "schedule mine is empty. Write a row of operations per worker, such as 0F0,0B0."),
         (",,\n", "schedule mine is empty."),
-        ("0F0,0B0\n1F0,,1G0\n", "schedule mine, line 2, cell 3: '1G0' is not an operation. Write virtual stage, F, I"),
+        (
+            "0F0,0B0\n1F0,,1G0\n",
+            "schedule mine, line 2, cell 3: '1G0' is not an operation. Write virtual stage, F, I",
+        ),
         ("0F0,0B0\n\n1F0,B0\n", "schedule mine, line 3, cell 2: 'B0' is not an operation."),
         ("0F0,0SEND_F0,0B0\n", "schedule mine, line 1, cell 2: '0SEND_F0' is not an operation."),
         ("0F0,0B0\n0F1,0B1\n1F0\n", "virtual stages 0 to 1 in 3 rows. .* a multiple of 3"),
         ("0F0,0B0\n0F1\n1F0\n2F0\n", "virtual stages 0 to 2 in 4 rows"),
-        ("1F0,1B0\n0F0,0B0\n", r"schedule mine, line 1, cell 1: 1F0 is in the row of worker 0, .* belongs in line 2"),
-        ("0F0,3F0,3B0\n1F0,,2F0,0B0\n", r"line 2, cell 4: 0B0 is in the row of worker 1, .* belongs in line 1"),
+        (
+            "1F0,1B0\n0F0,0B0\n",
+            r"schedule mine, line 1, cell 1: 1F0 is in the row of worker 0, .* belongs in line 2",
+        ),
+        (
+            "0F0,3F0,3B0\n1F0,,2F0,0B0\n",
+            r"line 2, cell 4: 0B0 is in the row of worker 1, .* belongs in line 1",
+        ),
     ],
 )
 def test_what_does_not_parse_is_refused_with_line_and_cell(text: str, message: str) -> None:
@@ -67,9 +76,13 @@ def test_a_schedule_for_other_numbers_is_refused(tmp_path: Path) -> None:
     """Both numbers, and the field to set; a missing file and bytes that are no text are files' errors."""
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(make_schedule("zbv", 2, 4)))
-    with pytest.raises(UserError, match=r"is for 2 stages, one per row, but stages=4. Set stages to 2 \(mesh.stage"):
+    with pytest.raises(
+        UserError, match=r"is for 2 stages, one per row, but stages=4. Set stages to 2 \(mesh.stage"
+    ):
         read_csv(path, stages=4)
-    with pytest.raises(UserError, match=r"has 4 microbatches, but microbatches=8. Set microbatches to 4 \(layout.micr"):
+    with pytest.raises(
+        UserError, match=r"has 4 microbatches, but microbatches=8. Set microbatches to 4 \(layout.micr"
+    ):
         read_csv(path, microbatches=8)
     with pytest.raises(FileError, match=r"schedule .*none\.csv cannot be read: No such file"):
         read_csv(tmp_path / "none.csv")

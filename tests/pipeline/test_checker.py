@@ -1,4 +1,6 @@
-"""The checker: valid schedules pass; what it lets through computes exact gradients, and what it refuses it names."""
+"""The checker: valid schedules pass; what it lets through computes exact gradients, and what it refuses it
+names.
+"""
 
 import dataclasses
 import random
@@ -47,13 +49,19 @@ def changed(schedule: PipelineSchedule, rng: random.Random) -> PipelineSchedule:
             item = row.pop(i)
             rng.choice(lists).append(item)
         case _:
-            changes = (dict(kind=rng.choice(kinds)), dict(microbatch=rng.randrange(9)), dict(stage=rng.randrange(9)))
+            changes = (
+                dict(kind=rng.choice(kinds)),
+                dict(microbatch=rng.randrange(9)),
+                dict(stage=rng.randrange(9)),
+            )
             row[i] = row[i]._replace(**rng.choice(changes))
     return dataclasses.replace(schedule, streams=tuple(map(tuple, lists)))
 
 
 def test_random_changes_of_schedules_are_refused_or_harmless() -> None:
-    """Each refusal names worker and operation; whatever passes gives the gradients, as instructions and as a table."""
+    """Each refusal names worker and operation; whatever passes gives the gradients, as instructions and as a
+    table.
+    """
     passed, refusals = 0, list[str]()
     for seed in range(150):
         rng = random.Random(seed)
@@ -90,16 +98,21 @@ def streams(*rows: str, chunks: int = 1) -> PipelineSchedule:
         (("0F0 0B0", "1F0 1I0 1W0 1B0"), "worker 1, 1I0: 1B0 has the same gradient; keep one of them"),
         (("0F0 0B0", "1F0 1W0 1I0"), "worker 1, 1W0: it needs 1I0, which comes later on this worker"),
         (("0B0 0F0", "1F0 1B0"), "worker 0, 0B0: it needs 0F0, which comes later"),
-        (("0F0 0B0 1F0", "1F0 1B0"), r"worker 0, 1F0: virtual stage 1 is held by worker 1; this worker holds \[0\]"),
+        (
+            ("0F0 0B0 1F0", "1F0 1B0"),
+            r"worker 0, 1F0: virtual stage 1 is held by worker 1; this worker holds \[0\]",
+        ),
         (("0F0 0B0", "1F0 1B0 2F0"), "worker 1, 2F0: virtual stage 2 does not exist: there are 2, from 0"),
         (
             ("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
-            "worker 0, 0RECV_B0: it waits for ever: worker 1 does not send 1SEND_B0 before. Also waiting: worker 1 at "
-            "1RECV_F1",
+            "worker 0, 0RECV_B0: it waits for ever: worker 1 does not send 1SEND_B0 before. Also waiting: "
+            "worker 1 at 1RECV_F1",
         ),
     ],
 )
-def test_invalid_schedules_are_refused_with_worker_operation_and_reason(rows: tuple[str, ...], message: str) -> None:
+def test_invalid_schedules_are_refused_with_worker_operation_and_reason(
+    rows: tuple[str, ...], message: str
+) -> None:
     """Each kind of fault; what is wrong is named as the user wrote it."""
     with pytest.raises(UserError, match=f"^schedule mine, {message}"):
         check(streams(*rows))
@@ -110,14 +123,18 @@ def test_microbatches_and_workers_must_be_those_of_the_schedule() -> None:
     schedule = make_schedule("1f1b", 2, 4)
     with pytest.raises(UserError, match=r"worker 0, 0F3: there are 3 microbatches, from 0\."):
         check(dataclasses.replace(schedule, microbatches=3))
-    with pytest.raises(UserError, match=r"has 2 workers, but stages=3\. Give one row of operations per stage"):
+    with pytest.raises(
+        UserError, match=r"has 2 workers, but stages=3\. Give one row of operations per stage"
+    ):
         check(dataclasses.replace(schedule, stages=3))
 
 
 def test_a_deadlock_may_depend_on_the_capacity_of_channels() -> None:
     """The second worker takes the messages in the opposite order: one slot blocks the sender, two do not."""
     schedule = streams("0F0 0F1 0B0 0B1", "1F1 1F0 1B0 1B1")
-    with pytest.raises(UserError, match=r"0SEND_F1: it waits for ever: its channel to worker 1 holds capacity=1 mess"):
+    with pytest.raises(
+        UserError, match=r"0SEND_F1: it waits for ever: its channel to worker 1 holds capacity=1 mess"
+    ):
         check(schedule, capacity=1)
     check(schedule, capacity=2)
     assert needed_capacity(schedule) == 2
@@ -134,6 +151,8 @@ def test_every_microbatch_is_sent_once_over_every_border(name: str) -> None:
     for kind, step in (("F", 1), ("B", -1)):
         for part in ("SEND", "RECV"):
             stages = [b + (step == -1) if part == "SEND" else b + (step == 1) for b in borders]
-            found = sorted((i.stage, i.microbatch) for of in program.workers for i in of if i.kind == f"{part}_{kind}")
+            found = sorted(
+                (i.stage, i.microbatch) for of in program.workers for i in of if i.kind == f"{part}_{kind}"
+            )
             assert found == sorted((stage, m) for stage in stages for m in range(8))
     assert all(isinstance(op, StageOp) for stream in schedule.streams for op in stream)

@@ -50,14 +50,18 @@ def test_neighbours_wait_less_than_all_but_never_less_than_dataflow() -> None:
 
 
 def test_a_slow_worker_delays_one_more_neighbour_in_every_tick() -> None:
-    """Forward passes of 10 on worker 0: worker 3's first, in tick 3, waits for the first of them alone, then 1 + 1."""
+    """Forward passes of 10 on worker 0: worker 3's first, in tick 3, waits for the first of them alone, then
+    1 + 1.
+    """
     ticks = make_ticks(make_schedule("gpipe", 4, 4), "single")
     costs = Costs(forward=(10.0, 1.0, 1.0, 1.0), by_input=(1.0,) * 4, by_weight=(1.0,) * 4)
     assert lockstep(ticks, costs, meeting="neighbours").workers[3][0].start == 10 + 1 + 1
     assert lockstep(ticks, costs, meeting="all").workers[3][0].start == 10 + 10 + 10
     # Worker 0 is slowed down by worker 1 in turn, not by those behind it.
     costs = Costs(forward=(1.0, 1.0, 1.0, 10.0), by_input=(1.0,) * 4, by_weight=(1.0,) * 4)
-    ends = [span.end for span in lockstep(ticks, costs, meeting="neighbours").workers[0] if span.op.kind == "F"]
+    ends = [
+        span.end for span in lockstep(ticks, costs, meeting="neighbours").workers[0] if span.op.kind == "F"
+    ]
     assert ends == [1, 2, 3, 4]
 
 
@@ -65,7 +69,9 @@ def test_messages_delay_workers() -> None:
     """Dataflow: the first message arrives later; lockstep: every tick after the first is later."""
     schedule = make_schedule("gpipe", 3, 4)
     free, slow = unit_costs(schedule), equal_costs(schedule, 1.0, 1.0, 1.0, message=0.5)
-    assert dataflow(schedule, slow).workers[2][0].start == dataflow(schedule, free).workers[2][0].start + 2 * 0.5
+    assert (
+        dataflow(schedule, slow).workers[2][0].start == dataflow(schedule, free).workers[2][0].start + 2 * 0.5
+    )
     ticks = make_ticks(schedule, "fused")
     assert lockstep(ticks, slow).makespan == lockstep(ticks, free).makespan + 0.5 * (ticks.num_ticks - 1)
     alone = make_schedule("1f1b", 1, 4)

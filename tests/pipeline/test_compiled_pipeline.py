@@ -1,4 +1,6 @@
-"""Compiled programs of pipelined steps: what lies in conditionals, what permutes, and how much memory slots take."""
+"""Compiled programs of pipelined steps: what lies in conditionals, what permutes, and how much memory slots
+take.
+"""
 
 import collections
 import dataclasses
@@ -37,7 +39,9 @@ ADAMW = AdamW(peak_lr=1e-3)
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective of a program: the conditional that it lies in, by the name of what was traced, or None."""
+    """One collective of a program: the conditional that it lies in, by the name of what was traced, or
+    None.
+    """
 
     kind: str
     groups: list[list[int]]
@@ -63,7 +67,9 @@ def collectives(hlo: str, mesh: dict[str, int]) -> list[Collective]:
 
 
 def check_program(hlo: str, mesh: MeshSpec) -> None:
-    """A worker's own conditionals have groups within its stage; permutes are chains, outside of all conditionals."""
+    """A worker's own conditionals have groups within its stage; permutes are chains, outside of all
+    conditionals.
+    """
     stage_of = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
     stage_of = np.argsort(np.moveaxis(stage_of, 1, 0).ravel()) // (mesh.size // mesh.stage)
     found = collectives(hlo, mesh.shape)
@@ -100,7 +106,9 @@ def layout_of(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> tup
 
 
 def on_cpu(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> tuple[str, Layout]:
-    """The optimized HLO of a step as XLA:CPU compiles it, for microbatches of [3, 16] per device along `data`."""
+    """The optimized HLO of a step as XLA:CPU compiles it, for microbatches of [3, 16] per device along
+    `data`.
+    """
     model, lay = layout_of(axes, sizes, compute_dtype="float32", **layout)
     mesh = make_mesh(lay.mesh, jax.devices()[: lay.mesh.size])
     infos = model.param_infos()
@@ -108,7 +116,9 @@ def on_cpu(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> tuple[
     rows = axes.get("data", 1) * 3 * lay.spec.microbatches
     ids = jax.ShapeDtypeStruct((rows, 16), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
     step: Any = make_train_step(model, optimizer, lay, mesh)
-    return step.lower(abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids)).compile().as_text(), lay
+    return step.lower(
+        abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids)
+    ).compile().as_text(), lay
 
 
 def test_branches_stay_within_stages_and_slots_are_the_schedules() -> None:
@@ -137,7 +147,9 @@ def test_a_compiled_step_has_the_slots_of_its_schedule(schedule: str) -> None:
     mixed = schedule == "dualpipev"
     stashes = {ticks.num_stashes + mixed} if ticks.num_stashes else set()
     assert bool(stashes) == (schedule in ("zb-h1", "zbv", "dualpipev"))
-    assert slots_of(hlo, "f32", (1, *block)) == {ticks.num_inputs} | stashes, "inputs of layers, and of products"
+    assert slots_of(hlo, "f32", (1, *block)) == {ticks.num_inputs} | stashes, (
+        "inputs of layers, and of products"
+    )
     assert slots_of(hlo, "f32", (1, 3, 16, sizes["d_ff"])) == stashes, "with remat=full only W keeps them"
 
 
@@ -148,7 +160,9 @@ def test_split_backward_passes_compute_nothing_twice() -> None:
     for schedule in ("1f1b", "zb-h1"):
         hlo, _ = on_cpu(dict(stage=2), SIZES, microbatches=4, pipeline=PipelineSpec(schedule=schedule))
         computations = read(hlo).computations
-        counts.append(sum(one.opcode == "dot" for instructions in computations.values() for one in instructions))
+        counts.append(
+            sum(one.opcode == "dot" for instructions in computations.values() for one in instructions)
+        )
     layer = 7 * 3
     assert counts[0] > layer, "a layer has seven matrices, with three products each"
     assert counts[1] == counts[0]
@@ -192,7 +206,9 @@ def compiled(topology: str, microbatches: int, schedule: str) -> tuple[Any, Layo
     devices = topology_devices(topology)
     axes = dict(stage=4, data=len(devices) // 4)
     pipeline = PipelineSpec(schedule=schedule)
-    model, lay = layout_of(axes, AOT, zero_stage=3, microbatches=microbatches, remat="full", pipeline=pipeline)
+    model, lay = layout_of(
+        axes, AOT, zero_stage=3, microbatches=microbatches, remat="full", pipeline=pipeline
+    )
     optimizer = build(ADAMW, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
     job = Job(model, lay, ADAMW, microbatches * axes["data"], 512, machine_of(devices))
     options = {"xla_gpu_enable_triton_gemm": False} if topology.startswith("h200") else {}
@@ -207,7 +223,10 @@ def test_temporaries_do_not_grow_with_microbatches(topology: str) -> None:
     programs = [compiled(topology, microbatches, "1f1b") for microbatches in (8, 16, 64)]
     for program, lay in programs:
         check_program(program.hlo, lay.mesh)
-        assert slots_of(program.hlo, "bf16", (1, 512, 512)) == {ticks_of(lay).num_inputs, ticks_of(lay).num_cotangents}
+        assert slots_of(program.hlo, "bf16", (1, 512, 512)) == {
+            ticks_of(lay).num_inputs,
+            ticks_of(lay).num_cotangents,
+        }
     temps = [program.temp_bytes for program, _ in programs]
     assert max(temps) < 1.02 * min(temps), temps
     assert min(temps) > 0
@@ -225,10 +244,11 @@ def test_split_backward_passes_compile_for_machines_not_here(topology: str, sche
 @pytest.mark.aot
 @pytest.mark.slow
 def test_a_gpus_compiler_leaves_rings_and_chains_whole() -> None:
-    """Layers that permute over `tensor` and `context` beside `stage`: no cycle is cut, and none lies in a conditional.
+    """Layers that permute over `tensor` and `context` beside `stage`: no cycle is cut, and none lies in a
+    conditional.
 
-    A pass of XLA:GPU that decomposes cyclic permutes zeroes those of more than one cycle (openxla/xla#45222), which is
-    every ring beside another axis.
+    A pass of XLA:GPU that decomposes cyclic permutes zeroes those of more than one cycle (openxla/xla#45222),
+    which is every ring beside another axis.
     """
     devices = topology_devices("h200:8")
     axes = dict(stage=2, context=2, tensor=2)
@@ -280,7 +300,9 @@ NAMES = {"float32": "f32", "bfloat16": "bf16"}
 def test_compilers_agree_with_the_plan_about_bytes(
     topology: str, axes: dict[str, int], sizes: dict[str, Any], pipeline: PipelineSpec
 ) -> None:
-    """Peak memory within 10 %; what stages and ZeRO-3 send, to the byte. Llama 8B and 70B, rows of 4096 tokens."""
+    """Peak memory within 10 %; what stages and ZeRO-3 send, to the byte. Llama 8B and 70B, rows of 4096
+    tokens.
+    """
     devices = topology_devices(topology)
     model, lay = layout_of(axes, sizes, zero_stage=3, microbatches=8, remat="full", pipeline=pipeline)
     optimizer = build(ADAMW, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
@@ -292,10 +314,14 @@ def test_compilers_agree_with_the_plan_about_bytes(
     if pipeline.gather == "tick":
         check_program(program.hlo, lay.mesh)
     want, got = collections.Counter(), collections.Counter()
-    for c in planned_collectives(dataclasses.replace(job, layout=dataclasses.replace(lay, rings=program.rings))):
+    for c in planned_collectives(
+        dataclasses.replace(job, layout=dataclasses.replace(lay, rings=program.rings))
+    ):
         want[c.kind, c.axes, NAMES.get(c.dtype)] += c.array_bytes
     for t in program.traffic:
         got[t.kind, t.axes, t.dtype] += t.array_bytes
-    large = {key: size for key, size in got.items() if size > 2**20}  # scalars may be summed over more axes at once
+    large = {
+        key: size for key, size in got.items() if size > 2**20
+    }  # scalars may be summed over more axes at once
     assert large == {key: size for key, size in want.items() if size > 2**20}
     assert {("collective-permute", ("stage",), "bf16"), ("all-gather", ("data",), "bf16")} <= set(large)

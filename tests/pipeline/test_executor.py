@@ -1,4 +1,6 @@
-"""A pipelined run is the unpipelined run: losses, gradients, weights; every schedule, with all else that splits."""
+"""A pipelined run is the unpipelined run: losses, gradients, weights; every schedule, with all else that
+splits.
+"""
 
 import itertools
 import os
@@ -36,7 +38,8 @@ UNEVEN = EXPERTS | dict(num_layers=4, tie_embeddings=True, vocab_size=66)
 def test_stages_are_not_a_model() -> None:
     """1F1B over three stages with ZeRO-3, a tied table and experts, whose routers have losses of their own.
 
-    Four layers leave two stages with an identity layer, and three stages do not divide a microbatch's 64 tokens.
+    Four layers leave two stages with an identity layer, and three stages do not divide a microbatch's 64
+    tokens.
     """
     got = trained(dict(stage=3, data=2), sizes=UNEVEN, zero_stage=3, microbatches=4, remat="full")
     assert_same(got, unpipelined(UNEVEN))
@@ -52,7 +55,8 @@ def test_split_backward_passes_are_not_a_model() -> None:
 def test_what_workers_compute_without_a_microbatch_is_not_kept() -> None:
     """Keys go round a ring of devices, which takes all of them: workers without a microbatch compute as well.
 
-    With two chunks on each of four workers, what goes from one end to the other does not go where neighbours send.
+    With two chunks on each of four workers, what goes from one end to the other does not go where neighbours
+    send.
     """
     sizes = SIZES | dict(num_layers=8)
     axes = dict(stage=4, context=2)
@@ -84,7 +88,8 @@ def test_eight_stages(option: str) -> None:
 @pytest.mark.parametrize("schedule", FAMILIES)
 @pytest.mark.parametrize("optimizer", (ADAMW, Muon(peak_lr=3e-3, warmup_steps=4)), ids=("adamw", "muon"))
 def test_five_layers_over_four_chunks(schedule: str, optimizer: AdamW | Muon) -> None:
-    """Three chunks have an identity layer each, which stays zero under weight decay, in parameters and moments.
+    """Three chunks have an identity layer each, which stays zero under weight decay, in parameters and
+    moments.
 
     The first weights, which are drawn by layer, are the same.
     """
@@ -99,20 +104,25 @@ def test_five_layers_over_four_chunks(schedule: str, optimizer: AdamW | Muon) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("gather", "zero_stage", "schedule"), list(itertools.product(("tick", "step"), (2, 3), ("1f1b", "zbv"))), ids=str
+    ("gather", "zero_stage", "schedule"),
+    list(itertools.product(("tick", "step"), (2, 3), ("1f1b", "zbv"))),
+    ids=str,
 )
 def test_both_ways_of_gathering(gather: str, zero_stage: int, schedule: str) -> None:
     """In each tick, and once per step, with a tied table over stage, tensor and data."""
     sizes = SIZES | dict(tie_embeddings=True)
     axes = dict(stage=2, data=2, tensor=2)
-    got = trained(axes, sizes=sizes, pipeline=settings(schedule, gather=gather), microbatches=4, zero_stage=zero_stage)
+    got = trained(
+        axes, sizes=sizes, pipeline=settings(schedule, gather=gather), microbatches=4, zero_stage=zero_stage
+    )
     assert_same(got, unpipelined(sizes))
 
 
 def fits(schedule: PipelineSchedule) -> bool:
     """True if the batch and the vocabulary split over it.
 
-    With 12 layers Adam makes 1e-4 of rounding in one gradient that is 1e-7 of the largest, so there are fewer.
+    With 12 layers Adam makes 1e-4 of rounding in one gradient that is 1e-7 of the largest, so there are
+    fewer.
     """
     return schedule.stages in (2, 4) and schedule.microbatches != 3 and schedule.virtual_stages <= 8
 
@@ -120,14 +130,19 @@ def fits(schedule: PipelineSchedule) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_random_schedules_are_not_a_model(seed: int, tmp_path: Path) -> None:
-    """Valid ones as a user would write them, from a file: they may split some backward passes and not others."""
+    """Valid ones as a user would write them, from a file: they may split some backward passes and not
+    others.
+    """
     rng = random.Random(seed)
     schedule = next(s for s in iter(lambda: random_schedule(rng), None) if fits(s))
     path = tmp_path / "mine.csv"
     path.write_text(to_csv(schedule))
     sizes = SIZES | dict(num_layers=schedule.virtual_stages)
     got = trained(
-        dict(stage=schedule.stages), sizes=sizes, pipeline=dict(schedule=str(path)), microbatches=schedule.microbatches
+        dict(stage=schedule.stages),
+        sizes=sizes,
+        pipeline=dict(schedule=str(path)),
+        microbatches=schedule.microbatches,
     )
     assert_same(got, unpipelined(sizes))
 
@@ -135,7 +150,9 @@ def test_random_schedules_are_not_a_model(seed: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedules", (("gpipe", "1f1b", "zb-h1"), ("zbv", "dualpipev")), ids=str)
 def test_schedules_that_add_in_the_same_order_give_the_same_bits(schedules: tuple[str, ...]) -> None:
-    """Microbatches add their gradients in their own order under each: losses and last weights are equal bit for bit."""
+    """Microbatches add their gradients in their own order under each: losses and last weights are equal bit
+    for bit.
+    """
     runs = [trained(dict(stage=2, data=2), pipeline=settings(name), microbatches=4) for name in schedules]
     for got in runs[1:]:
         np.testing.assert_array_equal(got.losses, runs[0].losses)
@@ -154,5 +171,7 @@ def test_groups_of_sequences_with_a_split_backward_pass_are_refused(tmp_path: Pa
     """Also by a file, whose content decides; the way out works."""
     path = tmp_path / "mine.csv"
     path.write_text("0F0,,0I0,0W0\n,1F0,1B0,\n")
-    with pytest.raises(UserError, match=r"layout\.sequence_groups=2 with pipeline\.schedule=.*mine\.csv, which splits"):
+    with pytest.raises(
+        UserError, match=r"layout\.sequence_groups=2 with pipeline\.schedule=.*mine\.csv, which splits"
+    ):
         trained(dict(stage=2, tensor=2), pipeline=dict(schedule=str(path)), sequence_groups=2)

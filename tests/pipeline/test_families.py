@@ -1,4 +1,6 @@
-"""Published schedules: bubbles and memory equal the closed forms of their papers, and the table in `families.py`."""
+"""Published schedules: bubbles and memory equal the closed forms of their papers, and the table in
+`families.py`.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -45,7 +47,9 @@ def test_interleaving_divides_the_bubble_by_the_chunks(chunks: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SIZES)
-def test_no_worker_of_zbv_waits_between_its_first_and_its_last_operation(stages: int, microbatches: int) -> None:
+def test_no_worker_of_zbv_waits_between_its_first_and_its_last_operation(
+    stages: int, microbatches: int
+) -> None:
     """Zero bubble with equal costs: worker p runs without a gap from p to p + 6M, in units of a chunk's F."""
     schedule = make_schedule("zbv", stages, max(microbatches, 2 * stages - 1))
     for p, spans in enumerate(dataflow(schedule, unit_costs(schedule)).workers):
@@ -75,7 +79,9 @@ def pairs(schedule: PipelineSchedule) -> Iterator[list[list[StageOp]]]:
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 4), (2, 4), (3, 9), (4, 8), (4, 12), (8, 20)])
 def test_the_bubble_of_dualpipev_is_that_of_its_authors(stages: int, microbatches: int) -> None:
-    """(P-1)(F&B+B-3W) in times of a chunk with F = I = W = 1, and F&B = 3 one piece; (P-1) if F can leave early."""
+    """(P-1)(F&B+B-3W) in times of a chunk with F = I = W = 1, and F&B = 3 one piece; (P-1) if F can leave
+    early.
+    """
     schedule = make_schedule("dualpipev", stages, microbatches)
     costs = unit_costs(schedule)
     done: dict[StageOp, float] = {}
@@ -96,7 +102,9 @@ def test_the_bubble_of_dualpipev_is_that_of_its_authors(stages: int, microbatche
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (4, 8), (6, 12)])
 def test_microbatches_in_flight_are_those_of_the_papers(stages: int, microbatches: int) -> None:
-    """GPipe M, 1F1B P - p, ZB-H1 P everywhere, interleaved vP + P - 1 chunks, ZBV 2P chunks, DualPipeV 2P + 1."""
+    """GPipe M, 1F1B P - p, ZB-H1 P everywhere, interleaved vP + P - 1 chunks, ZBV 2P chunks, DualPipeV 2P +
+    1.
+    """
 
     def in_flight(name: str) -> tuple[int, ...]:
         schedule = make_schedule(name, stages, microbatches)
@@ -151,13 +159,29 @@ def test_the_clocks_agree_with_an_independent_simulation(stages: int, microbatch
             (4, 8),
             r"schedule zbw is unknown. Did you mean zbv\? Choose of: gpipe, 1f1b, interleaved, zb-h1, ",
         ),
-        ("zbv", (8, 4), r"microbatches=4: schedule zbv over stages=8 needs at least 15. Raise microbatches \(layout"),
-        ("dualpipev", (4, 7), r"microbatches=7: schedule dualpipev over stages=4 needs at least 8. .* take .* 1f1b"),
-        ("interleaved", (4, 10), r"groups of stages=4. Nearest numbers that fit: 8, 12; or take schedule 1f1b."),
+        (
+            "zbv",
+            (8, 4),
+            r"microbatches=4: schedule zbv over stages=8 needs at least 15. Raise microbatches \(layout",
+        ),
+        (
+            "dualpipev",
+            (4, 7),
+            r"microbatches=7: schedule dualpipev over stages=4 needs at least 8. .* take .* 1f1b",
+        ),
+        (
+            "interleaved",
+            (4, 10),
+            r"groups of stages=4. Nearest numbers that fit: 8, 12; or take schedule 1f1b.",
+        ),
         ("interleaved", (4, 3), r"groups of stages=4. Nearest numbers that fit: 4; or"),
         ("1f1b", (0, 8), r"stages=0 must be at least 1."),
         ("1f1b", (4, 0), r"microbatches=0 must be at least 1."),
-        ("1f1b", (4, 8, 2), r"chunks=2: schedule 1f1b has 1 per worker. Leave chunks out, or take schedule inter"),
+        (
+            "1f1b",
+            (4, 8, 2),
+            r"chunks=2: schedule 1f1b has 1 per worker. Leave chunks out, or take schedule inter",
+        ),
         ("zbv", (4, 8, 1), r"chunks=1: schedule zbv has 2 per worker."),
         ("interleaved", (4, 8, 0), r"chunks=0 must be at least 1."),
     ],
@@ -170,14 +194,23 @@ def test_numbers_without_a_schedule_are_refused(name: str, numbers: tuple[int, .
 
 def test_the_ways_out_of_refusals_are_schedules() -> None:
     """What the messages above name."""
-    for name, stages, microbatches in (("zbv", 8, 15), ("dualpipev", 4, 8), ("interleaved", 4, 4), ("1f1b", 8, 1)):
+    for name, stages, microbatches in (
+        ("zbv", 8, 15),
+        ("dualpipev", 4, 8),
+        ("interleaved", 4, 4),
+        ("1f1b", 8, 1),
+    ):
         check(make_schedule(name, stages, microbatches))
 
 
-@pytest.mark.parametrize(("name", "meant"), [("ZBV", "zbv"), ("ZBH1", "zb-h1"), ("zb_h1", "zb-h1"), ("1F1B", "1f1b")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("ZBV", "zbv"), ("ZBH1", "zb-h1"), ("zb_h1", "zb-h1"), ("1F1B", "1f1b")]
+)
 def test_a_schedule_has_one_spelling_in_a_config_and_on_the_command_line(name: str, meant: str) -> None:
     """Both refuse others with the same hint."""
     with pytest.raises(UserError, match=f"schedule {name} is unknown. Did you mean {meant}"):
         make_schedule(name, 4, 8)
-    with pytest.raises(UserError, match=f"pipeline.schedule='{name}' is not a schedule: Did you mean {meant}"):
+    with pytest.raises(
+        UserError, match=f"pipeline.schedule='{name}' is not a schedule: Did you mean {meant}"
+    ):
         PipelineSpec(name)

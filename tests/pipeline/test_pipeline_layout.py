@@ -1,4 +1,6 @@
-"""Layers on stages: every layer in one place, each place on the worker that the schedule wants, the same numbers."""
+"""Layers on stages: every layer in one place, each place on the worker that the schedule wants, the same
+numbers.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +40,9 @@ def placed(schedule: str, stages: int, layers: int, chunks: int = 1) -> Pipeline
         ("dualpipev", 2, 5, 1, (0, 1, 4, -1, 2, -1, 3, -1)),
     ],
 )
-def test_the_order_of_layers(schedule: str, stages: int, layers: int, chunks: int, order: tuple[int, ...]) -> None:
+def test_the_order_of_layers(
+    schedule: str, stages: int, layers: int, chunks: int, order: tuple[int, ...]
+) -> None:
     """Written out by hand for each kind of placement, even and uneven."""
     found = placed(schedule, stages, layers, chunks)
     assert found.order == order
@@ -48,8 +52,12 @@ def test_the_order_of_layers(schedule: str, stages: int, layers: int, chunks: in
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize(("stages", "layers"), [(2, 4), (2, 7), (3, 17), (4, 8), (8, 61)])
-def test_every_layer_has_one_place_in_ascending_virtual_stages(schedule: str, stages: int, layers: int) -> None:
-    """Read along the virtual stages, layers ascend without a gap; no two chunks differ by more than one layer."""
+def test_every_layer_has_one_place_in_ascending_virtual_stages(
+    schedule: str, stages: int, layers: int
+) -> None:
+    """Read along the virtual stages, layers ascend without a gap; no two chunks differ by more than one
+    layer.
+    """
     found = placed(schedule, stages, layers, 2 if schedule == "interleaved" else 1)
     k = found.layers_per_chunk
     seen: list[int] = []
@@ -73,8 +81,14 @@ def test_every_layer_has_one_place_in_ascending_virtual_stages(schedule: str, st
             lambda: placed("1f1b", 8, 5),
             r"mesh\.stage=8 \(pip.*at least 8 layers, but model\.num_layers=5\. .*at most 5",
         ),
-        (lambda: placed("zbv", 4, 7), r"4 of 2 chunks each .* 8 layers, .*=7\. Set mesh\.stage to at most 3, or a sch"),
-        (lambda: PipelineSpec("1f2b"), r"schedule='1f2b' is not .*Did you mean 1f1b\? there are gpipe, .*CSV file"),
+        (
+            lambda: placed("zbv", 4, 7),
+            r"4 of 2 chunks each .* 8 layers, .*=7\. Set mesh\.stage to at most 3, or a sch",
+        ),
+        (
+            lambda: PipelineSpec("1f2b"),
+            r"schedule='1f2b' is not .*Did you mean 1f1b\? there are gpipe, .*CSV file",
+        ),
         (lambda: PipelineSpec("interleaved"), r"chunks=1 with .*=interleaved: .*Set pipeline\.chunks=2, or"),
         (lambda: PipelineSpec("zbv", chunks=3), r"chunks=3 with .*=zbv: zbv always has 2 per worker\. Leave"),
         (lambda: PipelineSpec("a.csv", chunks=3), r"chunks=3 with .*=a\.csv: the file says"),
@@ -95,7 +109,9 @@ def test_a_schedule_of_a_file_places_layers_and_is_checked(tmp_path: Path) -> No
     found = place_layers(spec, stages=2, num_layers=8)
     assert found.order == placed("zbv", 2, 8).order
     assert schedule_of(found, 3).streams == schedule.streams
-    with pytest.raises(UserError, match=r"is for 2 stages, one per row, but stages=4\. Set stages to 2 \(mesh\.stage"):
+    with pytest.raises(
+        UserError, match=r"is for 2 stages, one per row, but stages=4\. Set stages to 2 \(mesh\.stage"
+    ):
         place_layers(spec, stages=4, num_layers=8)
     with pytest.raises(UserError, match=r"has 3 microbatches, but microbatches=4\. .*layout\.microbatches"):
         schedule_of(found, 4)
@@ -119,13 +135,15 @@ def test_the_way_out_of_more_chunks_than_layers_works() -> None:
         (
             OffloadSpec(activations=1.0),
             "tick",
-            r"activations=1\.0 with mesh\.stage=2: .*Set layout\.offload\.activations=none, or mesh\.stage=1\.",
+            r"activations=1\.0 with mesh\.stage=2: .*Set layout\.offload\.activations=none, or "
+            r"mesh\.stage=1\.",
             (dict(offload=OffloadSpec()), dict(stage=1)),
         ),
         (
             OffloadSpec(params=0.5),
             "step",
-            r"params=0\.5 with pipeline\.gather=step: .*Set pipeline\.gather=tick, or layout\.offload\.params=none\.",
+            r"params=0\.5 with pipeline\.gather=step: .*Set pipeline\.gather=tick, or "
+            r"layout\.offload\.params=none\.",
             (dict(offload=OffloadSpec()), dict(gather="tick")),
         ),
     ],
@@ -151,12 +169,16 @@ def test_offload_that_stages_do_not_have_is_refused(
 def test_a_model_without_a_stack_of_layers_is_refused() -> None:
     """There is nothing to cut; one stage is the way out."""
     infos = tuple(info for info in Transformer(num_layers=4, **SIZES).param_infos() if not info.is_stacked)
-    with pytest.raises(UserError, match=r"mesh\.stage=2 cuts a model between its layers, but .* Set mesh\.stage=1 and"):
+    with pytest.raises(
+        UserError, match=r"mesh\.stage=2 cuts a model between its layers, but .* Set mesh\.stage=1 and"
+    ):
         make_layout(LayoutSpec(), MeshSpec(stage=2), infos)
     make_layout(LayoutSpec(), MeshSpec(stage=1), infos)
 
 
-def first_state(pipeline: PipelineSpec | None, optimizer: AdamW | Muon, *, stage: int, **layout: Any) -> TrainState:
+def first_state(
+    pipeline: PipelineSpec | None, optimizer: AdamW | Muon, *, stage: int, **layout: Any
+) -> TrainState:
     model = Transformer(num_layers=5, **SIZES)
     mesh = MeshSpec(stage=stage, data=2)
     precision = PrecisionSpec(param_dtype="bfloat16")

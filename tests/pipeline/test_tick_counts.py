@@ -45,13 +45,18 @@ def test_counts_are_those_of_the_table(stages: int, microbatches: int) -> None:
 
 
 def check_lines(stages: int, numbers: Iterable[int]) -> int:
-    """Compares sizes that are continued with those that are counted, for these microbatches; returns how many."""
+    """Compares sizes that are continued with those that are counted, for these microbatches; returns how
+    many.
+    """
     compared = 0
     for microbatches in numbers:
         for schedule in schedules(stages, microbatches):
             for packing in PACKINGS:
                 shape = schedule.name, stages, microbatches, schedule.chunks
-                assert family_counts(*shape, packing) == count_ticks(pack(schedule, packing)), (shape, packing)
+                assert family_counts(*shape, packing) == count_ticks(pack(schedule, packing)), (
+                    shape,
+                    packing,
+                )
                 compared += 1
     return compared
 
@@ -72,7 +77,9 @@ def test_sizes_of_longer_pipelines_are_straight_lines_too(stages: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_sizes_of_the_longest_pipelines_of_a_search_are_straight_lines_too(name: str, packing: Packing) -> None:
+def test_sizes_of_the_longest_pipelines_of_a_search_are_straight_lines_too(
+    name: str, packing: Packing
+) -> None:
     """64 stages, 16 microbatches in each."""
     shape = name, 64, 1024, chunks_of(name)[0]
     assert family_counts(*shape, packing) == count_ticks(pack(make_schedule(*shape), packing))
@@ -83,7 +90,9 @@ def test_a_hundred_thousand_microbatches_are_counted() -> None:
     counts = family_counts("1f1b", 8, 100_000, 1, "fused")
     assert (counts.num_ticks, counts.num_inputs) == (100_014, 15)
     assert counts.bubble(1.0, 1.0, 1.0) == pytest.approx(7 / 100_007, rel=1e-9)
-    with pytest.raises(UserError, match="microbatches=100001: schedule interleaved runs them in groups of stages=8"):
+    with pytest.raises(
+        UserError, match="microbatches=100001: schedule interleaved runs them in groups of stages=8"
+    ):
         family_counts("interleaved", 8, 100_001, 2, "fused")
 
 

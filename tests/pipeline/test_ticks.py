@@ -1,4 +1,6 @@
-"""Tables of ticks: an interpreter that follows their documentation gets exact gradients in the slots that they say."""
+"""Tables of ticks: an interpreter that follows their documentation gets exact gradients in the slots that
+they say.
+"""
 
 import random
 

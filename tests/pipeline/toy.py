@@ -1,6 +1,8 @@
-"""Linear toy pipeline in whole numbers, run by interpreters of the table and of the instructions; exact or wrong.
+"""Linear toy pipeline in whole numbers, run by interpreters of the table and of the instructions; exact or
+wrong.
 
-All arithmetic is int64 modulo 2**64, a ring, so sums in any order are equal to the last bit, and a wrong operand shows.
+All arithmetic is int64 modulo 2**64, a ring, so sums in any order are equal to the last bit, and a wrong
+operand shows.
 """
 
 import collections
@@ -21,7 +23,9 @@ BATCH, WIDTH = 2, 3
 
 @dataclasses.dataclass(frozen=True)
 class Toy:
-    """x = embedding[m]; x = x @ weights[stage] for each virtual stage; loss = sum((x - target[m]) ** 2) / 2."""
+    """x = embedding[m]; x = x @ weights[stage] for each virtual stage; loss = sum((x - target[m]) ** 2) /
+    2.
+    """
 
     embedding: Array
     weights: Array
@@ -72,7 +76,9 @@ def unpipelined(toy: Toy) -> Gradients:
 
 
 class _Pool:
-    """Slots of one array of one worker; None is empty. Refuses to read an empty one or to write over a full one."""
+    """Slots of one array of one worker; None is empty. Refuses to read an empty one or to write over a full
+    one.
+    """
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size
@@ -94,7 +100,9 @@ class _Pool:
 
 
 def run_table(ticks: Ticks, toy: Toy) -> tuple[Gradients, dict[str, tuple[int, ...]]]:
-    """Does what the documentation of `ticks.py` tells an executor; returns gradients, and peaks of slots per worker."""
+    """Does what the documentation of `ticks.py` tells an executor; returns gradients, and peaks of slots per
+    worker.
+    """
     schedule, stages = ticks.schedule, ticks.schedule.stages
     found = zeros(toy)
     inputs = [_Pool(ticks.num_inputs) for _ in range(stages)]
@@ -111,7 +119,9 @@ def run_table(ticks: Ticks, toy: Toy) -> tuple[Gradients, dict[str, tuple[int, .
             if here[Field.FORWARD_CHUNK] != NONE:
                 stage = schedule.stage(p, here[Field.FORWARD_CHUNK])
                 ys[p] = inputs[p].read(here[Field.FORWARD_INPUT]) @ toy.weights[stage]
-        assert (row[:, Field.HEAD_MICROBATCH] == row[0, Field.HEAD_MICROBATCH]).all(), "all workers compute the loss"
+        assert (row[:, Field.HEAD_MICROBATCH] == row[0, Field.HEAD_MICROBATCH]).all(), (
+            "all workers compute the loss"
+        )
         if (m := int(row[0, Field.HEAD_MICROBATCH])) != NONE:
             assert (row[:, Field.HEAD_COTANGENT] != NONE).nonzero()[0].tolist() == [ticks.head_worker]
             slot = int(row[ticks.head_worker, Field.HEAD_COTANGENT])
@@ -136,7 +146,9 @@ def run_table(ticks: Ticks, toy: Toy) -> tuple[Gradients, dict[str, tuple[int, .
             _move(hop, (stages - 1, 0), ys, row[:, arriving_input(hop)], inputs)
         for hop in ticks.schedule.cotangent_hops:
             _move(hop, (0, stages - 1), dxs, row[:, arriving_cotangent(hop)], cotangents)
-    assert all(pool.slots == [None] * len(pool.slots) for pool in inputs + cotangents + stashes), "a value is left"
+    assert all(pool.slots == [None] * len(pool.slots) for pool in inputs + cotangents + stashes), (
+        "a value is left"
+    )
     pools = {"inputs": inputs, "cotangents": cotangents, "stashes": stashes}
     return found, {name: tuple(pool.peak for pool in of) for name, of in pools.items()}
 
@@ -171,7 +183,10 @@ def run_program(program: PipelineProgram, toy: Toy, seed: int = 0) -> Gradients:
             if at[p] < len(instructions):
                 one = instructions[at[p]]
                 sender = one.stage - 1 if one.kind == "RECV_F" else one.stage + 1
-                if not one.kind.startswith("RECV") or (one.peer, p, one.kind[-1], sender, one.microbatch) in mail:
+                if (
+                    not one.kind.startswith("RECV")
+                    or (one.peer, p, one.kind[-1], sender, one.microbatch) in mail
+                ):
                     ready.append(p)
         if not ready:
             assert all(at[p] == len(of) for p, of in enumerate(program.workers)), "a deadlock"

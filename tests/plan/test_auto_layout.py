@@ -64,7 +64,9 @@ def test_another_batch_mesh_schedule_or_dtype_is_picked_for_anew(
     emulated_devices: list[jax.Device], tmp_path: Path, changed: str
 ) -> None:
     """What was picked for something else is not kept."""
-    first = load_config("tiny", (), (*SETS, "precision.param_dtype=float32", "precision.reduce_dtype=float32"))
+    first = load_config(
+        "tiny", (), (*SETS, "precision.param_dtype=float32", "precision.reduce_dtype=float32")
+    )
     set_values(first, {"layout.remat": "full", "precision.compute_dtype": "float32"})
     if changed != "precision.compute_dtype=bfloat16":
         set_values(first, {"precision.compute_dtype": "bfloat16"})
@@ -82,10 +84,14 @@ def test_as_needed_is_nothing_where_all_fits(emulated_devices: list[jax.Device])
     notes = settle(run_config, devices=emulated_devices, workdir=None)
     spec = build_run(run_config).layout
     assert (spec.offload.optimizer, spec.zero_stage, spec.auto) == ("none", 1, False)
-    assert notes == ["layout.offload.optimizer on 8 x cpu: the smallest that fits, layout.offload.optimizer=none"]
+    assert notes == [
+        "layout.offload.optimizer on 8 x cpu: the smallest that fits, layout.offload.optimizer=none"
+    ]
 
 
-def test_a_model_that_fits_nowhere_is_refused_before_anything_is_allocated(emulated_devices: list[jax.Device]) -> None:
+def test_a_model_that_fits_nowhere_is_refused_before_anything_is_allocated(
+    emulated_devices: list[jax.Device],
+) -> None:
     """With the nearest miss."""
     run_config = load_config("llama70b", (), ("mesh.data=8", "layout.auto=True", "layout.microbatches=64"))
     refusal = r"8 devices are here: cpu, [\d.]+ GiB each; nothing fits into 8 x cpu: the nearest miss takes"
@@ -101,7 +107,9 @@ def test_a_run_trains_with_what_was_picked(emulated_devices: list[jax.Device], t
         run_config = load_config("tiny", ("debug",), (*sets, *more))
         settle(run_config, devices=emulated_devices, workdir=tmp_path / name)
         run = build_run(run_config)
-        assert attempt.train(run, workdir=tmp_path / name, config_text=tree.flat(run_config)) == exit_codes.DONE
+        assert (
+            attempt.train(run, workdir=tmp_path / name, config_text=tree.flat(run_config)) == exit_codes.DONE
+        )
         lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss_nats"] for line in lines if "loss_nats" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # bfloat16

@@ -18,7 +18,9 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_chip_of_the_table_keeps_what_the_file_does_not_say(tmp_path: Path) -> None:
-    """Half the network's rate where two devices share it, a price, a power limit; the rest is the data sheet's."""
+    """Half the network's rate where two devices share it, a price, a power limit; the rest is the data
+    sheet's.
+    """
     text = """
     count = 16
     usd_per_hour = 2.5
@@ -64,7 +66,9 @@ def test_the_network_of_a_file_is_at_line_rate_and_knows_its_oversubscription(tm
     assert (network.cpu, network.latency_us, network.buffer_bytes, network.sharp) == ("amd", 75.0, 32e6, True)
     assert (network.routing, network.hosts_per_leaf) == ("adaptive", 32)
     assert load_machine(written(tmp_path, text), count=64)[0].device.host.network_bytes_per_s == 50e9
-    with pytest.raises(UserError, match=r"my\.toml: network\.rails=3 does not divide the 8 adapters of a host"):
+    with pytest.raises(
+        UserError, match=r"my\.toml: network\.rails=3 does not divide the 8 adapters of a host"
+    ):
         load_fabric(written(tmp_path, text.replace("rails = 4", "rails = 3")), count=None)
 
 
@@ -97,21 +101,33 @@ NEW = 'count = 8\n[chip]\nname = "x100"\nbf16_tflops = 500.0\nmemory_gb = 64\nme
     ("text", "message"),
     [
         ("count = 8", r"my\.toml: chip\.name is missing\. Set it to one of cpu, a100"),
-        ('[chip]\nname = "h1000"', r"bf16_tflops, chip\.memory_gb, chip\.memory_gb_per_s missing.*Did you mean h100"),
+        (
+            '[chip]\nname = "h1000"',
+            r"bf16_tflops, chip\.memory_gb, chip\.memory_gb_per_s missing.*Did you mean h100",
+        ),
         ('[chip]\nname = "h100"', r"my\.toml: count is missing\. Set it, or give --count"),
-        ('[chip]\nname = "h100"\nmemory_gbs = 1', r"unknown key chip\.memory_gbs\. Did you mean chip\.memory_gb"),
+        (
+            '[chip]\nname = "h100"\nmemory_gbs = 1',
+            r"unknown key chip\.memory_gbs\. Did you mean chip\.memory_gb",
+        ),
         ('[chip]\nname = "h100"\npower_w = "500"', r"chip\.power_w='500' must be a number above 0"),
         ('count = 1.5\n[chip]\nname = "h100"', r"count=1\.5 must be a whole number above 0"),
         ('count = 12\n[chip]\nname = "h100"', r"--count 12: a host has 8 x h100"),
         ("[chip]\nname = 3", r"chip\.name=3 must be a name"),
         ("count = = 8", r"my\.toml: it is not TOML: Invalid value"),
-        ('[chip]\nname = "h100"\n[network]\nrouting = "ecmp"', r"network\.routing='ecmp' must be adaptive or hashed"),
+        (
+            '[chip]\nname = "h100"\n[network]\nrouting = "ecmp"',
+            r"network\.routing='ecmp' must be adaptive or hashed",
+        ),
         ('[chip]\nname = "h100"\n[network]\nefficiency = 1.5', r"network\.efficiency=1\.5 must be at most 1"),
         ('[chip]\nname = "h100"\n[network]\nsharp = 1', r"network\.sharp=1 must be true or false"),
         ('[chip]\nname = "h100"\n[host]\ncpu = "arm"', r"host\.cpu='arm' must be intel or amd"),
         (f"{NEW}[links]\ndevices = 8", r"links\.gb_per_s is missing for links\.devices=8\. Set it"),
         (f"{NEW}[links]\ngb_per_s = 100", r"links\.devices is missing, which links\.gb_per_s is between"),
-        (f"{NEW}[host]\noversubscription = 2", r"host\.network_gbit_per_s is missing, which host\.oversubscription"),
+        (
+            f"{NEW}[host]\noversubscription = 2",
+            r"host\.network_gbit_per_s is missing, which host\.oversubscription",
+        ),
         ('count = 8\n[chip]\nname = "cpu"', r"cpu has no published peak\. Set chip\.bf16_tflops"),
     ],
 )
@@ -134,7 +150,9 @@ def test_another_chip_than_the_files_is_refused(tmp_path: Path, capsys: pytest.C
     assert "with --device h100: both name a machine. Leave one out" in capsys.readouterr().err
 
 
-def test_what_a_plan_on_such_a_machine_offers_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_plan_on_such_a_machine_offers_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Options replace what the file says: more memory of a host, and another network."""
     path = written(tmp_path, 'count = 1\n[chip]\nname = "h200"\n[host]\nmemory_gb = 16')
     words = ["--config=llama8b", "--machine", str(path), "--set", "layout.offload.optimizer=1.0"]
@@ -147,17 +165,23 @@ def test_what_a_plan_on_such_a_machine_offers_works(tmp_path: Path, capsys: pyte
     assert plan.main(["--config=tiny", "--machine", str(path), "--network", "100"]) == 0
 
 
-def test_a_plan_on_a_machine_of_ones_own_has_its_price(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_on_a_machine_of_ones_own_has_its_price(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The file's price per device and hour is in the money, and its memory in the verdict."""
     text = 'count = 1\nusd_per_hour = 2.5\n[chip]\nname = "h200"\nmemory_gb = 100'
-    assert plan.main(["--config=tiny", "--machine", str(written(tmp_path, text)), "--set", "mesh.data=1"]) == 0
+    assert (
+        plan.main(["--config=tiny", "--machine", str(written(tmp_path, text)), "--set", "mesh.data=1"]) == 0
+    )
     text = capsys.readouterr().out
     assert "device hours; $" in text
     assert "93.13" in text
 
 
 def test_unified_memory_holds_what_the_device_does_not(capsys: pytest.CaptureFixture[str]) -> None:
-    """An 8B with float32 moments on one GH200 of 96 GB: pages move over C2C once a step; without, it does not fit."""
+    """An 8B with float32 moments on one GH200 of 96 GB: pages move over C2C once a step; without, it does not
+    fit.
+    """
     words = [
         "--config=llama8b",
         "--device",

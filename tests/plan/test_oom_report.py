@@ -19,16 +19,35 @@ setup.available_bytes = lambda devices: None
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]), int(sys.argv[1])))
 sys.exit(launch.main(sys.argv[2:]))
 """
-SMALL = ("model.num_layers=1", "model.d_model=64", "model.num_heads=2", "model.num_kv_heads=2", "model.d_ff=128")
+SMALL = (
+    "model.num_layers=1",
+    "model.d_model=64",
+    "model.num_heads=2",
+    "model.num_kv_heads=2",
+    "model.d_ff=128",
+)
 
 
 def train(tmp_path: Path, limit_bytes: int, *sets: str) -> subprocess.CompletedProcess[str]:
-    """`python -m jtrain.launch --config=tiny` in a process that may map so much memory: malloc fails above it."""
-    command = [sys.executable, "-c", TRAIN, str(limit_bytes), "--config=tiny", f"--workdir={tmp_path / 'run'}"]
+    """`python -m jtrain.launch --config=tiny` in a process that may map so much memory: malloc fails above
+    it.
+    """
+    command = [
+        sys.executable,
+        "-c",
+        TRAIN,
+        str(limit_bytes),
+        "--config=tiny",
+        f"--workdir={tmp_path / 'run'}",
+    ]
     for one in (*SMALL, *sets):
         command += ["--set", one]
-    alone = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}  # one device, not eight
-    alone["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+    alone = {
+        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
+    }  # one device, not eight
+    alone["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+    )
     return subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
 
 
@@ -51,8 +70,12 @@ def train(tmp_path: Path, limit_bytes: int, *sets: str) -> subprocess.CompletedP
     ),
     ids=("state", "step"),
 )
-def test_a_real_allocation_failure_is_explained(tmp_path: Path, sets: tuple[str, ...], named: str, way: str) -> None:
-    """Exit code 2, no traceback: what was asked for, the largest arrays by name, and settings that take less."""
+def test_a_real_allocation_failure_is_explained(
+    tmp_path: Path, sets: tuple[str, ...], named: str, way: str
+) -> None:
+    """Exit code 2, no traceback: what was asked for, the largest arrays by name, and settings that take
+    less.
+    """
     done = train(tmp_path, 3 * 2**30, *sets)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr

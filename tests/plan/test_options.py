@@ -1,4 +1,6 @@
-"""Few files of the planner know an option of the layout by name: a new option is described in layout/ and step/."""
+"""Few files of the planner know an option of the layout by name: a new option is described in layout/ and
+step/.
+"""
 
 import ast
 import dataclasses
@@ -21,7 +23,9 @@ KNOW = {
 
 
 def options() -> set[str]:
-    """Names of options. Without `microbatches`, which is a size of the batch, and names that mean other things too."""
+    """Names of options. Without `microbatches`, which is a size of the batch, and names that mean other
+    things too.
+    """
     names = {field.name for of in (LayoutSpec, OffloadSpec) for field in dataclasses.fields(of)}
     return names - {"microbatches", "auto", "update", *OFFLOADABLE}
 
@@ -34,7 +38,9 @@ def names_of(source: str) -> set[str]:
             case ast.Attribute(attr=name) | ast.keyword(arg=str(name)):
                 found.add(name)
             case ast.Dict(keys=keys):
-                texts = [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
+                texts = [
+                    key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
+                ]
                 found |= {part for text in texts for part in text.split(".")}
             case _:
                 pass

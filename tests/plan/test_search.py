@@ -1,4 +1,6 @@
-"""The search finds the fastest layout that fits, the host gets no more than it must, and a miss says the way out."""
+"""The search finds the fastest layout that fits, the host gets no more than it must, and a miss says the way
+out.
+"""
 
 import dataclasses
 import itertools
@@ -82,7 +84,9 @@ def test_every_mesh_splits_the_model_and_uses_every_device() -> None:
 
 
 def test_tensor_goes_beyond_the_key_heads() -> None:
-    """Llama 8B has 8 key heads and 32 query heads: 16 and 32 devices share key heads, 64 would split query heads."""
+    """Llama 8B has 8 key heads and 32 query heads: 16 and 32 devices share key heads, 64 would split query
+    heads.
+    """
     widths = {mesh.tensor for mesh in meshes(task(count=64, global_batch=64))}
     assert widths == {1, 2, 4, 8, 16, 32}
 
@@ -99,7 +103,9 @@ def test_a_70b_on_128_v5p_is_sized_without_hardware() -> None:
 
 
 def test_the_host_gets_the_smallest_share_that_fits() -> None:
-    """An 8B on one H200 with float32 moments does not fit alone; a twentieth less on the host would not do."""
+    """An 8B on one H200 with float32 moments does not fit alone; a twentieth less on the host would not
+    do.
+    """
     alone = task("h200", 1)
     assert search(alone, meshes(alone)) == []
     it = task("h200", 1, host=256 * GIB)
@@ -150,7 +156,9 @@ def test_as_needed_is_the_smallest_share() -> None:
 
 
 def test_as_needed_gradients_leave_the_device_after_all_else() -> None:
-    """A 70B model on one H100: sums of gradients are on the host where moments and parameters are not enough."""
+    """A 70B model on one H100: sums of gradients are on the host where moments and parameters are not
+    enough.
+    """
     offload = OffloadSpec(optimizer="as_needed", params="as_needed", gradients="as_needed")
     it = task("h100", 1, sizes=LLAMA70B, host=2048 * GIB, remat="full", microbatches=16, offload=offload)
     got = resolve_as_needed(it, MeshSpec())
@@ -167,14 +175,18 @@ def test_as_needed_gradients_leave_the_device_after_all_else() -> None:
 def test_as_needed_that_cannot_be_met_says_what_is_missing() -> None:
     """Where even all of it on the host is not enough."""
     it = task("h100", 1, host=256 * GIB, offload=OffloadSpec(optimizer="as_needed"))
-    with pytest.raises(ValueError, match=r"as_needed: with all of it on the host a device needs [\d.]+ GiB of 63.3"):
+    with pytest.raises(
+        ValueError, match=r"as_needed: with all of it on the host a device needs [\d.]+ GiB of 63.3"
+    ):
         resolve_as_needed(it, MeshSpec())
 
 
 def test_where_nothing_fits_the_nearest_miss_says_what_would() -> None:
     """The count that is offered does fit."""
     it = task("h100", 8, sizes=LLAMA70B)
-    with pytest.raises(ValueError, match=r"nothing fits into 8 x h100: the nearest miss takes [\d.]+ GiB") as error:
+    with pytest.raises(
+        ValueError, match=r"nothing fits into 8 x h100: the nearest miss takes [\d.]+ GiB"
+    ) as error:
         raise no_point(it)
     count = re.search(r"--count (\d+)", str(error.value))
     assert count is not None
@@ -196,7 +208,9 @@ def test_where_a_host_would_do_its_size_is_said() -> None:
 
 
 def test_a_smaller_state_is_offered_and_fits() -> None:
-    """An 8B with float32 moments does not fit one H200 alone; with 8-bit moments, which are offered first, it does."""
+    """An 8B with float32 moments does not fit one H200 alone; with 8-bit moments, which are offered first, it
+    does.
+    """
     it = task("h200", 1)
     with pytest.raises(ValueError, match=r"any of: --set optimizer\.moment_dtype=int8; ") as error:
         raise no_point(it)
@@ -205,8 +219,12 @@ def test_a_smaller_state_is_offered_and_fits() -> None:
 
 
 def test_a_smaller_batch_is_offered_where_it_needs_no_accumulator() -> None:
-    """Sixteen sequences of an 8B in bfloat16 on one H100 need float32 sums of gradients; one sequence does not."""
-    small = with_state(task("h100", 1).job, (("precision.param_dtype", "bfloat16"), ("optimizer.moment_dtype", "int8")))
+    """Sixteen sequences of an 8B in bfloat16 on one H100 need float32 sums of gradients; one sequence does
+    not.
+    """
+    small = with_state(
+        task("h100", 1).job, (("precision.param_dtype", "bfloat16"), ("optimizer.moment_dtype", "int8"))
+    )
     it = dataclasses.replace(task("h100", 1), job=small)
     with pytest.raises(ValueError, match=r"--set data\.global_batch=1") as error:
         raise no_point(it)
@@ -215,7 +233,9 @@ def test_a_smaller_batch_is_offered_where_it_needs_no_accumulator() -> None:
 
 
 def test_long_sequences_are_split_over_context() -> None:
-    """An 8B at 262,144 tokens on 8 H100: tensor parallelism over all 8 sends more; short sequences are never split."""
+    """An 8B at 262,144 tokens on 8 H100: tensor parallelism over all 8 sends more; short sequences are never
+    split.
+    """
     it = task("h100", 8, global_batch=8, seq_len=262_144)
     best = search(it, meshes(it))[0]
     assert best.settings["mesh.context"] == best.mesh.context > 1

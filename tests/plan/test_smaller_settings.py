@@ -1,4 +1,6 @@
-"""Advice for what does not fit: whoever types what a message offers has a plan that fits, and goes in no circle."""
+"""Advice for what does not fit: whoever types what a message offers has a plan that fits, and goes in no
+circle.
+"""
 
 import dataclasses
 import random
@@ -127,13 +129,17 @@ def follow_runs(misfits: int, first_seed: int) -> int:
         ways, more = offered(refusal)
         assert ways, f"{case}: {refusal}"
         for way in ways:
-            assert checked(name, device, more or count, host, [*sets, *way]) is None, f"{case}: {way} of\n{refusal}"
+            assert checked(name, device, more or count, host, [*sets, *way]) is None, (
+                f"{case}: {way} of\n{refusal}"
+            )
             typed += 1
     return typed
 
 
 def follow_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> int:
-    """Types all that a refused plan offers, by the command itself; returns how many commands, 0 if it is no misfit."""
+    """Types all that a refused plan offers, by the command itself; returns how many commands, 0 if it is no
+    misfit.
+    """
     refusal = plan_refusal(words, capsys)
     if refusal is None or not re.search("does not fit|nothing fits", refusal):
         return 0

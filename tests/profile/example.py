@@ -64,7 +64,12 @@ def step(number: int, *, duration_s: float = STEP_S, shares: dict[str, float] = 
         energy_j=2500.0 * duration_s,
         mfu={"spec": 0.46, "clock": 0.5, "reference": 0.48},
         devices=[
-            {"device": d, "busy_s": duration_s * 0.8, "communication_s": 0.3, "exposed_communication_s": 0.156}
+            {
+                "device": d,
+                "busy_s": duration_s * 0.8,
+                "communication_s": 0.3,
+                "exposed_communication_s": 0.156,
+            }
             for d in range(DEVICES)
         ],
     )
@@ -110,7 +115,8 @@ def track(device: int, *, points: int = 300) -> ClockTrack:
         power_w=[640.0 + 60 * math.sin(9 * t) for t in time_s],
         temperature_c=[48.0 + 14 * (1 - math.exp(-t / 2)) for t in time_s],
         reasons=[
-            "power_cap" + (",sw_thermal" if t > 5 else "") if cap else "" for t, cap in zip(time_s, capped, strict=True)
+            "power_cap" + (",sw_thermal" if t > 5 else "") if cap else ""
+            for t, cap in zip(time_s, capped, strict=True)
         ],
     )
 
@@ -154,7 +160,13 @@ def breakdown() -> Breakdown:
         pipeline=None,
         coverage=0.9931,
         settings={"layout.zero_stage": 3, "layout.microbatches": 4, "layout.remat": "full"},
-        goodput={"startup": 9.0, "compile": 31.0, "compute": 150.0, "exposed_communication": 20.0, "idle": 0.0},
+        goodput={
+            "startup": 9.0,
+            "compile": 31.0,
+            "compute": 150.0,
+            "exposed_communication": 20.0,
+            "idle": 0.0,
+        },
         advice=["Exposed communication is 13.0 % of the step: set layout.microbatches."],
         notes=["device 0: no temperature of the memory: this driver refuses it (Not Supported)."],
     )

@@ -20,7 +20,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def flags(workdir: Path, *sets: str) -> list[str]:
-    shared = ("metrics.log_every_steps=1", "checkpoint.every_steps=10", "eval.every_steps=20", "profile.clocks=none")
+    shared = (
+        "metrics.log_every_steps=1",
+        "checkpoint.every_steps=10",
+        "eval.every_steps=20",
+        "profile.clocks=none",
+    )
     asked = [flag for text in (*shared, *sets) for flag in ("--set", text)]
     return ["--config=tiny", "--with", "debug", *asked, "--workdir", str(workdir)]
 
@@ -53,7 +58,9 @@ def wait_for_step(process: subprocess.Popen[str], workdir: Path, step: int) -> N
 
 
 def ledger(workdir: Path, *, since_s: float) -> dict[str, Any]:
-    """Reads goodput.json and checks that its categories sum to its wall time and to that of an outside clock."""
+    """Reads goodput.json and checks that its categories sum to its wall time and to that of an outside
+    clock.
+    """
     file = workdir / goodput.FILE
     summary = json.loads(file.read_text())
     assert list(summary["categories"]) == list(goodput.CATEGORIES)
@@ -88,7 +95,15 @@ def test_a_run_traces_its_window_and_accounts_for_its_time(tmp_path: Path) -> No
     summary = ledger(tmp_path, since_s=began_s)
     spent = summary["categories"]
     assert summary["notes"] == []
-    for name in ("startup", "compile", "compute", "exposed_communication", "checkpoint", "evaluation", "idle"):
+    for name in (
+        "startup",
+        "compile",
+        "compute",
+        "exposed_communication",
+        "checkpoint",
+        "evaluation",
+        "idle",
+    ):
         assert spent[name] > 0, name
     assert spent["redone"] == 0
     assert summary["goodput"] == pytest.approx(spent["compute"] / summary["wall_s"])
@@ -167,7 +182,9 @@ def test_a_killed_run_accounts_for_what_it_lost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pipelined_run_reports_its_bubble(tmp_path: Path) -> None:
-    """The window's page and breakdown.json have every instruction of both workers, and the run prints the bubble."""
+    """The window's page and breakdown.json have every instruction of both workers, and the run prints the
+    bubble.
+    """
     sets = ("num_steps=8", "mesh.data=2", "mesh.stage=2", "layout.microbatches=4", "pipeline.schedule=zb-h1")
     output = ended(start(tmp_path, *sets, "profile.steps=(3,6)", devices=4))
     folder = tmp_path / "profile" / "3"
@@ -185,7 +202,15 @@ def test_each_process_shows_its_own_workers(tmp_path: Path) -> None:
     """One stage per process: its report has the instructions of that worker alone."""
     environment = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable}
     sets = ("num_steps=8", "mesh.stage=2", "layout.microbatches=4", "profile.steps=(3,6)")
-    command = ["bash", str(ROOT / "launch" / "local.sh"), "-n", "2", *flags(tmp_path, *sets), "--emulate-devices", "1"]
+    command = [
+        "bash",
+        str(ROOT / "launch" / "local.sh"),
+        "-n",
+        "2",
+        *flags(tmp_path, *sets),
+        "--emulate-devices",
+        "1",
+    ]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     output = ended(subprocess.Popen(command, env=environment, **pipes))
     for process, folder in enumerate((tmp_path / "profile" / "3", tmp_path / "profile" / "3" / "process-1")):
@@ -216,7 +241,8 @@ def test_a_second_attempt_says_why_it_cannot_trace_a_window_of_the_past(tmp_path
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=240)
     said = (
-        f"profile.steps=(20, 1900) is not traced: this attempt starts at step {stopped}, and its first step compiles."
+        f"profile.steps=(20, 1900) is not traced: this attempt starts at step {stopped}, and its first "
+        "step compiles."
     )
     assert said in output
 
@@ -226,7 +252,15 @@ def test_two_processes_open_one_window_together(tmp_path: Path) -> None:
     """Both processes trace their own devices; each host has a straggler score."""
     environment = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable}
     sets = ("num_steps=20", "mesh.data=2", "profile.steps=(10,13)")
-    command = ["bash", str(ROOT / "launch" / "local.sh"), "-n", "2", *flags(tmp_path, *sets), "--emulate-devices", "1"]
+    command = [
+        "bash",
+        str(ROOT / "launch" / "local.sh"),
+        "-n",
+        "2",
+        *flags(tmp_path, *sets),
+        "--emulate-devices",
+        "1",
+    ]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     began_s = time.time()
     ended(subprocess.Popen(command, env=environment, **pipes))

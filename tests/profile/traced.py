@@ -51,13 +51,17 @@ def traced(
     num_layers: int = 2,
     **more: Any,
 ) -> Path:
-    """The folder of a window of three steps, with the loop over layers scanned; `more` are fields of LayoutSpec."""
+    """The folder of a window of three steps, with the loop over layers scanned; `more` are fields of
+    LayoutSpec.
+    """
     spec = MeshSpec(stage=stage, data=data, tensor=tensor)
     mesh = make_mesh(spec, jax.devices()[: spec.size])
     sizes: dict[str, Any] = SIZES | dict(num_layers=num_layers)
     model = Transformer(**sizes)
     infos = model.param_infos()
-    fields = dict(zero_stage=zero_stage, remat=remat, microbatches=microbatches, compute_dtype="float32") | more
+    fields = (
+        dict(zero_stage=zero_stage, remat=remat, microbatches=microbatches, compute_dtype="float32") | more
+    )
     layout = layout_from(fields, spec, infos, pipeline=PipelineSpec(schedule=schedule))
     workers = [index * stage // spec.size for index in range(spec.size)]
     adam = AdamW(peak_lr=3e-3, warmup_steps=4)

@@ -17,7 +17,12 @@ def example() -> Table:
     columns = words("name") + bars("of all") + numbers("took") + words("where", medium="terminal")
     table = Table("times", columns)
     bar = Bars.of(0.0, 0.5, "c0", "half")
-    table.add(Cell("[red]<b>", key="c1", note="a note", title="a tip"), bar, facts.cell("rows.0.took", seconds), "here")
+    table.add(
+        Cell("[red]<b>", key="c1", note="a note", title="a tip"),
+        bar,
+        facts.cell("rows.0.took", seconds),
+        "here",
+    )
     table.add("two", bar, "7", bold=True)
     return table
 
@@ -39,7 +44,10 @@ def test_one_description_gives_every_medium_the_same_cells() -> None:
     page = html(Page("a page", [Section("s", "A section", [table])], content={"x": "</script>"}))
     assert '<data data-path="rows.0.took" value="1.23456">1.235 s</data>' in page
     assert '<rect x="0.00" y="0" width="500.00" height="10" class="c0">' in page
-    assert '<th scope="row"><i class="key c1"></i><span title="a tip">[red]&lt;b&gt;</span><br><small>a note' in page
+    assert (
+        '<th scope="row"><i class="key c1"></i><span title="a tip">[red]&lt;b&gt;</span><br><small>a note'
+        in page
+    )
     assert '<tr class="whole">' in page
     assert "here" not in page.partition("<main>")[2]
     assert r'{"x": "\u003c/script>"}' in page
@@ -61,7 +69,9 @@ def test_a_page_on_a_terminal_has_the_titles_of_its_sections_and_rows_of_its_pic
     table.terminal_rows = 1
     sections = [Section("a", "First", [table]), Section("b", "Second", ["words"], "page")]
     into = io.StringIO()
-    print_page(Page("title", sections, introduction=[Title("more"), Picture("<svg>")]), Console(file=into, width=60))
+    print_page(
+        Page("title", sections, introduction=[Title("more"), Picture("<svg>")]), Console(file=into, width=60)
+    )
     text = into.getvalue()
     assert [line for line in text.splitlines() if line and line[0] != " "] == ["title", "more", "First"]
     assert "two" not in text
@@ -76,7 +86,9 @@ def test_a_column_of_another_medium_is_left_out() -> None:
 
 
 def test_a_waterfalls_bars_follow_each_other() -> None:
-    """Each of ten bars of a tenth starts in the column where the previous one ends; a tiny part is still visible."""
+    """Each of ten bars of a tenth starts in the column where the previous one ends; a tiny part is still
+    visible.
+    """
     bars = [drawn(i / 10, 0.1) for i in range(10)]
     assert [len(bar) for bar in bars] == [3 * (i + 1) for i in range(10)]
     assert [bar.count("█") for bar in bars] == [3] * 10

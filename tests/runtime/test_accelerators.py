@@ -49,10 +49,15 @@ def test_a_gpu_that_jax_has_no_cuda_for_is_said_with_the_command(
 ) -> None:
     """Also where the plugin is there without CUDA, as [aot] installs it; a GPU hidden on purpose is not."""
     root = root_with(tmp_path, "dev/nvidia0")
-    for lacks in ("jax's CUDA plugin is not installed", "jax's CUDA plugin is installed without CUDA's libraries"):
+    for lacks in (
+        "jax's CUDA plugin is not installed",
+        "jax's CUDA plugin is installed without CUDA's libraries",
+    ):
         monkeypatch.setattr(accelerators, "_lacks", lambda _, lacks=lacks: lacks)
         line = unused({}, root=root) or ""
-        assert line.startswith(f"WARNING: a GPU is here (/dev/nvidia0), but this run computes on the CPU: {lacks}. ")
+        assert line.startswith(
+            f"WARNING: a GPU is here (/dev/nvidia0), but this run computes on the CPU: {lacks}. "
+        )
         assert f"run pip install -e '{Path(__file__).parents[2]}[cuda]'; --device cpu says" in line
         assert unused({"CUDA_VISIBLE_DEVICES": "-1"}, root=root) is None
         with pytest.raises(UserError, match=rf"--device gpu: {lacks}\. Run pip install .*\[cuda\]'\.$"):
@@ -62,7 +67,9 @@ def test_a_gpu_that_jax_has_no_cuda_for_is_said_with_the_command(
     assert platform_of("gpu", {}, root=root) == "cuda"
 
 
-def test_a_tpu_without_libtpu_is_said_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tpu_without_libtpu_is_said_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = root_with(tmp_path, "dev/accel0")
     monkeypatch.setattr(accelerators.importlib.util, "find_spec", lambda _: None)
     line = unused({"CUDA_VISIBLE_DEVICES": "-1"}, root=root) or ""
@@ -72,7 +79,9 @@ def test_a_tpu_without_libtpu_is_said_with_the_command(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("device", ["gpu", "tpu"])
 def test_a_device_that_is_not_here_is_refused(device: Literal["gpu", "tpu"], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"--device {device}: this host has no {device.upper()} \(no /dev/.*--device"):
+    with pytest.raises(
+        UserError, match=rf"--device {device}: this host has no {device.upper()} \(no /dev/.*--device"
+    ):
         platform_of(device, {}, root=tmp_path)
 
 

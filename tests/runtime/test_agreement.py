@@ -1,4 +1,6 @@
-"""Texts that processes tell each other: through files, and through jax's service with three real processes."""
+"""Texts that processes tell each other: through files, and through jax's service with three real
+processes.
+"""
 
 import json
 import os
@@ -28,7 +30,9 @@ def test_all_get_the_texts_of_all_and_who_is_silent_is_named(tmp_path: Path) -> 
     texts = first.collect("files", seconds=0.05)
     assert (texts, first.missing(texts)) == ({0: "a", 1: "b"}, [2])
     assert first.collect("files", of=[0, 1], seconds=0.0) == texts, "two were asked"
-    with pytest.raises(ProcessesSilent, match=r"^no word from process 2 of 3 within 0\.05 s about task/files$"):
+    with pytest.raises(
+        ProcessesSilent, match=r"^no word from process 2 of 3 within 0\.05 s about task/files$"
+    ):
         first.gather("files", "a", seconds=0.05)
     threading.Timer(0.1, third.tell, ("files", "c")).start()
     assert second.gather("files", "b", seconds=60.0) == ["a", "b", "c"]
@@ -85,7 +89,9 @@ print(json.dumps(answers))
 
 
 def test_real_processes_agree_through_the_service(tmp_path: Path) -> None:
-    """Before any device is used; long texts, arrays of process 0, equality; what was gathered does not pile up."""
+    """Before any device is used; long texts, arrays of process 0, equality; what was gathered does not pile
+    up.
+    """
     (tmp_path / "service.py").write_text(SERVICE)
     environ = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{free_port()}", "JTRAIN_NUM_PROCESSES": "3"}
     processes = [

@@ -26,7 +26,9 @@ def quiet(*_: object) -> None:
     """Hears nothing."""
 
 
-def test_a_lease_is_held_by_one_until_it_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_is_held_by_one_until_it_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each holder has a higher number, also after a release."""
     one = Lease(FolderStore(tmp_path / "a"))
     with elsewhere(monkeypatch):
@@ -43,7 +45,9 @@ def test_a_lease_is_held_by_one_until_it_is_given_back(tmp_path: Path, monkeypat
 def test_a_holder_elsewhere_is_dead_when_its_record_was_not_written_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both clocks have to say so, the file server's and that of the process that watches; here they are the test's."""
+    """Both clocks have to say so, the file server's and that of the process that watches; here they are the
+    test's.
+    """
     now_s, age_s, beats = 0.0, 0.0, itertools.count()
     monkeypatch.setattr(lease.time, "monotonic", lambda: now_s)
     monkeypatch.setattr(FolderStore, "age_s", lambda self, entry: age_s)

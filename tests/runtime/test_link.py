@@ -72,7 +72,9 @@ def opened(session: Session, frame: bytes) -> bytes:
 
 @contextlib.contextmanager
 def linked(alter: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Link, Link]]:
-    """Two ends of a TCP connection through a program on its path, which `alter`s what goes to the second one."""
+    """Two ends of a TCP connection through a program on its path, which `alter`s what goes to the second
+    one.
+    """
     with contextlib.ExitStack() as stack:
 
         def pair() -> tuple[socket.socket, socket.socket]:
@@ -105,9 +107,18 @@ def linked(alter: Callable[[bytes], bytes] = bytes) -> Iterator[tuple[Link, Link
 
 
 def test_messages_and_content_arrive_as_they_were_sent() -> None:
-    """Plain data, arrays of every dtype, empty ones, scalars and such of several frames, and bytes, both ways."""
+    """Plain data, arrays of every dtype, empty ones, scalars and such of several frames, and bytes, both
+    ways.
+    """
     rng = np.random.default_rng(0)
-    plain = {"count": -(2**63), "text": "Grüße", "seconds": 0.1, "first": True, "names": [1, "a", None], "nested": {}}
+    plain = {
+        "count": -(2**63),
+        "text": "Grüße",
+        "seconds": 0.1,
+        "first": True,
+        "names": [1, "a", None],
+        "nested": {},
+    }
     arrays: dict[str, Any] = {
         name: np.frombuffer(rng.bytes(48), np.uint8).astype(name).reshape(2, -1) for name in link.DTYPES
     }
@@ -150,7 +161,9 @@ class Payload:
 
 
 def test_no_frame_is_accepted_but_the_next_of_the_other_process(tmp_path: Path) -> None:
-    """10,000 frames: random, with a changed bit, cut, repeated, left out, reflected, of another link. None is taken."""
+    """10,000 frames: random, with a changed bit, cut, repeated, left out, reflected, of another link. None is
+    taken.
+    """
     rng = np.random.default_rng(0)
     code = pickle.dumps(Payload(tmp_path / "owned"))
     accepted = 0
@@ -208,7 +221,9 @@ def test_a_byte_changed_on_the_way_ends_the_link(place: int) -> None:
             for block in far.receive_content(len(content)):
                 arrived.extend(block)
 
-        with pytest.raises(LinkError, match=r"is not what the other process sent|a frame of \d[\d,]* bytes arrived"):
+        with pytest.raises(
+            LinkError, match=r"is not what the other process sent|a frame of \d[\d,]* bytes arrived"
+        ):
             receive()
         assert content.startswith(arrived)
         assert len(arrived) < len(content)
@@ -223,7 +238,9 @@ def test_the_end_within_a_message_is_no_message() -> None:
 
 
 def test_who_does_not_know_the_token_is_refused() -> None:
-    """Neither end goes on; nor does the end of another process at an address, or one that repeats a handshake."""
+    """Neither end goes on; nor does the end of another process at an address, or one that repeats a
+    handshake.
+    """
     wrong = bytes(32)
     with pytest.raises(LinkError, match="a program called that does not know the run's token"):
         run_together(link.calling(wrong, 0, 1), link.answering(TOKEN, 1, 2))
@@ -298,7 +315,9 @@ def test_what_is_no_data_is_not_sent() -> None:
         link.encoded("large", {"ids": np.asarray([object()])})
     with pytest.raises(ValueError, match=r"array ids of a message large has dtype >i4"):
         link.encoded("large", {"ids": np.zeros(1, ">i4")})
-    with pytest.raises(ValueError, match=r"a message plain has 1,\d{3},\d{3} bytes beside its arrays; 1,048,576 fit"):
+    with pytest.raises(
+        ValueError, match=r"a message plain has 1,\d{3},\d{3} bytes beside its arrays; 1,048,576 fit"
+    ):
         link.encoded("plain", {"text": "x" * link.FRAME_BYTES})
     with pytest.raises(TypeError):
         link.encoded("plain", {"text": object()})

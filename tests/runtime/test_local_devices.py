@@ -36,13 +36,17 @@ def slurm(local: int, tasks: str, node: int = 0, **more: str) -> dict[str, str]:
     ],
     ids=str,
 )
-def test_the_gpus_of_a_host_are_shared_by_its_processes(environ: dict[str, str], ids: list[int] | None) -> None:
+def test_the_gpus_of_a_host_are_shared_by_its_processes(
+    environ: dict[str, str], ids: list[int] | None
+) -> None:
     """None is all that CUDA shows: to the only process of a host, or to one that Slurm shows only its own."""
     assert local_device_ids(environ) == ids
 
 
 def test_processes_that_do_not_divide_the_gpus_are_refused() -> None:
-    with pytest.raises(UserError, match=r"3 processes on this host cannot share its 8 GPUs evenly.*per-node=8"):
+    with pytest.raises(
+        UserError, match=r"3 processes on this host cannot share its 8 GPUs evenly.*per-node=8"
+    ):
         local_device_ids(slurm(0, "3"))
 
 
@@ -60,7 +64,11 @@ print(json.dumps([xla_bridge.CUDA_VISIBLE_DEVICES.value, distributed.global_stat
 def test_slurm_shows_one_process_all_gpus_of_its_node_and_eight_one_each(tasks: int, tmp_path: Path) -> None:
     """Real processes with the variables that `srun` sets on a node with 8 GPUs: what jax is left with."""
     (tmp_path / "join.py").write_text(JOIN)
-    common = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(tasks)}
+    common = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(tasks),
+    }
     common |= {"JTRAIN_COORDINATOR": "auto", "JAX_PLATFORMS": "cpu"}
     processes = [
         subprocess.Popen(
@@ -80,4 +88,6 @@ def test_slurm_shows_one_process_all_gpus_of_its_node_and_eight_one_each(tasks: 
     assert [count for _, count in found] == [tasks] * tasks
     visible = [EIGHT["CUDA_VISIBLE_DEVICES"] if ids == "all" else ids for ids, _ in found]
     assert [len(ids.split(",")) for ids in visible] == [8 // tasks] * tasks
-    assert sorted(number for ids in visible for number in ids.split(",")) == [str(number) for number in range(8)]
+    assert sorted(number for ids in visible for number in ids.split(",")) == [
+        str(number) for number in range(8)
+    ]

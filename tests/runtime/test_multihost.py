@@ -41,7 +41,11 @@ def test_nothing_is_joined_where_nothing_is_said() -> None:
 @pytest.mark.parametrize(
     ("coordinator", "process", "message"),
     [
-        ("localhost", 0, r"JTRAIN_COORDINATOR=localhost must be host:port, with a port from 1 to 65535, or auto"),
+        (
+            "localhost",
+            0,
+            r"JTRAIN_COORDINATOR=localhost must be host:port, with a port from 1 to 65535, or auto",
+        ),
         ("localhost:70000", 0, r"localhost:70000 must be host:port"),
         ("no.such.host.invalid:1234", 1, r"this host does not know the name no\.such\.host\.invalid"),
         ("192.0.2.77:1234", 0, r"process 0 runs on this host, which has no address 192\.0\.2\.77"),
@@ -51,7 +55,11 @@ def test_a_wrong_address_is_refused(
     coordinator: str, process: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(multihost, "NAME_S", 0.1)
-    environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": str(process)}
+    environ = {
+        "JTRAIN_COORDINATOR": coordinator,
+        "JTRAIN_NUM_PROCESSES": "2",
+        "JTRAIN_PROCESS_ID": str(process),
+    }
     with pytest.raises(UserError, match=message):
         join_processes(environ)
 
@@ -61,7 +69,9 @@ def test_an_occupied_port_is_refused() -> None:
     with socket.create_server(("localhost", 0)) as taken:
         coordinator = f"localhost:{taken.getsockname()[1]}"
         environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": "0"}
-        with pytest.raises(UserError, match=f"{coordinator}: another program listens at port .* Choose another port"):
+        with pytest.raises(
+            UserError, match=f"{coordinator}: another program listens at port .* Choose another port"
+        ):
             join_processes(environ)
 
 
@@ -71,7 +81,9 @@ def test_nobody_at_the_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         coordinator = f"localhost:{free.getsockname()[1]}"
         monkeypatch.setattr(multihost, "JOIN_S", 1)
         environ = {"JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2", "JTRAIN_PROCESS_ID": "1"}
-        with pytest.raises(UserError, match=f"{coordinator}: nobody answers there after 1 s .*Check that process 0"):
+        with pytest.raises(
+            UserError, match=f"{coordinator}: nobody answers there after 1 s .*Check that process 0"
+        ):
             join_processes(environ)
 
 
@@ -84,7 +96,9 @@ def listening():
 
 
 def is_loopback(address: str) -> bool:
-    """True also for ::ffff:127.0.0.1, which a socket for both families shows; Python before 3.13 does not say so."""
+    """True also for ::ffff:127.0.0.1, which a socket for both families shows; Python before 3.13 does not say
+    so.
+    """
     parsed = ipaddress.ip_address(address)
     mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
     return (mapped or parsed).is_loopback
@@ -92,7 +106,13 @@ def is_loopback(address: str) -> bool:
 
 @pytest.mark.parametrize(
     ("address", "loopback"),
-    [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False), ("::", False)],
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("::ffff:127.0.0.1", True),
+        ("::ffff:10.0.0.1", False),
+        ("::", False),
+    ],
 )
 def test_what_counts_as_loopback(address: str, loopback: bool) -> None:
     assert is_loopback(address) == loopback
@@ -146,20 +166,32 @@ def test_a_name_that_is_loopback_on_its_own_host_is_no_place_to_listen(
 def test_auto_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the variables to set instead."""
     monkeypatch.setattr("jax._src.clusters.ClusterEnv._cluster_types", [])
-    with pytest.raises(UserError, match=r"neither a step of Slurm \(srun\), .* here\. Set JTRAIN_COORDINATOR to host"):
+    with pytest.raises(
+        UserError, match=r"neither a step of Slurm \(srun\), .* here\. Set JTRAIN_COORDINATOR to host"
+    ):
         join_processes({"JTRAIN_COORDINATOR": "auto"})
 
 
 def test_a_scheduler_that_tells_nonsense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception while jax asks is a message too."""
-    for name, value in {"JOB_ID": "17", "STEP_NODELIST": "a", "NTASKS": "x", "PROCID": "0", "LOCALID": "0"}.items():
+    for name, value in {
+        "JOB_ID": "17",
+        "STEP_NODELIST": "a",
+        "NTASKS": "x",
+        "PROCID": "0",
+        "LOCALID": "0",
+    }.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    with pytest.raises(UserError, match=r"JTRAIN_COORDINATOR=auto .*, but ValueError: .*'x'\. Set JTRAIN_COORDINATOR"):
+    with pytest.raises(
+        UserError, match=r"JTRAIN_COORDINATOR=auto .*, but ValueError: .*'x'\. Set JTRAIN_COORDINATOR"
+    ):
         join_processes({"JTRAIN_COORDINATOR": "auto"})
 
 
 def test_processes_join(tmp_path: Path) -> None:
-    """Two real processes of two devices each see four, and a sum crosses between them; they listen on loopback only."""
+    """Two real processes of two devices each see four, and a sum crosses between them; they listen on
+    loopback only.
+    """
     code = """
 import os
 from jtrain.runtime import multihost, platform

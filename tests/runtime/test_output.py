@@ -34,7 +34,9 @@ def shell(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_reader_that_goes_away_costs_only_the_output(tmp_path: Path) -> None:
-    """`| head` keeps the exit code 7, and every line of work is done; without it Python gives 120 or a traceback."""
+    """`| head` keeps the exit code 7, and every line of work is done; without it Python gives 120 or a
+    traceback.
+    """
     done = shell('"$PY" -c "$CODE" 5000 | head -2; exit ${PIPESTATUS[0]}', tmp_path)
     assert done.returncode == 7, done.stderr
     assert len(done.stdout.splitlines()) == 2
@@ -47,7 +49,9 @@ def test_a_reader_that_goes_away_costs_only_the_output(tmp_path: Path) -> None:
 def test_every_command_outlives_its_reader(tmp_path: Path) -> None:
     """A pipe whose reader is gone before the first line: exit code 0, no traceback."""
     command = '"$PY" -m jtrain.plan pipeline --schedule 1f1b --stages 8 --microbatches 64'
-    done = shell(f"{{ {command}; echo $? >rc; }} | :; while [ ! -s rc ]; do sleep 0.1; done; cat rc", tmp_path)
+    done = shell(
+        f"{{ {command}; echo $? >rc; }} | :; while [ ! -s rc ]; do sleep 0.1; done; cat rc", tmp_path
+    )
     assert done.stdout == "0\n"
     assert "Traceback" not in done.stderr
 

@@ -61,7 +61,8 @@ def test_processes_with_other_numbers_of_devices_are_refused(tmp_path: Path) -> 
     port = free_port()
     common = {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": "2"}
     processes = [
-        start(tmp_path, str(count), **common, JTRAIN_PROCESS_ID=str(number)) for number, count in enumerate((2, 3))
+        start(tmp_path, str(count), **common, JTRAIN_PROCESS_ID=str(number))
+        for number, count in enumerate((2, 3))
     ]
     try:
         for process in processes:

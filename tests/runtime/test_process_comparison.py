@@ -37,12 +37,18 @@ def test_equal_processes_have_no_difference() -> None:
             r"process 2 on host b has versions other than process 0 on host a .*\n"
             r"  jax: 0\.12\.0 there, 0\.11\.3 here\nInstall the same versions on all hosts\.",
         ),
-        (other(versions=dict(FIRST.versions, jtrain="0.2.0 (12)")), r"jtrain: 0\.2\.0 \(11\) there, 0\.2\.0 \(12\)"),
+        (
+            other(versions=dict(FIRST.versions, jtrain="0.2.0 (12)")),
+            r"jtrain: 0\.2\.0 \(11\) there, 0\.2\.0 \(12\)",
+        ),
         (
             other(config={"seed": "1", "num_steps": "5"}),
             r"process 2 on host b has a config .*\n  seed: 0 there, 1 here",
         ),
-        (other(config={"seed": "0"}), r"num_steps: 5 there, None here\nStart all processes with the same command"),
+        (
+            other(config={"seed": "0"}),
+            r"num_steps: 5 there, None here\nStart all processes with the same command",
+        ),
     ],
     ids=["jax", "source", "config", "field"],
 )
@@ -73,7 +79,10 @@ sys.exit(run(main))
 def comparing(folder: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes of one run, each with an argument of `COMPARE`; they end with the context."""
     (folder / "compare.py").write_text(COMPARE)
-    environ = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{free_port()}", "JTRAIN_NUM_PROCESSES": str(len(words))}
+    environ = os.environ | {
+        "JTRAIN_COORDINATOR": f"localhost:{free_port()}",
+        "JTRAIN_NUM_PROCESSES": str(len(words)),
+    }
     processes = [
         subprocess.Popen(
             [sys.executable, str(folder / "compare.py"), word],
@@ -94,7 +103,9 @@ def comparing(folder: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]
 
 @pytest.mark.parametrize("steps", ["5", pytest.param("7", marks=pytest.mark.slow)])
 def test_real_processes_compare_their_configs(steps: str, tmp_path: Path) -> None:
-    """Alike, each knows the hosts of all; else both are refused, with the field and both values, and end with 2."""
+    """Alike, each knows the hosts of all; else both are refused, with the field and both values, and end with
+    2.
+    """
     configs = (json.dumps({"num_steps": value}) for value in ("5", steps))
     with comparing(tmp_path, *configs) as processes:
         for process in processes:
@@ -109,10 +120,14 @@ def test_real_processes_compare_their_configs(steps: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_a_process_that_dies_after_it_joined_is_named_by_all_others(tmp_path: Path) -> None:
-    """Before jax misses it: no abort of jax, and no wait in its shutdown. Code 1, so that supervisors restart."""
+    """Before jax misses it: no abort of jax, and no wait in its shutdown. Code 1, so that supervisors
+    restart.
+    """
     with comparing(tmp_path, "{}", "dies", "{}") as processes:
         for process in (processes[0], processes[2]):
             stdout, stderr = process.communicate(timeout=240)
             assert (process.returncode, stdout) == (1, ""), stderr
-            assert stderr.startswith("error: process 1 of 3 joined the others, but did not tell versions and config")
+            assert stderr.startswith(
+                "error: process 1 of 3 joined the others, but did not tell versions and config"
+            )
             assert stderr.endswith("Start all processes again.\n")

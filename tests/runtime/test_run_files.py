@@ -14,8 +14,14 @@ def test_a_workdir_that_cannot_be_written_to_names_the_option(tmp_path: Path) ->
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "run.json.tmp").symlink_to("/dev/full")
-    for folder, why in (("file", "File exists"), ("file/run", "Not a directory"), ("full", "No space left on device")):
-        with pytest.raises(FileError, match=rf"--workdir .*{folder} cannot be written to \({why}\)\. .*set --workdir"):
+    for folder, why in (
+        ("file", "File exists"),
+        ("file/run", "Not a directory"),
+        ("full", "No space left on device"),
+    ):
+        with pytest.raises(
+            FileError, match=rf"--workdir .*{folder} cannot be written to \({why}\)\. .*set --workdir"
+        ):
             write_run_files(tmp_path / folder, "seed: int = 0\n", mesh, num_processes=1, plan="")
     with pytest.raises(FileError, match=r"--workdir /proc/nowhere cannot be written to \(No such file"):
         write_run_files(Path("/proc/nowhere"), "", mesh, num_processes=1, plan="")
@@ -25,7 +31,9 @@ def test_a_workdir_that_cannot_be_written_to_names_the_option(tmp_path: Path) ->
 
 def test_a_disk_that_fills_up_during_a_run_names_the_workdir(tmp_path: Path) -> None:
     with (
-        pytest.raises(FileError, match=rf"--workdir {tmp_path} cannot be written to \(No space left on device\)"),
+        pytest.raises(
+            FileError, match=rf"--workdir {tmp_path} cannot be written to \(No space left on device\)"
+        ),
         full_disk_named(tmp_path),
         open("/dev/full", "wb", buffering=0) as file,
     ):
@@ -40,5 +48,10 @@ def test_other_errors_of_a_run_are_not_of_its_disk(tmp_path: Path) -> None:
 
 
 def test_what_is_not_installed_has_no_version() -> None:
-    """A checkout on a machine with little more than JAX runs without an error: jtrain itself is not installed there."""
-    assert versions(["numpy", "no-such-distribution"]) == {"numpy": np.__version__, "no-such-distribution": None}
+    """A checkout on a machine with little more than JAX runs without an error: jtrain itself is not installed
+    there.
+    """
+    assert versions(["numpy", "no-such-distribution"]) == {
+        "numpy": np.__version__,
+        "no-such-distribution": None,
+    }

@@ -53,7 +53,14 @@ def test_names_that_hold_secrets() -> None:
         assert shown(name, "'5ec7e7'") == "'***'"
         assert shown(name, "None") == "None"
     assert shown("data.api_key", "17") == "17"
-    for name in ("data.tokenizer", "model.loss_chunk_tokens", "data.end_token", "tokens", "keyboard", "monkey"):
+    for name in (
+        "data.tokenizer",
+        "model.loss_chunk_tokens",
+        "data.end_token",
+        "tokens",
+        "keyboard",
+        "monkey",
+    ):
         assert not is_secret(name), name
 
 
@@ -67,8 +74,12 @@ SOURCES = f"data.sources={{'web': {{'path': '{SIGNED}'}}}}"
 
 
 def test_a_run_keeps_no_secret_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in config.txt, run.json or remarks; with a renewed signature it is the same run, and its text is a config."""
-    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "jtrain.launch", "--set", WEBHOOK, f"--set={SOURCES}"])
+    """Not in config.txt, run.json or remarks; with a renewed signature it is the same run, and its text is a
+    config.
+    """
+    monkeypatch.setattr(
+        sys, "orig_argv", ["python", "-m", "jtrain.launch", "--set", WEBHOOK, f"--set={SOURCES}"]
+    )
     config = load_config("tiny", (), (WEBHOOK, "data.path=None", SOURCES))
     text = tree.flat(config)
     assert "5ec7e7" not in text
@@ -82,7 +93,9 @@ def test_a_run_keeps_no_secret_and_resumes(tmp_path: Path, monkeypatch: pytest.M
         assert "***" in (tmp_path / file).read_text()
         assert stat.S_IMODE((tmp_path / file).stat().st_mode) == 0o600
     for_all = text.replace("data.path: str | None = None", f"data.path: str | None = '{SIGNED}'")
-    (tmp_path / "config.txt").write_text(for_all + f"# changed at step 3: data.path: '{SIGNED}' there, 1 here\n")
+    (tmp_path / "config.txt").write_text(
+        for_all + f"# changed at step 3: data.path: '{SIGNED}' there, 1 here\n"
+    )
     renewed = for_all.replace("5ec7e7", "0123")
     assert check_same_run(tmp_path, renewed) == []
     assert "5ec7e7" not in with_history(tmp_path, tree.flat(config), step=4, changes=[])
@@ -97,7 +110,11 @@ def test_messages_quote_no_secret() -> None:
         with pytest.raises(UserError, match=message) as caught:
             load_config("tiny", (), sets)
         assert "5ec7e7" not in str(caught.value)
-    assert shown_command(["a", "--workdir=https://u:5ec7e7@h/x", "b=c"]) == ["a", "--workdir=https://***@h/x", "b=c"]
+    assert shown_command(["a", "--workdir=https://u:5ec7e7@h/x", "b=c"]) == [
+        "a",
+        "--workdir=https://***@h/x",
+        "b=c",
+    ]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])

@@ -28,7 +28,10 @@ with StopRequest() as stop:
 
 def start(saving_ticks: int) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, str(saving_ticks)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", LOOP, str(saving_ticks)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "looping\n"

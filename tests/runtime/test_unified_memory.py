@@ -62,7 +62,9 @@ def test_a_gpu_on_pcie_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_plan_for_another_machine_is_refused(topology: str) -> None:
     """The topology's name decides."""
     environ: dict[str, str] = {}
-    with pytest.raises(ValueError, match=rf"this is {topology.partition(':')[0].upper()}: .* Set it to False"):
+    with pytest.raises(
+        ValueError, match=rf"this is {topology.partition(':')[0].upper()}: .* Set it to False"
+    ):
         use_unified_memory(environ, topology=topology)
     use_unified_memory(environ, topology="gh200:1")
     assert environ == {}
@@ -96,6 +98,8 @@ def test_memory_beside_gpus_is_not_the_hosts(tmp_path: Path, monkeypatch: pytest
     for name, cpus, kib in (("node0", "0-71\n", 501_000_000), ("node1", "\n", 98_000_000)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cpulist").write_text(cpus)
-        (tmp_path / name / "meminfo").write_text(f"Node {name[-1]} MemTotal:       {kib} kB\nNode 0 MemFree: 1 kB\n")
+        (tmp_path / name / "meminfo").write_text(
+            f"Node {name[-1]} MemTotal:       {kib} kB\nNode 0 MemFree: 1 kB\n"
+        )
     monkeypatch.setattr("jtrain.runtime.platform.NUMA_NODES", tmp_path)
     assert host_memory_bytes() == 501_000_000 * 1024

@@ -8,7 +8,9 @@ from jtrain.errors import FileError, UserError
 from jtrain.runtime.user_code import load_function
 
 
-def test_a_function_is_found_by_its_module_or_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_is_found_by_its_module_or_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "mine_for_user_code.py").write_text("def twice(x):\n    return 2 * x\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("mine_for_user_code:twice", f"{tmp_path}/mine_for_user_code.py:twice"):
@@ -27,7 +29,11 @@ def test_a_function_is_found_by_its_module_or_its_file(tmp_path: Path, monkeypat
             r"there is no module 'no_such_module_here'\. Set the path",
         ),
         ("other.py:twice", FileError, r"there is no file .*other\.py"),
-        ("mine.py:twise", UserError, r"mine\.py has no function 'twise'\. Did you mean twice\? It has: twice\."),
+        (
+            "mine.py:twise",
+            UserError,
+            r"mine\.py has no function 'twise'\. Did you mean twice\? It has: twice\.",
+        ),
         ("broken.py:twice", UserError, r"broken\.py:1: ZeroDivisionError: division by zero"),
     ],
 )

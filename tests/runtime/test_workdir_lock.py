@@ -102,9 +102,12 @@ def test_a_second_run_is_refused_with_who_holds_it_and_a_killed_one_is_replaced_
     holder = holding(tmp_path / "run")
     holder.send_signal(signal.SIGSTOP)
     way = (
-        rf"--workdir .*run is in use by another run: process {holder.pid} on host \S+, since 20\S+\. Wait for it, stop"
+        rf"--workdir .*run is in use by another run: process {holder.pid} on host \S+, since 20\S+\. Wait "
+        r"for it, stop"
     )
-    with pytest.raises(UserError, match=rf"{way} it \(`kill {holder.pid}` on .*or set --workdir to another folder"):
+    with pytest.raises(
+        UserError, match=rf"{way} it \(`kill {holder.pid}` on .*or set --workdir to another folder"
+    ):
         WorkdirLock(tmp_path / "run", say=said.append).__enter__()
     assert said == []
     holder.kill()
@@ -157,10 +160,14 @@ def test_a_run_that_stood_still_notices_that_it_lost_its_workdir(
         assert "which has not touched it for" in said[-1]
         holder.send_signal(signal.SIGCONT)
         lost = told(holder)
-        assert lost.startswith(f"LeaseLost the lock of --workdir {tmp_path} was taken over by process {os.getpid()} on")
+        assert lost.startswith(
+            f"LeaseLost the lock of --workdir {tmp_path} was taken over by process {os.getpid()} on"
+        )
         assert "Nothing more is written here" in lost
         assert holder.wait(timeout=300) == 0
-    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["2.released"], "the loser left the lock alone"
+    assert [path.name for path in (tmp_path / FOLDER).iterdir()] == ["2.released"], (
+        "the loser left the lock alone"
+    )
 
 
 def test_a_lock_whose_process_was_killed_while_it_took_it_is_taken_over(
@@ -199,12 +206,16 @@ def test_a_full_or_read_only_disk_names_the_workdir(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 64) as disk:
         (disk / "run" / FOLDER).mkdir(parents=True)
         filler = fill(disk)
-        with pytest.raises(FileError, match=rf"--workdir {disk / 'run'} cannot be written to \(No space left on dev"):
+        with pytest.raises(
+            FileError, match=rf"--workdir {disk / 'run'} cannot be written to \(No space left on dev"
+        ):
             WorkdirLock(disk / "run", say=print).__enter__()
         assert list((disk / "run" / FOLDER).iterdir()) == []
         filler.unlink()
         with WorkdirLock(disk / "run", say=print):
             fill(disk)
         remount(disk, "ro")
-        with pytest.raises(FileError, match=r"cannot be written to \(Read-only file system\)\. Make room there, or"):
+        with pytest.raises(
+            FileError, match=r"cannot be written to \(Read-only file system\)\. Make room there, or"
+        ):
             WorkdirLock(disk / "run", say=print).__enter__()

@@ -1,4 +1,6 @@
-"""Loss and gradients of the decoder in float64, by the reference of `jtrain bench layouts`, without code of ours."""
+"""Loss and gradients of the decoder in float64, by the reference of `jtrain bench layouts`, without code of
+ours.
+"""
 
 from typing import Any
 
@@ -15,7 +17,10 @@ def loss_and_gradients(params: Any, batch: Batch, *, z_loss: float) -> tuple[flo
     """Nats per target and the gradients of the training objective, in float64."""
     with jax.enable_x64(True), jax.transfer_guard("allow"):
         leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-        flat = {jax.tree_util.keystr(keys, simple=True, separator="."): np.asarray(x, np.float64) for keys, x in leaves}
+        flat = {
+            jax.tree_util.keystr(keys, simple=True, separator="."): np.asarray(x, np.float64)
+            for keys, x in leaves
+        }
         arrays = {name: np.asarray(getattr(batch, name)) for name in ARRAYS}
         sizes = float64.Sizes(z_loss=z_loss, tied="unembed_DV" not in flat)
         (_, (nats, *_)), gradients = float64.differentiate(sizes)(flat, arrays)
@@ -24,5 +29,7 @@ def loss_and_gradients(params: Any, batch: Batch, *, z_loss: float) -> tuple[flo
 
 def relative_errors(got: Any, want: Any) -> dict[str, float]:
     """Distance of each array from the reference's, as a share of the reference's norm, by path."""
-    errors = jax.tree.map(lambda g, w: float(np.linalg.norm(np.float64(g) - w) / np.linalg.norm(w)), got, want)
+    errors = jax.tree.map(
+        lambda g, w: float(np.linalg.norm(np.float64(g) - w) / np.linalg.norm(w)), got, want
+    )
     return {jax.tree_util.keystr(path): error for path, error in jax.tree_util.tree_leaves_with_path(errors)}

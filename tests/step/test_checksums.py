@@ -1,4 +1,6 @@
-"""A flipped bit anywhere in the state is found by the next step, on the device and in the array where it is."""
+"""A flipped bit anywhere in the state is found by the next step, on the device and in the array where it
+is.
+"""
 
 import dataclasses
 from typing import Any
@@ -62,7 +64,9 @@ def stepper(axes: dict[str, int], layout: dict[str, Any], *, checksums: bool = T
 
 
 @pytest.mark.parametrize(
-    ("axes", "layout"), [LAYOUTS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS[1:])], ids=str
+    ("axes", "layout"),
+    [LAYOUTS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in LAYOUTS[1:])],
+    ids=str,
 )
 def test_every_flipped_bit_is_found_where_it_is(axes: dict[str, int], layout: dict[str, Any]) -> None:
     """Ten flips per layout, in any array, device and bit: the next step's sums differ there and nowhere else.

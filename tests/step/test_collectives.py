@@ -27,11 +27,14 @@ from jtrain.step.train_step import BATCH_SPEC, make_train_step
 from tests.layouts import layout_from
 
 MESHES = (dict(data=8), dict(replica=2, data=4), dict(data=4, tensor=2))
-SIZES: dict[str, Any] = dict(num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64)
+SIZES: dict[str, Any] = dict(
+    num_layers=3, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=48, vocab_size=64
+)
 ROWS, COLS = 32, 16
 WITHOUT_STAGES = PipelineSpec()
 OPTIONS = {
-    # XLA:CPU moves the gathers of embedding and unembedding out of the loop over microbatches; XLA:GPU leaves them.
+    # XLA:CPU moves the gathers of embedding and unembedding out of the loop over microbatches; XLA:GPU leaves
+    # them.
     "xla_disable_hlo_passes": "while-loop-invariant-code-motion",
     "xla_backend_optimization_level": 0,  # half the seconds: nothing here runs
 }
@@ -105,7 +108,9 @@ QUICK = (((1, 2),), ((3, 2), (2, 1)), ((0, 1),))
     ],
     ids=str,
 )
-def test_compiled_collectives_are_the_closed_form(axes: dict[str, int], zero_stage: int, microbatches: int) -> None:
+def test_compiled_collectives_are_the_closed_form(
+    axes: dict[str, int], zero_stage: int, microbatches: int
+) -> None:
     """Kinds, axes, dtypes, number of arrays and bytes, loops counted."""
     layout = layout_of(zero_stage, microbatches)
     got = compiled(axes, SIZES, **layout)
@@ -115,11 +120,17 @@ def test_compiled_collectives_are_the_closed_form(axes: dict[str, int], zero_sta
 
 @pytest.mark.parametrize(
     ("axes", "tied"),
-    [slow_if(tied != (index != 1), axes, tied) for index, axes in enumerate(MESHES) for tied in (False, True)],
+    [
+        slow_if(tied != (index != 1), axes, tied)
+        for index, axes in enumerate(MESHES)
+        for tied in (False, True)
+    ],
     ids=str,
 )
 def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> None:
-    """Three parts, which do not divide it, or two of each of two devices: gathered twice, gradients scattered once."""
+    """Three parts, which do not divide it, or two of each of two devices: gathered twice, gradients scattered
+    once.
+    """
     sizes = SIZES | dict(vocab_size=40_000, tie_embeddings=tied, num_layers=2)
     layout = layout_of(3, 2)
     got = compiled(axes, sizes, **layout)
@@ -128,11 +139,15 @@ def test_a_large_vocabulary_comes_in_parts(axes: dict[str, int], tied: bool) -> 
 
 @pytest.mark.parametrize("splits", (slow_if(True, "data"), "context"))
 def test_a_mixtures_collectives_are_the_closed_form(splits: str) -> None:
-    """All but its rows', which XLA:CPU exchanges in equal blocks: `tests/plan/compile/test_compiled_step.py` has those.
+    """All but its rows', which XLA:CPU exchanges in equal blocks: `tests/plan/compile/test_compiled_step.py`
+    has those.
 
     Of an expert's three axes the partitioner may sum a norm's scalar over two at once: 4 bytes each.
     """
-    axes, sizes = {splits: 2, "expert": 2, "tensor": 2}, SIZES | dict(moe=MoESpec(num_experts=4, top_k=2), num_layers=2)
+    axes, sizes = (
+        {splits: 2, "expert": 2, "tensor": 2},
+        SIZES | dict(moe=MoESpec(num_experts=4, top_k=2), num_layers=2),
+    )
     layout = layout_of(3, 2, remat="full")
     found, formula = compiled(axes, sizes, **layout), predicted(axes, sizes, **layout)
     rows, sums = ("all-to-all", "ragged-all-to-all"), [0, 0]
@@ -181,7 +196,9 @@ def test_along_a_torus_each_dimension_has_its_collective(zero_stage: int) -> Non
     ids=str,
 )
 def test_shared_key_heads_are_exchanged_once_per_step(axes: dict[str, int], layout: dict[str, Any]) -> None:
-    """Four devices of two heads: an all-to-all of each kernel and one of its gradient, however many microbatches."""
+    """Four devices of two heads: an all-to-all of each kernel and one of its gradient, however many
+    microbatches.
+    """
     sizes = SIZES | dict(num_heads=8)
     got = compiled(axes, sizes, **layout)
     assert got == predicted(axes, sizes, **layout)
@@ -211,7 +228,9 @@ def test_overlapped_projections_permute_what_the_closed_form_says(remat: str, ke
 
 
 @pytest.mark.parametrize(("remat", "kept"), [slow_if(True, "full", ()), ("named", KEPT)], ids=str)
-def test_groups_of_sequences_gather_and_scatter_what_the_closed_form_says(remat: str, kept: tuple[str, ...]) -> None:
+def test_groups_of_sequences_gather_and_scatter_what_the_closed_form_says(
+    remat: str, kept: tuple[str, ...]
+) -> None:
     """As many bytes as without groups, in as many more arrays."""
     axes, layout = dict(tensor=4), layout_of(0, 2, sequence_groups=2, remat=remat, remat_save=kept)
     sizes = SIZES | dict(num_kv_heads=4)
@@ -229,7 +248,10 @@ def test_overlapped_8_bit_projections_send_8_bits(mode: str) -> None:
     XLA:CPU widens 8 bits to float16; `tests/step/test_fp8.py` has them on an H200.
     """
     fp8 = (("all_gather_matmul_fp8", "permute"), ("matmul_reduce_scatter_fp8", "permute"))
-    axes, layout = dict(tensor=4), layout_of(0, 2, tensor_overlap=True, remat="full", matmul_dtype=mode, kernels=fp8)
+    axes, layout = (
+        dict(tensor=4),
+        layout_of(0, 2, tensor_overlap=True, remat="full", matmul_dtype=mode, kernels=fp8),
+    )
     sizes = SIZES | dict(num_kv_heads=4)
     got, want = (
         {key: size for key, (_, size) in table.items()}
@@ -242,7 +264,9 @@ def test_overlapped_8_bit_projections_send_8_bits(mode: str) -> None:
 
 
 def test_zero_3_gathers_weights_in_8_bits_with_delayed_scaling() -> None:
-    """Those of the layers' matrices, in half of the bytes that compute_dtype has; XLA:CPU widens them to float16."""
+    """Those of the layers' matrices, in half of the bytes that compute_dtype has; XLA:CPU widens them to
+    float16.
+    """
     axes, layout = dict(data=8), layout_of(3, 2, remat="full", matmul_dtype="fp8_delayed")
     got, want = compiled(axes, SIZES, **layout), predicted(axes, SIZES, **layout)
     count, size = want.pop(("all-gather", ("data",), 8, "f8e4m3fn"))

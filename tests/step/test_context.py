@@ -1,4 +1,6 @@
-"""The config and the plan know attention over `context`: what cannot be is refused, what is sent is predicted."""
+"""The config and the plan know attention over `context`: what cannot be is refused, what is sent is
+predicted.
+"""
 
 from typing import Any
 
@@ -23,12 +25,16 @@ RING, ULYSSES = dict(context_attention="ring"), dict(context_attention="ulysses"
         pytest.param(dict(context=4), layout_of(1, 2) | RING, marks=pytest.mark.slow),
         pytest.param(dict(data=2, context=4), layout_of(2, 2) | RING, marks=pytest.mark.slow),
         pytest.param(dict(context=4), layout_of(0, 1) | ULYSSES, marks=pytest.mark.slow),
-        pytest.param(dict(context=2, tensor=2), layout_of(0, 2, remat="full") | ULYSSES, marks=pytest.mark.slow),
+        pytest.param(
+            dict(context=2, tensor=2), layout_of(0, 2, remat="full") | ULYSSES, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
 def test_compiled_collectives_are_the_closed_form(axes: dict[str, int], layout: dict[str, Any]) -> None:
-    """A ring's hops in both passes, and again where attention is recomputed; of Ulysses the exchanges of heads."""
+    """A ring's hops in both passes, and again where attention is recomputed; of Ulysses the exchanges of
+    heads.
+    """
     got = compiled(axes, SIZES, **layout)
     assert got == predicted(axes, SIZES, **layout)
     kind = "collective-permute" if layout["context_attention"] == "ring" else "all-to-all"
@@ -59,5 +65,7 @@ def test_attention_that_cannot_be_split_is_refused(
 
 def test_an_unknown_way_is_refused() -> None:
     """With the two that there are."""
-    with pytest.raises(ValueError, match=r"layout\.context_attention='star' must be one of 'ring', 'ulysses'"):
+    with pytest.raises(
+        ValueError, match=r"layout\.context_attention='star' must be one of 'ring', 'ulysses'"
+    ):
         load_config("tiny", sets=("layout.context_attention=star",))

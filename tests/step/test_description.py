@@ -1,4 +1,5 @@
-"""A step's own description: traces that scale, that follow the step's code, and that a damaged cache does not hurt.
+"""A step's own description: traces that scale, that follow the step's code, and that a damaged cache does not
+hurt.
 
 `test_collectives.py` compiles whole steps and finds in the programs what the description says.
 """
@@ -90,7 +91,9 @@ def gradients_of(job: Job) -> collections.Counter[tuple[Any, ...]]:
     ids=str,
 )
 def test_the_parts_are_the_whole_step(axes: dict[str, int], layout: dict[str, Any]) -> None:
-    """The jaxpr of one device's gradients has what the scaled traces say, array by array and element by element."""
+    """The jaxpr of one device's gradients has what the scaled traces say, array by array and element by
+    element.
+    """
     job = job_of(axes, **layout)
     want: collections.Counter[tuple[Any, ...]] = collections.Counter()
     for one in job.step.collectives:
@@ -107,7 +110,9 @@ def test_a_collective_more_in_a_layer_is_in_the_plan(fresh: None, monkeypatch: p
 
     def bytes_of_sums() -> int:
         fresh_job = dataclasses.replace(job)  # a job keeps what it was told about its step
-        return sum(c.array_bytes for c in collectives(fresh_job) if c.kind == "all-reduce" and c.axes == ("tensor",))
+        return sum(
+            c.array_bytes for c in collectives(fresh_job) if c.kind == "all-reduce" and c.axes == ("tensor",)
+        )
 
     before, original = bytes_of_sums(), Block.feed_forward
 
@@ -125,7 +130,9 @@ def _multiplied(job: Job) -> int:
     return sum(2 * one.count * one.rows * one.depth * one.columns for one in job.step.products)
 
 
-@pytest.mark.parametrize("moe", [None, MoESpec(num_experts=4, top_k=2, shared_experts=1)], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    "moe", [None, MoESpec(num_experts=4, top_k=2, shared_experts=1)], ids=["dense", "experts"]
+)
 def test_products_are_the_models_flops(moe: MoESpec | None) -> None:
     """With everything saved, a device multiplies what the FLOPs of its tokens are by definition."""
     model, mesh = Transformer(**SIZES, moe=moe), MeshSpec(data=2, context=2, expert=1 if moe is None else 2)
@@ -136,7 +143,9 @@ def test_products_are_the_models_flops(moe: MoESpec | None) -> None:
 
 
 def test_a_product_more_in_a_layer_is_in_the_plan(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product with a constant in every layer's feed-forward part: once forward, and once for its input's gradient."""
+    """A product with a constant in every layer's feed-forward part: once forward, and once for its input's
+    gradient.
+    """
     job = job_of(dict(data=2, tensor=4), zero_stage=3, microbatches=2)
     before, original = _multiplied(job), Block.feed_forward
 
@@ -175,20 +184,28 @@ def test_another_dtype_of_gathers_is_in_the_plan(fresh: None, monkeypatch: pytes
     [
         (0, None, ()),
         (3, None, ()),
-        (0, ("attention", "mlp_gate"), ("attention_k", "attention_out", "attention_q", "attention_v", "mlp_up")),
+        (
+            0,
+            ("attention", "mlp_gate"),
+            ("attention_k", "attention_out", "attention_q", "attention_v", "mlp_up"),
+        ),
     ],
 )
 def test_activations_that_no_layer_keeps_are_computed_again(
     zero_stage: int, kept: tuple[str, ...] | None, again: tuple[str, ...]
 ) -> None:
-    """Those of the names that a layer may keep; the last product of a layer has no name, and nobody needs it again."""
+    """Those of the names that a layer may keep; the last product of a layer has no name, and nobody needs it
+    again.
+    """
     remat: dict[str, Any] = {} if kept is None else dict(remat="named", remat_save=kept)
     job = job_of(dict(data=8), zero_stage=zero_stage, **remat)
     assert job.step.again & set(SAVEABLE) == set(again)
 
 
 def test_labels_are_the_sizes_of_the_layout() -> None:
-    """The blocks of all parameters and of the batch, from the primes of a trace, for sizes that share factors."""
+    """The blocks of all parameters and of the batch, from the primes of a trace, for sizes that share
+    factors.
+    """
     job = job_of(dict(replica=2, data=2, context=2, tensor=4), zero_stage=3, microbatches=2)
     of = class_of("end", job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
     trace, values = labelled(of), values_of(of, job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
@@ -210,7 +227,9 @@ def _described(cache: str, number: int) -> int:
 
 
 def test_processes_share_traces_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
-    """Two at a time write the same files; a file that is cut short, empty or of another form is traced again."""
+    """Two at a time write the same files; a file that is cut short, empty or of another form is traced
+    again.
+    """
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         first = pool.starmap(_described, [(str(tmp_path), number) for number in range(2)])
     [folder] = (tmp_path / "traces").iterdir()

@@ -1,4 +1,6 @@
-"""Number formats of every sum in the traced step: none is narrower than what `precision` and the documentation say."""
+"""Number formats of every sum in the traced step: none is narrower than what `precision` and the
+documentation say.
+"""
 
 import math
 from collections.abc import Iterator
@@ -25,7 +27,19 @@ SIZES: dict[str, Any] = dict(
 )
 MIXTURE = SIZES | dict(moe=MoESpec(num_experts=12, top_k=2, balance_loss=1e-2, router_z_loss=1e-3))
 EXACT = {
-    *("reduce_sum", "reduce_max", "cumsum", "scatter-add", "exp", "log", "log1p", "logistic", "rsqrt", "sqrt", "div"),
+    *(
+        "reduce_sum",
+        "reduce_max",
+        "cumsum",
+        "scatter-add",
+        "exp",
+        "log",
+        "log1p",
+        "logistic",
+        "rsqrt",
+        "sqrt",
+        "div",
+    ),
     *("integer_pow", "square", "top_k", "sort"),
 }
 """Sums of one device, and what softmax, norms, losses and the optimizer are made of: float32, always."""
@@ -63,7 +77,9 @@ def operations(jaxpr: Any) -> Iterator[Operation]:
         yield Operation(equation.primitive.name, axes, scope, result.shape, result.dtype.name)
 
 
-def traced(axes: dict[str, int], sizes: dict[str, Any], pipeline: dict[str, Any], **layout: Any) -> list[Operation]:
+def traced(
+    axes: dict[str, int], sizes: dict[str, Any], pipeline: dict[str, Any], **layout: Any
+) -> list[Operation]:
     spec = MeshSpec(**axes)
     mesh = make_mesh(spec, jax.devices()[: spec.size])
     model = Transformer(**sizes)
@@ -72,14 +88,26 @@ def traced(axes: dict[str, int], sizes: dict[str, Any], pipeline: dict[str, Any]
     optimizer = build(AdamW(peak_lr=1e-3), num_steps=10, params=map_params(lambda info: info, infos))
     ids = jax.ShapeDtypeStruct((16, 24), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
     step: Any = make_train_step(model, optimizer, lay, mesh)
-    return list(operations(step.trace(abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids)).jaxpr.jaxpr))
+    return list(
+        operations(step.trace(abstract_state(lay, optimizer, mesh), Batch(ids, ids, ids, ids)).jaxpr.jaxpr)
+    )
 
 
 @pytest.mark.parametrize(
     ("axes", "sizes", "pipeline", "layout"),
     [
-        (dict(replica=2, data=2, tensor=2), SIZES, {}, dict(zero_stage=3, microbatches=2, reduce_dtype="bfloat16")),
-        (dict(replica=2, data=2, tensor=2), SIZES, {}, dict(zero_stage=1, sequence_groups=2, reduce_dtype="bfloat16")),
+        (
+            dict(replica=2, data=2, tensor=2),
+            SIZES,
+            {},
+            dict(zero_stage=3, microbatches=2, reduce_dtype="bfloat16"),
+        ),
+        (
+            dict(replica=2, data=2, tensor=2),
+            SIZES,
+            {},
+            dict(zero_stage=1, sequence_groups=2, reduce_dtype="bfloat16"),
+        ),
         (dict(replica=2, context=2, expert=2), MIXTURE, {}, dict(zero_stage=2, microbatches=2)),
         (
             dict(stage=2, data=2, tensor=2),
@@ -95,8 +123,9 @@ def test_every_sum_has_the_format_that_it_should(
 ) -> None:
     """Parameters and activations are bfloat16.
 
-    Gradients are added up over microbatches in float32 and over devices in `reduce_dtype`; activations over `tensor`
-    and `stage` in bfloat16; all else in float32: the loss, the norm, softmax, the router, and the logits.
+    Gradients are added up over microbatches in float32 and over devices in `reduce_dtype`; activations over
+    `tensor` and `stage` in bfloat16; all else in float32: the loss, the norm, softmax, the router, and the
+    logits.
     """
     program = traced(axes, sizes, pipeline, param_dtype="bfloat16", **layout)
     reduce_dtype = layout.get("reduce_dtype", "float32")

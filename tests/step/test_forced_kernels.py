@@ -27,7 +27,9 @@ FORCED = (("rms_norm_branch", "pallas_tpu"), ("rope", "pallas_tpu"))
 def lowered(devices: list[jax.Device], mesh: dict[str, int], **layout: Any) -> Any:
     model, mesh_spec = Transformer(**SIZES), MeshSpec(**mesh)
     lay = layout_from(layout, mesh_spec, model.param_infos())
-    optimizer = build(AdamW(peak_lr=1e-3), num_steps=10, params=map_params(lambda info: info, model.param_infos()))
+    optimizer = build(
+        AdamW(peak_lr=1e-3), num_steps=10, params=map_params(lambda info: info, model.param_infos())
+    )
     there = make_mesh(mesh_spec, devices)
     ids = jax.ShapeDtypeStruct((8, 512), jnp.int32, sharding=NamedSharding(there, BATCH_SPEC))
     step: Any = make_train_step(model, optimizer, lay, there)
@@ -48,7 +50,9 @@ def kernels(text: str) -> list[str]:
 @pytest.mark.aot
 @pytest.mark.parametrize("mesh", (dict(data=4), dict(data=2, tensor=2)), ids=str)
 def test_a_step_for_tpus_runs_the_kernels_that_are_forced(mesh: dict[str, int]) -> None:
-    """Rotations of queries and keys, forwards and backwards, and the backward pass of both norms of a layer."""
+    """Rotations of queries and keys, forwards and backwards, and the backward pass of both norms of a
+    layer.
+    """
     text = compiled("v5p:2x2x1", mesh, kernels=FORCED, zero_stage=1)
     names = kernels(text)
     assert sum("rms_norm_backward" in name for name in names) == 2
@@ -61,7 +65,9 @@ def test_a_step_for_tpus_runs_the_kernels_that_are_forced(mesh: dict[str, int]) 
 
 def test_a_kernel_for_other_devices_is_refused_when_the_step_is_traced() -> None:
     """With the device, and with what there is for it."""
-    with pytest.raises(ValueError, match=r"kernels\.rms_norm_branch=pallas_tpu: it is for TPUs, not for a cpu\. There"):
+    with pytest.raises(
+        ValueError, match=r"kernels\.rms_norm_branch=pallas_tpu: it is for TPUs, not for a cpu\. There"
+    ):
         lowered(jax.devices()[:4], dict(data=4), kernels=FORCED)
 
 

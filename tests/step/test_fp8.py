@@ -1,4 +1,6 @@
-"""A model whose layers multiply in 8 bits: what a layout changes of it, what a checkpoint keeps, who refuses it."""
+"""A model whose layers multiply in 8 bits: what a layout changes of it, what a checkpoint keeps, who refuses
+it.
+"""
 
 import dataclasses
 import functools
@@ -53,7 +55,9 @@ def parts(axes: dict[str, int], devices: list[jax.Device] | None = None, **field
 
 
 class Trained(NamedTuple):
-    """Losses of `STEPS` steps, the first one's gradient and histories, the last histories, and traces of the step."""
+    """Losses of `STEPS` steps, the first one's gradient and histories, the last histories, and traces of the
+    step.
+    """
 
     losses: np.ndarray
     gradient: Any
@@ -85,7 +89,9 @@ def trained(mode: Any, axes: tuple[tuple[str, int], ...] = (), **fields: Any) ->
 
 def assert_same_first_histories(got: Trained, want: Trained) -> None:
     """The largest values of the first step are those of all devices, to a rounding of one of their terms."""
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-2), got.first_scaling, want.first_scaling)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-2), got.first_scaling, want.first_scaling
+    )
     assert all((x[..., 0] > 0).all() for x in jax.tree.leaves(want.first_scaling)), "each has been seen"
 
 
@@ -107,9 +113,10 @@ def test_8_bit_matmuls_train_as_float32_does(mode: Any) -> None:
 def test_delayed_scaling_is_the_same_on_any_layout() -> None:
     """One factor for all devices and microbatches: the first loss agrees as float32 does.
 
-    Gradients, and later steps, drift apart as any 8-bit run does whose sums are added in another order: what is 1e-7
-    off rounds to the other neighbour now and then, 6 % away (first gradients: JAX 0.12 to 1e-5, JAX 0.11 to 0.014).
-    0.5 % of the loss is allowed; rounding itself moved it by 2.7 %, and gradients by over 10 %.
+    Gradients, and later steps, drift apart as any 8-bit run does whose sums are added in another order: what
+    is 1e-7 off rounds to the other neighbour now and then, 6 % away (first gradients: JAX 0.12 to 1e-5, JAX
+    0.11 to 0.014). 0.5 % of the loss is allowed; rounding itself moved it by 2.7 %, and gradients by over 10
+    %.
     """
     want = trained("fp8_delayed")
     case: Any = dict(zero_stage=2, microbatches=4, remat="full", context_attention="ulysses")
@@ -119,12 +126,16 @@ def test_delayed_scaling_is_the_same_on_any_layout() -> None:
     assert apart(got.gradient, want.gradient) < (1e-5 if jax.__version_info__ >= (0, 12) else 0.05)
     assert_same_first_histories(got, want)
     np.testing.assert_allclose(got.losses, want.losses, rtol=5e-3)
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g[..., -1], w[..., -1], rtol=0.5), got.scaling, want.scaling)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g[..., -1], w[..., -1], rtol=0.5), got.scaling, want.scaling
+    )
 
 
 @pytest.mark.parametrize("mode", (pytest.param("fp8_current", marks=pytest.mark.slow), "fp8_delayed"))
 def test_what_travels_in_8_bits_is_what_would_be_rounded_anyway(mode: Any) -> None:
-    """Overlapped over `tensor`, the losses, gradients and histories of the plain collectives, as closely as float32."""
+    """Overlapped over `tensor`, the losses, gradients and histories of the plain collectives, as closely as
+    float32.
+    """
     axes: Any = (("tensor", 2),)
     want = trained(mode, axes, zero_stage=0)
     got = trained(mode, axes, zero_stage=0, tensor_overlap=True, kernels=PERMUTES)
@@ -133,12 +144,18 @@ def test_what_travels_in_8_bits_is_what_would_be_rounded_anyway(mode: Any) -> No
     if mode == "fp8_delayed":
         assert_same_first_histories(want, trained(mode))
     np.testing.assert_allclose(got.losses, want.losses, rtol=5e-3)
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g[..., -1], w[..., -1], rtol=0.5), got.scaling, want.scaling)
+    jax.tree.map(
+        lambda g, w: np.testing.assert_allclose(g[..., -1], w[..., -1], rtol=0.5), got.scaling, want.scaling
+    )
 
 
 @pytest.mark.slow
-def test_weights_rounded_before_they_are_gathered_are_those_rounded_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-3 with delayed scaling: the same losses, gradients and histories bit for bit, over data and tensor."""
+def test_weights_rounded_before_they_are_gathered_are_those_rounded_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ZeRO-3 with delayed scaling: the same losses, gradients and histories bit for bit, over data and
+    tensor.
+    """
     case: Any = ("fp8_delayed", (("data", 2), ("tensor", 2)))
     fields: Any = dict(zero_stage=3, microbatches=2, remat="full")
     before = trained(*case, **fields)
@@ -163,8 +180,8 @@ def test_delayed_scaling_with_shared_key_heads(overlap: bool) -> None:
 def test_current_scaling_differs_by_layout_only_below_the_formats_range() -> None:
     """Each device scales what it holds; the first loss agrees, and later ones to the 0.5 % of the test above.
 
-    Gradients to 5 %: numbers below the range change which neighbour the next layers' numbers round to. That is
-    a fifth of what the rounding itself does to them.
+    Gradients to 5 %: numbers below the range change which neighbour the next layers' numbers round to. That
+    is a fifth of what the rounding itself does to them.
     """
     want = trained("fp8_current")
     got = trained("fp8_current", (("data", 4),), zero_stage=3)
@@ -175,7 +192,9 @@ def test_current_scaling_differs_by_layout_only_below_the_formats_range() -> Non
 
 
 def test_a_resumed_run_scales_by_the_same_history(tmp_path: Path) -> None:
-    """Three steps, a save, two more: the bits of five. A run without histories refuses the checkpoint by name."""
+    """Three steps, a save, two more: the bits of five. A run without histories refuses the checkpoint by
+    name.
+    """
     _, layout, optimizer, mesh, step = parts({}, matmul_dtype="fp8_delayed")
     like = abstract_state(layout, optimizer, mesh)
     token = np.random.default_rng(0).integers(0, 64, (5, 4, 16), np.int32)
@@ -205,13 +224,17 @@ def test_a_resumed_run_scales_by_the_same_history(tmp_path: Path) -> None:
 
 
 def test_first_histories_hold_what_is_known_of_the_weights() -> None:
-    """A bound where they are drawn, their own maximum where they were brought along; nothing of x and the gradients."""
+    """A bound where they are drawn, their own maximum where they were brought along; nothing of x and the
+    gradients.
+    """
     infos = Transformer(**SIZES).param_infos()
     params = jax.jit(lambda: init_params(infos, seed=0, dtype="float32"))()
     drawn, brought = first_scaling(infos), first_scaling(infos, params)
     assert len(fp8_weights(infos)) == 7 == len(jax.tree.leaves(drawn))
     down = params["layers"]["mlp"]["down_FD"]
-    np.testing.assert_array_equal(brought["layers"]["mlp"]["down_FD"][:, 1, 0], jnp.max(jnp.abs(down), axis=(1, 2)))
+    np.testing.assert_array_equal(
+        brought["layers"]["mlp"]["down_FD"][:, 1, 0], jnp.max(jnp.abs(down), axis=(1, 2))
+    )
     for a, b in zip(jax.tree.leaves(brought), jax.tree.leaves(drawn), strict=True):
         assert (a[:, 1, 0] <= b[:, 1, 0]).all()
         assert (a[:, 1, 0] > 0.3 * b[:, 1, 0]).all()
@@ -220,11 +243,15 @@ def test_first_histories_hold_what_is_known_of_the_weights() -> None:
 
 
 def test_a_rematerialised_layer_keeps_what_the_forward_casts_saw() -> None:
-    """With remat=full the backward pass gets x's largest number from the forward pass, where a cast reads x anyway."""
+    """With remat=full the backward pass gets x's largest number from the forward pass, where a cast reads x
+    anyway.
+    """
     x, w = jnp.arange(8.0).reshape(2, 4), jnp.ones((4, 3))
     kernel = ops.Fp8Kernel(w, jnp.ones(3), jnp.zeros(3))
     layer = checkpointed(
-        lambda x, w, _: ops.linear(jnp.sin(x), w["w"]), Placement(fetch=lambda _, w: w, remat="full"), scanned=True
+        lambda x, w, _: ops.linear(jnp.sin(x), w["w"]),
+        Placement(fetch=lambda _, w: w, remat="full"),
+        scanned=True,
     )
     _, backward = jax.vjp(layer, x, {"w": kernel}, None)
     kept = [float(leaf) for leaf in jax.tree.leaves(backward) if jnp.shape(leaf) == ()]
@@ -232,10 +259,13 @@ def test_a_rematerialised_layer_keeps_what_the_forward_casts_saw() -> None:
 
 
 def test_products_of_one_x_share_the_first_ones_scale_of_it() -> None:
-    """The bits of products on their own where scales are equal; where they are not, as in no run, the first decides."""
+    """The bits of products on their own where scales are equal; where they are not, as in no run, the first
+    decides.
+    """
     x = jax.random.normal(jax.random.key(0), (8, 4))
     kernels = [
-        ops.Fp8Kernel(jnp.full((4, 3), i + 0.3), jnp.asarray([4.0, 2.0**i, 8.0]), jnp.zeros(3)) for i in range(3)
+        ops.Fp8Kernel(jnp.full((4, 3), i + 0.3), jnp.asarray([4.0, 2.0**i, 8.0]), jnp.zeros(3))
+        for i in range(3)
     ]
 
     def run(product: Any) -> Any:
@@ -244,7 +274,9 @@ def test_products_of_one_x_share_the_first_ones_scale_of_it() -> None:
 
     together = run(ops.linears)
     jax.tree.map(
-        np.testing.assert_array_equal, together, run(lambda x, kernels: tuple(ops.linear(x, k) for k in kernels))
+        np.testing.assert_array_equal,
+        together,
+        run(lambda x, kernels: tuple(ops.linear(x, k) for k in kernels)),
     )
     fine = dataclasses.replace(kernels[1], scale_3=jnp.asarray([2.0**-20, 2.0, 8.0]))  # x would underflow
     np.testing.assert_array_equal(ops.linears(x, [kernels[0], fine])[1], together[0][1])
@@ -252,7 +284,9 @@ def test_products_of_one_x_share_the_first_ones_scale_of_it() -> None:
 
 
 def test_an_unknown_matmul_dtype_is_refused() -> None:
-    """By the field, with what there is; here the types are checked first, so the spec's own check is called."""
+    """By the field, with what there is; here the types are checked first, so the spec's own check is
+    called.
+    """
     spec = PrecisionSpec()
     object.__setattr__(spec, "matmul_dtype", "fp4")
     with pytest.raises(ValueError, match=r"precision\.matmul_dtype='fp4' must be `compute`, `fp8_current`"):
@@ -267,11 +301,15 @@ def test_chips_without_8_bit_matmuls_refuse_before_compiling() -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.slow] * (m != "fp8_current")) for m in MODES])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(m, marks=[pytest.mark.slow] * (m != "fp8_current")) for m in MODES]
+)
 def test_the_step_for_an_h200_multiplies_its_weights_in_8_bits(mode: Any) -> None:
-    """Seven weights, three products each, in the loop over layers: 21 of cuBLASLt's 8-bit matmuls; none without.
+    """Seven weights, three products each, in the loop over layers: 21 of cuBLASLt's 8-bit matmuls; none
+    without.
 
-    With current scaling several products have the same 8-bit x, and XLA must not join them (`jtrain.step.xla_options`).
+    With current scaling several products have the same 8-bit x, and XLA must not join them
+    (`jtrain.step.xla_options`).
     """
     model, layout, optimizer, mesh, step = parts({}, topology_devices("h200:1"), matmul_dtype=mode)
     del model
@@ -286,7 +324,8 @@ def test_the_step_for_an_h200_multiplies_its_weights_in_8_bits(mode: Any) -> Non
 @pytest.mark.aot
 @pytest.mark.slow
 def test_over_tensor_an_h200_sends_8_bits_and_multiplies_them_as_they_come() -> None:
-    """Seven weights, three products each, by the halves of what is gathered or summed: 42 of cuBLASLt's 8-bit matmuls.
+    """Seven weights, three products each, by the halves of what is gathered or summed: 42 of cuBLASLt's 8-bit
+    matmuls.
 
     A layer gathers four times, two of them again, and sums four times: bytes as 4 x 1 and 2 x 1 to 4 x 2.
     """
@@ -296,7 +335,9 @@ def test_over_tensor_an_h200_sends_8_bits_and_multiplies_them_as_they_come() -> 
     lowered = step.lower(abstract_state(layout, optimizer, mesh), Batch(ids, ids, ids, ids))
     with no_compile_cache():
         text = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
-    sent = {t.dtype: t.array_bytes for t in traffic(text or "", {"tensor": 2}) if t.kind == "collective-permute"}
+    sent = {
+        t.dtype: t.array_bytes for t in traffic(text or "", {"tensor": 2}) if t.kind == "collective-permute"
+    }
     assert text is not None
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 42
     assert sent["bf16"] == 2 * sent["f8e4m3fn"] == 4 * sent["f8e5m2"] > 0
@@ -304,22 +345,29 @@ def test_over_tensor_an_h200_sends_8_bits_and_multiplies_them_as_they_come() -> 
 
 def test_the_speed_benchmark_refuses_a_cpu() -> None:
     """Its emulation's speed would say nothing."""
-    with pytest.raises(ValueError, match="8-bit matmuls are timed on an H100, H200 or B200, but the device here is"):
+    with pytest.raises(
+        ValueError, match="8-bit matmuls are timed on an H100, H200 or B200, but the device here is"
+    ):
         list(fp8_speed.run(Options(calls=1, rehearse=False, only=None)))
 
 
 @pytest.mark.aot
 @pytest.mark.slow
 def test_the_benchmarks_layers_cast_for_an_h200_without_float32_arrays() -> None:
-    """Seven products forward, six again, fourteen backward; nothing as wide as the feed-forward layer is float32.
+    """Seven products forward, six again, fourteen backward; nothing as wide as the feed-forward layer is
+    float32.
 
-    XLA would otherwise keep an array of nans for each cast, and gradients of gate and up for their amax. Rows and d_ff
-    differ from all other sizes.
+    XLA would otherwise keep an array of nans for each cast, and gradients of gate and up for their amax. Rows
+    and d_ff differ from all other sizes.
     """
     mesh = make_mesh(MeshSpec(), topology_devices("h200:1"))
-    step, arrays = fp8_speed.layers("fp8_delayed", 256, fp8_speed.REHEARSED | {"d_ff": 384}, mesh.devices.flat[0])
+    step, arrays = fp8_speed.layers(
+        "fp8_delayed", 256, fp8_speed.REHEARSED | {"d_ff": 384}, mesh.devices.flat[0]
+    )
     whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(arrays))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), jax.eval_shape(arrays)
+    )
     with lowering_for(mesh, live(mesh.devices.flat[0])), no_compile_cache():
         text = step.lower(*shapes).compile(compiler_options={"xla_gpu_enable_triton_gemm": False}).as_text()
     assert text.count('custom_call_target="__cublas$lt$matmul$f8"') == 27

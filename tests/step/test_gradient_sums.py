@@ -1,4 +1,6 @@
-"""Gradients of microbatches are added to their sums layer by layer, in float32 or in bfloat16 rounded by chance."""
+"""Gradients of microbatches are added to their sums layer by layer, in float32 or in bfloat16 rounded by
+chance.
+"""
 
 import functools
 from typing import Any
@@ -45,7 +47,9 @@ def plain(weights: Any, totals: Any, x: Any, unroll: int) -> Any:
 
 def in_place(weights: Any, totals: Any, x: Any, unroll: int) -> Any:
     def loss(totals: Any) -> Any:
-        return loss_of(x, jax.tree.map(lambda w, t: Summed(w, t, lambda a, g, _: a + g), weights, totals), unroll)
+        return loss_of(
+            x, jax.tree.map(lambda w, t: Summed(w, t, lambda a, g, _: a + g), weights, totals), unroll
+        )
 
     return jax.grad(loss)(totals)
 
@@ -63,7 +67,9 @@ def test_the_backward_pass_adds_what_is_otherwise_added_after_it(unroll: int) ->
     programs = [jax.jit(fn, static_argnums=3, donate_argnums=1) for fn in (plain, in_place)]
     want, got = (program(drawn(0), drawn(1), x, unroll) for program in programs)
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    assert np.abs(np.asarray(got["w"]) - drawn(1)["w"]).min(axis=(1, 2)).max() > 0, "every layer has a gradient"
+    assert np.abs(np.asarray(got["w"]) - drawn(1)["w"]).min(axis=(1, 2)).max() > 0, (
+        "every layer has a gradient"
+    )
     if unroll == 1:
         compiled: list[Any] = [p.lower(drawn(0), drawn(1), x, unroll).compile() for p in programs]
         whole, layered = (program.memory_analysis().temp_size_in_bytes for program in compiled)
@@ -81,7 +87,9 @@ def infos() -> Any:
 
 
 def test_bfloat16_sums_keep_what_rounding_to_nearest_loses() -> None:
-    """256 gradients of an eighth of a unit in the last place add up to 32 units, in every layer by other chances."""
+    """256 gradients of an eighth of a unit in the last place add up to 32 units, in every layer by other
+    chances.
+    """
     layout = laid_out({})
     params = map_params(lambda info: jnp.ones(info.shape), infos())
     zeros = no_sums(layout, params)
@@ -106,13 +114,16 @@ def test_bfloat16_sums_keep_what_rounding_to_nearest_loses() -> None:
     first, second = sum_of(0), sum_of(1)
     np.testing.assert_allclose((first.mean(), second.mean()), 1.25, rtol=2e-3)
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.1
-    assert float((ones + small.astype(jnp.bfloat16))[0, 0]) == 1.0, "rounded to nearest, nothing would be left"
+    assert float((ones + small.astype(jnp.bfloat16))[0, 0]) == 1.0, (
+        "rounded to nearest, nothing would be left"
+    )
 
 
 def test_each_microbatch_has_noise_of_its_own() -> None:
     """32 equal gradients: the errors of 32 roundings cancel, to 0.8 % of the sum.
 
-    With the same noise an element would be rounded the same way each time, and sums would be several percent off.
+    With the same noise an element would be rounded the same way each time, and sums would be several percent
+    off.
     """
     one = jax.tree.map(lambda x: x[[ONE_DOCUMENT]], adversarial_batch())
     model, mesh = Transformer(**SIZES), make_mesh(MeshSpec(), jax.devices()[:1])
@@ -132,7 +143,9 @@ def test_each_microbatch_has_noise_of_its_own() -> None:
 
 def test_stages_sum_in_float32() -> None:
     """They refuse another format, and say what to set."""
-    with pytest.raises(ValueError, match=r"grad_accum_dtype=bfloat16 with mesh\.stage=2: .*Set precision\.grad_accum"):
+    with pytest.raises(
+        ValueError, match=r"grad_accum_dtype=bfloat16 with mesh\.stage=2: .*Set precision\.grad_accum"
+    ):
         laid_out(dict(stage=2))
     laid_out(dict(stage=2), grad_accum_dtype="float32")
 
@@ -159,7 +172,9 @@ def test_losses_of_bfloat16_sums_are_those_of_float32(axes: dict[str, int], layo
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize("topology", ("h200:1", "v5p:2x2x1"))
 def test_compilers_hold_one_set_of_gradients(topology: str, dtype: str) -> None:
-    """With all state in bfloat16: temporaries are those of the formula, within a tenth, and no moment is copied."""
+    """With all state in bfloat16: temporaries are those of the formula, within a tenth, and no moment is
+    copied.
+    """
     devices = topology_devices(topology)
     sizes: dict[str, Any] = WIDE | dict(num_layers=12)
     model = Transformer(**sizes)

@@ -1,4 +1,6 @@
-"""Sums of gradients in host memory: the same training, with the sums of three layers on the device at a time."""
+"""Sums of gradients in host memory: the same training, with the sums of three layers on the device at a
+time.
+"""
 
 import dataclasses
 import functools
@@ -35,7 +37,9 @@ def assert_same(axes: dict[str, int], offload: OffloadSpec, **layout: Any) -> No
     got = trained(axes, offload=offload, **layout)
     np.testing.assert_allclose(got.losses, plain.losses, rtol=1e-6)
     jax.tree.map(
-        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6 * np.abs(w).max()), got.gradient, plain.gradient
+        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-6 * np.abs(w).max()),
+        got.gradient,
+        plain.gradient,
     )
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got.last, plain.last)
     assert got.hashes == plain.hashes
@@ -81,9 +85,21 @@ def laid_out(axes: dict[str, int], offload: OffloadSpec = ALL, **fields: Any) ->
             dict(zero_stage=1),
             r"offload\.gradients=1 with layout\.zero_stage=1, .*Set layout\.zero_stage=2",
         ),
-        (dict(replica=2, data=2), dict(zero_stage=3), r"mesh\.replica=2 .* and mesh\.replica=1, or .*gradients=none"),
-        (dict(stage=2), {}, r"offload\.gradients=1\.0 with mesh\.stage=2: .*gradients=none, or mesh\.stage=1"),
-        ({}, dict(offload=OffloadSpec(gradients=0.01)), r"gradients=0\.01 moves nothing: the smallest array is"),
+        (
+            dict(replica=2, data=2),
+            dict(zero_stage=3),
+            r"mesh\.replica=2 .* and mesh\.replica=1, or .*gradients=none",
+        ),
+        (
+            dict(stage=2),
+            {},
+            r"offload\.gradients=1\.0 with mesh\.stage=2: .*gradients=none, or mesh\.stage=1",
+        ),
+        (
+            {},
+            dict(offload=OffloadSpec(gradients=0.01)),
+            r"gradients=0\.01 moves nothing: the smallest array is",
+        ),
     ],
     ids=str,
 )
@@ -102,11 +118,15 @@ def test_muon_keeps_its_gradients_on_the_device() -> None:
 
 @functools.cache
 def compiled(topology: str, offload: OffloadSpec) -> tuple[CompiledStep, MemoryPlan, float]:
-    """The compiler's word on a step for a machine that is not here, the formula's, and the formula's copy seconds."""
+    """The compiler's word on a step for a machine that is not here, the formula's, and the formula's copy
+    seconds.
+    """
     devices = topology_devices(topology)
     sizes: dict[str, Any] = WIDE | dict(num_layers=12)
     model, optimizer = Transformer(**sizes), AdamW(peak_lr=1e-3, moment_dtype="bfloat16", warmup_steps=2)
-    fields: dict[str, Any] = dict(zero_stage=3, remat="full", microbatches=4, param_dtype="bfloat16", offload=offload)
+    fields: dict[str, Any] = dict(
+        zero_stage=3, remat="full", microbatches=4, param_dtype="bfloat16", offload=offload
+    )
     fields |= dict(grad_accum_dtype="bfloat16", kernels=(("attention", "xla"),))
     lay = layout_from(fields, MeshSpec(data=len(devices)), model.param_infos())
     opt = build(optimizer, num_steps=20, params=map_params(lambda info: info, model.param_infos()))
@@ -119,7 +139,9 @@ def compiled(topology: str, offload: OffloadSpec) -> tuple[CompiledStep, MemoryP
 @pytest.mark.aot
 @pytest.mark.parametrize("topology", ("h200:1", "v5p:2x2x1"))
 def test_compilers_hold_the_sums_of_three_layers(topology: str) -> None:
-    """The host holds the sums once, in one layout; each microbatch's backward pass copies them there and back."""
+    """The host holds the sums once, in one layout; each microbatch's backward pass copies them there and
+    back.
+    """
     plain, _, without_s = compiled(topology, OffloadSpec())
     program, plan, copy_s = compiled(topology, ALL)
     sums = plan.host_gradients
@@ -132,6 +154,8 @@ def test_compilers_hold_the_sums_of_three_layers(topology: str) -> None:
     assert there["to host"] == 4 * sums * 13 // 12
     assert there["to device"] == 5 * sums * 13 // 12 + sums, "also for the norm, and for the update"
     assert all(c.bytes == c.async_bytes for c in program.host_copies)
-    assert all(c.hidden_bytes >= 4 * sums for c in program.host_copies), "in the loop over layers beside matmuls"
+    assert all(c.hidden_bytes >= 4 * sums for c in program.host_copies), (
+        "in the loop over layers beside matmuls"
+    )
     assert copy_s > without_s == 0
     assert dataclasses.replace(plan, host_gradients=0).host_bytes == 0

@@ -30,7 +30,9 @@ SIGMAS = 6.0
 LONGEST = 2000
 
 
-def run(values: np.ndarray, guard: GuardState | None = None, *, first: int = 0, sigmas: float | None = SIGMAS) -> Any:
+def run(
+    values: np.ndarray, guard: GuardState | None = None, *, first: int = 0, sigmas: float | None = SIGMAS
+) -> Any:
     """Judges rows of (loss, norm) one after another; returns the last state and stacked metrics."""
     padded = np.zeros((LONGEST, 2), np.float32)
     padded[: len(values)] = values
@@ -104,7 +106,9 @@ def test_a_smooth_loss_has_room_and_a_new_level_becomes_normal() -> None:
 
 
 def test_steps_are_left_out_and_bounds_begin_anew_by_number() -> None:
-    """The two decisions that the host puts into the state: steps count from 1, and decide alike after a resume."""
+    """The two decisions that the host puts into the state: steps count from 1, and decide alike after a
+    resume.
+    """
     values = noisy(3 * WINDOW)
     values[200:, 0] *= 3
     steps = np.zeros(LEFT_OUT, np.int32)
@@ -131,7 +135,12 @@ def test_no_false_alarm_in_2000_steps_of_noise(seed: int) -> None:
 def test_the_fast_count_is_the_count() -> None:
     """NaN and infinities of both signs, which cancel to NaN; a sum that overflows hides and invents none."""
     large = np.full(300, 3e38, np.float32)
-    arrays: list[Any] = [np.zeros((20, 30), np.float32), large, np.zeros(5, np.int32), jnp.zeros(7, jnp.bfloat16)]
+    arrays: list[Any] = [
+        np.zeros((20, 30), np.float32),
+        large,
+        np.zeros(5, np.int32),
+        jnp.zeros(7, jnp.bfloat16),
+    ]
     assert int(not_finite_on_cpu(arrays)) == 0
     arrays[0][3, 4:7] = np.nan, np.inf, -np.inf
     arrays[3] = arrays[3].at[2].set(np.inf)
@@ -142,7 +151,9 @@ def test_the_fast_count_is_the_count() -> None:
 def test_a_moment_that_is_not_finite_shows_in_its_weight(applied: bool) -> None:
     """An infinite second moment divides the update away, so the weight alone would look healthy."""
     info = ParamInfo("w", (4,), "D", "normal", 0.02)
-    optimizer = build(AdamW(peak_lr=1e-3, warmup_steps=0, moment_dtype="bfloat16"), num_steps=10, params={"w": info})
+    optimizer = build(
+        AdamW(peak_lr=1e-3, warmup_steps=0, moment_dtype="bfloat16"), num_steps=10, params={"w": info}
+    )
     grad, param = jnp.full(4, 0.1), jnp.arange(4.0)
     zeros = jnp.zeros(4, jnp.bfloat16)
     moments = {"mu": zeros, "nu": zeros.at[2].set(jnp.inf)}

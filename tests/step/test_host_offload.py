@@ -62,7 +62,9 @@ def setting(axes: dict[str, int], *, optimizer: Any = ADAMW, **fields: Any) -> S
 
 
 @functools.cache
-def _setting(slice_elements: int, axes: tuple[tuple[str, int], ...], optimizer: Any, **fields: Any) -> Setting:
+def _setting(
+    slice_elements: int, axes: tuple[tuple[str, int], ...], optimizer: Any, **fields: Any
+) -> Setting:
     del slice_elements  # a step is traced with it
     mesh_spec = MeshSpec(**dict(axes))
     mesh = make_mesh(mesh_spec, jax.devices()[: mesh_spec.size])
@@ -125,7 +127,9 @@ def assert_same_bits(got: Trained, want: Trained) -> None:
     for name, x in want.last.items():
         np.testing.assert_array_equal(got.last[name], x, err_msg=name)
         moves = name not in ("guard.left_out", "guard.since", "guard.skipped")  # zero in a healthy run
-        assert not moves or not np.array_equal(x, want.first[name], equal_nan=x.dtype.kind == "f"), f"{name} must move"
+        assert not moves or not np.array_equal(x, want.first[name], equal_nan=x.dtype.kind == "f"), (
+            f"{name} must move"
+        )
 
 
 def on_host(run: Trained) -> set[str]:
@@ -149,7 +153,9 @@ LAYOUTS: tuple[Any, ...] = (
 
 @pytest.mark.parametrize(("axes", "fields"), LAYOUTS, ids=str)
 def test_state_in_host_memory_gives_the_same_bits(axes: dict[str, int], fields: dict[str, Any]) -> None:
-    """All moments of matrices on the host: losses, parameters and moments of four steps equal to the last bit."""
+    """All moments of matrices on the host: losses, parameters and moments of four steps equal to the last
+    bit.
+    """
     want = plain(tuple(axes.items()), **fields)
     got = trained(axes, offload=OffloadSpec(optimizer=1.0), **fields)
     assert on_host(want) == set()
@@ -160,10 +166,11 @@ def test_state_in_host_memory_gives_the_same_bits(axes: dict[str, int], fields: 
 
 @pytest.mark.parametrize("zero_stage", (pytest.param(1, marks=pytest.mark.slow), 2))
 def test_state_split_under_whole_parameters_differs_by_rounding_alone(zero_stage: int) -> None:
-    """Stages 1 and 2 slice whole parameters, and XLA:CPU contracts other multiply-adds where it fuses the slice.
+    """Stages 1 and 2 slice whole parameters, and XLA:CPU contracts other multiply-adds where it fuses the
+    slice.
 
-    That moves last bits of the plain layout (see `Optimizer.update`). Per step at most the rounding of one float32
-    operation on parameters below 1, 2^-24, so 2^-21 in four steps with what the gradients make of it.
+    That moves last bits of the plain layout (see `Optimizer.update`). Per step at most the rounding of one
+    float32 operation on parameters below 1, 2^-24, so 2^-21 in four steps with what the gradients make of it.
     """
     axes = {"data": 8}
     want = plain(tuple(axes.items()), zero_stage=zero_stage)
@@ -182,12 +189,16 @@ def test_a_part_of_the_state_is_the_largest_arrays_that_fit() -> None:
     sizes = {name: x.nbytes for name, x in got.first.items() if name.startswith("opt_state.")}
     share = sum(sizes[name] for name in on_host(got)) / sum(sizes.values())
     assert 0.25 < share <= 0.3
-    assert sum(sizes[name] == max(sizes.values()) for name in on_host(got)) == 3, "of six; then what still fits"
+    assert sum(sizes[name] == max(sizes.values()) for name in on_host(got)) == 3, (
+        "of six; then what still fits"
+    )
     assert_same_bits(got, plain((("data", 2), ("tensor", 4)), zero_stage=3, microbatches=2))
 
 
 STATES: tuple[Any, ...] = (
-    pytest.param(AdamW(3e-3, warmup_steps=2, moment_dtype="bfloat16_sr"), {}, ("mu", "nu"), marks=pytest.mark.slow),
+    pytest.param(
+        AdamW(3e-3, warmup_steps=2, moment_dtype="bfloat16_sr"), {}, ("mu", "nu"), marks=pytest.mark.slow
+    ),
     (AdamW(3e-3, warmup_steps=2, moment_dtype="int8"), {}, ("mu", "nu", "mu_scale", "nu_scale")),
     pytest.param(
         AdamW(3e-3, warmup_steps=2, master_dtype="float32"),
@@ -208,9 +219,12 @@ STATES: tuple[Any, ...] = (
 def test_every_form_of_state_streams(
     optimizer: AdamW, fields: dict[str, Any], names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scales, masters and random bits come out the same where a shard is updated in slices of a layer's part."""
+    """Scales, masters and random bits come out the same where a shard is updated in slices of a layer's
+    part.
+    """
     monkeypatch.setattr(host_offload, "SLICE_ELEMENTS", 64)
-    # The small model's blocks of int8 are as long as its dimensions: no device may cut them, and no slice does.
+    # The small model's blocks of int8 are as long as its dimensions: no device may cut them, and no slice
+    # does.
     whole = optimizer.moment_dtype == "int8"
     axes: dict[str, int] = {} if whole else {"data": 2, "tensor": 2}
     fields = fields | {"zero_stage": 0 if whole else 3}
@@ -222,7 +236,9 @@ def test_every_form_of_state_streams(
 
 @pytest.mark.parametrize("share", (0.5, pytest.param(1.0, marks=pytest.mark.slow)))
 def test_the_hosts_cores_compute_the_same_update(share: float) -> None:
-    """ZeRO-Offload's form: whole parameters' state on the host, or none of it. The same arithmetic on the same CPU."""
+    """ZeRO-Offload's form: whole parameters' state on the host, or none of it. The same arithmetic on the
+    same CPU.
+    """
     axes = {"data": 2, "tensor": 4}
     got = trained(axes, zero_stage=3, microbatches=2, offload=OffloadSpec(optimizer=share, update="host"))
     paths = {name.removeprefix("opt_state.mu.") for name in on_host(got) if ".mu." in name}
@@ -248,7 +264,9 @@ def test_parameters_and_state_together_stay_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("axes", (pytest.param({}, marks=pytest.mark.slow), {"data": 2}), ids=str)
-def test_muon_takes_whole_matrices_out_of_host_memory(axes: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_muon_takes_whole_matrices_out_of_host_memory(
+    axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parameters may wait on the host, but no shard or slice of one is orthogonalised for itself."""
     monkeypatch.setattr(host_offload, "SLICE_ELEMENTS", 64)
     fields: dict[str, Any] = {"optimizer": Muon(3e-3, warmup_steps=2), "zero_stage": 3 if axes else 0}
@@ -259,7 +277,9 @@ def test_muon_takes_whole_matrices_out_of_host_memory(axes: dict[str, int], monk
 
 
 def test_the_hosts_cores_take_only_what_has_its_state_there() -> None:
-    """Parameters are on the host, a third of the state: the rest of the update is the device's, to the same bits."""
+    """Parameters are on the host, a third of the state: the rest of the update is the device's, to the same
+    bits.
+    """
     got = trained({}, zero_stage=0, offload=OffloadSpec(optimizer=0.3, params=1.0, update="host"))
     states = {name for name in on_host(got) if name.startswith("opt_state.")}
     assert 0 < len(states) < 18
@@ -271,12 +291,16 @@ def test_the_hosts_cores_take_only_what_has_its_state_there() -> None:
 )
 def test_a_share_below_the_smallest_array_is_refused(name: str, spec: OffloadSpec) -> None:
     """It would move nothing, and say nothing."""
-    with pytest.raises(ValueError, match=rf"layout.offload.{name}=0.0+1 moves nothing: the smallest array is"):
+    with pytest.raises(
+        ValueError, match=rf"layout.offload.{name}=0.0+1 moves nothing: the smallest array is"
+    ):
         setting({}, offload=spec).like()
 
 
 @pytest.mark.parametrize(("saved_share", "resumed_share"), ((1.0, "none"), ("none", 1.0)))
-def test_a_checkpoint_does_not_know_what_was_offloaded(saved_share: Any, resumed_share: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_know_what_was_offloaded(
+    saved_share: Any, resumed_share: Any, tmp_path: Path
+) -> None:
     """Two steps, a save, two more under the other setting: the bits of four steps under one."""
     axes, fields = {"data": 2, "tensor": 4}, {"zero_stage": 3, "microbatches": 2}
     before = setting(axes, offload=OffloadSpec(optimizer=saved_share), **fields)
@@ -324,7 +348,9 @@ def test_slices_cover_everything_once(rows: int, stacked: bool, monkeypatch: pyt
         arrays["seen"] = jnp.zeros_like(param)
         slices = Slices(arrays, stacked=stacked)
         leaf = StreamedParam(arrays, frozenset({"mu", "scale"}), slices, update)
-        assert slices.count == (3 if stacked else 1) * 6 // max(rows, 2), "a slice holds whole blocks of two rows"
+        assert slices.count == (3 if stacked else 1) * 6 // max(rows, 2), (
+            "a slice holds whole blocks of two rows"
+        )
         return jax.tree.map(to_device, streamed([leaf, leaf], after=jnp.zeros(())))
 
     wide = np.repeat(scale, 2, axis=1 if stacked else 0)
@@ -349,9 +375,18 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     (dict(optimizer=1.2), r"layout\.offload\.optimizer=1\.2 must be a share from 0\.0 to 1\.0"),
     (dict(params=-0.1), r"layout\.offload\.params=-0\.1 must be a share"),
     (dict(activations=math.nan), r"layout\.offload\.activations=nan must be a share"),
-    (dict(update="host"), r"layout\.offload\.update=host .* layout\.offload\.optimizer=none keeps none there"),
-    (dict(update="host", optimizer=0.0), r"Set layout\.offload\.optimizer=1\.0, or layout\.offload\.update=device"),
-    (dict(unified_memory=True, params=0.5), r"unified_memory=True .* layout\.offload\.params=0\.5 places arrays"),
+    (
+        dict(update="host"),
+        r"layout\.offload\.update=host .* layout\.offload\.optimizer=none keeps none there",
+    ),
+    (
+        dict(update="host", optimizer=0.0),
+        r"Set layout\.offload\.optimizer=1\.0, or layout\.offload\.update=device",
+    ),
+    (
+        dict(unified_memory=True, params=0.5),
+        r"unified_memory=True .* layout\.offload\.params=0\.5 places arrays",
+    ),
 )
 
 
@@ -372,7 +407,9 @@ def test_what_cannot_stream_is_refused() -> None:
     """Muon takes whole matrices; random bits are not for the host's cores."""
     muon = setting({}, offload=OffloadSpec(), optimizer=Muon(3e-3)).layout
     spec = dataclasses.replace(muon.spec, offload=OffloadSpec(optimizer=0.5))
-    with pytest.raises(ValueError, match=r"layout\.offload\.optimizer=0\.5 with Muon: its update takes whole matrices"):
+    with pytest.raises(
+        ValueError, match=r"layout\.offload\.optimizer=0\.5 with Muon: its update takes whole matrices"
+    ):
         setting({}, offload=spec.offload, optimizer=Muon(3e-3))
     host = OffloadSpec(optimizer=1.0, update="host")
     with pytest.raises(ValueError, match=r"layout\.offload\.update=host with optimizer\.moment_dtype=int8"):
@@ -383,7 +420,9 @@ def test_a_backend_without_host_memory_is_refused() -> None:
     """With what it has instead. A GPU to compile for lists no memories at all, and has one."""
     check_host_memory({"device", "pinned_host"}, "tpu", "TPU v5")
     check_host_memory(set(), "gpu", "NVIDIA H200")
-    with pytest.raises(ValueError, match=r"Some chip \(odd\) has no memory `pinned_host` .* it has device\. Set"):
+    with pytest.raises(
+        ValueError, match=r"Some chip \(odd\) has no memory `pinned_host` .* it has device\. Set"
+    ):
         check_host_memory({"device"}, "odd", "Some chip")
     with pytest.raises(ValueError, match=r"it has none\. Set"):
         check_host_memory(set(), "odd", "Some chip")

@@ -1,8 +1,8 @@
 """Offloaded runs in bfloat16 compute: equal to the plain layout up to what XLA:CPU keeps in excess precision.
 
-XLA:CPU keeps bfloat16 values in float32 inside a fusion (`xla_allow_excess_precision`, on by default). An offloaded
-layout has other fusions than the plain one, so it rounds other values. In float32 compute both are bitwise equal
-(test_host_offload.py).
+XLA:CPU keeps bfloat16 values in float32 inside a fusion (`xla_allow_excess_precision`, on by default). An
+offloaded layout has other fusions than the plain one, so it rounds other values. In float32 compute both are
+bitwise equal (test_host_offload.py).
 """
 
 from typing import Any
@@ -20,7 +20,9 @@ OFFLOAD = OffloadSpec(optimizer=1.0, params=1.0)
 
 
 def trained(offload: OffloadSpec, options: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """Losses of four steps in bfloat16 compute, and the last state, from a step compiled with these options."""
+    """Losses of four steps in bfloat16 compute, and the last state, from a step compiled with these
+    options.
+    """
     run = setting({}, zero_stage=0, compute_dtype="bfloat16", offload=offload)
     state = run.first()
     step = run.step.lower(state, run.batch).compile(compiler_options=options)
@@ -40,7 +42,9 @@ def test_bfloat16_compute_differs_by_rounding_with_default_options() -> None:
 
 
 def test_bfloat16_compute_is_bitwise_equal_without_excess_precision() -> None:
-    """Losses, parameters and moments of four steps are equal to the last bit if every value is rounded as written."""
+    """Losses, parameters and moments of four steps are equal to the last bit if every value is rounded as
+    written.
+    """
     exact = {"xla_allow_excess_precision": False}
     want_losses, want = trained(OffloadSpec(), exact)
     got_losses, got = trained(OFFLOAD, exact)

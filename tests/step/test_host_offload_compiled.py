@@ -1,4 +1,6 @@
-"""Optimizer state in host memory, by the compilers of machines that are not here: where it is, and what is copied."""
+"""Optimizer state in host memory, by the compilers of machines that are not here: where it is, and what is
+copied.
+"""
 
 import dataclasses
 import functools
@@ -38,7 +40,9 @@ def compiled(topology: str, spec: LayoutSpec) -> tuple[CompiledStep, MemoryPlan]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("topology", ("h200:1", *(pytest.param(t, marks=pytest.mark.slow) for t in MORE_TOPOLOGIES)))
+@pytest.mark.parametrize(
+    "topology", ("h200:1", *(pytest.param(t, marks=pytest.mark.slow) for t in MORE_TOPOLOGIES))
+)
 def test_compilers_put_the_state_on_the_host_and_copy_beside_each_other(topology: str) -> None:
     """What moves is gone from the device but for slices of one array; the network carries what it did.
 
@@ -72,7 +76,9 @@ def _sent(t: Traffic) -> tuple[Any, ...]:
 @pytest.mark.aot
 def test_the_hosts_cores_compile_too() -> None:
     """For an H200, one parameter after another; the moments never leave the host."""
-    program, plan = compiled("h200:1", LayoutSpec(remat="full", offload=OffloadSpec(optimizer=1.0, update="host")))
+    program, plan = compiled(
+        "h200:1", LayoutSpec(remat="full", offload=OffloadSpec(optimizer=1.0, update="host"))
+    )
     assert program.host_argument_bytes == plan.host_optimizer > 0
     gradients = plan.host_optimizer // 2
     to_host = sum(c.bytes for c in program.host_copies if c.direction == "to host")

@@ -77,8 +77,11 @@ def traced(axes: dict[str, int], offload: OffloadSpec, **fields: Any) -> tuple[A
 def gradients(axes: dict[str, int], offload: OffloadSpec, **fields: Any) -> tuple[float, Any, str]:
     """Loss, gradients as the optimizer gets them, and the traced program, from the step's own function."""
     run, _, params, batch = traced(axes, offload, **fields)
-    # Kept at more than their precision in a fusion, bfloat16 values depend on what is fused; here they must not.
-    grads, metrics = run.lower().compile(compiler_options={"xla_allow_excess_precision": False})(params, batch)
+    # Kept at more than their precision in a fusion, bfloat16 values depend on what is fused; here they must
+    # not.
+    grads, metrics = run.lower().compile(compiler_options={"xla_allow_excess_precision": False})(
+        params, batch
+    )
     assert {x.sharding.memory_kind for x in jax.tree.leaves(grads)} == {"device"}
     return float(metrics["loss_nats"]), jax.device_get(grads), str(run.jaxpr)
 
@@ -89,7 +92,8 @@ def on_the_device(axes: tuple[tuple[str, int], ...], **fields: Any) -> tuple[flo
 
 
 ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Bound of each gradient's distance from float64's, as a share of its norm: some units of rounding per product."""
+"""Bound of each gradient's distance from float64's, as a share of its norm: some units of rounding per
+product."""
 
 
 def assert_right(loss: float, grads: Any, dtype: str) -> None:
@@ -123,10 +127,11 @@ CASES = [
 def test_offload_is_a_layout_not_a_model(case: int, axes: dict[str, int], zero_stage: int) -> None:
     """Offloaded losses and gradients are bitwise equal to those of the same layout without offload.
 
-    In bfloat16 this needs `xla_allow_excess_precision=False`, as in `gradients`; see test_host_offload_bfloat16.py.
+    In bfloat16 this needs `xla_allow_excess_precision=False`, as in `gradients`; see
+    test_host_offload_bfloat16.py.
 
-    Remat, accumulation and dtype alternate through the cases. Two have both meshes and both numbers of microbatches;
-    named remat and float32 are the next test's. The full product is the slow test below.
+    Remat, accumulation and dtype alternate through the cases. Two have both meshes and both numbers of
+    microbatches; named remat and float32 are the next test's. The full product is the slow test below.
     """
     remat = ("none", "full", "named")[case % 3]
     dtype = ("float32", "bfloat16")[case // 3 % 2]
@@ -159,7 +164,9 @@ def test_offload_is_a_layout_in_every_combination(
 )
 def test_a_part_may_stay_on_the_device(offload: OffloadSpec, remat: str) -> None:
     """Some leaves, some names; the rest is where it was; replicas change nothing."""
-    assert_same(dict(replica=2, data=2, tensor=2), offload, zero_stage=2, remat=remat, compute_dtype="float32")
+    assert_same(
+        dict(replica=2, data=2, tensor=2), offload, zero_stage=2, remat=remat, compute_dtype="float32"
+    )
 
 
 def loops(jaxpr: Any) -> Iterator[Any]:
@@ -187,7 +194,9 @@ def host_bytes(variables: Any) -> int:
     ],
     ids=str,
 )
-def test_the_backward_pass_fetches_activations_a_layer_ahead(activations: float, fields: dict[str, Any]) -> None:
+def test_the_backward_pass_fetches_activations_a_layer_ahead(
+    activations: float, fields: dict[str, Any]
+) -> None:
     """The forward loop stacks the bytes of the offloaded names in host memory, and reads nothing there.
 
     The backward loop fetches them and nothing else, and an iteration does not compute with what it fetches.
@@ -244,14 +253,16 @@ def copied(step: CompiledStep, direction: str) -> HostCopies:
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("topology", "remat"), (("h200:1", "full"), ("h200:1", "named"), ("v5p:2x2x1", "full"), ("v5p:2x2x1", "named"))
+    ("topology", "remat"),
+    (("h200:1", "full"), ("h200:1", "named"), ("v5p:2x2x1", "full"), ("v5p:2x2x1", "named")),
 )
 def test_activations_really_leave_the_device(topology: str, remat: str) -> None:
-    """Under scan XLA may drop such an offload without a word (openxla/xla#17541): bytes and copies say it did not.
+    """Under scan XLA may drop such an offload without a word (openxla/xla#17541): bytes and copies say it did
+    not.
 
-    The device gives up what the host takes, but for three layers' worth: one computes, one is on its way, and the
-    compilers hold a third. Every copy is asynchronous, and but for one layer's all run beside matmuls. The first
-    layer's are fetched a second time at the end.
+    The device gives up what the host takes, but for three layers' worth: one computes, one is on its way, and
+    the compilers hold a third. Every copy is asynchronous, and but for one layer's all run beside matmuls.
+    The first layer's are fetched a second time at the end.
     """
     plain, _ = compiled(topology, remat, OffloadSpec())
     step, lay = compiled(topology, remat, OffloadSpec(activations=1.0))
@@ -262,7 +273,10 @@ def test_activations_really_leave_the_device(topology: str, remat: str) -> None:
     assert step.argument_bytes == plain.argument_bytes
     assert (num_layers - 3) * per_layer <= plain.temp_bytes - step.temp_bytes
     peeled = 2 * per_layer * topology.startswith("v5p")  # XLA:TPU pulls iterations out of the loop
-    for layers, copies in ((num_layers, copied(step, "to host")), (num_layers + 1, copied(step, "to device"))):
+    for layers, copies in (
+        (num_layers, copied(step, "to host")),
+        (num_layers + 1, copied(step, "to device")),
+    ):
         assert layers * per_layer <= copies.bytes <= layers * per_layer + peeled
         assert copies.async_bytes == copies.bytes
         assert copies.hidden_bytes >= (layers - 1) * per_layer
@@ -272,9 +286,11 @@ def test_activations_really_leave_the_device(topology: str, remat: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ("h200:1", "v5p:2x2x1"))
 def test_parameters_stream_with_prefetch(topology: str) -> None:
-    """Both passes fetch each layer once, and at each end of the loop one layer too many, while others compute.
+    """Both passes fetch each layer once, and at each end of the loop one layer too many, while others
+    compute.
 
-    The device gives up their bytes and takes two layers instead; the optimizer's update fetches them once more.
+    The device gives up their bytes and takes two layers instead; the optimizer's update fetches them once
+    more.
     """
     plain, _ = compiled(topology, "full", OffloadSpec())
     step, lay = compiled(topology, "full", OffloadSpec(params=1.0))
@@ -319,7 +335,11 @@ def test_the_bytes_of_names_are_those_of_the_closed_form() -> None:
         (0.6, "named", ("mlp_gate",)),
         (0.78, "named", ("attention", "mlp_gate")),
         (1.0, "none", (LAYER_INPUT, *SAVEABLE)),
-        (0.5, "none", (LAYER_INPUT, "mlp_gate", "mlp_up")),  # 320 of 656; with attention instead 336, over half
+        (
+            0.5,
+            "none",
+            (LAYER_INPUT, "mlp_gate", "mlp_up"),
+        ),  # 320 of 656; with attention instead 336, over half
     ],
 )
 def test_a_share_of_the_activations_is_the_largest_names_that_fit(
@@ -333,7 +353,9 @@ def test_a_share_of_the_activations_is_the_largest_names_that_fit(
 def test_a_share_that_moves_nothing_is_refused() -> None:
     """Under full remat a layer keeps one array: all of it, or none."""
     _, lay = layout_of(dict(data=2), OffloadSpec(activations=0.5), remat="full")
-    with pytest.raises(ValueError, match=r"activations=0.5 moves nothing: .* keeps layer_input, .* 100.0% of the byt"):
+    with pytest.raises(
+        ValueError, match=r"activations=0.5 moves nothing: .* keeps layer_input, .* 100.0% of the byt"
+    ):
         placement_of(lay)
 
 

@@ -1,4 +1,6 @@
-"""A mixture of experts is the same model on any layout: losses, gradients, weights; experts split, tokens exchanged."""
+"""A mixture of experts is the same model on any layout: losses, gradients, weights; experts split, tokens
+exchanged.
+"""
 
 import functools
 from typing import Any
@@ -79,14 +81,18 @@ def test_experts_stream_from_host_memory() -> None:
 def test_axes_that_do_not_split_the_experts_are_refused() -> None:
     """Their number, and a dense model that has none."""
     model = Transformer(**EXPERTS)
-    with pytest.raises(ValueError, match=r"model\.moe\.num_experts=8 does not split evenly over mesh axes expert=3"):
+    with pytest.raises(
+        ValueError, match=r"model\.moe\.num_experts=8 does not split evenly over mesh axes expert=3"
+    ):
         make_layout(LayoutSpec(), MeshSpec(expert=3), model.param_infos())
     with pytest.raises(ValueError, match=r"mesh\.expert=2: this model has no experts"):
         make_layout(LayoutSpec(), MeshSpec(expert=2), Transformer(**SIZES).param_infos())
 
 
 def test_a_router_is_whole_and_its_experts_are_split() -> None:
-    """Over `expert` before anything else; `data` and `context` still shard the width, `tensor` the hidden width."""
+    """Over `expert` before anything else; `data` and `context` still shard the width, `tensor` the hidden
+    width.
+    """
     model = Transformer(**EXPERTS)
     axes: Any = dict(data=2, expert=2, tensor=2)
     layout = make_layout(LayoutSpec(zero_stage=3), MeshSpec(**axes), model.param_infos())
@@ -116,7 +122,9 @@ def test_cached_logits_of_a_mixture_are_those_of_the_full_forward() -> None:
     for count in (5, 1, 7):
         chunk = np.full((1, 8), 60, np.int32)
         chunk[0, :count] = ids[done : done + count]
-        logits_BV, cache = jax.jit(extend, static_argnums=0)(model, params, jnp.asarray(chunk), jnp.int32(count), cache)
+        logits_BV, cache = jax.jit(extend, static_argnums=0)(
+            model, params, jnp.asarray(chunk), jnp.int32(count), cache
+        )
         done += count
         np.testing.assert_allclose(logits_BV[0], want[done - 1], rtol=1e-4, atol=1e-4)
     assert np.ptp(want) > 1

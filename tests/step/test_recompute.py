@@ -48,7 +48,9 @@ class Faulty(Transformer):
         return super().cross_entropy(params, x_BLD, target_BL, placement)
 
 
-def signatures(axes: dict[str, int], layout: dict[str, Any], model: Transformer) -> tuple[np.ndarray, np.ndarray, Any]:
+def signatures(
+    axes: dict[str, int], layout: dict[str, Any], model: Transformer
+) -> tuple[np.ndarray, np.ndarray, Any]:
     spec = MeshSpec(**axes)
     mesh = make_mesh(spec, jax.devices()[: spec.size])
     infos = model.param_infos()
@@ -87,7 +89,9 @@ def test_healthy_devices_agree(axes: dict[str, int], layout: dict[str, Any]) -> 
 def test_a_device_that_computes_wrongly_is_named(
     axes: dict[str, int], layout: dict[str, Any], named: list[int]
 ) -> None:
-    """Alone if it computes layers alone; with its peers along `tensor`; with its neighbour if there are only two."""
+    """Alone if it computes layers alone; with its peers along `tensor`; with its neighbour if there are only
+    two.
+    """
     own, again, mesh = signatures(axes, layout, Faulty(**SIZES))
     assert suspects(own, again, mesh) == named
 

@@ -7,8 +7,12 @@ from tests.step.test_train_step import SIZES, assert_same, trained
 
 
 @pytest.mark.parametrize("tied", (True, pytest.param(False, marks=pytest.mark.slow)), ids=("tied", "untied"))
-def test_columns_in_parts_on_each_device_are_the_same_model(tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three parts of a device's columns, which do not divide them: losses, gradients and weights of one device."""
+def test_columns_in_parts_on_each_device_are_the_same_model(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three parts of a device's columns, which do not divide them: losses, gradients and weights of one
+    device.
+    """
     sizes = SIZES | {"tie_embeddings": tied}
     want = trained({}, sizes=sizes)
     assert want.losses[-1] < want.losses[0] - 0.1

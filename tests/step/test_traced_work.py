@@ -32,11 +32,15 @@ def through_a_collective(w: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.sin(jnp.sin(twice) @ w).sum()
 
 
-@pytest.mark.parametrize(("layer", "want"), ((through_a_product, [True, False]), (through_a_collective, [True, True])))
+@pytest.mark.parametrize(
+    ("layer", "want"), ((through_a_product, [True, False]), (through_a_collective, [True, True]))
+)
 def test_a_repeated_collective_knows_if_a_repeated_product_reads_it(
     layer: Callable[..., jax.Array], want: list[bool]
 ) -> None:
-    """Directly or by way of another collective; what no product reads may wait until its gradient is needed."""
+    """Directly or by way of another collective; what no product reads may wait until its gradient is
+    needed.
+    """
     work = work_of(jax.grad(jax.checkpoint(layer)), (8, 8), (4, 8))
     assert [one.repeats_products for one in work.collectives if one.when == "again"] == want
     assert [product.when for product in work.products].count("again") == 1

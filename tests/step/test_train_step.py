@@ -1,4 +1,6 @@
-"""A layout is not a model: the same weights, losses and gradients on any mesh, stage, accumulation and remat."""
+"""A layout is not a model: the same weights, losses and gradients on any mesh, stage, accumulation and
+remat.
+"""
 
 import dataclasses
 import functools
@@ -63,7 +65,9 @@ def trained(
     step = make_train_step(model, opt, lay, mesh)
     evaluate = make_eval_step(model, lay, mesh)
     columns = context_order(adversarial_batch().token_BL.shape[1], mesh_spec.context, lay.context_order)
-    batch = jax.tree.map(lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), adversarial_batch())
+    batch = jax.tree.map(
+        lambda x: jax.device_put(x[:, columns], NamedSharding(mesh, BATCH_SPEC)), adversarial_batch()
+    )
     eval_nats_BL = np.asarray(evaluate(state.params, batch))[:, np.argsort(columns)]
     first = jax.device_get(state.params)
     losses, hashes, gradient, metrics = [], [], None, None
@@ -96,7 +100,9 @@ def assert_same(got: Trained, want: Trained) -> None:
     np.testing.assert_allclose(got.eval_nats_BL.sum() / num_targets, want.losses[0], rtol=1e-5)
     np.testing.assert_allclose(got.eval_nats_BL, want.eval_nats_BL, rtol=1e-4, atol=1e-4)
     jax.tree.map(
-        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()), got.gradient, want.gradient
+        lambda g, w: np.testing.assert_allclose(g, w, atol=1e-5 * np.abs(w).max()),
+        got.gradient,
+        want.gradient,
     )
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got.last, want.last)
     assert got.hashes == want.hashes
@@ -115,7 +121,9 @@ def test_evaluation_gives_the_cross_entropy_of_each_token() -> None:
 
 
 def test_one_device_computes_the_published_formulas() -> None:
-    """The run that all layouts are compared with has the loss and, in Adam's first moment, the gradient of float64."""
+    """The run that all layouts are compared with has the loss and, in Adam's first moment, the gradient of
+    float64.
+    """
     want = on_one_device()
     nats, grads = loss_and_gradients(want.first, adversarial_batch(), z_loss=SIZES["z_loss"])
     np.testing.assert_allclose(want.losses[0], nats, rtol=1e-6)
@@ -141,9 +149,9 @@ QUICK_STAGES = ((1, 3), (2, 3), (0, 2))
 def test_the_layout_is_not_a_model(axes: dict[str, int], zero_stage: int) -> None:
     """Twenty steps give one device's losses, gradients and weights on any mesh and ZeRO stage.
 
-    Accumulation, scan and remat alternate: the twelve cases hold every pair of values of any two of the five settings,
-    and the six quick ones hold every stage, and every pair of values of accumulation, scan and remat. The full product
-    is the slow test below.
+    Accumulation, scan and remat alternate: the twelve cases hold every pair of values of any two of the five
+    settings, and the six quick ones hold every stage, and every pair of values of accumulation, scan and
+    remat. The full product is the slow test below.
     """
     mesh, half = MESHES.index(axes), zero_stage // 2
     sizes = SIZES | {"scan_layers": (mesh + half) % 2 == 0}
@@ -164,7 +172,8 @@ def test_the_layout_is_not_a_model_in_every_combination(
     """The whole product of mesh, ZeRO stage, accumulation, scan and remat."""
     sizes = SIZES | {"scan_layers": scan}
     assert_same(
-        trained(axes, sizes=sizes, zero_stage=zero_stage, microbatches=microbatches, remat=remat), on_one_device()
+        trained(axes, sizes=sizes, zero_stage=zero_stage, microbatches=microbatches, remat=remat),
+        on_one_device(),
     )
 
 
@@ -185,7 +194,9 @@ WIDE: dict[str, Any] = SIZES | {"num_heads": 8}
 @pytest.mark.slow
 @pytest.mark.parametrize("axes", (dict(tensor=8), dict(data=2, tensor=4)), ids=str)
 def test_devices_that_share_a_key_head_sum_its_gradient(axes: dict[str, int]) -> None:
-    """Four, or two, devices a head: losses, gradients and weights of one device, also with overlapped collectives."""
+    """Four, or two, devices a head: losses, gradients and weights of one device, also with overlapped
+    collectives.
+    """
     want = trained({}, sizes=WIDE)
     assert want.losses[-1] < want.losses[0] - 0.1
     assert_same(trained(axes, sizes=WIDE, zero_stage=1, remat="full", microbatches=2), want)
@@ -195,7 +206,9 @@ def test_devices_that_share_a_key_head_sum_its_gradient(axes: dict[str, int]) ->
 
 @pytest.mark.slow
 def test_shared_key_heads_with_8_bit_moments() -> None:
-    """Blocks of moments lie along H, which is never split, so the update is that of one device to rounding."""
+    """Blocks of moments lie along H, which is never split, so the update is that of one device to
+    rounding.
+    """
     sizes = WIDE | {"d_ff": 512}  # so that a shard holds whole blocks
     adam = dataclasses.replace(ADAMW, moment_dtype="int8", b2=0.95)
     want = trained({}, sizes=sizes, optimizer=adam)
@@ -230,7 +243,9 @@ def test_split_sequences_are_whole_ones(axes: dict[str, int], order: Any, layout
 
 @pytest.mark.slow
 def test_muon_is_the_same_on_any_layout() -> None:
-    """Newton-Schulz runs on whole matrices whatever their shards; `tests/optim/test_optimizer.py` has one update."""
+    """Newton-Schulz runs on whole matrices whatever their shards; `tests/optim/test_optimizer.py` has one
+    update.
+    """
     muon = Muon(peak_lr=3e-3, warmup_steps=4)
     want = trained({}, optimizer=muon)
     assert want.losses[-1] < want.losses[0] - 0.1

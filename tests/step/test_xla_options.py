@@ -27,7 +27,9 @@ from tests.layouts import layout_from
     ],
 )
 def test_options_are_those_of_the_chip(topology: str, count: int, sparse_cores: bool, sums: bool) -> None:
-    """Sparse cores where a chip has them; sums of gradients stay split on any TPU; one device and GPUs need nothing."""
+    """Sparse cores where a chip has them; sums of gradients stay split on any TPU; one device and GPUs need
+    nothing.
+    """
     options = compiler_options(make_mesh(MeshSpec(data=count), topology_devices(topology)[:count]))
     assert any("sparse_core" in name for name in options) == sparse_cores
     assert ("while-loop-all-reduce" in str(options.get("xla_disable_hlo_passes"))) == sums
@@ -36,7 +38,9 @@ def test_options_are_those_of_the_chip(topology: str, count: int, sparse_cores: 
 
 @pytest.mark.aot
 def test_the_kernels_of_a_traced_step_are_launched_one_by_one() -> None:
-    """On a GPU, whose command buffers have no layers in a trace. The compiler takes the option; a TPU needs none."""
+    """On a GPU, whose command buffers have no layers in a trace. The compiler takes the option; a TPU needs
+    none.
+    """
     gpu = make_mesh(MeshSpec(), topology_devices("h200:1"))
     options = compiler_options(gpu, traced=True)
     assert options == {"xla_gpu_enable_command_buffer": ""}
@@ -54,9 +58,13 @@ def test_gpus_keep_the_collectives_of_groups_apart() -> None:
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(("topology", "count"), [("v5p:2x2x1", 1), ("v5p:2x2x1", 4), ("v5e:2x2", 4), ("v6e:2x2", 4)])
+@pytest.mark.parametrize(
+    ("topology", "count"), [("v5p:2x2x1", 1), ("v5p:2x2x1", 4), ("v5e:2x2", 4), ("v6e:2x2", 4)]
+)
 def test_tpus_leave_the_fetch_of_activations_where_it_is(topology: str, count: int) -> None:
-    """One option more, which the compiler of each chip takes; it changes nothing of a step without fetches."""
+    """One option more, which the compiler of each chip takes; it changes nothing of a step without
+    fetches.
+    """
     mesh = make_mesh(MeshSpec(data=count), topology_devices(topology)[:count])
     options, plain = compiler_options(mesh, offloaded=["activations"]), compiler_options(mesh)
     assert options == plain | {"xla_tpu_pipeline_memory_host_transfers": False}
@@ -72,12 +80,16 @@ def test_gpus_schedule_around_the_exchange_of_experts() -> None:
     )
     options = compiler_options(mesh)
     assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
-    assert set(compiler_options(mesh, "fp8_current")) == set(options) | set(compiler_options(plain, "fp8_current"))
+    assert set(compiler_options(mesh, "fp8_current")) == set(options) | set(
+        compiler_options(plain, "fp8_current")
+    )
 
 
 @pytest.mark.aot
 def test_gpus_copy_slices_in_order_beside_8_bit_matmuls_and_over_tensor() -> None:
-    """Where there is a network to wait for, and no copy from host memory that should run beside the layers."""
+    """Where there is a network to wait for, and no copy from host memory that should run beside the
+    layers.
+    """
     one, several = (make_mesh(MeshSpec(data=n), topology_devices("h200:8")[:n]) for n in (1, 8))
     passes = "xla_disable_hlo_passes"
     assert "dynamic-slice-copy" in compiler_options(several, "fp8_delayed")[passes]
@@ -104,7 +116,9 @@ def test_kernels_are_chosen_for_the_devices_of_the_mesh(topology: str, name: str
 @pytest.mark.aot
 def test_a_step_is_traced_within_its_layouts_kernels() -> None:
     """Forward, backward and update: an implementation that there is not stops it."""
-    model = Transformer(num_layers=1, d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64, vocab_size=64)
+    model = Transformer(
+        num_layers=1, d_model=32, num_heads=2, num_kv_heads=1, head_dim=16, d_ff=64, vocab_size=64
+    )
     infos = model.param_infos()
     adam = AdamW(peak_lr=1e-3, warmup_steps=1)
     optimizer = build(adam, num_steps=2, params=map_params(lambda info: info, infos))

@@ -29,14 +29,19 @@ def on_each(mesh: Mesh, fn: Any, given: P, found: P) -> Any:
 
 @pytest.mark.parametrize(
     ("axes", "rings"),
-    [*((dict(data=8), rings) for rings in RINGS), (dict(data=2, context=4), ()), (dict(data=4, context=2), (2, 4))],
+    [
+        *((dict(data=8), rings) for rings in RINGS),
+        (dict(data=2, context=4), ()),
+        (dict(data=4, context=2), (2, 4)),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("dim", (0, 1))
 def test_rings_gather_and_scatter_what_one_collective_does(
     axes: dict[str, int], rings: tuple[int, ...], dim: int
 ) -> None:
-    """Bit for bit, in the order of the devices, whichever dimension is split; sums of integers, so they are exact.
+    """Bit for bit, in the order of the devices, whichever dimension is split; sums of integers, so they are
+    exact.
 
     Shards lie along `data` and `context` together, and rings may cross the border between the two.
     """
@@ -90,7 +95,9 @@ def test_without_a_torus_one_collective_stays_one() -> None:
         ("v5p:2x2x1", dict(data=4), (2, 2)),
     ),
 )
-def test_a_mesh_of_tpus_lies_along_their_torus(topology: str, axes: dict[str, int], rings: tuple[int, ...]) -> None:
+def test_a_mesh_of_tpus_lies_along_their_torus(
+    topology: str, axes: dict[str, int], rings: tuple[int, ...]
+) -> None:
     """As JAX arranges devices."""
     spec = MeshSpec(**axes)
     mesh = make_mesh(spec, topology_devices(topology))

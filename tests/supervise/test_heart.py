@@ -24,6 +24,10 @@ within.wait()
 
 
 def test_a_process_ends_only_when_its_heart_has_read_the_compiled_program() -> None:
-    """Python would abort it: reading is C++ code in a thread, which must not be there when the interpreter closes."""
-    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=300, check=False)
+    """Python would abort it: reading is C++ code in a thread, which must not be there when the interpreter
+    closes.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=300, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "described\n"), done.stderr

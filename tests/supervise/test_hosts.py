@@ -1,4 +1,6 @@
-"""Supervisors of several hosts over one folder: rounds, the processes of the others, and who has a process's place."""
+"""Supervisors of several hosts over one folder: rounds, the processes of the others, and who has a process's
+place.
+"""
 
 import json
 from pathlib import Path

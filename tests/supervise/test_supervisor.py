@@ -51,7 +51,14 @@ def started(
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     own = {"PYTHONPATH": paths, "ATTEMPTS": str(tmp_path / "attempts")}
     process = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(processes), TRAINER + code, *(str(int(number)) for number in ignored)],
+        [
+            sys.executable,
+            "-c",
+            DRIVER,
+            str(processes),
+            TRAINER + code,
+            *(str(int(number)) for number in ignored),
+        ],
         env=os.environ | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -95,7 +102,9 @@ def test_codes_that_are_final_pass_and_are_never_restarted(code: int, tmp_path: 
 
 def test_a_crash_loop_ends_with_the_code_of_its_cause(tmp_path: Path) -> None:
     """SIGSEGV each time: named, restarted twice, then given up with 128 + 11."""
-    ended, output = run(tmp_path, "heart.started(0); time.sleep(0.2); attempts(); os.kill(os.getpid(), signal.SIGSEGV)")
+    ended, output = run(
+        tmp_path, "heart.started(0); time.sleep(0.2); attempts(); os.kill(os.getpid(), signal.SIGSEGV)"
+    )
     assert ended == 128 + signal.SIGSEGV, output
     assert (tmp_path / "attempts").stat().st_size == 3
     assert output.count("was killed by SIGSEGV") == 3
@@ -113,7 +122,9 @@ def test_a_later_checkpoint_resets_the_count(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_one_of_three_fails_the_others_end_and_it_is_named(tmp_path: Path) -> None:
-    """Though they ignore SIGTERM; what they started ends too; its code is that of the run; lines carry the process."""
+    """Though they ignore SIGTERM; what they started ends too; its code is that of the run; lines carry the
+    process.
+    """
     code = """
 n = attempts()
 if index == 1:
@@ -148,7 +159,12 @@ sys.exit(75)
 
 @pytest.mark.parametrize(
     ("number", "ignored"),
-    [(signal.SIGTERM, ()), (signal.SIGINT, ()), (signal.SIGHUP, ()), (signal.SIGINT, (signal.SIGINT, signal.SIGHUP))],
+    [
+        (signal.SIGTERM, ()),
+        (signal.SIGINT, ()),
+        (signal.SIGHUP, ()),
+        (signal.SIGINT, (signal.SIGINT, signal.SIGHUP)),
+    ],
 )
 def test_a_signal_is_passed_on_and_the_save_waited_for(
     number: signal.Signals, ignored: tuple[signal.Signals, ...], tmp_path: Path
@@ -160,7 +176,10 @@ def test_a_signal_is_passed_on_and_the_save_waited_for(
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 75, output
     assert output.count(f"{number.name}: stopping after this step") == 2
-    assert sorted(line for line in output.splitlines() if line.endswith("saved")) == ["[0] saved", "[1] saved"]
+    assert sorted(line for line in output.splitlines() if line.endswith("saved")) == [
+        "[0] saved",
+        "[1] saved",
+    ]
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
@@ -206,11 +225,16 @@ def test_a_stopped_process_is_named_and_all_save(tmp_path: Path) -> None:
 
 
 def test_a_hang_is_named_with_its_stack_and_ended(tmp_path: Path) -> None:
-    """A main thread that waits for ever: it beats, but makes no step. File and webhook of `alerts` get the verdict."""
+    """A main thread that waits for ever: it beats, but makes no step. File and webhook of `alerts` get the
+    verdict.
+    """
     file = tmp_path / "alerts.jsonl"
     with webhook_server() as server:
         alerts = f"AlertsSpec(webhook={server.url!r}, file={str(file)!r})"
-        code = f"from jtrain.telemetry.alerts import AlertsSpec\nheart.configure(heart._limits, {alerts})\n" + HANGING
+        code = (
+            f"from jtrain.telemetry.alerts import AlertsSpec\nheart.configure(heart._limits, {alerts})\n"
+            + HANGING
+        )
         code = code.replace("index == 1", "True").replace("WHAT", "waits_for_a_batch()").replace("> 2", "> 1")
         ended, output = run(tmp_path, code)
         posted = server.next()
@@ -247,7 +271,11 @@ with StopRequest() as stop:
     ("processes", "environ", "message"),
     [
         (0, {}, r"--processes 0 must be at least 1"),
-        (2, {"JTRAIN_COORDINATOR": "a:1"}, r"--processes 2 starts all .* JTRAIN_COORDINATOR=a:1 names others\. Unset"),
+        (
+            2,
+            {"JTRAIN_COORDINATOR": "a:1"},
+            r"--processes 2 starts all .* JTRAIN_COORDINATOR=a:1 names others\. Unset",
+        ),
     ],
 )
 def test_contradictions_are_refused(processes: int, environ: dict[str, str], message: str) -> None:

@@ -21,7 +21,14 @@ ROOT = Path(__file__).parents[2]
 
 SMALL = (
     *("--set", "model.num_layers=1", "--set", "data.seq_len=64", "--set", "num_steps=40"),
-    *("--set", "metrics.log_every_steps=1", "--set", "checkpoint.every_steps=5", "--set", "eval.every_steps=None"),
+    *(
+        "--set",
+        "metrics.log_every_steps=1",
+        "--set",
+        "checkpoint.every_steps=5",
+        "--set",
+        "eval.every_steps=None",
+    ),
 )
 
 
@@ -31,8 +38,12 @@ class Supervised:
     def __init__(
         self, workdir: Path, *arguments: str, processes: int = 1, environ: dict[str, str] | None = None
     ) -> None:
-        clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-        clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
+        clean = {
+            name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")
+        }
+        clean["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        )
         command = [sys.executable, "-m", "jtrain.launch", "--supervise", "--processes", str(processes)]
         if processes > 1:
             command += ["--emulate-devices", "1", "--set", f"mesh.data={processes}"]
@@ -133,7 +144,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, tu
 def test_a_killed_process_is_named_and_no_number_differs(
     processes: int, victim: int, unbroken: dict[int, dict[int, tuple[float, str]]], tmp_path: Path
 ) -> None:
-    """As by the kernel where memory is exhausted: restarted, and the losses are bitwise those of the unbroken run."""
+    """As by the kernel where memory is exhausted: restarted, and the losses are bitwise those of the unbroken
+    run.
+    """
     with supervised(tmp_path / "run", processes=processes) as run:
         run.wait_for((tmp_path / "run" / "checkpoints" / "10" / files.MANIFEST).exists)
         os.kill(run.trainers()[victim], signal.SIGKILL)
@@ -155,9 +168,15 @@ def test_a_stopped_process_is_named_with_its_collectives(
         run.wait_for_step(12)
         os.kill(run.trainers()[victim], signal.SIGSTOP)
         assert run.end() == 0, run.output
-    assert re.search(rf"process {victim} on \S+ \(pid \d+\) causes it: stopped by a signal \(state T\)", run.output)
-    assert re.search(rf"process {1 - victim} on \S+ \(pid \d+\) waits: alive, in phase \w+ of step \d+", run.output)
-    assert re.search(r"collectives: jit_train_step has .*\d+ x all-reduce over data \(2 devices, f32\)", run.output)
+    assert re.search(
+        rf"process {victim} on \S+ \(pid \d+\) causes it: stopped by a signal \(state T\)", run.output
+    )
+    assert re.search(
+        rf"process {1 - victim} on \S+ \(pid \d+\) waits: alive, in phase \w+ of step \d+", run.output
+    )
+    assert re.search(
+        r"collectives: jit_train_step has .*\d+ x all-reduce over data \(2 devices, f32\)", run.output
+    )
     assert "in run_steps" in run.output, "the stacks of the one that waits"
     assert "all processes saved and ended" in run.output
     assert train_lines(tmp_path / "run") == unbroken[2]
@@ -233,7 +252,9 @@ def test_a_hang_in_python_is_named_with_its_stack(
 def test_a_data_plane_that_delivers_nothing_is_named(
     unbroken: dict[int, dict[int, tuple[float, str]]], tmp_path: Path
 ) -> None:
-    """All its processes are stopped: the wait for a batch is over its limit, and they end with the trainer."""
+    """All its processes are stopped: the wait for a batch is over its limit, and they end with the
+    trainer.
+    """
     limits = ("--set", "supervise.data_s=5", "--set", "supervise.save_s=1")
     with supervised(tmp_path / "run", *limits) as run:
         run.wait_for_step(7)
@@ -243,7 +264,9 @@ def test_a_data_plane_that_delivers_nothing_is_named(
         for pid in plane:
             os.kill(pid, signal.SIGSTOP)
         assert run.end() == 0, run.output
-    assert re.search(r"process 0 on \S+ \(pid \d+\) causes it: alive, in phase data_wait of step \d+", run.output)
+    assert re.search(
+        r"process 0 on \S+ \(pid \d+\) causes it: alive, in phase data_wait of step \d+", run.output
+    )
     assert not group(trainer), "the stopped ones are ended, too"
     assert train_lines(tmp_path / "run") == unbroken[1]
 

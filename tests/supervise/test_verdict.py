@@ -33,9 +33,13 @@ def test_the_limit_of_a_step_grows_with_its_median() -> None:
     assert limit_s(None, SPEC) == SPEC.setup_s
 
 
-@pytest.mark.parametrize("phase", ["compile", "restore", "evaluation", "checkpoint", "profile", "joining", "setup"])
+@pytest.mark.parametrize(
+    "phase", ["compile", "restore", "evaluation", "checkpoint", "profile", "joining", "setup"]
+)
 def test_a_long_phase_is_no_hang_also_for_those_who_wait(phase: HeartPhase) -> None:
-    """Process 0 waits in a collective for ten minutes, because process 1 compiles, restores, evaluates or saves."""
+    """Process 0 waits in a collective for ten minutes, because process 1 compiles, restores, evaluates or
+    saves.
+    """
     waiting, busy = watched("process 0", "device_wait", 600.0), watched("process 1", phase, 600.0)
     assert find_hang([waiting, busy], SPEC) is None
     both = [waiting, dataclasses.replace(busy, beat=beat(phase, SPEC.setup_s + 1))]
@@ -68,7 +72,8 @@ def test_where_all_wait_in_the_same_step_nobody_is_blamed() -> None:
     assert hang is not None
     assert hang.culprits == ()
     assert hang.lines()[:2] == [
-        "hang: no step for 40 s, limit 20 s (supervise.step_s=20, or supervise.step_factor=10 median steps of 0.10 s)",
+        "hang: no step for 40 s, limit 20 s (supervise.step_s=20, or supervise.step_factor=10 median steps "
+        "of 0.10 s)",
         "no process stands out: all wait for each other",
     ]
 

@@ -79,7 +79,8 @@ def test_answers_that_may_pass_are_tried_again_and_others_not(tmp_path: Path, se
     alerts.close()
     assert said == [
         "alert (hang) at step 1: a",
-        "warning: alerts.webhook at 127.0.0.1 does not take alerts (HTTP 503: Service Unavailable): training goes on",
+        "warning: alerts.webhook at 127.0.0.1 does not take alerts (HTTP 503: Service Unavailable): training "
+        "goes on",
         "alerts.webhook at 127.0.0.1 can be reached again",
     ]
     said.clear()
@@ -95,8 +96,12 @@ def test_answers_that_may_pass_are_tried_again_and_others_not(tmp_path: Path, se
     assert "5ec7e7" not in "".join(said)
 
 
-def test_a_webhook_that_does_not_answer_delays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that accepts and is silent, and one that is not there: sends return, close ends in bounded time."""
+def test_a_webhook_that_does_not_answer_delays_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that accepts and is silent, and one that is not there: sends return, close ends in bounded
+    time.
+    """
     monkeypatch.setattr(module, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as closed:
         gone = closed.getsockname()[1]
@@ -109,14 +114,21 @@ def test_a_webhook_that_does_not_answer_delays_nothing(tmp_path: Path, monkeypat
                 alerts.send("nan", step, "bad")
             alerts.close()
             lost = [line for line in said if line.startswith("warning")]
-            assert lost[-1] == f"warning: alerts.webhook at 127.0.0.1 did not get {module._WAITING + 50} alerts"
+            assert (
+                lost[-1] == f"warning: alerts.webhook at 127.0.0.1 did not get {module._WAITING + 50} alerts"
+            )
             assert len(lost) <= 2
 
 
 def test_without_anybody_to_tell_nothing_is_said(tmp_path: Path) -> None:
     stream = io.StringIO()
     with Metrics(
-        tmp_path, MetricsSpec(tensorboard=False), num_steps=3, start_step=0, stream=stream, alerts=AlertsSpec()
+        tmp_path,
+        MetricsSpec(tensorboard=False),
+        num_steps=3,
+        start_step=0,
+        stream=stream,
+        alerts=AlertsSpec(),
     ) as metrics:
         metrics.alert("nan", 1, "bad")
     assert stream.getvalue() == ""
@@ -148,5 +160,7 @@ def test_settings_that_cannot_work_are_refused(fields: dict[str, Any], message: 
 
 def test_the_text_that_hides_an_address_is_no_address(tmp_path: Path) -> None:
     """A config read back from a workdir builds, but cannot send."""
-    with pytest.raises(UserError, match=r"alerts\.webhook=\*\*\* is what config\.txt keeps .* Set the address itself"):
+    with pytest.raises(
+        UserError, match=r"alerts\.webhook=\*\*\* is what config\.txt keeps .* Set the address itself"
+    ):
         Alerts(AlertsSpec(webhook=HIDDEN), tmp_path)

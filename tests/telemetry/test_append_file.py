@@ -60,11 +60,15 @@ def test_what_is_lost_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         for record in records(3):  # the first fits into the last page
             file.append(record)
         file.close()
-        assert said[-1].endswith("2 records are lost, because it could not be written (No space left on device)")
+        assert said[-1].endswith(
+            "2 records are lost, because it could not be written (No space left on device)"
+        )
         assert len(said) == 4
 
 
-def test_a_path_that_cannot_be_opened_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_cannot_be_opened_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """And once it can, everything is there."""
     (tmp_path / "log").mkdir()
     file = AppendFile(tmp_path / "log")
@@ -127,7 +131,9 @@ def test_any_bytes_anywhere_cost_at_most_the_lines_they_touch(
 
 
 def test_goodput_goes_on_over_damaged_lines_and_full_disks(tmp_path: Path) -> None:
-    """Seconds that could not be written are written later; bad lines are set aside; the sums fit the wall time."""
+    """Seconds that could not be written are written later; bad lines are set aside; the sums fit the wall
+    time.
+    """
     said: list[str] = []
     with small_disk(tmp_path / "disk", 64) as disk:
         first = Ledger(disk, start_step=0, started_s=1000.0, say=said.append)
@@ -141,7 +147,10 @@ def test_goodput_goes_on_over_damaged_lines_and_full_disks(tmp_path: Path) -> No
         ]
         filler.unlink()
         first.close()
-        assert {text.partition(" is written")[0] for text in said[2:]} == {str(disk / FILE), str(disk / EVENTS)}
+        assert {text.partition(" is written")[0] for text in said[2:]} == {
+            str(disk / FILE),
+            str(disk / EVENTS),
+        }
         (attempt,) = read_events(disk / EVENTS)
         assert attempt.last_step == 59
         lines = (disk / EVENTS).read_bytes().splitlines(keepends=True)

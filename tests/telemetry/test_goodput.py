@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from jtrain.telemetry import goodput
-from jtrain.telemetry.goodput import CATEGORIES, EVENTS, FILE, Ledger, line, newest_shares, process_start_s, read_events
+from jtrain.telemetry.goodput import (
+    CATEGORIES,
+    EVENTS,
+    FILE,
+    Ledger,
+    line,
+    newest_shares,
+    process_start_s,
+    read_events,
+)
 
 
 class Clock:
@@ -75,17 +84,29 @@ def test_every_second_is_in_one_category(tmp_path: Path, clock: Clock) -> None:
     assert summary is not None
     assert so_far == summary["categories"]
     assert summary == written(tmp_path)
-    want = {"startup": 4.0, "compile": 7.0, "compute": 9.5, "data_wait": 0.5, "checkpoint": 3.0, "evaluation": 1.0}
+    want = {
+        "startup": 4.0,
+        "compile": 7.0,
+        "compute": 9.5,
+        "data_wait": 0.5,
+        "checkpoint": 3.0,
+        "evaluation": 1.0,
+    }
     assert spent(summary) == want
     assert summary["wall_s"] == pytest.approx(25.0)
     assert summary["goodput"] == pytest.approx(9.5 / 25.0)
     assert ledger.close() is None
-    text = "goodput 38.0% of 25.0 s: compute 9.5 s, compile 7.0 s, startup 4.0 s, checkpoint 3.0 s, evaluation 1.0 s, "
+    text = (
+        "goodput 38.0% of 25.0 s: compute 9.5 s, compile 7.0 s, startup 4.0 s, checkpoint 3.0 s, "
+        "evaluation 1.0 s, "
+    )
     assert line(summary) == text + "data wait 0.5 s"
 
 
 def test_steps_done_again_and_the_time_between_attempts(tmp_path: Path, clock: Clock) -> None:
-    """Killed 1 s after the line of step 7 and restarted 10 s later from step 4: steps 5 to 7 are redone, 8 is not."""
+    """Killed 1 s after the line of step 7 and restarted 10 s later from step 4: steps 5 to 7 are redone, 8 is
+    not.
+    """
     killed = Ledger(tmp_path, start_step=0, started_s=clock.epoch_s)
     steps(killed, clock, 1, 7)
     clock.passes(1.0)  # nobody wrote this second down
@@ -138,7 +159,9 @@ def test_a_clock_that_was_set_back_makes_no_attempts_overlap(tmp_path: Path, clo
 
 
 def test_a_trace_says_what_of_compute_was_communication_and_clocks(tmp_path: Path, clock: Clock) -> None:
-    """Its shares hold for all steps: 8 s of compute, a quarter exposed, a tenth lost; a broken file is skipped."""
+    """Its shares hold for all steps: 8 s of compute, a quarter exposed, a tenth lost; a broken file is
+    skipped.
+    """
     ledger = Ledger(tmp_path, start_step=0, started_s=clock.epoch_s)
     steps(ledger, clock, 1, 4)
     assert "no trace yet" in written(tmp_path)["notes"][0]
@@ -198,7 +221,9 @@ while True:
 
 def test_sigkill_loses_at_most_one_log_interval(tmp_path: Path) -> None:
     """Whenever the kill comes, every written line is there and both files are valid."""
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     for _ in range(20):
         process.stdout.readline()

@@ -85,7 +85,9 @@ def test_every_line_has_every_key_and_floats_return_to_the_bit(tmp_path: Path) -
                 )
     lines = read(tmp_path / "metrics.jsonl")
     trained = [entry for entry in lines if "loss_nats" in entry]
-    assert [list(entry) for entry in trained] == [[field.name for field in dataclasses.fields(TrainLine)]] * 200
+    assert [list(entry) for entry in trained] == [
+        [field.name for field in dataclasses.fields(TrainLine)]
+    ] * 200
     assert np.array_equal(np.array([entry["loss_nats"] for entry in trained], np.float32), losses)
     [evaluated] = [entry for entry in lines if "loss_nats" not in entry]
     assert list(evaluated) == [
@@ -177,7 +179,9 @@ while True:
 
 def test_sigkill_loses_no_completed_line(tmp_path: Path) -> None:
     """Whenever the kill comes, every line whose call returned is in metrics.jsonl and in the event file."""
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     for _ in range(20):
         process.stdout.readline()
@@ -199,10 +203,14 @@ def test_tensorboard_gets_every_number_and_forgets_what_a_resume_repeats(tmp_pat
 
     paths: list[Path] = []
     for start_step in (0, 1):
-        with Metrics(tmp_path, MetricsSpec(), num_steps=3, start_step=start_step, stream=io.StringIO()) as metrics:
+        with Metrics(
+            tmp_path, MetricsSpec(), num_steps=3, start_step=start_step, stream=io.StringIO()
+        ) as metrics:
             for step in range(start_step + 1, 4):
                 metrics.train(line(step, loss_nats=step / 2))
-            metrics.evaluation(3, EvalResult(0.75, 0.1, 1.0, 70, 9), {"wiki": EvalResult(0.25, None, 0.5, 7, 1)})
+            metrics.evaluation(
+                3, EvalResult(0.75, 0.1, 1.0, 70, 9), {"wiki": EvalResult(0.25, None, 0.5, 7, 1)}
+            )
         paths += [path for path in (tmp_path / "tensorboard").iterdir() if path not in paths]
     marks, values = [], []
     for path in paths:
@@ -234,9 +242,13 @@ def records(path: Path) -> Iterator[bytes]:
 def test_elsewhere_than_on_a_terminal_there_is_one_plain_line_per_logged_step(tmp_path: Path) -> None:
     """Progress for a scheduler's log is plain lines."""
     stream = io.StringIO()
-    with Metrics(tmp_path, MetricsSpec(tensorboard=False), num_steps=1000, start_step=0, stream=stream) as metrics:
+    with Metrics(
+        tmp_path, MetricsSpec(tensorboard=False), num_steps=1000, start_step=0, stream=stream
+    ) as metrics:
         metrics.train(line(120, mfu=0.4125))
-        metrics.evaluation(120, EvalResult(2.25, 0.01234, 3.25, 70, 9), {"wiki": EvalResult(2.5, None, None, 7, 1)})
+        metrics.evaluation(
+            120, EvalResult(2.25, 0.01234, 3.25, 70, 9), {"wiki": EvalResult(2.5, None, None, 7, 1)}
+        )
         metrics.say("saved")
         metrics.train(line(1000))
     assert stream.getvalue().splitlines() == [
@@ -253,7 +265,9 @@ def test_on_a_terminal_there_is_a_bar(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "120")
     stream = Terminal()
-    with Metrics(tmp_path, MetricsSpec(tensorboard=False), num_steps=40, start_step=20, stream=stream) as metrics:
+    with Metrics(
+        tmp_path, MetricsSpec(tensorboard=False), num_steps=40, start_step=20, stream=stream
+    ) as metrics:
         assert "20/40" in plain(stream)
         assert "compiling" in plain(stream)
         metrics.train(line(30, mfu=0.5))
@@ -290,7 +304,9 @@ def test_a_resumed_run_logs_the_steps_of_an_unbroken_one() -> None:
         MetricsSpec(log_every_steps=0)
 
 
-def test_other_processes_than_the_first_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_processes_than_the_first_write_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other processes may call every method."""
     import jax
 

@@ -24,8 +24,12 @@ def test_percentiles_are_of_the_recent_steps() -> None:
 
 
 def test_a_slow_host_is_found_by_what_it_does_itself() -> None:
-    """In steps of 200 ms one host works 60 ms instead of 10: without that, a step would take 3/4 of its time."""
-    assert host_scores([0.010, 0.060, 0.012], 0.200) == pytest.approx({"host 0": 1.0, "host 1": 0.75, "host 2": 0.99})
+    """In steps of 200 ms one host works 60 ms instead of 10: without that, a step would take 3/4 of its
+    time.
+    """
+    assert host_scores([0.010, 0.060, 0.012], 0.200) == pytest.approx(
+        {"host 0": 1.0, "host 1": 0.75, "host 2": 0.99}
+    )
     assert host_scores([0.001], 0.2) == {"host 0": 1.0}
     assert host_scores([0.0, 5.0], 1.0)["host 1"] == 0.0
 

@@ -12,7 +12,9 @@ from tests.step.bit_flips import flip
 
 
 class Flipper(Callback):
-    """Flips as the environment variable JTRAIN_TEST_FLIP says: JSON of phase, step, array, device, byte and bit."""
+    """Flips as the environment variable JTRAIN_TEST_FLIP says: JSON of phase, step, array, device, byte and
+    bit.
+    """
 
     @contextlib.contextmanager
     def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:

@@ -44,6 +44,8 @@ def test_results_are_read_before_anything_that_needs_good_ones() -> None:
 def test_without_intervals_only_the_last_step_is_saved() -> None:
     """None for an interval is never; a save that waits for good numbers is due at the next step."""
     never = Cadence(num_steps=3, evaluate_every_steps=None, copy_every_steps=None)
-    decided = [never.decide(step, is_save_due=False, stop_requested=False, data_ended=False) for step in (1, 2, 3)]
+    decided = [
+        never.decide(step, is_save_due=False, stop_requested=False, data_ended=False) for step in (1, 2, 3)
+    ]
     assert [names(actions) for actions in decided] == [[], [], ["save"]]
     assert names(never.decide(1, is_save_due=True, stop_requested=False, data_ended=False)) == ["save"]

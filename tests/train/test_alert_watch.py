@@ -1,4 +1,6 @@
-"""Every kind of alert arrives at a real server, from the numbers and phases that a run shows its callbacks."""
+"""Every kind of alert arrives at a real server, from the numbers and phases that a run shows its
+callbacks.
+"""
 
 import dataclasses
 import io
@@ -69,9 +71,13 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
             goodput = GoodputLedger(run, StepTimes())
             callbacks = Callbacks([goodput, AlertWatch(run, goodput)])
             callbacks.__enter__()
-            metrics = Metrics(tmp_path, run.metrics, num_steps=5, start_step=0, stream=io.StringIO(), alerts=run.alerts)
+            metrics = Metrics(
+                tmp_path, run.metrics, num_steps=5, start_step=0, stream=io.StringIO(), alerts=run.alerts
+            )
             started_s = time.time() - 60.0
-            context = partly(RunContext, workdir=tmp_path, start_step=0, started_s=started_s, metrics=metrics, run=run)
+            context = partly(
+                RunContext, workdir=tmp_path, start_step=0, started_s=started_s, metrics=metrics, run=run
+            )
             running = callbacks.running(context)
             running.__enter__()
             closing.extend([callbacks, metrics])
@@ -88,7 +94,11 @@ def watch(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     [((math.nan, 1.0), (math.inf, math.inf), "nan"), ((9.0, 1.0), (4.0, 2.0), "spike")],
 )
 def test_numbers_that_the_guard_finds_bad(
-    watch: Callable[..., Watched], tmp_path: Path, values: tuple[float, float], bounds: tuple[float, float], kind: str
+    watch: Callable[..., Watched],
+    tmp_path: Path,
+    values: tuple[float, float],
+    bounds: tuple[float, float],
+    kind: str,
 ) -> None:
     """A loss that is not finite, and one above the guard's bound; the step is not reported twice."""
     run = watch(repeat_minutes=0.0)
@@ -96,7 +106,9 @@ def test_numbers_that_the_guard_finds_bad(
     say, alert = run.metrics.say, run.metrics.alert
     bad_steps = BadSteps(GuardSpec(), tmp_path, mesh, partly(Checkpoints), say, alert)
     by_device = np.asarray([[values[0], 0.0]], np.float32)
-    numbers = Numbers(7, np.asarray(values, np.float32), np.asarray(bounds, np.float32), False, by_device, "00ff")
+    numbers = Numbers(
+        7, np.asarray(values, np.float32), np.asarray(bounds, np.float32), False, by_device, "00ff"
+    )
     bad_steps.check(numbers, dispatched=8, last=False, documents=dict)
     run.step(7, loss=values[0], applied=False)
     got = run.alert()

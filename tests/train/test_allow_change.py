@@ -1,4 +1,6 @@
-"""A run that goes on with other data or in another precision: refused, and said where `--allow-change` permits it."""
+"""A run that goes on with other data or in another precision: refused, and said where `--allow-change`
+permits it.
+"""
 
 import os
 import shutil
@@ -71,7 +73,9 @@ def steps(file: Path) -> dict[int, dict[str, object]]:
 
 
 def test_weights_go_on_with_other_data_where_that_is_said(folder: Path) -> None:
-    """A file that sorts before those that were read changes their order; the option is harmless once it was used."""
+    """A file that sorts before those that were read changes their order; the option is harmless once it was
+    used.
+    """
     float32 = ("--set", "precision.compute_dtype=float32")
     before = steps(folder / "run" / metrics.FILE)
     assert sorted(before) == [1, 2, 3, 4, 5, 6]
@@ -94,7 +98,9 @@ def test_weights_go_on_with_other_data_where_that_is_said(folder: Path) -> None:
 
 
 def test_another_precision_is_refused_and_said_where_it_is_allowed(folder: Path) -> None:
-    """Exit 2 with the option; with it the change is printed, and kept in config.txt and in the next checkpoint."""
+    """Exit 2 with the option; with it the change is printed, and kept in config.txt and in the next
+    checkpoint.
+    """
     refused = launch(folder, "--set", "precision.compute_dtype=bfloat16")
     assert refused.returncode == 2
     assert "precision.compute_dtype: 'float32' there, 'bfloat16' here" in refused.stderr

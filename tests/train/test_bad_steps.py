@@ -75,7 +75,9 @@ def faults() -> Iterator[Faults]:
     def begin_with_faults(self: Optimizer, grads: Any, step: Any, **named: Any) -> Any:
         update = begin(self, grads, step, **named)
         norm, rate = (planted.traced(kind, update.step) for kind in ("norm", "update"))
-        return dataclasses.replace(update, grad_norm=update.grad_norm + norm, learning_rate=update.learning_rate + rate)
+        return dataclasses.replace(
+            update, grad_norm=update.grad_norm + norm, learning_rate=update.learning_rate + rate
+        )
 
     def go_back_noted(self: BadSteps, *args: Any, **kwargs: Any) -> None:
         planted.went_back = True
@@ -91,7 +93,9 @@ def faults() -> Iterator[Faults]:
         patch.setattr(BadSteps, "_go_back", go_back_noted)
         patch.setattr(attempt, "make_train_step", made_once)
         yield planted
-    assert [step._cache_size() for step in steps.values()] == [1] * len(steps), "one trace, whatever the guard does"
+    assert [step._cache_size() for step in steps.values()] == [1] * len(steps), (
+        "one trace, whatever the guard does"
+    )
 
 
 def train(
@@ -146,7 +150,9 @@ def unbroken(faults: Faults, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_bad_updates_leave_no_trace(faults: Faults, unbroken: Path, tmp_path: Path) -> None:
-    """A NaN in step 2's norm, and one that the update of step 6 writes, which saves: as if both had been left out."""
+    """A NaN in step 2's norm, and one that the update of step 6 writes, which saves: as if both had been left
+    out.
+    """
     reference = leave_out(tmp_path / "reference", 2, 6)
     assert train(reference, faults, {}) == 0
     bad = tmp_path / "bad"
@@ -163,10 +169,15 @@ def test_bad_updates_leave_no_trace(faults: Faults, unbroken: Path, tmp_path: Pa
         assert line["batch_hash"] == lines(unbroken)[step]["batch_hash"], "batches are consumed all the same"
 
 
-def test_other_bits_the_second_time_are_a_hardware_fault(faults: Faults, unbroken: Path, tmp_path: Path) -> None:
-    """A NaN that the same step does not write again: nothing of it is saved, the same command is the unbroken run."""
+def test_other_bits_the_second_time_are_a_hardware_fault(
+    faults: Faults, unbroken: Path, tmp_path: Path
+) -> None:
+    """A NaN that the same step does not write again: nothing of it is saved, the same command is the unbroken
+    run.
+    """
     with pytest.raises(
-        HardwareFault, match=r"step 6, run twice from .* step 3 .*gave two results.*host.*Nothing of it was saved"
+        HardwareFault,
+        match=r"step 6, run twice from .* step 3 .*gave two results.*host.*Nothing of it was saved",
     ):
         train(tmp_path, faults, {("update", 6): math.nan}, transient=True)
     assert actions(tmp_path)[-1] == ("differs", 6)
@@ -176,9 +187,13 @@ def test_other_bits_the_second_time_are_a_hardware_fault(faults: Faults, unbroke
 
 
 def test_checkpoints_of_a_faulty_pass_are_set_aside(faults: Faults, tmp_path: Path) -> None:
-    """A spike of step 6 that is not there again: the state before it, saved in the same pass, may be as wrong."""
+    """A spike of step 6 that is not there again: the state before it, saved in the same pass, may be as
+    wrong.
+    """
     sets = ("guard.on_bad=rollback", "checkpoint.every_steps=1")
-    with pytest.raises(HardwareFault, match=r"\. What its first pass saved \(step 5\) was set aside as damaged\."):
+    with pytest.raises(
+        HardwareFault, match=r"\. What its first pass saved \(step 5\) was set aside as damaged\."
+    ):
         train(tmp_path, faults, {("norm", 6): math.nan}, *sets, transient=True)
     assert (tmp_path / "checkpoints" / "5.damaged").is_dir()
     assert max(files.steps(tmp_path / "checkpoints")) == 4
@@ -187,9 +202,15 @@ def test_checkpoints_of_a_faulty_pass_are_set_aside(faults: Faults, tmp_path: Pa
 def test_a_disk_that_takes_nothing_hides_no_hardware_fault(faults: Faults, tmp_path: Path) -> None:
     """The same where the checkpoints have become read-only: the fault is said, and what is left to do."""
     (tmp_path / "filler.py").write_text(READ_ONLY_AT_A_REWIND)
-    sets = ("guard.on_bad=rollback", "checkpoint.every_steps=1", f"callbacks=('{tmp_path / 'filler.py'}:Frozen',)")
+    sets = (
+        "guard.on_bad=rollback",
+        "checkpoint.every_steps=1",
+        f"callbacks=('{tmp_path / 'filler.py'}:Frozen',)",
+    )
     with small_disk(tmp_path / "disk", 64 << 10) as disk:
-        with pytest.raises(HardwareFault, match=r"\(step 5\) cannot be set aside \(Read-only.*: move it away"):
+        with pytest.raises(
+            HardwareFault, match=r"\(step 5\) cannot be set aside \(Read-only.*: move it away"
+        ):
             train(disk / "run", faults, {("norm", 6): math.nan}, *sets, transient=True)
         assert 5 in files.steps(disk / "run" / "checkpoints")
 
@@ -210,7 +231,9 @@ class Frozen(Callback):
 
 def test_stop_ends_the_run_with_ways_on_that_work(faults: Faults, tmp_path: Path) -> None:
     """The message is true: the checkpoint is from before the bad step; `skip` goes on in the same workdir."""
-    with pytest.raises(BadNumbers, match=r"grad_norm bad at step 5.*of step 3, is from before it.*guard.on_bad=skip"):
+    with pytest.raises(
+        BadNumbers, match=r"grad_norm bad at step 5.*of step 3, is from before it.*guard.on_bad=skip"
+    ):
         train(tmp_path, faults, {("norm", 5): math.inf}, "guard.on_bad=stop")
     assert files.steps(tmp_path / "checkpoints") == (3,)
     assert train(tmp_path, faults, {("norm", 5): math.inf}, "guard.on_bad=skip") == 0
@@ -274,14 +297,25 @@ class Planted(Callback):
 
 @pytest.mark.slow
 def test_two_processes_decide_alike_and_a_kill_in_between_changes_nothing(tmp_path: Path) -> None:
-    """Real processes: an update that writes NaN is left out by both, also if all are killed after the verdict."""
+    """Real processes: an update that writes NaN is left out by both, also if all are killed after the
+    verdict.
+    """
     planted = tmp_path / "planted.py"
     planted.write_text(PLANTED)
     sets = (*SETS, "mesh.data=2", "layout.zero_stage=3", f"callbacks=('{planted}:Planted',)")
     flags = [part for text in sets for part in ("--set", text)]
 
     def launched(workdir: Path, **more: str) -> subprocess.CompletedProcess[str]:
-        argv = ["bash", str(ROOT / "launch" / "local.sh"), "-n", "2", "--config=tiny", "--with", "debug", *flags]
+        argv = [
+            "bash",
+            str(ROOT / "launch" / "local.sh"),
+            "-n",
+            "2",
+            "--config=tiny",
+            "--with",
+            "debug",
+            *flags,
+        ]
         argv += ["--workdir", str(workdir), "--emulate-devices", "1"]
         env = os.environ | {"XLA_FLAGS": "", "PYTHON": sys.executable} | more
         return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)

@@ -1,4 +1,6 @@
-"""Whole runs whose disk fills up, whose files are damaged, whose output nobody reads and whose workdir is contested."""
+"""Whole runs whose disk fills up, whose files are damaged, whose output nobody reads and whose workdir is
+contested.
+"""
 
 import json
 import os
@@ -47,7 +49,9 @@ def train(workdir: Path, *sets: str) -> int:
 
 
 def filler(folder: Path, *, fill_at: int, free_at: int) -> str:
-    (folder / "filler.py").write_text(FILLER.replace("FILL_AT", str(fill_at)).replace("FREE_AT", str(free_at)))
+    (folder / "filler.py").write_text(
+        FILLER.replace("FILL_AT", str(fill_at)).replace("FREE_AT", str(free_at))
+    )
     return f"callbacks=('{folder / 'filler.py'}:Filler',)"
 
 
@@ -58,7 +62,9 @@ def steps(workdir: Path) -> list[int]:
 def test_a_disk_full_between_saves_costs_nothing_once_it_has_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every line is there, with one warning per file; under umask 077 no file is readable by others; the alert came."""
+    """Every line is there, with one warning per file; under umask 077 no file is readable by others; the
+    alert came.
+    """
     before = os.umask(0o077)
     try:
         with small_disk(tmp_path / "disk", 32 << 10) as disk:
@@ -88,7 +94,9 @@ def test_a_disk_full_between_saves_costs_nothing_once_it_has_room(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Orbax's threads
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_full_at_a_save_resumes_with_its_whole_history(tmp_path: Path) -> None:
-    """The run ends or goes on as saves decide; after room is made the same command gives an unbroken run's lines."""
+    """The run ends or goes on as saves decide; after room is made the same command gives an unbroken run's
+    lines.
+    """
     saves = "checkpoint.every_steps=2"
     assert train(tmp_path / "whole", saves) == 0
     with small_disk(tmp_path / "disk", 32 << 10) as disk:
@@ -144,14 +152,29 @@ class Standstill(Callback):
 
 
 def launch(workdir: Path, num_steps: int, machine: str = "", **environment: str) -> "subprocess.Popen[str]":
-    sets = (f"num_steps={num_steps}", "metrics.log_every_steps=1", "checkpoint.every_steps=20", "eval.every_steps=None")
+    sets = (
+        f"num_steps={num_steps}",
+        "metrics.log_every_steps=1",
+        "checkpoint.every_steps=20",
+        "eval.every_steps=None",
+    )
     sets += (f"mesh.data={environment.get('JTRAIN_NUM_PROCESSES', 1)}",)
     if (standstill := workdir.parent / "standstill.py").exists():
         sets += (f"callbacks=('{standstill}:Standstill',)",)
     arguments = [text for one in sets for text in ("--set", one)]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": ""}
     return subprocess.Popen(
-        [sys.executable, "-c", AS_ON, machine, "--config=tiny", "--with=debug", "--workdir", str(workdir), *arguments],
+        [
+            sys.executable,
+            "-c",
+            AS_ON,
+            machine,
+            "--config=tiny",
+            "--with=debug",
+            "--workdir",
+            str(workdir),
+            *arguments,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -171,7 +194,9 @@ def read_until(process: "subprocess.Popen[str]", text: str) -> str:
 def test_a_contested_killed_and_damaged_workdir_whose_output_nobody_reads(
     tmp_path: Path, launched: list["subprocess.Popen[str]"]
 ) -> None:
-    """A second run is refused; after a SIGKILL and garbage in two files the third one is complete, without a reader."""
+    """A second run is refused; after a SIGKILL and garbage in two files the third one is complete, without a
+    reader.
+    """
     workdir = tmp_path / "run"
     first = launch(workdir, 200)
     launched.append(first)
@@ -192,7 +217,9 @@ def test_a_contested_killed_and_damaged_workdir_whose_output_nobody_reads(
     third = launch(workdir, 200)
     launched.append(third)
     assert f"from process {first.pid} on host" in read_until(third, "took over the lock")
-    read_until(third, f"2 lines of {workdir / metrics.FILE} could not be read; moved to metrics.jsonl.damaged")
+    read_until(
+        third, f"2 lines of {workdir / metrics.FILE} could not be read; moved to metrics.jsonl.damaged"
+    )
     assert third.stdout is not None
     third.stdout.close()
     assert third.stderr is not None
@@ -208,9 +235,13 @@ def test_a_contested_killed_and_damaged_workdir_whose_output_nobody_reads(
 def test_a_run_that_lost_its_workdir_ends_without_a_trace_in_it(
     tmp_path: Path, launched: list["subprocess.Popen[str]"]
 ) -> None:
-    """It stood still for longer than the bound, and a run on another host went on; it exits 2 and writes nothing."""
+    """It stood still for longer than the bound, and a run on another host went on; it exits 2 and writes
+    nothing.
+    """
     workdir = tmp_path / "run"
-    (tmp_path / "standstill.py").write_text(STANDSTILL)  # from within, between two writes and not in the midst of one
+    (tmp_path / "standstill.py").write_text(
+        STANDSTILL
+    )  # from within, between two writes and not in the midst of one
     first = launch(workdir, 60, machine="host one")
     launched.append(first)
     _, status = os.waitpid(first.pid, os.WUNTRACED)

@@ -62,7 +62,9 @@ def train(folder: Path, stop_at: int) -> list[list[object]]:
 
 
 def test_a_callback_sees_the_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results come one step late, so that the devices never wait for the host; what it sees is what is logged."""
+    """Results come one step late, so that the devices never wait for the host; what it sees is what is
+    logged.
+    """
     monkeypatch.chdir(tmp_path)
     events = train(tmp_path, stop_at=-1)
     losses = {step: loss for name, step, *rest in events if name == "results" for loss in rest}
@@ -88,7 +90,9 @@ def test_what_a_callback_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_loop_calls_the_train_step_itself() -> None:
-    """`state, metrics = train_step(state, batch)` stands in the loop, which calls callbacks at five places at most."""
+    """`state, metrics = train_step(state, batch)` stands in the loop, which calls callbacks at five places at
+    most.
+    """
     source = (ROOT / "jtrain" / "train" / "loop.py").read_text()
     statements = [ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assign)]
     assert statements.count("state, metrics = train_step(state, batch)") == 1

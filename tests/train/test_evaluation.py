@@ -55,14 +55,18 @@ def trained(workdir: Path, path: Path, *sets: str) -> tuple[Run, dict[str, Any]]
 
 
 def in_numpy(workdir: Path, run: Run, name: str | None) -> dict[str, Any]:
-    """What the line should say of the split (None) or a set, from the checkpoint, all logits, and float64 numpy."""
+    """What the line should say of the split (None) or a set, from the checkpoint, all logits, and float64
+    numpy.
+    """
     mesh = make_mesh(run.mesh, jax.devices()[: run.mesh.size])
     layout = run_layout(run)
     with Checkpoints(workdir, run.checkpoint) as checkpoints:
         state, _ = checkpoints.restore(5, abstract_state(layout, make_optimizer(run), mesh))
     params = jax.tree.map(lambda x: jnp.asarray(np.asarray(x)), state.params)
     dataset = open_dataset(run.data, seed=run.seed)
-    held_out = dataset.held_out() if name is None else open_sets(run.eval.sets, run.data, dataset.setups)[name]
+    held_out = (
+        dataset.held_out() if name is None else open_sets(run.eval.sets, run.data, dataset.setups)[name]
+    )
     decode = held_out.streams[0].tokenizer.decode
     by_document: dict[int, list[float]] = {}
     size = 0
@@ -77,7 +81,9 @@ def in_numpy(workdir: Path, run: Run, name: str | None) -> dict[str, Any]:
         for row, segments in zip(host.token_BL, host.segment_BL, strict=True):
             for piece in range(1, segments.max() + 1):
                 ids = row[segments == piece]
-                size += len(decode(ids).replace("\0", "").encode()) - len(decode(ids[:1]).replace("\0", "").encode())
+                size += len(decode(ids).replace("\0", "").encode()) - len(
+                    decode(ids[:1]).replace("\0", "").encode()
+                )
     every = np.concatenate([np.asarray(nats) for nats in by_document.values()])
     residuals = [sum(nats) - every.mean() * len(nats) for nats in by_document.values()]
     count = len(by_document)
@@ -99,9 +105,15 @@ def in_numpy(workdir: Path, run: Run, name: str | None) -> dict[str, Any]:
     ids=["data parallel, bytes", "all axes, BPE"],
 )
 def test_a_run_reports_what_numpy_computes_from_all_logits(
-    mesh: tuple[str, ...], tokenizer: str, tmp_path: Path, tokenizer_json: Path, capsys: pytest.CaptureFixture[str]
+    mesh: tuple[str, ...],
+    tokenizer: str,
+    tmp_path: Path,
+    tokenizer_json: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Loss, standard error and bits per byte of the split and of a set; its words are ASCII: no cut splits one."""
+    """Loss, standard error and bits per byte of the split and of a set; its words are ASCII: no cut splits
+    one.
+    """
     other = corpus(tmp_path / "other", 7, seed=1)
     for file in other.iterdir():
         file.write_text(file.read_text().encode("ascii", "ignore").decode())
@@ -136,7 +148,9 @@ def test_sets_alone_are_evaluated_without_a_split(tmp_path: Path) -> None:
 
 
 def test_the_standard_error_is_how_far_means_of_other_documents_lie() -> None:
-    """In 2,000 samples of 40 documents whose tokens are alike; tokens taken as independent would say a third of it."""
+    """In 2,000 samples of 40 documents whose tokens are alike; tokens taken as independent would say a third
+    of it.
+    """
     rng = np.random.default_rng(0)
     means, errors, alone = [], [], []
     for _ in range(2000):

@@ -1,4 +1,6 @@
-"""A training run whose folder gains files between two starts: real processes, batches compared by their hashes."""
+"""A training run whose folder gains files between two starts: real processes, batches compared by their
+hashes.
+"""
 
 import json
 import os
@@ -43,7 +45,17 @@ def add_file(folder: Path, number: int) -> None:
 
 def command(devices: int, workdir: str) -> list[str]:
     given = [part for text in (*SETS, f"mesh.data={devices}") for part in ("--set", text)]
-    return [sys.executable, "-m", "jtrain.launch", "--config=tiny", "--with", "debug", "--workdir", workdir, *given]
+    return [
+        sys.executable,
+        "-m",
+        "jtrain.launch",
+        "--config=tiny",
+        "--with",
+        "debug",
+        "--workdir",
+        workdir,
+        *given,
+    ]
 
 
 def finished(folders: list[Path], *, workdir: str, devices: int) -> list[tuple[int, str]]:
@@ -68,7 +80,9 @@ def finished(folders: list[Path], *, workdir: str, devices: int) -> list[tuple[i
 
 
 def trained(folder: Path, *, from_step: int, devices: int = 1, processes: int = 1) -> str:
-    """Trains to the end, from a checkpoint as if the run had been killed after it; returns what was printed."""
+    """Trains to the end, from a checkpoint as if the run had been killed after it; returns what was
+    printed.
+    """
     for step in (4, 8, 12):
         if step > from_step:
             shutil.rmtree(folder / "run" / "checkpoints" / str(step), ignore_errors=True)
@@ -79,7 +93,9 @@ def trained(folder: Path, *, from_step: int, devices: int = 1, processes: int = 
 
 @pytest.mark.slow
 def test_processes_that_see_other_files_do_not_start(tmp_path: Path) -> None:
-    """A file that arrives while the hosts start: without the check they would train on different plans until a save."""
+    """A file that arrives while the hosts start: without the check they would train on different plans until
+    a save.
+    """
     folders = [tmp_path / "0", tmp_path / "1"]
     for files, folder in zip((2, 3), folders, strict=True):
         folder.mkdir()
@@ -87,12 +103,17 @@ def test_processes_that_see_other_files_do_not_start(tmp_path: Path) -> None:
             add_file(folder, number)
     for code, said in finished(folders, workdir=str(tmp_path / "run"), devices=2):
         assert code == 2, said
-        assert "the processes of this run find different files at data.path='text'. Give every host the same" in said
+        assert (
+            "the processes of this run find different files at data.path='text'. Give every host the same"
+            in said
+        )
 
 
 def hashes(folder: Path) -> dict[int, str]:
     return {
-        line["step"]: line["batch_hash"] for line in metrics.read(folder / "run" / metrics.FILE) if "loss_nats" in line
+        line["step"]: line["batch_hash"]
+        for line in metrics.read(folder / "run" / metrics.FILE)
+        if "loss_nats" in line
     }
 
 

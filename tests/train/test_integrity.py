@@ -1,4 +1,6 @@
-"""A run whose memory or arithmetic is wrong ends with exit code 76, names the device and saves nothing of it."""
+"""A run whose memory or arithmetic is wrong ends with exit code 76, names the device and saves nothing of
+it.
+"""
 
 import itertools
 import json
@@ -32,7 +34,11 @@ BASE = (
 
 
 def train(
-    workdir: Path, *sets: str, monkeypatch: pytest.MonkeyPatch | None = None, home: Path | None = None, **flip: Any
+    workdir: Path,
+    *sets: str,
+    monkeypatch: pytest.MonkeyPatch | None = None,
+    home: Path | None = None,
+    **flip: Any,
 ) -> int:
     if monkeypatch is not None:
         monkeypatch.setenv("JTRAIN_TEST_FLIP", json.dumps(dict(byte=777, bit=6) | flip))
@@ -54,8 +60,13 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_flipped_bit_ends_the_run_and_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A moment on one device, between steps 3 and 4: step 4 is not saved, and the checkpoint of step 2 stays."""
-    where = rf"step 4: device 5 \(cpu, process 0 on {socket.gethostname()}\) gave other bits of opt_state.mu.embed_VD "
+    """A moment on one device, between steps 3 and 4: step 4 is not saved, and the checkpoint of step 2
+    stays.
+    """
+    where = (
+        rf"step 4: device 5 \(cpu, process 0 on {socket.gethostname()}\) gave other bits of "
+        r"opt_state.mu.embed_VD "
+    )
     with pytest.raises(
         HardwareFault, match=where + r"than step 3 had written.*from the checkpoint of step 2, on other"
     ):
@@ -90,7 +101,9 @@ def test_a_checkpoint_that_holds_other_bits_is_refused(healthy: Path, tmp_path: 
 
 
 def test_a_copy_that_differs_is_outvoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gradient that is wrong on one device after its reduction: replicas diverge in that step, which is not saved."""
+    """A gradient that is wrong on one device after its reduction: replicas diverge in that step, which is not
+    saved.
+    """
     reduced = train_step.finish_gradient
 
     def wrong_on_device_3(*args: Any) -> Any:
@@ -107,7 +120,9 @@ def test_a_copy_that_differs_is_outvoted(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_a_device_that_computes_wrongly_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """ZeRO-3 has no copies, so only the recomputation sees it; the message says since when it may have been wrong."""
+    """ZeRO-3 has no copies, so only the recomputation sees it; the message says since when it may have been
+    wrong.
+    """
     loss = Transformer.cross_entropy
 
     def wrong_on_device_2(self: Transformer, params: Any, x_BLD: Any, *rest: Any) -> Any:
@@ -124,11 +139,17 @@ def test_a_device_that_computes_wrongly_ends_the_run(tmp_path: Path, monkeypatch
 
 @pytest.mark.slow
 def test_checkpoints_elsewhere_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run with its checkpoints in a store: after a resume a fault names the checkpoint; its sums are kept."""
+    """A run with its checkpoints in a store: after a resume a fault names the checkpoint; its sums are
+    kept.
+    """
     workdir, home = tmp_path / "local", tmp_path / "store"
     for _ in range(2):
-        with pytest.raises(HardwareFault, match=r"step 4: .* goes on from the checkpoint of step 2, on other"):
-            train(workdir, monkeypatch=monkeypatch, home=home, step=4, array="opt_state.mu.embed_VD", device=5)
+        with pytest.raises(
+            HardwareFault, match=r"step 4: .* goes on from the checkpoint of step 2, on other"
+        ):
+            train(
+                workdir, monkeypatch=monkeypatch, home=home, step=4, array="opt_state.mu.embed_VD", device=5
+            )
     assert train(workdir, home=home) == 0
     assert not (workdir / "checkpoints").exists()
     assert sorted(json.loads((workdir / integrity.FILE).read_text())) == ["2", "4"]
@@ -138,12 +159,16 @@ def test_checkpoints_elsewhere_are_known(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_program_without_an_order_is_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If the first recomputation differs on most devices, the log says so, and the attempt goes on without."""
+    """If the first recomputation differs on most devices, the log says so, and the attempt goes on
+    without.
+    """
     loss, calls = Transformer.cross_entropy, itertools.count()
 
     def another_each_time(self: Transformer, params: Any, x_BLD: Any, *rest: Any) -> Any:
         factor = jax.pure_callback(
-            lambda: np.float32(1 + 0.01 * next(calls)), jax.ShapeDtypeStruct((), np.float32), vmap_method="sequential"
+            lambda: np.float32(1 + 0.01 * next(calls)),
+            jax.ShapeDtypeStruct((), np.float32),
+            vmap_method="sequential",
         )
         return loss(self, params, x_BLD * factor.astype(x_BLD.dtype), *rest)
 

@@ -50,7 +50,8 @@ def wait_until(process: subprocess.Popen[str], condition: Callable[[], bool]) ->
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_from_local_memory(tmp_path: Path) -> None:
-    """Three kills without any checkpoint: each restart goes on at most one interval back, and nothing is left behind.
+    """Three kills without any checkpoint: each restart goes on at most one interval back, and nothing is left
+    behind.
 
     The unbroken run keeps nothing: what is kept in local memory does not change what is computed.
     """
@@ -63,7 +64,9 @@ def test_a_killed_run_goes_on_from_local_memory(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         output = process.communicate()[0]
         kept = steps_kept(memory)["process-0"]
-        assert max(train_lines(workdir)) - kept <= 2 * 3, "two intervals, if the kill was in the midst of a copy"
+        assert max(train_lines(workdir)) - kept <= 2 * 3, (
+            "two intervals, if the kill was in the midst of a copy"
+        )
         assert ("was in local memory" in output) == (reached > 5), output
     output = finish(workdir, *flags(memory))
     assert f"the state of step {kept} was in local memory" in output
@@ -74,7 +77,9 @@ def test_a_killed_run_goes_on_from_local_memory(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_go_on_from_local_memory(tmp_path: Path) -> None:
-    """Both are killed, and the folder of one is lost: its copy serves, and the losses are those of an unbroken run."""
+    """Both are killed, and the folder of one is lost: its copy serves, and the losses are those of an
+    unbroken run.
+    """
     options = ["--emulate-devices", "2", "--with", "zero3", "--set", "mesh.data=4"]
 
     def launch(workdir: Path, *more: str) -> list[subprocess.Popen[str]]:

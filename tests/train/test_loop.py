@@ -22,7 +22,13 @@ from jtrain.train.bad_steps import BadNumbers
 
 
 def train(workdir: Path, *sets: str) -> int:
-    sets = ("mesh.data=8", "layout.zero_stage=1", "metrics.log_every_steps=1", "optimizer.warmup_steps=0", *sets)
+    sets = (
+        "mesh.data=8",
+        "layout.zero_stage=1",
+        "metrics.log_every_steps=1",
+        "optimizer.warmup_steps=0",
+        *sets,
+    )
     run_config = load_config("tiny", ["debug"], sets)
     return attempt.train(build_run(run_config), workdir=workdir, config_text=tree.flat(run_config))
 
@@ -69,7 +75,9 @@ def test_a_run_leaves_what_the_design_lists(finished: Path) -> None:
 def test_a_learning_rate_that_explodes_stops_the_run_and_nothing_is_saved(tmp_path: Path) -> None:
     """The message has the step, the batch and what to try; no checkpoint of it exists."""
     sets = ("num_steps=8", "checkpoint.every_steps=1", "model.tie_embeddings=False", "guard.on_bad=stop")
-    with pytest.raises(BadNumbers, match=r"bad at step \d+: .*batch_hash=[0-9a-f]{16}.*optimizer.peak_lr") as ended:
+    with pytest.raises(
+        BadNumbers, match=r"bad at step \d+: .*batch_hash=[0-9a-f]{16}.*optimizer.peak_lr"
+    ) as ended:
         train(tmp_path, "optimizer.peak_lr=1e30", *sets)
     saved = [int(path.name) for path in (tmp_path / "checkpoints").iterdir()]
     assert saved
@@ -99,7 +107,9 @@ def test_a_model_that_cannot_fit_is_refused_with_what_would(tmp_path: Path) -> N
 
 def test_too_few_devices_are_counted(tmp_path: Path) -> None:
     """The mesh and what is here, with both ways out."""
-    with pytest.raises(ValueError, match=r"^8 devices are here \(cpu\), but mesh data=2 \* tensor=2 = 4 devices\. "):
+    with pytest.raises(
+        ValueError, match=r"^8 devices are here \(cpu\), but mesh data=2 \* tensor=2 = 4 devices\. "
+    ):
         train(tmp_path, "mesh.data=2", "mesh.tensor=2")
 
 
@@ -108,9 +118,13 @@ def test_idle_devices_change_no_batch_and_no_loss(finished: Path, tmp_path: Path
     config = load_config("tiny", ["debug"], ("metrics.log_every_steps=1", "optimizer.warmup_steps=0"))
     devices, lines = settle_mesh(config, jax.devices()[:3])
     assert "on 2 of the 3 devices that are here; cpu:2 stays idle" in lines[0]
-    assert attempt.train(build_run(config), workdir=tmp_path, config_text=tree.flat(config), devices=devices) == 0
+    assert (
+        attempt.train(build_run(config), workdir=tmp_path, config_text=tree.flat(config), devices=devices)
+        == 0
+    )
     got, want = (
-        [line for line in metrics.read(folder / metrics.FILE) if "loss_nats" in line] for folder in (tmp_path, finished)
+        [line for line in metrics.read(folder / metrics.FILE) if "loss_nats" in line]
+        for folder in (tmp_path, finished)
     )
     assert [line["batch_hash"] for line in got] == [line["batch_hash"] for line in want]
     losses = [line["loss_nats"] for line in want]
@@ -127,7 +141,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def first_command(workdir: Path, *, devices: int, processes: int = 1) -> list[dict[str, Any]]:
     """Lines of the train steps of `--config=tiny`, six steps long and in float32."""
-    sets = ("num_steps=6", "metrics.log_every_steps=1", "precision.compute_dtype=float32", "eval.every_steps=None")
+    sets = (
+        "num_steps=6",
+        "metrics.log_every_steps=1",
+        "precision.compute_dtype=float32",
+        "eval.every_steps=None",
+    )
     flags = [flag for text in sets for flag in ("--set", text)]
     flags += ["--workdir", str(workdir), "--emulate-devices", str(devices)]
     supervised = [] if processes == 1 else ["--supervise", "-n", str(processes)]
@@ -137,16 +156,22 @@ def first_command(workdir: Path, *, devices: int, processes: int = 1) -> list[di
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("devices", "processes", "taken"), [(2, 1, 2), (3, 1, 2), (8, 1, 8), (4, 2, 8), (3, 2, 4)])
+@pytest.mark.parametrize(
+    ("devices", "processes", "taken"), [(2, 1, 2), (3, 1, 2), (8, 1, 8), (4, 2, 8), (3, 2, 4)]
+)
 def test_the_first_command_trains_on_any_devices(
     devices: int, processes: int, taken: int, alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """The same command, without a word about the mesh: the same batches, the same losses, and an exit code of 0."""
+    """The same command, without a word about the mesh: the same batches, the same losses, and an exit code of
+    0.
+    """
     got = first_command(tmp_path, devices=devices, processes=processes)
     assert len(got) == 6
     assert alone[-1]["loss_nats"] < alone[0]["loss_nats"] - 0.5
     assert [line["batch_hash"] for line in got] == [line["batch_hash"] for line in alone]
-    assert [line["loss_nats"] for line in got] == pytest.approx([line["loss_nats"] for line in alone], rel=1e-5)
+    assert [line["loss_nats"] for line in got] == pytest.approx(
+        [line["loss_nats"] for line in alone], rel=1e-5
+    )
     facts = json.loads((tmp_path / "run.json").read_text())
     assert (facts["devices"]["count"], facts["processes"]) == (taken, processes)
 

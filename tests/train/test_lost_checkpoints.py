@@ -34,7 +34,9 @@ def steps(workdir: Path) -> dict[int, Any]:
 
 @pytest.mark.slow
 def test_a_run_goes_on_after_damage_and_never_begins_anew_in_silence(tmp_path: Path) -> None:
-    """The two newest are damaged: the losses are those of the unbroken run. All gone: exit 2, or from scratch."""
+    """The two newest are damaged: the losses are those of the unbroken run. All gone: exit 2, or from
+    scratch.
+    """
     workdir = tmp_path / "run"
     done = run(workdir)
     assert done.returncode == 0, done.stderr
@@ -42,7 +44,9 @@ def test_a_run_goes_on_after_damage_and_never_begins_anew_in_silence(tmp_path: P
     assert sorted(want) == list(range(1, 13))
     folder = workdir / "checkpoints"
     (folder / "12" / "manifest.json").unlink()
-    big = max((file for file in (folder / "8").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    big = max(
+        (file for file in (folder / "8").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
+    )
     os.truncate(big, big.stat().st_size - 1)
     again = run(workdir)
     assert again.returncode == 0, again.stderr

@@ -75,7 +75,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("unbroken")
     finish(workdir)
     lines = train_lines(workdir)
-    assert lines[NUM_STEPS]["loss_nats"] < lines[1]["loss_nats"] - 0.1, "the loss must move, or equality proves nothing"
+    assert lines[NUM_STEPS]["loss_nats"] < lines[1]["loss_nats"] - 0.1, (
+        "the loss must move, or equality proves nothing"
+    )
     assert len({line["batch_hash"] for line in lines.values()}) == NUM_STEPS, "every step has another batch"
     return workdir
 
@@ -90,7 +92,9 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 75, output
     assert "good save" in output
-    assert (workdir / "checkpoints" / str(max(train_lines(workdir)))).is_dir(), "the last step logged was saved"
+    assert (workdir / "checkpoints" / str(max(train_lines(workdir)))).is_dir(), (
+        "the last step logged was saved"
+    )
     return workdir
 
 
@@ -108,7 +112,9 @@ def test_stopped_then_killed_the_same_command_goes_on(unbroken: Path, stopped: P
 
 @pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(unbroken: Path, tmp_path: Path) -> None:
-    """SIGTERM at an arbitrary step, twice in a row: exit 75 after a good save, then the same losses to the last bit."""
+    """SIGTERM at an arbitrary step, twice in a row: exit 75 after a good save, then the same losses to the
+    last bit.
+    """
     for stop_after in (3, 17):
         process = start(tmp_path)
         wait_until(process, lambda after=stop_after: len(train_lines(tmp_path)) >= after)
@@ -116,7 +122,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(unbroken: Path, tmp_path: Pa
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 75, output
         assert "good save" in output
-        assert (tmp_path / "checkpoints" / str(max(train_lines(tmp_path)))).is_dir(), "the last step logged was saved"
+        assert (tmp_path / "checkpoints" / str(max(train_lines(tmp_path)))).is_dir(), (
+            "the last step logged was saved"
+        )
     assert "resumed from step" in finish(tmp_path)
     assert_same_run(tmp_path, unbroken)
 
@@ -141,12 +149,16 @@ def test_a_finished_run_is_left_alone(unbroken: Path) -> None:
 
 
 def test_a_run_goes_on_over_another_layout(unbroken: Path, stopped: Path, tmp_path: Path) -> None:
-    """Stopped on one device, resumed on four by the same command with ZeRO 3: the same data, and losses to rounding."""
+    """Stopped on one device, resumed on four by the same command with ZeRO 3: the same data, and losses to
+    rounding.
+    """
     shutil.copytree(stopped, tmp_path, dirs_exist_ok=True)
     assert "mesh.data=auto: 4, on all 4 devices" in finish(
         tmp_path, "--set", "layout.zero_stage=3", "--emulate-devices", "4"
     )
-    assert [(folder / "config.txt").read_text().count("# asked: mesh.data") for folder in (stopped, tmp_path)] == [1, 1]
+    assert [
+        (folder / "config.txt").read_text().count("# asked: mesh.data") for folder in (stopped, tmp_path)
+    ] == [1, 1]
     got, want = train_lines(tmp_path), train_lines(unbroken)
     assert [got[step]["batch_hash"] for step in got] == [want[step]["batch_hash"] for step in want]
     for step in want:
@@ -157,13 +169,16 @@ def test_a_run_goes_on_over_another_layout(unbroken: Path, stopped: Path, tmp_pa
 
 @pytest.mark.parametrize("goes_on", (False, pytest.param(True, marks=pytest.mark.slow)))
 def test_two_processes_stop_together_and_go_on(unbroken: Path, tmp_path: Path, goes_on: bool) -> None:
-    """One SIGTERM to launch/local.sh: both processes save the same step and exit 75; the rest is the same data.
+    """One SIGTERM to launch/local.sh: both processes save the same step and exit 75; the rest is the same
+    data.
 
     Both evaluate the same split, and a set that only this run has.
     """
     script = Path(__file__).parents[2] / "launch" / "local.sh"
     sets = ("mesh.data=2", f"eval.sets={{'docs': {{'path': {str(script.parents[1] / 'docs' / '*.md')!r}}}}}")
-    flags = command(tmp_path, *(flag for text in sets for flag in ("--set", text)), "--emulate-devices", "1")[3:]
+    flags = command(tmp_path, *(flag for text in sets for flag in ("--set", text)), "--emulate-devices", "1")[
+        3:
+    ]
     env = ENVIRON | {"PYTHON": sys.executable}
 
     def both() -> subprocess.Popen[str]:
@@ -181,7 +196,9 @@ def test_two_processes_stop_together_and_go_on(unbroken: Path, tmp_path: Path, g
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 0, output
     got, want = train_lines(tmp_path), train_lines(unbroken)
-    assert [got[step]["batch_hash"] for step in got] == [want[step]["batch_hash"] for step in want if step in got]
+    assert [got[step]["batch_hash"] for step in got] == [
+        want[step]["batch_hash"] for step in want if step in got
+    ]
     assert len(got) == (NUM_STEPS if goes_on else max(got))
     if goes_on:
         evaluated, wanted = (

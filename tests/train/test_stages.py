@@ -96,7 +96,8 @@ def test_a_run_changes_its_stages_and_goes_on(plain: Path, tmp_path: Path) -> No
     ]
     assert evaluated[1][-1] == pytest.approx(evaluated[0][-1], rel=1e-5)
     leaves = [
-        json.loads((workdir / "checkpoints" / "4" / "manifest.json").read_text())["leaves"] for workdir in (plain, four)
+        json.loads((workdir / "checkpoints" / "4" / "manifest.json").read_text())["leaves"]
+        for workdir in (plain, four)
     ]
     assert leaves[0] == leaves[1]
     for name, sets in (("two", ZBV), ("none", PLAIN), ("gpipe", (*UNEVEN, "pipeline.schedule=gpipe"))):
@@ -109,7 +110,9 @@ def test_a_run_changes_its_stages_and_goes_on(plain: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_two_processes_share_a_pipeline_and_resume_after_a_kill(plain: Path, tmp_path: Path) -> None:
-    """Stages span the processes, which read the same rows. Steps taken again after SIGKILL have the same bits."""
+    """Stages span the processes, which read the same rows. Steps taken again after SIGKILL have the same
+    bits.
+    """
     workdir = tmp_path / "run"
     coordinator = f"localhost:{free_port()}"
     environ = os.environ | {"XLA_FLAGS": "", "JTRAIN_COORDINATOR": coordinator, "JTRAIN_NUM_PROCESSES": "2"}

@@ -1,4 +1,6 @@
-"""The command with a workdir in an object store: killed in the middle of a save, and resumed on another machine."""
+"""The command with a workdir in an object store: killed in the middle of a save, and resumed on another
+machine.
+"""
 
 import json
 import os

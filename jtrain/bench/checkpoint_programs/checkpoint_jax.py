@@ -40,7 +40,8 @@ def main() -> None:
         gradient = product[0, 0]
         mu = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * (p + gradient), state["mu"], state["params"])
         nu = jax.tree.map(lambda v, p: 0.95 * v + 0.05 * p**2, state["nu"], state["params"])
-        # Without it, XLA keeps old moments in temporaries of 0.2 states, with which the heap grows as steps are run.
+        # Without it, XLA keeps old moments in temporaries of 0.2 states, with which the heap grows as steps
+        # are run.
         mu, nu = jax.lax.optimization_barrier((mu, nu))
         params = jax.tree.map(lambda p, m, v: p - 1e-6 * m / (jnp.sqrt(v) + 1e-8), state["params"], mu, nu)
         return {"params": params, "mu": mu, "nu": nu}
@@ -108,7 +109,9 @@ def _orbax(folder: Path) -> tuple[Any, ...]:
 
 
 def _orbax_fsync(folder: Path) -> tuple[Any, ...]:
-    """Orbax, and a thread that forces all of a finished checkpoint to the disk: TensorStore forces only the arrays."""
+    """Orbax, and a thread that forces all of a finished checkpoint to the disk: TensorStore forces only the
+    arrays.
+    """
     save_orbax, named, ended_orbax, close = _orbax(folder)
     forced: list[threading.Thread] = []
 

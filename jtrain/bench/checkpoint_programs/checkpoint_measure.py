@@ -24,11 +24,14 @@ STEPS_AFTER = 3
 MATMUL, MATMULS = 1024, 12
 """Size and number of the square matrices that a step multiplies, beside updating the state."""
 STDDEV = 0.02
-"""Scale of the normal values of the state. Orbax compresses: of equal values it would write next to nothing."""
+"""Scale of the normal values of the state. Orbax compresses: of equal values it would write next to
+nothing."""
 
 
 def shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of a transformer of stacked layers: 110 million (`100M`) or 1.8 million (`small`)."""
+    """Returns the parameters of a transformer of stacked layers: 110 million (`100M`) or 1.8 million
+    (`small`).
+    """
     layers, d_model, vocab = {"100M": (12, 768, 32_000), "small": (2, 256, 1_024)}[size]
     attention = {f"attention_{name}": (layers, d_model, d_model) for name in "qkvo"}
     return {
@@ -102,8 +105,9 @@ def measure(
 ) -> None:
     """Runs steps and saves, and prints the figures as one line of JSON.
 
-    The first save is not timed: it imports and compiles. Its memory counts. What each save leaves is a median, since
-    the heap now and then grows by the 8 MiB of a step's temporaries, also without any save: 0.4 small states.
+    The first save is not timed: it imports and compiles. Its memory counts. What each save leaves is a
+    median, since the heap now and then grows by the 8 MiB of a step's temporaries, also without any save: 0.4
+    small states.
 
     Args:
       step: runs one step and waits for it.
@@ -124,7 +128,9 @@ def measure(
     rows = []
     rest = []
     for number in range(saves + 1):
-        usual_s, usual_cpu_s = map(statistics.median, zip(*(timed() for _ in range(STEPS_BEFORE)), strict=True))
+        usual_s, usual_cpu_s = map(
+            statistics.median, zip(*(timed() for _ in range(STEPS_BEFORE)), strict=True)
+        )
         with _durable_s(lambda number=number: durable(number)) as durable_s:
             start, start_cpu = time.perf_counter(), time.process_time()
             save(number)

@@ -1,4 +1,5 @@
-"""Saves by torch's `distributed.checkpoint.async_save` beside steps on the CPU: one side of `bench checkpoint`.
+"""Saves by torch's `distributed.checkpoint.async_save` beside steps on the CPU: one side of `bench
+checkpoint`.
 
 Runs in an environment with torch; jtrain is not installed there.
 """

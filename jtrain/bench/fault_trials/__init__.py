@@ -1,1 +1,3 @@
-"""Trials of `jtrain bench faults`: a real training, one fault, the same command again, an unbroken run beside it."""
+"""Trials of `jtrain bench faults`: a real training, one fault, the same command again, an unbroken run beside
+it.
+"""

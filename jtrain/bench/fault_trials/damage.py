@@ -1,4 +1,6 @@
-"""Damaged, missing and misplaced checkpoint files. The run goes on from the newest whole checkpoint, and says so."""
+"""Damaged, missing and misplaced checkpoint files. The run goes on from the newest whole checkpoint, and says
+so.
+"""
 
 import os
 import re
@@ -38,7 +40,9 @@ WAYS: dict[str, Callable[[Path, Trial], object]] = {
 
 
 def file_types(checkpoint: Path) -> dict[str, list[Path]]:
-    """Returns type -> its files: names with numbers and hashes left out, such as `state/ocdbt.process_/d/`."""
+    """Returns type -> its files: names with numbers and hashes left out, such as
+    `state/ocdbt.process_/d/`.
+    """
     found: dict[str, list[Path]] = {}
     for file in sorted(checkpoint.rglob("*")):
         if file.is_file() and file.stat().st_size:
@@ -48,7 +52,11 @@ def file_types(checkpoint: Path) -> dict[str, list[Path]]:
 
 
 def _damages(way: str) -> None:
-    @fault(f"damage-{way}", f"a file of the newest checkpoint is {way}; its type is drawn", lost_steps=EVERY_STEPS)
+    @fault(
+        f"damage-{way}",
+        f"a file of the newest checkpoint is {way}; its type is drawn",
+        lost_steps=EVERY_STEPS,
+    )
     def damage(trial: Trial) -> None:
         trial.from_half()
         found = file_types(trial.workdir.checkpoints / str(NEWEST))

@@ -1,4 +1,6 @@
-"""Full and read-only disks: a small tmpfs that the harness mounts as the workdir, which takes the rights of root."""
+"""Full and read-only disks: a small tmpfs that the harness mounts as the workdir, which takes the rights of
+root.
+"""
 
 import contextlib
 import os
@@ -117,7 +119,9 @@ def disk_full(trial: Trial) -> None:
     trial.settle(attempt)
     text = attempt.text()
     if set(attempt.codes.values()) != {REFUSED} or "Traceback" in text or str(trial.workdir.path) not in text:
-        trial.wrong(f"on a full disk the run ended with {attempt.codes}; expected 2 and a message that names the disk")
+        trial.wrong(
+            f"on a full disk the run ended with {attempt.codes}; expected 2 and a message that names the disk"
+        )
     _free(trial.workdir.path)
 
 

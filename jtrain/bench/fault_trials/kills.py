@@ -118,7 +118,9 @@ def kill_again(trial: Trial) -> None:
         more = trial.rng.randint(0, 6)
         late = _passed(trial.rng.uniform(0, trial.reference.first_step_s))
         attempt.until(
-            lambda more=more, first=first, late=late: late() if not more else trial.workdir.last_step() >= first + more
+            lambda more=more, first=first, late=late: (
+                late() if not more else trial.workdir.last_step() >= first + more
+            )
         )
         trial.kill(attempt)
 

@@ -1,4 +1,6 @@
-"""Runs that all trials share, made when first needed: unbroken ones to compare with, and a half-done one to damage."""
+"""Runs that all trials share, made when first needed: unbroken ones to compare with, and a half-done one to
+damage.
+"""
 
 import dataclasses
 import time
@@ -14,8 +16,8 @@ from jtrain.runtime.exit_codes import DONE
 class Reference:
     """Unbroken run, and times of its start for the faults that come at a random one.
 
-    described_s, first_step_s, end_s: from the start to run.json, to the first logged step, to the end, as a user
-      starts it.
+    described_s, first_step_s, end_s: from the start to run.json, to the first logged step, to the end, as a
+      user starts it.
     """
 
     steps: tuple[Step, ...]
@@ -67,7 +69,8 @@ class Lab:
         return Reference(steps, digests, committed, described_s, first_step_s, end_s)
 
     def half(self) -> Path:
-        """Returns the workdir of a run that was killed after its second save was committed and before its third began.
+        """Returns the workdir of a run that was killed after its second save was committed and before its
+        third began.
 
         Raises:
           RuntimeError: no kill met such an instant.
@@ -83,7 +86,9 @@ class Lab:
             attempt.strays()
             if _twice_saved(workdir) and not workdir.saving():
                 self._half = workdir.path
-        raise RuntimeError(f"{self.recipe.command(self.folder)} was never between its second save and its third")
+        raise RuntimeError(
+            f"{self.recipe.command(self.folder)} was never between its second save and its third"
+        )
 
 
 def _twice_saved(workdir: Workdir) -> bool:

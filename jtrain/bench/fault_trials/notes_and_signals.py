@@ -1,4 +1,6 @@
-"""Damaged notes of a run (metrics, ledger), signals and pipes that close, two runs in one workdir, unshared folders."""
+"""Damaged notes of a run (metrics, ledger), signals and pipes that close, two runs in one workdir, unshared
+folders.
+"""
 
 import os
 import select
@@ -45,7 +47,8 @@ def _signalled(trial: Trial, number: signal.Signals) -> None:
         trial.wrong(f"{number.name} at step {drawn}: exit codes {attempt.codes} are neither all 75 nor all 0")
     if codes == {STOPPED} and max(trial.workdir.committed(), default=0) < trial.workdir.last_step():
         trial.wrong(
-            f"{number.name} lost steps: checkpoints {trial.workdir.committed()}, logged {trial.workdir.last_step()}"
+            f"{number.name} lost steps: checkpoints {trial.workdir.committed()}, logged "
+            f"{trial.workdir.last_step()}"
         )
 
 
@@ -72,7 +75,9 @@ def closed_pipe(trial: Trial) -> None:
     drawn = trial.rng.randint(0, 4)
     attempt.until(
         lambda: (
-            select.select([reading], [], [], 0.1)[0] and os.read(reading, 4096) and trial.workdir.last_step() >= drawn
+            select.select([reading], [], [], 0.1)[0]
+            and os.read(reading, 4096)
+            and trial.workdir.last_step() >= drawn
         )
     )
     os.close(reading)
@@ -93,7 +98,8 @@ def two_runs(trial: Trial) -> None:
     text = second.text()
     if set(second.codes.values()) != {REFUSED} or str(first.pids[0]) not in text:
         trial.wrong(
-            f"a second run in the same workdir ended with {second.codes} and did not name process {first.pids[0]}"
+            f"a second run in the same workdir ended with {second.codes} and did not name process "
+            f"{first.pids[0]}"
         )
     first.wait()
     trial.settle(first)
@@ -109,7 +115,8 @@ def unshared(trial: Trial) -> None:
     text = attempt.text()
     if set(attempt.codes.values()) != {REFUSED} or "shared" not in text or "step 1/" in text:
         trial.wrong(
-            f"workdirs that are not shared: exit codes {attempt.codes}, expected 2 with `shared` in the message"
+            f"workdirs that are not shared: exit codes {attempt.codes}, expected 2 with `shared` in the "
+            "message"
         )
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

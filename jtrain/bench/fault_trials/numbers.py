@@ -26,7 +26,9 @@ def _planted(trial: Trial, plant: Plant) -> None:
 
 
 def _errors(text: str) -> str:
-    return "; ".join(line for line in text.splitlines() if line.startswith("error:")) or "no error was printed"
+    return (
+        "; ".join(line for line in text.splitlines() if line.startswith("error:")) or "no error was printed"
+    )
 
 
 def _once(trial: Trial) -> str:
@@ -37,7 +39,9 @@ def _once(trial: Trial) -> str:
     "nan-weight", "a weight becomes NaN between two steps", says=NAMES_HARDWARE, lost_steps=NUM_STEPS, **EACH,
 )  # fmt: skip
 def nan_weight(trial: Trial) -> None:
-    """The step is found bad, run again from the last good checkpoint, and differs: the hardware is named, exit 76."""
+    """The step is found bad, run again from the last good checkpoint, and differs: the hardware is named,
+    exit 76.
+    """
     step = trial.rng.randint(2, NUM_STEPS - 1)
     _planted(trial, Plant("nan", step, seed=trial.rng.randrange(1000), once=_once(trial)))
 

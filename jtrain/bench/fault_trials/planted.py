@@ -1,7 +1,8 @@
 """Training command with one planted fault: `python -m jtrain.bench.fault_trials.planted PLANT --config=...`.
 
-PLANT is the JSON of a `Plant`. The fault is in the memory of a device (an array of the state changes between two steps,
-as by a broken memory cell), or in the arithmetic of a step. The command is otherwise `python -m jtrain.launch`.
+PLANT is the JSON of a `Plant`. The fault is in the memory of a device (an array of the state changes between
+two steps, as by a broken memory cell), or in the arithmetic of a step. The command is otherwise `python -m
+jtrain.launch`.
 """
 
 import dataclasses
@@ -19,10 +20,10 @@ MODULE = "jtrain.bench.fault_trials.planted"
 class Plant:
     """What to plant.
 
-    what: `nan` or `large`: a number of a weight becomes NaN or 1e4 on every device that holds it; `flip`: one bit of an
-      array of the state flips on one device; `gradient`: the gradients of the step are NaN, each time it is computed;
-      `update`: the same of its learning rate, so that only the new weights show it; `left_out`: the reference of these
-      two, a run in which the update of the step is not applied.
+    what: `nan` or `large`: a number of a weight becomes NaN or 1e4 on every device that holds it; `flip`: one
+      bit of an array of the state flips on one device; `gradient`: the gradients of the step are NaN, each
+      time it is computed; `update`: the same of its learning rate, so that only the new weights show it;
+      `left_out`: the reference of these two, a run in which the update of the step is not applied.
     step: the fault is there when this step begins.
     process: the one whose device's memory `flip` changes.
     seed: draws array, place, bit and device.
@@ -66,7 +67,9 @@ class PlantedStep:
             if METRIC in metrics:  # sums of the state that the step was given and of the one that it returned
                 sums = metrics[METRIC]
                 same = [name != "step" for name, _ in summed_arrays(kept)]
-                metrics = metrics | {METRIC: sums.at[:, 1].set(jnp.where(jnp.asarray(same), sums[:, 0], sums[:, 1]))}
+                metrics = metrics | {
+                    METRIC: sums.at[:, 1].set(jnp.where(jnp.asarray(same), sums[:, 0], sums[:, 1]))
+                }
             return dataclasses.replace(kept, step=new.step), metrics
         if here and plant.what in ("nan", "large", "flip") and _first_time(plant):
             state = changed(state, plant)
@@ -125,7 +128,9 @@ def _with_fault(shard: Any, what: str, place: float, bit: int) -> Any:
 
 
 def _nan_arithmetic(*, gradient: int, update: int) -> None:
-    """Makes gradients or learning rate of a step NaN in the compiled program; 0 is no step, in the same program."""
+    """Makes gradients or learning rate of a step NaN in the compiled program; 0 is no step, in the same
+    program.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -134,7 +139,9 @@ def _nan_arithmetic(*, gradient: int, update: int) -> None:
     begin = Optimizer.begin
 
     def planted(self: Any, grads: Any, at: Any, *more: Any, **named: Any) -> Any:
-        spoilt = jax.tree.map(lambda grad: jnp.where(at + 1 == gradient, jnp.asarray(jnp.nan, grad.dtype), grad), grads)
+        spoilt = jax.tree.map(
+            lambda grad: jnp.where(at + 1 == gradient, jnp.asarray(jnp.nan, grad.dtype), grad), grads
+        )
         scalars = begin(self, spoilt, at, *more, **named)
         rate = jnp.where(at + 1 == update, jnp.nan, scalars.learning_rate)
         return dataclasses.replace(scalars, learning_rate=rate)

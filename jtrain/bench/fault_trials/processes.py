@@ -1,8 +1,8 @@
 """Processes of a training in a trial: how they start, are watched and end, and which of them stay behind.
 
-Importing jax, flax and orbax takes two seconds of each start. The harness has imported them and starts no backend of
-jax, so a training is usually a fork of the harness. A trial that needs the imports as well starts a real
-`python -m jtrain.launch`.
+Importing jax, flax and orbax takes two seconds of each start. The harness has imported them and starts no
+backend of jax, so a training is usually a fork of the harness. A trial that needs the imports as well starts
+a real `python -m jtrain.launch`.
 """
 
 import atexit
@@ -31,12 +31,16 @@ class StillRunning(Exception):
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, so that none escapes `descendants`."""
+    """Makes this process the parent of every descendant whose own parent ends, so that none escapes
+    `descendants`.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants(root: int | None = None) -> dict[int, str]:
-    """Returns process id -> name of all processes below `root` (default: this one), without those that have ended."""
+    """Returns process id -> name of all processes below `root` (default: this one), without those that have
+    ended.
+    """
     children: dict[int, list[int]] = {}
     names: dict[int, str] = {}
     for entry in os.scandir("/proc"):
@@ -76,7 +80,9 @@ def reap() -> None:
 
 
 def fork(work: Callable[[], int], log: Path, *, environ: Mapping[str, str] = {}) -> int:
-    """Runs `work`, which returns the exit code, in a fork with a session and output file of its own; returns its id."""
+    """Runs `work`, which returns the exit code, in a fork with a session and output file of its own; returns
+    its id.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -119,13 +125,16 @@ def in_fork(work: Callable[[], int], log: Path) -> str:
     _, status = os.waitpid(fork(work, log), 0)
     if status:
         raise RuntimeError(
-            f"a helper process of the harness ended with {os.waitstatus_to_exitcode(status)}:\n{log.read_text()}"
+            "a helper process of the harness ended with "
+            f"{os.waitstatus_to_exitcode(status)}:\n{log.read_text()}"
         )
     return log.read_text()
 
 
 def run_imported(argv: Sequence[str]) -> int:
-    """Body of a forked training: does what `python -m MODULE ARGUMENTS` does, with the imports done already."""
+    """Body of a forked training: does what `python -m MODULE ARGUMENTS` does, with the imports done
+    already.
+    """
     module, *arguments = argv
     sys.argv = [*argv]
     sys.orig_argv = [sys.executable, "-m", *argv]
@@ -201,7 +210,8 @@ class Attempt:
         self.until(lambda: False, poll_s=0.005)
 
     def freeze_if(self, condition: Callable[[], Any]) -> bool:
-        """Stops all processes (SIGSTOP) at an instant at which `condition` holds; if it has passed, they go on: False.
+        """Stops all processes (SIGSTOP) at an instant at which `condition` holds; if it has passed, they go
+        on: False.
 
         A stopped process changes nothing more, so what is killed next dies at exactly such an instant.
         """
@@ -214,7 +224,9 @@ class Attempt:
     def kill(self, indices: Sequence[int] | None = None) -> None:
         """Sends SIGKILL to `indices` (default: all) and waits until they have ended; the others go on."""
         self.send(signal.SIGKILL, indices)
-        self.until(lambda: not set(self.running()) & set(range(len(self.pids)) if indices is None else indices))
+        self.until(
+            lambda: not set(self.running()) & set(range(len(self.pids)) if indices is None else indices)
+        )
         self.send(signal.SIGCONT)
 
     def text(self) -> str:
@@ -222,7 +234,9 @@ class Attempt:
         return "".join(log.read_text(errors="replace") for log in self.logs if log.exists())
 
     def strays(self) -> list[str]:
-        """Waits for the end of what the processes have started; returns the names of what stays, and kills it."""
+        """Waits for the end of what the processes have started; returns the names of what stays, and kills
+        it.
+        """
         end_s = time.monotonic() + ENDED_S
         while (below := descendants()) and time.monotonic() < end_s:
             reap()

@@ -1,4 +1,6 @@
-"""Training command of the trials: its arguments and environment, for one or several processes on this machine."""
+"""Training command of the trials: its arguments and environment, for one or several processes on this
+machine.
+"""
 
 import dataclasses
 import importlib
@@ -10,7 +12,8 @@ from jtrain.bench.fault_trials import processes
 from jtrain.bench.fault_trials.processes import Attempt
 
 NUM_STEPS, EVERY_STEPS = 16, 4
-"""Updates of a run, and steps between its checkpoints: three saves on the way, one at the end, and two deletions."""
+"""Updates of a run, and steps between its checkpoints: three saves on the way, one at the end, and two
+deletions."""
 
 COMMON = (
     f"num_steps={NUM_STEPS}",
@@ -22,8 +25,9 @@ COMMON = (
 SMALL = ("optimizer.warmup_steps=2",)
 LAUNCH = "jtrain.launch"
 ON_CPUS = {"disable_most_optimizations": 1, "traceback_in_locations_limit": 0}
-"""Settings of jax on emulated devices. LLVM's optimisations are half of the seconds of a compilation. The key of the
-compile cache includes the call stack of every operation: with ten frames, the default, each kind would compile anew."""
+"""Settings of jax on emulated devices. LLVM's optimisations are half of the seconds of a compilation. The key
+of the compile cache includes the call stack of every operation: with ten frames, the default, each kind would
+compile anew."""
 UNBROKEN_LIMIT_S = 3600.0
 """Time in which a run without any fault must end."""
 
@@ -60,7 +64,11 @@ class Recipe:
 
     def command(self, workdir: Path, *more: str) -> str:
         """Returns the command as a user types it."""
-        start = "python -m jtrain.launch" if self.num_processes == 1 else f"launch/local.sh -n {self.num_processes}"
+        start = (
+            "python -m jtrain.launch"
+            if self.num_processes == 1
+            else f"launch/local.sh -n {self.num_processes}"
+        )
         return " ".join([start, *self.argv(workdir, *more)])
 
     def start(
@@ -81,13 +89,18 @@ class Recipe:
           logs: folder of the output files; existing ones are replaced.
           more: further arguments.
           imported: forks this process, which has imported everything; otherwise starts new interpreters.
-          module: the module to run in place of `jtrain.launch`, with arguments that come before those of the run.
+          module: the module to run in place of `jtrain.launch`, with arguments that come before those of the
+            run.
           supervised: starts one process, with `--supervise`, which starts those of the run.
           limit_s: time in which the attempt must end.
           environ: further environment variables.
         """
         if supervised:
-            more = (*more, "--supervise", *(("--processes", str(self.num_processes)) * (self.num_processes > 1)))
+            more = (
+                *more,
+                "--supervise",
+                *(("--processes", str(self.num_processes)) * (self.num_processes > 1)),
+            )
         elif len(workdirs) == 1:
             workdirs = [*workdirs] * self.num_processes
         logs.mkdir(parents=True, exist_ok=True)
@@ -98,13 +111,19 @@ class Recipe:
             if log.is_file():  # a trial may have put a pipe there
                 log.unlink()
             argv = [*module, *self.argv(workdir, *more)]
-            variables = {} if self.emulated is None else {f"JAX_{name}".upper(): str(n) for name, n in ON_CPUS.items()}
+            variables = (
+                {}
+                if self.emulated is None
+                else {f"JAX_{name}".upper(): str(n) for name, n in ON_CPUS.items()}
+            )
             if self.num_processes > 1 and not supervised:
                 variables |= {"JTRAIN_COORDINATOR": f"127.0.0.1:{port}", "JTRAIN_PROCESS_ID": str(index)}
                 variables |= {"JTRAIN_NUM_PROCESSES": str(self.num_processes)}
             start = processes.run_imported if imported else processes.run_command
             pids.append(
-                processes.fork(lambda argv=argv, start=start: start(argv), log, environ=variables | {**environ})
+                processes.fork(
+                    lambda argv=argv, start=start: start(argv), log, environ=variables | {**environ}
+                )
             )
             files.append(log)
         return Attempt(pids, files, limit_s=limit_s)
@@ -135,8 +154,8 @@ def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> Rec
     size = mesh_size(config)
     if size % num_processes:
         raise UserError(
-            f"--config {name} has a mesh of {size} devices, which --processes {num_processes} cannot divide evenly. "
-            "Choose another number of processes."
+            f"--config {name} has a mesh of {size} devices, which --processes {num_processes} cannot divide "
+            "evenly. Choose another number of processes."
         )
     return Recipe(name, (), COMMON, num_processes, size // num_processes)
 

@@ -1,4 +1,6 @@
-"""Stopped and killed processes of a run that `--supervise` watches: named, ended, training again by itself."""
+"""Stopped and killed processes of a run that `--supervise` watches: named, ended, training again by
+itself.
+"""
 
 import os
 import signal
@@ -24,7 +26,9 @@ def training_processes(supervisor: int) -> dict[int, int]:
             except OSError:
                 continue
             if b"jtrain.launch" in command:
-                numbers = [entry.partition(b"=")[2] for entry in environ if entry.startswith(b"JTRAIN_PROCESS_ID=")]
+                numbers = [
+                    entry.partition(b"=")[2] for entry in environ if entry.startswith(b"JTRAIN_PROCESS_ID=")
+                ]
                 found[int(numbers[0]) if numbers else 0] = int(pid)
     return found
 
@@ -37,7 +41,9 @@ def _alive(pid: int) -> bool:
 
 
 def _hit(trial: Trial, number: signal.Signals) -> None:
-    """Sends a signal to drawn processes after a drawn step; notes when they are named, ended, and training again."""
+    """Sends a signal to drawn processes after a drawn step; notes when they are named, ended, and training
+    again.
+    """
     attempt = trial.start(supervised=True)
     drawn = trial.rng.randint(1, NUM_STEPS - 4)
     attempt.until(lambda: trial.workdir.last_step() >= drawn)
@@ -55,7 +61,10 @@ def _hit(trial: Trial, number: signal.Signals) -> None:
 
     def training_again() -> bool:
         said = attempt.text()[said_before:]
-        note("named", any(f"process {index}" in said for index in victims) or (len(before) == 1 and "process" in said))
+        note(
+            "named",
+            any(f"process {index}" in said for index in victims) or (len(before) == 1 and "process" in said),
+        )
         note("ended", not any(_alive(pid) for pid in before.values()))
         note("trained", "ended" in trial.result.times_s and f"step {(resumed_from(said) or 0) + 1}/" in said)
         return "trained" in trial.result.times_s

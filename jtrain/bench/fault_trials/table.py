@@ -1,4 +1,6 @@
-"""Report of the trials: a line for each, a table by kind, each failure with the command that repeats it, and rows."""
+"""Report of the trials: a line for each, a table by kind, each failure with the command that repeats it, and
+rows.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -16,7 +18,8 @@ def line(result: Result, *, of_config: str | None) -> str:
     times = "".join(f", {name} {seconds:.1f} s" for name, seconds in result.times_s.items())
     verdict = "FAILED" if result.wrong else "refused, then survived" if result.refused else "survived"
     head = (
-        f"{result.kind} {result.seed}: {verdict}, {result.lost_steps} steps again{times}, {result.seconds:.1f} s{notes}"
+        f"{result.kind} {result.seed}: {verdict}, {result.lost_steps} steps again{times}, "
+        f"{result.seconds:.1f} s{notes}"
     )
     if not result.wrong:
         return head
@@ -43,7 +46,17 @@ def by_kind(results: Sequence[Result]) -> dict[str, list[Result]]:
 
 def lines(results: Sequence[Result], kinds: Mapping[str, Kind], *, of_config: str | None) -> Iterator[str]:
     """The table, and below it the failures."""
-    heads = ("trials", "survived", "refused", "failed", "skipped", "steps again", "recoveries", "again s", "trial s")
+    heads = (
+        "trials",
+        "survived",
+        "refused",
+        "failed",
+        "skipped",
+        "steps again",
+        "recoveries",
+        "again s",
+        "trial s",
+    )
     table = Table("trials", words("kind") + numbers(*heads))
     for name in (name for name in kinds if name in by_kind(results)):
         mine = by_kind(results)[name]

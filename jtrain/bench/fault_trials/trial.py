@@ -1,4 +1,6 @@
-"""One trial: a training with one fault, the same command again until it is done, and what is wrong with the result."""
+"""One trial: a training with one fault, the same command again until it is done, and what is wrong with the
+result.
+"""
 
 import contextlib
 import dataclasses
@@ -21,7 +23,8 @@ MOST_ATTEMPTS = 4
 
 
 SHORTEST_LIMIT_S, LIMIT_RUNS = 120.0, 20
-"""Time in which an attempt must end, before it counts as a hang: at least so long, or so many unbroken runs."""
+"""Time in which an attempt must end, before it counts as a hang: at least so long, or so many unbroken
+runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,17 +33,19 @@ class Kind:
 
     name: as after `--only`.
     what: what happens, for the list of kinds.
-    inject: starts the training, or takes a half-done one, and does the damage; the harness starts it again afterwards.
+    inject: starts the training, or takes a half-done one, and does the damage; the harness starts it again
+      afterwards.
     processes: numbers of processes with which it makes sense.
-    refused: regular expression that the message of a right refusal matches (it names the way out); None where the run
-      has to go on.
+    refused: regular expression that the message of a right refusal matches (it names the way out); None where
+      the run has to go on.
     must_refuse: True if going on would be wrong.
     mend: takes the way out that the message names; called after a right refusal.
     says: regular expression that the output has to match; None where nothing has to be said.
-    lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being written.
+    lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being
+      written.
     lost_steps: steps beyond one interval that the fault may take.
-    keeps_more: True if older checkpoints may stay and others be of a later step: none is deleted while numbers are in
-      doubt, a save waits for good ones, and a run that is stopped saves at that step.
+    keeps_more: True if older checkpoints may stay and others be of a later step: none is deleted while
+      numbers are in doubt, a save waits for good ones, and a run that is stopped saves at that step.
     needs: returns why this machine cannot do it, None if it can.
     """
 
@@ -129,7 +134,9 @@ class Trial:
         return sorted(self.rng.sample(everyone, self.rng.randint(1, len(everyone) - 1)))
 
     def kill(self, attempt: Attempt) -> None:
-        """Kills drawn processes; what is left of the run is killed up to two seconds later, as by a scheduler."""
+        """Kills drawn processes; what is left of the run is killed up to two seconds later, as by a
+        scheduler.
+        """
         victims = self.victims()
         attempt.kill(victims)
         self.result.notes.append(f"killed processes {victims}")
@@ -192,24 +199,36 @@ class Trial:
             resumed = self.count_lost(attempt.text(), before)
             if resumed < due - EVERY_STEPS - self.kind.lost_steps:
                 self.wrong(f"more than one interval lost: at step {before}, resumed from step {resumed}")
-            if resumed < newest and not re.search(rf"checkpoints/{newest}\b|step {newest}\b(?!/)", attempt.text()):
+            if resumed < newest and not re.search(
+                rf"checkpoints/{newest}\b|step {newest}\b(?!/)", attempt.text()
+            ):
                 self.wrong(f"resumed from step {resumed} without a word on checkpoints/{newest}")
             if resumed < committed and not self.kind.lost_steps:
-                self.wrong(f"resumed from step {resumed}, although the checkpoint of step {committed} is whole")
+                self.wrong(
+                    f"resumed from step {resumed}, although the checkpoint of step {committed} is whole"
+                )
             if resumed > committed:
-                self.wrong(f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}")
+                self.wrong(
+                    f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}"
+                )
         return attempt
 
     def count_lost(self, text: str, before: int) -> int:
-        """Notes a start that went on, and the steps up to `before` that it does again; returns the step it is from."""
+        """Notes a start that went on, and the steps up to `before` that it does again; returns the step it is
+        from.
+        """
         resumed = resumed_from(text) or 0
         self.result.recoveries += 1
         self.result.lost_steps = max(self.result.lost_steps, before - resumed)
         return resumed
 
     def _due(self, before: int) -> int:
-        """Returns the newest step up to `before` whose save may have begun: the next waits for one under way."""
-        under_way = [int(path.name.partition(".")[0]) for path in self.workdir.saving() if path.name[:1].isdecimal()]
+        """Returns the newest step up to `before` whose save may have begun: the next waits for one under
+        way.
+        """
+        under_way = [
+            int(path.name.partition(".")[0]) for path in self.workdir.saving() if path.name[:1].isdecimal()
+        ]
         return min([before // EVERY_STEPS * EVERY_STEPS, *under_way])
 
     def _finish(self) -> None:
@@ -274,7 +293,9 @@ class Trial:
         names = [name for name in {**want_digests, **got_digests} if name.startswith(self.compared)]
         leaves = [name for name in names if want_digests.get(name) != got_digests.get(name)]
         if leaves:
-            self.wrong(f"the final state diverges in {len(leaves)} of {len(names)} arrays, such as {leaves[:3]}")
+            self.wrong(
+                f"the final state diverges in {len(leaves)} of {len(names)} arrays, such as {leaves[:3]}"
+            )
 
 
 def _last_lines(log: Path, count: int = 6) -> str:

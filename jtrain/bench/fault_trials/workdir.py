@@ -32,7 +32,9 @@ class Workdir:
         return self.path / "checkpoints"
 
     def logged(self) -> list[Step]:
-        """Returns all steps in metrics.jsonl in the order of its lines; lines that cannot be read are left out."""
+        """Returns all steps in metrics.jsonl in the order of its lines; lines that cannot be read are left
+        out.
+        """
         found = []
         try:
             text = (self.path / metrics.FILE).read_bytes()
@@ -60,10 +62,14 @@ class Workdir:
 
     def saving(self) -> tuple[Path, ...]:
         """Returns the folders of saves under way, or left by interrupted ones."""
-        return tuple(path for path in self._folders() if not path.name.isdecimal() and not _set_aside(path.name))
+        return tuple(
+            path for path in self._folders() if not path.name.isdecimal() and not _set_aside(path.name)
+        )
 
     def sealed(self) -> tuple[Path, ...]:
-        """Returns the folders of saves whose files are all written, manifest included, and which are not committed."""
+        """Returns the folders of saves whose files are all written, manifest included, and which are not
+        committed.
+        """
         return tuple(path for path in self.saving() if (path / files.MANIFEST).exists())
 
     def deleting(self) -> tuple[Path, ...]:

@@ -1,1 +1,3 @@
-"""Trials of `jtrain bench layouts`: settings drawn so that pairs of them meet, a reference of its own, and bounds."""
+"""Trials of `jtrain bench layouts`: settings drawn so that pairs of them meet, a reference of its own, and
+bounds.
+"""

@@ -4,17 +4,19 @@ import numpy as np
 
 ROWS, COLUMNS = 16, 16
 IGNORED = -1
-"""Target where there is nothing to predict, `jtrain.layout.constants.IGNORE`; the test holds the two together."""
+"""Target where there is nothing to predict, `jtrain.layout.constants.IGNORE`; the test holds the two
+together."""
 
 type Arrays = dict[str, np.ndarray]
 """token_BL, target_BL, position_BL and segment_BL, int32."""
 
 
 def draw_batch(seed: int, vocab_size: int) -> Arrays:
-    """Draws [ROWS, COLUMNS]: an empty row, a row without targets, one-token documents, padding, masked prompts.
+    """Draws [ROWS, COLUMNS]: an empty row, a row without targets, one-token documents, padding, masked
+    prompts.
 
-    Every row has documents of other lengths, so microbatches and devices differ in positions, segments and in the
-    number of targets; positions restart at 0 in each document, and a document's last token has no target.
+    Every row has documents of other lengths, so microbatches and devices differ in positions, segments and in
+    the number of targets; positions restart at 0 in each document, and a document's last token has no target.
     """
     rng = np.random.default_rng([seed, 77])
     token = rng.integers(0, vocab_size, (ROWS, COLUMNS), np.int32)

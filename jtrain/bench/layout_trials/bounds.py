@@ -1,13 +1,13 @@
 """Bounds of what a layout may change, and the comparison of a run with its references.
 
 In float32 a layout changes the order of sums, so gradients differ by rounding: at most `GRADIENT` of the
-largest element of an array. Adam divides by the root of the second moment, so an element's update may differ by
-that error over its own root, and by up to 2 where the gradient itself is of the size of the error (eps is
-1e-8). What the next gradients make of this is measured: the float64 reference runs again with such an error in
-every gradient.
+largest element of an array. Adam divides by the root of the second moment, so an element's update may differ
+by that error over its own root, and by up to 2 where the gradient itself is of the size of the error (eps is
+1e-8). What the next gradients make of this is measured: the float64 reference runs again with such an error
+in every gradient.
 
-In fewer bits the error against float64 may be `FACTOR` times that of one device in the same precision, plus what the
-format adds where one device does not round: sums over devices, scales of each microbatch.
+In fewer bits the error against float64 may be `FACTOR` times that of one device in the same precision, plus
+what the format adds where one device does not round: sums over devices, scales of each microbatch.
 """
 
 import dataclasses
@@ -21,7 +21,8 @@ from jtrain.bench.layout_trials.settings import Setting, descent_of, is_exact, i
 from jtrain.bench.layout_trials.steps import REJECTED, Course
 
 GRADIENT = 1e-5
-"""Largest difference of a gradient in float32, of the largest element of its array. One device: 2e-6 off float64."""
+"""Largest difference of a gradient in float32, of the largest element of its array. One device: 2e-6 off
+float64."""
 LOSS = 2e-6
 """Largest relative difference of the first loss and gradient norm in float32."""
 NATS = 2e-5
@@ -38,7 +39,8 @@ FACTOR = 3.0
 class References:
     """Runs with which one is compared.
 
-    exact: one device in float32. same: one device in the precision of the run. truth: float64, from the first weights
+    exact: one device in float32. same: one device in the precision of the run. truth: float64, from the first
+      weights
     of `same`. disturbed: the same with errors in its gradients.
     """
 
@@ -67,7 +69,9 @@ class Comparison:
         worst = float(np.max(share, initial=0.0)) if np.isfinite(difference).all() else np.inf
         self.shares[kind] = max(self.shares.get(kind, 0.0), worst)
         if not worst <= 1:
-            self.unequal.append(f"{kind}, {what}: {np.max(difference):.3g} apart, {worst:.3g} times the bound")
+            self.unequal.append(
+                f"{kind}, {what}: {np.max(difference):.3g} apart, {worst:.3g} times the bound"
+            )
 
 
 def compare(setting: Setting, run: Course, to: References) -> Comparison:
@@ -110,7 +114,9 @@ def _first_step(found: Comparison, run: Course, to: References) -> None:
             largest = np.abs(want).max()
             found.within(f"gradient ({moment})", f"{path}, float64", np.abs(array - want), bound * largest)
             other = to.exact.moments[f"{moment} {path}"]
-            found.within(f"gradient ({moment})", f"{path}, one device", np.abs(array - other), bound * largest)
+            found.within(
+                f"gradient ({moment})", f"{path}, one device", np.abs(array - other), bound * largest
+            )
     for name, array in run.moments.items():
         if array.dtype in (np.int8, np.uint8):
             # The same noise rounds the same values: only a value at the edge of two codes may get the other.
@@ -124,20 +130,30 @@ def _later_steps(setting: Setting, found: Comparison, run: Course, to: Reference
     for step, (loss, norm) in enumerate(zip(to.truth.losses, to.truth.norms, strict=True)):
         spread = max(abs(other.losses[step] - loss) for other in to.disturbed)
         found.within(
-            "later losses", f"{step + 1}, float64", abs(run.losses[step] - loss), LOSS * loss + MEASURED * spread
+            "later losses",
+            f"{step + 1}, float64",
+            abs(run.losses[step] - loss),
+            LOSS * loss + MEASURED * spread,
         )
         spread = max(abs(other.norms[step] - norm) for other in to.disturbed)
         found.within(
-            "later norms", f"{step + 1}, float64", abs(run.norms[step] - norm), 4 * LOSS * norm + MEASURED * spread
+            "later norms",
+            f"{step + 1}, float64",
+            abs(run.norms[step] - norm),
+            4 * LOSS * norm + MEASURED * spread,
         )
     for path, want in to.truth.last.items():
         bound = parameter_bound(setting, to, path)
         found.within("parameters", f"{path}, float64", np.abs(run.last[path] - want), bound)
-        found.within("parameters", f"{path}, one device", np.abs(run.last[path] - to.exact.last[path]), 2 * bound)
+        found.within(
+            "parameters", f"{path}, one device", np.abs(run.last[path] - to.exact.last[path]), 2 * bound
+        )
 
 
 def parameter_bound(setting: Setting, to: References, path: str) -> np.ndarray:
-    """Largest difference of each element of a parameter after the steps: Adam's amplification and what follows."""
+    """Largest difference of each element of a parameter after the steps: Adam's amplification and what
+    follows.
+    """
     descent, want = descent_of(setting), to.truth.last[path]
     bound = 4e-7 * (1 + np.abs(want))
     bound += MEASURED * max(np.abs(other.last[path] - want).max() for other in to.disturbed)
@@ -166,7 +182,9 @@ def floor_of(setting: Setting) -> float:
 def _relative(error: np.ndarray, of: np.ndarray) -> float:
     """Root of the mean square of an error, relative to that of `of`."""
     size = float(np.sqrt(np.mean(np.square(of, dtype=np.float64))))
-    return float(np.sqrt(np.mean(np.square(error, dtype=np.float64)))) / size if size else float(np.any(error))
+    return (
+        float(np.sqrt(np.mean(np.square(error, dtype=np.float64)))) / size if size else float(np.any(error))
+    )
 
 
 def _first_step_in_fewer_bits(setting: Setting, found: Comparison, run: Course, to: References) -> None:
@@ -197,13 +215,14 @@ def _first_step_in_fewer_bits(setting: Setting, found: Comparison, run: Course, 
 
 
 def history_bound(setting: Setting, num_steps: int) -> np.ndarray:
-    """Largest relative difference of the largest input, weight and gradient of a matmul, newest step first, [1, 3, H].
+    """Largest relative difference of the largest input, weight and gradient of a matmul, newest step first,
+    [1, 3, H].
 
-    In float32 the first step has scales of 1 everywhere, and its largest values are those of one device. What rounds to
-    8 bits differs by an ulp, and from the next step on by a quarter (2 bits of mantissa) of single elements, of which
-    the largest gradient is one: up to 44 % were seen in the third step of a layout whose first was equal to 3e-7.
-    Rounding to bfloat16 does the same to the first step: with experts, whose tokens then go elsewhere, 56 %. Weights
-    move by less than a percent in these steps.
+    In float32 the first step has scales of 1 everywhere, and its largest values are those of one device. What
+    rounds to 8 bits differs by an ulp, and from the next step on by a quarter (2 bits of mantissa) of single
+    elements, of which the largest gradient is one: up to 44 % were seen in the third step of a layout whose
+    first was equal to 3e-7. Rounding to bfloat16 does the same to the first step: with experts, whose tokens
+    then go elsewhere, 56 %. Weights move by less than a percent in these steps.
 
     Args:
       num_steps: steps that were applied.

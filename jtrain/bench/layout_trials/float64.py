@@ -1,7 +1,9 @@
-"""Reference in float64 with no code of jtrain: forward pass, loss, gradients, AdamW and Muon, in plain jax.numpy.
+"""Reference in float64 with no code of jtrain: forward pass, loss, gradients, AdamW and Muon, in plain
+jax.numpy.
 
-Written from the papers and from the documentation of the settings, whole arrays on one device, every expert computed
-for every token. Gradients are JAX's own. It reads arrays by the names that checkpoints have, and nothing else.
+Written from the papers and from the documentation of the settings, whole arrays on one device, every expert
+computed for every token. Gradients are JAX's own. It reads arrays by the names that checkpoints have, and
+nothing else.
 """
 
 import dataclasses
@@ -35,7 +37,9 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """Settings of the optimizer: AdamW, or Muon for the layers' matrices; a half cosine after a linear warm-up."""
+    """Settings of the optimizer: AdamW, or Muon for the layers' matrices; a half cosine after a linear
+    warm-up.
+    """
 
     muon: bool = False
     peak_lr: float = 3e-3
@@ -62,9 +66,12 @@ class Descent:
 class Course:
     """What happens in some steps.
 
-    gradients: of each step, not clipped. mu, nu: moments after the first step. slope: of each step, root of the second
-    moment without bias, which divides a gradient's error in Adam's update. nats_BL: with the first parameters.
-    closest: smallest difference of the last expert that was chosen and the first that was not, in router logits.
+    gradients: of each step, not clipped. mu, nu: moments after the first step. slope: of each step, root of
+      the second
+    moment without bias, which divides a gradient's error in Adam's update. nats_BL: with the first
+    parameters.
+    closest: smallest difference of the last expert that was chosen and the first that was not, in router
+      logits.
     """
 
     losses: list[float]
@@ -144,7 +151,9 @@ def _update(d: Descent, step: int, p: Flat, g: Flat, m: Flat, v: Flat) -> tuple[
 
 
 def _orthogonal(path: str, stack: np.ndarray) -> np.ndarray:
-    """Five Newton-Schulz steps of every layer's matrix, (inputs, outputs), times the root of its longer side."""
+    """Five Newton-Schulz steps of every layer's matrix, (inputs, outputs), times the root of its longer
+    side.
+    """
     letters = path.rpartition("_")[2]
     matrices = stack.reshape(-1, *stack.shape[2:]) if letters.startswith("X") else stack
     letters = letters.removeprefix("X")
@@ -163,7 +172,9 @@ def _orthogonal(path: str, stack: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def differentiate(sizes: Sizes) -> Callable[..., Any]:
-    """Function of (parameters, batch) that gives (objective, (loss, nats of each token, closest)) and its gradients."""
+    """Function of (parameters, batch) that gives (objective, (loss, nats of each token, closest)) and its
+    gradients.
+    """
     return jax.jit(jax.value_and_grad(functools.partial(_objective, sizes), has_aux=True))
 
 
@@ -212,8 +223,11 @@ def _norm(x: Any, scale: Any, eps: float) -> Any:
 def _rotate(sizes: Sizes, x: Any, position: Any) -> Any:
     half = x.shape[-1] // 2
     frequency = (sizes.rope_theta ** (-np.arange(half) / half)).astype(np.float32).astype(np.float64)
-    # Positions times frequencies in float32, as every implementation has them: its rounding is part of the model.
-    angle = (position[..., None].astype(jnp.float32) * frequency[None, None].astype(np.float32)).astype(jnp.float64)
+    # Positions times frequencies in float32, as every implementation has them: its rounding is part of the
+    # model.
+    angle = (position[..., None].astype(jnp.float32) * frequency[None, None].astype(np.float32)).astype(
+        jnp.float64
+    )
     cos, sin = jnp.cos(angle)[:, :, None, :], jnp.sin(angle)[:, :, None, :]
     a, b = x[..., :half], x[..., half:]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)

@@ -1,4 +1,6 @@
-"""Draws settings so that every pair of values of two factors meets in some trial, as few trials as possible."""
+"""Draws settings so that every pair of values of two factors meets in some trial, as few trials as
+possible.
+"""
 
 import itertools
 import random
@@ -31,15 +33,18 @@ def pairs_of(setting: Setting) -> set[Pair]:
 def all_pairs(paths: tuple[str, ...] = PATHS) -> set[Pair]:
     """All pairs of values of two different factors."""
     return {
-        ((a, str(x)), (b, str(y))) for a, b in itertools.combinations(paths, 2) for x in FACTORS[a] for y in FACTORS[b]
+        ((a, str(x)), (b, str(y)))
+        for a, b in itertools.combinations(paths, 2)
+        for x in FACTORS[a]
+        for y in FACTORS[b]
     }
 
 
 class Draw:
     """Endless settings that jtrain takes, the same for the same seed: first those that meet new pairs.
 
-    Every second one computes in float32 throughout, where the bounds are tightest, and seeks pairs that have not met
-    in float32 yet. `refused` has the pairs that no setting could be found for.
+    Every second one computes in float32 throughout, where the bounds are tightest, and seeks pairs that have
+    not met in float32 yet. `refused` has the pairs that no setting could be found for.
     """
 
     def __init__(self, seed: int) -> None:
@@ -63,7 +68,8 @@ class Draw:
             if path in fixed:
                 continue
             new = {value: self._new_pairs(setting, path, value, unmet) for value in FACTORS[path]}
-            # Ties by chance, half of them for the default: a setting where all is on meets more refusals than pairs.
+            # Ties by chance, half of them for the default: a setting where all is on meets more refusals than
+            # pairs.
             order = sorted(
                 self._shuffled(FACTORS[path]),
                 key=lambda value: (-new[value], value != FACTORS[path][0] and self.rng.random() < 0.5),
@@ -75,7 +81,9 @@ class Draw:
         return setting
 
     def _start(self, in_float32: bool) -> tuple[Setting, tuple[str, ...]]:
-        """A setting with a pair that is unmet, and the factors of the pair; any setting if all pairs have met."""
+        """A setting with a pair that is unmet, and the factors of the pair; any setting if all pairs have
+        met.
+        """
         unmet = self.unmet[in_float32]
         values = {path: {str(value): value for value in FACTORS[path]} for path in PATHS}
         while unmet:

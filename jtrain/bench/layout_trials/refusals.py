@@ -31,14 +31,19 @@ def ways_out(error: UserError, setting: Setting) -> list[Setting]:
     )
     found: list[Setting] = []
     for sentence in re.split(r"(?<=[.:;]) (?=[A-Za-z(])", message):
-        if not re.match(r"(Set|Leave|Raise|Use|or take|add)\b", sentence) and "or take schedule" not in sentence:
+        if (
+            not re.match(r"(Set|Leave|Raise|Use|or take|add)\b", sentence)
+            and "or take schedule" not in sentence
+        ):
             continue
         if sentence.startswith("Use optimizer") or "or use AdamW" in sentence:
             found.append({"optimizer": "AdamW"})
         if "one of them to its default" in sentence:
             paths = [path for path in re.findall(_PATH, message) if path in FACTORS]
             found += [{path: FACTORS[path][0]} for path in dict.fromkeys(paths)]
-        for clause in re.split(r",? or (?=set |take |add |change |leave |use |[a-z]+\.[a-z])|, or (?=\w)", sentence):
+        for clause in re.split(
+            r",? or (?=set |take |add |change |leave |use |[a-z]+\.[a-z])|, or (?=\w)", sentence
+        ):
             if change := _change(clause, setting, near):
                 found.append(change)
     return [change for change in found if any(setting[path] != value for path, value in change.items())]
@@ -50,7 +55,9 @@ def _change(clause: str, setting: Setting, near: list[int]) -> Setting:
         if take := re.search(r"take schedule ([\w-]+)", part):
             change["pipeline.schedule"] = take[1]
             continue
-        named = re.search(rf"({_PATH}|\b(?:{'|'.join(_BARE)})\b)(?:=([\w.+-]*[\w+-])| (?:to|at) ([^.;(]+))?", part)
+        named = re.search(
+            rf"({_PATH}|\b(?:{'|'.join(_BARE)})\b)(?:=([\w.+-]*[\w+-])| (?:to|at) ([^.;(]+))?", part
+        )
         if named is None:
             continue
         path = _BARE.get(named[1], named[1])
@@ -79,7 +86,9 @@ def _typed(text: str) -> Any:
 
 
 def _number(text: str, now: Any) -> int | None:
-    """A number that `2 or more`, `at most 2`, `one of 1, 2, 4`, `a divisor of 8` or `a multiple of 8` allows."""
+    """A number that `2 or more`, `at most 2`, `one of 1, 2, 4`, `a divisor of 8` or `a multiple of 8`
+    allows.
+    """
     numbers = [int(n) for n in re.findall(r"(?<![\w.])\d+(?![\w.]*\.\d)", text)]
     if not numbers or not isinstance(now, int):
         return None

@@ -1,4 +1,6 @@
-"""The space of settings: every option that is a layout or a precision, and the parts of a step that they give."""
+"""The space of settings: every option that is a layout or a precision, and the parts of a step that they
+give.
+"""
 
 import dataclasses
 import functools
@@ -36,7 +38,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh.tensor": (1, 2, 4),
     "layout.zero_stage": (0, 1, 2, 3),
     "layout.microbatches": (1, 2, 4, 8),
-    "layout.remat": ("none", "full", "attention", "attention_out+mlp_up", "attention_q+attention_k+attention_v"),
+    "layout.remat": (
+        "none",
+        "full",
+        "attention",
+        "attention_out+mlp_up",
+        "attention_q+attention_k+attention_v",
+    ),
     "layout.tensor_overlap": (False, True),
     "layout.sequence_groups": (1, 2),
     "layout.context_attention": ("ring", "ulysses"),
@@ -97,7 +105,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 PERMUTES = tuple(
     (op, "permute")
-    for op in ("all_gather_matmul", "matmul_reduce_scatter", "all_gather_matmul_fp8", "matmul_reduce_scatter_fp8")
+    for op in (
+        "all_gather_matmul",
+        "matmul_reduce_scatter",
+        "all_gather_matmul_fp8",
+        "matmul_reduce_scatter_fp8",
+    )
 )
 
 
@@ -129,12 +142,15 @@ def one_device(setting: Setting, *, precision: bool) -> Setting:
         keep += [path for path in setting if path.startswith(OF_A_PRECISION)]
     more: Setting = {"step.first weights": "drawn"}
     if precision and not is_float32(setting):
-        more["step.evaluates"] = setting["step.evaluates"]  # in float32, float64 is the measure of an evaluation
+        more["step.evaluates"] = setting[
+            "step.evaluates"
+        ]  # in float32, float64 is the measure of an evaluation
     return defaults() | more | {path: setting[path] for path in keep}
 
 
 _LISTED: dict[int, tuple[ParamInfo, ...]] = {}
-"""Parameters by model: a draw of settings asks for them thousands of times. `make_model` keeps all models alive."""
+"""Parameters by model: a draw of settings asks for them thousands of times. `make_model` keeps all models
+alive."""
 
 
 class _Model(Transformer):
@@ -164,12 +180,16 @@ def make_run(setting: Setting) -> Run:
     """The config of a setting.
 
     Raises:
-      UserError: a component refuses a value, the components do not fit, or there are more than DEVICES devices.
+      UserError: a component refuses a value, the components do not fit, or there are more than DEVICES
+        devices.
     """
     mesh = MeshSpec(**{axis: setting[f"mesh.{axis}"] for axis in AXES})
     if mesh.size > DEVICES:
         raise UserError(f"mesh of {mesh.size} devices, but {DEVICES} are emulated.")
-    of = {prefix: _below(setting, prefix) for prefix in ("layout.offload.", "pipeline.", "precision.", "optimizer.")}
+    of = {
+        prefix: _below(setting, prefix)
+        for prefix in ("layout.offload.", "pipeline.", "precision.", "optimizer.")
+    }
     remat = setting["layout.remat"]
     named = remat not in ("none", "full")
     layout = LayoutSpec(
@@ -221,7 +241,9 @@ def sizes_of(setting: Setting) -> Sizes:
     family = FAMILIES[setting["model"]]
     moe = family.get("moe")
     routed = {} if moe is None else dataclasses.asdict(moe)
-    experts = {name: routed[name] for name in ("top_k", "normalize_top_k", "balance_loss", "router_z_loss") if routed}
+    experts = {
+        name: routed[name] for name in ("top_k", "normalize_top_k", "balance_loss", "router_z_loss") if routed
+    }
     return Sizes(
         tied=family.get("tie_embeddings", False),
         z_loss=family.get("z_loss", 0.0),

@@ -1,4 +1,6 @@
-"""Some real steps on a setting's layout, and all that can be compared of them, with layers in the model's order."""
+"""Some real steps on a setting's layout, and all that can be compared of them, with layers in the model's
+order.
+"""
 
 import contextlib
 import dataclasses
@@ -34,9 +36,11 @@ type Flat = dict[str, np.ndarray]
 class Course:
     """What a run gives.
 
-    first, last: parameters. moments: state of the optimizer after the first step. scaling: histories of 8-bit matmuls
-    at the end. exact: metrics that are the same bits in every layout, of each step. nats_BL: of an evaluation with the
-    first parameters, in the columns of the batch; None without. num_traces: times that the step was traced.
+    first, last: parameters. moments: state of the optimizer after the first step. scaling: histories of 8-bit
+      matmuls
+    at the end. exact: metrics that are the same bits in every layout, of each step. nats_BL: of an evaluation
+    with the first parameters, in the columns of the batch; None without. num_traces: times that the step was
+    traced.
     unchanged: False if a rejected step changed parameters, moments or histories.
     first_state: the whole state before the first step, on the host, as the layout places it.
     """
@@ -56,7 +60,9 @@ class Course:
 
 @contextlib.contextmanager
 def pieces_of_experts(several: bool) -> Iterator[None]:
-    """Cuts the tokens of a layer of experts into as many pieces as there may be, however few tokens there are."""
+    """Cuts the tokens of a layer of experts into as many pieces as there may be, however few tokens there
+    are.
+    """
     before = expert_dispatch.MIN_PIECE_ROWS
     expert_dispatch.MIN_PIECE_ROWS = 1 if several else before
     try:
@@ -74,7 +80,9 @@ class Trainer:
         self.layout = run_layout(run)
         self.mesh = make_mesh(run.mesh, jax.devices()[: count_devices(setting)])
         self.infos = run.model.param_infos()
-        self.optimizer = build(run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, self.infos))
+        self.optimizer = build(
+            run.optimizer, num_steps=run.num_steps, params=map_params(lambda i: i, self.infos)
+        )
         self.model = run.model
         self.step = make_train_step(
             self.model, self.optimizer, self.layout, self.mesh, checksums=setting["step.checksums"]
@@ -106,7 +114,8 @@ class Trainer:
         if self.setting["step.rejects"]:
             assert isinstance(state.guard, GuardState)
             left_out = jax.device_put(
-                np.array([REJECTED] + [0] * (len(state.guard.left_out) - 1), np.int32), state.guard.left_out.sharding
+                np.array([REJECTED] + [0] * (len(state.guard.left_out) - 1), np.int32),
+                state.guard.left_out.sharding,
             )
             state = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
         first = self._in_order(by_path(self.optimizer.params, drawn_state.params))
@@ -130,7 +139,8 @@ class Trainer:
         course.last = self._in_order(by_path(self.optimizer.params, jax.device_get(state.params)))
         scaling = jax.tree_util.tree_flatten_with_path(jax.device_get(state.scaling))[0]
         course.scaling = self._in_order(
-            {".".join(str(key.key) for key in keys): np.asarray(value) for keys, value in scaling}, check=False
+            {".".join(str(key.key) for key in keys): np.asarray(value) for keys, value in scaling},
+            check=False,
         )
         course.num_traces = self.step._cache_size()  # pyright: ignore[reportFunctionMemberAccess]: of jit
         return course
@@ -145,10 +155,14 @@ class Trainer:
 
     def _place(self, batch: Arrays) -> Batch:
         sharding = NamedSharding(self.mesh, BATCH_SPEC)
-        return Batch(**{name: jax.device_put(value[:, self.columns], sharding) for name, value in batch.items()})
+        return Batch(
+            **{name: jax.device_put(value[:, self.columns], sharding) for name, value in batch.items()}
+        )
 
     def _placed(self, keys: Any, like: Any, value: Any) -> np.ndarray:
-        """An array of a state on one device, with its layers where the layout has them, and zeros for identity."""
+        """An array of a state on one device, with its layers where the layout has them, and zeros for
+        identity.
+        """
         order, array = self.layout.pipeline and self.layout.pipeline.order, np.asarray(value)
         if order is None or not any(getattr(key, "key", None) == "layers" for key in keys):
             return array
@@ -170,6 +184,8 @@ class Trainer:
                 flat[path] = array
                 continue
             identity = array[[place for place, layer in enumerate(order) if layer < 0]]
-            assert not check or not np.any(identity.astype(np.float32)), f"{path}: an identity layer is not zero"
+            assert not check or not np.any(identity.astype(np.float32)), (
+                f"{path}: an identity layer is not zero"
+            )
             flat[path] = array[[order.index(layer) for layer in range(self.model.num_layers)]]
         return flat

@@ -70,13 +70,17 @@ class Lab:
         return Result(setting, comparison.unequal, comparison.shares, time.perf_counter() - start)
 
     def references(self, setting: Setting, variant: int) -> tuple[References, Sequence[Arrays]]:
-        """References of a setting, and the batches; of another variant where float32 may choose another expert."""
+        """References of a setting, and the batches; of another variant where float32 may choose another
+        expert.
+        """
         for chosen in range(variant, variant + 20):
             same = self._trained(_key(one_device(setting, precision=True)), chosen)
             truth, disturbed = self._truths(_key(one_device(setting, precision=True)), chosen)
             if truth.closest > CLOSE or not is_float32(setting):
                 exact = (
-                    self._trained(_key(one_device(setting, precision=False)), chosen) if is_float32(setting) else same
+                    self._trained(_key(one_device(setting, precision=False)), chosen)
+                    if is_float32(setting)
+                    else same
                 )
                 return References(exact, same, truth, disturbed), batches_of(chosen)
         raise AssertionError("every sequence of batches has a token that two experts serve equally well")
@@ -122,6 +126,12 @@ def shrink(setting: Setting, fails: Callable[[Setting], bool]) -> Setting:
 
 def described(name: str, result: Result) -> str:
     """A line for a trial, and one for each difference."""
-    verdict = f"refused by the step: {result.refused}" if result.refused else "UNEQUAL" if result.unequal else "equal"
+    verdict = (
+        f"refused by the step: {result.refused}"
+        if result.refused
+        else "UNEQUAL"
+        if result.unequal
+        else "equal"
+    )
     lines = [f"{name}: {verdict} in {result.seconds:.1f} s: {as_text(result.setting)}", *result.unequal]
     return "\n    ".join(lines)

@@ -1,4 +1,6 @@
-"""One step of one_gpu as a process: its rows as they come, its time limit, and the end of every process it started."""
+"""One step of one_gpu as a process: its rows as they come, its time limit, and the end of every process it
+started.
+"""
 
 import contextlib
 import dataclasses
@@ -17,7 +19,8 @@ from jtrain.bench import Row
 from jtrain.bench.one_gpu_parts.steps import Step
 
 MARK = "JTRAIN_ONE_GPU"
-"""Environment variable of all processes of a step, also of those in sessions of their own: the folder of --out."""
+"""Environment variable of all processes of a step, also of those in sessions of their own: the folder of
+--out."""
 
 POLL_S = 0.1
 ERROR_CHARACTERS = 1500
@@ -33,7 +36,9 @@ class Ended:
 
 
 def step_rows(step: Step, out: Path, *, rehearse: bool) -> Generator[Row, None, Ended]:
-    """Runs a step and yields its rows as it writes them; returns how it ended. No process of it is left then."""
+    """Runs a step and yields its rows as it writes them; returns how it ended. No process of it is left
+    then.
+    """
     lines, log = out / "step.jsonl", out / "log.txt"
     lines.unlink(missing_ok=True)
     arguments = [*step.arguments(str(out), rehearse=rehearse), "--lines", str(lines)]
@@ -88,7 +93,12 @@ def environment(out: Path, *, rehearse: bool) -> dict[str, str]:
     if rehearse:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=1".strip()
         # NPROC, XLA's threads: a warpgroup of an emulated kernel holds one while it waits.
-        return given | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1", "XLA_FLAGS": flags, "NPROC": "64"}
+        return given | {
+            "JAX_PLATFORMS": "cpu",
+            "CUDA_VISIBLE_DEVICES": "-1",
+            "XLA_FLAGS": flags,
+            "NPROC": "64",
+        }
     given.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in given:
         given.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")  # JAX takes 0.75, too little for an 8B on 80 GB

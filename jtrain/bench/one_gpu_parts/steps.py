@@ -1,4 +1,6 @@
-"""Steps of the benchmark one_gpu, in order of worth: each a benchmark with options, a limit and what it needs."""
+"""Steps of the benchmark one_gpu, in order of worth: each a benchmark with options, a limit and what it
+needs.
+"""
 
 import dataclasses
 
@@ -59,7 +61,9 @@ def _attention(shape: str, implementation: str) -> Step:
 
 
 def _tuned(op: str, *shapes: str) -> Step:
-    """Times of an op's configurations at shapes: `--case NAME` of its own, or `--config NAME` for a config's step."""
+    """Times of an op's configurations at shapes: `--case NAME` of its own, or `--config NAME` for a config's
+    step.
+    """
     small = ("kernels", "--tune", "--op", "rms_norm", "--case", "tiny")
     options = ("kernels", "--tune", "--op", op, *shapes)
     needs = FIDDLE if "--config" in shapes else ()

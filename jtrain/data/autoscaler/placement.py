@@ -3,25 +3,28 @@
 import math
 
 FULL = 1.1
-"""Limit of a loader's planned time: above it, sources are moved away; new placements fill a loader only to 1."""
+"""Limit of a loader's planned time: above it, sources are moved away; new placements fill a loader only to
+1."""
 
 _SPARE = 0.8  # merging fills a loader up to here, so that merged sources do not have to be split again soon
 _EVEN = 0.1  # loads that differ by less are even
 _EPS = 1e-9
 
 Placement = dict[int, tuple[int, ...]]
-"""Loader number -> its sources, ascending. A number is never reused for another process, so that logs stay clear."""
+"""Loader number -> its sources, ascending. A number is never reused for another process, so that logs stay
+clear."""
 
 
 def repair(
     placement: Placement, need: list[float], *, max_loaders: int, next_loader: int, merge: bool
 ) -> tuple[Placement, int]:
-    """Returns a placement for other needs with few moves, since the new loader of a source has to open it again.
+    """Returns a placement for other needs with few moves, since the new loader of a source has to open it
+    again.
 
     Args:
       placement: placement to start from.
-      need: loaders that each source needs, fractional, where 1 is all of a loader's planned time; 0 for a source that
-        is not read. The sum must not exceed max_loaders.
+      need: loaders that each source needs, fractional, where 1 is all of a loader's planned time; 0 for a
+        source that is not read. The sum must not exceed max_loaders.
       max_loaders: largest number of loaders.
       next_loader: number of the next loader to start.
       merge: give loaders back whose sources fit on the others.
@@ -35,7 +38,9 @@ def repair(
     work.relieve()
     for loader in [loader for loader, sources in work.sources.items() if not sources]:
         del work.sources[loader]
-    while merge and any(work.empty(loader) for loader in sorted(work.sources, key=lambda n: (work.share(n), -n))):
+    while merge and any(
+        work.empty(loader) for loader in sorted(work.sources, key=lambda n: (work.share(n), -n))
+    ):
         pass
     return {n: tuple(sorted(work.sources[n])) for n in sorted(work.sources)}, work.next_loader
 
@@ -75,7 +80,9 @@ class _Loaders:
         return loader
 
     def fit(self, s: int) -> None:
-        """Places a new source, spreads one that has outgrown its loaders, and takes back loaders it needs no more."""
+        """Places a new source, spreads one that has outgrown its loaders, and takes back loaders it needs no
+        more.
+        """
         if not self.need[s]:
             return
         copies, have = min(self.max_loaders, max(1, math.ceil(self.need[s] - _EPS))), self.on[s]
@@ -93,11 +100,15 @@ class _Loaders:
         found = [loader for loader in order if self.share(loader) + part <= 1 + _EPS][:copies]
         while len(found) < copies and len(self.sources) < self.max_loaders:
             found.append(self.open())
-        found += sorted(set(order) - set(found), key=lambda n: (self.share(n), n not in have, n))[: copies - len(found)]
+        found += sorted(set(order) - set(found), key=lambda n: (self.share(n), n not in have, n))[
+            : copies - len(found)
+        ]
         self.put(s, set(found))
 
     def relieve(self) -> None:
-        """Moves sources off overloaded loaders, the smallest that are enough, or splits them if nothing else helps."""
+        """Moves sources off overloaded loaders, the smallest that are enough, or splits them if nothing else
+        helps.
+        """
         for _ in range(8 * self.max_loaders):
             hot = max(self.sources, key=lambda n: (self.share(n), -n), default=-1)
             if hot < 0 or self.share(hot) <= FULL:
@@ -114,7 +125,9 @@ class _Loaders:
                 return
 
     def _even_out(self, hot: int) -> bool:
-        """Moves or splits a source of the busiest loader where none can be added; returns False if nothing is won."""
+        """Moves or splits a source of the busiest loader where none can be added; returns False if nothing is
+        won.
+        """
         cool = min(self.sources, key=lambda n: (self.share(n), n))
         gap = self.share(hot) - self.share(cool)
         able = [s for s in sorted(self.sources[hot]) if cool not in self.on[s]]

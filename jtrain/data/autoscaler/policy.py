@@ -1,18 +1,20 @@
 """Policy that assigns sources to loaders, from the time that reading takes and the mixture schedule.
 
-Any loader can read any document, so a placement never changes the training data, only how soon it arrives; nothing here
-is checkpointed. The policy uses no clock and no process: times are arguments, and the same arguments give the same
-placement.
+Any loader can read any document, so a placement never changes the training data, only how soon it arrives;
+nothing here is checkpointed. The policy uses no clock and no process: times are arguments, and the same
+arguments give the same placement.
 
-It follows the AutoScaler of arXiv:2504.09844 (profile, auto-partition, follow the schedule, hysteresis) as far as it is
-published, and differs where that would not work:
+It follows the AutoScaler of arXiv:2504.09844 (profile, auto-partition, follow the schedule, hysteresis) as
+far as it is published, and differs where that would not work:
 
-- The need of a source is its seconds per token x tokens per step / seconds per step *without the wait for data*. With
-  the whole step as the divisor, a starved trainer would lower the demand until the starved placement looks right.
-- The schedule is exact, so a rising weight acts at once. Measurements have to agree in two windows, and so does every
-  decision that gives loaders back.
+- The need of a source is its seconds per token x tokens per step / seconds per step *without the wait for
+  data*. With the whole step as the divisor, a starved trainer would lower the demand until the starved
+  placement looks right.
+- The schedule is exact, so a rising weight acts at once. Measurements have to agree in two windows, and so
+  does every decision that gives loaders back.
 - If the needs exceed max_loaders, they are all scaled down by the same factor.
-- Cheap sources are packed once; later only sources that no longer fit are moved, because a move opens them again.
+- Cheap sources are packed once; later only sources that no longer fit are moved, because a move opens them
+  again.
 """
 
 import math
@@ -26,7 +28,8 @@ from jtrain.data.autoscaler.placement import FULL, Placement, repair
 from jtrain.data.planner.graph import Unit
 
 TARGET_BUSY = 0.75
-"""Planned share of busy time of a loader; the rest absorbs changes on which the hysteresis has not acted yet."""
+"""Planned share of busy time of a loader; the rest absorbs changes on which the hysteresis has not acted
+yet."""
 
 START_S = 10.0
 """Seconds from a decision to the first documents: start a process, open (remote) files, fill the buffers."""
@@ -44,10 +47,11 @@ _MOST_NAMED = 4
 
 
 class Autoscaler:
-    """Places sources on loaders: call `start` once, `observe` for each run that was read, and `update` every so often.
+    """Places sources on loaders: call `start` once, `observe` for each run that was read, and `update` every
+    so often.
 
-    The caller must let the former loaders of a source serve it until the new ones have started, and then ask them for
-    it no more, so that a move never makes a step wait.
+    The caller must let the former loaders of a source serve it until the new ones have started, and then ask
+    them for it no more, so that a move never makes a step wait.
 
     Args:
       names: names of the sources; every array below has one entry per source, in this order.
@@ -61,7 +65,13 @@ class Autoscaler:
     """
 
     def __init__(
-        self, names: Sequence[str], schedule: Any, *, step_tokens: int, unit: Unit = "tokens", max_loaders: int
+        self,
+        names: Sequence[str],
+        schedule: Any,
+        *,
+        step_tokens: int,
+        unit: Unit = "tokens",
+        max_loaders: int,
     ) -> None:
         self.names = tuple(names)
         self.max_loaders = max_loaders
@@ -74,7 +84,9 @@ class Autoscaler:
         self._step_s = 1.0
         self._rate = _StickyRates(size)
         self._read = np.zeros((3, size))  # seconds, tokens and documents that were read in this window
-        self._known = np.full((2, size), np.nan)  # seconds and documents per token, in the last window with some
+        self._known = np.full(
+            (2, size), np.nan
+        )  # seconds and documents per token, in the last window with some
         self._window = np.zeros(3)  # steps, seconds, and seconds of waiting of this window
         self._is_short = False
 
@@ -89,7 +101,9 @@ class Autoscaler:
         self._recent_weight[:] = self._weight
         self._replan(step, merge=False)
         used, total = np.count_nonzero(self._weight), len(self.names)
-        return self.placement, [f"start: {used} of {total} sources have a weight: {_loaders(len(self.placement))}"]
+        return self.placement, [
+            f"start: {used} of {total} sources have a weight: {_loaders(len(self.placement))}"
+        ]
 
     def observe(self, source: int, *, read_s: float, tokens: int, documents: int) -> None:
         """Adds a run: the seconds that a loader took, and what it read."""
@@ -136,7 +150,9 @@ class Autoscaler:
         return cost_s * per_weight / step_s
 
     def _ahead(self, step: int) -> Float[np.ndarray, " sources"]:
-        """Returns each source's largest share between `step` and the step at which a new loader would be ready."""
+        """Returns each source's largest share between `step` and the step at which a new loader would be
+        ready.
+        """
         ahead = max(2, math.ceil(START_S / max(self._step_s, 1e-3)))
         steps = sorted({step + ahead * i // _SCHEDULE_SAMPLES for i in range(_SCHEDULE_SAMPLES + 1)})
         return np.max([self._schedule.weights(at, self.names) for at in steps], axis=0)
@@ -146,7 +162,8 @@ class Autoscaler:
         needs, before = self.needs, self.placement
         total = float(needs.sum())
         scale = min(1.0, self.max_loaders / total) if total else 1.0
-        # A source that is read needs some loader, however little; at max_loaders, one given back would be needed again.
+        # A source that is read needs some loader, however little; at max_loaders, one given back would be
+        # needed again.
         need = np.where(self._weight > 0, np.maximum(needs * scale, 1e-6), 0.0).tolist()
         self.placement, self._next_loader = repair(
             before,
@@ -159,8 +176,9 @@ class Autoscaler:
         was_short, self._is_short = self._is_short, total > self.max_loaders * FULL
         if self._is_short and not was_short:
             lines.append(
-                f"step {step}: the data plane is the bottleneck: its sources need {_loaders(math.ceil(total))} and "
-                f"data.max_loaders={self.max_loaders}; the largest need: {self._reason(int(np.argmax(needs)), needs)}"
+                f"step {step}: the data plane is the bottleneck: its sources need "
+                f"{_loaders(math.ceil(total))} and data.max_loaders={self.max_loaders}; the largest need: "
+                f"{self._reason(int(np.argmax(needs)), needs)}"
             )
         return lines
 
@@ -178,7 +196,8 @@ class Autoscaler:
 
 
 class _StickyRates:
-    """Loaders per unit of weight, which change only if two windows in a row agree, and then by the lesser change.
+    """Loaders per unit of weight, which change only if two windows in a row agree, and then by the lesser
+    change.
 
     Attributes:
       value: planned rates; sources that were never read have the median of the others.

@@ -1,7 +1,7 @@
 """Buffer of tokenised documents waiting to be packed, indexed by (source, document number).
 
-It is made of arrays, because documents are looked up and dropped hundreds at a time: dicts of dicts took three times as
-long, most of it waiting for memory (bench/NOTES.md).
+It is made of arrays, because documents are looked up and dropped hundreds at a time: dicts of dicts took
+three times as long, most of it waiting for memory (bench/NOTES.md).
 """
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ def places_of(keys: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], I
 class ChunkBuffer:
     """Ring buffer per source that maps a document number to the run and the token range of its ids.
 
-    Document n is at position n modulo the size of the ring. A document before the cursor of its source that is still
-    needed is kept outside the ring (`_open`), so a ring is only as long as its source is read ahead.
+    Document n is at position n modulo the size of the ring. A document before the cursor of its source that
+    is still needed is kept outside the ring (`_open`), so a ring is only as long as its source is read ahead.
 
     Args:
       cursors: first document of each source that is still to be drawn.
@@ -52,7 +52,8 @@ class ChunkBuffer:
         self._base = np.arange(num_sources) * _SMALLEST
         self._used = num_sources * _SMALLEST
         self._table = np.full((self._used, 4), _NOTHING, np.int64)
-        """Number, run, first token and end of each document: a look-up reads one row, and so one cache line."""
+        """Number, run, first token and end of each document: a look-up reads one row, and so one cache
+        line."""
         self._open: dict[int, tuple[int, int, int]] = {}
         self._runs: list[ChunkRun | None] = []
         self._ids: list[np.ndarray] = []
@@ -86,7 +87,9 @@ class ChunkBuffer:
         self._table[self._base[source] + (numbers & (self._size[source] - 1))] = rows
 
     def expect(self, source: int, numbers: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " new"]:
-        """Marks documents as asked for; returns the new ones among them, ascending. `numbers` has no duplicates."""
+        """Marks documents as asked for; returns the new ones among them, ascending. `numbers` has no
+        duplicates.
+        """
         if not len(numbers):
             return numbers
         oldest = int(self._cursors[source])
@@ -127,7 +130,9 @@ class ChunkBuffer:
         return [ids[r][a:b] for r, a, b in where]
 
     def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
-        """Returns the runs of each piece that are not learned, counted from its first token; all must have arrived."""
+        """Returns the runs of each piece that are not learned, counted from its first token; all must have
+        arrived.
+        """
         at, first, _ = self._find(pieces.source, pieces.document)
         where = zip(at.tolist(), (first + pieces.start).tolist(), (first + pieces.end).tolist(), strict=True)
         found = []
@@ -138,7 +143,10 @@ class ChunkBuffer:
         return found
 
     def drop(
-        self, done: Int64[np.ndarray, " n"], kept: Int64[np.ndarray, " open"], cursors: Int64[np.ndarray, " sources"]
+        self,
+        done: Int64[np.ndarray, " n"],
+        kept: Int64[np.ndarray, " open"],
+        cursors: Int64[np.ndarray, " sources"],
     ) -> list[tuple[ChunkRun, int]]:
         """Drops the documents `done` and releases the runs that are no longer needed.
 
@@ -185,13 +193,17 @@ class ChunkBuffer:
                 self._release(finished)
         return skipped
 
-    def _place(self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+    def _place(
+        self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]
+    ) -> Int64[np.ndarray, " n"]:
         return self._base[source] + (number & (self._size[source] - 1))
 
     def _find(
         self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Returns the run of each document, -1 if it has not arrived, and the document's start and end in the run."""
+        """Returns the run of each document, -1 if it has not arrived, and the document's start and end in the
+        run.
+        """
         rows = self._table[self._place(source, number)]
         run = np.where(rows[:, NUMBER] == number, rows[:, RUN], _NOTHING)
         first, stop = rows[:, FIRST], rows[:, STOP]
@@ -202,12 +214,16 @@ class ChunkBuffer:
         return run, first, stop
 
     def _grow(self, source: int, span: int) -> None:
-        """Moves a source to a ring for `span` documents at the end of the table; its old places stay empty."""
+        """Moves a source to a ring for `span` documents at the end of the table; its old places stay
+        empty.
+        """
         old = self._table[self._base[source] : self._base[source] + self._size[source]]
         kept = old[old[:, NUMBER] != _NOTHING]
         old[:, NUMBER] = _NOTHING
         size = 1 << (span - 1).bit_length()
-        if self._used + size > len(self._table):  # twice the room: copying it for each source would take seconds
+        if self._used + size > len(
+            self._table
+        ):  # twice the room: copying it for each source would take seconds
             more = np.full((self._used + size, 4), _NOTHING, np.int64)
             self._table = np.concatenate([self._table[: self._used], more])
         self._base[source], self._size[source] = self._used, size

@@ -20,7 +20,9 @@ _BLOCK_TOKENS = 1 << 15
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Arrays of a batch, or of part of one, to be filled. The fields are those of `jtrain.layout.dims.Batch`."""
+    """Arrays of a batch, or of part of one, to be filled. The fields are those of
+    `jtrain.layout.dims.Batch`.
+    """
 
     token_BL: Int32[np.ndarray, "B L"]
     target_BL: Int32[np.ndarray, "B L"]
@@ -61,13 +63,14 @@ def each(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
 def shrunk(source: int, document: int, planned_end: int, end: int) -> UserError:
     """Returns the error for a document that is shorter than planned."""
     return UserError(
-        f"document {document} of source {source} was planned up to token {planned_end}, but ends at {end}: its files "
-        "have changed. Restore them, or start in a new --workdir."
+        f"document {document} of source {source} was planned up to token {planned_end}, but ends at {end}: "
+        "its files have changed. Restore them, or start in a new --workdir."
     )
 
 
 def fill_rows(out: Rows, pieces: Pieces, views: Views) -> None:
-    """Fills every row of `out`. A target is the next token of the same piece, or IGNORE; positions count from 0.
+    """Fills every row of `out`. A target is the next token of the same piece, or IGNORE; positions count from
+    0.
 
     Args:
       out: contiguous arrays.

@@ -31,9 +31,11 @@ from jtrain.data.stream.source_setup import SourceSetup
 
 RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 6 << 20
 MOST_RUN_CHUNKS = 64
-"""Size of a run: about RUN_BYTES of text, at most MOST_RUN_CHUNKS documents: few messages, little read in vain.
+"""Size of a run: about RUN_BYTES of text, at most MOST_RUN_CHUNKS documents: few messages, little read in
+vain.
 
-At least one run of each source is in memory, so with hundreds of sources runs are shorter: ALL_RUNS_BYTES in total.
+At least one run of each source is in memory, so with hundreds of sources runs are shorter: ALL_RUNS_BYTES in
+total.
 """
 
 INLINE_RUNS_BYTES = 32 << 20
@@ -70,9 +72,11 @@ class ConstructorSetup:
 
 @dataclasses.dataclass(frozen=True)
 class DataState:
-    """Position in the stream: the planner's state, the number of documents skipped so far by source, and the anchors.
+    """Position in the stream: the planner's state, the number of documents skipped so far by source, and the
+    anchors.
 
-    anchors: by source, where a window at or before the oldest chunk that is still needed begins; see `GrowingChunks`.
+    anchors: by source, where a window at or before the oldest chunk that is still needed begins; see
+      `GrowingChunks`.
     """
 
     planner: PlannerState
@@ -84,7 +88,8 @@ class DataState:
 class BatchStats:
     """Statistics of one batch, for logs.
 
-    drift: largest difference, over the sources, between the share of all tokens so far and the scheduled share.
+    drift: largest difference, over the sources, between the share of all tokens so far and the scheduled
+      share.
     wait_s: seconds that the constructor waited for documents of this batch.
     retries: reads that the loaders of this host repeated since they began.
     """
@@ -127,7 +132,9 @@ class _Planned(NamedTuple):
 
 
 class Constructor:
-    """Fills batches from the documents that a pool of loaders reads. Starts no process and knows no transport."""
+    """Fills batches from the documents that a pool of loaders reads. Starts no process and knows no
+    transport.
+    """
 
     def __init__(self, setup: ConstructorSetup, pool: Pool, state: DataState | None) -> None:
         self._setup = setup
@@ -135,11 +142,14 @@ class Constructor:
         self._planner = Planner(setup.planner, self._lengths)
         num_sources = len(setup.sources)
         self._masked = any(source.source.mask is not None for source in setup.sources)
-        self._state = state or DataState(self._planner.start(), np.zeros(num_sources, np.int64), (None,) * num_sources)
+        self._state = state or DataState(
+            self._planner.start(), np.zeros(num_sources, np.int64), (None,) * num_sources
+        )
         self._anchors = [[] if anchor is None else [anchor] for anchor in self._state.anchors]
         self._plans: collections.deque[_Planned] = collections.deque()
-        # A host that needs all rows reads prepared sources in runs, like other sources. A host that needs some rows
-        # plans with the lengths of the index first, and then asks only for the documents in its rows.
+        # A host that needs all rows reads prepared sources in runs, like other sources. A host that needs
+        # some rows plans with the lengths of the index first, and then asks only for the documents in its
+        # rows.
         some_rows = len(setup.rows) < setup.planner.global_batch
         prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
         self._prepared = {i: ChunkStream(s) for i, s in prepared.items()}
@@ -163,7 +173,9 @@ class Constructor:
         # Documents that were open or postponed when the state was saved are read again.
         self._carried = _carried(self._state.planner)
         open_documents = map(tuple, self._state.planner.carry[:, :2].tolist())
-        self._awaited = {(source, number) for source, number in open_documents if source not in self._prepared}
+        self._awaited = {
+            (source, number) for source, number in open_documents if source not in self._prepared
+        }
         again: dict[int, list[int]] = collections.defaultdict(list)
         for source, number in sorted(self._awaited):
             again[source].append(number)
@@ -176,7 +188,8 @@ class Constructor:
         return self._planned_all and not self._plans
 
     def advance(self) -> None:
-        """Takes the runs that have arrived, plans ahead as far as their lengths allow, and asks for more. Never waits.
+        """Takes the runs that have arrived, plans ahead as far as their lengths allow, and asks for more.
+        Never waits.
 
         Raises:
           DataError: the stream cannot continue.
@@ -189,14 +202,18 @@ class Constructor:
         new: list[_Planned] = []
         try:
             while len(self._plans) < self._setup.lookahead_steps and not self._planned_all:
-                plan, after = self._planner.plan(self._plans[-1].after if self._plans else self._state.planner)
+                plan, after = self._planner.plan(
+                    self._plans[-1].after if self._plans else self._state.planner
+                )
                 pieces = plan.pieces.of_rows(self._setup.rows)
                 new.append(_Planned(plan, after, pieces))
                 self._plans.append(new[-1])
                 self._planned_all = plan.last
         except EndOfData:
             self._planned_all = True
-        except ValueError:  # no further step can be planned, but the run may end with the steps planned so far
+        except (
+            ValueError
+        ):  # no further step can be planned, but the run may end with the steps planned so far
             if not self._plans:
                 raise
         except NotYet as not_yet:
@@ -245,7 +262,9 @@ class Constructor:
         return Built(self._state, stats, plan)
 
     def _lengths(self, source: int, first: int, count: int) -> Int[np.ndarray, " known"]:
-        """Returns the known lengths of documents first, first + 1, ...; raises NotYet if the first is not known."""
+        """Returns the known lengths of documents first, first + 1, ...; raises NotYet if the first is not
+        known.
+        """
         known = self._known[source]
         if source in self._prepared and first + count > known.end:
             known.drop_before(int(self._state.planner.cursors[source]))
@@ -278,7 +297,9 @@ class Constructor:
         """Asks for the documents of prepared sources that are in this host's rows, and for no others."""
         wanted: dict[int, set[int]] = collections.defaultdict(set)
         for step in planned:
-            for source, document in zip(step.pieces.source.tolist(), step.pieces.document.tolist(), strict=True):
+            for source, document in zip(
+                step.pieces.source.tolist(), step.pieces.document.tolist(), strict=True
+            ):
                 if source in self._prepared:
                     wanted[source].add(document)
         parts = []
@@ -290,7 +311,9 @@ class Constructor:
             self._pool.request(parts)
 
     def _has_payload(self, pieces: Pieces) -> bool:
-        """True if all documents have arrived; documents of sources that are not prepared arrive with their lengths."""
+        """True if all documents have arrived; documents of sources that are not prepared arrive with their
+        lengths.
+        """
         return (not self._prepared and not self._awaited) or self._buffer.holds(pieces)
 
     def _views(self, pieces: Pieces) -> list[np.ndarray]:
@@ -307,17 +330,23 @@ class Constructor:
         if run.anchor is not None and run.anchor not in anchors:
             bisect.insort(anchors, run.anchor, key=lambda anchor: anchor.first)
         known = self._known[run.source]
-        known.drop_before(int(self._state.planner.cursors[run.source]))  # here, since each step would take too long
+        known.drop_before(
+            int(self._state.planner.cursors[run.source])
+        )  # here, since each step would take too long
         if run.source not in self._prepared and int(run.numbers[0]) >= known.end:
             starts, ends = run.bounds
             known.add(run.numbers, (ends - starts).astype(np.int32))
 
     def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
-        """Drops the documents that no later step needs; returns the number of bad ones among them, by source."""
+        """Drops the documents that no later step needs; returns the number of bad ones among them, by
+        source.
+        """
         skipped = np.zeros_like(self._state.skipped)
         moved = np.flatnonzero(after.cursors != before.cursors)
         count = (after.cursors - before.cursors)[moved]
-        passed = np.arange(int(count.sum())) + np.repeat(before.cursors[moved] - np.cumsum(count) + count, count)
+        passed = np.arange(int(count.sum())) + np.repeat(
+            before.cursors[moved] - np.cumsum(count) + count, count
+        )
         drawn = np.concatenate([self._carried, keys_of(np.repeat(moved, count), passed)])
         self._carried = _carried(after)
         bad = self._buffer.drop(drawn[~_among(drawn, self._carried)], self._carried, after.cursors)

@@ -13,7 +13,8 @@ ContextSplit = Literal["contiguous", "zigzag"]
 def context_order(seq_len: int, context: int, split: ContextSplit) -> Int64[np.ndarray, " seq_len"]:
     """Returns the order of a row's tokens in which device i of `context` gets the i-th equal part.
 
-    zigzag: the row is cut into 2 * context parts; device i gets part i and the i-th part from the end, so that with a
+    zigzag: the row is cut into 2 * context parts; device i gets part i and the i-th part from the end, so
+      that with a
     causal mask every device has the same attention work.
 
     Raises:
@@ -24,8 +25,8 @@ def context_order(seq_len: int, context: int, split: ContextSplit) -> Int64[np.n
         below = seq_len - seq_len % parts
         nearest = f"{below}, {below + parts}" if below else f"{parts}"
         raise UserError(
-            f"data.seq_len={seq_len} does not split into {parts} parts ({split}, mesh.context={context}). Nearest "
-            f"sizes that do: {nearest}. Set data.seq_len."
+            f"data.seq_len={seq_len} does not split into {parts} parts ({split}, mesh.context={context}). "
+            f"Nearest sizes that do: {nearest}. Set data.seq_len."
         )
     chunks = np.arange(seq_len).reshape(parts, -1)
     if parts == context:

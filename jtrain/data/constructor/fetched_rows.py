@@ -1,4 +1,6 @@
-"""Data Constructor that learns the lengths of all documents, and fetches the ids of only those in its rows."""
+"""Data Constructor that learns the lengths of all documents, and fetches the ids of only those in its
+rows.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,7 +36,9 @@ class FetchedIds:
         ids: np.ndarray,
         ignored: Int[np.ndarray, "runs 2"],
     ) -> None:
-        """Stores the ids of the documents at `places` of the run, and the runs of them that are not learned."""
+        """Stores the ids of the documents at `places` of the run, and the runs of them that are not
+        learned.
+        """
         ends = np.cumsum(lengths)
         for at, start, end in zip(places, (ends - lengths).tolist(), ends.tolist(), strict=True):
             self.ids[at] = ids[start:end]
@@ -43,7 +47,9 @@ class FetchedIds:
 
 
 def to_fetch(documents: list[tuple[ChunkRun, int]]) -> dict[ChunkRun, list[int]]:
-    """Returns run -> places of those documents whose ids were not asked for so far, and notes that they are now."""
+    """Returns run -> places of those documents whose ids were not asked for so far, and notes that they are
+    now.
+    """
     wanted: dict[ChunkRun, list[int]] = {}
     for run, at in documents:
         if at not in run.place.asked:
@@ -68,7 +74,9 @@ class FetchedRows(Constructor):
         super().__init__(setup, pool, state)
         self._fetcher = pool
         self._looked_at = -1
-        self._unasked: list[list[tuple[int, int]]] = []  # by step, so that no step waits for the ids of a later one
+        self._unasked: list[
+            list[tuple[int, int]]
+        ] = []  # by step, so that no step waits for the ids of a later one
 
     def advance(self) -> None:
         super().advance()
@@ -81,7 +89,9 @@ class FetchedRows(Constructor):
         for keys in self._unasked:
             here = {key: found for key in keys if (found := self._buffer.find(*key)) is not None}
             self._fetcher.fetch(list(here.values()))
-            if left := [key for key in keys if key not in here]:  # being read again after a restart, not here yet
+            if left := [
+                key for key in keys if key not in here
+            ]:  # being read again after a restart, not here yet
                 later.append(left)
         self._unasked = later
 

@@ -15,7 +15,8 @@ _UNKNOWN = -1
 class KnownLengths:
     """Known lengths of documents first, first + 1, ... of a source.
 
-    lengths: lengths of documents from `first` on; `_UNKNOWN` for those that have not arrived, though later ones have.
+    lengths: lengths of documents from `first` on; `_UNKNOWN` for those that have not arrived, though later
+      ones have.
     end: first document whose length is not known.
     """
 
@@ -30,7 +31,9 @@ class KnownLengths:
     def add(self, numbers: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]) -> None:
         """Adds the lengths of some documents, ascending, in whatever order they arrive."""
         stop, have = int(numbers[-1]) + 1, self.first + len(self.lengths)
-        if int(numbers[0]) == have == self.end and stop - have == len(numbers):  # the next run, whole: nearly always
+        if int(numbers[0]) == have == self.end and stop - have == len(
+            numbers
+        ):  # the next run, whole: nearly always
             self.lengths, self.end = np.concatenate([self.lengths, lengths]), stop
             return
         if stop > have:

@@ -34,7 +34,8 @@ SCALE_EVERY_S = 0.25
 class ProcessSetup:
     """Settings of a constructor process: its work, and how to run its loaders.
 
-    peers: the constructors of the other hosts, with which it divides the reading; None: it reads everything itself.
+    peers: the constructors of the other hosts, with which it divides the reading; None: it reads everything
+      itself.
     """
 
     constructor: ConstructorSetup
@@ -66,14 +67,16 @@ def slot_bytes(rows: int, seq_len: int) -> int:
 def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a constructor process: fills free slots until the connection ends.
 
-    Receives `("free", slot)`. Sends, pickled: `("batch", slot, state, stats)`, where the state is pickled separately;
-    `("end",)` after the last batch; `("say", text)` for the log; `("failed", message)`, and nothing after it; and
-    `("alive",)` once a second.
+    Receives `("free", slot)`. Sends, pickled: `("batch", slot, state, stats)`, where the state is pickled
+    separately; `("end",)` after the last batch; `("say", text)` for the log; `("failed", message)`, and
+    nothing after it; and `("alive",)` once a second.
     """
     setup: ProcessSetup = connection.recv()
     work = setup.constructor
     door = ForkserverClient(socket.socket(fileno=descriptors[0]))
-    slots = Slots(SharedMemory(descriptors[1]), slots=setup.slots, rows=len(work.rows), seq_len=work.planner.seq_len)
+    slots = Slots(
+        SharedMemory(descriptors[1]), slots=setup.slots, rows=len(work.rows), seq_len=work.planner.seq_len
+    )
     free = collections.deque(range(setup.slots))
 
     sending = threading.Lock()
@@ -123,7 +126,9 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 steps += 1
                 if (seconds := time.monotonic() - looked_s) > SCALE_EVERY_S:
                     ahead = built.stats.step + work.lookahead_steps
-                    new, lines = scaler.update(ahead, steps=steps, seconds=seconds, wait_s=min(starved_s, seconds))
+                    new, lines = scaler.update(
+                        ahead, steps=steps, seconds=seconds, wait_s=min(starved_s, seconds)
+                    )
                     looked_s, steps, starved_s = time.monotonic(), 0, 0.0
                     if new != placement:
                         placement = new
@@ -158,7 +163,9 @@ def _constructor(
     work = setup.constructor
     if setup.peers is None:
         return Constructor(work, pool, setup.state), pool
-    from jtrain.data.hosts.peer_links import PeerLinks  # lazy, both: asyncio takes 5 MB, which one host need not pay
+    from jtrain.data.hosts.peer_links import (
+        PeerLinks,
+    )  # lazy, both: asyncio takes 5 MB, which one host need not pay
     from jtrain.data.hosts.shared_pool import SharedPool
 
     links = PeerLinks(socket.socket(fileno=listening[0]), setup.peers)

@@ -18,13 +18,20 @@ from jtrain.runtime import link
 SCHEMA: link.Schema = {
     "ask": dict(request=int, first=bool, source=int, numbers=np.ndarray, anchor=list, skip=list, share=list),
     "run": dict(
-        request=int, number=int, numbers=np.ndarray, lengths=np.ndarray, skipped=list, anchor=list, read_s=float
+        request=int,
+        number=int,
+        numbers=np.ndarray,
+        lengths=np.ndarray,
+        skipped=list,
+        anchor=list,
+        read_s=float,
     ),
     "fetch": dict(request=int, number=int, source=int, numbers=np.ndarray, anchor=list),
     "ids": dict(request=int, lengths=np.ndarray, ids=np.ndarray, ignored=np.ndarray),
     "done": dict(number=int),
 }
-"""Fields of each message on a link, in the order of its tuple but for `ask`; an anchor is three numbers, or none."""
+"""Fields of each message on a link, in the order of its tuple but for `ask`; an anchor is three numbers, or
+none."""
 
 
 def encoded(message: tuple[Any, ...]) -> list[bytes]:
@@ -32,7 +39,15 @@ def encoded(message: tuple[Any, ...]) -> list[bytes]:
     kind, *values = message
     if kind == "ask":
         request, part, first = values
-        values = [request, first, part.source, part.numbers, part.anchor, _numbers(part.skip), _numbers(part.share)]
+        values = [
+            request,
+            first,
+            part.source,
+            part.numbers,
+            part.anchor,
+            _numbers(part.skip),
+            _numbers(part.share),
+        ]
     types = SCHEMA[kind].items()  # of numbers, which may be those of NumPy
     fields: dict[str, Any] = {
         name: kind_of(value) if kind_of in (int, float) else value
@@ -46,7 +61,9 @@ def encoded(message: tuple[Any, ...]) -> list[bytes]:
 
 
 def decoded(kind: str, fields: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the message that a link has carried; raises TypeError or ValueError for a list of other contents."""
+    """Returns the message that a link has carried; raises TypeError or ValueError for a list of other
+    contents.
+    """
     fields = dict(fields)
     if "anchor" in fields:
         fields["anchor"] = WindowAnchor(*map(_number, fields["anchor"])) if fields["anchor"] else None

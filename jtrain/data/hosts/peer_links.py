@@ -25,12 +25,12 @@ _MOST_PAUSE_S = 1.0
 class PeerLinks:
     """Sends messages to the other constructors and collects theirs, on a thread of its own.
 
-    Each pair has one link (`jtrain.runtime.link`), which the process with the smaller index makes. A message to a
-    process that is not connected is dropped: `CONNECTED` says when to repeat what matters.
+    Each pair has one link (`jtrain.runtime.link`), which the process with the smaller index makes. A message
+    to a process that is not connected is dropped: `CONNECTED` says when to repeat what matters.
 
     Args:
-      listening: socket of this process's address. The trainer holds it: a constructor that is restarted is found at the
-        same address.
+      listening: socket of this process's address. The trainer holds it: a constructor that is restarted is
+        found at the same address.
     """
 
     def __init__(self, listening: socket.socket, peers: Peers) -> None:

@@ -15,7 +15,8 @@ from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.stream.growing_order import WindowAnchor
 
 KEPT_BYTES = 64 << 20
-"""Most bytes of ids kept for other hosts only; beyond it the oldest are dropped, and read again if they are wanted."""
+"""Most bytes of ids kept for other hosts only; beyond it the oldest are dropped, and read again if they are
+wanted."""
 
 _MOST_PASSED = 4096
 """Requests that are remembered, in case another host has yet to make them."""
@@ -74,7 +75,9 @@ class RunKeeper:
         self._here = here
         self._num_hosts = num_hosts
         self._answer = answer
-        self._number = itertools.count(time.time_ns())  # other numbers than those of a constructor before this one
+        self._number = itertools.count(
+            time.time_ns()
+        )  # other numbers than those of a constructor before this one
         self._requested: dict[int, _Requested] = {}
         self._tag_of: dict[_RunKey, int] = {}
         self._kept: dict[int, _Kept] = {}
@@ -82,7 +85,9 @@ class RunKeeper:
         self._again: dict[int, _Again] = {}
 
     def ask(self, host: int, request: int, part: RequestPart, *, first: bool) -> None:
-        """Notes that a host wants the lengths of a run; answers with what has been read, and later with the rest."""
+        """Notes that a host wants the lengths of a run; answers with what has been read, and later with the
+        rest.
+        """
         key = part.source, part.numbers.tobytes(), part.share
         requested = self._requested.get(self._tag_of.get(key, -1))
         is_new = requested is None or requested.broken
@@ -125,7 +130,9 @@ class RunKeeper:
     ) -> None:
         """Answers with ids of some documents of a run; reads them again if the run is not here any more."""
         if (kept := self._kept.get(number)) is not None:
-            self._answer(host, ("ids", request, *_payload(kept.run, np.searchsorted(kept.run.numbers, numbers))))
+            self._answer(
+                host, ("ids", request, *_payload(kept.run, np.searchsorted(kept.run.numbers, numbers)))
+            )
             return
         tag = next(self._number)
         self._again[tag] = _Again(host, request, numbers)
@@ -180,7 +187,9 @@ class RunKeeper:
         }
         lengths, ids, ignored = zip(*(found[number] for number in again.numbers.tolist()), strict=True)
         first = np.cumsum([0, *map(len, ids)])[:-1].tolist()
-        runs = np.concatenate([one + start for one, start in zip(ignored, first, strict=True)]).astype(np.int32)
+        runs = np.concatenate([one + start for one, start in zip(ignored, first, strict=True)]).astype(
+            np.int32
+        )
         self._answer(again.host, ("ids", again.request, np.concatenate(lengths), np.concatenate(ids), runs))
         for run in again.runs:
             self._local.release(run)

@@ -54,11 +54,11 @@ class _Fetch:
 class SharedPool:
     """Divides the reading among the hosts: each run of documents is read and tokenised by one of them.
 
-    All constructors plan the same steps, so they ask for the same runs. Each asks the host that reads a run for the
-    lengths, which is all that planning needs, and then for the ids of the documents in its own rows. A request never
-    relies on what another one has done before: any host may be asked for anything again, after a restart for instance.
-    What a host that cannot be reached should read is read here, until it is back. Prepared sources need no lengths, and
-    each host reads what is in its rows.
+    All constructors plan the same steps, so they ask for the same runs. Each asks the host that reads a run
+    for the lengths, which is all that planning needs, and then for the ids of the documents in its own rows.
+    A request never relies on what another one has done before: any host may be asked for anything again,
+    after a restart for instance. What a host that cannot be reached should read is read here, until it is
+    back. Prepared sources need no lengths, and each host reads what is in its rows.
 
     `messages` has what hosts send each other.
 
@@ -160,7 +160,9 @@ class SharedPool:
         return "ask", request, part, first
 
     def _send(self, host: int, message: tuple[Any, ...]) -> None:
-        """Sends a message with the next `_flush`; what this host is asked, also in place of another, it does now."""
+        """Sends a message with the next `_flush`; what this host is asked, also in place of another, it does
+        now.
+        """
         if host == self._here or host in self._replaced:
             self._take(self._here, message)
         else:
@@ -206,7 +208,11 @@ class SharedPool:
         self._ready.append(run)
 
     def _got_ids(
-        self, request: int, lengths: Int[np.ndarray, " n"], ids: np.ndarray, ignored: Int[np.ndarray, "runs 2"]
+        self,
+        request: int,
+        lengths: Int[np.ndarray, " n"],
+        ids: np.ndarray,
+        ignored: Int[np.ndarray, "runs 2"],
     ) -> None:
         if (fetch := self._fetches.pop(request, None)) is None:
             return
@@ -216,8 +222,8 @@ class SharedPool:
             at = int(np.argmax(differs))
             raise DataError(
                 f"{field_of(self._setups[run.source].name)}: document {run.numbers[fetch.places[at]]} has "
-                f"{lengths[at]} tokens now and had {planned[at]} before: its files have changed, or differ between the "
-                "hosts. Restore them, or start in a new --workdir."
+                f"{lengths[at]} tokens now and had {planned[at]} before: its files have changed, or differ "
+                "between the hosts. Restore them, or start in a new --workdir."
             )
         run.place.put(fetch.places, lengths, ids, ignored)
 
@@ -238,8 +244,9 @@ class SharedPool:
                 continue
             address, port = self._links.peers.addresses[host]
             self._say(
-                f"data: process {host} at {address}:{port} has not been reached for {PATIENCE_S:g} s ({why}): this "
-                "process reads its part of the data too, until it is back. TCP must be open between the hosts"
+                f"data: process {host} at {address}:{port} has not been reached for {PATIENCE_S:g} s "
+                f"({why}): this process reads its part of the data too, until it is back. TCP must be open "
+                "between the hosts"
             )
             self._repeat(host)
             self._replaced.add(host)

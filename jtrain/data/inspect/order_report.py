@@ -1,4 +1,6 @@
-"""Report on the order of the training data, measured on batches: how alike neighbouring rows and steps are."""
+"""Report on the order of the training data, measured on batches: how alike neighbouring rows and steps
+are.
+"""
 
 import dataclasses
 import itertools
@@ -28,9 +30,15 @@ MOST_SOURCES = 12
 _GOOD = {
     "documents": "Good is many: rows of one document teach less than rows of several.",
     "distinct": "Good is 0.95 or more; rows of many short documents make it larger than 1.",
-    "overlap": "Good is what one shuffle of all chunks gives, beside it, and for k+1 a chunk that a step's end cuts.",
-    "autocorrelation": "Good is 0, but for the standard error beside it; a mixture that changes makes it larger.",
-    "effective_rows": "Good is the number of rows, beside it, or more: a mixture's shares make steps more even.",
+    "overlap": (
+        "Good is what one shuffle of all chunks gives, beside it, and for k+1 a chunk that a step's end cuts."
+    ),
+    "autocorrelation": (
+        "Good is 0, but for the standard error beside it; a mixture that changes makes it larger."
+    ),
+    "effective_rows": (
+        "Good is the number of rows, beside it, or more: a mixture's shares make steps more even."
+    ),
     "fill": "Good is above 99 %; the rest of the token positions is padding.",
     "pieces": "1 is a row of one chunk; attention does not cross from one piece to the next.",
     "cuts": "Good is few: tokens after a cut do not see those before it.",
@@ -43,7 +51,9 @@ BINS = 256
 
 @dataclasses.dataclass(frozen=True)
 class DocumentOverlap:
-    """Share of a step's documents that are in a later step too; `chance`: the same if all chunks were shuffled."""
+    """Share of a step's documents that are in a later step too; `chance`: the same if all chunks were
+    shuffled.
+    """
 
     found: float
     chance: float
@@ -76,7 +86,8 @@ class OrderReport:
     row_correlation: correlation of the token histograms of two rows of a step; 0 if rows are independent.
     effective_rows: number of independent rows whose mean varies as much as the mean of a step's rows.
     drift: by step, largest difference between the share of a source so far and its wanted share.
-    drift_beyond_a_chunk: the same, without one chunk per source: no order of whole chunks can avoid that much.
+    drift_beyond_a_chunk: the same, without one chunk per source: no order of whole chunks can avoid that
+      much.
     fill: mean share of the token positions that hold tokens.
     cut_chunks_per_step: mean number of places at which a chunk is cut because a row ends.
     """
@@ -111,7 +122,9 @@ class OrderReport:
         fields["distinct_over_rows"] = self.distinct_over_rows
         for name in ("drift", "drift_beyond_a_chunk"):
             drift = fields.pop(name)
-            fields[f"{name}_percent"] = {str(steps): 100 * float(drift[steps - 1]) for steps in self.drift_steps()}
+            fields[f"{name}_percent"] = {
+                str(steps): 100 * float(drift[steps - 1]) for steps in self.drift_steps()
+            }
         return fields
 
 
@@ -122,7 +135,9 @@ def measure_order(dataset: "TextDataset", steps: int) -> OrderReport:
       UserError: fewer than `LEAST_STEPS` steps are asked for, or the data ends before.
     """
     if steps < LEAST_STEPS:
-        raise UserError(f"--steps {steps} must be at least {LEAST_STEPS}: steps {max(LAGS)} apart are compared.")
+        raise UserError(
+            f"--steps {steps} must be at least {LEAST_STEPS}: steps {max(LAGS)} apart are compared."
+        )
     spec = dataset.spec
     rows = _RowStatistics(spec.global_batch)
     mixture = _MixtureStatistics(dataset)
@@ -179,7 +194,9 @@ class _RowStatistics:
         self._within += float(((shares - self.means[-1]) ** 2).sum())
 
     def autocorrelation(self, lag: int) -> Correlation:
-        """Returns the mean over the bins of the autocorrelation of a step's share, weighted by the bins' variance."""
+        """Returns the mean over the bins of the autocorrelation of a step's share, weighted by the bins'
+        variance.
+        """
         off = np.stack(self.means) - np.mean(self.means, axis=0)
         pairs = len(off) - lag
         variance = float((off * off).sum()) / len(off)
@@ -196,14 +213,18 @@ class _RowStatistics:
         return (between - within) / total if total else 1.0
 
     def effective_rows(self) -> float:
-        """Returns rows / (1 + (rows - 1) * correlation): it is more than `rows` where steps are alike by design."""
+        """Returns rows / (1 + (rows - 1) * correlation): it is more than `rows` where steps are alike by
+        design.
+        """
         between, within = self._mean_squares()
         return (between + (self.rows - 1) * within) / between if between else 1.0
 
     def _mean_squares(self) -> tuple[float, float]:
         steps = len(self.means)
         off = np.stack(self.means) - np.mean(self.means, axis=0)
-        return self.rows * float((off * off).sum()) / (steps - 1), self._within / max(steps * (self.rows - 1), 1)
+        return self.rows * float((off * off).sum()) / (steps - 1), self._within / max(
+            steps * (self.rows - 1), 1
+        )
 
 
 class _MixtureStatistics:
@@ -212,7 +233,9 @@ class _MixtureStatistics:
     def __init__(self, dataset: "TextDataset") -> None:
         spec = dataset.spec
         self._names, self._unit = dataset.names, spec.mixture_unit
-        self._schedule = own_weights(spec.mixture, {name: one.weight for name, one in spec.named_sources.items()})
+        self._schedule = own_weights(
+            spec.mixture, {name: one.weight for name, one in spec.named_sources.items()}
+        )
         slots = np.asarray([len(stream) for stream in dataset.streams], np.int64)
         self._ends = None if spec.epochs is None else slots * spec.epochs
         self._found: list[np.ndarray] = []
@@ -234,7 +257,9 @@ class _MixtureStatistics:
         self._wanted.append(found.sum() * shares / max(shares.sum(), 1e-30))
 
     def drift(self, allowed: int) -> Float64[np.ndarray, " steps"]:
-        """Returns max(0, |found - wanted| - allowed) / all, of the sums up to each step; the largest of the sources."""
+        """Returns max(0, |found - wanted| - allowed) / all, of the sums up to each step; the largest of the
+        sources.
+        """
         found, wanted = np.cumsum(self._found, axis=0), np.cumsum(self._wanted, axis=0)
         return np.maximum(np.abs(found - wanted) - allowed, 0).max(axis=1) / found.sum(axis=1)
 
@@ -249,10 +274,10 @@ def _documents(
 ) -> tuple[float, dict[int, DocumentOverlap]]:
     """Returns the mean number of documents of a step, and how many of them later steps have too.
 
-    By chance: a document of c chunks is in a step that draws m of the source's C chunks with 1 - q(m), and in two
-    steps of one epoch with 1 - q(m) - q(m') + q(m + m'), where q(m) = (1 - m / C) ** c. Steps of two epochs are
-    independent. The sums over all documents are estimated from the chunks that were read: each stands for 1 / c
-    documents.
+    By chance: a document of c chunks is in a step that draws m of the source's C chunks with 1 - q(m), and in
+    two steps of one epoch with 1 - q(m) - q(m') + q(m + m'), where q(m) = (1 - m / C) ** c. Steps of two
+    epochs are independent. The sums over all documents are estimated from the chunks that were read: each
+    stands for 1 / c documents.
     """
     total = np.zeros(len(LAGS))
     both, by_chance, any_chance = total.copy(), total.copy(), total.copy()
@@ -263,7 +288,9 @@ def _documents(
     for i, stream in enumerate(dataset.streams):
         if not (here := source == i).any():
             continue
-        drawn = np.unique(np.stack([number[here], step[here]]), axis=1)  # a chunk may have several pieces in a step
+        drawn = np.unique(
+            np.stack([number[here], step[here]]), axis=1
+        )  # a chunk may have several pieces in a step
         chunks = stream.locate(drawn[0])
         records, which = np.unique(chunks.record, return_inverse=True)
         seen = np.unique(which * len(pieces) + drawn[1])  # a document's number, and a step that has it
@@ -288,7 +315,9 @@ def _chance(
     num_chunks: float,
     lag: int,
 ) -> tuple[float, float]:
-    """Returns how many documents of a source are expected in one step and in both, summed over pairs of steps."""
+    """Returns how many documents of a source are expected in one step and in both, summed over pairs of
+    steps.
+    """
     count, times = np.unique(counts, return_counts=True)
     documents = num_chunks * times / times.sum() / count  # estimated number of documents with so many chunks
 
@@ -297,7 +326,10 @@ def _chance(
 
     same_epoch = max(0.0, 1 - lag * float(first.mean()) / num_chunks)
     in_first, in_second = 1 - absent(first), 1 - absent(second)
-    in_both = same_epoch * (in_first + in_second - 1 + absent(first + second)) + (1 - same_epoch) * in_first * in_second
+    in_both = (
+        same_epoch * (in_first + in_second - 1 + absent(first + second))
+        + (1 - same_epoch) * in_first * in_second
+    )
     return float((in_first @ documents).sum()), float((in_both @ documents).sum())
 
 
@@ -311,7 +343,10 @@ def lines_of(report: OrderReport) -> list[str]:
         what, good = f"share of step k's documents in k+{lag}", _GOOD["overlap"] if lag == LAGS[0] else ""
         table.add(what, f"{overlap.found:.3f}", f"{overlap.chance:.3f}", good)
     for lag, one in report.autocorrelation.items():
-        what, good = f"correlation of the tokens of k and k+{lag}", _GOOD["autocorrelation"] if lag == LAGS[0] else ""
+        what, good = (
+            f"correlation of the tokens of k and k+{lag}",
+            _GOOD["autocorrelation"] if lag == LAGS[0] else "",
+        )
         table.add(what, f"{one.found:.3f}", f"±{one.error:.3f}", good)
     rows = f"{report.effective_rows:.1f}", str(report.rows)
     table.add("independent rows in a step", *rows, _GOOD["effective_rows"])

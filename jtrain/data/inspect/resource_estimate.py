@@ -1,4 +1,6 @@
-"""Estimate of the processes, threads, descriptors and memory of a host's data plane, before anything starts."""
+"""Estimate of the processes, threads, descriptors and memory of a host's data plane, before anything
+starts.
+"""
 
 import dataclasses
 import sys
@@ -19,7 +21,9 @@ _PYTHON_MIB, _ARROW_MIB, _ARRAY_RECORD_MIB, _TOKENIZER_MIB = 16, 40, 12, 30
 
 @dataclasses.dataclass(frozen=True)
 class RoleUsage:
-    """Resources of each process of one role. Threads and descriptors are upper bounds, memory is an estimate."""
+    """Resources of each process of one role. Threads and descriptors are upper bounds, memory is an
+    estimate.
+    """
 
     role: str
     processes: int
@@ -35,7 +39,9 @@ class Budget:
     roles: tuple[RoleUsage, ...]
 
     def total(self, field: str) -> int:
-        """Returns the total `threads`, `descriptors` or `memory_mib` of all processes, or the number of `processes`."""
+        """Returns the total `threads`, `descriptors` or `memory_mib` of all processes, or the number of
+        `processes`.
+        """
         if field == "processes":
             return sum(role.processes for role in self.roles)
         return sum(role.processes * getattr(role, field) for role in self.roles)
@@ -47,8 +53,8 @@ class Budget:
         loaders = sum(role.processes for role in self.roles if role.role == "loader")
         most = f"at most {self.total('threads')} threads and {self.total('descriptors')} descriptors, "
         return (
-            f"data plane: 1 constructor, up to {loaders} loaders, {self.total('processes')} processes in all, "
-            f"{most if self.total('threads') else ''}about {self.total('memory_mib')} MiB"
+            f"data plane: 1 constructor, up to {loaders} loaders, {self.total('processes')} processes in "
+            f"all, {most if self.total('threads') else ''}about {self.total('memory_mib')} MiB"
         )
 
 
@@ -65,24 +71,36 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
         return Budget(tuple(RoleUsage(role, count, 0, 0, _RAY_MIB) for role, count in roles))
     loaders, shadows = spec.num_loaders(), spec.shadows
     prepared = len(sources) if spec.prepared is not None else 0
-    arrow = "pyarrow" in sys.modules and not prepared  # opening the sources has imported the libraries that they need
+    arrow = (
+        "pyarrow" in sys.modules and not prepared
+    )  # opening the sources has imported the libraries that they need
     array_record = "array_record" in sys.modules and not prepared
     threads = 1 + arrow * _ARROW_THREADS + array_record * _ARRAY_RECORD_THREADS
     kinds = sum(d.setup.tokenizer != "bytes" for d in sources) > 0 and not prepared
     base = _PYTHON_MIB + arrow * _ARROW_MIB + array_record * _ARRAY_RECORD_MIB + kinds * _TOKENIZER_MIB
     corpora = [stream.corpus for stream in sources if stream.corpus is not None and stream.corpus.is_open]
-    decoded = sum(min(int(corpus.group_bytes.sum()), 2 * sources[0].setup.window_bytes) for corpus in corpora) * arrow
+    decoded = (
+        sum(min(int(corpus.group_bytes.sum()), 2 * sources[0].setup.window_bytes) for corpus in corpora)
+        * arrow
+    )
     documents = [max(1, corpus.size_bytes // len(corpus)) for corpus in corpora]
     ahead = spec.lookahead_steps * spec.global_batch * spec.seq_len * 4 + IN_FLIGHT * sum(documents) * 16
     slots = SLOTS * slot_bytes(rows, spec.seq_len)
-    # A loader maps few files per open source (line starts of JSON lines, or lengths and ids of a prepared source).
+    # A loader maps few files per open source (line starts of JSON lines, or lengths and ids of a prepared
+    # source).
     loader_descriptors = 8 + 2 * len(sources)
     children = 1 + loaders + shadows
     share = -(-(decoded + ahead) // loaders // _MIB)
     return Budget(
         (
             RoleUsage("forkserver", 1, 1 + arrow * _ARROW_THREADS, 12 + 2 * children, _PYTHON_MIB),
-            RoleUsage("constructor", 1, 2, 16 + 4 * children + 2 * prepared, _PYTHON_MIB - (-(slots + ahead) // _MIB)),
+            RoleUsage(
+                "constructor",
+                1,
+                2,
+                16 + 4 * children + 2 * prepared,
+                _PYTHON_MIB - (-(slots + ahead) // _MIB),
+            ),
             RoleUsage("loader", loaders, threads, loader_descriptors, base + share),
             RoleUsage("standby", shadows, threads, loader_descriptors, _PYTHON_MIB),
         )

@@ -15,9 +15,9 @@ def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
     """Returns one entry per document piece of batch `step`, in the order of rows and segments.
 
     Returns:
-      Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and `end_token` in
-      that chunk, `text`; for sources with a loss mask also `learned`, the spans of those tokens that are targets, and
-      `marked`, the text in short with the learned spans between [[ and ]].
+      Dicts with `row`, `source`, `document` (file:number), `chunk` of the document, `start_token` and
+      `end_token` in that chunk, `text`; for sources with a loss mask also `learned`, the spans of those
+      tokens that are targets, and `marked`, the text in short with the learned spans between [[ and ]].
     """
     with dataset.train_batches(inline=True) as iterator:
         batch = next(itertools.islice(iterator, step, None))
@@ -45,18 +45,24 @@ def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
         )
         if stream.setup.source.mask is not None:
             # Token i is the target at i - 1, so that the first token of a piece is never learned.
-            learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(-1, 2)
+            learned = np.flatnonzero(np.diff(np.concatenate([[0, 0], target[:-1] != IGNORE, [0]]))).reshape(
+                -1, 2
+            )
             spans = [(int(a), int(b)) for a, b in learned.tolist()]
             found[-1]["learned"] = [[start + a, start + b] for a, b in spans]
             found[-1]["marked"] = marked([int(i) for i in ids], spans, stream.tokenizer)
     return found
 
 
-def documents_of_batch(dataset: TextDataset, state: dict[str, Any] | None, *, step: int) -> dict[str, list[str]]:
-    """Returns the documents of the batch that follows a data state, by source: `file:number`, in the order of rows.
+def documents_of_batch(
+    dataset: TextDataset, state: dict[str, Any] | None, *, step: int
+) -> dict[str, list[str]]:
+    """Returns the documents of the batch that follows a data state, by source: `file:number`, in the order of
+    rows.
 
-    Reads that one batch again, in this thread. Process 0 alone looks; the others get an empty dict, and so does a
-    process that cannot read the batch any more, because the message that wants to name documents matters more.
+    Reads that one batch again, in this thread. Process 0 alone looks; the others get an empty dict, and so
+    does a process that cannot read the batch any more, because the message that wants to name documents
+    matters more.
 
     Args:
       state: as `BatchIterator.state` returned it; None for the state before the first batch.
@@ -78,7 +84,10 @@ def documents_of_batch(dataset: TextDataset, state: dict[str, Any] | None, *, st
             if (name := stream.identity_of(record)) not in names:
                 names.append(name)
     except Exception as error:  # any format may fail in its own way
-        print(f"the documents of step {step + 1} could not be looked up: {type(error).__name__}: {error}", flush=True)
+        print(
+            f"the documents of step {step + 1} could not be looked up: {type(error).__name__}: {error}",
+            flush=True,
+        )
     finally:
         dataset.streams[:] = streams
     return found

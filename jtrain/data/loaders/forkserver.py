@@ -1,12 +1,13 @@
 """Forkserver of the data plane: starts small processes without jax that end together with their owner.
 
-multiprocessing's own forkserver imports the caller's `__main__` in each child: a training script without a guard would
-run twice, and a script that imports jax would load it in every loader. This forkserver starts from a bare interpreter
-in which jax cannot be imported, imports the modules of all roles once, and forks: a child's own memory is 6 to 8 MB.
+multiprocessing's own forkserver imports the caller's `__main__` in each child: a training script without a
+guard would run twice, and a script that imports jax would load it in every loader. This forkserver starts
+from a bare interpreter in which jax cannot be imported, imports the modules of all roles once, and forks: a
+child's own memory is 6 to 8 MB.
 
-A process that dies takes the processes it started along. The server watches the socket of each client and kills that
-client's children when the socket closes. It exits when its first client, the trainer, is gone. If the server itself is
-killed, the kernel kills its children.
+A process that dies takes the processes it started along. The server watches the socket of each client and
+kills that client's children when the socket closes. It exits when its first client, the trainer, is gone. If
+the server itself is killed, the kernel kills its children.
 """
 
 import contextlib
@@ -38,7 +39,8 @@ sys.modules["jaxtyping"].__getattr__ = lambda name: Annotation
 """
 """First lines of the interpreter: jax cannot be imported, and jaxtyping is a stub.
 
-Nothing checks annotations in these processes, and the real jaxtyping imports asyncio and unittest.mock: 5 MB and 80 ms.
+Nothing checks annotations in these processes, and the real jaxtyping imports asyncio and unittest.mock: 5 MB
+and 80 ms.
 """
 
 ROLES = {"constructor": "jtrain.data.constructor.process", "loader": "jtrain.data.loaders.loader"}
@@ -92,7 +94,8 @@ class ForkserverClient:
         return Child(struct.unpack("q", reply)[0], handles[0], Connection(ours.detach()))
 
     def socket_for_child(self) -> socket.socket:
-        """Returns a client socket to hand to a child as a descriptor; processes started through it die with that child.
+        """Returns a client socket to hand to a child as a descriptor; processes started through it die with
+        that child.
 
         Raises:
           ConnectionError: the forkserver is gone.
@@ -109,7 +112,9 @@ class ForkserverClient:
 
 
 class Forkserver:
-    """Server process and its client, as the trainer holds them. Needs Linux: memfd, pidfd and SOCK_SEQPACKET."""
+    """Server process and its client, as the trainer holds them. Needs Linux: memfd, pidfd and
+    SOCK_SEQPACKET.
+    """
 
     def __init__(self, *, preload: tuple[str, ...] = ()) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -117,10 +122,15 @@ class Forkserver:
             f"sys.path[:] = {sys.path!r}\n"
             f"from jtrain.data.loaders import forkserver; forkserver.serve({theirs.fileno()}, {preload!r})"
         )
-        environment = os.environ | {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "RAYON_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+        }
         # Without these limits every loader would start a thread per core in each of its libraries.
         environment |= {"OPENBLAS_NUM_THREADS": "1", "ARROW_IO_THREADS": "1"}
-        # Arrow's own pools keep freed memory: a loader of 306 Parquet sources takes twice as much and is no faster.
+        # Arrow's own pools keep freed memory: a loader of 306 Parquet sources takes twice as much and is no
+        # faster.
         environment |= {"ARROW_DEFAULT_MEMORY_POOL": "system"}
         with theirs:
             self._process = subprocess.Popen(
@@ -136,7 +146,9 @@ class Forkserver:
         return self._process.pid
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the server and all its children, and waits until the server has exited. May be called twice."""
+        """Ends the server and all its children, and waits until the server has exited. May be called
+        twice.
+        """
         self.client.close()
         try:
             self._process.wait(timeout_s)
@@ -188,8 +200,8 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
                     _send(client, struct.pack("q", pid), (handle,))
         for handles in (dying, *children.values()):
             _reap(handles)
-    # Reaps the children before it exits: in a container whose init process does not, zombies would remain. It gives up
-    # after 2 s, because a child that waits for a dead disk dies only when the disk answers.
+    # Reaps the children before it exits: in a container whose init process does not, zombies would remain. It
+    # gives up after 2 s, because a child that waits for a dead disk dies only when the disk answers.
     dying += [handle for handles in children.values() for handle in handles]
     for handle in dying:
         _kill(handle)
@@ -228,7 +240,9 @@ def _kill(handle: int) -> None:
 
 
 def _reap(handles: list[int]) -> None:
-    """Reaps the processes in `handles` that have ended, closes their pidfds and removes them from the list."""
+    """Reaps the processes in `handles` that have ended, closes their pidfds and removes them from the
+    list.
+    """
     for handle in list(handles):
         if select.select([handle], [], [], 0)[0]:
             with contextlib.suppress(ChildProcessError):
@@ -238,7 +252,9 @@ def _reap(handles: list[int]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that forked it ends; the server has one thread only."""
+    """Asks the kernel to kill this process when the thread that forked it ends; the server has one thread
+    only.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -24,8 +24,8 @@ _SPARE_DESCRIPTORS = 256
 class InlinePool:
     """Pool that reads documents in the caller's thread as soon as they are requested.
 
-    The ids of local prepared indexes are not copied: runs hold their places in a memory map of the index, from which
-    rows are filled. Copying them, span by span, took as long as all the rest of a batch.
+    The ids of local prepared indexes are not copied: runs hold their places in a memory map of the index,
+    from which rows are filled. Copying them, span by span, took as long as all the rest of a batch.
 
     Attributes:
       setups: the sources, with `map_ids` where ids are mapped.
@@ -55,7 +55,9 @@ class InlinePool:
             self._reading = field_of(self.setups[part.source].name)
             try:
                 with retry.heard(self._retries):
-                    read = self._loader.documents(part.source).read(part.numbers, share=part.share, anchor=part.anchor)
+                    read = self._loader.documents(part.source).read(
+                        part.numbers, share=part.share, anchor=part.anchor
+                    )
             except (ValueError, OSError) as error:
                 raise DataError(f"{self._reading}: {error}") from error
             run = RunHead.of(read, time.perf_counter() - begun_s).run(part, read.ids, "trainer")
@@ -93,7 +95,11 @@ class InlinePool:
         if (now_s := time.monotonic()) > self._memory_until_s:  # asking takes 50 us, and each batch would
             self._memory_bytes, self._memory_until_s = resident_bytes() or 0, now_s + _MEMORY_EVERY_S
         decoded = self._loader.decoded
-        return [LoaderState("trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._everything, decoded)]
+        return [
+            LoaderState(
+                "trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._everything, decoded
+            )
+        ]
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
         pass

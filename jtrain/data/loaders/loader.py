@@ -1,8 +1,8 @@
 """Source Loader: reads and tokenises documents of one or more sources on request.
 
-A loader opens a source at the first request for it and has no other state: the requests say which documents to read, in
-what order and how far ahead. So a loader can be killed, replaced or duplicated at any time, and the stream of documents
-stays the same.
+A loader opens a source at the first request for it and has no other state: the requests say which documents
+to read, in what order and how far ahead. So a loader can be killed, replaced or duplicated at any time, and
+the stream of documents stays the same.
 """
 
 import time
@@ -23,11 +23,13 @@ from jtrain.runtime.platform import resident_bytes
 IDLE, OPENING, READING = range(3)
 STATE, SOURCE, NUMBER, RECORD, SINCE_NS, DOCUMENTS, MEMORY_BYTES, DECODED = range(8)
 OPENED = slice(8, 12)
-"""Words of the header of a loader's shared memory: what the loader is doing, since when (CLOCK_MONOTONIC), and how
-much it has done so far. `OPENED`: files and bytes of the source that it is opening, as in `sources.opening.Opened`."""
+"""Words of the header of a loader's shared memory: what the loader is doing, since when (CLOCK_MONOTONIC),
+and how much it has done so far. `OPENED`: files and bytes of the source that it is opening, as in
+`sources.opening.Opened`."""
 
 IDENTITY_AT, IDENTITY_BYTES = 64, HEADER_BYTES - 64 * 8
-"""First header word of the identity of the document being read, `file:number` as UTF-8 with a zero byte at the end."""
+"""First header word of the identity of the document being read, `file:number` as UTF-8 with a zero byte at
+the end."""
 
 
 class SourceLoader:
@@ -56,7 +58,9 @@ class SourceLoader:
     @property
     def decoded(self) -> int:
         """Row groups decoded so far."""
-        return sum(shared_cache(size).decoded for size in {setup.decoded_cache_bytes for setup in self._setups})
+        return sum(
+            shared_cache(size).decoded for size in {setup.decoded_cache_bytes for setup in self._setups}
+        )
 
 
 class _HeaderOpening(Opening):
@@ -76,9 +80,10 @@ class _HeaderOpening(Opening):
 def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a loader process: answers requests until the connection closes.
 
-    Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id, [(start,
-    `RunHead`) of each part])`, where the ids are at `start` in shared memory; or `("failed", source, message)`. Before
-    that, for each read that is repeated, `("again", source, line for the log)`.
+    Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id,
+      [(start,
+    `RunHead`) of each part])`, where the ids are at `start` in shared memory; or `("failed", source,
+    message)`. Before that, for each read that is repeated, `("again", source, line for the log)`.
     """
     sources: tuple[SourceSetup, ...] = connection.recv()
     shared = SharedMemory(descriptors[0])
@@ -87,7 +92,9 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     loader = SourceLoader(sources, _HeaderOpening(header))
 
     def tell(line: str, wait_s: float) -> None:
-        header[SINCE_NS] = time.monotonic_ns() + int(wait_s * 1e9)  # it does not hang: the time until then is free
+        header[SINCE_NS] = time.monotonic_ns() + int(
+            wait_s * 1e9
+        )  # it does not hang: the time until then is free
         connection.send(("again", int(header[SOURCE]), line))
 
     retries = retry.Retries(tell)
@@ -104,7 +111,9 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             header[NUMBER], header[RECORD], header[SINCE_NS] = number, record, time.monotonic_ns()
             header[STATE] = READING
 
-        found = documents.read(part.numbers, share=part.share, skip=part.skip, anchor=part.anchor, watch=watch)
+        found = documents.read(
+            part.numbers, share=part.share, skip=part.skip, anchor=part.anchor, watch=watch
+        )
         header[DOCUMENTS] += len(found.lengths)
         header[DECODED] = loader.decoded
         return found

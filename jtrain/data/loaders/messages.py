@@ -1,4 +1,6 @@
-"""Messages to and from Source Loaders: requests, documents that were read, the state of a loader, and errors."""
+"""Messages to and from Source Loaders: requests, documents that were read, the state of a loader, and
+errors.
+"""
 
 import dataclasses
 from typing import Any
@@ -24,10 +26,10 @@ class RequestPart:
     anchor: see `ChunkStream.read`.
     skip: numbers to leave out.
     tag: returned with each run that answers this part, for whoever asked.
-    share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the answer holds
-      their numbers alone. The m shares of a request answer each number once.
-    wanted: for a loader that keeps ids until they are requested (`RayLoader`): places in `numbers` of the documents
-      whose ids are wanted; None: the lengths of all are.
+    share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the
+      answer holds their numbers alone. The m shares of a request answer each number once.
+    wanted: for a loader that keeps ids until they are requested (`RayLoader`): places in `numbers` of the
+      documents whose ids are wanted; None: the lengths of all are.
     """
 
     source: int
@@ -41,14 +43,17 @@ class RequestPart:
     def split(self, count: int) -> "list[RequestPart]":
         """Splits the part into `count` shares, which together are its own share.
 
-        Each source begins with another one, since many sources have fewer groups in a window than there are shares.
+        Each source begins with another one, since many sources have fewer groups in a window than there are
+        shares.
         """
         rest, modulus = self.share
         turns = [(i + self.source) % count for i in range(count)]
         return [dataclasses.replace(self, share=(rest + modulus * turn, modulus * count)) for turn in turns]
 
     def each(self, *, by_number: bool) -> "list[RequestPart]":
-        """Splits the part into parts of one chunk each, by its numbers or by the places whose ids are wanted."""
+        """Splits the part into parts of one chunk each, by its numbers or by the places whose ids are
+        wanted.
+        """
         if not by_number:
             assert self.wanted is not None
             return [dataclasses.replace(self, wanted=self.wanted[i : i + 1]) for i in range(len(self.wanted))]
@@ -96,7 +101,9 @@ class ChunkRun:
 
 @dataclasses.dataclass(frozen=True)
 class RunHead:
-    """Answer to a part of a request: a `Read` without its ids, which travel as bytes, and the seconds that it took."""
+    """Answer to a part of a request: a `Read` without its ids, which travel as bytes, and the seconds that it
+    took.
+    """
 
     numbers: Int[np.ndarray, " n"] | None
     lengths: Int[np.ndarray, " n"]

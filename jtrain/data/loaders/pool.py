@@ -1,7 +1,9 @@
-"""Pools of Source Loaders, as a constructor uses them: request documents, collect those read, release their memory.
+"""Pools of Source Loaders, as a constructor uses them: request documents, collect those read, release their
+memory.
 
-`LoaderPool` is what pools have in common whose loaders can be lost: it hands out requests, and finds the document that
-no loader survives. Its loaders are processes of this host (`process_pool`) or Ray actors (`ray/actor_pool`).
+`LoaderPool` is what pools have in common whose loaders can be lost: it hands out requests, and finds the
+document that no loader survives. Its loaders are processes of this host (`process_pool`) or Ray actors
+(`ray/actor_pool`).
 """
 
 import abc
@@ -15,7 +17,8 @@ from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
 
 _OPENING = -1
-"""In place of a document's number: deaths while a source was opened, or a row group decoded, and none since read."""
+"""In place of a document's number: deaths while a source was opened, or a row group decoded, and none since
+read."""
 
 
 @runtime_checkable
@@ -30,17 +33,20 @@ class Pool(Protocol):
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
         """Requests documents; with `first` they go before all requests that no loader has begun.
 
-        A part of a grouped source may be answered in several runs, whose numbers are together those of the part, or of
-        its share.
+        A part of a grouped source may be answered in several runs, whose numbers are together those of the
+        part, or of its share.
         """
         ...
 
     def connections(self) -> list[Any]:
-        """Returns connections to wait on with `multiprocessing.connection.wait`; none for a pool without processes."""
+        """Returns connections to wait on with `multiprocessing.connection.wait`; none for a pool without
+        processes.
+        """
         ...
 
     def collect(self) -> list[ChunkRun]:
-        """Returns the documents read since the last call and replaces lost loaders; call it at least once a second.
+        """Returns the documents read since the last call and replaces lost loaders; call it at least once a
+        second.
 
         Raises:
           DataError: the stream cannot continue.
@@ -54,7 +60,9 @@ class Pool(Protocol):
     def states(self) -> list[LoaderState]: ...
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
-        """Sets the placement, loader -> its sources, from now on; starts new loaders and retires those left out."""
+        """Sets the placement, loader -> its sources, from now on; starts new loaders and retires those left
+        out.
+        """
         ...
 
     def close(self) -> None: ...
@@ -95,20 +103,21 @@ class Loader(Protocol):
 class LoaderPool[L: Loader](abc.ABC):
     """Pool of loaders that can be lost.
 
-    A loader that dies, or that spends more than `data.read_timeout_s` on one document, is replaced, and its requests
-    are made again: the stream of documents stays the same. The documents of the request that it was reading are then
-    read one at a time. If loaders are lost at the same document again and again, the stream ends with an error, or
-    skips and counts the document, according to `data.on_bad_record`.
+    A loader that dies, or that spends more than `data.read_timeout_s` on one document, is replaced, and its
+    requests are made again: the stream of documents stays the same. The documents of the request that it was
+    reading are then read one at a time. If loaders are lost at the same document again and again, the stream
+    ends with an error, or skips and counts the document, according to `data.on_bad_record`.
 
     Args:
       say: called with messages for the user.
     """
 
     most_deaths: ClassVar[int]
-    """Number of loaders that must die while reading the same document alone before the document counts as the cause.
+    """Number of loaders that must die while reading the same document alone before the document counts as the
+    cause.
 
-    A single loader that hangs there is enough. The first death or hang, in a request for several documents, is not
-    counted.
+    A single loader that hangs there is enough. The first death or hang, in a request for several documents,
+    is not counted.
     """
 
     def __init__(self, setups: tuple[SourceSetup, ...], say: Callable[[str], None]) -> None:
@@ -169,7 +178,9 @@ class LoaderPool[L: Loader](abc.ABC):
     def _failed(self, source: int, message: str) -> DataError:
         return DataError(f"{self._field(source)}: {message}")
 
-    def _lost(self, loader: L, why: str, where: str, *, opening: int | None = None, reading: bool = True) -> None:
+    def _lost(
+        self, loader: L, why: str, where: str, *, opening: int | None = None, reading: bool = True
+    ) -> None:
         """Makes the requests of a lost loader again, the one that it was reading one document at a time.
 
         Args:
@@ -195,13 +206,16 @@ class LoaderPool[L: Loader](abc.ABC):
         self._urgent.extendleft(reversed(requests))
 
     def _suspect(self, request: Request, why: str, where: str) -> None:
-        """Counts a loader that was lost while it read one document; leaves the document out if it is the cause."""
+        """Counts a loader that was lost while it read one document; leaves the document out if it is the
+        cause.
+        """
         [part], hung = request.parts, why != "died"
         number = int(part.numbers[0 if part.wanted is None else part.wanted[0]])
         self._deaths[part.source, number] += 1
         if not hung and self._deaths[part.source, number] < self.most_deaths:
             return
-        # Where ids are wanted, the length of the document is in the plan already: it can no longer be left out.
+        # Where ids are wanted, the length of the document is in the plan already: it can no longer be left
+        # out.
         if part.wanted is not None or self._setups[part.source].on_bad_record == "fail":
             raise DataError(
                 f"a loader {why} {where}, again and again. Mend or remove that file, "

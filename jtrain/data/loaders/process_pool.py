@@ -28,10 +28,12 @@ from jtrain.data.sources.opening import SAID_AFTER_S, SAID_EVERY_S, Opened
 from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 2
-"""Requests that a loader holds at a time: enough that it never waits for the next one, few enough to lose with it."""
+"""Requests that a loader holds at a time: enough that it never waits for the next one, few enough to lose
+with it."""
 
 OPENING_TIMES = 10
-"""Ratio of the time limits for opening a source and for reading a document; opening may list, fetch and index files."""
+"""Ratio of the time limits for opening a source and for reading a document; opening may list, fetch and index
+files."""
 
 SHARED_BYTES = 1 << 20
 """Size of a loader's shared memory at first; it grows by half of itself."""
@@ -40,14 +42,18 @@ SHARED_BYTES = 1 << 20
 class _LoaderProcess:
     """Loader process, as the pool sees it."""
 
-    def __init__(self, name: str, child: Child, setups: tuple[SourceSetup, ...], shared: SharedMemory) -> None:
+    def __init__(
+        self, name: str, child: Child, setups: tuple[SourceSetup, ...], shared: SharedMemory
+    ) -> None:
         self.name = name
         self.child = child
         self.shared = shared
         self.in_flight: dict[Any, Request] = {}
         self.sources: set[int] = set()
         self.opened: set[int] = set()
-        self.freed: list[int] = []  # places in `shared` that were given back; the loader has not been told yet
+        self.freed: list[
+            int
+        ] = []  # places in `shared` that were given back; the loader has not been told yet
         self.busy_s = 0.0
         self.retiring = False
         # Start of the opening that the log said last, in ns, and how long it had taken then.
@@ -55,7 +61,9 @@ class _LoaderProcess:
         child.connection.send(setups)
 
     def at(self) -> tuple[int, int, int, str, float]:
-        """Returns what the loader is doing: state, source, document, `file:number`, and seconds since that began."""
+        """Returns what the loader is doing: state, source, document, `file:number`, and seconds since that
+        began.
+        """
         header = self.shared.header
         identity = header[IDENTITY_AT:].tobytes().partition(b"\0")[0].decode(errors="replace")
         seconds = (time.monotonic_ns() - int(header[SINCE_NS])) / 1e9
@@ -142,7 +150,8 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
             header = loader.shared.header
             waiting = (*self._urgent, *self._waiting)
             queued = len(loader.in_flight) + sum(
-                request.loader == loader.name or request.parts[0].source in loader.sources for request in waiting
+                request.loader == loader.name or request.parts[0].source in loader.sources
+                for request in waiting
             )
             numbers = int(header[MEMORY_BYTES]), int(header[DOCUMENTS]), loader.busy_s
             sources = tuple(sorted(loader.sources))
@@ -182,12 +191,16 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         loader.shared.close()
 
     def _requests(self, parts: list[RequestPart]) -> list[Request]:
-        """Returns a request to each loader: those of a grouped source share its parts, others take whole ones."""
+        """Returns a request to each loader: those of a grouped source share its parts, others take whole
+        ones.
+        """
         requests: list[Request] = []
         by_loader: dict[str, Request] = {}
         for part in parts:
             names = [loader.name for loader in self._loaders.values() if part.source in loader.sources]
-            if not names or (len(names) > 1 and not self._setups[part.source].grouped):  # the first that is free
+            if not names or (
+                len(names) > 1 and not self._setups[part.source].grouped
+            ):  # the first that is free
                 requests.append(Request([part], None))
                 continue
             for name, share in zip(names, part.split(len(names)), strict=True):
@@ -206,14 +219,18 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
             able = [self._loaders[request.loader]]
         else:
             source = request.parts[0].source
-            able = [one for one in self._loaders.values() if source in one.sources or source not in self._placed]
+            able = [
+                one for one in self._loaders.values() if source in one.sources or source not in self._placed
+            ]
         return next((one for one in able if not one.retiring and len(one.in_flight) < IN_FLIGHT), None)
 
     def _send(self, loader: _LoaderProcess, request: Request) -> None:
         number = next(self._number)
         loader.in_flight[number] = request
         loader.opened |= {part.source for part in request.parts}
-        with contextlib.suppress(ConnectionError):  # it has died: collect notices, and makes its requests again
+        with contextlib.suppress(
+            ConnectionError
+        ):  # it has died: collect notices, and makes its requests again
             loader.child.connection.send(("read", number, request.parts))
 
     def _take(self, loader: _LoaderProcess, answer: tuple[Any, ...], runs: list[ChunkRun]) -> None:
@@ -255,7 +272,9 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         self._end(loader)
         self._lost(loader, why, where, opening=source if state == OPENING else None, reading=state != IDLE)
         if self._fruitless > 5 + len(self._loaders):
-            raise DataError(f"{self._fruitless} loaders were lost in a row, the last {where}: it {why}. See stderr.")
+            raise DataError(
+                f"{self._fruitless} loaders were lost in a row, the last {where}: it {why}. See stderr."
+            )
         begun_s = time.perf_counter()
         successor = self._standbys.pop(0) if self._standbys else self._start(loader.name)
         was = successor.name

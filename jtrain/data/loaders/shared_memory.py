@@ -1,6 +1,7 @@
 """Anonymous shared memory: one growable block, written by one process and read by another.
 
-The block exists through file descriptors alone, so it is freed when the last process that holds one ends, even if it is
+The block exists through file descriptors alone, so it is freed when the last process that holds one ends,
+even if it is
 killed: nothing is left behind in /dev/shm.
 """
 
@@ -19,8 +20,8 @@ _ALIGN_BYTES = 64
 class SharedMemory:
     """Block of shared bytes: a header of int64 words in the first page, then bytes handed out by `allocate`.
 
-    Only the writer allocates and frees. A reader maps the block again when an address lies beyond its mapping; views
-    into the old mapping stay valid.
+    Only the writer allocates and frees. A reader maps the block again when an address lies beyond its
+    mapping; views into the old mapping stay valid.
 
     Args:
       descriptor: file descriptor of the memory; the object owns it.
@@ -56,7 +57,9 @@ class SharedMemory:
         return np.frombuffer(self._mapped, np.uint8, size_bytes, start)
 
     def allocate(self, size_bytes: int) -> int:
-        """Allocates bytes at the lowest free address and returns it; grows the block if nothing is large enough."""
+        """Allocates bytes at the lowest free address and returns it; grows the block if nothing is large
+        enough.
+        """
         size = _aligned(max(size_bytes, 1))
         for at, (start, end) in enumerate(self._free):
             if end - start >= size:

@@ -1,4 +1,6 @@
-"""Draws the documents of a mixture by fair queueing over the sources, in integers, from document lengths alone."""
+"""Draws the documents of a mixture by fair queueing over the sources, in integers, from document lengths
+alone.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,11 +25,13 @@ _TAKE_AT_LEAST = 256
 """Smallest number of lengths to take in one call, if they are known already."""
 
 _ABOVE = 1 << 40
-"""Upper bound of document numbers, so that source * _ABOVE + number orders documents by source, then by number."""
+"""Upper bound of document numbers, so that source * _ABOVE + number orders documents by source, then by
+number."""
 
 
 class NotYet(Exception):
-    """Raised by `lengths` if the length of a document is not known yet, and by `plan` after it has asked for them all.
+    """Raised by `lengths` if the length of a document is not known yet, and by `plan` after it has asked for
+    them all.
 
     wanted: (source, first document, count) of the missing lengths.
     """
@@ -38,9 +42,11 @@ class NotYet(Exception):
 
 
 Lengths = Callable[[int, int, int], np.ndarray]
-"""lengths(source, first, count): token counts of documents first, first + 1, ... of a source; 0: skip the document.
+"""lengths(source, first, count): token counts of documents first, first + 1, ... of a source; 0: skip the
+document.
 
-Returns between one and `count` lengths; raises `NotYet` if the first one is not known yet. It must be a pure function.
+Returns between one and `count` lengths; raises `NotYet` if the first one is not known yet. It must be a pure
+function.
 """
 
 
@@ -55,8 +61,8 @@ class ChunkLengths(NamedTuple):
 class Buffers:
     """Cache of the lengths of the next documents of each source. Its contents never change a plan.
 
-    Empty documents are left out, so that a source with many of them costs no more time than another. Looking ahead
-    takes time for the documents that are found, not for all that are known.
+    Empty documents are left out, so that a source with many of them costs no more time than another. Looking
+    ahead takes time for the documents that are found, not for all that are known.
 
     Attributes:
       ends: number of documents of each source over all epochs.
@@ -85,23 +91,31 @@ class Buffers:
         return (self._seen_tokens + _FIRST_GUESS_TOKENS) / (self._seen_documents + 1)
 
     def forget(self, cursors: Int64[np.ndarray, " sources"]) -> None:
-        """Drops the lengths before `cursors`. If a cursor jumps, the lengths of its source are asked for again."""
+        """Drops the lengths before `cursors`. If a cursor jumps, the lengths of its source are asked for
+        again.
+        """
         jumped = (cursors < self._first) | (cursors > self._scanned)
         if jumped.any():
             self._scanned = np.where(jumped, cursors, self._scanned)
             self._empty_since = np.where(jumped, cursors, self._empty_since)
             keep = ~jumped[self._keys // _ABOVE]
             self._know(self._keys[keep], self._known[keep])
-        self._first = cursors.copy()  # `_ask` drops them: to do so at every step would copy all the others each time
+        self._first = (
+            cursors.copy()
+        )  # `_ask` drops them: to do so at every step would copy all the others each time
 
     def ahead(
-        self, cursors: Int64[np.ndarray, " sources"], limits: Int64[np.ndarray, " sources"], *, by_tokens: bool
+        self,
+        cursors: Int64[np.ndarray, " sources"],
+        limits: Int64[np.ndarray, " sources"],
+        *,
+        by_tokens: bool,
     ) -> tuple[ChunkLengths, Int64[np.ndarray, " documents"], Bool[np.ndarray, " sources"]]:
         """Looks ahead from each cursor, up to `limits` tokens (or samples) per source.
 
         Returns:
-          The documents that begin before the limit, by source and number; the number of tokens (samples) of its source
-          before each of them; and True for each source that ends before its limit.
+          The documents that begin before the limit, by source and number; the number of tokens (samples) of
+          its source before each of them; and True for each source that ends before its limit.
 
         Raises:
           NotYet: lengths are missing; the exception lists all of them.
@@ -127,7 +141,8 @@ class Buffers:
     def _ask(
         self, missing: Bool[np.ndarray, " sources"], tokens: np.ndarray, low: Bool[np.ndarray, " sources"]
     ) -> None:
-        """Asks for about `tokens` more tokens of each missing source, and takes what is known of those that are low.
+        """Asks for about `tokens` more tokens of each missing source, and takes what is known of those that
+        are low.
 
         Taking the lengths of many sources together, some hundred each, is what keeps copying them cheap.
         """
@@ -173,13 +188,18 @@ class Buffers:
 
 
 def _no_text(field: str, documents: int) -> str:
-    ways_out = ["Set data.on_bad_record='fail' to see why records are skipped", f"set {field}.path to files with text"]
+    ways_out = [
+        "Set data.on_bad_record='fail' to see why records are skipped",
+        f"set {field}.path to files with text",
+    ]
     if field != field_of(ONE_SOURCE):
-        ways_out.append(f"leave it out: set {field}.weight=0, or drop it from data.mixture if that names weights")
+        ways_out.append(
+            f"leave it out: set {field}.weight=0, or drop it from data.mixture if that names weights"
+        )
     ways_out.append("if all of it is held out, lower data.eval_fraction, which needs a new --workdir")
     return (
-        f"{field} has no text to train on: a whole epoch of {documents:,} documents is empty, held out or skipped. "
-        f"{'; or '.join(ways_out)}."
+        f"{field} has no text to train on: a whole epoch of {documents:,} documents is empty, held out or "
+        f"skipped. {'; or '.join(ways_out)}."
     )
 
 
@@ -192,11 +212,11 @@ class _Round(NamedTuple):
 class Draws:
     """Documents of a mixture in the order in which they are due, drawn on demand.
 
-    Fair queueing: a document is due at the time at which half of it would be read if every source were read at exactly
-    its share. (With the start of the document as the time, all sources would run ahead of their shares by half a
-    document; with its end, behind.) The `deficit` of a source is what it lacks of its share so far; it is carried on,
-    so that the drift stays at about one document per source for any schedule and any number of steps. All numbers are
-    integers, so that no machine rounds differently.
+    Fair queueing: a document is due at the time at which half of it would be read if every source were read
+    at exactly its share. (With the start of the document as the time, all sources would run ahead of their
+    shares by half a document; with its end, behind.) The `deficit` of a source is what it lacks of its share
+    so far; it is carried on, so that the drift stays at about one document per source for any schedule and
+    any number of steps. All numbers are integers, so that no machine rounds differently.
 
     The order does not depend on how much is asked for at a time or on where steps end, until a source ends.
 
@@ -237,7 +257,8 @@ class Draws:
             if not active.any():
                 return None
             shares = integer_shares(np.where(active, self._weights, 0.0))
-            # Sources that have ended may have had a positive deficit; the others then start later by that amount.
+            # Sources that have ended may have had a positive deficit; the others then start later by that
+            # amount.
             horizon = units + max(0, -(int(self._deficit[active].sum()) // ONE))
             limits = np.where(active, np.maximum(-((-horizon * shares - self._deficit) // ONE), 0), 0)
             found, before, ended = self._buffers.ahead(self._cursors, limits, by_tokens=self._by_tokens)
@@ -252,14 +273,17 @@ class Draws:
                 units *= 2  # the next document of every source is a long one
                 continue
             self._rounds.append(_Round(drawn, shares, ended & active))
-            self._cursors, self._deficit, _ = self._after(self._rounds[-1], len(order), self._cursors, self._deficit)
+            self._cursors, self._deficit, _ = self._after(
+                self._rounds[-1], len(order), self._cursors, self._deficit
+            )
             if len(order):
                 self._tokens += int(drawn.length.sum())
                 self._documents += len(order)
                 return drawn
 
     def more_ahead(self, tokens: int) -> ChunkLengths | None:
-        """Draws like `more`, but an eighth more where no source ends, as a second draw would take as long as the first.
+        """Draws like `more`, but an eighth more where no source ends, as a second draw would take as long as
+        the first.
 
         It suits a packing that takes documents in their order, whatever comes after those that fit.
         """
@@ -268,7 +292,9 @@ class Draws:
         return self.more(tokens + tokens // 8 + 2 * self._tokens // self._documents)
 
     def commit(self, count: int) -> tuple[Int64[np.ndarray, " sources"], Int64[np.ndarray, " sources"], int]:
-        """Returns cursors, deficit and the tokens (samples) drawn, after the first `count` of the drawn documents."""
+        """Returns cursors, deficit and the tokens (samples) drawn, after the first `count` of the drawn
+        documents.
+        """
         (cursors, deficit), units = self._start, 0
         for drawing in self._rounds:
             here = min(count, len(drawing.drawn.source))

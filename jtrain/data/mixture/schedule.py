@@ -1,4 +1,6 @@
-"""Schedules of the mixture: shares of the sources per step, constant, in stages, piecewise linear or by a function."""
+"""Schedules of the mixture: shares of the sources per step, constant, in stages, piecewise linear or by a
+function.
+"""
 
 import abc
 import dataclasses
@@ -19,7 +21,8 @@ from jtrain.runtime.user_code import load_function
 
 SHARE_BITS = 28
 ONE = 1 << SHARE_BITS
-"""Sum of the integer shares. Resolution 4e-9; a step of 2**34 tokens times a share still fits into 63 bits."""
+"""Sum of the integer shares. Resolution 4e-9; a step of 2**34 tokens times a share still fits into 63
+bits."""
 
 Weights = Mapping[str, float | int]
 
@@ -48,7 +51,9 @@ class Schedule(abc.ABC):
     @property
     @abc.abstractmethod
     def identity(self) -> str:
-        """Text that changes if, and only if, the weights of some step can change; of a function, with its file."""
+        """Text that changes if, and only if, the weights of some step can change; of a function, with its
+        file.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +91,9 @@ class Constant(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Staged(Schedule):
-    """Shares in stages, each from its step until the next one: `((0, {"web": 1}), (5000, {"web": 1, "code": 1}))`."""
+    """Shares in stages, each from its step until the next one: `((0, {"web": 1}), (5000, {"web": 1, "code":
+    1}))`.
+    """
 
     stages: Points
 
@@ -152,7 +159,8 @@ class Linear(Schedule):
 
 @dataclasses.dataclass(frozen=True)
 class Custom(Schedule):
-    """Shares from a function of the step. The function may depend on nothing else, because every host calls it itself.
+    """Shares from a function of the step. The function may depend on nothing else, because every host calls
+    it itself.
 
     function: `module:name`, or `path/to/file.py:name`; takes a step, returns weights by source.
     """
@@ -188,9 +196,11 @@ def own_weights(schedule: Schedule, weights: Weights) -> Schedule:
 
 
 def integer_shares(weights: Float64[np.ndarray, " sources"]) -> Int64[np.ndarray, " sources"]:
-    """Returns shares in proportion to `weights` that add up to exactly `ONE`; at least 1 for a weight above zero.
+    """Returns shares in proportion to `weights` that add up to exactly `ONE`; at least 1 for a weight above
+    zero.
 
-    The result must not be written to: the shares of the last weights are kept, as most steps have the same ones.
+    The result must not be written to: the shares of the last weights are kept, as most steps have the same
+    ones.
     """
     return _integer_shares(weights.tobytes())
 
@@ -209,18 +219,22 @@ def _check(weights: Weights, where: str) -> None:
     """Refuses weights that are negative, not finite numbers, or all zero."""
     for name, weight in weights.items():
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise UserError(f"{where}: the weight of {name!r} is {weight!r}. Set a number of at least 0 (0: left out).")
+            raise UserError(
+                f"{where}: the weight of {name!r} is {weight!r}. Set a number of at least 0 (0: left out)."
+            )
     if not any(weight > 0 for weight in weights.values()):
         raise UserError(
-            f"{where}: no source has a weight above 0 ({_listed(weights) or 'no source is named'}). Give at least one "
-            "source a weight."
+            f"{where}: no source has a weight above 0 ({_listed(weights) or 'no source is named'}). Give at "
+            "least one source a weight."
         )
 
 
 def _check_steps(points: Points, where: str) -> None:
     steps = [step for step, _ in points]
     if not steps or steps[0] < 0 or any(b <= a for a, b in itertools.pairwise(steps)):
-        raise UserError(f"{where}: the steps are {steps}. Give at least one step, none below 0, in ascending order.")
+        raise UserError(
+            f"{where}: the steps are {steps}. Give at least one step, none below 0, in ascending order."
+        )
     for step, weights in points:
         _check(weights, f"{where} at step {step}")
 
@@ -237,8 +251,12 @@ def _shares(weights: Weights, names: Sequence[str], where: str) -> Float64[np.nd
 
 
 @functools.lru_cache(maxsize=8)
-def _in_order(weights: tuple[tuple[str, float | int], ...], names: tuple[str, ...]) -> Float64[np.ndarray, " sources"]:
-    """Returns normalized shares in the order of `names`; cached, because every step ahead asks for the same mixture."""
+def _in_order(
+    weights: tuple[tuple[str, float | int], ...], names: tuple[str, ...]
+) -> Float64[np.ndarray, " sources"]:
+    """Returns normalized shares in the order of `names`; cached, because every step ahead asks for the same
+    mixture.
+    """
     by_name = dict(weights)
     found = np.asarray([by_name.get(name, 0.0) for name in names], np.float64)
     found /= math.fsum(found)
@@ -256,7 +274,12 @@ def _listed(weights: Weights, most: int = 8) -> str:
 
 def _identity(kind: str, points: Iterable[tuple[int, Weights]]) -> str:
     shares = [
-        (step, sorted((name, weight / math.fsum(weights.values())) for name, weight in weights.items() if weight))
+        (
+            step,
+            sorted(
+                (name, weight / math.fsum(weights.values())) for name, weight in weights.items() if weight
+            ),
+        )
         for step, weights in points
     ]
     return f"{kind} {hashlib.blake2b(json.dumps(shares).encode(), digest_size=8).hexdigest()}"

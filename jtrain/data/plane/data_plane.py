@@ -55,7 +55,9 @@ class Plane(abc.ABC):
 
     @abc.abstractmethod
     def take(self) -> Delivered:
-        """Returns the next batch. Raises StopIteration after the last one, DataError if the stream cannot continue."""
+        """Returns the next batch. Raises StopIteration after the last one, DataError if the stream cannot
+        continue.
+        """
 
     @abc.abstractmethod
     def said(self) -> list[str]:
@@ -93,7 +95,9 @@ class InlinePlane(Plane):
 
 @dataclasses.dataclass(frozen=True)
 class ConstructorReply:
-    """Reply of a constructor; without batch, end or failure it means that the constructor is still at work."""
+    """Reply of a constructor; without batch, end or failure it means that the constructor is still at
+    work.
+    """
 
     batch: tuple[DataState, BatchStats] | None = None
     ended: bool = False
@@ -102,7 +106,8 @@ class ConstructorReply:
 
 
 class RestartedPlane(Plane):
-    """Data plane with a constructor elsewhere, which is restarted from the state of the last batch if it is lost.
+    """Data plane with a constructor elsewhere, which is restarted from the state of the last batch if it is
+    lost.
 
     So the stream is unchanged.
     """
@@ -119,7 +124,8 @@ class RestartedPlane(Plane):
 
     @abc.abstractmethod
     def _receive(self) -> tuple[ConstructorReply, dict[str, Int[np.ndarray, "rows L"]]] | None:
-        """Returns what the constructor says next and the arrays of its batch; None if it has said nothing for 1 s.
+        """Returns what the constructor says next and the arrays of its batch; None if it has said nothing for
+        1 s.
 
         Raises:
           ConnectionError: the constructor is gone.
@@ -166,7 +172,8 @@ class RestartedPlane(Plane):
         self._deaths += 1
         if self._deaths > MOST_RESTARTS:
             raise DataError(
-                f"the data constructor {why} {self._deaths} times in a row without making a batch. See {self.logs}. "
+                f"the data constructor {why} {self._deaths} times in a row without making a batch. See "
+                f"{self.logs}. "
                 f"{details}".rstrip()
             )
         begun_s = time.perf_counter()
@@ -181,8 +188,8 @@ class RestartedPlane(Plane):
 class ProcessPlane(RestartedPlane):
     """Data plane of processes: a forkserver, a constructor and its loaders.
 
-    A forkserver that dies is restarted as well. `close` ends every process, and so does any end of this process, even a
-    kill.
+    A forkserver that dies is restarted as well. `close` ends every process, and so does any end of this
+    process, even a kill.
 
     Args:
       preload: modules that the forkserver imports once for all loaders.
@@ -214,7 +221,9 @@ class ProcessPlane(RestartedPlane):
                 with self._forkserver.client.socket_for_child() as door:
                     listening = () if self._listening is None else (self._listening.fileno(),)
                     descriptors = (door.fileno(), self._slab.descriptor, *listening)
-                    self._child: Child = self._forkserver.client.start("constructor", "jtrain-constr", descriptors)
+                    self._child: Child = self._forkserver.client.start(
+                        "constructor", "jtrain-constr", descriptors
+                    )
                 self._child.connection.send(setup)
                 return
             except ConnectionError:

@@ -14,7 +14,8 @@ from jtrain.layout.dims import Batch
 
 
 class BatchIterator:
-    """Iterator of global batches, or of this host's rows: numpy int32 of shape [rows, seq_len]. Must be closed.
+    """Iterator of global batches, or of this host's rows: numpy int32 of shape [rows, seq_len]. Must be
+    closed.
 
     Attributes:
       stats: statistics of the last batch.
@@ -22,7 +23,12 @@ class BatchIterator:
     """
 
     def __init__(
-        self, plane: Plane, state: DataState, identity: dict[str, Any], names: tuple[str, ...], changes: list[str]
+        self,
+        plane: Plane,
+        state: DataState,
+        identity: dict[str, Any],
+        names: tuple[str, ...],
+        changes: list[str],
     ) -> None:
         self._plane = plane
         self._identity = identity

@@ -19,8 +19,8 @@ from jtrain.layout.mesh import BATCH_AXES, shard_size
 def place_tree(mesh: Mesh, global_batch: int) -> ClientPlaceTree:
     """Returns the tree that says which process fetches which rows of a batch for the devices of `mesh`.
 
-    Devices along `tensor`, `stage` and `context` need the same rows, or other parts of the same rows. If they are on
-    several hosts, the rows reach the others over the accelerators' network.
+    Devices along `tensor`, `stage` and `context` need the same rows, or other parts of the same rows. If they
+    are on several hosts, the rows reach the others over the accelerators' network.
 
     Raises:
       UserError: `data.global_batch` does not split evenly over the mesh.
@@ -31,7 +31,8 @@ def place_tree(mesh: Mesh, global_batch: int) -> ClientPlaceTree:
 
 
 def put_batch(batch: Batch, mesh: Mesh, place: ClientPlaceTree | None = None) -> Batch:
-    """Copies a host batch to global arrays: sequences split over replica, data and expert, positions over context.
+    """Copies a host batch to global arrays: sequences split over replica, data and expert, positions over
+    context.
 
     With several processes the sequences may be split over more axes until `share_batch` is called.
 
@@ -74,8 +75,8 @@ def put_batch(batch: Batch, mesh: Mesh, place: ClientPlaceTree | None = None) ->
 def share_batch(batch: Batch, mesh: Mesh) -> Batch:
     """Returns the batch with the sharding of the train step: peers exchange the rows that each has fetched.
 
-    This is a collective if `put_batch` has split the batch further than the step does: every process must call it at
-    the same point between steps, not on another thread.
+    This is a collective if `put_batch` has split the batch further than the step does: every process must
+    call it at the same point between steps, not on another thread.
     """
     if batch.token_BL.sharding.spec[0] == BATCH_AXES:
         return batch
@@ -84,7 +85,9 @@ def share_batch(batch: Batch, mesh: Mesh) -> Batch:
 
 @functools.lru_cache(maxsize=2)
 def _share(mesh: Mesh) -> Callable[[Batch], Batch]:
-    return jax.jit(lambda batch: batch, out_shardings=NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context")))
+    return jax.jit(
+        lambda batch: batch, out_shardings=NamedSharding(mesh, PartitionSpec(BATCH_AXES, "context"))
+    )
 
 
 class Fed(NamedTuple):
@@ -122,8 +125,8 @@ class Batches(Protocol):
 class Prefetch:
     """Iterator that reads batches and copies them to the devices on one thread, ahead of the consumer.
 
-    At most `depth` batches are ready or being made, however slow the consumer. Yields `Fed` until the batches end.
-    Close it, or use it as a context manager; that also closes `batches`.
+    At most `depth` batches are ready or being made, however slow the consumer. Yields `Fed` until the batches
+    end. Close it, or use it as a context manager; that also closes `batches`.
     """
 
     def __init__(self, batches: Batches, put: Callable[[Batch], Batch], *, depth: int = 2) -> None:
@@ -136,13 +139,17 @@ class Prefetch:
         self._changed = threading.Condition()
         self._closed = False
         self._depth = depth
-        self._thread = threading.Thread(target=self._produce, args=(batches, put), name="data-prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._produce, args=(batches, put), name="data-prefetch", daemon=True
+        )
         self._thread.start()
 
     def _produce(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
         try:
             while True:
-                with self._changed:  # waits for room first, because building earlier would hold one more batch
+                with (
+                    self._changed
+                ):  # waits for room first, because building earlier would hold one more batch
                     self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
                     if self._closed:
                         return

@@ -24,7 +24,11 @@ def balanced_order(row_cost: Float64[np.ndarray, " rows"]) -> Int64[np.ndarray, 
     Returns the given order instead if it is better in the mean over all possible numbers of ranks.
     """
     top = row_cost.max(initial=0.0)
-    costs = np.rint(row_cost * (_COST_SCALE / top)).astype(np.int64) if top > 0 else np.zeros(len(row_cost), np.int64)
+    costs = (
+        np.rint(row_cost * (_COST_SCALE / top)).astype(np.int64)
+        if top > 0
+        else np.zeros(len(row_cost), np.int64)
+    )
     if (costs == costs[0]).all():
         return _tree_of_equals(len(costs))
     order = tree(costs)
@@ -38,12 +42,13 @@ def _mean_spread(costs: Costs) -> float:
 
 
 def tree(costs: Costs) -> Int64[np.ndarray, " items"]:
-    """Returns an order of the items whose equal contiguous parts cost nearly the same, for any number of parts.
+    """Returns an order of the items whose equal contiguous parts cost nearly the same, for any number of
+    parts.
 
-    The position of a row therefore does not depend on the number of ranks or microbatches, and a run can change its
-    layout without changing its batches. The order is built bottom-up: the most expensive item is paired with the
-    cheapest, then the pairs are paired the same way, and so on. The odd factors of the number of items come first, so
-    that a power-of-two number of parts falls exactly on subtrees.
+    The position of a row therefore does not depend on the number of ranks or microbatches, and a run can
+    change its layout without changing its batches. The order is built bottom-up: the most expensive item is
+    paired with the cheapest, then the pairs are paired the same way, and so on. The odd factors of the number
+    of items come first, so that a power-of-two number of parts falls exactly on subtrees.
     """
     groups, sums = np.arange(len(costs))[:, None], costs
     for factor in sorted(_prime_factors(len(costs)), reverse=True):
@@ -59,7 +64,9 @@ def tree(costs: Costs) -> Int64[np.ndarray, " items"]:
 
 @functools.lru_cache(maxsize=8)
 def _tree_of_equals(num_items: int) -> Int64[np.ndarray, " items"]:
-    """Returns the order of `tree` for items of equal cost: full rows, whose order is asked for at every step."""
+    """Returns the order of `tree` for items of equal cost: full rows, whose order is asked for at every
+    step.
+    """
     found = tree(np.ones(num_items, np.int64))
     found.flags.writeable = False
     return found

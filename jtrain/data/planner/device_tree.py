@@ -12,18 +12,21 @@ from jtrain.layout.mesh import shard_size
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClientPlaceTree:
-    """Tree that splits the rows of a batch over devices: a level per mesh axis, a leaf per equal part of the rows.
+    """Tree that splits the rows of a batch over devices: a level per mesh axis, a leaf per equal part of the
+    rows.
 
         place = ClientPlaceTree(shape=dict(mesh.shape), process_of_device=processes, global_batch=256)
         place = place.distribute("replica", "data", "expert").broadcast_at("tensor", "stage", "context")
 
-    The devices that the levels do not tell apart belong to the same leaf and need the same rows. The names are
-    OVERLORD's. The tree is the same at every step, and no plan depends on it, so a run may change its mesh.
+    The devices that the levels do not tell apart belong to the same leaf and need the same rows. The names
+    are OVERLORD's. The tree is the same at every step, and no plan depends on it, so a run may change its
+    mesh.
 
     shape: devices along each mesh axis, outermost first.
     process_of_device: process index of each device, in the shape of the mesh.
     global_batch: rows per step.
-    levels: mesh axes that split the rows, outermost first; `PartitionSpec(levels)` splits a batch the same way.
+    levels: mesh axes that split the rows, outermost first; `PartitionSpec(levels)` splits a batch the same
+      way.
     """
 
     shape: Mapping[str, int]
@@ -47,10 +50,12 @@ class ClientPlaceTree:
         return dataclasses.replace(self, levels=levels)
 
     def broadcast_at(self, *axes: str) -> "ClientPlaceTree":
-        """Lets one process fetch each row where peers along `axes`, which need the same rows, are in several processes.
+        """Lets one process fetch each row where peers along `axes`, which need the same rows, are in several
+        processes.
 
-        Each of these processes fetches another part, and the devices exchange the parts (`share_batch`). If the rows of
-        a leaf do not split evenly over the peers along an axis, every process fetches all of them.
+        Each of these processes fetches another part, and the devices exchange the parts (`share_batch`). If
+        the rows of a leaf do not split evenly over the peers along an axis, every process fetches all of
+        them.
         """
         place = self
         for axis in axes:

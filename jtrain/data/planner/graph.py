@@ -3,8 +3,9 @@
     graph = Graph(buffers).mix(schedule, step=k, ...).pack("concat", rows=256, seq_len=8192, carry=carry)
     plan = graph.cost(lambda n: 24576 * n + n * n).balance().plan()
 
-Only lengths and numbers of documents come here, never their tokens. After `pack` the documents of the step no longer
-change. The plan suits any mesh: `ClientPlaceTree` has the two stages that depend on it, distribute and broadcast_at.
+Only lengths and numbers of documents come here, never their tokens. After `pack` the documents of the step no
+longer change. The plan suits any mesh: `ClientPlaceTree` has the two stages that depend on it, distribute and
+broadcast_at.
 """
 
 from collections.abc import Callable
@@ -69,10 +70,12 @@ class Graph:
         deficit: Int64[np.ndarray, " sources"],
         mean_tokens: int | None,
     ) -> "Graph":
-        """Sets the shares at `step` and the state of each source, which together decide which documents are due.
+        """Sets the shares at `step` and the state of each source, which together decide which documents are
+        due.
 
-        mean_tokens: mean tokens per document, the first estimate if shares do not count tokens. It must follow from
-          the state alone: when a source ends, the order of documents depends on how much is asked for.
+        mean_tokens: mean tokens per document, the first estimate if shares do not count tokens. It must
+          follow from the state alone: when a source ends, the order of documents depends on how much is asked
+          for.
         """
         self.weights = schedule.weights(step, self._buffers.names)
         self.cursors, self.deficit = cursors, deficit
@@ -122,7 +125,8 @@ class Graph:
         return GraphPlan(_by_row(slot[self.pieces.row], *spans), self._row_cost[self._order])
 
     def _pack_by_source(self, packing: Packing, rows: int, seq_len: int, carry: Spans) -> "Graph":
-        """Packs rows of one source each; a source that ends before its rows are full leaves them to the others.
+        """Packs rows of one source each; a source that ends before its rows are full leaves them to the
+        others.
 
         Rows that no source with a share can fill take the open documents of sources whose share is now 0.
         """
@@ -160,7 +164,9 @@ class Graph:
             free = np.sort(np.concatenate(left_over))
         self.cursors = np.where(ended, self._buffers.ends, self.cursors)
         self.units, self.at_end = rows - len(free), len(free) > 0
-        joined = [np.concatenate(arrays) for arrays in zip(*map(_arrays, pieces), strict=True)] or [nothing[:, 0]] * 5
+        joined = [np.concatenate(arrays) for arrays in zip(*map(_arrays, pieces), strict=True)] or [
+            nothing[:, 0]
+        ] * 5
         self.pieces = _by_row(*joined)
         self.carry = np.concatenate([nothing, *(carries[source] for source in sorted(carries))])
         return self
@@ -227,7 +233,9 @@ class _Feed:
             if first_lot and len(first_lot[0].source):
                 return first_lot[0]
             cursors, limits = self._cursors.copy(), np.zeros_like(self._cursors)
-            cursors[source] = max([cursors[source], *(part.document[-1] + 1 for part in given if len(part.source))])
+            cursors[source] = max(
+                [cursors[source], *(part.document[-1] + 1 for part in given if len(part.source))]
+            )
             limits[source] = tokens
             found, _, _ = self._buffers.ahead(cursors, limits, by_tokens=True)
             if not len(found.source):
@@ -247,7 +255,9 @@ class _Feed:
         return cursors
 
 
-def _turns(shares: Int64[np.ndarray, " s"], deficit: Int64[np.ndarray, " s"], rows: int) -> Int64[np.ndarray, " rows"]:
+def _turns(
+    shares: Int64[np.ndarray, " s"], deficit: Int64[np.ndarray, " s"], rows: int
+) -> Int64[np.ndarray, " rows"]:
     """Returns the source of each row: fair queueing as in `Draws`, where every row counts 1."""
     horizon = 2 * rows + max(0, -(int(deficit[shares > 0].sum()) // ONE)) + len(shares)
     counts = np.where(shares > 0, np.maximum(-((-horizon * shares - deficit) // ONE), 0), 0)

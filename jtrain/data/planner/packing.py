@@ -20,7 +20,8 @@ More = Callable[[int], Spans | None]
 
 
 class Packed(NamedTuple):
-    """Result of packing. Documents are numbered in the order given: first the carried ones, then those of `more`.
+    """Result of packing. Documents are numbered in the order given: first the carried ones, then those of
+    `more`.
 
     pieces: row, document, start, end; sorted by row, and within a row in the order of placement.
     left: document and start of each remainder that waits for a later step, the next one due first.
@@ -35,9 +36,9 @@ class Packed(NamedTuple):
 def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
     """Fills rows one after another; what does not fit into the last row waits for the next step.
 
-    A chunk as long as a row gets a row of its own. The others are concatenated in the order given, and cut at row ends,
-    in the rows that are left. Every row is full until the documents end; each token is in exactly one row, and at most
-    one chunk waits.
+    A chunk as long as a row gets a row of its own. The others are concatenated in the order given, and cut at
+    row ends, in the rows that are left. Every row is full until the documents end; each token is in exactly
+    one row, and at most one chunk waits.
 
     Args:
       carried: remainders that the previous step left.
@@ -97,12 +98,13 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
 def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: int, best: bool) -> Packed:
     """Packs whole documents; one longer than a row fills rows of its own, and only its remainder is packed.
 
-    Takes `slack_tokens` more than the rows hold, so that small documents are at hand for the last gaps. The documents
-    that are left over go first in the next step, the longest waiting one before all others, so that no document waits
-    for ever. One chunk gets at most a 32nd of the rows plus part of a row, unless documents run out.
+    Takes `slack_tokens` more than the rows hold, so that small documents are at hand for the last gaps. The
+    documents that are left over go first in the next step, the longest waiting one before all others, so that
+    no document waits for ever. One chunk gets at most a 32nd of the rows plus part of a row, unless documents
+    run out.
 
-    best: best fit decreasing: the longest document first, each into the row where it leaves the least room. Otherwise
-      first fit: in the given order, each into the first row that has room.
+    best: best fit decreasing: the longest document first, each into the row where it leaves the least room.
+      Otherwise first fit: in the given order, each into the first row that has room.
     """
     spans, most, need = carried, max(1, rows // MOST_ROWS_OF_ONE) * seq_len, rows * seq_len + slack_tokens
     while True:
@@ -118,7 +120,8 @@ def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: in
             break
     used = max(len(carried), min(len(spans), int(np.searchsorted(total, need)) + 1))
 
-    # Splits each document into parts of at most a row. Carried ones go first, then the longest or the given order.
+    # Splits each document into parts of at most a row. Carried ones go first, then the longest or the given
+    # order.
     size = size[:used]
     parts = -(-size // seq_len)
     document = np.repeat(np.arange(used), parts)
@@ -135,7 +138,9 @@ def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: in
     next_start = spans[:used, 0].copy()
     np.add.at(next_start, document[placed], length[placed])
     left = np.flatnonzero(next_start < spans[:used, 1])
-    left = left[np.argsort(next_start[left] != spans[left, 0], kind="stable")]  # partly placed documents go last
+    left = left[
+        np.argsort(next_start[left] != spans[left, 0], kind="stable")
+    ]  # partly placed documents go last
     pieces = np.stack([row, document[placed], start[placed], start[placed] + length[placed]])
     return Packed(pieces, np.stack([left, next_start[left]]), used)
 

@@ -8,7 +8,8 @@ from jaxtyping import Int64
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Spans of documents as parallel arrays: piece i is tokens `start` to `end` of a document, placed in `row`.
+    """Spans of documents as parallel arrays: piece i is tokens `start` to `end` of a document, placed in
+    `row`.
 
     Pieces are sorted by row; the pieces of a row are in the order in which they are placed.
     """

@@ -36,7 +36,8 @@ class PlannerSpec:
     chunks_per_epoch: documents of each source, including held-out and skipped ones, whose length is 0.
     unit: the unit of the schedule's shares. With `rows`, a row holds one source only.
     epochs: how often each source is read; None: for ever.
-    ends: documents of each source over all `epochs`, which files that joined it have made longer; None: the product.
+    ends: documents of each source over all `epochs`, which files that joined it have made longer; None: the
+      product.
     balance: order rows so that contiguous parts cost about the same, for any number of ranks.
     cost_linear, cost_quadratic: cost of a piece of n tokens is linear * n + quadratic * n**2.
     """
@@ -58,8 +59,8 @@ class PlannerSpec:
         if self.seq_len * self.global_batch >= 1 << 31:
             raise UserError(
                 f"data.seq_len={self.seq_len} * data.global_batch={self.global_batch} = "
-                f"{self.seq_len * self.global_batch} tokens per step; at most {(1 << 31) - 1} can be planned. "
-                "Lower one of the two."
+                f"{self.seq_len * self.global_batch} tokens per step; at most {(1 << 31) - 1} can be "
+                "planned. Lower one of the two."
             )
 
 
@@ -68,7 +69,8 @@ class PlannerState:
     """Position in the stream before `step`.
 
     cursors: the next document of each source, counted over all epochs.
-    deficit: how much each source lacks of its share so far, in units of 1 / ONE token (sample, row); negative: ahead.
+    deficit: how much each source lacks of its share so far, in units of 1 / ONE token (sample, row);
+      negative: ahead.
     tokens: tokens placed so far, by source.
     units: tokens (samples, rows) drawn so far, over all sources.
     carry: documents drawn but not yet completely placed.
@@ -93,7 +95,9 @@ class PlannerState:
         return oldest
 
     def to_json(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the state as plain integers and strings by source name: a few kilobytes for hundreds of sources."""
+        """Returns the state as plain integers and strings by source name: a few kilobytes for hundreds of
+        sources.
+        """
         columns = (self.cursors, self.deficit, self.tokens, self.weights_ppm)
         rows = np.stack(columns, axis=1).tolist()
         return {
@@ -109,8 +113,8 @@ class PlannerState:
     def from_json(saved: Mapping[str, Any], names: Sequence[str]) -> tuple["PlannerState", list[str]]:
         """Returns the saved state for the sources `names`, and a sentence for each change.
 
-        The names may differ from the saved ones or be in another order. A new source begins at its first document with
-        a deficit of 0; if a source is gone, its open documents are dropped.
+        The names may differ from the saved ones or be in another order. A new source begins at its first
+        document with a deficit of 0; if a source is gone, its open documents are dropped.
         """
         old, lines, step = saved["sources"], [], saved["step"]
         for name in names:
@@ -154,8 +158,9 @@ class LoadingPlan:
     fill: fraction of the token positions that hold tokens; the rest is padding.
     row_cost: cost of each row, by the spec's cost.
     drift: largest difference, over the sources, between the share so far and the scheduled share, 0 to 1.
-    last: True if the documents end here; the missing part is padded, so that all ranks have the same shapes. It may be
-      False for a last step whose rows are exactly full: the next call of `plan` then raises `EndOfData`.
+    last: True if the documents end here; the missing part is padded, so that all ranks have the same shapes.
+      It may be False for a last step whose rows are exactly full: the next call of `plan` then raises
+      `EndOfData`.
     """
 
     step: int
@@ -203,21 +208,24 @@ class Planner:
         step, schedule = state.step, spec.schedule
         if state.unit != spec.unit:
             lines.append(
-                f"step {step}: data.mixture_unit {state.unit} -> {spec.unit}; drift is counted from this step on"
+                f"step {step}: data.mixture_unit {state.unit} -> {spec.unit}; drift is counted from this "
+                "step on"
             )
             zeros = np.zeros(len(spec.names), np.int64)
             state = dataclasses.replace(state, unit=spec.unit, units=0, deficit=zeros)
         if not state.history or state.history[-1][1] != schedule.identity:
             before = state.history[-1][2] if state.history else "none"
             lines.append(
-                f"step {step}: the mixture was '{before}', from this step on it is '{schedule.describe(step)}'"
+                f"step {step}: the mixture was '{before}', from this step on it is "
+                f"'{schedule.describe(step)}'"
             )
             new = np.rint(schedule.weights(step, spec.names) * _PPM).astype(np.int64)
             change = np.abs(new - state.weights_ppm)
             for i in np.argsort(-change, kind="stable")[:8].tolist():
                 if change[i]:
                     lines.append(
-                        f"step {step}: {spec.names[i]} {state.weights_ppm[i] / _PPM:.4f} -> {new[i] / _PPM:.4f}"
+                        f"step {step}: {spec.names[i]} {state.weights_ppm[i] / _PPM:.4f} -> "
+                        f"{new[i] / _PPM:.4f}"
                     )
             entry = (step, schedule.identity, schedule.describe(step))
             state = dataclasses.replace(state, history=(*state.history, entry))
@@ -229,12 +237,14 @@ class Planner:
         Raises:
           NotYet: lengths are missing. Nothing has changed: call again when they are known.
           EndOfData: no token is left.
-          UserError: a source is empty, or the schedule cannot be followed because all sources with weight have ended
-            and others get weight only later.
+          UserError: a source is empty, or the schedule cannot be followed because all sources with weight
+            have ended and others get weight only later.
         """
         spec = self.spec
         self._buffers.forget(state.cursors)
-        mean_tokens = int(state.tokens.sum()) // state.units if spec.unit == "samples" and state.units else None
+        mean_tokens = (
+            int(state.tokens.sum()) // state.units if spec.unit == "samples" and state.units else None
+        )
         graph = (
             Graph(self._buffers)
             .mix(
@@ -284,7 +294,9 @@ class Planner:
         return plan, after
 
     def _to_come(self, step: int, cursors: Int64[np.ndarray, " sources"]) -> tuple[int, int] | None:
-        """Returns an unread source that gets weight only after `step`, and the step at which it does; else None."""
+        """Returns an unread source that gets weight only after `step`, and the step at which it does; else
+        None.
+        """
         unread = np.flatnonzero(cursors < self._buffers.ends).tolist()
         for at, weights in self.spec.schedule.later(step):
             for source in unread:
@@ -292,23 +304,28 @@ class Planner:
                     return source, at
         return None
 
-    def _gap(self, state: PlannerState, weights: Float64[np.ndarray, " sources"], source: int, at: int) -> str:
+    def _gap(
+        self, state: PlannerState, weights: Float64[np.ndarray, " sources"], source: int, at: int
+    ) -> str:
         spec = self.spec
-        ended = [f"{field_of(spec.names[i])} ({self._buffers.ends[i]:,})" for i in np.flatnonzero(weights).tolist()]
+        ended = [
+            f"{field_of(spec.names[i])} ({self._buffers.ends[i]:,})" for i in np.flatnonzero(weights).tolist()
+        ]
         more = f" and {len(ended) - 4} more" if len(ended) > 4 else ""
         unread = self._buffers.ends[source] - state.cursors[source]
         return (
             f"data.mixture: at step {state.step} every source with weight is read to its end (documents with "
             f"data.epochs={spec.epochs}: {', '.join(ended[:4])}{more}), while "
-            f"{field_of(spec.names[source])}, with {unread:,} unread documents, has no weight before step {at}. "
-            f"Give it weight from step {state.step} on at the latest, or set data.epochs=None."
+            f"{field_of(spec.names[source])}, with {unread:,} unread documents, has no weight before step "
+            f"{at}. Give it weight from step {state.step} on at the latest, or set data.epochs=None."
         )
 
     def lookahead(self, state: PlannerState, steps: int) -> Int64[np.ndarray, "sources 2"]:
-        """Estimates the documents that the next `steps` will ask for: rows of a source and the end of its documents.
+        """Estimates the documents that the next `steps` will ask for: rows of a source and the end of its
+        documents.
 
-        The estimate uses the schedule, `state` and the mean length of the documents seen so far. A source whose share
-        will rise is included from the step of the rise on.
+        The estimate uses the schedule, `state` and the mean length of the documents seen so far. A source
+        whose share will rise is included from the step of the rise on.
         """
         spec = self.spec
         per_step = spec.global_batch * spec.seq_len
@@ -328,13 +345,16 @@ class Planner:
 
 
 def _drift(state: PlannerState) -> float:
-    """Returns the largest difference between a source's share of the placed units and its scheduled share, 0 to 1.
+    """Returns the largest difference between a source's share of the placed units and its scheduled share, 0
+    to 1.
 
     Tokens of documents that are carried into the next step are drawn and not placed yet.
     """
     deficit, tokens = state.deficit / ONE, state.tokens
     if state.unit != "tokens":
         return float(np.abs(deficit).max() / max(1, state.units))
-    waiting = np.bincount(state.carry[:, 0], weights=state.carry[:, 3] - state.carry[:, 2], minlength=len(deficit))
+    waiting = np.bincount(
+        state.carry[:, 0], weights=state.carry[:, 3] - state.carry[:, 2], minlength=len(deficit)
+    )
     due = tokens + waiting + deficit
     return float(np.abs(tokens / tokens.sum() - due / due.sum()).max())

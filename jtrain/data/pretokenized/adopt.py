@@ -1,7 +1,8 @@
-"""Adopts token files of other projects, `python -m jtrain.data adopt`: an index that reads its ids from them, in place.
+"""Adopts token files of other projects, `python -m jtrain.data adopt`: an index that reads its ids from them,
+in place.
 
-Each file is scanned once, in parallel, for the ends of its documents, its largest id and its hash; what is written is
-4.5 bytes per document. An interrupted call goes on with the file where it stopped.
+Each file is scanned once, in parallel, for the ends of its documents, its largest id and its hash; what is
+written is 4.5 bytes per document. An interrupted call goes on with the file where it stopped.
 """
 
 import collections
@@ -48,7 +49,9 @@ _ROWS_AT_ONCE = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """Scanned part of file number `file`: its documents, counts and hash; `ids` only where they are copied."""
+    """Scanned part of file number `file`: its documents, counts and hash; `ids` only where they are
+    copied.
+    """
 
     file: int
     last: bool
@@ -84,7 +87,9 @@ def adopt(
       UserError: an id is beyond the vocabulary, no end id is found, or the files are of no known layout.
     """
     encoder = _tokenizer(tokenizer, end_token)
-    layout = find_layout(path, end_id=encoder.end_id, vocab_size=encoder.vocab_size, dtype=dtype, column=column)
+    layout = find_layout(
+        path, end_id=encoder.end_id, vocab_size=encoder.vocab_size, dtype=dtype, column=column
+    )
     out.mkdir(parents=True, exist_ok=True)
     with BuildProcess(out) as host, host.changing_folders(name):
         adoption = _Adoption(layout, out, name, encoder, command, stream)
@@ -110,7 +115,13 @@ class _Adoption:
     """Adoption of the files of one layout into OUT/NAME."""
 
     def __init__(
-        self, layout: ForeignLayout, out: Path, name: str, tokenizer: Tokenizer, command: str, stream: ProgressOutput
+        self,
+        layout: ForeignLayout,
+        out: Path,
+        name: str,
+        tokenizer: Tokenizer,
+        command: str,
+        stream: ProgressOutput,
     ) -> None:
         self._layout = layout
         self._folder = out / name
@@ -131,7 +142,9 @@ class _Adoption:
         }
         stored = layout.files[0].dtype
         self._dtype = (
-            smallest_id_dtype(tokenizer.vocab_size) if layout.copies else np.dtype(f"u{min(4, stored.itemsize)}")
+            smallest_id_dtype(tokenizer.vocab_size)
+            if layout.copies
+            else np.dtype(f"u{min(4, stored.itemsize)}")
         )
         self._appended = (*_APPENDED, *((reader.IDS,) if layout.copies else ()))
         self._state: dict[str, Any] = {}
@@ -141,7 +154,8 @@ class _Adoption:
         if not (self._folder / reader.INDEX).exists():
             if self._folder.exists():
                 raise UserError(
-                    f"{self._folder} exists and is not a prepared index. Remove it, or set --name or --out to another."
+                    f"{self._folder} exists and is not a prepared index. Remove it, or set --name or --out "
+                    "to another."
                 )
             return False
         body = json.loads((self._folder / reader.INDEX).read_bytes())
@@ -155,9 +169,18 @@ class _Adoption:
 
     def resume(self, host: BuildProcess) -> None:
         """Goes on after the files that an earlier call scanned, if it scanned the same ones."""
-        begin(self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host, source=self._folder.name)
+        begin(
+            self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host, source=self._folder.name
+        )
         drop_damaged_states(self._partial)
-        state = {"files": 0, "placed": 0, "records": 0, "ends": 0, "file_ends": [], **latest_state(self._partial)}
+        state = {
+            "files": 0,
+            "placed": 0,
+            "records": 0,
+            "ends": 0,
+            "file_ends": [],
+            **latest_state(self._partial),
+        }
         state["bytes"] = {name: state["bytes"].get(name, 0) for name in self._appended}
         for name, size in state["bytes"].items():
             with open(self._partial / name, "ab") as file:
@@ -186,9 +209,9 @@ class _Adoption:
                     self._say(f"{done / 2**30:,.1f} of {total / 2**30:,.1f} GiB, {state['tokens']:,} tokens")
         if layout.splits and not state["ends"]:
             raise UserError(
-                f"{layout.root / layout.names[0]}: none of the {state['tokens']:,} ids is {self._tokenizer.end_id}, "
-                f"the end id of --tokenizer {tokenizer}, so there are no documents. Set --end-token to the token that "
-                "ends the documents of these files."
+                f"{layout.root / layout.names[0]}: none of the {state['tokens']:,} ids is "
+                f"{self._tokenizer.end_id}, the end id of --tokenizer {tokenizer}, so there are no "
+                "documents. Set --end-token to the token that ends the documents of these files."
             )
 
     def _scanned(self, left: range, tokenizer: str) -> Iterator[_Part]:
@@ -217,7 +240,9 @@ class _Adoption:
         copied = ids if self._layout.copies else None
         return _Part(file, last, len(ids), found.ends.astype(np.int64), found.offsets, digest(ids), copied)
 
-    def _beyond_vocabulary(self, path: Path, part: int, ids: UInt[np.ndarray, " n"], tokenizer: str) -> UserError:
+    def _beyond_vocabulary(
+        self, path: Path, part: int, ids: UInt[np.ndarray, " n"], tokenizer: str
+    ) -> UserError:
         largest = ids.max()
         signed = int(np.asarray(largest).view(ids.dtype.str.replace("u", "i")))
         as_signed = f" ({signed:,} as a signed number)" if signed < 0 and ids.itemsize > 2 else ""
@@ -226,8 +251,9 @@ class _Adoption:
         if not self._layout.copies:
             place = f"token {int(np.argmax(ids)) + part * (PART_BYTES // ids.itemsize):,}"
         return UserError(
-            f"{path}: id {int(largest):,}{as_signed}, {place}, is not below the vocabulary of --tokenizer {tokenizer}, "
-            f"{self._tokenizer.vocab_size:,}. Set --tokenizer to the one that made these ids{or_dtype}."
+            f"{path}: id {int(largest):,}{as_signed}, {place}, is not below the vocabulary of --tokenizer "
+            f"{tokenizer}, {self._tokenizer.vocab_size:,}. Set --tokenizer to the one that made these "
+            f"ids{or_dtype}."
         )
 
     def _append(self, part: _Part, carry: int, outputs: dict[str, Any]) -> int:
@@ -241,8 +267,9 @@ class _Adoption:
         lengths = np.diff(ends, prepend=-carry)
         if len(lengths) and (longest := int(lengths.max())) >= 1 << 31:
             raise UserError(
-                f"{self._layout.files[part.file].path}: a document of {longest:,} tokens; documents have fewer than "
-                f"{1 << 31:,}. Set --end-token to the token that ends the documents of these files."
+                f"{self._layout.files[part.file].path}: a document of {longest:,} tokens; documents have "
+                f"fewer than {1 << 31:,}. Set --end-token to the token that ends the documents of these "
+                "files."
             )
         lengths = lengths.astype(np.uint32)
         if part.offsets is not None:
@@ -285,7 +312,9 @@ class _Adoption:
         """Writes the remaining files of the index and gives the folder its name."""
         state, partial = self._state, self._partial
         if not state["records"]:
-            raise UserError(f"--from: the {len(self._layout.files)} files below {self._layout.root} hold no ids.")
+            raise UserError(
+                f"--from: the {len(self._layout.files)} files below {self._layout.root} hold no ids."
+            )
         self._end_files(len(self._layout.files))
         write_lengths(partial / reader.LENGTHS, partial / "lengths.tmp", state["records"])
         (partial / reader.SKIPPED).write_bytes(b"")
@@ -301,14 +330,20 @@ class _Adoption:
         publish(partial, self._folder)
 
     def _adopted(self) -> dict[str, str]:
-        return {"root": str(self._layout.root), "dtype": self._layout.files[0].dtype.name, "command": self._command}
+        return {
+            "root": str(self._layout.root),
+            "dtype": self._layout.files[0].dtype.name,
+            "command": self._command,
+        }
 
     def _say(self, text: str) -> None:
         print(f"{self._folder.name}: {text}", file=self._stream, flush=True)
 
 
 def _write_places(runs: Path, places: Path, tokens: int) -> None:
-    """Writes places.bin, whose columns lie one after another, from rows of first token, byte offset and file."""
+    """Writes places.bin, whose columns lie one after another, from rows of first token, byte offset and
+    file.
+    """
     count = runs.stat().st_size // 24
     with open(places, "wb") as file:
         for column in range(3):

@@ -1,4 +1,6 @@
-"""Ids of an adopted index: token ids that stay in the files of another project and are read from them by offset."""
+"""Ids of an adopted index: token ids that stay in the files of another project and are read from them by
+offset.
+"""
 
 import hashlib
 import os
@@ -18,20 +20,21 @@ _CHECKED_AT_OPEN = 64
 class AdoptedIds:
     """Ids of an adopted index, by token number.
 
-    places.bin lists runs of tokens that lie one after another in a file: int64 first token of each run and the number
-    of tokens at the end, then int64 byte offset and int64 file number of each run. Files with nothing between their
-    documents are one run each; MDS shards have one run per sample.
+    places.bin lists runs of tokens that lie one after another in a file: int64 first token of each run and
+    the number of tokens at the end, then int64 byte offset and int64 file number of each run. Files with
+    nothing between their documents are one run each; MDS shards have one run per sample.
 
     Args:
       location: folder of the index, for messages.
-      adopted: entry `adopted` of index.json: `root`, the folder of the files; `dtype` of the ids in them; `command`.
+      adopted: entry `adopted` of index.json: `root`, the folder of the files; `dtype` of the ids in them;
+        `command`.
       files: files.json: `names` relative to the root, `sizes` in bytes, and `edges`, see `edges_of`.
       places: places.bin as int64.
       dtype: dtype of the ids returned.
 
     Raises:
-      FileError: a file moved or changed since it was adopted. The first and last file and up to 62 between them are
-        checked here, every other one before its first read.
+      FileError: a file moved or changed since it was adopted. The first and last file and up to 62 between
+        them are checked here, every other one before its first read.
     """
 
     def __init__(
@@ -49,13 +52,19 @@ class AdoptedIds:
         self._dtype = dtype
         self._stored = np.dtype(adopted["dtype"])
         runs = len(places) // 3
-        self._first, self._offset, self._file = places[: runs + 1], places[runs + 1 : 2 * runs + 1], places[-runs:]
+        self._first, self._offset, self._file = (
+            places[: runs + 1],
+            places[runs + 1 : 2 * runs + 1],
+            places[-runs:],
+        )
         self._seen: dict[int, tuple[int, ...]] = {}
         count = len(files["names"])
         for file in np.linspace(0, count - 1, min(count, _CHECKED_AT_OPEN), dtype=np.int64).tolist():
             retried(self._path(file), lambda file=file: os.close(self._open(file)))
 
-    def read(self, start: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:
+    def read(
+        self, start: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
         """Returns the ids of spans of tokens, one after another; each span lies within one run.
 
         Raises:
@@ -64,7 +73,9 @@ class AdoptedIds:
         """
         return retried(self.root, lambda: self._read(start, length))
 
-    def _read(self, start: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:
+    def _read(
+        self, start: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
         size = self._stored.itemsize
         run = np.minimum(np.searchsorted(self._first, start, side="right") - 1, len(self._file) - 1)
         file = self._file[run]
@@ -127,14 +138,16 @@ class AdoptedIds:
 
     def _changed(self, file: int, what: str) -> FileError:
         return FileError(
-            f"{self._location} reads its ids from {self._path(file)}, which moved or changed since it was adopted: "
-            f"{what}. Put the file back, or adopt it again: {self.command} (moved files with the same contents are "
-            "not read again)."
+            f"{self._location} reads its ids from {self._path(file)}, which moved or changed since it was "
+            f"adopted: {what}. Put the file back, or adopt it again: {self.command} (moved files with the "
+            "same contents are not read again)."
         )
 
 
 def edges_of(handle: int, size_bytes: int) -> str:
-    """Returns a hash of the first and last 4 KiB of an open file, which tells files of one size apart in 0.1 ms."""
+    """Returns a hash of the first and last 4 KiB of an open file, which tells files of one size apart in 0.1
+    ms.
+    """
     edges = os.pread(handle, _EDGE_BYTES, 0) + os.pread(handle, _EDGE_BYTES, max(0, size_bytes - _EDGE_BYTES))
     return hashlib.blake2b(edges, digest_size=16).hexdigest()
 

@@ -1,10 +1,11 @@
 """Builder of pretokenised indexes, `python -m jtrain.data prepare`: tokenises sources once, in parallel.
 
-Each source is cut into shards, ranges of records worth some MB; the cut depends on the corpus alone. Worker processes
-write one file per shard. One process appends those files in order to the index in OUT/.NAME.partial/ and renames that
-folder to OUT/NAME after the last shard. The same command may run on any number of hosts at once: number i of n makes
-shards i, i + n, ... A build may be killed at any instant: others take over, or the same command continues from the
-files that are left, and the finished bytes are the same. Training reads the index with reader.py.
+Each source is cut into shards, ranges of records worth some MB; the cut depends on the corpus alone. Worker
+processes write one file per shard. One process appends those files in order to the index in
+OUT/.NAME.partial/ and renames that folder to OUT/NAME after the last shard. The same command may run on any
+number of hosts at once: number i of n makes shards i, i + n, ... A build may be killed at any instant: others
+take over, or the same command continues from the files that are left, and the finished bytes are the same.
+Training reads the index with reader.py.
 """
 
 import collections
@@ -32,7 +33,8 @@ from jtrain.data.sources.source import Source, field_of
 from jtrain.errors import FileError, UserError
 
 SHARD_BYTES = 1 << 24
-"""Bytes of source files per shard: about 8 s of byte-pair encoding, which each worker loses when it is killed."""
+"""Bytes of source files per shard: about 8 s of byte-pair encoding, which each worker loses when it is
+killed."""
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _TRIES = 3
@@ -51,13 +53,13 @@ def prepare(
 ) -> list[IndexSummary]:
     """Builds the index of each source that has none, continuing where an earlier call stopped.
 
-    An index that was built from other data is replaced once the new one is complete. Several calls, on one host or
-    many that share `out`, build together; each returns when all of it is complete.
+    An index that was built from other data is replaced once the new one is complete. Several calls, on one
+    host or many that share `out`, build together; each returns when all of it is complete.
 
     Args:
       out: folder that receives one folder per source.
-      workers: processes that read and tokenise. Each takes 60 MB, plus a few MB of text or, for formats that decode
-        records in groups, one group.
+      workers: processes that read and tokenise. Each takes 60 MB, plus a few MB of text or, for formats that
+        decode records in groups, one group.
       stream: progress output: a bar on a terminal, otherwise a line every 10 s.
       command: command line that repeats this call; kept in OUT/command.txt.
       shard_bytes: bytes of source files per shard.
@@ -72,15 +74,17 @@ def prepare(
     for recipe in recipes:
         if not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]*", recipe.name):
             raise UserError(
-                f"{field_of(recipe.name)}: the name is a folder's too: use letters, digits, '_', '-', and '.' except "
-                "at the start."
+                f"{field_of(recipe.name)}: the name is a folder's too: use letters, digits, '_', '-', and "
+                "'.' except at the start."
             )
     out.mkdir(parents=True, exist_ok=True)
     with _says_disk_full(out), BuildProcess(out) as host, contextlib.ExitStack() as stack:
         if command is not None:
             host.write_whole(out / reader.COMMAND, command + "\n")
         builds = [IndexWriter(index, recipe, out, shard_bytes, host) for index, recipe in enumerate(recipes)]
-        progress = (ProgressBar if stream.isatty() else Progress)(stream, sum(build.records for build in builds))
+        progress = (ProgressBar if stream.isatty() else Progress)(
+            stream, sum(build.records for build in builds)
+        )
         stack.callback(progress.close)
         for build in builds:
             progress.advance(build.records_done, 0)
@@ -132,7 +136,9 @@ class _Worker:
             self.connection.send(task)
 
     def close(self) -> int:
-        """Ends the process, even in the middle of a shard, by closing its connection; returns the exit code."""
+        """Ends the process, even in the middle of a shard, by closing its connection; returns the exit
+        code.
+        """
         self.connection.close()
         try:
             return self.process.wait(5.0)
@@ -142,7 +148,9 @@ class _Worker:
 
 
 class _Pool:
-    """Pool of workers. A worker stays with the source whose files it has open while shards of that source wait."""
+    """Pool of workers. A worker stays with the source whose files it has open while shards of that source
+    wait.
+    """
 
     def __init__(self, recipes: Sequence[Recipe], *, workers: int) -> None:
         self._recipes = recipes
@@ -185,7 +193,9 @@ class _Pool:
             build.workers += 1
             worker.start(task)
 
-    def _next_task(self, builds: Sequence[IndexWriter], source: int | None) -> tuple[IndexWriter, Task] | None:
+    def _next_task(
+        self, builds: Sequence[IndexWriter], source: int | None
+    ) -> tuple[IndexWriter, Task] | None:
         """Returns a task, of `source` if possible, otherwise of the source with the fewest workers."""
         for build in sorted(builds, key=lambda build: (build.index != source, build.workers)):
             if (task := build.next_task()) is not None:
@@ -212,7 +222,9 @@ class _Pool:
         elif kind == "bad record":
             raise UserError(f"{field_of(build.recipe.name)}: {said[0]}")
         elif build.refresh() or build.is_complete:
-            worker.task = None  # another process took this one for dead and finished the index, and moved the folder
+            worker.task = (
+                None  # another process took this one for dead and finished the index, and moved the folder
+            )
             build.workers -= 1
         elif kind == "error":
             message = f"{field_of(build.recipe.name)}: {said[1]}"
@@ -223,7 +235,9 @@ class _Pool:
             raise RuntimeError(f"a worker failed on {_place(build, task)}:\n{said[0]}")
 
     def _bury(self, worker: _Worker, build: IndexWriter, task: Task, progress: Progress) -> None:
-        """Puts the shard of a dead worker back in the queue; raises FileError if several workers died on that shard."""
+        """Puts the shard of a dead worker back in the queue; raises FileError if several workers died on that
+        shard.
+        """
         self._workers.remove(worker)
         build.workers -= 1
         progress.advance(-worker.reported[0], -worker.reported[1])
@@ -233,7 +247,8 @@ class _Pool:
         if (deaths := self._deaths[task.source, task.shard]) == _TRIES:
             raise FileError(
                 f"{field_of(build.recipe.name)}: {deaths} workers died ({how}) on {_place(build, task)}. If "
-                "memory is short, lower --workers. Run the same command again: it goes on where this one stopped."
+                "memory is short, lower --workers. Run the same command again: it goes on where this one "
+                "stopped."
             )
         progress.say(f"a worker died ({how}) on {_place(build, task)}; doing it again.")
         build.give_back(task.shard)
@@ -261,12 +276,16 @@ def prepare_command(
     """Runs `python -m jtrain.data prepare`: prepares all sources, prints a table and returns its rows.
 
     Args:
-      sources: name -> source. A source's own tokenizer takes precedence over `tokenizer` and finds its own end token.
+      sources: name -> source. A source's own tokenizer takes precedence over `tokenizer` and finds its own
+        end token.
       workers: worker processes; None for one per core that this process may use.
-      command: command line that repeats this call; kept beside the indexes and shown when one of them is stale.
+      command: command line that repeats this call; kept beside the indexes and shown when one of them is
+        stale.
     """
     if "://" in str(out) or ":/" in str(out):  # Path made one slash of two
-        raise UserError(f"--out {out}: indexes can only be written to local folders. Set --out to a local path.")
+        raise UserError(
+            f"--out {out}: indexes can only be written to local folders. Set --out to a local path."
+        )
     recipes = [
         Recipe(
             name=name,
@@ -310,6 +329,6 @@ def _says_disk_full(out: Path) -> Iterator[None]:
             raise
         raise FileError(
             f"--out {out}: the disk is full, or a limit on the size of files is reached ({error}); "
-            f"{shutil.disk_usage(out).free / 2**20:,.0f} MiB are free. Make room and run the same command again: it "
-            "goes on where this one stopped."
+            f"{shutil.disk_usage(out).free / 2**20:,.0f} MiB are free. Make room and run the same command "
+            "again: it goes on where this one stopped."
         ) from error

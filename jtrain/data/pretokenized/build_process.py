@@ -1,10 +1,11 @@
-"""This process among all, on one host or many, that build indexes in one folder: who lives, and who makes which shard.
+"""This process among all, on one host or many, that build indexes in one folder: who lives, and who makes
+which shard.
 
-Each process holds a lease in OUT/.leases/process-*/, whose payload names the sources that it works on. The living
-processes of a source are numbered by their start: number i of n makes shards i, i + n, ..., and number 0 appends them.
-When one starts or dies, the others count anew. A process that was thought dead, because it stood still for a minute,
-may go on beside the others, and for a moment two may think that a shard is theirs: whatever is written comes out the
-same when two processes write it.
+Each process holds a lease in OUT/.leases/process-*/, whose payload names the sources that it works on. The
+living processes of a source are numbered by their start: number i of n makes shards i, i + n, ..., and number
+0 appends them. When one starts or dies, the others count anew. A process that was thought dead, because it
+stood still for a minute, may go on beside the others, and for a moment two may think that a shard is theirs:
+whatever is written comes out the same when two processes write it.
 """
 
 import contextlib
@@ -76,12 +77,14 @@ class BuildProcess:
         while True:
             self._look()
             plans = {name: self._plan(rival, source) for name, rival in self._rivals.items()}
-            other_data = [self._alive[name] for name, plan in plans.items() if plan not in (None, self._plans[source])]
+            other_data = [
+                self._alive[name] for name, plan in plans.items() if plan not in (None, self._plans[source])
+            ]
             if any(other_data):
                 partial = self._leases.parent / f".{source}.partial"
                 raise FileError(
-                    f"{partial}: another process is writing an index of other data there. Wait until it ends, or "
-                    "choose another --out."
+                    f"{partial}: another process is writing an index of other data there. Wait until it "
+                    "ends, or choose another --out."
                 )
             if None not in other_data:
                 return
@@ -92,7 +95,9 @@ class BuildProcess:
         self._plans = {name: plan for name, plan in self._plans.items() if name != source}
 
     def share(self, source: str) -> tuple[int, int]:
-        """Returns the number of this process among those that work on a source, by their start, and their count."""
+        """Returns the number of this process among those that work on a source, by their start, and their
+        count.
+        """
         if time.monotonic() - self._looked_s > LOOK_S:
             self._look()
         names = [self.name]
@@ -110,7 +115,9 @@ class BuildProcess:
 
     @contextlib.contextmanager
     def changing_folders(self, source: str) -> Iterator[None]:
-        """Context in which only this process gives the folders of a source their names; waits for the others."""
+        """Context in which only this process gives the folders of a source their names; waits for the
+        others.
+        """
         lease = Lease(FolderStore(self._leases / (_FOLDER + source)))
         lease.wait()
         try:
@@ -144,7 +151,9 @@ class BuildProcess:
 
     @staticmethod
     def _plan(rival: Rival, source: str) -> str | None:
-        """Returns the identity of the plan by which a process builds the index of a source; None if it does not."""
+        """Returns the identity of the plan by which a process builds the index of a source; None if it does
+        not.
+        """
         return (rival.entry.payload or {}).get(source)
 
 

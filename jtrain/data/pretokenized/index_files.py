@@ -16,7 +16,8 @@ from jtrain.errors import FileError, UserError
 
 
 class LocalFiles:
-    """Files of a prepared index in a local folder; opens them again for each read, so that it holds no descriptors.
+    """Files of a prepared index in a local folder; opens them again for each read, so that it holds no
+    descriptors.
 
     Attributes:
       location: folder or URL, without a slash at the end.
@@ -44,7 +45,9 @@ class LocalFiles:
         self._seen[name] = status.st_dev, status.st_ino
         return status.st_size
 
-    def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> np.ndarray:
+    def table(
+        self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int
+    ) -> np.ndarray:
         """Returns rows of a file of `size_bytes` bytes that start at byte `offset`.
 
         They are an array in a memory map, which all processes share; the map holds one descriptor.
@@ -63,7 +66,9 @@ class LocalFiles:
             self._check_same(name, file.fileno())
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
-    def read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
+    def read(
+        self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]
+    ) -> UInt8[np.ndarray, " b"]:
         """Returns `sizes[i]` bytes from byte `starts[i]`, one span after another.
 
         Reads span by span: faster than gathering from a memory map, 0.7 M spans/s of 600 tokens each.
@@ -75,7 +80,9 @@ class LocalFiles:
         """
         return self._retried(name, lambda: self._read(name, starts, sizes))
 
-    def _read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
+    def _read(
+        self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]
+    ) -> UInt8[np.ndarray, " b"]:
         file = os.open(f"{self.location}/{name}", os.O_RDONLY)
         try:
             self._check_same(name, file)
@@ -86,7 +93,9 @@ class LocalFiles:
     def _check_same(self, name: str, file: int) -> None:
         status = os.fstat(file)
         if self._seen.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
-            raise FileError(f"{self.location} was made again while it was in use. Start the run again: it resumes.")
+            raise FileError(
+                f"{self.location} was made again while it was in use. Start the run again: it resumes."
+            )
 
     def _retried[T](self, name: str, read: Callable[[], T]) -> T:
         return retried(f"{self.location}/{name}", read)
@@ -94,7 +103,9 @@ class LocalFiles:
 
 @contextlib.contextmanager
 def refusing(damaged: Callable[[str], UserError], name: str = "index.json") -> Iterator[None]:
-    """Raises `damaged(why)` where the block fails because file `name` does not fit the others, or lacks an entry."""
+    """Raises `damaged(why)` where the block fails because file `name` does not fit the others, or lacks an
+    entry.
+    """
     try:
         yield
     except UserError:
@@ -103,8 +114,12 @@ def refusing(damaged: Callable[[str], UserError], name: str = "index.json") -> I
         raise damaged(f"its {name} does not fit its files ({type(error).__name__}: {error})") from error
 
 
-def read_spans(file: int, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " bytes"]:
-    """Returns `sizes[i]` bytes from byte `starts[i]` of an open file, one after another; raises EOFError at its end."""
+def read_spans(
+    file: int, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]
+) -> UInt8[np.ndarray, " bytes"]:
+    """Returns `sizes[i]` bytes from byte `starts[i]` of an open file, one after another; raises EOFError at
+    its end.
+    """
     whole = os.fstat(file).st_size  # compared before memory is taken: a damaged index may ask for any size
     if len(starts) and (starts.min() < 0 or sizes.min() < 0 or int((starts + sizes).max()) > whole):
         raise EOFError(f"ends at byte {whole}, too soon")

@@ -1,4 +1,6 @@
-"""Folder of an unfinished index, OUT/.NAME.partial: how it begins, how far it is, and how it becomes OUT/NAME."""
+"""Folder of an unfinished index, OUT/.NAME.partial: how it begins, how far it is, and how it becomes
+OUT/NAME.
+"""
 
 import json
 import os
@@ -31,7 +33,8 @@ _BLOCKS_AT_ONCE = 1 << 16
 
 
 def begin(partial: Path, plan: dict[str, Any], host: BuildProcess, *, source: str) -> bool:
-    """Makes the folder of an unfinished index, or continues in it; returns True if one of other data was removed.
+    """Makes the folder of an unfinished index, or continues in it; returns True if one of other data was
+    removed.
 
     Raises:
       FileError: another process is writing an index of other data.
@@ -48,10 +51,12 @@ def begin(partial: Path, plan: dict[str, Any], host: BuildProcess, *, source: st
 
 
 def write_lengths(lengths: Path, new: Path, records: int) -> int:
-    """Writes lengths.bin: the lengths in a file, padded to whole blocks of records, and the start of each block.
+    """Writes lengths.bin: the lengths in a file, padded to whole blocks of records, and the start of each
+    block.
 
     Args:
-      lengths: file that begins with a uint32 per record; `new` takes its place, so that nobody sees a part of it.
+      lengths: file that begins with a uint32 per record; `new` takes its place, so that nobody sees a part of
+        it.
 
     Returns:
       Number of tokens.
@@ -99,7 +104,9 @@ def latest_state(partial: Path) -> dict[str, Any]:
 
 
 def drop_damaged_states(partial: Path) -> None:
-    """Removes each state that says more than the files hold, as after a power cut; only the one that appends may."""
+    """Removes each state that says more than the files hold, as after a power cut; only the one that appends
+    may.
+    """
     for path in partial.glob(f"*{STATE}"):
         state = read_json(path)
         if state is None or any(_size(partial / name) < size for name, size in state["bytes"].items()):

@@ -27,7 +27,9 @@ class Progress:
         self._started_s = self._said_s = time.monotonic()
 
     def start(self) -> None:
-        """Starts the clock; records counted so far were done by an earlier call and do not count for the speed."""
+        """Starts the clock; records counted so far were done by an earlier call and do not count for the
+        speed.
+        """
         self._there = self._done
         self._started_s = self._said_s = time.monotonic()
 

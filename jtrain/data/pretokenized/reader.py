@@ -1,4 +1,5 @@
-"""Reader of prepared indexes (`python -m jtrain.data prepare`): token ids and lengths of one source, by record number.
+"""Reader of prepared indexes (`python -m jtrain.data prepare`): token ids and lengths of one source, by
+record number.
 
     OUT/command.txt          the command that wrote the indexes
     OUT/NAME/index.json      what the index was made of, counts, and the size of each file below; written last
@@ -40,7 +41,8 @@ INDEX, LENGTHS, IDS, SHARDS, SKIPPED = "index.json", "lengths.bin", "ids.bin", "
 FILES, PLACES, MASKS = "files.json", "places.bin", "masks.bin"
 COMMAND = "command.txt"
 BLOCK = 16
-"""Records per stored start: their lengths fill one cache line. 4.5 bytes per record; a start for each would take 12."""
+"""Records per stored start: their lengths fill one cache line. 4.5 bytes per record; a start for each would
+take 12."""
 
 _HASHED_WHOLE = (SHARDS, SKIPPED, FILES, MASKS)
 _THREADS = 4
@@ -48,21 +50,25 @@ _BLOCKS_AT_ONCE = 1 << 16
 
 
 class PreparedIndex:
-    """Prepared index of one source. Opening it reads one page whatever its size, so every process can open its own.
+    """Prepared index of one source. Opening it reads one page whatever its size, so every process can open
+    its own.
 
-    Local lengths are memory-mapped, so processes share them, and remote ones are copied page by page into a file that
-    the processes of a host share. Loaders read ids instead: mapped pages would count as their memory until the kernel
-    reclaims them. An open local index holds one descriptor, that of the map, and another one if `mapped_ids` is used.
+    Local lengths are memory-mapped, so processes share them, and remote ones are copied page by page into a
+    file that the processes of a host share. Loaders read ids instead: mapped pages would count as their
+    memory until the kernel reclaims them. An open local index holds one descriptor, that of the map, and
+    another one if `mapped_ids` is used.
 
     Args:
       location: OUT/NAME, a folder or the URL of one.
-      cache_dir: folder for the lengths of a remote index: at most 4.5 bytes per record. None: ~/.cache/jtrain.
+      cache_dir: folder for the lengths of a remote index: at most 4.5 bytes per record. None:
+        ~/.cache/jtrain.
 
     Attributes:
       location: the folder or URL.
       name: its last part, the name of the source.
-      made_of: everything that decides which ids a record has: `corpus` (a fingerprint), `tokenizer` (its identity), and
-        fields of the source; for an adopted index `adopted`, the layout of its files, instead of the latter.
+      made_of: everything that decides which ids a record has: `corpus` (a fingerprint), `tokenizer` (its
+        identity), and fields of the source; for an adopted index `adopted`, the layout of its files, instead
+        of the latter.
       num_records, num_tokens: totals of the index.
       num_empty: records without text, 0 tokens each.
       num_skipped: bad records that were left out, 0 tokens each; see `skipped`.
@@ -87,7 +93,9 @@ class PreparedIndex:
             body: dict[str, Any] = json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise self._damaged(f"{INDEX} is no JSON ({error})") from error
-        if not isinstance(body, dict) or body.pop("digest", None) != digest(json.dumps(body, sort_keys=True).encode()):
+        if not isinstance(body, dict) or body.pop("digest", None) != digest(
+            json.dumps(body, sort_keys=True).encode()
+        ):
             raise self._damaged(f"{INDEX} does not match its own digest")
         with refusing(self._damaged):
             if body["format"] != FORMAT:
@@ -117,9 +125,9 @@ class PreparedIndex:
             if (adopted := body.get("adopted")) is not None:
                 if not isinstance(files, LocalFiles):
                     raise UserError(
-                        f"{self.location}: an adopted index refers to files of the machine where it was made. Copy it "
-                        "to a local folder of a machine that has them, or make an index with ids of its own by "
-                        "`prepare`."
+                        f"{self.location}: an adopted index refers to files of the machine where it was "
+                        "made. Copy it to a local folder of a machine that has them, or make an index with "
+                        "ids of its own by `prepare`."
                     )
                 places = files.table(
                     PLACES, np.int64, (self._sizes[PLACES] // 8,), offset=0, size_bytes=self._sizes[PLACES]
@@ -143,15 +151,18 @@ class PreparedIndex:
         return PreparedIndex, (self.location, self._cache_dir)
 
     def check(self, *, on_bad_record: Literal["fail", "skip"] = "skip", **made_of: str | int) -> None:
-        """Refuses an index that was made of other data, or that skips bad records although `on_bad_record` is fail.
+        """Refuses an index that was made of other data, or that skips bad records although `on_bad_record` is
+        fail.
 
         Args:
           on_bad_record: `data.on_bad_record` of the run.
-          made_of: expected values of entries of the attribute `made_of`. Only entries that are in both are compared:
-            without the raw files there is no `corpus` to compare, and an adopted index has no `text_field`.
+          made_of: expected values of entries of the attribute `made_of`. Only entries that are in both are
+            compared: without the raw files there is no `corpus` to compare, and an adopted index has no
+            `text_field`.
 
         Raises:
-          UserError: the index does not fit; the message names the source, what differs, and the command to run.
+          UserError: the index does not fit; the message names the source, what differs, and the command to
+            run.
         """
         differing = [
             f"{key}={self.made_of[key]!r}, now {here!r}"
@@ -166,22 +177,25 @@ class PreparedIndex:
         if on_bad_record == "fail" and self.num_skipped:
             record, why = next(iter(self.skipped.items()))
             raise UserError(
-                f"{field_of(self.name)}: the prepared index {self.location} leaves out {self.num_skipped} bad "
-                f"records, but data.on_bad_record='fail'. The first is record {record}: {why}"
+                f"{field_of(self.name)}: the prepared index {self.location} leaves out {self.num_skipped} "
+                f"bad records, but data.on_bad_record='fail'. The first is record {record}: {why}"
             )
 
     def check_mask(self, mask: MaskFields | None) -> None:
-        """Raises UserError if the index was made with another loss mask, or one was made and none is wanted."""
+        """Raises UserError if the index was made with another loss mask, or one was made and none is
+        wanted.
+        """
         if mask is not None and self._adopted is not None:
             raise UserError(
-                f"{field_of(self.name)}: the adopted index {self.location} holds ids without a loss mask, but {mask} "
-                f"is set. Prepare the text that {field_of(self.name)}.path names, or remove {mask.setting}."
+                f"{field_of(self.name)}: the adopted index {self.location} holds ids without a loss mask, "
+                f"but {mask} is set. Prepare the text that {field_of(self.name)}.path names, or remove "
+                f"{mask.setting}."
             )
         there, here = self.made_of.get("mask", "no loss mask"), "no loss mask" if mask is None else str(mask)
         if there != here:
             raise UserError(
-                f"{field_of(self.name)}: the prepared index {self.location} is stale: it was made with {there}, now "
-                f"{here}. Make it again: {self.command}"
+                f"{field_of(self.name)}: the prepared index {self.location} is stale: it was made with "
+                f"{there}, now {here}. Make it again: {self.command}"
             )
 
     def lengths(self, records: Int[np.ndarray, " n"]) -> Int32[np.ndarray, " n"]:
@@ -198,7 +212,9 @@ class PreparedIndex:
         self._check_range(blocks, self.num_blocks + 1, "blocks")
         return self._starts[blocks].astype(np.int64)
 
-    def read(self, records: Int[np.ndarray, " n"]) -> tuple[Int32[np.ndarray, " n"], UInt[np.ndarray, " tokens"]]:
+    def read(
+        self, records: Int[np.ndarray, " n"]
+    ) -> tuple[Int32[np.ndarray, " n"], UInt[np.ndarray, " tokens"]]:
         """Returns the tokens of each record, and the ids of all these records one after another.
 
         Raises:
@@ -223,7 +239,9 @@ class PreparedIndex:
     def places(
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
     ) -> Int64[np.ndarray, " n"]:
-        """Returns the place of token starts[i] of record records[i] in `mapped_ids`; raises like `read_spans`."""
+        """Returns the place of token starts[i] of record records[i] in `mapped_ids`; raises like
+        `read_spans`.
+        """
         first, length = self._places(records)
         wrong = np.flatnonzero((starts < 0) | (ends < starts) | (ends > length))
         if len(wrong):
@@ -234,7 +252,8 @@ class PreparedIndex:
 
     @functools.cached_property
     def mapped_ids(self) -> UInt[np.ndarray, " tokens"] | None:
-        """Ids of all records in a memory map; None for an index that is remote or adopted, or has a loss mask.
+        """Ids of all records in a memory map; None for an index that is remote or adopted, or has a loss
+        mask.
 
         Raises:
           FileError: the index was removed or replaced since it was opened.
@@ -247,7 +266,9 @@ class PreparedIndex:
     def ignored(
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
     ) -> Int32[np.ndarray, "runs 2"]:
-        """Returns the runs among the ids that `read_spans` returns which are not learned; none without a loss mask."""
+        """Returns the runs among the ids that `read_spans` returns which are not learned; none without a loss
+        mask.
+        """
         if not self._sizes.get(MASKS):
             return NO_RUNS
         first, _ = self._places(records)
@@ -261,8 +282,12 @@ class PreparedIndex:
             return self._files.table(MASKS, np.int64, shape, offset=0, size_bytes=self._sizes[MASKS])
         return np.frombuffer(self._files.content(MASKS), np.int64).reshape(shape)
 
-    def _read_ids(self, start: Int64[np.ndarray, " n"], length: Int64[np.ndarray, " n"]) -> UInt[np.ndarray, " tokens"]:
-        """Returns the ids of spans of tokens, counted from the first token of the source, one span after another."""
+    def _read_ids(
+        self, start: Int64[np.ndarray, " n"], length: Int64[np.ndarray, " n"]
+    ) -> UInt[np.ndarray, " tokens"]:
+        """Returns the ids of spans of tokens, counted from the first token of the source, one span after
+        another.
+        """
         if self._adopted is not None:
             return self._adopted.read(start, length)
         size = self.dtype.itemsize
@@ -301,7 +326,11 @@ class PreparedIndex:
         if found:
             return found
         shards = [json.loads(line) for line in self._files.content(SHARDS).splitlines()]
-        ends = np.cumsum([(shard["records"], shard["tokens"]) for shard in shards], axis=0).reshape(-1, 2).tolist()
+        ends = (
+            np.cumsum([(shard["records"], shard["tokens"]) for shard in shards], axis=0)
+            .reshape(-1, 2)
+            .tolist()
+        )
         with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
             for lines in pool.map(self._verify_shard, shards, ends):
                 found += lines
@@ -327,8 +356,12 @@ class PreparedIndex:
             found.append(f"{where}: tokens {token} to {end[1] - 1} have other ids than were written")
         return found
 
-    def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Returns the first token and number of tokens of each record; raises UserError where the index is damaged."""
+    def _places(
+        self, records: Int[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        """Returns the first token and number of tokens of each record; raises UserError where the index is
+        damaged.
+        """
         self._check_range(records, self.num_records, "records")
         block, place = np.divmod(records, BLOCK)
         ends = np.cumsum(self._block_lengths[block], axis=1, dtype=np.int64)
@@ -340,7 +373,9 @@ class PreparedIndex:
 
     def _check_range(self, numbers: Int[np.ndarray, " n"], count: int, what: str) -> None:
         if len(numbers) and (numbers.min() < 0 or numbers.max() >= count):
-            raise IndexError(f"{self.location}: {what} {numbers.min()} to {numbers.max()} asked for, of {count}")
+            raise IndexError(
+                f"{self.location}: {what} {numbers.min()} to {numbers.max()} asked for, of {count}"
+            )
 
     @functools.cached_property
     def _file_table(self) -> dict[str, Any]:
@@ -349,7 +384,10 @@ class PreparedIndex:
             raise self._damaged(f"{FILES} has other contents than were written")
         with refusing(self._damaged, FILES):
             table: dict[str, Any] = json.loads(content)
-            if len(table["names"]) != len(table["file_ends"]) or max(table["file_ends"], default=0) < self.num_records:
+            if (
+                len(table["names"]) != len(table["file_ends"])
+                or max(table["file_ends"], default=0) < self.num_records
+            ):
                 raise ValueError("too few files for its records")
         return table
 
@@ -366,13 +404,17 @@ def open_files(location: str, cache_dir: Path | None) -> "LocalFiles | RemoteFil
     location = location.removeprefix("file://")
     if "://" not in location:
         return LocalFiles(Path(location))
-    from jtrain.data.pretokenized.remote_files import RemoteFiles  # lazy: imports fsspec, which local files do not need
+    from jtrain.data.pretokenized.remote_files import (
+        RemoteFiles,
+    )  # lazy: imports fsspec, which local files do not need
 
     return RemoteFiles(location, cache_dir)
 
 
 def command(location: str) -> str:
-    """Returns the command that makes the index at `location`: as in command.txt beside it, else in its general form."""
+    """Returns the command that makes the index at `location`: as in command.txt beside it, else in its
+    general form.
+    """
     out = location.rpartition("/")[0] or "."
     try:
         return open_files(out, None).content(COMMAND).decode().strip()

@@ -1,4 +1,6 @@
-"""Files of a prepared index behind a URL: ids by byte ranges, lengths by pages that are kept on the local disk."""
+"""Files of a prepared index behind a URL: ids by byte ranges, lengths by pages that are kept on the local
+disk.
+"""
 
 import errno
 import hashlib
@@ -19,7 +21,8 @@ from jtrain.errors import FileError
 
 CACHE_DIR = "~/.cache/jtrain"
 PAGE_BYTES = 1 << 18
-"""Bytes per page of a table: 65,536 lengths. A request of this size takes hardly longer than one of a few bytes."""
+"""Bytes per page of a table: 65,536 lengths. A request of this size takes hardly longer than one of a few
+bytes."""
 
 _GAP_BYTES = 1 << 16
 """Spans closer than this are fetched by one request: 64 KiB take less time than a round trip."""
@@ -28,11 +31,20 @@ _REQUEST_BYTES = 1 << 23
 _REQUESTS = 32
 """Requests under way at a time, for each call."""
 
-_CACHE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EEXIST, errno.EFBIG}
+_CACHE_ERRORS = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.ENOTDIR,
+    errno.EEXIST,
+    errno.EFBIG,
+}
 
 
 class RemoteFiles:
-    """Files of a prepared index below a URL, with the methods of `LocalFiles`. Nothing is copied when it is opened.
+    """Files of a prepared index below a URL, with the methods of `LocalFiles`. Nothing is copied when it is
+    opened.
 
     Args:
       url: folder of the index.
@@ -45,10 +57,14 @@ class RemoteFiles:
         self._root = self._root.rstrip("/")
         self._cache_dir = Path(os.path.expanduser(cache_dir or CACHE_DIR))
         self._identity = self.location
-        self._pages = weakref.WeakValueDictionary[str, _Pages]()  # the tables hold them; no circle keeps descriptors
+        self._pages = weakref.WeakValueDictionary[
+            str, _Pages
+        ]()  # the tables hold them; no circle keeps descriptors
 
     def content(self, name: str) -> bytes:
-        """Returns a whole file. index.json is the first one to read: the cached pages are those of its contents."""
+        """Returns a whole file. index.json is the first one to read: the cached pages are those of its
+        contents.
+        """
 
         def fetch() -> bytes:
             with explained(f"{self.location}/{name}"):
@@ -70,14 +86,18 @@ class RemoteFiles:
             raise self._no_ranges(names[sizes.index(None)], "the server does not tell its size")
         return sizes
 
-    def table(self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int) -> "RemoteTable":
+    def table(
+        self, name: str, dtype: Any, shape: tuple[int, ...], *, offset: int, size_bytes: int
+    ) -> "RemoteTable":
         pages = self._pages.get(name)
         if pages is None:
             key = hashlib.blake2b(self._identity.encode(), digest_size=12).hexdigest()
             pages = self._pages[name] = _Pages(self, name, size_bytes, self._cache_dir / "prepared" / key)
         return RemoteTable(pages, np.dtype(dtype), shape, offset)
 
-    def read(self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, " b"]:
+    def read(
+        self, name: str, starts: Int[np.ndarray, " n"], sizes: Int[np.ndarray, " n"]
+    ) -> UInt8[np.ndarray, " b"]:
         """Returns spans of bytes; spans near each other share a request, and several requests run at a time.
 
         Raises:
@@ -101,7 +121,9 @@ class RemoteFiles:
         return found
 
     def _fetch(self, name: str, begins: list[int], ends: list[int]) -> list[UInt8[np.ndarray, " bytes"]]:
-        """Returns the bytes of each range. Ranges of more than 8 MiB are fetched in parts, failed ones once more."""
+        """Returns the bytes of each range. Ranges of more than 8 MiB are fetched in parts, failed ones once
+        more.
+        """
         parts = [
             (g, start, min(start + _REQUEST_BYTES, end))
             for g, (begin, end) in enumerate(zip(begins, ends, strict=True))
@@ -115,7 +137,9 @@ class RemoteFiles:
             nonlocal parts
             ranges = [start for _, start, _ in parts], [end for _, _, end in parts]
             with explained(what):
-                got = self._fs.cat_ranges([f"{self._root}/{name}"] * len(parts), *ranges, on_error="return", **options)
+                got = self._fs.cat_ranges(
+                    [f"{self._root}/{name}"] * len(parts), *ranges, on_error="return", **options
+                )
             failed, left = None, []
             for (g, start, end), content in zip(parts, got, strict=True):
                 if isinstance(content, Exception) or len(content) < end - start:
@@ -123,22 +147,26 @@ class RemoteFiles:
                     left.append((g, start, end))
                     continue
                 if len(content) > end - start:
-                    raise self._no_ranges(name, f"asked for {end - start:,} bytes, the server sent {len(content):,}")
+                    raise self._no_ranges(
+                        name, f"asked for {end - start:,} bytes, the server sent {len(content):,}"
+                    )
                 contents[g][start - begins[g] : end - begins[g]] = np.frombuffer(content, np.uint8)
             parts = left
             if isinstance(failed, Exception):
                 raise translated(what, failed) from failed
             if failed is not None:
                 _, start, end = left[0]
-                raise Passing(f"{what}: {len(failed):,} of {end - start:,} bytes from byte {start:,} arrived.")
+                raise Passing(
+                    f"{what}: {len(failed):,} of {end - start:,} bytes from byte {start:,} arrived."
+                )
 
         retried(what, fetch)
         return contents
 
     def _no_ranges(self, name: str, why: str) -> FileError:
         return FileError(
-            f"{self.location}/{name}: {why}, so it cannot send parts of a file. Copy the index to a local folder or "
-            "to a store that can, and set data.prepared to it."
+            f"{self.location}/{name}: {why}, so it cannot send parts of a file. Copy the index to a local "
+            "folder or to a store that can, and set data.prepared to it."
         )
 
 
@@ -159,16 +187,19 @@ class RemoteTable:
         if not len(rows):
             return np.empty((0, *self._shape[1:]), self._dtype)
         # No row lies in two pages: rows are powers of two long, and `offset` is a multiple of their length.
-        pages = set(((self._offset + rows * self._row_bytes) // PAGE_BYTES).tolist())  # np.unique imports numpy.ma
+        pages = set(
+            ((self._offset + rows * self._row_bytes) // PAGE_BYTES).tolist()
+        )  # np.unique imports numpy.ma
         content = self._pages.load(np.asarray(sorted(pages), np.int64))
         return np.ndarray(self._shape, self._dtype, content, self._offset)[rows]
 
 
 class _Pages:
-    """Copy of a remote file on the local disk, filled page by page as rows are read; the processes of a host share it.
+    """Copy of a remote file on the local disk, filled page by page as rows are read; the processes of a host
+    share it.
 
-    The copy is sparse: it takes the room of the pages that were read. A file beside it has a CRC-32 per page, written
-    after the page; a page whose sum does not match, because a machine lost power, is fetched again.
+    The copy is sparse: it takes the room of the pages that were read. A file beside it has a CRC-32 per page,
+    written after the page; a page whose sum does not match, because a machine lost power, is fetched again.
     """
 
     def __init__(self, files: RemoteFiles, name: str, size_bytes: int, folder: Path) -> None:
@@ -194,9 +225,9 @@ class _Pages:
                 if error.errno not in _CACHE_ERRORS:
                     raise
                 raise FileError(
-                    f"{self._files.location}: the copy of {self._name}, up to {self._size_bytes / 2**20:,.0f} MiB, "
-                    f"cannot be written to {self._folder} ({error.strerror}). Make room there, or set data.cache_dir "
-                    "to another folder."
+                    f"{self._files.location}: the copy of {self._name}, up to "
+                    f"{self._size_bytes / 2**20:,.0f} MiB, cannot be written to {self._folder} "
+                    f"({error.strerror}). Make room there, or set data.cache_dir to another folder."
                 ) from error
         assert self._copy is not None
         return self._copy
@@ -209,7 +240,9 @@ class _Pages:
             self._copy = _sparse(path, self._size_bytes)
         assert self._sums is not None
         here = [
-            page for page in pages if self._sum(page) == int.from_bytes(self._sums[4 * page : 4 * page + 4], "little")
+            page
+            for page in pages
+            if self._sum(page) == int.from_bytes(self._sums[4 * page : 4 * page + 4], "little")
         ]
         self._checked[here] = True
         missing = np.asarray([page for page in pages if not self._checked[page]], np.int64)
@@ -230,7 +263,9 @@ class _Pages:
     def _sum(self, page: int) -> int:
         assert self._copy is not None
         start = page * PAGE_BYTES
-        return zlib.crc32(memoryview(self._copy)[start : start + PAGE_BYTES]) or 1  # 0 marks pages that are not there
+        return (
+            zlib.crc32(memoryview(self._copy)[start : start + PAGE_BYTES]) or 1
+        )  # 0 marks pages that are not there
 
 
 def _sparse(path: Path, size_bytes: int) -> mmap.mmap:

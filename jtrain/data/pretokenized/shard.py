@@ -1,7 +1,7 @@
 """Shards of a pretokenised index, and the worker processes that write them: one file per range of records.
 
-A shard file holds ids, lengths, a JSON object with counts and hashes, and a footer, and appears under its name in one
-rename. Its contents depend on the records alone.
+A shard file holds ids, lengths, a JSON object with counts and hashes, and a footer, and appears under its
+name in one rename. Its contents depend on the records alone.
 """
 
 import array
@@ -118,8 +118,8 @@ def write_shard(
       BadRecord: a record is bad, or cannot be read, and `on_bad_record` is fail.
       OSError: writing failed; the partial file is removed.
     """
-    # Not `atomic_io.replacing`: a worker of a killed build may still be writing this shard when the next build's worker
-    # begins it, so each build needs a temporary file of its own.
+    # Not `atomic_io.replacing`: a worker of a killed build may still be writing this shard when the next
+    # build's worker begins it, so each build needs a temporary file of its own.
     new = task.path.with_name(f"{task.path.name}.{task.host}.tmp")
     hashed = hashlib.blake2b(digest_size=16)
     lengths = array.array("I")
@@ -163,7 +163,9 @@ def write_shard(
                     characters = 0
             encode()
             content = np.frombuffer(lengths, np.uint32)
-            summary = ShardSummary(len(records), tokens, empty, hashed.hexdigest(), digest(content), skipped, ignored)
+            summary = ShardSummary(
+                len(records), tokens, empty, hashed.hexdigest(), digest(content), skipped, ignored
+            )
             summary_json = json.dumps(dataclasses.asdict(summary)).encode()
             ids_bytes = file.tell()
             file.write(content.data)
@@ -176,7 +178,9 @@ def write_shard(
 
 
 def read_shard(path: Path) -> tuple[ShardSummary, int, bytes] | None:
-    """Returns the summary in a shard file, the size of its ids in bytes, and its lengths; None if it is incomplete."""
+    """Returns the summary in a shard file, the size of its ids in bytes, and its lengths; None if it is
+    incomplete.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         if size < _FOOTER.size:
@@ -211,7 +215,9 @@ def serve(descriptor: int) -> NoReturn:
                 opened = None
                 corpus, tokenizer = recipe.open_corpus(), recipe.open_tokenizer()
                 if recipe.made_of(corpus, tokenizer) != task.made_of:
-                    raise FileError("its files changed while they were being prepared. Run the same command again.")
+                    raise FileError(
+                        "its files changed while they were being prepared. Run the same command again."
+                    )
                 opened = task.source, corpus, tokenizer
             write_shard(
                 task,
@@ -234,7 +240,9 @@ def serve(descriptor: int) -> NoReturn:
 
 
 def _receive(connection: Connection, tasks: "queue.SimpleQueue[Task]") -> NoReturn:
-    """Queues incoming tasks; ends the process as soon as the parent is gone, even in the middle of a shard."""
+    """Queues incoming tasks; ends the process as soon as the parent is gone, even in the middle of a
+    shard.
+    """
     try:
         while True:
             tasks.put(connection.recv())

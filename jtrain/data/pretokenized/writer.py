@@ -1,4 +1,5 @@
-"""Writer of the index of one source: appends shards in order as they are finished, and survives a kill at any time.
+"""Writer of the index of one source: appends shards in order as they are finished, and survives a kill at any
+time.
 
 OUT/.NAME.partial/plan.json      what is being built and from what; written first
 OUT/.NAME.partial/*.unit         finished shards that wait for earlier ones
@@ -59,7 +60,9 @@ class IndexSummary:
 
 
 def shard_starts(corpus: Corpus, shard_bytes: int) -> Int64[np.ndarray, " shards_and_end"]:
-    """Returns the first record of each shard, then the number of records. No group of records is cut in two."""
+    """Returns the first record of each shard, then the number of records. No group of records is cut in
+    two.
+    """
     total = len(corpus)
     size_bytes = corpus.size_bytes or total * _UNKNOWN_BYTES
     step = min(_MOST_RECORDS, max(1, shard_bytes * total // size_bytes))
@@ -70,10 +73,11 @@ def shard_starts(corpus: Corpus, shard_bytes: int) -> Int64[np.ndarray, " shards
 
 
 class IndexWriter:
-    """Writer of the index of one source, one of several that may be at work in processes of this and other hosts.
+    """Writer of the index of one source, one of several that may be at work in processes of this and other
+    hosts.
 
-    Each makes its share of the shards. The first of them appends shards; should two think that they are the first, both
-    write the same bytes to the same places.
+    Each makes its share of the shards. The first of them appends shards; should two think that they are the
+    first, both write the same bytes to the same places.
 
     Attributes:
       recipe: the source and how to tokenise it.
@@ -123,7 +127,9 @@ class IndexWriter:
                     existing.check(on_bad_record=recipe.on_bad_record)
                     self._index, self._state_of_row, self._reported = existing, "there", True
                     return
-                self.notes.append(f"{recipe.name}: the index there was made of other data; it will be replaced.")
+                self.notes.append(
+                    f"{recipe.name}: the index there was made of other data; it will be replaced."
+                )
             elif self._folder.exists():
                 raise UserError(
                     f"{self._folder} exists and is not a prepared index. Remove it, or choose another --out."
@@ -131,14 +137,18 @@ class IndexWriter:
             shards = reader.digest(self._starts.tobytes())
             plan = {"format": reader.FORMAT, "made_of": self._made_of, "units": shards}
             if begin(self._partial, plan, host, source=recipe.name):
-                self.notes.append(f"{recipe.name}: an unfinished index of other data was there; starting afresh.")
+                self.notes.append(
+                    f"{recipe.name}: an unfinished index of other data was there; starting afresh."
+                )
             host.write_whole(self._partial / reader.FILES, files)
         self.sweep()
         self.refresh()
         self._check_skipped()
         self.records_done = self.records_of_others()
         if self.records_done:
-            self.notes.append(f"{recipe.name}: goes on after {self.records_done:,} of {self.records:,} records.")
+            self.notes.append(
+                f"{recipe.name}: goes on after {self.records_done:,} of {self.records:,} records."
+            )
 
     @property
     def is_complete(self) -> bool:
@@ -241,7 +251,9 @@ class IndexWriter:
             self._finish()
 
     def _append(self) -> None:
-        """Appends ready shards in order, notes how far it is, then removes their files: a kill repeats one call."""
+        """Appends ready shards in order, notes how far it is, then removes their files: a kill repeats one
+        call.
+        """
         state = dict(self._state, bytes=dict(self._state["bytes"]))
         first = state["units"]
         with contextlib.ExitStack() as stack:
@@ -306,11 +318,15 @@ class IndexWriter:
     def _finish(self) -> None:
         """Adds the starts to lengths.bin, writes index.json and gives the folder its final name."""
         lengths = self._partial / reader.LENGTHS
-        tokens = write_lengths(lengths, lengths.with_name(f"lengths.unit.{self._host.name}.tmp"), self.records)
+        tokens = write_lengths(
+            lengths, lengths.with_name(f"lengths.unit.{self._host.name}.tmp"), self.records
+        )
         for name in self._appended:
             if name == reader.LENGTHS:
                 continue
-            os.truncate(self._partial / name, self._state["bytes"][name])  # a shard made again may have been longer
+            os.truncate(
+                self._partial / name, self._state["bytes"][name]
+            )  # a shard made again may have been longer
         assert tokens == self._state["tokens"]
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "records": self.records}
         body |= {key: self._state[key] for key in ("tokens", "empty", "skipped")}
@@ -324,13 +340,15 @@ class IndexWriter:
         if self.recipe.on_bad_record == "fail" and self._state["skipped"]:
             first = json.loads((self._partial / reader.SKIPPED).read_text().splitlines()[0])
             raise UserError(
-                f"{field_of(self.recipe.name)}: {self._partial} leaves out {self._state['skipped']} bad records, but "
-                f"data.on_bad_record='fail'. The first is {first['document']}: {first['why']} Mend it, "
-                f"then remove {self._partial}."
+                f"{field_of(self.recipe.name)}: {self._partial} leaves out {self._state['skipped']} bad "
+                f"records, but data.on_bad_record='fail'. The first is {first['document']}: {first['why']} "
+                f"Mend it, then remove {self._partial}."
             )
 
     def sweep(self) -> None:
-        """Removes unfinished files of this process and of dead ones; call it only while no worker is writing."""
+        """Removes unfinished files of this process and of dead ones; call it only while no worker is
+        writing.
+        """
         for folder in (self._partial, self._folder):  # another process may have renamed one to the other
             for left in folder.glob("*.unit.*.tmp"):
                 owner = left.name.removesuffix(".tmp").partition(".unit.")[2]
@@ -349,7 +367,9 @@ class IndexWriter:
 def summary_of(index: PreparedIndex, name: str, state: Literal["made", "there"]) -> IndexSummary:
     """Returns the row of an index in the final table."""
     size = sum(file.stat().st_size for file in Path(index.location).iterdir())
-    return IndexSummary(name, state, index.num_records, index.num_tokens, index.num_empty, index.num_skipped, size)
+    return IndexSummary(
+        name, state, index.num_records, index.num_tokens, index.num_empty, index.num_skipped, size
+    )
 
 
 def _copy(source: io.BufferedReader, target: io.BufferedWriter, size: int) -> str:

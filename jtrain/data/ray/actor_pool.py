@@ -15,7 +15,8 @@ from jtrain.data.ray.loader_actor import LoaderReply, RunKey, key_of
 from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 4
-"""Requests of one constructor that a loader holds, so that the next one is there while an answer is in transit."""
+"""Requests of one constructor that a loader holds, so that the next one is there while an answer is in
+transit."""
 
 _CALL_EVERY_S = 0.1
 
@@ -59,9 +60,9 @@ class _LoaderActor:
 class RayPool(LoaderPool[_LoaderActor]):
     """Requests runs from loader actors, and token ids only of documents that are fetched. Only `wait` blocks.
 
-    Every constructor requests a run from the same loader, so it is read once for all of them. Requests to a lost loader
-    go to a standby until Ray has restarted the loader. For sources that are not prepared a request returns only the
-    lengths; `fetch` requests ids.
+    Every constructor requests a run from the same loader, so it is read once for all of them. Requests to a
+    lost loader go to a standby until Ray has restarted the loader. For sources that are not prepared a
+    request returns only the lengths; `fetch` requests ids.
     """
 
     # One more than of processes: a dead actor does not tell if it was reading a request of this constructor.
@@ -118,8 +119,8 @@ class RayPool(LoaderPool[_LoaderActor]):
                     self._away(peer, "died", "")
                     if self._fruitless > 2 * (2 + len(self._peers)):
                         raise DataError(
-                            f"data.engine='ray': {self._fruitless} loaders were lost in a row, {peer.name} the last. "
-                            f"Ray: {error}"
+                            f"data.engine='ray': {self._fruitless} loaders were lost in a row, {peer.name} "
+                            f"the last. Ray: {error}"
                         ) from error
                 except self._ray.exceptions.ObjectLostError:  # the node is gone, and the objects on it
                     self._urgent.appendleft(peer.in_flight.pop(ref))
@@ -151,7 +152,9 @@ class RayPool(LoaderPool[_LoaderActor]):
         return said
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
-        """Sets which loader gets which requests; it starts and ends no loaders, since other constructors share them."""
+        """Sets which loader gets which requests; it starts and ends no loaders, since other constructors
+        share them.
+        """
         self._readers: list[list[str]] = [[] for _ in self._setups]
         for name in self._loaders:
             self._peers[name].sources = placement.get(name, ())
@@ -189,12 +192,16 @@ class RayPool(LoaderPool[_LoaderActor]):
         if not loader.in_flight:
             loader.heard_s = time.monotonic()
         done, loader.done = loader.done, []
-        reply, payload = request.refs = loader.actor.read.options(num_returns=2).remote(self._who, request.parts, done)
+        reply, payload = request.refs = loader.actor.read.options(num_returns=2).remote(
+            self._who, request.parts, done
+        )
         # The reply is sent at once; a large payload stays on the loader's node until somebody waits for it.
         loader.in_flight[reply if all(part.wanted is None for part in request.parts) else payload] = request
 
     def _stand_in(self, home: str) -> _LoaderActor | None:
-        """Returns the loader; while it is away a standby, the same for every constructor; None if all are away."""
+        """Returns the loader; while it is away a standby, the same for every constructor; None if all are
+        away.
+        """
         if not self._peers[home].away:
             return self._peers[home]
         up = [name for name in self._standbys if not self._peers[name].away]
@@ -208,7 +215,10 @@ class RayPool(LoaderPool[_LoaderActor]):
         payload: UInt8[np.ndarray, " bytes"],
         runs: list[ChunkRun],
     ) -> None:
-        self.retries, self._said = self.retries + len(answer.again), [*self._said, *filter(None, answer.again)]
+        self.retries, self._said = (
+            self.retries + len(answer.again),
+            [*self._said, *filter(None, answer.again)],
+        )
         if answer.failed is not None:
             raise self._failed(*answer.failed)
         if answer.stuck is not None:
@@ -251,7 +261,9 @@ class RayPool(LoaderPool[_LoaderActor]):
           request: the one that it was reading; None: perhaps the oldest.
           where: what it was doing; empty if nobody knows.
         """
-        if request is not None:  # answers with large payloads to earlier ones may be on their way: they come after it
+        if (
+            request is not None
+        ):  # answers with large payloads to earlier ones may be on their way: they come after it
             others = {ref: other for ref, other in peer.in_flight.items() if other is not request}
             peer.in_flight = {None: request, **others}
         if not where and peer.in_flight:
@@ -281,13 +293,15 @@ class RayPool(LoaderPool[_LoaderActor]):
                 return  # is being started
             except self._ray.exceptions.RayActorError as error:
                 raise DataError(
-                    f"data.engine='ray': {peer.name} is gone for good; its owner, process 0, may have ended. Restart "
-                    f"the run: it goes on from its last save. Ray: {error}"
+                    f"data.engine='ray': {peer.name} is gone for good; its owner, process 0, may have ended. "
+                    f"Restart the run: it goes on from its last save. Ray: {error}"
                 ) from None
             if pid == peer.dying:
                 return
             peer.away, peer.heard_s = False, now_s
-            self._said.append(f"data: {peer.name} is back after {now_s - peer.lost_s:.1f} s, on node {node[:8]}")
+            self._said.append(
+                f"data: {peer.name} is back after {now_s - peer.lost_s:.1f} s, on node {node[:8]}"
+            )
         elif peer.in_flight and now_s - peer.heard_s > self._read_timeout_s:
             answered = peer.watch is not None and self._is_ready(peer.watch)
             if peer.watch is not None and not answered:  # not even its other thread answers

@@ -1,10 +1,12 @@
-"""Data plane on Ray actors, `data.engine=ray`: Source Loaders shared by all hosts, a Data Constructor per trainer.
+"""Data plane on Ray actors, `data.engine=ray`: Source Loaders shared by all hosts, a Data Constructor per
+trainer.
 
-Each run of documents is read once for all hosts: every constructor requests it from the same loader and gets the
-lengths, which is all that planning needs. A constructor fetches only the ids that its own rows need, through Ray's
-object store. Planners do not communicate, because all of them compute the same plan.
+Each run of documents is read once for all hosts: every constructor requests it from the same loader and gets
+the lengths, which is all that planning needs. A constructor fetches only the ids that its own rows need,
+through Ray's object store. Planners do not communicate, because all of them compute the same plan.
 
-Ownership: the loaders belong to process 0 and each constructor to its trainer, and Ray ends actors with their owners. A
+Ownership: the loaders belong to process 0 and each constructor to its trainer, and Ray ends actors with their
+  owners. A
 loader that dies is restarted, on another node if its own is gone; until it is back a standby answers for it.
 
 `ray` is imported when a plane is created, because the import takes 1 s and 60 MB.
@@ -98,7 +100,9 @@ class RayConstructor:
 
 
 def trainers() -> dict[str, Any]:
-    """Returns the arguments `run`, `process` and `processes` of `RayPlane`; all trainers must call it together."""
+    """Returns the arguments `run`, `process` and `processes` of `RayPlane`; all trainers must call it
+    together.
+    """
     # Process 0 draws a random name, because two runs may share a cluster.
     words = multihost.from_process_zero(np.frombuffer(secrets.token_bytes(8), np.int32))
     return {
@@ -111,8 +115,8 @@ def trainers() -> dict[str, Any]:
 class RayPlane(RestartedPlane):
     """Data plane of one trainer whose loaders and constructor are Ray actors.
 
-    Process 0 starts the loaders, evenly over the nodes of the cluster, and ends them when it closes. Every process
-    starts its own constructor.
+    Process 0 starts the loaders, evenly over the nodes of the cluster, and ends them when it closes. Every
+    process starts its own constructor.
 
     Args:
       run: name that only the trainers of this run share.
@@ -145,7 +149,8 @@ class RayPlane(RestartedPlane):
         self._process = process
         self._read_timeout_s = read_timeout_s
         self._asked: collections.deque[list[Any]] = collections.deque()
-        # One thread may take while another closes, and any call after ray.shutdown() would start a new cluster.
+        # One thread may take while another closes, and any call after ray.shutdown() would start a new
+        # cluster.
         self._changing = threading.Lock()
         self._constructor: Any = None
         self._loaders: dict[str, Any] = {}
@@ -200,7 +205,9 @@ class RayPlane(RestartedPlane):
         for i, name in enumerate(names):
             # The node is a preference: if it is gone, Ray takes another one.
             options = {"name": name, "namespace": space, "max_restarts": -1}
-            started[name] = actor.options(**options, scheduling_strategy=_on(nodes[i % len(nodes)], soft=True)).remote(
+            started[name] = actor.options(
+                **options, scheduling_strategy=_on(nodes[i % len(nodes)], soft=True)
+            ).remote(
                 self._setup.sources,
                 ActorEnvironment.here(),
                 constructors=processes,
@@ -217,11 +224,13 @@ class RayPlane(RestartedPlane):
         while missing := [name for name in names if name not in found]:
             find = functools.partial(self._ray.get_actor, missing[0], namespace=space)
             try:
-                found[missing[0]] = retried(find, patience, passes=lambda error: isinstance(error, ValueError))
+                found[missing[0]] = retried(
+                    find, patience, passes=lambda error: isinstance(error, ValueError)
+                )
             except ValueError:
                 raise DataError(
-                    f"data.engine='ray': process 0 has not started {missing[0]} within {PATIENCE_S:g} s. See its "
-                    "output; all processes must be in one Ray cluster (RAY_ADDRESS)."
+                    f"data.engine='ray': process 0 has not started {missing[0]} within {PATIENCE_S:g} s. See "
+                    "its output; all processes must be in one Ray cluster (RAY_ADDRESS)."
                 ) from None
             if len(found) == 1:
                 names = self._ray.get(found["loader-0"].alive.remote())[2]
@@ -258,14 +267,16 @@ class RayPlane(RestartedPlane):
 def _connect() -> Any:
     """Imports ray and connects it to the cluster that this machine is part of; never starts a cluster."""
     if importlib.util.find_spec("ray") is None:
-        raise UserError("data.engine='ray' needs the package ray: pip install 'jtrain[ray]'. Or set data.engine.")
+        raise UserError(
+            "data.engine='ray' needs the package ray: pip install 'jtrain[ray]'. Or set data.engine."
+        )
     import ray
 
     address = os.environ.get("RAY_ADDRESS", "")
     if "://" in address or address == "local":
         raise UserError(
-            f"RAY_ADDRESS={address}: data.engine='ray' needs a cluster that this machine is a node of. Run `ray start "
-            "--address=HEAD:6379` here, and set RAY_ADDRESS=HEAD:6379."
+            f"RAY_ADDRESS={address}: data.engine='ray' needs a cluster that this machine is a node of. Run "
+            "`ray start --address=HEAD:6379` here, and set RAY_ADDRESS=HEAD:6379."
         )
     if not ray.is_initialized():
         try:
@@ -274,8 +285,9 @@ def _connect() -> Any:
         except ConnectionError as error:
             where = f" at RAY_ADDRESS={address}" if address else ""
             raise UserError(
-                f"data.engine='ray' finds no running cluster{where}. Run `ray start --head` on one host and `ray start "
-                f"--address=HEAD:6379` on the others (launch/ray/README.md), or set data.engine='processes'. {error}"
+                f"data.engine='ray' finds no running cluster{where}. Run `ray start --head` on one host and "
+                "`ray start --address=HEAD:6379` on the others (launch/ray/README.md), or set "
+                f"data.engine='processes'. {error}"
             ) from None
         RayPlane._connected_here = True
     RayPlane._users += 1
@@ -283,7 +295,9 @@ def _connect() -> Any:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ConnectionError if nothing listens at `address`; ray.init would try for 2 minutes and end the process."""
+    """Raises ConnectionError if nothing listens at `address`; ray.init would try for 2 minutes and end the
+    process.
+    """
     host, _, port = address.strip().rpartition(":")
     if not host:
         return  # ray.init finds the address itself
@@ -296,8 +310,8 @@ def _check_answers(address: str) -> None:
 def _actor_class(ray: Any, kind: type) -> Any:
     """Returns `kind` as an actor class whose `alive` is answered while other calls run.
 
-    It reserves almost no CPU in Ray, because the trainer beside it reserves none either. With exactly none, Ray 2.60
-    would ignore the requested node.
+    It reserves almost no CPU in Ray, because the trainer beside it reserves none either. With exactly none,
+    Ray 2.60 would ignore the requested node.
     """
     ray.method(concurrency_group="watch")(kind.alive)
     return ray.remote(num_cpus=0.001, concurrency_groups={"watch": 1})(kind)

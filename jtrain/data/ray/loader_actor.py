@@ -1,7 +1,8 @@
-"""Source Loader as a Ray actor: serves the constructors of all hosts and reads each run of documents once for them.
+"""Source Loader as a Ray actor: serves the constructors of all hosts and reads each run of documents once for
+them.
 
-Like every loader it may be killed, replaced or duplicated at any time. It keeps only ids that some constructor has yet
-to fetch, and reads them again if they are lost.
+Like every loader it may be killed, replaced or duplicated at any time. It keeps only ids that some
+constructor has yet to fetch, and reads them again if they are lost.
 """
 
 import collections
@@ -26,7 +27,8 @@ from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.runtime.platform import resident_bytes
 
 KEPT_BYTES = 64 << 20
-"""Most bytes of ids kept for constructors that have yet to fetch them; older ids are dropped and read again."""
+"""Most bytes of ids kept for constructors that have yet to fetch them; older ids are dropped and read
+again."""
 
 _FAREWELL_S = 0.5
 
@@ -46,7 +48,9 @@ class ActorEnvironment:
         return cls(os.getcwd(), tuple(path for path in sys.path if path))
 
     def enter(self) -> None:
-        """Applies both to this process; raises FileNotFoundError if the trainer's folder is not on this node."""
+        """Applies both to this process; raises FileNotFoundError if the trainer's folder is not on this
+        node.
+        """
         sys.modules["jax"] = None  # pyright: ignore[reportArgumentType]: jax takes 1 s and 200 MB and is never needed here
         sys.path += [path for path in self.modules if path not in sys.path]
         os.environ.update(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", ARROW_IO_THREADS="1")
@@ -110,7 +114,12 @@ class RayLoader:
         self._kept: collections.OrderedDict[RunKey, _Kept] = collections.OrderedDict()
         self._kept_bytes = 0
         self._documents = 0
-        self._at = (0, -1, -1, 0.0)  # source, document, record, since: one tuple, so both threads see a whole value
+        self._at = (
+            0,
+            -1,
+            -1,
+            0.0,
+        )  # source, document, record, since: one tuple, so both threads see a whole value
         self._setups = setups
         self._again: list[str] = []
         self._retries = retry.Retries(self._tell)
@@ -142,7 +151,9 @@ class RayLoader:
             source, number, record, since_s = self._at
             if time.monotonic() - since_s > self._read_timeout_s:
                 identity = "opening it" if record < 0 else self._loader.documents(source).identity_of(record)
-                threading.Timer(_FAREWELL_S, os._exit, (1,)).start()  # after the answer is sent; Ray restarts the actor
+                threading.Timer(
+                    _FAREWELL_S, os._exit, (1,)
+                ).start()  # after the answer is sent; Ray restarts the actor
                 return LoaderReply(os.getpid(), stuck=(source, number, identity)), np.zeros(0, np.uint8)
         return working.result()
 
@@ -159,12 +170,19 @@ class RayLoader:
                 return LoaderReply(os.getpid(), failed=failed, again=self._taken()), np.zeros(0, np.uint8)
             heads.append(RunHead.of(read, time.perf_counter() - begun_s))
             payload.append(np.ascontiguousarray(read.ids).view(np.uint8))
-        reply = LoaderReply(os.getpid(), tuple(heads), resident_bytes() or 0, self._documents, again=self._taken())
+        reply = LoaderReply(
+            os.getpid(), tuple(heads), resident_bytes() or 0, self._documents, again=self._taken()
+        )
         return reply, np.concatenate(payload)
 
     def _tell(self, line: str, wait_s: float) -> None:
         source, number, record, _ = self._at
-        self._at = (source, number, record, time.monotonic() + wait_s)  # it does not hang: the time until then is free
+        self._at = (
+            source,
+            number,
+            record,
+            time.monotonic() + wait_s,
+        )  # it does not hang: the time until then is free
         self._again.append(line and f"data: {field_of(self._setups[source].name)}: {line}")
 
     def _taken(self) -> tuple[str, ...]:

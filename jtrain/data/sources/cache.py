@@ -16,7 +16,8 @@ from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import replacing
 
 SMALL_TABLE_BYTES = 1 << 20
-"""Largest file whose index is kept in memory (reading it takes a millisecond); larger ones have theirs in the cache."""
+"""Largest file whose index is kept in memory (reading it takes a millisecond); larger ones have theirs in the
+cache."""
 
 _BLOCK_BYTES = 1 << 23
 
@@ -28,13 +29,15 @@ def local_copy(
     cache_dir: Path,
     told: Callable[[int], None] = lambda size_bytes: None,
 ) -> StoredFile:
-    """Returns the file, copied to this machine and decompressed; one process makes the copy while others wait.
+    """Returns the file, copied to this machine and decompressed; one process makes the copy while others
+    wait.
 
     Args:
       file: local or remote file; a local one without compression is returned as it is.
       compression: `gzip`, `zstd` or None.
       told: called with the bytes of the file that were read so far.
-      cache_dir: folder of the copies. A copy is used as long as location, size and version of the file stay the same.
+      cache_dir: folder of the copies. A copy is used as long as location, size and version of the file stay
+        the same.
 
     Raises:
       FileError: the file is missing, cut short or corrupt, or there is no space for the copy.
@@ -74,7 +77,8 @@ def _copy(file: StoredFile, compression: str | None, out: BinaryIO, told: Callab
                 # Codecs raise plain OSError or Arrow's exceptions; stores raise classes of their own.
                 if compression and (type(error) is OSError or isinstance(error, pa.ArrowException)):
                     raise FileError(
-                        f"{file.called}: not a whole {compression} file ({error}): cut short or corrupt. Replace it."
+                        f"{file.called}: not a whole {compression} file ({error}): cut short or corrupt. "
+                        "Replace it."
                     ) from error
                 raise translated(file.called, error) from error
             if not block:
@@ -87,9 +91,11 @@ def _copy(file: StoredFile, compression: str | None, out: BinaryIO, told: Callab
 
 
 def cached(path: Path, write: Callable[[BinaryIO], None], *, what: str) -> Path:
-    """Returns `path`, written by `write` unless it exists; a kill at any time leaves no partial file at `path`.
+    """Returns `path`, written by `write` unless it exists; a kill at any time leaves no partial file at
+    `path`.
 
-    A process that calls this while another is writing waits for it; the lock is released when its holder dies.
+    A process that calls this while another is writing waits for it; the lock is released when its holder
+    dies.
 
     Raises:
       FileError: the folder cannot be written to.
@@ -108,14 +114,15 @@ def cached(path: Path, write: Callable[[BinaryIO], None], *, what: str) -> Path:
         raise
     except OSError as error:
         raise FileError(
-            f"{what}: its copy or index cannot be written to {path.parent} ({error.strerror}). Make room there, or "
-            "set data.cache_dir to another folder."
+            f"{what}: its copy or index cannot be written to {path.parent} ({error.strerror}). Make room "
+            "there, or set data.cache_dir to another folder."
         ) from error
     return path
 
 
 class NumberTable:
-    """Table of two int64 per record: in memory for small files, otherwise in a cache file that is read by entry.
+    """Table of two int64 per record: in memory for small files, otherwise in a cache file that is read by
+    entry.
 
     The cache file is not mapped, because each map would hold a descriptor; reading 16 bytes takes 1 us.
     """
@@ -158,7 +165,9 @@ class NumberTable:
         return self._rows[first:end] if isinstance(self._rows, np.ndarray) else self._read([(first, end)])
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
-        """Returns the difference of each pair of records `first` to `end` - 1, for tables of starts and ends."""
+        """Returns the difference of each pair of records `first` to `end` - 1, for tables of starts and
+        ends.
+        """
         places = self.span(first, end)
         return places[:, 1] - places[:, 0]
 

@@ -12,7 +12,8 @@ _SEARCH_BYTES = 64
 """Bytes before a cut that are searched for white space, so that no word of a text is cut in two."""
 
 _BORDER_BYTES = 8
-"""Bytes by which a part of a text is read wider than the cuts look: for a begin id and the rest of a character."""
+"""Bytes by which a part of a text is read wider than the cuts look: for a begin id and the rest of a
+character."""
 
 
 class ChunkCut(NamedTuple):
@@ -32,7 +33,9 @@ class ChunkCut(NamedTuple):
 
         An empty text has a chunk too, which is then empty.
         """
-        return np.maximum(-(-(sizes.astype(np.int64) + self.border_tokens) // (self.chunk_bytes * per_slot)), 1)
+        return np.maximum(
+            -(-(sizes.astype(np.int64) + self.border_tokens) // (self.chunk_bytes * per_slot)), 1
+        )
 
     def spans(self, first: Int[np.ndarray, " n"], num: Int[np.ndarray, " n"]) -> list[tuple[int, int]]:
         """Returns the bytes of its text that `chunk` looks at, for each of several chunks."""
@@ -50,7 +53,9 @@ class ChunkCut(NamedTuple):
         start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
         if start >= stop:
             return TextChunk(b"", begins=False, ends=False), 0
-        low, high = (_cut_at(part.content, max(at - begin, 0) - part.first, exact=self.exact) for at in (start, stop))
+        low, high = (
+            _cut_at(part.content, max(at - begin, 0) - part.first, exact=self.exact) for at in (start, stop)
+        )
         return TextChunk(part.content[low:high], first == 0 and bool(begin), stop == total), part.first + low
 
 

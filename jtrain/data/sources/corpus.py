@@ -42,26 +42,30 @@ _OPENED_WHOLE = {"parquet", "arrayrecord", "grain"}
 """Formats that are opened before the first step whatever their size: opening reads a few KB of each file."""
 
 _CHECKED_FILES = 256
-"""Files of a source whose content is checked against their format at the start, evenly spread over its files."""
+"""Files of a source whose content is checked against their format at the start, evenly spread over its
+files."""
 
 _FIRST_RECORDS = 8
 """First records of a file of which one must be good in some file of the source."""
 
 _RUN_RECORDS = 512
-"""Records that `Corpus.read` reads at a time: enough to look up a row group once, few enough to hold as text."""
+"""Records that `Corpus.read` reads at a time: enough to look up a row group once, few enough to hold as
+text."""
 
 
 class Corpus:
     """All records of one source with random access, numbered through its files in the order of their names.
 
-    Between reads a file takes some hundred bytes and no descriptor; a Parquet file takes 16 more bytes per row group.
+    Between reads a file takes some hundred bytes and no descriptor; a Parquet file takes 16 more bytes per
+    row group.
 
     JSON lines files above 32 MiB count as several files, one for each part of 32 MiB.
 
-    A corpus above `eager_bytes` is not opened: its files are when they are read, and since their numbers of records are
-    not known, records are numbered with gaps; each file has `GAP` numbers.
+    A corpus above `eager_bytes` is not opened: its files are when they are read, and since their numbers of
+    records are not known, records are numbered with gaps; each file has `GAP` numbers.
 
-    With `num_files` only so many files are taken, the first by name: files may be added while a run reads the others.
+    With `num_files` only so many files are taken, the first by name: files may be added while a run reads the
+    others.
 
     Attributes:
       source: the source as declared.
@@ -73,7 +77,8 @@ class Corpus:
       left_out: line about the files of a folder that are not data; empty if there are none.
 
     Raises:
-      UserError: the files are not in the declared format, no first record can be read, or all files are empty.
+      UserError: the files are not in the declared format, no first record can be read, or all files are
+        empty.
       FileError: nothing is there, or it cannot be read.
     """
 
@@ -125,12 +130,16 @@ class Corpus:
             if self.is_open:
                 self.open(range(len(files)))
         self.size_bytes = sum(self._sizes)
-        counts = [len(self._at(n)) for n in range(len(self._records))] if self.is_open else [GAP] * len(self._files)
+        counts = (
+            [len(self._at(n)) for n in range(len(self._records))]
+            if self.is_open
+            else [GAP] * len(self._files)
+        )
         self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
         if not len(self) or not (self.is_open or self.size_bytes):
             raise UserError(
-                f"{field}.path={source.path!r}: {len(self.names)} files, all of them empty (first: {self.names[0]}). "
-                f"Set {field}.path to files with text in them."
+                f"{field}.path={source.path!r}: {len(self.names)} files, all of them empty (first: "
+                f"{self.names[0]}). Set {field}.path to files with text in them."
             )
         if source.format != "grain":
             self._check_first_records(field)
@@ -196,10 +205,11 @@ class Corpus:
         return records
 
     def _check_first_records(self, field: str) -> None:
-        """Refuses a source of which no file has a good record among its first: its format or text field is wrong.
+        """Refuses a source of which no file has a good record among its first: its format or text field is
+        wrong.
 
-        One bad record among good ones is left to `data.on_bad_record`. The columns of Parquet and Arrow were checked
-        when the files were opened.
+        One bad record among good ones is left to `data.on_bad_record`. The columns of Parquet and Arrow were
+        checked when the files were opened.
         """
         some = range(len(self._records)) if self.is_open else sorted(self._checked)
         files = {n: self._at(n) for n in some if self._sizes[n]}
@@ -217,9 +227,9 @@ class Corpus:
                     return
                 bad.append(text)
         raise UserError(
-            f"{field}.path={self.source.path!r}: none of the first {len(bad):,} records tried in {len(tried):,} of its "
-            f"{len(self._records):,} files can be read, so the format or {self.source.fields_at(field)} is wrong. The "
-            f"first: {str(bad[0]).replace(f', {SKIP}', '.')}"
+            f"{field}.path={self.source.path!r}: none of the first {len(bad):,} records tried in "
+            f"{len(tried):,} of its {len(self._records):,} files can be read, so the format or "
+            f"{self.source.fields_at(field)} is wrong. The first: {str(bad[0]).replace(f', {SKIP}', '.')}"
         )
 
     @property
@@ -263,7 +273,8 @@ class Corpus:
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     def sizes(self, start: int, end: int) -> Int[np.ndarray, " n"]:
-        """Returns the UTF-8 bytes, or a few more, of the texts of records `start` to `end` - 1, all in one file.
+        """Returns the UTF-8 bytes, or a few more, of the texts of records `start` to `end` - 1, all in one
+        file.
 
         Records that cannot be read have size 0; reading them then says why.
 
@@ -284,7 +295,9 @@ class Corpus:
         return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
 
     def hold(self, record: int) -> object:
-        """Returns what is decoded to read a record: while it lives, its group is not decoded again; or None."""
+        """Returns what is decoded to read a record: while it lives, its group is not decoded again; or
+        None.
+        """
         file, number = self._place(record)
         try:
             return self._at(file).hold(number)
@@ -292,7 +305,9 @@ class Corpus:
             return None  # reading its records says why
 
     def stored_bytes(self) -> Int[np.ndarray, " groups"]:
-        """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its file."""
+        """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its
+        file.
+        """
         found = []
         for records, size in zip(self._opened, self._sizes, strict=True):
             found.append(np.where(records.group_bytes > 0, records.group_bytes, size))
@@ -313,8 +328,9 @@ class Corpus:
     def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
         """Yields the texts in the given order, with a BadRecord in place of each bad record.
 
-        Records of the same file are read together. Each record of a file or row group that cannot be read is bad, with
-        the file's error as its reason: which records are bad does not depend on the other records requested.
+        Records of the same file are read together. Each record of a file or row group that cannot be read is
+        bad, with the file's error as its reason: which records are bad does not depend on the other records
+        requested.
 
         Raises:
           NeverSkipped: a file's copy or index is gone, or an error that may pass did not pass.
@@ -334,7 +350,9 @@ class Corpus:
             yield from texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Marks places in the line of a long text, if the format has lines, so that `parts` can read it from there."""
+        """Marks places in the line of a long text, if the format has lines, so that `parts` can read it from
+        there.
+        """
         file, number = self._place(record)
         records = self._records[file]
         with contextlib.suppress(OSError):  # then the next chunk of the text is read as this one was
@@ -342,7 +360,9 @@ class Corpus:
         return False
 
     def parts(self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]]) -> list[TextPart | None]:
-        """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be read."""
+        """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be
+        read.
+        """
         found: list[TextPart | None] = [None] * len(records)
         files, numbers = self._places(records)
         for file in set(files.tolist()):
@@ -358,8 +378,8 @@ class Corpus:
     def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:
         """Names that identify the records, with the number of records up to the end of each.
 
-        They are the files' names, but each part of 32 MiB of a JSON lines file has one of its own, so that a record has
-        the same identity whether the file was read as a whole before or not.
+        They are the files' names, but each part of 32 MiB of a JSON lines file has one of its own, so that a
+        record has the same identity whether the file was read as a whole before or not.
         """
         if not self.is_open or not self._files:
             return self.names, self.file_ends
@@ -378,7 +398,8 @@ class Corpus:
         return file, int(record - (self.file_ends[file - 1] if file else 0))
 
     def fingerprint(self, files: Sequence[int] | None = None) -> str:
-        """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not count.
+        """Returns a hash of the files' names, sizes and numbers of records; folder and time stamps do not
+        count.
 
         Args:
           files: the numbers of the files that count; None: all.

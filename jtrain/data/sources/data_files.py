@@ -12,12 +12,12 @@ from jtrain.data.sources.storage import StoredFile, search
 from jtrain.errors import FileError, UserError
 
 _DOCUMENTATION = re.compile(
-    r"(readme([._-][a-z]{2}([_-][a-z]{2})?)?|licen[cs]e|notice|copying|authors|contributing|citation|changelog)"
-    r"(\.(md|txt|rst|cff|bib))?|requirements\.txt|(sha\d+|md5)(sums?)?(\.txt)?|checksums?(\.txt)?",
+    r"(readme([._-][a-z]{2}([_-][a-z]{2})?)?|licen[cs]e|notice|copying|authors|contributing|citation|changelog)(\.(md|txt|rst|cff|bib))?|requirements\.txt|(sha\d+|md5)(sums?)?(\.txt)?|checksums?(\.txt)?",
     re.IGNORECASE,
 )
 _METADATA = re.compile(
-    r"dataset_infos?\.json|dataset_dict\.json|croissant\.json|_success|_metadata|_common_metadata", re.IGNORECASE
+    r"dataset_infos?\.json|dataset_dict\.json|croissant\.json|_success|_metadata|_common_metadata",
+    re.IGNORECASE,
 )
 _MOST_NAMES = 4
 
@@ -51,14 +51,15 @@ def files_of(source: Source, *, field: str) -> Chosen:
 def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -> Chosen:
     """Returns the files of a folder that hold its data.
 
-    Where some files have the suffix of a record format (.jsonl, .parquet, ...), these and .txt files are the data.
-    Otherwise all files are text, except documentation (README, LICENSE, ...) at the top of the folder. Metadata of
-    dataset libraries (dataset_infos.json, _SUCCESS, ...) is left out of every folder.
+    Where some files have the suffix of a record format (.jsonl, .parquet, ...), these and .txt files are the
+    data. Otherwise all files are text, except documentation (README, LICENSE, ...) at the top of the folder.
+    Metadata of dataset libraries (dataset_infos.json, _SUCCESS, ...) is left out of every folder.
 
     Args:
       files: all files of the folder.
       path: the folder as the user wrote it.
-      format: format of the source; `auto` goes by suffix, with any other all files but documentation are data.
+      format: format of the source; `auto` goes by suffix, with any other all files but documentation are
+        data.
       field: config path of the source, for messages.
 
     Raises:
@@ -75,14 +76,16 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
         others = [file for file in data if suffixes[file.name] not in (*RECORD_FORMATS, ".txt")]
         if _size(others) > _size(records):
             raise UserError(
-                f"{field}.path={path!r} holds {_told(records, suffixes)}, but most of it is {_told(others, suffixes)}: "
-                f"which of them is the corpus? Set {field}.path to a glob, such as "
-                f"{_glob(path, others[0], suffixes)!r} or {_glob(path, records[0], suffixes)!r}."
+                f"{field}.path={path!r} holds {_told(records, suffixes)}, but most of it is "
+                f"{_told(others, suffixes)}: which of them is the corpus? Set {field}.path to a glob, such "
+                f"as {_glob(path, others[0], suffixes)!r} or {_glob(path, records[0], suffixes)!r}."
             )
         data = [file for file in data if file not in others]
     kept = {file.name for file in data} if len(data) < len(files) else suffixes
     out = [file.name for file in files if file.name not in kept]
-    names = ", ".join(out[:_MOST_NAMES]) + (f" and {len(out) - _MOST_NAMES:,} more" if len(out) > _MOST_NAMES else "")
+    names = ", ".join(out[:_MOST_NAMES]) + (
+        f" and {len(out) - _MOST_NAMES:,} more" if len(out) > _MOST_NAMES else ""
+    )
     way_out = f"to take them, set {field}.path to a file or to a glob such as {path.rstrip('/') + '/**'!r}"
     if not data:
         raise UserError(
@@ -129,8 +132,8 @@ def saved_dataset_files(files: list[StoredFile], *, field: str) -> list[StoredFi
     if "dataset_dict.json" in by_name:
         splits = _listed(by_name["dataset_dict.json"], lambda body: body["splits"])
         raise UserError(
-            f"{field}: a dataset of several splits ({', '.join(splits)}), which would be mixed. Set it to the "
-            f"folder of one split, such as {splits[0]!r} in there."
+            f"{field}: a dataset of several splits ({', '.join(splits)}), which would be mixed. Set it to "
+            f"the folder of one split, such as {splits[0]!r} in there."
         )
     if not {"state.json", "dataset_info.json"} <= by_name.keys():
         return None

@@ -47,7 +47,9 @@ def identities_of_parts(
         parts = parts_of(file, format)
         names += [part_name(part) for part in parts]
         if len(parts) > 1 and isinstance(records, JsonLines):
-            ends += [first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None]
+            ends += [
+                first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None
+            ]
         first += len(records)
         ends.append(first)
     return names, np.asarray(ends, np.int64)

@@ -1,9 +1,9 @@
 """Generations of a source's files: those that a run began with, and those that joined it at each resume.
 
-A source that has gained files goes on in the running epoch: the chunks that were not read yet and those of the new
-files are shuffled together, so that each chunk is read once; later epochs shuffle all of them. The files of a
-generation follow those of the earlier ones in the order of their names, so that no number of a file or record changes,
-and a few integers per generation say which chunk any number stands for.
+A source that has gained files goes on in the running epoch: the chunks that were not read yet and those of
+the new files are shuffled together, so that each chunk is read once; later epochs shuffle all of them. The
+files of a generation follow those of the earlier ones in the order of their names, so that no number of a
+file or record changes, and a few integers per generation say which chunk any number stands for.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,8 @@ class Generation(NamedTuple):
     """Files of a source that joined a run together; the first generation has those that it began with.
 
     epoch: the epoch in which they joined.
-    place: slots of that epoch that were read before; 0 for an order whose slots are not counted (`GrowingChunks`).
+    place: slots of that epoch that were read before; 0 for an order whose slots are not counted
+      (`GrowingChunks`).
     window: the first window of that epoch that may hold them; 0 for an order without windows.
     files: number of files from then on, those of earlier generations included.
     """
@@ -55,9 +56,13 @@ class EpochNumbers:
         self._epoch = np.asarray([generation.epoch for generation in generations], np.int64)
         self._slots = np.asarray(slots, np.int64)
         lasting = np.diff(self._epoch) * self._slots[:-1]
-        self._begin = np.concatenate([[0], np.cumsum(lasting)])  # of the epoch in which each generation joined
+        self._begin = np.concatenate(
+            [[0], np.cumsum(lasting)]
+        )  # of the epoch in which each generation joined
 
-    def split(self, numbers: Int[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    def split(
+        self, numbers: Int[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the epoch of each number, and its place in the epoch."""
         at = np.searchsorted(self._begin, numbers, side="right") - 1
         epochs, places = np.divmod(numbers - self._begin[at], np.maximum(self._slots[at], 1))

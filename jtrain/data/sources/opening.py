@@ -1,4 +1,6 @@
-"""Progress of opening a source, which may list, copy and index many files: said in the log while it takes long."""
+"""Progress of opening a source, which may list, copy and index many files: said in the log while it takes
+long.
+"""
 
 import threading
 import time
@@ -35,8 +37,8 @@ class Opened(NamedTuple):
             return f"data: {what}: {seconds:.0f} s so far"
         of = f" of {self.of_bytes / 2**20:,.1f}" if self.of_bytes else ""
         return (
-            f"data: {what}: {self.files:,} of {self.of_files:,} files, {self.size_bytes / 2**20:,.1f}{of} MiB, "
-            f"{seconds:.0f} s so far"
+            f"data: {what}: {self.files:,} of {self.of_files:,} files, {self.size_bytes / 2**20:,.1f}{of} "
+            f"MiB, {seconds:.0f} s so far"
         )
 
 
@@ -104,7 +106,8 @@ class Opening:
 
 
 class LoggedOpening(Opening):
-    """Opening that says a line in the log from time to time while it takes long, also while no file makes progress.
+    """Opening that says a line in the log from time to time while it takes long, also while no file makes
+    progress.
 
     Args:
       say: called with each line, in a thread.

@@ -1,4 +1,6 @@
-"""Window of parts of a source whose slots are shuffled together, and of which each part is read when it is wanted."""
+"""Window of parts of a source whose slots are shuffled together, and of which each part is read when it is
+wanted.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -23,8 +25,8 @@ class ReadPart(NamedTuple):
 class PartWindow:
     """Parts whose slots follow one another.
 
-    Which part a slot belongs to follows from the numbers of slots alone; what it holds is known when its part is read.
-    Whatever was decoded to read a part stays alive with the window, as far as its cache allows.
+    Which part a slot belongs to follows from the numbers of slots alone; what it holds is known when its part
+    is read. Whatever was decoded to read a part stays alive with the window, as far as its cache allows.
 
     Args:
       parts: numbers of the parts.
@@ -42,7 +44,12 @@ class PartWindow:
         num_records: Int64[np.ndarray, " parts"],
         read: Callable[[int], ReadPart],
     ) -> None:
-        self._parts, self._first_record, self._num_records, self._read = parts, first_record, num_records, read
+        self._parts, self._first_record, self._num_records, self._read = (
+            parts,
+            first_record,
+            num_records,
+            read,
+        )
         self._part_ends = np.cumsum(slots)
         self._part_starts = self._part_ends - slots
         self._first_row = np.cumsum(num_records) - num_records
@@ -58,7 +65,9 @@ class PartWindow:
     def locate(
         self, slot: Int64[np.ndarray, " n"]
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Returns the record of each slot, -1 for an empty one, its first chunk there and the number of chunks."""
+        """Returns the record of each slot, -1 for an empty one, its first chunk there and the number of
+        chunks.
+        """
         part = self.part_at(slot)
         for new in sorted(set(part[self._per_slot[part] == 0].tolist())):
             found = self._read(int(self._parts[new]))

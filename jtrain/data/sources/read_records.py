@@ -9,7 +9,8 @@ from jtrain.data.sources.retry import NeverSkipped, retried
 
 
 def read_or_why(file: Records, numbers: list[int], called: str) -> list[str | BadRecord]:
-    """Reads records; where the file raises OSError, each record that fails when read alone becomes a BadRecord.
+    """Reads records; where the file raises OSError, each record that fails when read alone becomes a
+    BadRecord.
 
     Raises:
       NeverSkipped: as in `Corpus.read`.

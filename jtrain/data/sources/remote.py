@@ -10,7 +10,8 @@ from jtrain.data.sources.retry import FileLost, Passing, may_pass, retried
 from jtrain.errors import FileError, UserError
 
 _PASSING_STATUS = {408, 425, 429}
-"""Statuses below 500 of an HTTP answer that say nothing about the file: too slow, too early, too many requests."""
+"""Statuses below 500 of an HTTP answer that say nothing about the file: too slow, too early, too many
+requests."""
 
 _OUR_FAULT = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 """Errors of a wrong call or installation, which no further try mends. Stores raise classes of their own."""
@@ -20,13 +21,16 @@ _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "http": "http", "ht
 
 
 class RangeFile(io.RawIOBase):
-    """Remote file that sends one request per read, for exactly the bytes read; it neither caches nor reads ahead."""
+    """Remote file that sends one request per read, for exactly the bytes read; it neither caches nor reads
+    ahead.
+    """
 
     def __init__(self, location: str, size_bytes: int, *, called: str) -> None:
         self._size_bytes = size_bytes
         self._called = called
         self._fs, self._path = filesystem(location, called)
-        # File systems with an event loop fetch ranges directly; the others open the file and would read ahead.
+        # File systems with an event loop fetch ranges directly; the others open the file and would read
+        # ahead.
         self._options = {} if getattr(self._fs, "async_impl", False) else {"cache_type": "none"}
         self._position = 0
 
@@ -60,13 +64,16 @@ class RangeFile(io.RawIOBase):
             return content
         kind = Passing if len(content) < end - start else FileError
         raise kind(
-            f"{self._called}: asked for bytes {start:,} to {end:,} of {self._size_bytes:,}, and the server sent "
-            f"{len(content):,}. Either the file changed, or the server cannot send ranges: then copy the file here."
+            f"{self._called}: asked for bytes {start:,} to {end:,} of {self._size_bytes:,}, and the server "
+            f"sent {len(content):,}. Either the file changed, or the server cannot send ranges: then copy "
+            "the file here."
         )
 
 
 class SteadyFile(io.RawIOBase):
-    """Open remote file that repeats reads which fail, so that the copy of a large file does not begin anew."""
+    """Open remote file that repeats reads which fail, so that the copy of a large file does not begin
+    anew.
+    """
 
     def __init__(self, file: Any, *, called: str) -> None:
         self._file = file
@@ -93,7 +100,9 @@ class SteadyFile(io.RawIOBase):
 
 
 def can_seek(file: Any) -> bool:
-    """True if an open remote file can be read from any place; a stream says that of itself as well, and cannot."""
+    """True if an open remote file can be read from any place; a stream says that of itself as well, and
+    cannot.
+    """
     try:
         file.seek(1)
         file.seek(0)
@@ -115,8 +124,8 @@ def filesystem(url: str, what: str) -> tuple[Any, str]:
         raise UserError(f"{what}: the reader of {scheme}:// is not installed ({error}). {way_out}") from error
     except ValueError as error:
         raise UserError(
-            f"{what}: no reader for {scheme}:// ({error}). Use s3://, gs://, hf://, http(s)://, file://, a path, or "
-            "another scheme that fsspec knows."
+            f"{what}: no reader for {scheme}:// ({error}). Use s3://, gs://, hf://, http(s)://, file://, a "
+            "path, or another scheme that fsspec knows."
         ) from error
     except Exception as error:  # as in `explained`
         raise translated(what, error) from error
@@ -134,7 +143,9 @@ def explained(what: str) -> Iterator[None]:
 
 
 def translated(what: str, error: Exception) -> FileError:
-    """Returns the FileError for an exception of a store: nothing found, access refused, or store unreachable."""
+    """Returns the FileError for an exception of a store: nothing found, access refused, or store
+    unreachable.
+    """
     if isinstance(error, FileNotFoundError) and isinstance(cause := error.__cause__, Exception):
         away = isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError)
         # fsspec over http reports all of these as missing files.
@@ -146,8 +157,8 @@ def translated(what: str, error: Exception) -> FileError:
     forbidden = "Credentials" in type(error).__name__ or str(error).startswith("Forbidden")  # botocore; gcsfs
     if isinstance(error, PermissionError) or status in (401, 403) or forbidden:
         return FileError(
-            f"{what}: the store refuses ({said}). Give this machine credentials for it, as the store's own tools read "
-            "them, or rights to this path."
+            f"{what}: the store refuses ({said}). Give this machine credentials for it, as the store's own "
+            "tools read them, or rights to this path."
         )
     why = f"{what}: cannot be read ({said}). If the network or the store was away, start again."
     if not _may_pass(error, status):
@@ -158,7 +169,9 @@ def translated(what: str, error: Exception) -> FileError:
 
 
 def _may_pass(error: BaseException, status: Any) -> bool:
-    """True if the store or the network failed, and not the request; client libraries without numbers count as such."""
+    """True if the store or the network failed, and not the request; client libraries without numbers count as
+    such.
+    """
     if isinstance(status, int):
         return status in _PASSING_STATUS or status >= 500
     if isinstance(error, OSError) and error.errno is not None:
@@ -169,4 +182,8 @@ def _may_pass(error: BaseException, status: Any) -> bool:
 def _status(error: BaseException | None) -> Any:
     """Returns the HTTP status of an error of any of the client libraries; None if it has none."""
     response = getattr(error, "response", None)
-    return getattr(response, "status_code", None) or getattr(error, "status", None) or getattr(error, "code", None)
+    return (
+        getattr(response, "status_code", None)
+        or getattr(error, "status", None)
+        or getattr(error, "code", None)
+    )

@@ -1,4 +1,6 @@
-"""Errors of reading, told apart by whose fault they are, and reads that are repeated after an error that may pass."""
+"""Errors of reading, told apart by whose fault they are, and reads that are repeated after an error that may
+pass.
+"""
 
 import contextlib
 import errno
@@ -13,7 +15,8 @@ from jtrain.runtime.retry import Backoff
 from jtrain.runtime.retry import retried as repeat
 
 READS = Backoff(0.1, factor=4.0, tries=6, jitter=0.25)
-"""Waits of 0.1 to 25.6 s: the first helps against a lost packet, half a minute while a file server restarts."""
+"""Waits of 0.1 to 25.6 s: the first helps against a lost packet, half a minute while a file server
+restarts."""
 
 _ERRNOS = {
     errno.EAGAIN,
@@ -49,7 +52,9 @@ _MOST_SAID = 10
 
 
 class Passing(FileError):
-    """Read that failed for a reason that may be over at the next try, such as an answer that was cut short."""
+    """Read that failed for a reason that may be over at the next try, such as an answer that was cut
+    short.
+    """
 
     why = ""
     """The reason in the words of a store's client library, if it is known."""
@@ -64,15 +69,17 @@ class GaveUp(NeverSkipped):
 
 
 class FileLost(FileError):
-    """File that was there when the source was opened, and has vanished, was locked or has another size now."""
+    """File that was there when the source was opened, and has vanished, was locked or has another size
+    now.
+    """
 
 
 class Retries:
     """Count of repeated reads, and a listener that hears of each.
 
     Args:
-      tell: function of a line for the log, empty once there were many, and the seconds until the next try. It is called
-        by the threads that read, one at a time.
+      tell: function of a line for the log, empty once there were many, and the seconds until the next try. It
+        is called by the threads that read, one at a time.
     """
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
@@ -85,7 +92,11 @@ class Retries:
         with self._lock:
             self.count += 1
             if wait_s < _ALWAYS_SAID_S and self.count > _MOST_SAID:
-                line = "more reads are repeated; data_retries counts them" if self.count == _MOST_SAID + 1 else ""
+                line = (
+                    "more reads are repeated; data_retries counts them"
+                    if self.count == _MOST_SAID + 1
+                    else ""
+                )
             self._tell(line, wait_s)
 
 
@@ -95,7 +106,8 @@ def _to_stderr(line: str, wait_s: float) -> None:
 
 
 _heard_by = [Retries(_to_stderr)]
-"""Last one: who hears now. Not an argument: Arrow reads remote files on threads of its own, which pass nothing on."""
+"""Last one: who hears now. Not an argument: Arrow reads remote files on threads of its own, which pass
+nothing on."""
 
 
 @contextlib.contextmanager
@@ -132,14 +144,16 @@ def retried[T](what: str, read: Callable[[], T]) -> T:
         if (cause := passing(error)) is None:
             raise
         raise GaveUp(
-            f"{what}: {_why(cause, what)}, at {READS.tries} tries over {sum(READS.waits_s()):.0f} s. Such an error is "
-            "no fault of a document, so none is left out for it. See that the disk, network or store is back, and "
-            "start again: the run goes on from its last checkpoint."
+            f"{what}: {_why(cause, what)}, at {READS.tries} tries over {sum(READS.waits_s()):.0f} s. Such an "
+            "error is no fault of a document, so none is left out for it. See that the disk, network or "
+            "store is back, and start again: the run goes on from its last checkpoint."
         ) from error
 
 
 def passing(error: BaseException) -> BaseException | None:
-    """Returns the error, or the one in its chain of causes, that may be over at the next try; None if there is none."""
+    """Returns the error, or the one in its chain of causes, that may be over at the next try; None if there
+    is none.
+    """
     found, at = None, error
     while at is not None:
         if isinstance(at, GaveUp):
@@ -151,7 +165,9 @@ def passing(error: BaseException) -> BaseException | None:
 
 
 def may_pass(error: OSError) -> bool:
-    """True for errors of a disk, a network or a machine, False for those that say something about the file."""
+    """True for errors of a disk, a network or a machine, False for those that say something about the
+    file.
+    """
     return error.errno in _ERRNOS or isinstance(error, (ConnectionError, TimeoutError))
 
 

@@ -1,4 +1,6 @@
-"""Sample corpus of `--config=mixture`: six sources in six formats, made of text that comes with every Python."""
+"""Sample corpus of `--config=mixture`: six sources in six formats, made of text that comes with every
+Python.
+"""
 
 import ast
 import gzip
@@ -28,8 +30,10 @@ FILES = {
 def write_sample(out: Path) -> dict[str, int]:
     """Writes the sources into `out`; returns source -> number of documents.
 
-    code: modules of the standard library, unchanged. docstrings, comments, signatures: those of the same modules, by
-    function or block. topics: the language reference, in prose. packages: descriptions of the installed packages.
+    code: modules of the standard library, unchanged. docstrings, comments, signatures: those of the same
+      modules, by
+    function or block. topics: the language reference, in prose. packages: descriptions of the installed
+    packages.
     """
     modules = dict(_modules())
     documents = {
@@ -65,7 +69,9 @@ def _parsed(text: str) -> ast.Module:
 
 def _docstrings(module: str) -> Iterator[str]:
     for node in ast.walk(_parsed(module)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
+            text := ast.get_docstring(node)
+        ):
             yield text
 
 

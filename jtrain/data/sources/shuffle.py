@@ -20,9 +20,9 @@ def order_seed(seed: int, name: str) -> int:
 def permuted(index: Int[np.ndarray, " n"], size: int | np.int64, key: np.uint64) -> Int[np.ndarray, " n"]:
     """Returns the images of `index` under a pseudorandom permutation of range(size) that `key` selects.
 
-    A Feistel network over the next power of two, applied again until the result is below `size` (cycle walking, Black
-    and Rogaway 2002). Grain's `index_shuffle` does the same with one Python call per number, 2.5 us each; this takes
-    1 us each for 64 numbers and 0.2 us for a thousand.
+    A Feistel network over the next power of two, applied again until the result is below `size` (cycle
+    walking, Black and Rogaway 2002). Grain's `index_shuffle` does the same with one Python call per number,
+    2.5 us each; this takes 1 us each for 64 numbers and 0.2 us for a thousand.
 
     Args:
       index: numbers in [0, size).

@@ -39,31 +39,33 @@ def field_of(name: str) -> str:
 class Source:
     """Source of documents, with a share in the mixture.
 
-    path: a file, a folder, a glob (`**` for any depth), `stdlib` (source text of the Python standard library), or the
-      URL of a file, folder or glob: s3://, gs://, hf://, http(s)://, file://, or another scheme that fsspec knows. A
-      folder takes only its data files (`data_files`); a file or a glob takes all that it names. For format grain,
-      `module:function` or `path/to/file.py:function` of a function that returns a `grain.MapDataset` of str.
+    path: a file, a folder, a glob (`**` for any depth), `stdlib` (source text of the Python standard
+      library), or the URL of a file, folder or glob: s3://, gs://, hf://, http(s)://, file://, or another
+      scheme that fsspec knows. A folder takes only its data files (`data_files`); a file or a glob takes all
+      that it names. For format grain, `module:function` or `path/to/file.py:function` of a function that
+      returns a `grain.MapDataset` of str.
     weight: weight in the mixture, relative to the other sources; may be zero.
-    format: `auto` goes by each file's suffix: .jsonl and .ndjson (JSON lines), .json (one object, an array of objects,
-      or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet, .arrayrecord, .tar (WebDataset),
-      .arrow, each also with .gz or .zst behind it; any other file is text, one document per file. A folder written by
-      Hugging Face's `save_to_disk` is recognised by its state.json.
-    text_field: JSON key, column, or suffix of the tar's members (such as txt). `meta.text` is the key or column of that
-      name, or else the field `text` of the JSON object or struct column `meta`. For ArrayRecord it applies to records
-      that are JSON objects; if it is empty, each whole record is the text.
-    prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt before its
-      completion. Not together with `mask_field`.
+    format: `auto` goes by each file's suffix: .jsonl and .ndjson (JSON lines), .json (one object, an array of
+      objects, or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet, .arrayrecord, .tar
+      (WebDataset), .arrow, each also with .gz or .zst behind it; any other file is text, one document per
+      file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.
+    text_field: JSON key, column, or suffix of the tar's members (such as txt). `meta.text` is the key or
+      column of that name, or else the field `text` of the JSON object or struct column `meta`. For
+      ArrayRecord it applies to records that are JSON objects; if it is empty, each whole record is the text.
+    prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt
+      before its completion. Not together with `mask_field`.
     mask_prompt: False to learn the prompt as well, or every message.
-    mask_field: field of the spans of the text that are learned: a list of [start, end] in characters (Python's, not
-      bytes), ascending and apart; in CSV as JSON. Whatever lies outside of them is read and not learned. The text is
-      tokenised from border to border, as the prompt is by itself, so no token is half learned. The end of the document
-      is learned if the last span reaches the end of the text.
-    messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, instead of `text_field`. A
-      message is written as `<|user|>`, a line end, its content and a line end (`formats/chat.py`). The content of
-      messages of role assistant is learned, with the line end behind it. In JSON, Parquet, Arrow and ArrayRecord.
+    mask_field: field of the spans of the text that are learned: a list of [start, end] in characters
+      (Python's, not bytes), ascending and apart; in CSV as JSON. Whatever lies outside of them is read and
+      not learned. The text is tokenised from border to border, as the prompt is by itself, so no token is
+      half learned. The end of the document is learned if the last span reaches the end of the text.
+    messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, instead of
+      `text_field`. A message is written as `<|user|>`, a line end, its content and a line end
+      (`formats/chat.py`). The content of messages of role assistant is learned, with the line end behind it.
+      In JSON, Parquet, Arrow and ArrayRecord.
     tokenizer: tokenizer of this source; None for data.tokenizer.
-    text_piece_bytes: text files longer than this are read as several documents, so that one big file can be shuffled
-      too. Raise it for longer contexts.
+    text_piece_bytes: text files longer than this are read as several documents, so that one big file can be
+      shuffled too. Raise it for longer contexts.
     """
 
     path: str
@@ -99,13 +101,14 @@ class Source:
             for setting, name in {**others, "text_field": text}.items():
                 if name is not None:
                     raise UserError(
-                        f"{field}: messages_field={messages!r} and {setting}={name!r} are both set. Remove one: the "
-                        "text of a chat, and what is learned of it, are in its messages alone."
+                        f"{field}: messages_field={messages!r} and {setting}={name!r} are both set. Remove "
+                        "one: the text of a chat, and what is learned of it, are in its messages alone."
                     )
         if prompt is not None and mask is not None:
             raise UserError(
-                f"{field}: prompt_field={prompt!r} and mask_field={mask!r} are both set. Remove one: a prompt and its "
-                "completion need no spans, and spans can leave out a prompt that is part of the text."
+                f"{field}: prompt_field={prompt!r} and mask_field={mask!r} are both set. Remove one: a "
+                "prompt and its completion need no spans, and spans can leave out a prompt that is part of "
+                "the text."
             )
         if prompt is None and messages is None and not self.mask_prompt:
             raise UserError(
@@ -116,17 +119,21 @@ class Source:
             if name is not None and name == self.text_field:
                 of = "completion" if setting == "prompt_field" else "text"
                 raise UserError(
-                    f"{field}.{setting}={name!r} is also its text_field. Set {field}.text_field to the field of the "
-                    f"{of}."
+                    f"{field}.{setting}={name!r} is also its text_field. Set {field}.text_field to the field "
+                    f"of the {of}."
                 )
         if (learned := self.mask) is not None:
             setting, name = f"{field}.{learned.setting}", learned.field
             check_format(self.format, what=f"{field}.format={self.format!r}", setting=setting, name=name)
 
     def fields_at(self, field: str) -> str:
-        """Returns the settings that name fields of a record, for messages; `field` is the config path of the source."""
+        """Returns the settings that name fields of a record, for messages; `field` is the config path of the
+        source.
+        """
         said = [] if self.messages_field is not None else [f"{field}.text_field={self.text_field!r}"]
-        return " or ".join([*said, *([f"{field}.{self.mask.setting}={self.mask.field!r}"] if self.mask else [])])
+        return " or ".join(
+            [*said, *([f"{field}.{self.mask.setting}={self.mask.field!r}"] if self.mask else [])]
+        )
 
     @property
     def mask(self) -> MaskFields | None:
@@ -148,7 +155,9 @@ def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: 
 
 
 class FileKeys:
-    """Hashes of files' names, each made when it is first asked for: a source may have hundreds of thousands."""
+    """Hashes of files' names, each made when it is first asked for: a source may have hundreds of
+    thousands.
+    """
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -180,7 +189,9 @@ def split_positions(
 
 
 def splitmix64(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """Returns a hash of each number in which every input bit affects every output bit (Steele, Lea and Flood 2014)."""
+    """Returns a hash of each number in which every input bit affects every output bit (Steele, Lea and Flood
+    2014).
+    """
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -17,27 +17,32 @@ from jtrain.data.sources.retry import FileLost, NeverSkipped, passing, retried
 from jtrain.errors import FileError
 
 STDLIB = "stdlib"
-"""Path of a source that stands for the source text of the Python standard library, a corpus on every machine."""
+"""Path of a source that stands for the source text of the Python standard library, a corpus on every
+machine."""
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-"""Folders left out: installed packages, and tests, which some systems lack and which hold broken files on purpose."""
+"""Folders left out: installed packages, and tests, which some systems lack and which hold broken files on
+purpose."""
 
 _OPENED_FILES = 1000
-"""Files of a source that are opened to see that they may be read; with more, the others are when their turn comes."""
+"""Files of a source that are opened to see that they may be read; with more, the others are when their turn
+comes."""
 
 _VERSION_KEYS = ("ETag", "etag", "generation", "blob_id", "Last-Modified", "LastModified", "mtime", "created")
 """Metadata keys that change with a file's content, one per kind of store; the first one present is used."""
 
 
 class CacheLost(NeverSkipped):
-    """A copy or index in `data.cache_dir` that vanished or was damaged: the fault of no record, so never skipped."""
+    """A copy or index in `data.cache_dir` that vanished or was damaged: the fault of no record, so never
+    skipped.
+    """
 
 
 def cache_lost(what: str) -> CacheLost:
     """Returns the error for a copy or index in the cache; `what` says which one, and what happened to it."""
     return CacheLost(
-        f"{what}. The same command makes it anew and goes on from the last checkpoint; if something clears that "
-        "folder, set data.cache_dir to another."
+        f"{what}. The same command makes it anew and goes on from the last checkpoint; if something clears "
+        "that folder, set data.cache_dir to another."
     )
 
 
@@ -72,7 +77,9 @@ class StoredFile:
         return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
     def open(self) -> io.BufferedReader | io.RawIOBase:
-        """Opens the file to read and seek; raises FileLost if it is gone, may not be read, or has another size."""
+        """Opens the file to read and seek; raises FileLost if it is gone, may not be read, or has another
+        size.
+        """
         if self.is_remote:
             return RangeFile(self.location, self.size_bytes, called=self.called)
         try:
@@ -84,25 +91,30 @@ class StoredFile:
                 f"{self.called}: it is gone since this run opened it. Put it back, and start again."
             ) from error
         except PermissionError as error:
-            raise FileLost(f"{self.called}: may no longer be read ({error.strerror}). Mend its permissions.") from error
+            raise FileLost(
+                f"{self.called}: may no longer be read ({error.strerror}). Mend its permissions."
+            ) from error
         except OSError as error:
             raise FileError(f"{self.called}: cannot be opened ({error.strerror}).") from error
         if (size := os.fstat(file.fileno()).st_size) != self.size_bytes:
             file.close()
             if self.called != self.location:
                 raise cache_lost(
-                    f"{self.called}: its copy {self.location} has {size:,} bytes, not {self.size_bytes:,}. Remove it"
+                    f"{self.called}: its copy {self.location} has {size:,} bytes, not {self.size_bytes:,}. "
+                    "Remove it"
                 )
             raise FileLost(
-                f"{self.called}: {self.size_bytes:,} bytes when this run opened it, {size:,} now: cut short or "
-                "written over. Put the file back as it was, and start again."
+                f"{self.called}: {self.size_bytes:,} bytes when this run opened it, {size:,} now: cut short "
+                "or written over. Put the file back as it was, and start again."
             )
         return file
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundFiles:
-    """Files of a source's path, ordered by name; `is_folder` if it is a folder, of which the user named no file."""
+    """Files of a source's path, ordered by name; `is_folder` if it is a folder, of which the user named no
+    file.
+    """
 
     files: list[StoredFile]
     is_folder: bool
@@ -116,8 +128,8 @@ def find_files(path: str, *, field: str) -> list[StoredFile]:
 def search(path: str, *, field: str) -> FoundFiles:
     """Returns the files of a source's path, and the kind of path it is.
 
-    The path is a file; a folder, searched recursively without hidden files; a glob, `**` for any depth; `stdlib`; or
-    the URL of a file, folder or glob.
+    The path is a file; a folder, searched recursively without hidden files; a glob, `**` for any depth;
+    `stdlib`; or the URL of a file, folder or glob.
 
     Args:
       path: the path as the user wrote it.
@@ -154,8 +166,8 @@ def _find_local(path: str, field: str) -> tuple[list[StoredFile], bool]:
         found, looked_for = [], str(root.absolute())
     if not found:
         raise FileError(
-            f"{field}={path!r}: nothing there; looked for {looked_for}. Set {field} to a file, a folder, a glob, a URL "
-            f"or {STDLIB!r}."
+            f"{field}={path!r}: nothing there; looked for {looked_for}. Set {field} to a file, a folder, a "
+            f"glob, a URL or {STDLIB!r}."
         )
     files = []
     top = f"{root}{os.sep}" if str(root) != os.sep else os.sep
@@ -164,15 +176,19 @@ def _find_local(path: str, field: str) -> tuple[list[StoredFile], bool]:
             status = os.stat(file)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "it is not a regular file")
-            if number < _OPENED_FILES:  # permissions, access lists, network file systems: only opening the file tells
+            if (
+                number < _OPENED_FILES
+            ):  # permissions, access lists, network file systems: only opening the file tells
                 os.close(os.open(file, os.O_RDONLY))
         except OSError as error:
             raise FileError(
-                f"{field}={path!r}: {file} cannot be read ({error.strerror}). Mend it or its permissions, or leave "
-                "it out."
+                f"{field}={path!r}: {file} cannot be read ({error.strerror}). Mend it or its permissions, or "
+                "leave it out."
             ) from error
         name = file.removeprefix(top) if file.startswith(top) else os.path.relpath(file, root)
-        files.append(StoredFile(file, name.replace(os.sep, "/"), status.st_size, str(status.st_mtime_ns), file))
+        files.append(
+            StoredFile(file, name.replace(os.sep, "/"), status.st_size, str(status.st_mtime_ns), file)
+        )
     return files, kind == "folder"
 
 
@@ -182,7 +198,8 @@ def _kind(path: Path, field: str) -> str | None:
         return "folder" if stat.S_ISDIR(path.stat().st_mode) else "file"
     except PermissionError as error:
         raise FileError(
-            f"{field}={str(path)!r} cannot be reached ({error.strerror}). Mend the permissions of the folders above it."
+            f"{field}={str(path)!r} cannot be reached ({error.strerror}). Mend the permissions of the "
+            "folders above it."
         ) from error
     except OSError as error:
         if passing(error):
@@ -191,12 +208,14 @@ def _kind(path: Path, field: str) -> str | None:
 
 
 def _walk(root: Path, *, field: str, skip: Callable[[str], bool]) -> Iterator[str]:
-    """Yields every file below `root`, in no particular order; raises FileError for a folder that cannot be read."""
+    """Yields every file below `root`, in no particular order; raises FileError for a folder that cannot be
+    read.
+    """
 
     def refuse(error: OSError) -> None:
         raise FileError(
-            f"{field}: the folder {error.filename} cannot be read ({error.strerror}). Mend its permissions, or set "
-            f"{field} to what lies beside it."
+            f"{field}: the folder {error.filename} cannot be read ({error.strerror}). Mend its permissions, "
+            f"or set {field} to what lies beside it."
         ) from error
 
     for folder, folders, files in os.walk(root, onerror=refuse):
@@ -216,7 +235,9 @@ def _find_remote(url: str, field: str) -> tuple[list[StoredFile], bool]:
         fs.invalidate_cache()  # a listing from earlier in this process may be stale
         if magic:
             parts = root.split("/")
-            base = "/".join(parts[: next(i for i, part in enumerate(parts) if any(sign in part for sign in "*[?"))])
+            base = "/".join(
+                parts[: next(i for i, part in enumerate(parts) if any(sign in part for sign in "*[?"))]
+            )
             found = fs.glob(root, detail=True)
         else:
             info = fs.info(root)
@@ -225,7 +246,11 @@ def _find_remote(url: str, field: str) -> tuple[list[StoredFile], bool]:
             found = {info["name"]: info} if is_file else fs.find(root, detail=True)
     files = []
     for path, info in found.items():
-        name = urlsplit(path).path.rpartition("/")[2] if web and not magic else path.removeprefix(base).lstrip("/")
+        name = (
+            urlsplit(path).path.rpartition("/")[2]
+            if web and not magic
+            else path.removeprefix(base).lstrip("/")
+        )
         if info["type"] != "file" or not name or any(part.startswith(".") for part in name.split("/")):
             continue
         location = str(fs.unstrip_protocol(path))

@@ -1,11 +1,12 @@
 """Order of a source's chunks: which chunk of which record is number n of an epoch.
 
-A document is cut into chunks of at most about one row, at places that depend on the document alone, and the chunks of
-all documents are shuffled together. Neighbouring rows of a batch then come from different documents however long the
-documents are: a row is worth as much as the rows beside it are different from it.
+A document is cut into chunks of at most about one row, at places that depend on the document alone, and the
+chunks of all documents are shuffled together. Neighbouring rows of a batch then come from different documents
+however long the documents are: a row is worth as much as the rows beside it are different from it.
 
-Numbers count slots, and each slot holds one chunk or none. How many slots there are follows from sizes that are known
-without reading the text, so nothing is read to open a source, and the position in the order is one integer.
+Numbers count slots, and each slot holds one chunk or none. How many slots there are follows from sizes that
+are known without reading the text, so nothing is read to open a source, and the position in the order is one
+integer.
 """
 
 import abc
@@ -69,9 +70,9 @@ class ChunkOrder(Protocol):
 class _Permuted(abc.ABC):
     """Order that permutes all slots of a source together. A small one is computed once, in 6 bytes per slot.
 
-    The slots of a generation follow those of the earlier ones. In the epoch in which it joins, the places that are left
-    and the new slots are permuted together: a place below the number of old slots then stands for what the old order
-    has there, another one for the new slot of that number.
+    The slots of a generation follow those of the earlier ones. In the epoch in which it joins, the places
+    that are left and the new slots are permuted together: a place below the number of old slots then stands
+    for what the old order has there, another one for the new slot of that number.
     """
 
     slots: int
@@ -92,7 +93,9 @@ class _Permuted(abc.ABC):
         return Chunks(record, first, np.ones(len(places), np.int64))
 
     @abc.abstractmethod
-    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    def _contents(
+        self, slots: Int64[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the record of each slot, -1 for an empty one, and the number of its chunk."""
 
     @functools.cached_property
@@ -101,7 +104,9 @@ class _Permuted(abc.ABC):
         return record.astype(np.int16), first.astype(np.int16)
 
     def _table_of(self, epoch: int) -> Int16[np.ndarray, " slots"]:
-        """Returns the permutation of an epoch; the last two are kept, as reading goes from one to the next."""
+        """Returns the permutation of an epoch; the last two are kept, as reading goes from one to the
+        next.
+        """
         if epoch not in self._epochs:
             if len(self._epochs) > 1:
                 del self._epochs[next(iter(self._epochs))]
@@ -125,7 +130,9 @@ class _Permuted(abc.ABC):
         return {}
 
 
-def permuted_within(places: Int[np.ndarray, " n"], span: tuple[int, int], key: Any) -> Int64[np.ndarray, " n"]:
+def permuted_within(
+    places: Int[np.ndarray, " n"], span: tuple[int, int], key: Any
+) -> Int64[np.ndarray, " n"]:
     """Returns the places with those in range(*span) permuted among themselves."""
     start, end = span
     found = places.astype(np.int64)
@@ -135,10 +142,13 @@ def permuted_within(places: Int[np.ndarray, " n"], span: tuple[int, int], key: A
 
 
 class PreparedChunks(_Permuted):
-    """Order of a prepared source, exact in tokens, one permutation of the whole source, without any table of its own.
+    """Order of a prepared source, exact in tokens, one permutation of the whole source, without any table of
+    its own.
 
-    The index stores the first token of every block of 16 records. Block b gets the slots from starts[b] // chunk + 17 b
-    on: at least as many as its 16 records can have chunks, because rounding up adds less than one for each of them.
+    The index stores the first token of every block of 16 records. Block b gets the slots from starts[b] //
+    chunk + 17 b
+    on: at least as many as its 16 records can have chunks, because rounding up adds less than one for each of
+      them.
     """
 
     def __init__(self, index: PreparedIndex, *, chunk_tokens: int, seed: int) -> None:
@@ -148,7 +158,9 @@ class PreparedChunks(_Permuted):
         self._blocks = -(-len(index) // BLOCK)
         self._know(_FIRST, [int(self._first_slot(np.asarray([self._blocks], np.int64))[0])])
 
-    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    def _contents(
+        self, slots: Int64[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         block = self._block_of(slots)
         records = block[:, None] * BLOCK + np.arange(BLOCK)
         inside = records < len(self._index)
@@ -177,7 +189,8 @@ class PreparedChunks(_Permuted):
 
 
 class WholeRecords:
-    """Order of a source whose records are taken whole, since it costs as much to size one as to make it: Grain.
+    """Order of a source whose records are taken whole, since it costs as much to size one as to make it:
+    Grain.
 
     A record that is longer than a row fills several, one after another.
     """
@@ -195,7 +208,9 @@ class WholeRecords:
 class SizedChunks(_Permuted):
     """Order of a source whose records' sizes are known from an index, one permutation of the whole source."""
 
-    def __init__(self, corpus: Corpus, cut: ChunkCut, *, seed: int, generations: Sequence[Generation]) -> None:
+    def __init__(
+        self, corpus: Corpus, cut: ChunkCut, *, seed: int, generations: Sequence[Generation]
+    ) -> None:
         self._corpus = corpus
         self._cut = cut
         self._seed = seed
@@ -214,7 +229,9 @@ class SizedChunks(_Permuted):
         """Returns the generation with which more files join the order before `place` of an epoch."""
         return Generation(epoch, place, 0, files)
 
-    def _contents(self, slots: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    def _contents(
+        self, slots: Int64[np.ndarray, " n"]
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         block = np.searchsorted(self._first_slot, slots, side="right") - 1
         record, first = np.empty_like(slots), np.empty_like(slots)
         for one in sorted(set(block.tolist())):
@@ -222,7 +239,8 @@ class SizedChunks(_Permuted):
             start, end = int(self._first_record[one]), int(self._first_record[one + 1])
             sizes = self._corpus.sizes(start, end)
             counts = self._cut.counts(sizes)
-            # A file that cannot be read any more has lost its sizes: its slots go to records that cannot be read.
+            # A file that cannot be read any more has lost its sizes: its slots go to records that cannot be
+            # read.
             counts[np.argmin(sizes)] += self._first_slot[one + 1] - self._first_slot[one] - counts.sum()
             ends = np.cumsum(counts)
             at = slots[here] - self._first_slot[one]

@@ -41,8 +41,10 @@ class Read:
     """Result of reading some chunks, in the order of the request.
 
     lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
-    ids: token ids of all chunks, one after another; or those of the whole source in a memory map, see `starts`.
-    skipped: number of the first chunk of each bad document that was left out, and its `file:number` and the reason.
+    ids: token ids of all chunks, one after another; or those of the whole source in a memory map, see
+      `starts`.
+    skipped: number of the first chunk of each bad document that was left out, and its `file:number` and the
+      reason.
     ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
     numbers: numbers of the chunks; None if they are those of the request, in its order.
     """
@@ -61,8 +63,8 @@ class Read:
 class ChunkStream:
     """Stream of the chunks of one source, numbered 0, 1, 2, ... without end; each epoch is a new permutation.
 
-    The stream is a pure function of the setup: any process may read any chunks at any time and finds the same. Some
-    numbers stand for no chunk; see `ChunkOrder`.
+    The stream is a pure function of the setup: any process may read any chunks at any time and finds the
+    same. Some numbers stand for no chunk; see `ChunkOrder`.
 
     Attributes:
       corpus: the documents as text; None for a prepared source, which needs them no more.
@@ -88,8 +90,12 @@ class ChunkStream:
         self._has_marks = False
         self.chunk_bytes = setup.chunk_tokens
         if setup.prepared is not None:
-            index = self.prepared = PreparedIndex(f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir))
-            fields = {name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")}
+            index = self.prepared = PreparedIndex(
+                f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir)
+            )
+            fields = {
+                name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")
+            }
             index.check(on_bad_record=setup.on_bad_record, tokenizer=self.tokenizer.identity, **fields)
             index.check_mask(setup.source.mask)
             self.names, self._file_ends = index.names, index.file_ends
@@ -105,14 +111,16 @@ class ChunkStream:
                 opening=self.opening,
             )
             (self.names, self._file_ends), self.size_bytes = corpus.identities, corpus.size_bytes
-            self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(corpus, self.tokenizer, setup.chunk_tokens)
+            self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(
+                corpus, self.tokenizer, setup.chunk_tokens
+            )
         self.order = self._new_order()
         self._file_keys = FileKeys(self.names)
         if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
             raise UserError(
                 f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, {found} "
-                "now): some were removed or rewritten, new ones sort before them, or this host sees others. Restore "
-                "them and run again."
+                "now): some were removed or rewritten, new ones sort before them, or this host sees others. "
+                "Restore them and run again."
             )
 
     def _new_order(self) -> ChunkOrder:
@@ -138,7 +146,9 @@ class ChunkStream:
     @property
     def generations(self) -> tuple[Generation, ...]:
         """Generations of the files: the one with all of them, if the setup names none."""
-        return self.setup.generations or (Generation(0, 0, 0, 0 if self.corpus is None else len(self.corpus.names)),)
+        return self.setup.generations or (
+            Generation(0, 0, 0, 0 if self.corpus is None else len(self.corpus.names)),
+        )
 
     @property
     def _growing(self) -> GrowingChunks | None:
@@ -170,14 +180,18 @@ class ChunkStream:
 
     @property
     def is_grouped(self) -> bool:
-        """True if several records are decoded to read one, or to find it, so that its groups should be read once."""
+        """True if several records are decoded to read one, or to find it, so that its groups should be read
+        once.
+        """
         return isinstance(self.order, WindowedChunks)
 
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
         epochs, places = self.order.numbers.split(numbers)
         found = Chunks(*(np.zeros(len(numbers), np.int64) for _ in range(3)))
-        for epoch in sorted(set(epochs.tolist())):  # np.unique would import numpy.ma: 0.1 s and 3 MB in each loader
+        for epoch in sorted(
+            set(epochs.tolist())
+        ):  # np.unique would import numpy.ma: 0.1 s and 3 MB in each loader
             here = epochs == epoch
             for array, values in zip(found, self.order.locate(epoch, places[here]), strict=True):
                 array[here] = values
@@ -260,14 +274,21 @@ class ChunkStream:
     def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
         """Yields the held-out records in an order that is the same for every run, some at a time.
 
-        They are those of the files with which the run began, so that evaluations stay comparable when files join it.
+        They are those of the files with which the run began, so that evaluations stay comparable when files
+        join it.
         """
         key = epoch_key(order_seed(0, f"held out/{self.setup.name}"), 0)
-        for records in self.records_at_random(key, files=None if self.corpus is None else self.generations[0].files):
+        for records in self.records_at_random(
+            key, files=None if self.corpus is None else self.generations[0].files
+        ):
             yield records[self.held_out(records)]
 
-    def records_at_random(self, key: np.uint64, *, files: int | None = None) -> Iterator[Int64[np.ndarray, " n"]]:
-        """Yields all records, or those of so many `files`, in the random order of `key`; opens files as they come."""
+    def records_at_random(
+        self, key: np.uint64, *, files: int | None = None
+    ) -> Iterator[Int64[np.ndarray, " n"]]:
+        """Yields all records, or those of so many `files`, in the random order of `key`; opens files as they
+        come.
+        """
         total = self.num_documents
         if self.corpus is not None and total is not None and files is not None:
             total = self.corpus.records_before(files)
@@ -287,7 +308,9 @@ class ChunkStream:
         return self.corpus is None or not self.corpus.is_open or not self.corpus.sizes_need_reading
 
     def rows_of(self, records: Int[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-        """Returns the length of records in chunks; the number of chunks is that rounded up, and at least 1."""
+        """Returns the length of records in chunks; the number of chunks is that rounded up, and at least
+        1.
+        """
         if self.prepared is not None:
             return self.prepared.lengths(records) / self.setup.chunk_tokens
         assert self.corpus is not None

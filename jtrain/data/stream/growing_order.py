@@ -42,15 +42,16 @@ def _first(anchor: WindowAnchor) -> int:
 
 
 class GrowingChunks:
-    """Order of a corpus that is opened as it is read, in windows: JSON lines, text, tar and others, of any size.
+    """Order of a corpus that is opened as it is read, in windows: JSON lines, text, tar and others, of any
+    size.
 
-    The files (parts of 32 MiB of large JSON lines files) are shuffled anew in each epoch and cut into windows; a window
-    is opened when its first chunk is wanted, and its chunks are shuffled together. How many chunks the windows before
-    it have is only known once they were opened, so numbers count on from an anchor: from the start of the run, or from
-    where it was resumed.
+    The files (parts of 32 MiB of large JSON lines files) are shuffled anew in each epoch and cut into
+    windows; a window is opened when its first chunk is wanted, and its chunks are shuffled together. How many
+    chunks the windows before it have is only known once they were opened, so numbers count on from an anchor:
+    from the start of the run, or from where it was resumed.
 
-    When files join, they and those that no window has held so far are shuffled and cut into windows anew, which follow
-    the window that is being read.
+    When files join, they and those that no window has held so far are shuffled and cut into windows anew,
+    which follow the window that is being read.
 
     Numbers go on through the epochs: `locate` is called with epoch 0.
     """
@@ -59,7 +60,13 @@ class GrowingChunks:
     numbers = EpochNumbers((Generation(0, 0, 0, 0),), (ENDLESS_SLOTS,))
 
     def __init__(
-        self, corpus: Corpus, cut: ChunkCut, *, seed: int, generations: Sequence[Generation], window_bytes: int
+        self,
+        corpus: Corpus,
+        cut: ChunkCut,
+        *,
+        seed: int,
+        generations: Sequence[Generation],
+        window_bytes: int,
     ) -> None:
         self._corpus = corpus
         self._cut = cut
@@ -71,7 +78,9 @@ class GrowingChunks:
         self._opened: dict[WindowAnchor, _OpenWindow] = {}
 
     def anchor(self, number: int) -> WindowAnchor:
-        """Returns where the window of a chunk begins; opens the windows from the last one known to that one."""
+        """Returns where the window of a chunk begins; opens the windows from the last one known to that
+        one.
+        """
         at = bisect.bisect_right(self._anchors, number, key=_first) - 1
         assert at >= 0, f"chunk {number} lies before the first anchor {self._anchors[0]}"
         anchor, empty = self._anchors[at], 0
@@ -79,8 +88,8 @@ class GrowingChunks:
             empty = empty + 1 if end == anchor.first else 0
             if empty > len(self._windows_of(anchor.epoch)):
                 raise UserError(
-                    f"{self._corpus.source.path}: none of its {len(self._corpus.names):,} files holds a record. Set "
-                    "the source's path to files with text in them."
+                    f"{self._corpus.source.path}: none of its {len(self._corpus.names):,} files holds a "
+                    "record. Set the source's path to files with text in them."
                 )
             epoch, window = anchor.epoch, anchor.window + 1
             if window == len(self._windows_of(epoch)):

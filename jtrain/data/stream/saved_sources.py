@@ -11,7 +11,8 @@ from jtrain.data.stream.source_order import join
 from jtrain.data.stream.source_setup import SourceSetup
 
 _MOST_TRIED = 4096
-"""Most files of which one is looked for that sorts before an old one: each try hashes the names of all of them."""
+"""Most files of which one is looked for that sorts before an old one: each try hashes the names of all of
+them."""
 
 
 class Resumed(NamedTuple):
@@ -38,10 +39,15 @@ def saved_source(setup: SourceSetup, last_file: str) -> dict[str, Any]:
 
 
 def running_setup(stream: ChunkStream) -> SourceSetup:
-    """Returns the setup with which other processes open an open source: its files and no others, opened alike."""
+    """Returns the setup with which other processes open an open source: its files and no others, opened
+    alike.
+    """
     corpus = stream.corpus
     setup = dataclasses.replace(
-        stream.setup, chunk_bytes=stream.chunk_bytes, fingerprint=stream.fingerprint(), grouped=stream.is_grouped
+        stream.setup,
+        chunk_bytes=stream.chunk_bytes,
+        fingerprint=stream.fingerprint(),
+        grouped=stream.is_grouped,
     )
     if corpus is None:
         return setup
@@ -106,12 +112,14 @@ def _said(stream: ChunkStream, step: int) -> str:
     assert corpus is not None
     old, new = (generation.files for generation in stream.generations[-2:])
     count = len(corpus.stored_names(old, new))
-    documents = f"{corpus.records_before(new) - corpus.records_before(old):,} documents, " if corpus.is_open else ""
+    documents = (
+        f"{corpus.records_before(new) - corpus.records_before(old):,} documents, " if corpus.is_open else ""
+    )
     size = int(corpus.file_sizes()[old:new].sum())
     line = (
         f"step {step}: {field_of(stream.setup.name)} has gained {count:,} {'files' if count > 1 else 'file'} "
-        f"({documents}{size:,} bytes; first: {corpus.names[old]}); from this step on they are read together with what "
-        "the running epoch has left of the others"
+        f"({documents}{size:,} bytes; first: {corpus.names[old]}); from this step on they are read together "
+        "with what the running epoch has left of the others"
     )
     if stream.setup.eval_fraction:
         line += "; evaluations go on with held-out documents of the files that the run began with"
@@ -122,7 +130,10 @@ def _changed(stream: ChunkStream, saved: dict[str, Any]) -> str:
     """Returns why a source is not the one that was saved, and what to do."""
     why, way = "", "Restore the files, the tokenizer, data.eval_fraction and seed"
     if stream.prepared is not None:
-        why = "what is prepared anew, or with more files, has another order: an index is cut and shuffled as a whole"
+        why = (
+            "what is prepared anew, or with more files, has another order: an index is cut and shuffled as "
+            "a whole"
+        )
         way = "Restore the folder that data.prepared named"
     elif stream.corpus is not None and saved["generations"]:
         why, way = _changed_files(stream, saved, way)
@@ -133,7 +144,9 @@ def _changed(stream: ChunkStream, saved: dict[str, Any]) -> str:
 
 
 def _changed_files(stream: ChunkStream, saved: dict[str, Any], way: str) -> tuple[str, str]:
-    """Returns what changed of a source's files, as far as their number and the name of the last one tell, and a way."""
+    """Returns what changed of a source's files, as far as their number and the name of the last one tell, and
+    a way.
+    """
     corpus, known, last = stream.corpus, saved["generations"][-1][-1], saved["last_file"]
     assert corpus is not None
     names = corpus.names
@@ -142,16 +155,27 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way: str) -> tupl
     place = names.index(last)
     if place < known:
         gone = known - 1 - place
-        return f"{gone:,} of its {known:,} files are gone" if gone else "its files, or what reads them, changed", way
+        return (
+            f"{gone:,} of its {known:,} files are gone" if gone else "its files, or what reads them, changed",
+            way,
+        )
     new = place + 1 - known
     tried = range(known if known <= _MOST_TRIED else 0)
-    first = next((n for n in tried if stream.fingerprint(_without(n, new, known)) == saved["fingerprint"]), None)
+    first = next(
+        (n for n in tried if stream.fingerprint(_without(n, new, known)) == saved["fingerprint"]), None
+    )
     if first is None:
-        return f"{new:,} more files than then sort before its last one of then, {last}, or others changed", way
+        return (
+            f"{new:,} more files than then sort before its last one of then, {last}, or others changed",
+            way,
+        )
     which = f"{names[first]} sorts" if new == 1 else f"{new:,} files from {names[first]} on sort"
     return (
-        f"{which} before {last}, which the run has read: new files can only join if their names sort after all others",
-        f"Rename it so that it sorts after {last}" if new == 1 else f"Rename them so that they sort after {last}",
+        f"{which} before {last}, which the run has read: new files can only join if their names sort after "
+        "all others",
+        f"Rename it so that it sorts after {last}"
+        if new == 1
+        else f"Rename them so that they sort after {last}",
     )
 
 
@@ -162,14 +186,17 @@ def _without(first: int, count: int, known: int) -> list[int]:
 
 def _other_format(stream: ChunkStream, name: str) -> str:
     return (
-        f"{field_of(stream.setup.name)} has gained {name}, whose texts have sizes that are only known by reading them, "
-        f"unlike those of the files that were there: {ways_out('Move such files to a folder of their own')}"
+        f"{field_of(stream.setup.name)} has gained {name}, whose texts have sizes that are only known by "
+        "reading them, unlike those of the files that were there: "
+        f"{ways_out('Move such files to a folder of their own')}"
     )
 
 
 def ways_out(way: str) -> str:
-    """Returns the end of a message that refuses a data state, with one way to mend it and the general ones."""
+    """Returns the end of a message that refuses a data state, with one way to mend it and the general
+    ones.
+    """
     return (
-        f"the next batches would differ from those of the uninterrupted run. {way}, start in a new --workdir, or add "
-        "--allow-change data: the weights go on, and the data begins anew."
+        f"the next batches would differ from those of the uninterrupted run. {way}, start in a new "
+        "--workdir, or add --allow-change data: the weights go on, and the data begins anew."
     )

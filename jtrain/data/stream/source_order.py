@@ -14,10 +14,12 @@ from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.data.tokenizer import Tokenizer, encode_documents
 
 _SAMPLE_RECORDS, _SAMPLE_CHARACTERS = 64, 1 << 16
-"""First records of a source, and most of their characters, that are tokenised to learn its bytes per token."""
+"""First records of a source, and most of their characters, that are tokenised to learn its bytes per
+token."""
 
 _FULL = 0.9
-"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a row."""
+"""Share of a row that a chunk fills on average where bytes per token are an estimate, so that few exceed a
+row."""
 
 
 def make_order(
@@ -49,8 +51,11 @@ def make_order(
     return order(documents, cut, seed=seed, generations=generations, window_bytes=window_bytes)
 
 
-def join(order: ChunkOrder, number: int, anchor: WindowAnchor | None, *, files: int, epochs: int | None) -> Generation:
-    """Returns the generation with which more files join an order, such that chunks from `number` on follow it.
+def join(
+    order: ChunkOrder, number: int, anchor: WindowAnchor | None, *, files: int, epochs: int | None
+) -> Generation:
+    """Returns the generation with which more files join an order, such that chunks from `number` on follow
+    it.
 
     Args:
       number: the first chunk that was not drawn.

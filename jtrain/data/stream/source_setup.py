@@ -15,12 +15,14 @@ class SourceSetup:
     source: the source, with every default filled in.
     seed: seed of the run.
     chunk_tokens: most tokens of a chunk, `data.seq_len`.
-    chunk_bytes: most bytes of a chunk of a text that is tokenised during the run; None: found when it is opened.
+    chunk_bytes: most bytes of a chunk of a text that is tokenised during the run; None: found when it is
+      opened.
     window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
     eager_bytes, num_files: arguments of `Corpus`.
     generations: files that the run began with and those that joined it later; none: all files from the start.
     decoded_cache_bytes: decoded Parquet text that a process keeps, over all its sources.
-    prepared: folder that `python -m jtrain.data prepare` wrote; None to read and tokenise documents during the run.
+    prepared: folder that `python -m jtrain.data prepare` wrote; None to read and tokenise documents during
+      the run.
     """
 
     name: str
@@ -38,10 +40,12 @@ class SourceSetup:
     cache_dir: str
     prepared: str | None
     map_ids: bool = False
-    """True if the ids of the prepared index are mapped, not read: `ChunkStream.read` then returns their places."""
+    """True if the ids of the prepared index are mapped, not read: `ChunkStream.read` then returns their
+    places."""
     num_files: int | None = None
     generations: tuple[Generation, ...] = ()
     fingerprint: str | None = None
-    """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not known yet."""
+    """Fingerprint that the trainer found; a process that finds another one refuses the source. None: not
+    known yet."""
     grouped: bool = False
     """True if loaders share the groups of the source; see `ChunkStream.is_grouped`."""

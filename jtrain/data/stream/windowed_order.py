@@ -22,7 +22,8 @@ _MOST_EXPANSION = 3
 
 
 class _Epoch(NamedTuple):
-    """Windows of an epoch: the parts of each, ascending; its first slot, then the end; the parts before it; its key.
+    """Windows of an epoch: the parts of each, ascending; its first slot, then the end; the parts before it;
+    its key.
 
     joined: span of places, and key, of the permutation with which each generation joined, newest first.
     """
@@ -37,24 +38,31 @@ class _Epoch(NamedTuple):
 class WindowedChunks:
     """Order of a source whose records' sizes are only known by reading them: Parquet, ArrayRecord.
 
-    The parts of the source (row groups; runs of 1,024 records of other files) are shuffled and cut into windows, and
-    chunks are shuffled within each window, since reading a row decodes its whole row group. A source that is smaller
-    than a window is shuffled as a whole. A part has slots for the chunks that its stored bytes may hold; if its text
-    has more (it was compressed more than threefold), its slots hold several chunks of a document.
+    The parts of the source (row groups; runs of 1,024 records of other files) are shuffled and cut into
+    windows, and chunks are shuffled within each window, since reading a row decodes its whole row group. A
+    source that is smaller than a window is shuffled as a whole. A part has slots for the chunks that its
+    stored bytes may hold; if its text has more (it was compressed more than threefold), its slots hold
+    several chunks of a document.
 
-    Which part a slot belongs to follows from the sizes of the parts alone, so several processes can share the parts:
-    each reads those of its share, and none is read twice.
+    Which part a slot belongs to follows from the sizes of the parts alone, so several processes can share the
+    parts: each reads those of its share, and none is read twice.
 
-    When files join, the parts that no window has held so far and the new ones are shuffled anew. The window that is
-    being read is filled up with some of them if it is smaller than `window_bytes`: what is left of it and the chunks of
-    these parts are permuted together.
+    When files join, the parts that no window has held so far and the new ones are shuffled anew. The window
+    that is being read is filled up with some of them if it is smaller than `window_bytes`: what is left of it
+    and the chunks of these parts are permuted together.
 
     Args:
       window_bytes: most bytes of parts that are shuffled together; a larger part is a window of its own.
     """
 
     def __init__(
-        self, corpus: Corpus, cut: ChunkCut, *, seed: int, generations: Sequence[Generation], window_bytes: int
+        self,
+        corpus: Corpus,
+        cut: ChunkCut,
+        *,
+        seed: int,
+        generations: Sequence[Generation],
+        window_bytes: int,
     ) -> None:
         self._corpus = corpus
         self._cut = cut
@@ -78,10 +86,11 @@ class WindowedChunks:
         return int(self._bytes.max()) if len(self._bytes) > 1 else 0
 
     def share_of(self, numbers: Int[np.ndarray, " n"], modulus: int) -> Int64[np.ndarray, " n"]:
-        """Returns the share, 0 to `modulus` - 1, that reads each number of any epochs: the same for a whole part.
+        """Returns the share, 0 to `modulus` - 1, that reads each number of any epochs: the same for a whole
+        part.
 
-        The shares take turns in each window. A source that fits a window has the same shares in each epoch, so that
-        what is decoded once can serve the next one. Nothing is read to tell.
+        The shares take turns in each window. A source that fits a window has the same shares in each epoch,
+        so that what is decoded once can serve the next one. Nothing is read to tell.
         """
         epochs, places = self.numbers.split(numbers)
         share = np.empty(len(numbers), np.int64)
@@ -106,7 +115,8 @@ class WindowedChunks:
     def _by_window(
         self, epoch: int, places: Int[np.ndarray, " n"]
     ) -> list[tuple[int, Int64[np.ndarray, " k"], Int64[np.ndarray, " k"]]]:
-        """Returns each window of some slots of an epoch: the indexes of its slots, and their slots in the window.
+        """Returns each window of some slots of an epoch: the indexes of its slots, and their slots in the
+        window.
 
         Forgets the windows that neither these slots nor those of the last call are in.
         """
@@ -118,7 +128,9 @@ class WindowedChunks:
         for one in sorted(set(window_of.tolist())):
             here = np.flatnonzero(window_of == one)
             start, end = int(order.first_slot[one]), int(order.first_slot[one + 1])
-            found.append((one, here, permuted(places[here] - start, np.int64(end - start), np.uint64(order.keys[one]))))
+            found.append(
+                (one, here, permuted(places[here] - start, np.int64(end - start), np.uint64(order.keys[one])))
+            )
         now = {(epoch, one) for one, _, _ in found}
         self._windows = {at: window for at, window in self._windows.items() if at in now | self._just_read}
         self._just_read = now
@@ -142,8 +154,12 @@ class WindowedChunks:
             parts = np.sort(np.concatenate([*windows[kept:], new]))
             parts = parts[shuffled_parts(len(parts), mine)]
             windows, ends = windows[:kept], self._ends(windows[:kept])
-            open_bytes = sum(int(self._bytes[w].sum()) for w, end in zip(windows, ends[1:], strict=True) if end > place)
-            few = int(np.searchsorted(np.cumsum(self._bytes[parts]), self._window_bytes - open_bytes, side="right"))
+            open_bytes = sum(
+                int(self._bytes[w].sum()) for w, end in zip(windows, ends[1:], strict=True) if end > place
+            )
+            few = int(
+                np.searchsorted(np.cumsum(self._bytes[parts]), self._window_bytes - open_bytes, side="right")
+            )
             if open_bytes and few:
                 windows.append(np.sort(parts[:few]))
                 parts = parts[few:]
@@ -169,7 +185,9 @@ class WindowedChunks:
             parts = self._epoch(epoch).windows[window]
             start = self._start[parts]
             lengths = self._start[parts + 1] - start
-            self._windows[epoch, window] = PartWindow(parts, self._slots[parts], start, lengths, self._read_part)
+            self._windows[epoch, window] = PartWindow(
+                parts, self._slots[parts], start, lengths, self._read_part
+            )
         return self._windows[epoch, window]
 
     def _read_part(self, part: int) -> ReadPart:
@@ -183,8 +201,8 @@ class WindowedChunks:
 
 
 def _parts(corpus: Corpus) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the first record of each part, then the number of records; the bytes of each; True where it is decoded;
-    and the first part of each file, then the number of parts.
+    """Returns the first record of each part, then the number of records; the bytes of each; True where it is
+    decoded; and the first part of each file, then the number of parts.
 
     A part is a group of records that is decoded as a whole, or a run of records of another file.
     """

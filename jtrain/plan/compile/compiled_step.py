@@ -1,7 +1,8 @@
-"""Ahead-of-time compilation of the real train step for a machine that is not here, by that machine's own compiler.
+"""Ahead-of-time compilation of the real train step for a machine that is not here, by that machine's own
+compiler.
 
-The environment must hold `jtrain.plan.AOT_ENVIRONMENT` before JAX is imported. The result says nothing about speed:
-compilers tune only on the hardware.
+The environment must hold `jtrain.plan.AOT_ENVIRONMENT` before JAX is imported. The result says nothing about
+speed: compilers tune only on the hardware.
 """
 
 import dataclasses
@@ -43,11 +44,11 @@ class CompiledStep:
 
     argument_bytes: state and batch in device memory; host_argument_bytes: in host memory.
     temp_bytes: temporaries, which the compiler packs into one block that lives for the whole step.
-    peak_bytes: everything that the program allocates on the device: arguments, temporaries, and outputs beyond the
-      donated state.
+    peak_bytes: everything that the program allocates on the device: arguments, temporaries, and outputs
+      beyond the donated state.
     rings: `Layout.rings` of the machine.
-    traffic, host_copies: every collective of a step, and every copy to or from host memory; those in loops count once
-      per iteration, those in a pipeline's branches as often as its schedule takes them.
+    traffic, host_copies: every collective of a step, and every copy to or from host memory; those in loops
+      count once per iteration, those in a pipeline's branches as often as its schedule takes them.
     lower_s, compile_s: seconds of lowering and of compilation.
     hlo: the optimized program, in schedule order.
     """
@@ -74,7 +75,8 @@ def compile_step(
     devices: list[jax.Device],
     compiler_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> CompiledStep:
-    """Compiles the train step for `devices`, which may be compile-only. Takes seconds to minutes; allocates nothing.
+    """Compiles the train step for `devices`, which may be compile-only. Takes seconds to minutes; allocates
+    nothing.
 
     Args:
       optimizer: `job.optimizer`, built.
@@ -86,7 +88,9 @@ def compile_step(
     job.rows()  # refuses a batch that does not split evenly
     layout = job.layout
     mesh = make_mesh(layout.mesh, devices)
-    ids = jax.ShapeDtypeStruct((job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    ids = jax.ShapeDtypeStruct(
+        (job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
+    )
     step: Any = make_train_step(job.model, optimizer, layout, mesh)
     start = time.perf_counter()
     with lowering_for(mesh, live(devices[0])):  # GPU kernels ask for the chip's number of cores
@@ -115,7 +119,8 @@ def compile_step(
 
 
 def branch_times(layout: Layout, op_name: str) -> int | None:
-    """Executions per step of what a conditional of `jtrain.step.pipelined` computes; None for other conditionals.
+    """Executions per step of what a conditional of `jtrain.step.pipelined` computes; None for other
+    conditionals.
 
     Args:
       op_name: the conditional's, of the compiled program.

@@ -1,7 +1,8 @@
 """Seconds that a compiled step waits for the network, at the rates of the plan that they are compared with.
 
-The two-stream model walks the compiled schedule; matmuls, passes over memory, attention kernels and transfers take what
-`jtrain.plan.estimate.step_time` assumes for them. What differs from the plan's waits is then the schedule alone.
+The two-stream model walks the compiled schedule; matmuls, passes over memory, attention kernels and transfers
+take what `jtrain.plan.estimate.step_time` assumes for them. What differs from the plan's waits is then the
+schedule alone.
 """
 
 import math
@@ -36,7 +37,9 @@ def compiled_timeline(hlo: str, job: Job) -> Timeline:
     def network(kind: Kind, axes: tuple[str, ...], array_bytes: int, group: int) -> float:
         if not axes:
             return 0.0
-        return seconds(Collective("", kind, axes, group, "", 1, array_bytes), machine, mesh, efficiency=efficiency)
+        return seconds(
+            Collective("", kind, axes, group, "", 1, array_bytes), machine, mesh, efficiency=efficiency
+        )
 
     rates = Rates(
         flops_16=rate.bf16 * peak,
@@ -55,7 +58,8 @@ def compiled_timeline(hlo: str, job: Job) -> Timeline:
 def schedule_waits_s(hlo: str, job: Job) -> float | None:
     """Seconds in which a compiled step waits for the network.
 
-    None if they cannot be read: branches of a pipeline are not taken in every tick, and loops may be of unknown length.
+    None if they cannot be read: branches of a pipeline are not taken in every tick, and loops may be of
+    unknown length.
     """
     if job.layout.pipeline is not None:
         return None

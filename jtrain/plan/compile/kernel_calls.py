@@ -19,7 +19,8 @@ from jtrain_kernels.device import DeviceSpec, live
 
 
 def devices_like(spec: DeviceSpec, count: int) -> list[jax.Device]:
-    """`count` devices of one kind to trace for: those that are here if they are enough, else compile-only ones.
+    """`count` devices of one kind to trace for: those that are here if they are enough, else compile-only
+    ones.
 
     Raises:
       UserError: neither exist.
@@ -32,9 +33,9 @@ def devices_like(spec: DeviceSpec, count: int) -> list[jax.Device]:
         if len(found := topology_devices(topology)) >= count:
             return found[:count]
     raise UserError(
-        f"the mesh has {count} devices, but {len(here)} x {live(here[0]).name} are here, and there is no compiler for "
-        f"{count} x {spec.name}. Set the mesh to the devices that are here, such as --set mesh.data={len(here)}, or "
-        f"name another device: {', '.join((*TARGETS, *TPUS))}."
+        f"the mesh has {count} devices, but {len(here)} x {live(here[0]).name} are here, and there is no "
+        f"compiler for {count} x {spec.name}. Set the mesh to the devices that are here, such as --set "
+        f"mesh.data={len(here)}, or name another device: {', '.join((*TARGETS, *TPUS))}."
     )
 
 
@@ -47,7 +48,9 @@ def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op
     """
     job, optimizer = plan_job(run), make_optimizer(run)
     mesh = make_mesh(job.layout.mesh, devices)
-    ids = jax.ShapeDtypeStruct((job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
+    ids = jax.ShapeDtypeStruct(
+        (job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
+    )
     step: Any = make_train_step(job.model, optimizer, job.layout, mesh)
     with registry.recording() as found, lowering_for(mesh, live(devices[0])):
         step.trace(abstract_state(job.layout, optimizer, mesh), Batch(ids, ids, ids, ids))

@@ -18,7 +18,8 @@ class Hop:
     kind: a collective's, or the direction of a copy between device and host memory, `to device` or `to host`.
     scope: path of named scopes that it was traced from.
     count: executions per run of the program.
-    bytes, seconds, hidden_s: sent by one device in all executions, their time on the link, and the hidden part of it.
+    bytes, seconds, hidden_s: sent by one device in all executions, their time on the link, and the hidden
+      part of it.
     """
 
     name: str
@@ -162,5 +163,7 @@ class StreamClock:
             seconds = transfer.seconds * len(begins)
             exposed = float(np.sum(np.interp(ends, times, until) - np.interp(begins, times, until)))
             count, hidden = len(begins), max(0.0, seconds - exposed)
-            hops.append(Hop(name, transfer.kind, transfer.scope, count, count * transfer.bytes, seconds, hidden))
+            hops.append(
+                Hop(name, transfer.kind, transfer.scope, count, count * transfer.bytes, seconds, hidden)
+            )
         return Timeline(self._now - float(waited[-1]), float(waited[-1]), tuple(hops))

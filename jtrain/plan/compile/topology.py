@@ -13,8 +13,8 @@ DEVICES_PER_CHIP = {"tpu7x": 2}
 def topology_of(device: DeviceSpec, count: int) -> str:
     """Name of the most cubic slice of `count` devices, such as `h200:8`, `v5e:4x4` or `v5p:4x4x8`.
 
-    The slice may not exist: the compiler refuses it then. As in Google's names, small slices have their longest side
-    first (2x2x1), full ones last (4x4x8).
+    The slice may not exist: the compiler refuses it then. As in Google's names, small slices have their
+    longest side first (2x2x1), full ones last (4x4x8).
 
     Raises:
       UserError: the count is not a whole number of chips.

@@ -1,18 +1,20 @@
-"""Two-stream model of a compiled program: which seconds of network and host link pass while the device computes.
+"""Two-stream model of a compiled program: which seconds of network and host link pass while the device
+computes.
 
 Walks the scheduled HLO in order, with every iteration of its loops. Nothing runs and nothing is measured.
 
-- The compute stream runs one instruction after the other. Each takes the longer of its FLOPs at the rate of their
-  dtype and of its bytes at the memory's bandwidth; launches take no time, which can only make the hidden share smaller.
-- A transfer begins when the compute stream reaches its start (of a TPU's sparse cores: the update that hands over the
-  data) and the links are free, and takes its bytes over the link's bandwidth; no latency is known, unless the rates
-  have seconds of their own. At its done the compute stream waits for it. A collective that is not a pair of start and
-  done is waited for at once.
-- Behind a switch a device has one link each way, and all its transfers queue for it. On a torus, permutes between
-  other pairs use other links, each one direction of one dimension; every other collective uses both directions of its
-  dimension, and permutes wait for it. Every permute is taken for one between neighbours.
-- Copies between device and host memory have a link of their own each way. Copies within the device that have a start
-  and a done take no time.
+- The compute stream runs one instruction after the other. Each takes the longer of its FLOPs at the rate of
+  their dtype and of its bytes at the memory's bandwidth; launches take no time, which can only make the
+  hidden share smaller.
+- A transfer begins when the compute stream reaches its start (of a TPU's sparse cores: the update that hands
+  over the data) and the links are free, and takes its bytes over the link's bandwidth; no latency is known,
+  unless the rates have seconds of their own. At its done the compute stream waits for it. A collective that
+  is not a pair of start and done is waited for at once.
+- Behind a switch a device has one link each way, and all its transfers queue for it. On a torus, permutes
+  between other pairs use other links, each one direction of one dimension; every other collective uses both
+  directions of its dimension, and permutes wait for it. Every permute is taken for one between neighbours.
+- Copies between device and host memory have a link of their own each way. Copies within the device that have
+  a start and a done take no time.
 
 A second of a transfer is hidden if the compute stream does not wait in it, for this or for another transfer.
 """
@@ -39,7 +41,15 @@ from jtrain.hlo.parser import (
 )
 from jtrain.hlo.scopes import scope_mark
 from jtrain.hlo.traffic import host_copy
-from jtrain.plan.compile.stream_clock import Action, ComputeTime, LoopRun, StreamClock, Timeline, Transfer, TransferWait
+from jtrain.plan.compile.stream_clock import (
+    Action,
+    ComputeTime,
+    LoopRun,
+    StreamClock,
+    Timeline,
+    Transfer,
+    TransferWait,
+)
 from jtrain.plan.estimate.collectives import Kind
 from jtrain_kernels.cost import MATMUL, MEMORY, matmul_rate
 from jtrain_kernels.device import DeviceSpec
@@ -47,7 +57,8 @@ from jtrain_kernels.device import DeviceSpec
 _NO_TIME = {*NO_ACCESS, "opt-barrier", "iota"}
 
 type NetworkSeconds = Callable[[Kind, tuple[str, ...], int, int], float]
-"""Seconds of a collective of a kind, over mesh axes, of a number of bytes of the whole array, by groups of a size."""
+"""Seconds of a collective of a kind, over mesh axes, of a number of bytes of the whole array, by groups of a
+size."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +85,8 @@ class Rates:
 
 
 def rates_of(device: DeviceSpec, devices: int) -> Rates:
-    """Rates from the device table: published peaks times the cost model's fractions, links at their full bandwidth.
+    """Rates from the device table: published peaks times the cost model's fractions, links at their full
+    bandwidth.
 
     Raises:
       UserError: the device has no published peaks, or its links do not join that many devices.
@@ -82,9 +94,10 @@ def rates_of(device: DeviceSpec, devices: int) -> Rates:
     memory, flops = device.hbm_bytes_per_s, device.peak_bf16_flops
     if memory is None or flops is None or device.link_bytes_per_s is None or devices > device.linked:
         raise UserError(
-            f"{device.name}: the two-stream model needs published peaks and links that join all {devices} devices; "
-            f"the table has {flops} FLOP/s, {memory} bytes/s of memory, {device.link_bytes_per_s} bytes/s of links "
-            f"that join {device.linked}. Take another device, or a mesh of at most {device.linked}."
+            f"{device.name}: the two-stream model needs published peaks and links that join all {devices} "
+            f"devices; the table has {flops} FLOP/s, {memory} bytes/s of memory, {device.link_bytes_per_s} "
+            f"bytes/s of links that join {device.linked}. Take another device, or a mesh of at most "
+            f"{device.linked}."
         )
     both_ways = device.link_bytes_per_s / (device.torus_dims or 1)
     return Rates(
@@ -100,19 +113,22 @@ def rates_of(device: DeviceSpec, devices: int) -> Rates:
 
 
 def two_streams(
-    hlo: str, mesh_shape: Mapping[str, int], rates: Rates, kernels: Mapping[tuple[str, str], float] | None = None
+    hlo: str,
+    mesh_shape: Mapping[str, int],
+    rates: Rates,
+    kernels: Mapping[tuple[str, str], float] | None = None,
 ) -> Timeline:
     """Runs the model on a compiled program.
 
     Args:
       hlo: `Compiled.as_text()`.
       mesh_shape: devices along each axis of the mesh that it was compiled for, in the order of `AXES`.
-      kernels: (phase, layer) as of `scope_mark` -> seconds of all kernels there whose FLOPs are not in the program, in
-        one run of it; they are divided equally among the executions of these kernels.
+      kernels: (phase, layer) as of `scope_mark` -> seconds of all kernels there whose FLOPs are not in the
+        program, in one run of it; they are divided equally among the executions of these kernels.
 
     Raises:
-      UserError: the trip count of a loop is unknown; the program copies to or from host memory, but the speed of that
-        link is not published.
+      UserError: the trip count of a loop is unknown; the program copies to or from host memory, but the speed
+        of that link is not published.
     """
     program = read(hlo)
     clock = StreamClock(_Program(program, mesh_shape, rates, kernels or {}).actions, rates.links)
@@ -124,7 +140,11 @@ class _Program:
     """Actions of every computation that is not part of a fusion, in schedule order."""
 
     def __init__(
-        self, program: HloProgram, mesh_shape: Mapping[str, int], rates: Rates, kernels: Mapping[tuple[str, str], float]
+        self,
+        program: HloProgram,
+        mesh_shape: Mapping[str, int],
+        rates: Rates,
+        kernels: Mapping[tuple[str, str], float],
     ) -> None:
         self.program = program
         self._mesh_shape = mesh_shape
@@ -189,7 +209,9 @@ class _Program:
             return self._sent(i, collectives)
         if copies := list(self._host_copies(i, body)):
             if self._rates.host is None:
-                what = "the program copies to or from host memory, but the speed of that link is not published"
+                what = (
+                    "the program copies to or from host memory, but the speed of that link is not published"
+                )
                 raise UserError(f"{what}: {i.line[:200]}")
             (direction, _), size = copies[0], sum(size for _, size in copies)
             return Transfer(i.name, direction, i.op_name, direction, size, size / self._rates.host)
@@ -217,7 +239,9 @@ class _Program:
             if self._rates.network is None:
                 seconds += size / (self._rates.permute if permutes else self._rates.collective)
             else:
-                seconds += self._rates.network(cast(Kind, kind), axes_of(groups, self._mesh_shape), whole, group)
+                seconds += self._rates.network(
+                    cast(Kind, kind), axes_of(groups, self._mesh_shape), whole, group
+                )
         return Transfer(i.name, collectives[0].collective, collectives[0].op_name, link, sent, seconds)
 
     def _compute_s(self, i: Instruction) -> float:

@@ -1,7 +1,8 @@
 """Cost of a run over the size of its cluster: time, money, energy and CO2, with failures.
 
-For every number of devices the fastest layout that fits is searched for (without pipeline stages), so the curve is that
-of a run with `layout.auto`. More devices finish sooner, but wait longer for the network and for each other's failures.
+For every number of devices the fastest layout that fits is searched for (without pipeline stages), so the
+curve is that of a run with `layout.auto`. More devices finish sooner, but wait longer for the network and for
+each other's failures.
 """
 
 import dataclasses

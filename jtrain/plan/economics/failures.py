@@ -1,11 +1,14 @@
-"""Goodput of a run on devices that fail, and the number of steps between checkpoints that makes it the largest.
+"""Goodput of a run on devices that fail, and the number of steps between checkpoints that makes it the
+largest.
 
-Every failure of one device ends the whole run: the work since the last checkpoint is done again, after a restart. A run
-saves after every `interval_s` of training, and each save stops training for `save_s`. With failures at random (a
-Poisson process) the expected wall time of one interval is M e^(R/M) (e^((interval + save) / M) - 1), with M the mean
-time between failures of all devices together and R the time of a restart; saves and restarts can fail, too.
+Every failure of one device ends the whole run: the work since the last checkpoint is done again, after a
+restart. A run saves after every `interval_s` of training, and each save stops training for `save_s`. With
+failures at random (a Poisson process) the expected wall time of one interval is M e^(R/M) (e^((interval +
+save) / M) - 1), with M the mean time between failures of all devices together and R the time of a restart;
+saves and restarts can fail, too.
 
-Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22 (2006).
+Source: J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22
+  (2006).
 """
 
 import dataclasses
@@ -17,8 +20,8 @@ from jtrain.plan.estimate.step_time import Assumptions
 from jtrain_kernels.device import DeviceSpec
 
 MTBF_HOURS = 50_700.0
-"""Mean time between failures of one device, with its share of the host and the network: 419 unexpected interruptions in
-54 days on 16,384 H100 (Llama 3 405B, arXiv:2407.21783, table 5)."""
+"""Mean time between failures of one device, with its share of the host and the network: 419 unexpected
+interruptions in 54 days on 16,384 H100 (Llama 3 405B, arXiv:2407.21783, table 5)."""
 
 RESTART_S = 600.0
 """Seconds from a failure to the first step of the next attempt; an assumption, the same for every machine."""
@@ -35,7 +38,8 @@ class Failures:
 
     mtbf_hours: mean time between failures of one device.
     restart_s: seconds from a failure to the first step of the next attempt.
-    save_s: seconds for which a save stops training; None for the copy of the state to the host (`save_seconds`).
+    save_s: seconds for which a save stops training; None for the copy of the state to the host
+      (`save_seconds`).
     """
 
     mtbf_hours: float = MTBF_HOURS
@@ -61,9 +65,9 @@ class Uptime:
     def line(self) -> str:
         """The uptime in one sentence, with what it is computed from."""
         return (
-            f"failures: one every {duration(self.mtbf_s)} on all devices together, {self.restart_s:,.0f} s for a "
-            f"restart, {self.save_s:.2g} s for a save: a goodput of {self.goodput:.1%}. Best interval (Daly): "
-            f"checkpoint.every_steps={self.every_steps}"
+            f"failures: one every {duration(self.mtbf_s)} on all devices together, {self.restart_s:,.0f} s "
+            f"for a restart, {self.save_s:.2g} s for a save: a goodput of {self.goodput:.1%}. Best interval "
+            f"(Daly): checkpoint.every_steps={self.every_steps}"
         )
 
 
@@ -76,7 +80,8 @@ def duration(seconds: float) -> str:
 
 
 def save_seconds(plan: MemoryPlan, machine: Machine, assume: Assumptions) -> float:
-    """Seconds for which a save stops training: the copy of parameters and optimizer state to the host's memory.
+    """Seconds for which a save stops training: the copy of parameters and optimizer state to the host's
+    memory.
 
     They are written from there while training goes on. State that is on the host already needs no copy.
     """
@@ -108,7 +113,8 @@ def goodput(*, interval_s: float, save_s: float, restart_s: float, mtbf_s: float
 def best_interval_s(save_s: float, mtbf_s: float) -> float:
     """Seconds of training between saves with which a run ends soonest, by Daly's series.
 
-    Its first term is Young's sqrt(2 save M). Where a save takes over twice the time between failures, it is M.
+    Its first term is Young's sqrt(2 save M). Where a save takes over twice the time between failures, it is
+    M.
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s

@@ -1,15 +1,17 @@
-"""Walls of a training run that has to end in time: how large it can be before data movement or latency stops it.
+"""Walls of a training run that has to end in time: how large it can be before data movement or latency stops
+it.
 
-A larger model needs more devices to finish in the same days, but its batch does not grow with them. Each device gets
-fewer tokens, pipelines get fewer microbatches and gradients less time to hide behind, until devices wait: the
-data-movement wall. Beyond it more devices still help a little, down to one matmul and one collective after the other
-through all layers, which no number of devices shortens: the latency wall.
+A larger model needs more devices to finish in the same days, but its batch does not grow with them. Each
+device gets fewer tokens, pipelines get fewer microbatches and gradients less time to hide behind, until
+devices wait: the data-movement wall. Beyond it more devices still help a little, down to one matmul and one
+collective after the other through all layers, which no number of devices shortens: the latency wall.
 
-Runs are of dense transformers with N parameters, 20 N tokens and 120 N^2 FLOP, whose width is 128 times the layers. The
-best layout over data, tensor and pipeline axes is searched for, in closed form, with the planner's rates of chip and
-network. Everything is hidden that can be hidden, so the walls are optimistic. The idea is that of E. Erdil and D.
-Schneider-Joseph, Data movement limits to frontier model training (arXiv:2411.01137), whose constants were not at hand:
-this model claims that both walls exist and move with batch and latency, not that they are where the paper has them.
+Runs are of dense transformers with N parameters, 20 N tokens and 120 N^2 FLOP, whose width is 128 times the
+layers. The best layout over data, tensor and pipeline axes is searched for, in closed form, with the
+planner's rates of chip and network. Everything is hidden that can be hidden, so the walls are optimistic. The
+idea is that of E. Erdil and D. Schneider-Joseph, Data movement limits to frontier model training
+(arXiv:2411.01137), whose constants were not at hand: this model claims that both walls exist and move with
+batch and latency, not that they are where the paper has them.
 """
 
 import dataclasses
@@ -34,7 +36,8 @@ ASPECT = 128
 """Width by layers: about that of Llama 3 8B and 405B."""
 
 SERIAL = 4
-"""Collectives of a layer that wait for each other in one step: two in the forward pass, two in the backward pass."""
+"""Collectives of a layer that wait for each other in one step: two in the forward pass, two in the backward
+pass."""
 
 LINEAR = 0.8
 """Share of a device's own matmul rate from which on a run still scales linearly."""
@@ -95,7 +98,9 @@ class Cluster:
 
     def changed(self, *, batch: float = 1.0, latency: float = 1.0) -> "Cluster":
         """The same with the batch and the latency multiplied."""
-        return dataclasses.replace(self, batch_tokens=self.batch_tokens * batch, latency_s=self.latency_s * latency)
+        return dataclasses.replace(
+            self, batch_tokens=self.batch_tokens * batch, latency_s=self.latency_s * latency
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +127,9 @@ class Best:
     @property
     def binds(self) -> str:
         """The cause beside computation that takes the most time."""
-        return max((name for name in self.times_s if name != "computation"), key=lambda name: self.times_s[name])
+        return max(
+            (name for name in self.times_s if name != "computation"), key=lambda name: self.times_s[name]
+        )
 
 
 def collective_latency_s(device: DeviceSpec) -> float:
@@ -145,7 +152,9 @@ def _bandwidths(device: DeviceSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
     tensor = [along("tensor", {"tensor": int(t)}) for t in _TENSOR]
     data = [[along("data", {"data": int(d), "tensor": int(t)}) for d in _DATA] for t in _TENSOR]
-    inner = {n: along("stage", {"stage": 2, "tensor": n}) for n in {int(t * d) for t in _TENSOR for d in _DATA}}
+    inner = {
+        n: along("stage", {"stage": 2, "tensor": n}) for n in {int(t * d) for t in _TENSOR for d in _DATA}
+    }
     stage = [[inner[int(t * d)] for d in _DATA] for t in _TENSOR]
     return np.array(tensor), np.array(data), np.array(stage)
 
@@ -154,7 +163,8 @@ def best_layout(flop: float, cluster: Cluster, *, most_devices: int | None = Non
     """The layout that uses its devices best of those that end the run in time; None if none does.
 
     Args:
-      most_devices: devices of the cluster; None for as many as wanted. The data axis then need not be a power of two.
+      most_devices: devices of the cluster; None for as many as wanted. The data axis then need not be a power
+        of two.
 
     Raises:
       UserError: the speed of the network between hosts is not published.

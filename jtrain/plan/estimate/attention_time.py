@@ -1,7 +1,9 @@
-"""Attention of a step: the implementation that the kernels' registry chooses on a job's machine, and its seconds.
+"""Attention of a step: the implementation that the kernels' registry chooses on a job's machine, and its
+seconds.
 
-Seconds and choice are those of `jtrain_kernels.cost` and `jtrain_kernels.registry`, for the shapes that one device
-computes. An implementation that the planning machine has not installed is not chosen; `explained` says so.
+Seconds and choice are those of `jtrain_kernels.cost` and `jtrain_kernels.registry`, for the shapes that one
+device computes. An implementation that the planning machine has not installed is not chosen; `explained` says
+so.
 """
 
 import functools
@@ -26,16 +28,20 @@ def implementation(job: Job) -> str:
 
 
 def explained(job: Job) -> str:
-    """The chosen implementation, the reason, and the implementations that would have to be installed first."""
+    """The chosen implementation, the reason, and the implementations that would have to be installed
+    first.
+    """
     name, because, others = _choice(job)
     missing = [f"{other}: {why}" for other, why in others if "not installed" in why]
     return f"attention by {name}: {'; '.join([because, *missing])}"
 
 
 def attention_s(job: Job) -> tuple[float, float]:
-    """Seconds of all forward passes of a step's attention on one device, each counted once, and of all backward ones.
+    """Seconds of all forward passes of a step's attention on one device, each counted once, and of all
+    backward ones.
 
-    A ring computes a causal block of its own positions, and for each further device two blocks of half of them.
+    A ring computes a causal block of its own positions, and for each further device two blocks of half of
+    them.
     """
     assert job.machine is not None, "seconds are those of a machine"
     calls = job.model.num_layers * job.layout.spec.microbatches
@@ -51,7 +57,9 @@ def _choice(job: Job) -> tuple[str, str, tuple[tuple[str, str], ...]]:
 def _calls(job: Job) -> Iterator[tuple[int, tuple[_Shape, str, int, bool, str | None]]]:
     """Yields how often a layer calls attention, and the arguments of `_chosen`."""
     model, mesh = job.model, job.layout.mesh
-    heads, kv_heads = (n // mesh.tensor for n in (model.num_heads, kv_heads_in_use(model.num_kv_heads, mesh.tensor)))
+    heads, kv_heads = (
+        n // mesh.tensor for n in (model.num_heads, kv_heads_in_use(model.num_kv_heads, mesh.tensor))
+    )
     forced = dict(job.layout.kernels).get("attention")
     rows, length = job.rows(), job.seq_len
     same = job.layout.precision.compute_dtype, model.attention_chunk
@@ -70,7 +78,8 @@ def _calls(job: Job) -> Iterator[tuple[int, tuple[_Shape, str, int, bool, str | 
 def _chosen(
     device: DeviceSpec, shape: _Shape, dtype: str, chunk: int, causal: bool, forced: str | None
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """Name of the implementation, the reason, and those of the others. Cached: a search asks thousands of times.
+    """Name of the implementation, the reason, and those of the others. Cached: a search asks thousands of
+    times.
 
     What is forced is not asked whether it can run: the planning machine need not have it.
     """
@@ -99,7 +108,9 @@ def _passes_s(
 
 def _avals(shape: _Shape, dtype: str, chunk: int, causal: bool) -> registry.Avals:
     rows, length, heads, kv_heads, head_dim = shape
-    query, key = (jax.ShapeDtypeStruct((rows, length, n, head_dim), jnp.dtype(dtype)) for n in (heads, kv_heads))
+    query, key = (
+        jax.ShapeDtypeStruct((rows, length, n, head_dim), jnp.dtype(dtype)) for n in (heads, kv_heads)
+    )
     segment = jax.ShapeDtypeStruct((rows, length), jnp.int32)
     arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)
     return dict(arrays, chunk=chunk, window=None, causal=causal)

@@ -1,7 +1,7 @@
 """Collectives of one train step by purpose: kind, axes, dtype, number of arrays and bytes.
 
-They are read off abstract traces of the step (`jtrain.step.description`). A test compiles the real step and finds the
-same arrays. Compilers may join several arrays into one instruction.
+They are read off abstract traces of the step (`jtrain.step.description`). A test compiles the real step and
+finds the same arrays. Compilers may join several arrays into one instruction.
 """
 
 import dataclasses
@@ -18,11 +18,12 @@ BETWEEN_STAGES = "stage to stage"
 """Purpose of the permutes of activations and cotangents at the end of each tick."""
 
 BESIDE_WEIGHTS = "activations, backward"
-"""Purpose of the sums of gradients of activations, and of the gather of attention's: what the layer's gradients of
-weights, or those of its feed-forward part, do not wait for."""
+"""Purpose of the sums of gradients of activations, and of the gather of attention's: what the layer's
+gradients of weights, or those of its feed-forward part, do not wait for."""
 
 GATHERED_AGAIN = "activations, again"
-"""Purpose of the gathers of activations that the backward pass repeats, because a layer keeps no gathered input."""
+"""Purpose of the gathers of activations that the backward pass repeats, because a layer keeps no gathered
+input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Collective:
     group: devices of a group; fewer than the axes have if `Layout.rings` splits an axis.
     count: arrays per step.
     array_bytes: sum of the sizes of the whole arrays: results of all-gathers, operands of reduce-scatters and
-      all-reduces, a device's operands of all-to-alls and collective-permutes. A ragged all-to-all counts with all
-      experts chosen equally often.
+      all-reduces, a device's operands of all-to-alls and collective-permutes. A ragged all-to-all counts with
+      all experts chosen equally often.
     in_layers: True if every pass of a layer has them.
     feeds_products: True if the backward pass computes products of attention again from what they gather.
     """
@@ -51,7 +52,9 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends per step, on a ring: (n - 1) / n of the array, twice for an all-reduce."""
+        """Bytes that one device sends per step, on a ring: (n - 1) / n of the array, twice for an
+        all-reduce.
+        """
         return wire_bytes(self.kind, self.array_bytes, self.group)
 
 
@@ -116,7 +119,13 @@ def _of_activations(one: StepCollective) -> str:
     if one.part == "loss":
         return "last layer" if one.along == ("stage",) else "loss"
     if one.part == "embedding":
-        return "token ids" if one.dtype == "int32" else "activations" if one.along == ("tensor",) else "embedding"
+        return (
+            "token ids"
+            if one.dtype == "int32"
+            else "activations"
+            if one.along == ("tensor",)
+            else "embedding"
+        )
     if "expert" in one.along:
         return "rows to experts" if one.kind == "ragged-all-to-all" else "expert counts"
     if "router" in one.scope:

@@ -1,9 +1,9 @@
 """Seconds of a step's collectives, and the part of them that the step waits for.
 
-A collective hides behind what can be computed at the same time: gathers of the forward pass behind the layers' forward
-pass, gathers and reductions of the backward pass behind that one, an exchange of experts behind the experts' matmuls
-but for its first piece. What hides is not free: it takes memory bandwidth, power and, on GPUs, multiprocessors from the
-matmuls beside it, and schedulers leave some of it beside nothing.
+A collective hides behind what can be computed at the same time: gathers of the forward pass behind the
+layers' forward pass, gathers and reductions of the backward pass behind that one, an exchange of experts
+behind the experts' matmuls but for its first piece. What hides is not free: it takes memory bandwidth, power
+and, on GPUs, multiprocessors from the matmuls beside it, and schedulers leave some of it beside nothing.
 """
 
 import dataclasses
@@ -23,9 +23,10 @@ from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
 
 LAST_REDUCTION = 0.6
-"""Fraction of a layer's largest reduction that a TPU has nothing to compute beside. XLA:TPU ends each turn of the loop
-over layers with the reductions that are left: 0.66 and 0.61 of one feed-forward matrix in two programs for a v5p. XLA:
-GPU moves all of them to the next turn, so only those of the last layer wait, and where gradients are summed none."""
+"""Fraction of a layer's largest reduction that a TPU has nothing to compute beside. XLA:TPU ends each turn of
+the loop over layers with the reductions that are left: 0.66 and 0.61 of one feed-forward matrix in two
+programs for a v5p. XLA: GPU moves all of them to the next turn, so only those of the last layer wait, and
+where gradients are summed none."""
 
 EXCHANGE = "rows to experts"
 """Purpose of the exchange of tokens with the devices of their experts."""
@@ -33,10 +34,11 @@ EXCHANGE = "rows to experts"
 
 @dataclasses.dataclass(frozen=True)
 class NetworkTime:
-    """Seconds per step of all collectives over the same axes: in total, and exposed (the step is longer by these).
+    """Seconds per step of all collectives over the same axes: in total, and exposed (the step is longer by
+    these).
 
-    waits_s: part of exposed_s in which the step waits, because nothing is computed beside the collective; the rest is
-      by what hidden collectives slow the computation beside them down.
+    waits_s: part of exposed_s in which the step waits, because nothing is computed beside the collective; the
+      rest is by what hidden collectives slow the computation beside them down.
     """
 
     axes: tuple[str, ...]
@@ -47,7 +49,8 @@ class NetworkTime:
 
 @dataclasses.dataclass
 class Hiding:
-    """Seconds of computation that collectives can still hide behind; each second hides one second of the network.
+    """Seconds of computation that collectives can still hide behind; each second hides one second of the
+    network.
 
     forward_s, backward_s: the layers without the experts; experts_s: the experts' matmuls, in both passes.
     """
@@ -87,7 +90,9 @@ class Sent:
     waits_s: float
 
 
-def exposed_network(job: Job, machine: Machine, behind: Hiding, *, efficiency: float, beside: float) -> list[Sent]:
+def exposed_network(
+    job: Job, machine: Machine, behind: Hiding, *, efficiency: float, beside: float
+) -> list[Sent]:
     """Time of each collective of a step.
 
     Args:
@@ -119,11 +124,11 @@ def by_axes(sent: Iterable[Sent]) -> tuple[NetworkTime, ...]:
 def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
     """Fraction of a collective that can run at the same time as matmuls, in programs that XLA schedules.
 
-    Weights are fetched for the next matmul, and a ring sends the next keys while the current ones are used. Inputs that
-    are gathered again wait for nothing but gradients of weights, if queries, keys and values are kept; else a layer is
-    recomputed step by step, and beside that only the gradient of its output is gathered. XLA:TPU also computes
-    gradients of weights while gradients of activations are sent. Beside fused kernels that need collectives in order,
-    only their own copies run.
+    Weights are fetched for the next matmul, and a ring sends the next keys while the current ones are used.
+    Inputs that are gathered again wait for nothing but gradients of weights, if queries, keys and values are
+    kept; else a layer is recomputed step by step, and beside that only the gradient of its output is
+    gathered. XLA:TPU also computes gradients of weights while gradients of activations are sent. Beside fused
+    kernels that need collectives in order, only their own copies run.
     """
     layout, on_tpu = job.layout, device.platform == "tpu"
     if "xla_gpu_disable_async_collectives" in registry.compiler_options(dict(layout.kernels)):
@@ -157,8 +162,9 @@ def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
 def _ring_waits(one: Collective, layout: Layout) -> float:
     """Fraction of a ring's permutes on GPUs that nothing hides.
 
-    The first and the last hop are beside the layer's matmuls; the others are in a loop with one kernel. XLA:GPU has one
-    permute under way at a time, so that kernel hides one array of a turn: keys or values, and no gradient of them.
+    The first and the last hop are beside the layer's matmuls; the others are in a loop with one kernel.
+    XLA:GPU has one permute under way at a time, so that kernel hides one array of a turn: keys or values, and
+    no gradient of them.
     """
     devices = layout.mesh.context
     turns = devices - 2
@@ -168,19 +174,29 @@ def _ring_waits(one: Collective, layout: Layout) -> float:
 def _exchange_waits(one: Collective, job: Job) -> float:
     """Fraction of attention's exchanges of heads on GPUs that nothing hides.
 
-    Queries and outputs of the forward pass, and the gradient of the output, have nothing but attention to follow them.
-    Keys and values travel beside the products of queries, and those of the backward pass beside gradients of weights.
+    Queries and outputs of the forward pass, and the gradient of the output, have nothing but attention to
+    follow them. Keys and values travel beside the products of queries, and those of the backward pass beside
+    gradients of weights.
     """
     model, layout = job.model, job.layout
-    elements = job.rows() * job.seq_len // layout.mesh.context * model.num_heads // layout.mesh.tensor * model.head_dim
+    elements = (
+        job.rows()
+        * job.seq_len
+        // layout.mesh.context
+        * model.num_heads
+        // layout.mesh.tensor
+        * model.head_dim
+    )
     waits = 3 * layer_passes(layout, model.num_layers) * elements * itemsize(layout.precision.compute_dtype)
     return min(1.0, waits / one.array_bytes)
 
 
 def _left_share(layout: Layout) -> float:
-    """Share of a layer's reductions over data that XLA:TPU leaves to the end of the layer: its largest matrix.
+    """Share of a layer's reductions over data that XLA:TPU leaves to the end of the layer: its largest
+    matrix.
 
-    Attention's weights too if attention is a loop over a ring's hops, because nothing is sent beside that loop.
+    Attention's weights too if attention is a loop over a ring's hops, because nothing is sent beside that
+    loop.
     """
     sizes = {p.info.path: p.info.size for p in layout.params if p.info.is_stacked and p.zero_dim is not None}
     left = max(sizes.values())

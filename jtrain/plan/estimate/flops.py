@@ -1,10 +1,10 @@
 """FLOPs per token and model FLOPs utilisation, by one definition for every config.
 
-A trained token costs 6 FLOPs per matrix parameter (2 forward, 4 backward), and 6 * Y * N * H * L for attention scores
-and their use: 12 without a causal mask, half of that with one. The unembedding counts, also a tied one. Not counted are
-the embedding lookup, norms and recomputation; nor is it considered that packed documents attend to fewer than L
-positions. This is PaLM's definition (arXiv:2204.02311, appendix B) with the causal half of attention; counting both
-halves would raise MFU by up to 10 % at 8192 positions.
+A trained token costs 6 FLOPs per matrix parameter (2 forward, 4 backward), and 6 * Y * N * H * L for
+attention scores and their use: 12 without a causal mask, half of that with one. The unembedding counts, also
+a tied one. Not counted are the embedding lookup, norms and recomputation; nor is it considered that packed
+documents attend to fewer than L positions. This is PaLM's definition (arXiv:2204.02311, appendix B) with the
+causal half of attention; counting both halves would raise MFU by up to 10 % at 8192 positions.
 """
 
 import dataclasses
@@ -12,7 +12,9 @@ import functools
 
 from jtrain.model.transformer import Transformer
 
-MFU_DEFINITION = "6 FLOPs per matrix parameter and token (unembedding, not embedding) + causal half of attention"
+MFU_DEFINITION = (
+    "6 FLOPs per matrix parameter and token (unembedding, not embedding) + causal half of attention"
+)
 """Definition of MFU in one line, printed beside every MFU."""
 
 
@@ -20,7 +22,8 @@ MFU_DEFINITION = "6 FLOPs per matrix parameter and token (unembedding, not embed
 class TokenFlops:
     """FLOPs of one trained token.
 
-    matmul_params: parameters of the matrices that a token is multiplied with; of experts, the `top_k` chosen ones.
+    matmul_params: parameters of the matrices that a token is multiplied with; of experts, the `top_k` chosen
+      ones.
     matmul_flops, attention_flops: forward and backward together.
     """
 
@@ -44,7 +47,9 @@ def flops_per_token(model: Transformer, *, seq_len: int) -> TokenFlops:
     return TokenFlops(params, 6 * params, attention)
 
 
-def mfu(flops: TokenFlops, *, tokens_per_s: float, num_devices: int, peak_flops: float | None) -> float | None:
+def mfu(
+    flops: TokenFlops, *, tokens_per_s: float, num_devices: int, peak_flops: float | None
+) -> float | None:
     """Model FLOPs utilisation, as a fraction of the devices' peak; None if the peak is unknown.
 
     Args:

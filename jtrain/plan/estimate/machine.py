@@ -36,17 +36,23 @@ class Machine:
 
     @property
     def host_bytes_per_device(self) -> int | None:
-        """One device's share of what offloading may use of its host's memory; None if that memory is unknown."""
+        """One device's share of what offloading may use of its host's memory; None if that memory is
+        unknown.
+        """
         if self.host_memory_bytes is None:
             return None
         return int(self.host_memory_bytes * HOST_SHARE) // self.devices_per_host
 
     def room_bytes(self, spec: "LayoutSpec") -> int:
-        """Bytes that a step may take on one device; with `layout.offload.unified_memory` also its share of the host."""
+        """Bytes that a step may take on one device; with `layout.offload.unified_memory` also its share of
+        the host.
+        """
         return self.hbm_bytes + ((self.host_bytes_per_device or 0) if spec.offload.unified_memory else 0)
 
     def changed(self, *, host_memory_bytes: int | None, network_bytes_per_s: float | None) -> "Machine":
-        """The machine with other figures, where they are given: memory of a host, one device's share of the network."""
+        """The machine with other figures, where they are given: memory of a host, one device's share of the
+        network.
+        """
         device = self.device
         if network_bytes_per_s is not None:
             device = dataclasses.replace(
@@ -70,10 +76,12 @@ def make_machine(
     """The machine that a command line names.
 
     Args:
-      network_bytes_per_s: speed of one device's share of the network between hosts; replaces the maker's figure.
+      network_bytes_per_s: speed of one device's share of the network between hosts; replaces the maker's
+        figure.
 
     Raises:
-      UserError: the device is unknown or has no published peaks, or the count is zero or not a whole number of hosts.
+      UserError: the device is unknown or has no published peaks, or the count is zero or not a whole number
+        of hosts.
     """
     spec = from_name(name)
     if spec.peak_bf16_flops is None or spec.hbm_bytes is None or spec.hbm_bytes_per_s is None:
@@ -98,7 +106,7 @@ def checked_count(spec: DeviceSpec, count: int) -> int:
     if count > per_host and count % per_host:
         below = count - count % per_host
         raise UserError(
-            f"--count {count}: a host has {per_host} x {spec.name}. Use {below}, {below + per_host}, or fewer than "
-            f"{per_host}."
+            f"--count {count}: a host has {per_host} x {spec.name}. Use {below}, {below + per_host}, or "
+            f"fewer than {per_host}."
         )
     return count

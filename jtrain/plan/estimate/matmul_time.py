@@ -1,8 +1,10 @@
-"""Seconds of a step's matmuls with weights by chip, precision and shape; the step itself says which ones it has.
+"""Seconds of a step's matmuls with weights by chip, precision and shape; the step itself says which ones it
+has.
 
-A matmul takes the longer of its FLOPs at the chip's rate and of its bytes at the memory's bandwidth. The rate is the
-maker's peak times the fraction that matmuls of a whole step reach, times two factors of the shape: dimensions are
-padded to the tiles of the matrix unit, and a short reduction spends part of its time on filling and emptying them.
+A matmul takes the longer of its FLOPs at the chip's rate and of its bytes at the memory's bandwidth. The rate
+is the maker's peak times the fraction that matmuls of a whole step reach, times two factors of the shape:
+dimensions are padded to the tiles of the matrix unit, and a short reduction spends part of its time on
+filling and emptying them.
 """
 
 import dataclasses
@@ -40,17 +42,19 @@ RATES: Mapping[str, MatmulRate] = {
     **dict.fromkeys(("mi300x", "mi325x", "mi355x"), MatmulRate(0.5, 0.4, 128)),
     "trn2": MatmulRate(0.6, 0.5, 128),
 }
-"""Chip -> rate. Fitted to the published steps of `bench.plan_seconds`: v5p rows 6 and 7, v6e row 5, tpu7x rows 1
-and 2, b200 row 11. v4 and v5e have the matrix units of a v5p and are assumed to do as well, other Blackwell GPUs as a
-B200. AMD's and trn2 are assumptions: on an MI300X users report two thirds of the fraction of an H100."""
+"""Chip -> rate. Fitted to the published steps of `bench.plan_seconds`: v5p rows 6 and 7, v6e row 5, tpu7x
+rows 1 and 2, b200 row 11. v4 and v5e have the matrix units of a v5p and are assumed to do as well, other
+Blackwell GPUs as a B200. AMD's and trn2 are assumptions: on an MI300X users report two thirds of the fraction
+of an H100."""
 
 NVIDIA = MatmulRate(0.71, 0.47, 128)
-"""Rate of every other GPU, fitted to rows 8, 9, 10, 12 and 13. One H100 reached 0.81 in bfloat16 and 0.58 in 8 bits
-with casts in matmuls of 8192^3 that lasted milliseconds (2026-11-22, JAX 0.11.2): a step draws the full power, which
-lowers the clock."""
+"""Rate of every other GPU, fitted to rows 8, 9, 10, 12 and 13. One H100 reached 0.81 in bfloat16 and 0.58 in
+8 bits with casts in matmuls of 8192^3 that lasted milliseconds (2026-11-22, JAX 0.11.2): a step draws the
+full power, which lowers the clock."""
 
 FILL = 128
-"""Length of a reduction whose time goes to filling and emptying the matrix unit's pipeline and writing the result."""
+"""Length of a reduction whose time goes to filling and emptying the matrix unit's pipeline and writing the
+result."""
 
 
 def rate_of(device: DeviceSpec) -> MatmulRate:
@@ -97,7 +101,8 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
       fraction: fraction of the peak that replaces the chip's rate and the factors of the shape.
 
     Raises:
-      UserError: the device's peak for the compute dtype is not published, or matmuls are in 8 bits and it has none.
+      UserError: the device's peak for the compute dtype is not published, or matmuls are in 8 bits and it has
+        none.
     """
     assert job.machine is not None, "seconds are those of a machine"
     device = job.machine.device
@@ -111,7 +116,9 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
     for one in job.step.products:
         shape = one.rows, one.depth, one.columns, one.groups
         tile = 0 if fraction else rate.tile
-        took_s = one.count * _product_s(rates[one.in_8_bits], bytes_per_s, tile, one.when == "by_weight", *shape)
+        took_s = one.count * _product_s(
+            rates[one.in_8_bits], bytes_per_s, tile, one.when == "by_weight", *shape
+        )
         if one.part == "loss":
             unembedding_s += took_s
             continue
@@ -164,8 +171,8 @@ def bf16_peak(job: Job) -> float:
     peak = device.peak_flops(dtype)
     if peak is None:
         raise UserError(
-            f"precision.compute_dtype={dtype}: its peak on {device.name} is not published, so no step time can be "
-            "predicted. Set precision.compute_dtype=bfloat16."
+            f"precision.compute_dtype={dtype}: its peak on {device.name} is not published, so no step time "
+            "can be predicted. Set precision.compute_dtype=bfloat16."
         )
     return peak
 
@@ -180,7 +187,7 @@ def _fp8_peak(job: Job) -> float:
     device = job.machine.device
     if device.peak_fp8_flops is None:
         raise UserError(
-            f"precision.matmul_dtype={job.layout.precision.matmul_dtype}: {device.name} has no 8-bit matmuls. Set "
-            "precision.matmul_dtype=compute."
+            f"precision.matmul_dtype={job.layout.precision.matmul_dtype}: {device.name} has no 8-bit "
+            "matmuls. Set precision.matmul_dtype=compute."
         )
     return device.peak_fp8_flops

@@ -1,8 +1,9 @@
 """Bytes per device of a train step, by class, in closed form.
 
-The step's arguments (parameters, optimizer state, batch) are exact, on the device and in host memory: they equal the
-compiler's argument bytes, except for its padding of scalars. The temporaries are those of the peak moment in
-`peak_memory.py`; `python -m jtrain.bench plan_compiled` measures how far they are from compilers' figures.
+The step's arguments (parameters, optimizer state, batch) are exact, on the device and in host memory: they
+equal the compiler's argument bytes, except for its padding of scalars. The temporaries are those of the peak
+moment in `peak_memory.py`; `python -m jtrain.bench plan_compiled` measures how far they are from compilers'
+figures.
 """
 
 import collections
@@ -28,18 +29,20 @@ from jtrain_kernels.device import Platform
 class MemoryPlan:
     """Bytes on one device at the peak of a step.
 
-    parameters, optimizer, batch: arguments of the step; exact. The batch includes counters, and the amax histories of
-      8-bit matmuls.
+    parameters, optimizer, batch: arguments of the step; exact. The batch includes counters, and the amax
+      histories of 8-bit matmuls.
     gradients: gradients of all parameters, as they accumulate.
-    weights: copies of weights for matmuls, gathered or in the compute dtype, and layer gradients not yet reduced.
+    weights: copies of weights for matmuls, gathered or in the compute dtype, and layer gradients not yet
+      reduced.
     activations: arrays that the forward pass keeps for the backward pass.
     loss: logits of a chunk with their gradients; after the loss, the unembedding's gradient.
-    workspace: other temporaries of one layer's backward pass, the embedding's gradient, or slices of an update.
+    workspace: other temporaries of one layer's backward pass, the embedding's gradient, or slices of an
+      update.
     moment: the part of the step with the peak: `loss`, `layer`, `embedding` or `update`.
-    host_parameters, host_optimizer, host_activations, host_gradients: bytes in host memory per device, not counted in
-      the others.
-    host_copies: more host memory under layout.offload.update=host: XLA's host programs write results beside their
-      arguments.
+    host_parameters, host_optimizer, host_activations, host_gradients: bytes in host memory per device, not
+      counted in the others.
+    host_copies: more host memory under layout.offload.update=host: XLA's host programs write results beside
+      their arguments.
     """
 
     parameters: int
@@ -84,11 +87,15 @@ class MemoryPlan:
 
     def temporaries(self) -> dict[str, int]:
         """Class -> bytes of the step's temporaries."""
-        return {name: getattr(self, name) for name in ("gradients", "weights", "activations", "loss", "workspace")}
+        return {
+            name: getattr(self, name) for name in ("gradients", "weights", "activations", "loss", "workspace")
+        }
 
     def classes(self) -> dict[str, int]:
         """Class -> bytes of the step's arguments and temporaries."""
-        return {name: getattr(self, name) for name in ("parameters", "optimizer", "batch")} | self.temporaries()
+        return {
+            name: getattr(self, name) for name in ("parameters", "optimizer", "batch")
+        } | self.temporaries()
 
 
 _COUNTERS_BYTES = {"gpu": 4 + 4 * (2 * WINDOW + LEFT_OUT + 2), "tpu": 512 + 1024 + 3 * 512}
@@ -106,7 +113,9 @@ def memory(job: Job) -> MemoryPlan:
     parameters, host_parameters = _parameters(layout, platform)
     state, host_state, host_copies = _state(layout, job.optimizer, platform)
     shards = math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, "context"))
-    batch = 4 * 4 * job.tokens // shards + _COUNTERS_BYTES.get(platform, _COUNTERS_BYTES["gpu"])  # four int32 arrays
+    batch = 4 * 4 * job.tokens // shards + _COUNTERS_BYTES.get(
+        platform, _COUNTERS_BYTES["gpu"]
+    )  # four int32 arrays
     batch += _scaling(layout, platform)
 
     worst = worst_moment(job)
@@ -132,11 +141,15 @@ def memory(job: Job) -> MemoryPlan:
 
 
 def _scaling(layout: Layout, platform: Platform) -> int:
-    """Bytes of one device's amax histories, [Y, 3, S] in float32 for each 8-bit weight; 0 without delayed scaling."""
+    """Bytes of one device's amax histories, [Y, 3, S] in float32 for each 8-bit weight; 0 without delayed
+    scaling.
+    """
     if layout.precision.matmul_dtype != "fp8_delayed":
         return 0
     infos = fp8_weights([p.info for p in layout.params])
-    return 4 * sum(local_elements(layout, layout.per_layer, history_shape(info.shape[0]), platform) for info in infos)
+    return 4 * sum(
+        local_elements(layout, layout.per_layer, history_shape(info.shape[0]), platform) for info in infos
+    )
 
 
 def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
@@ -152,7 +165,11 @@ def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple
     """Bytes of one device's optimizer state: in its memory, in host memory, and of copies in host memory."""
     kept = [(p, arrays(optimizer, p.info)) for p in layout.params]
     on_host = layout.host_state(
-        {(p.info.path, name): math.prod(x.shape) * x.dtype.itemsize for p, named in kept for name, x in named.items()}
+        {
+            (p.info.path, name): math.prod(x.shape) * x.dtype.itemsize
+            for p, named in kept
+            for name, x in named.items()
+        }
     )
     held = [0, 0]
     for p, named in kept:

@@ -1,7 +1,8 @@
-"""Seconds of a step's passes over memory: norms, residuals, rotations, SwiGLU, rows sent to experts, the loss, casts.
+"""Seconds of a step's passes over memory: norms, residuals, rotations, SwiGLU, rows sent to experts, the
+loss, casts.
 
-XLA and the kernels fuse such operations, but each group still reads and writes arrays of the residual stream or of the
-feed-forward layer. The counts below are those of kernels that make one pass of a norm and of SwiGLU
+XLA and the kernels fuse such operations, but each group still reads and writes arrays of the residual stream
+or of the feed-forward layer. The counts below are those of kernels that make one pass of a norm and of SwiGLU
 (`jtrain_kernels.cost`); XLA alone makes more.
 """
 
@@ -12,7 +13,8 @@ from jtrain.plan.estimate.pipeline import layers_here
 from jtrain.plan.job import Job
 
 WIDTH_FORWARD, WIDTH_BACKWARD = 10, 18
-"""Passes over an array of [tokens, D]: two norms with the residuals; the backward pass computes the norms again."""
+"""Passes over an array of [tokens, D]: two norms with the residuals; the backward pass computes the norms
+again."""
 
 HEADS = 2
 """Passes over queries and keys in each direction: rotations."""
@@ -21,11 +23,13 @@ HIDDEN_FORWARD, HIDDEN_BACKWARD = 3, 5
 """Passes over an array of [tokens, F]: SwiGLU, again if it is recomputed."""
 
 ROUTED, EXCHANGED = 4, 2
-"""Passes over the rows of all chosen experts, [tokens * top_k, D], in each of the forward pass, its recomputation and
-the backward pass: rows are read and written on their way to the experts and back. An exchange over `expert` adds 2."""
+"""Passes over the rows of all chosen experts, [tokens * top_k, D], in each of the forward pass, its
+recomputation and the backward pass: rows are read and written on their way to the experts and back. An
+exchange over `expert` adds 2."""
 
 LOGIT_BYTES = 12
-"""Bytes of memory traffic per logit: float32 logits are written, read for their sum and read for their gradient."""
+"""Bytes of memory traffic per logit: float32 logits are written, read for their sum and read for their
+gradient."""
 
 CAST_BYTES = 8
 """Bytes per parameter and microbatch where parameters have another dtype than matmuls."""

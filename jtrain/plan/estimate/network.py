@@ -1,9 +1,10 @@
 """Interconnects of a machine, and the time that a collective takes over them.
 
-On NVIDIA's GPUs sums and gathers take what NCCL's own model says (`jtrain.plan.fabric.nccl_model`). Elsewhere, and for
-other collectives, the model is a ring: every device sends (n - 1) / n of the array, an all-reduce twice that, at the
-speed of the slowest link of the ring, and every hop adds a latency. Inside a host of GPUs, or a slice of TPUs, these
-are the direct links; beyond, all of the group's devices in one host share their network adapters. Source of the GPU
+On NVIDIA's GPUs sums and gathers take what NCCL's own model says (`jtrain.plan.fabric.nccl_model`).
+Elsewhere, and for other collectives, the model is a ring: every device sends (n - 1) / n of the array, an
+all-reduce twice that, at the speed of the slowest link of the ring, and every hop adds a latency. Inside a
+host of GPUs, or a slice of TPUs, these are the direct links; beyond, all of the group's devices in one host
+share their network adapters. Source of the GPU
 latencies: NCCL's tuning.cc, Simple protocol; of the bandwidths: `jtrain_kernels.device`.
 """
 
@@ -38,8 +39,9 @@ class Ring:
     bytes_per_s: peak rate at which each device can send.
     torus_hops: hops of the group's ring on a torus of TPUs; None for GPUs.
     exchanged_bytes_per_s: rate at which an all-to-all on a torus moves a device's whole array; None for GPUs.
-    sums_whole: True if a reduce-scatter is compiled to an all-reduce and a slice: XLA:TPU does so over all of a slice
-      of 8 and of 16 chips of a v5p. From a cube of 64 chips on, jtrain scatters along one dimension after the other.
+    sums_whole: True if a reduce-scatter is compiled to an all-reduce and a slice: XLA:TPU does so over all of
+      a slice of 8 and of 16 chips of a v5p. From a cube of 64 chips on, jtrain scatters along one dimension
+      after the other.
     """
 
     devices: int
@@ -64,8 +66,8 @@ class Ring:
 def nccl_latency_s(kind: Kind, algorithm: Literal["ring", "tree"], *, devices: int, hosts: int) -> float:
     """Latency in NCCL's own model, for the Simple protocol, without its plateau factor.
 
-    A ring takes n - 1 steps, an all-reduce 2 (n - 1); hosts - 1 steps of a pass go over the network. A tree is for
-    all-reduce only: it goes down and up, through each host's devices and over log2 of the hosts.
+    A ring takes n - 1 steps, an all-reduce 2 (n - 1); hosts - 1 steps of a pass go over the network. A tree
+    is for all-reduce only: it goes down and up, through each host's devices and over log2 of the hosts.
     """
     if algorithm == "tree":
         per_host = devices // hosts
@@ -83,7 +85,8 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
       group: devices of one group, if `Layout.rings` splits an axis; the product of the axes otherwise.
 
     Raises:
-      UserError: the group spans more than the direct links, and the speed of the network beyond them is unknown.
+      UserError: the group spans more than the direct links, and the speed of the network beyond them is
+        unknown.
     """
     spec = machine.device
     order = list(mesh)
@@ -106,8 +109,9 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
     if hosts > 1:
         if spec.host.network_bytes_per_s is None:
             raise UserError(
-                f"mesh axes {' * '.join(axes)} span {devices} devices, but links join only {linked} x {spec.name}, and "
-                "the speed of the network beyond them is not published. Give --network GBIT, per device."
+                f"mesh axes {' * '.join(axes)} span {devices} devices, but links join only {linked} x "
+                f"{spec.name}, and the speed of the network beyond them is not published. Give --network "
+                "GBIT, per device."
             )
         speeds.append(inside * spec.host.network_bytes_per_s)
     if hosts > 1:
@@ -116,7 +120,9 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
     return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchanged, sums_whole)
 
 
-def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, efficiency: float = 1.0) -> float:
+def collective_s(
+    kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, efficiency: float = 1.0
+) -> float:
     """Seconds that `count` collectives of `array_bytes` in total take, one after another.
 
     Args:
@@ -136,7 +142,9 @@ def collective_s(kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, ef
 
 @functools.cache
 def _nccl_group(device: DeviceSpec, inside: int, hosts: int) -> Group | None:
-    """Devices of a collective, `inside` of each of `hosts` hosts, as NCCL sees them; None for other libraries."""
+    """Devices of a collective, `inside` of each of `hosts` hosts, as NCCL sees them; None for other
+    libraries.
+    """
     return nccl_group(Fabric(dataclasses.replace(device, linked=inside), inside * hosts))
 
 

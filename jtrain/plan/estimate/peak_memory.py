@@ -1,7 +1,8 @@
 """Temporaries alive on a device at each moment of a step that can be its peak, in closed form.
 
-Arguments are not counted, because they live for the whole step. Every term is an array of `jtrain.step.train_step`,
-`jtrain.step.zero` or `jtrain.model`, or a copy of one that a compiler makes; comments give the compiler's reason.
+Arguments are not counted, because they live for the whole step. Every term is an array of
+`jtrain.step.train_step`, `jtrain.step.zero` or `jtrain.model`, or a copy of one that a compiler makes;
+comments give the compiler's reason.
 Source: XLA's buffer assignment at its peak, read for H200 and v5p.
 """
 
@@ -61,7 +62,8 @@ class _Step:
     q: queries, or attention's output; k: keys, or values; lse: attention's log-partition.
     f: one of the MLP's wide arrays.
     heads: query heads; chunk: queries whose scores exist at a time.
-    attention: implementation of attention; per_token: bytes of each named activation; carried: see `_carried`.
+    attention: implementation of attention; per_token: bytes of each named activation; carried: see
+      `_carried`.
     pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
     """
 
@@ -72,7 +74,8 @@ class _Step:
         self.platform: Platform = job.platform
         self.seq_len = job.seq_len // mesh.context  # of this device
         self.param, self.compute, self.reduce = map(
-            itemsize, (layout.precision.param_dtype, layout.precision.compute_dtype, layout.precision.reduce_dtype)
+            itemsize,
+            (layout.precision.param_dtype, layout.precision.compute_dtype, layout.precision.reduce_dtype),
         )
         self.tokens, tensor = self.rows * self.seq_len, mesh.tensor
         self.layers, self.ticks = layers_here(layout, model.num_layers), ticks(layout)
@@ -88,7 +91,9 @@ class _Step:
         self.rows_x = self.h * rows_per_token(layout)
         self.lse = self.tokens * self.heads * _F32
         self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
-        self.once = gathers_once(layout) and mesh.zero_shards > 1  # all weights and gradients of a stage are whole
+        self.once = (
+            gathers_once(layout) and mesh.zero_shards > 1
+        )  # all weights and gradients of a stage are whole
         # Every layer's gradient, at once.
         self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1 and not self.once
         self.gathers = layout.gathers_weights and not self.once
@@ -97,7 +102,8 @@ class _Step:
         self.attention = implementation(job)
         self.per_token, self.carried = named_bytes(layout), self._carried()
 
-    # Gradients ---------------------------------------------------------------------------------------------------
+    # Gradients
+    # ---------------------------------------------------------------------------------------------------
 
     def _carried(self) -> int:
         """Sums on the device of gradients over microbatches; 0 if a step has one set of gradients."""
@@ -113,7 +119,8 @@ class _Step:
         return layers * each * itemsize(self.layout.precision.grad_accum_dtype)
 
     def _found(self, *, layers: bool) -> int:
-        """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and unembedding.
+        """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and
+        unembedding.
 
         Sums get those of a layer before the next layer's are computed.
         """
@@ -128,7 +135,9 @@ class _Step:
         return local_elements(self.layout, summed, p.info.shape, self.platform)
 
     def _unembedding_gradient(self) -> int:
-        """Unembedding gradient of this device's columns, alive from the loss on: float32 and whole, or a shard."""
+        """Unembedding gradient of this device's columns, alive from the loss on: float32 and whole, or a
+        shard.
+        """
         kernel = self.model.d_model * self.model.vocab_size // self.shards
         if self.ticks is not None:
             return 0  # added to its sum at once
@@ -136,7 +145,8 @@ class _Step:
             return kernel // self.layout.mesh.zero_shards * self.param
         return kernel * _F32
 
-    # Weights -----------------------------------------------------------------------------------------------------
+    # Weights
+    # -----------------------------------------------------------------------------------------------------
 
     def _whole(self, p: ParamLayout) -> int:
         """Elements of a parameter, all layers, gathered from its shards."""
@@ -149,8 +159,8 @@ class _Step:
     def _hoisted(self) -> int:
         """Copies of parameters that XLA hoists out of the loops over layers and microbatches.
 
-        XLA:TPU casts parameters before the loops. XLA:GPU gathers only along an array's slowest dimension, so it
-        transposes parameters whose last dimension is split.
+        XLA:TPU casts parameters before the loops. XLA:GPU gathers only along an array's slowest dimension, so
+        it transposes parameters whose last dimension is split.
         """
         if self.platform == "tpu" and self.casts:
             matrices = [p for p in self.layout.params if p.info.is_matrix and p.shared_by == 1]
@@ -169,21 +179,26 @@ class _Step:
         return self._hoisted() + self._own_heads()
 
     def _own_heads(self) -> int:
-        """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all layers.
+        """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all
+        layers.
 
         XLA:TPU copies parameters and state before the loops to the order in which their gradients will come.
         """
         shared = [p for p in self.layout.params if p.shared_by > 1]
         zero_sharded = self.layout.spec.zero_stage == 3
         size = self.compute if self.platform == "tpu" else self.param  # XLA:TPU casts before the loops
-        exchanged = size * sum(self.layout.local_size(p.spec(zero_sharded=zero_sharded), p.info.shape) for p in shared)
+        exchanged = size * sum(
+            self.layout.local_size(p.spec(zero_sharded=zero_sharded), p.info.shape) for p in shared
+        )
         for p in shared if self.platform == "tpu" else ():
             size = self.param + sum(x.dtype.itemsize for x in arrays(self.optimizer, p.info).values())
             exchanged += size * local_elements(self.layout, p.optimizer, p.info.shape, "tpu")
         return exchanged
 
     def _kept_weights(self) -> int:
-        """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute dtype."""
+        """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute
+        dtype.
+        """
         copies = self.casts and self.names is None
         return self._one_layer() * self.layers * self.compute if copies else 0
 
@@ -193,15 +208,17 @@ class _Step:
         local = sum(self.layout.local_size(p.param, p.info.shape) for p in far) // self.layers
         return 2 * self.param * local
 
-    # Activations -------------------------------------------------------------------------------------------------
+    # Activations
+    # -------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def _all_kept(self) -> int:
         """Activations of all layers that wait for their backward pass.
 
-        Under a pipeline those of the microbatches in flight, in the slots of `jtrain.pipeline.ticks`: what each layer
-        keeps, the inputs and cotangents of chunks, and what gradients of weights still need: for each product its input
-        and the gradient of its result. An output and a gradient of a chunk are on their way.
+        Under a pipeline those of the microbatches in flight, in the slots of `jtrain.pipeline.ticks`: what
+        each layer keeps, the inputs and cotangents of chunks, and what gradients of weights still need: for
+        each product its input and the gradient of its result. An output and a gradient of a chunk are on
+        their way.
         """
         if self.ticks is None:
             return self.layers * self._kept()
@@ -213,13 +230,22 @@ class _Step:
     def _kept(self) -> int:
         """Activations that one layer's forward pass keeps on the device for its backward pass.
 
-        Without remat: the inputs and outputs of both norms, q, k, v, attention's output as it is and as the next matmul
-        reads it, gate, up and their product.
+        Without remat: the inputs and outputs of both norms, q, k, v, attention's output as it is and as the
+        next matmul reads it, gate, up and their product.
         """
         if self.names is None:
             before_norm = self.q + self.k if self.model.qk_norm else 0
             of_rows = self.rows_x + self.pairs  # inputs and outputs of the experts
-            return 2 * self.x + 2 * self.h + 3 * self.q + 2 * self.k + self.lse + 3 * self.f + before_norm + of_rows
+            return (
+                2 * self.x
+                + 2 * self.h
+                + 3 * self.q
+                + 2 * self.k
+                + self.lse
+                + 3 * self.f
+                + before_norm
+                + of_rows
+            )
         on_device = [name for name in (LAYER_INPUT, *self.names) if name not in self.offloaded]
         return sum(self._named(name) for name in on_device)
 
@@ -231,14 +257,17 @@ class _Step:
         """Offloaded activations of the current layer, and those of the next on their way."""
         return 2 * sum(self._named(name) for name in self.offloaded)
 
-    # Moments -----------------------------------------------------------------------------------------------------
+    # Moments
+    # -----------------------------------------------------------------------------------------------------
 
     def loss(self) -> Moment:
-        """Moment of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute dtype.
+        """Moment of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute
+        dtype.
 
-        The loss computes its gradient in the same pass, so the float32 gradients of the unembedding and of the hidden
-        states are alive too. The vocabulary is taken whole or in parts. Over `tensor` a device has its own columns and
-        the hidden states of all devices: one chunk at a time, or all of them if its columns come in parts.
+        The loss computes its gradient in the same pass, so the float32 gradients of the unembedding and of
+        the hidden states are alive too. The vocabulary is taken whole or in parts. Over `tensor` a device has
+        its own columns and the hidden states of all devices: one chunk at a time, or all of them if its
+        columns come in parts.
         """
         model, tensor = self.model, self.shards
         chunk = min(model.loss_chunk, -(-self.tokens // tensor))
@@ -267,35 +296,39 @@ class _Step:
         if self.gathers:
             weights += self._one_layer() * self.compute
         if self.reduces:
-            # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the largest of
-            # them waiting.
+            # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the
+            # largest of them waiting.
             sizes = [self._whole(p) // self.layers for p in self.stacked]
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
         return Moment(
             "layer",
-            # The sums of this layer, of the layer before it on their way, and of the one after it on their way back.
+            # The sums of this layer, of the layer before it on their way, and of the one after it on their
+            # way back.
             gradients=self.carried + self._found(layers=True) + self._sums_of_layers(3),
             weights=weights,
             activations=self._all_kept + self._back_from_host(),
             loss=self._unembedding_gradient(),
-            workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace()) + self._over_context(),
+            workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace())
+            + self._over_context(),
         )
 
     def _mlp(self) -> int:
         """Gate, up and their gradients; if gate and up are kept activations, their product in place of both.
 
-        A mixture adds rows of tokens with their gradients, and one more copy of arriving rows if they are exchanged.
+        A mixture adds rows of tokens with their gradients, and one more copy of arriving rows if they are
+        exchanged.
         """
         kept = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
         copies = 2 if self.layout.mesh.expert == 1 else 3
         return (3 if kept else 4) * self.f + 2 * self.pairs + copies * self.rows_x
 
     def _workspace(self) -> int:
-        """Workspace in attention's backward pass on a GPU or CPU, while the MLP's wide arrays are still alive.
+        """Workspace in attention's backward pass on a GPU or CPU, while the MLP's wide arrays are still
+        alive.
 
-        The MLP's arrays stay because XLA computes its weight gradients after attention. Besides them there are the
-        layer's input and its gradient, the outputs of the norms, attention's output and its gradient, and kept
-        activations sliced out of the stack of all layers, or recomputed.
+        The MLP's arrays stay because XLA computes its weight gradients after attention. Besides them there
+        are the layer's input and its gradient, the outputs of the norms, attention's output and its gradient,
+        and kept activations sliced out of the stack of all layers, or recomputed.
         """
         sliced = 2 * self.h + self.x + self.q if self.names is None else 0
         return self._mlp() + sliced + 2 * self.h + 2 * self.x + 2 * self.q + self._scores()
@@ -303,10 +336,10 @@ class _Step:
     def _scores(self) -> int:
         """Workspace of attention's own backward pass on a GPU or CPU.
 
-        In plain XLA probabilities and their gradient, in float32 and in the compute dtype, for a chunk of queries with
-        all keys, and for every chunk its float32 mask and its part of the keys. A fused kernel holds no scores, but
-        gradients of queries, keys and values, and all arrays once more where it pads heads; cuDNN has a mask in the
-        compute dtype.
+        In plain XLA probabilities and their gradient, in float32 and in the compute dtype, for a chunk of
+        queries with all keys, and for every chunk its float32 mask and its part of the keys. A fused kernel
+        holds no scores, but gradients of queries, keys and values, and all arrays once more where it pads
+        heads; cuDNN has a mask in the compute dtype.
         """
         if self.attention in ATTENTION:
             mask = self.rows * self.seq_len * self.seq_len * self.compute if self.attention == "cudnn" else 0
@@ -321,12 +354,13 @@ class _Step:
         return rows * self.heads * self.chunk * self.seq_len * self._score + masks + keys
 
     def _tpu_workspace(self) -> int:
-        """Workspace of a layer's backward pass on a TPU, in the MLP or in attention, less what vector memory holds.
+        """Workspace of a layer's backward pass on a TPU, in the MLP or in attention, less what vector memory
+        holds.
 
-        It holds no experts' rows: grouped matmuls and exchanges take and return arrays in device memory.
-        The arrays that both need are those of `_workspace`, with queries, keys and values in chunks as well. Attention
-        holds one chunk of queries and one of keys at a time, the gradient of its output in chunks, and that of the
-        queries in float32, while the gradients of gate and up are still alive.
+        It holds no experts' rows: grouped matmuls and exchanges take and return arrays in device memory. The
+        arrays that both need are those of `_workspace`, with queries, keys and values in chunks as well.
+        Attention holds one chunk of queries and one of keys at a time, the gradient of its output in chunks,
+        and that of the queries in float32, while the gradients of gate and up are still alive.
         """
         both = 2 * self.h + 2 * self.x + 3 * self.q + 4 * self.k
         keys = self.chunk if self.seq_len % self.chunk == 0 else self.seq_len
@@ -339,8 +373,8 @@ class _Step:
     def _over_context(self) -> int:
         """Workspace of attention over `context`.
 
-        A ring holds keys and values of two devices, their float32 gradients, that of the queries, and copies of the
-        arrays that a hop pairs. An exchange of heads (ulysses) holds the exchanged arrays.
+        A ring holds keys and values of two devices, their float32 gradients, that of the queries, and copies
+        of the arrays that a hop pairs. An exchange of heads (ulysses) holds the exchanged arrays.
         """
         if self.layout.mesh.context == 1:
             return 0
@@ -351,14 +385,17 @@ class _Step:
 
     @property
     def _score(self) -> int:
-        """Bytes per pair of query and key: probabilities and their gradient, in float32 and in the compute dtype.
+        """Bytes per pair of query and key: probabilities and their gradient, in float32 and in the compute
+        dtype.
 
         XLA:TPU holds one float32 array at a time.
         """
         return (_F32 if self.platform == "tpu" else 2 * _F32) + 2 * self.compute
 
     def embedding(self) -> Moment:
-        """Moment of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over devices."""
+        """Moment of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over
+        devices.
+        """
         model, mesh = self.model, self.layout.mesh
         table = model.vocab_size // self.shards * model.d_model
         workspace = table * _F32 + self.x
@@ -392,7 +429,11 @@ class _Step:
         streams = any(spec.offload.share(name) > 0 for name in ("optimizer", "gradients")) or (
             copies_weights(self.layout) and not self.gathers
         )
-        sizes = [(self.layout.local_size(p.optimizer, p.info.shape), p.info.is_stacked) for p in self.layout.params]
-        largest = max(size // self.layers if stacked else size for size, stacked in sizes)  # a slice is of one layer
+        sizes = [
+            (self.layout.local_size(p.optimizer, p.info.shape), p.info.is_stacked) for p in self.layout.params
+        ]
+        largest = max(
+            size // self.layers if stacked else size for size, stacked in sizes
+        )  # a slice is of one layer
         slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
         return Moment("update", gradients=gradients, weights=weights, workspace=slices)

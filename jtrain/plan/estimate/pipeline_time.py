@@ -1,8 +1,9 @@
 """Seconds of a pipeline's operations, and of the bubble between them.
 
-Stages run one program and meet after every tick (the lockstep clock), so a tick takes as long as its slowest worker.
-All workers have as many layers, so an operation takes equally long on each. Embedding and loss are split over all
-stages, which compute them at the same time: they are no part of an operation, and no stage waits for another in them.
+Stages run one program and meet after every tick (the lockstep clock), so a tick takes as long as its slowest
+worker. All workers have as many layers, so an operation takes equally long on each. Embedding and loss are
+split over all stages, which compute them at the same time: they are no part of an operation, and no stage
+waits for another in them.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ from jtrain.step.pipeline_ticks import chunk_passes, layers_permute
 class StageSeconds:
     """Seconds per step in which a device works on its own layers.
 
-    forward_s, by_input_s, by_weight_s: all of F, I and W; a recomputed forward pass is part of I, and the sum over
-      microbatches part of W.
+    forward_s, by_input_s, by_weight_s: all of F, I and W; a recomputed forward pass is part of I, and the sum
+      over microbatches part of W.
     waits_s: collectives of the layers that nothing hides.
     """
 
@@ -46,7 +47,9 @@ def operation_costs(layout: Layout, spent: StageSeconds, *, message_s: float) ->
     wait_s = spent.waits_s / 2 / chunk_passes(layout)
     forward_s, by_input_s, by_weight_s = spent.forward_s / n, spent.by_input_s / n, spent.by_weight_s / n
     virtual = steps.stages * steps.chunks
-    return Costs((forward_s + wait_s,) * virtual, (by_input_s + wait_s,) * virtual, (by_weight_s,) * virtual, message_s)
+    return Costs(
+        (forward_s + wait_s,) * virtual, (by_input_s + wait_s,) * virtual, (by_weight_s,) * virtual, message_s
+    )
 
 
 def bubble_s(layout: Layout, spent: StageSeconds, costs: Costs) -> float:
@@ -57,6 +60,8 @@ def bubble_s(layout: Layout, spent: StageSeconds, costs: Costs) -> float:
     steps = ticks(layout)
     assert steps is not None
     n = steps.microbatches * steps.chunks
-    if layers_permute(layout):  # every stage computes in every tick, and `collectives` counts what it sends in all
+    if layers_permute(
+        layout
+    ):  # every stage computes in every tick, and `collectives` counts what it sends in all
         return (steps.num_ticks - n) / n * (spent.busy_s - spent.waits_s)
     return steps.makespan(costs.forward[0], costs.by_input[0], costs.by_weight[0]) - spent.busy_s

@@ -1,8 +1,8 @@
 """Roofline prediction of a step's time, by parts, and of a run's cost in time, money and energy.
 
-`Assumptions` holds the fractions of peak that are assumed, and every sheet prints them. Parts that the schedule can
-overlap (gathers of weights with the layers' matmuls, host copies with both) count only their exposed time; the other
-parts add up.
+`Assumptions` holds the fractions of peak that are assumed, and every sheet prints them. Parts that the
+schedule can overlap (gathers of weights with the layers' matmuls, host copies with both) count only their
+exposed time; the other parts add up.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ class Assumptions:
     matmul: fraction of peak FLOP/s in matmuls; None for that of the chip, the precision and the shape
       (`jtrain.plan.estimate.matmul_time`). Attention has fractions of its own: `jtrain_kernels.cost`.
     memory, network, torus, host_link: fractions of the bandwidths; `torus` of the links between TPUs.
-    beside, beside_on_torus: fraction of the seconds of a collective beside matmuls by which the step is longer
-      nevertheless: what the collective takes of the memory, of the power and on GPUs of the multiprocessors. What has
-      nothing beside it counts whole (`jtrain.plan.estimate.exposed_network`).
-    slowest: speed of the slowest of several GPUs, for which all others wait at every collective, by the speed of one
-      alone; their clocks differ with power and heat. Up to 6 % are reported (arXiv:2511.09861).
+    beside, beside_on_torus: fraction of the seconds of a collective beside matmuls by which the step is
+      longer nevertheless: what the collective takes of the memory, of the power and on GPUs of the
+      multiprocessors. What has nothing beside it counts whole (`jtrain.plan.estimate.exposed_network`).
+    slowest: speed of the slowest of several GPUs, for which all others wait at every collective, by the speed
+      of one alone; their clocks differ with power and heat. Up to 6 % are reported (arXiv:2511.09861).
     computation: seconds of matmuls, attention and passes over memory by those predicted, as a run measured.
     """
 
@@ -71,16 +71,18 @@ class Assumptions:
         return self.slowest if device.platform == "gpu" and devices > 1 else 1.0
 
     def of(self, device: DeviceSpec, *, devices: int, in_8_bits: bool) -> str:
-        """The assumptions for a step on `devices` of a kind, with the layers' matmuls in 8 bits or not, in one line."""
+        """The assumptions for a step on `devices` of a kind, with the layers' matmuls in 8 bits or not, in
+        one line.
+        """
         rate = rate_of(device).fp8 if in_8_bits else rate_of(device).bf16
         matmul = f"up to {rate:.0%}" if self.matmul is None else f"{self.matmul:.0%}"
         slowest = self.slowest_of(device, devices)
         return (
-            f"assumed: {matmul} of peak in {'8-bit ' if in_8_bits else ''}matrix products, {self.memory:.0%} of memory "
-            f"bandwidth, {self.network_of(device):.0%} of the network's, {self.host_link:.0%} of the host link's; "
-            f"gathers of weights overlap with compute but for {self.beside_of(device):.0%}, copies to and from "
-            "the host in the layers wholly, tensor-parallel and end-of-step collectives not"
-            + (f"; the slowest device has {slowest:.0%} of the others' speed" if slowest < 1 else "")
+            f"assumed: {matmul} of peak in {'8-bit ' if in_8_bits else ''}matrix products, {self.memory:.0%} "
+            f"of memory bandwidth, {self.network_of(device):.0%} of the network's, {self.host_link:.0%} of "
+            f"the host link's; gathers of weights overlap with compute but for {self.beside_of(device):.0%}, "
+            "copies to and from the host in the layers wholly, tensor-parallel and end-of-step collectives "
+            "not" + (f"; the slowest device has {slowest:.0%} of the others' speed" if slowest < 1 else "")
         )
 
 
@@ -88,13 +90,14 @@ class Assumptions:
 class StepTime:
     """Predicted time of a step, by part.
 
-    matmul_s: matmuls without attention's, also recomputed ones; attention_s: attention, by the implementation chosen
-      for the machine; passes_s: norms, SwiGLU, the loss and other passes over memory; accumulate_s: the sum over
-      microbatches; optimizer_s: the update, bound by memory, or by the
-      host's cores under layout.offload.update=host.
+    matmul_s: matmuls without attention's, also recomputed ones; attention_s: attention, by the implementation
+      chosen for the machine; passes_s: norms, SwiGLU, the loss and other passes over memory; accumulate_s:
+      the sum over microbatches; optimizer_s: the update, bound by memory, or by the host's cores under
+      layout.offload.update=host.
     bubble_s: waiting for other pipeline stages; costs: seconds of a pipeline's operations.
     slowest_s: waiting for the slowest device.
-    network: collectives by mesh axes. host_copy_s: copies of offloaded arrays; exposed_host_s: their exposed part.
+    network: collectives by mesh axes. host_copy_s: copies of offloaded arrays; exposed_host_s: their exposed
+      part.
     tokens: tokens per step; mfu: model FLOPs utilisation.
     """
 
@@ -145,7 +148,9 @@ class StepTime:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Cost of training on `tokens`: wall time including goodput, device hours, money and energy; None if unknown."""
+    """Cost of training on `tokens`: wall time including goodput, device hours, money and energy; None if
+    unknown.
+    """
 
     tokens: int
     wall_s: float
@@ -160,14 +165,15 @@ class Cost:
 
 
 def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()) -> StepTime:
-    """Predicts the time of one step. Not counted: the matmuls of Muon's update, and the casts of 8-bit matmuls.
+    """Predicts the time of one step. Not counted: the matmuls of Muon's update, and the casts of 8-bit
+    matmuls.
 
     Args:
       plan: memory plan of the same job; its host bytes are the bytes that are copied.
 
     Raises:
-      UserError: the device's peak for the compute dtype or for 8-bit matmuls, the speed of the host link that an
-        offload needs, or that of the network that the mesh needs is not published.
+      UserError: the device's peak for the compute dtype or for 8-bit matmuls, the speed of the host link that
+        an offload needs, or that of the network that the mesh needs is not published.
     """
     assert job.machine is not None, "a step time is that of a machine"
     layout, device = job.layout, job.machine.device
@@ -177,11 +183,15 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     multiply = matmuls(job, memory=assume.memory, fraction=assume.matmul).scaled(assume.computation)
     passes = memory_passes(job, hbm / assume.computation)
     part = layers_here(layout, job.model.num_layers) / job.model.num_layers  # of the layers, on one device
-    attention_forward_s, attention_backward_s = (assume.computation * part * took for took in attention_s(job))
+    attention_forward_s, attention_backward_s = (
+        assume.computation * part * took for took in attention_s(job)
+    )
     if "attention" in job.step.again:
         attention_backward_s += attention_forward_s
     forward_s = multiply.layers["forward"] + attention_forward_s + passes.forward_s
-    by_input_s = multiply.layers["by_input"] + multiply.layers["again"] + attention_backward_s + passes.backward_s
+    by_input_s = (
+        multiply.layers["by_input"] + multiply.layers["again"] + attention_backward_s + passes.backward_s
+    )
     by_weight_s = multiply.layers["by_weight"]
     accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
     grad = itemsize(layout.precision.param_dtype)
@@ -195,7 +205,9 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     behind = Hiding(forward_s, by_input_s + by_weight_s, experts_s)
     if experts_s:  # forward and backward pass have them in proportion
         rest = 1 - experts_s / (forward_s + by_input_s + by_weight_s)
-        behind = dataclasses.replace(behind, forward_s=forward_s * rest, backward_s=(by_input_s + by_weight_s) * rest)
+        behind = dataclasses.replace(
+            behind, forward_s=forward_s * rest, backward_s=(by_input_s + by_weight_s) * rest
+        )
     efficiency, beside = assume.network_of(device), assume.beside_of(device)
     sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
     forward_copy_s, backward_copy_s, copy_s = _loop_copies(layout, plan, job.machine, assume)
@@ -229,7 +241,9 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     return dataclasses.replace(timed, mfu=reached)
 
 
-def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_per_hour: float | None = None) -> Cost:
+def cost(
+    timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_per_hour: float | None = None
+) -> Cost:
     """Cost of training on `tokens` at the predicted speed.
 
     Args:
@@ -248,8 +262,12 @@ def cost(timed: StepTime, machine: Machine, *, tokens: int, goodput: float, usd_
     )
 
 
-def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float) -> tuple[float, float]:
-    """Seconds of the update, and of the copies of offloaded state; both directions of the link run at once."""
+def _update(
+    layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions, hbm: float
+) -> tuple[float, float]:
+    """Seconds of the update, and of the copies of offloaded state; both directions of the link run at
+    once.
+    """
     elements = sum(layout.local_size(p.optimizer, p.info.shape) for p in layout.params)
     state = plan.optimizer + plan.host_optimizer
     # Gradients are read twice, for their norm and for the update; parameters and state are read and written.
@@ -268,12 +286,14 @@ def _update(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumpti
     return device_s * (1 - share) + on_host_s, norm_s + (sent + back + plan.host_parameters) / link
 
 
-def _loop_copies(layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions) -> tuple[float, float, float]:
+def _loop_copies(
+    layout: Layout, plan: MemoryPlan, machine: Machine, assume: Assumptions
+) -> tuple[float, float, float]:
     """Seconds of copies beside the layers' forward pass, beside their backward pass, and of all copies.
 
     Both passes fetch parameters, and the backward pass activations, one layer ahead. The forward pass stores
-    activations while it fetches: the link runs both ways at once. Sums of gradients are fetched in the first half of a
-    layer's backward pass and stored in the second.
+    activations while it fetches: the link runs both ways at once. Sums of gradients are fetched in the first
+    half of a layer's backward pass and stored in the second.
     """
     if not (plan.host_parameters or plan.host_activations or plan.host_gradients):
         return 0.0, 0.0, 0.0
@@ -294,7 +314,8 @@ def _host_link(machine: Machine, assume: Assumptions) -> float:
     speed = machine.device.host.link_bytes_per_s
     if speed is None:
         raise UserError(
-            f"layout.offload copies to host memory, but the speed of that link is not published for "
-            f"{machine.device.name}. Set layout.offload.optimizer, .params, .activations and .gradients to none."
+            "layout.offload copies to host memory, but the speed of that link is not published for "
+            f"{machine.device.name}. Set layout.offload.optimizer, .params, .activations and .gradients to "
+            "none."
         )
     return speed * assume.host_link

@@ -30,7 +30,9 @@ def tiled(shape: tuple[int, ...]) -> int:
     if len(shape) == 1:
         return _filled(size, _LANES)
     pairs = ((shape[i], shape[k]) for i, k in itertools.permutations(range(len(shape)), 2))
-    return min((size // (rows * lanes) * _rows(rows) * _filled(lanes, _LANES) for rows, lanes in pairs), default=size)
+    return min(
+        (size // (rows * lanes) * _rows(rows) * _filled(lanes, _LANES) for rows, lanes in pairs), default=size
+    )
 
 
 def _rows(rows: int) -> int:

@@ -1,8 +1,9 @@
-"""Time of a collective over the levels of a fabric: latency + bytes / bandwidth, phase by phase, for any library.
+"""Time of a collective over the levels of a fabric: latency + bytes / bandwidth, phase by phase, for any
+library.
 
-Levels are the links of a domain and the network between domains. NVLink counts with the part of its line rate that NCCL
-counts with, a torus with all of it. Latencies of GPUs are NCCL's of the Simple protocol, of TPUs those of the torus; a
-host's adapters work side by side, each for its own device.
+Levels are the links of a domain and the network between domains. NVLink counts with the part of its line rate
+that NCCL counts with, a torus with all of it. Latencies of GPUs are NCCL's of the Simple protocol, of TPUs
+those of the torus; a host's adapters work side by side, each for its own device.
 """
 
 import dataclasses
@@ -52,7 +53,9 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class _Levels:
-    """Sizes and rates of a fabric's two levels; `network` counts what the spine leaves of one adapter's rate."""
+    """Sizes and rates of a fabric's two levels; `network` counts what the spine leaves of one adapter's
+    rate.
+    """
 
     fabric: Fabric
     link: float
@@ -121,15 +124,23 @@ def _one_ring(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Way:
 
 
 def _double_tree(levels: _Levels, array_bytes: int) -> Way:
-    """NCCL's double binary tree over domains, a chain within: each half of the array up and down another tree."""
+    """NCCL's double binary tree over domains, a chain within: each half of the array up and down another
+    tree.
+    """
     fabric = levels.fabric
     hop = published.NETWORK_US["Tree"][SIMPLE] + 2 * fabric.network.latency_us
     latency = published.BASE_US["Tree"][SIMPLE]
-    latency += 2 * (fabric.domain - 1) * published.LINK_US["Tree"][SIMPLE] + 2 * int(math.log2(fabric.domains)) * hop
+    latency += (
+        2 * (fabric.domain - 1) * published.LINK_US["Tree"][SIMPLE] + 2 * int(math.log2(fabric.domains)) * hop
+    )
     over_network = 2 * (fabric.domains - 1) / fabric.domains * array_bytes / fabric.domain
     if 2.0 * array_bytes / levels.link >= over_network / levels.network:
-        return Way("double tree", (NetworkPhase("up and down", "links", latency, 2.0 * array_bytes, levels.link),))
-    return Way("double tree", (NetworkPhase("up and down", "network", latency, over_network, levels.network),))
+        return Way(
+            "double tree", (NetworkPhase("up and down", "links", latency, 2.0 * array_bytes, levels.link),)
+        )
+    return Way(
+        "double tree", (NetworkPhase("up and down", "network", latency, over_network, levels.network),)
+    )
 
 
 def _hierarchical(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Way:
@@ -154,7 +165,9 @@ def _direct(levels: _Levels, array_bytes: int) -> Way:
     link, hop = levels.link, _inside_us(fabric, 1)
     if fabric.device.torus_dims is not None and fabric.domain > 1:
         inside = fabric.domain / fabric.count * array_bytes
-        link = fabric.link_bytes_per_s * exchange_share(fabric.device.torus_dims, fabric.domain, fabric.domain)
+        link = fabric.link_bytes_per_s * exchange_share(
+            fabric.device.torus_dims, fabric.domain, fabric.domain
+        )
     phases = [NetworkPhase("within each domain", "links", _base_us(fabric) + hop, inside, link)]
     if fabric.domains > 1:
         outside = (fabric.count - fabric.domain) / fabric.count * array_bytes

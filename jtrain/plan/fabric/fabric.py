@@ -15,9 +15,11 @@ type Processor = Literal["intel", "amd"]
 class Network:
     """Switches between hosts, with one network adapter per device.
 
-    rails: leaf switches that a host is connected to, each by the same number of adapters; None for one per device.
+    rails: leaf switches that a host is connected to, each by the same number of adapters; None for one per
+      device.
     hosts_per_leaf: hosts under one leaf switch. The default is a scalable unit of NVIDIA's DGX SuperPOD.
-    uplinks: links of equal cost from a leaf to the spine; None for as many of the adapters' rate as are needed.
+    uplinks: links of equal cost from a leaf to the spine; None for as many of the adapters' rate as are
+      needed.
     oversubscription: rate of a leaf's adapters by the rate of its uplinks.
     efficiency: fraction of the adapters' line rate that long messages reach: 46 of 50 GB/s with 400 Gbit/s
       (NVIDIA/nccl-tests issue 290).
@@ -103,7 +105,9 @@ class Fabric:
     @property
     def uplink_bytes_per_s(self) -> float:
         """Rate of one uplink, one direction."""
-        return self.adapters_per_leaf * self.adapter_bytes_per_s / self.network.oversubscription / self.uplinks
+        return (
+            self.adapters_per_leaf * self.adapter_bytes_per_s / self.network.oversubscription / self.uplinks
+        )
 
     def __str__(self) -> str:
         return f"{self.count} x {self.device.name}"
@@ -113,8 +117,8 @@ def make_fabric(device: DeviceSpec, count: int, network: Network | None = None) 
     """The fabric of `count` devices of one kind.
 
     Raises:
-      UserError: fewer than two devices, a part of a domain, rails that do not divide a host's adapters, or a network
-        whose speed is unknown.
+      UserError: fewer than two devices, a part of a domain, rails that do not divide a host's adapters, or a
+        network whose speed is unknown.
     """
     if count < 2:
         raise UserError(f"--count {count}: a collective has at least 2 devices.")
@@ -127,13 +131,14 @@ def make_fabric(device: DeviceSpec, count: int, network: Network | None = None) 
         )
     if device.host.devices % fabric.rails:
         raise UserError(
-            f"network.rails={fabric.rails} does not divide the {device.host.devices} adapters of a host. Set it to a "
-            f"divisor, such as {device.host.devices}."
+            f"network.rails={fabric.rails} does not divide the {device.host.devices} adapters of a host. Set "
+            f"it to a divisor, such as {device.host.devices}."
         )
     if fabric.domains > 1 and device.host.network_bytes_per_s is None:
         smaller = f"Use --count {fabric.domain} at most, or set" if fabric.domain > 1 else "Set"
         raise UserError(
-            f"{count} x {device.name} span {fabric.domains} domains of {fabric.domain}, and the speed of the network "
-            f"between them is not published. {smaller} host.network_gbit_per_s in a file for --machine."
+            f"{count} x {device.name} span {fabric.domains} domains of {fabric.domain}, and the speed of the "
+            f"network between them is not published. {smaller} host.network_gbit_per_s in a file for "
+            "--machine."
         )
     return fabric

@@ -1,8 +1,9 @@
 """Flows that switches spread over links of equal cost by a hash (ECMP): how uneven the links' loads are.
 
-A connection between two adapters is one flow. With several queue pairs per connection, and switches that hash the
-destination queue pair too (E-ECMP, Meta, SIGCOMM 2024), each queue pair is a flow of its own, of a part of the bytes.
-The last link to finish decides, so what counts is the expected load of the fullest link: balls thrown into bins.
+A connection between two adapters is one flow. With several queue pairs per connection, and switches that hash
+the destination queue pair too (E-ECMP, Meta, SIGCOMM 2024), each queue pair is a flow of its own, of a part
+of the bytes. The last link to finish decides, so what counts is the expected load of the fullest link: balls
+thrown into bins.
 """
 
 import math
@@ -16,9 +17,10 @@ NOTHING = 1e-30
 def expected_max_load(flows: int, links: int, queue_pairs: int = 1) -> float:
     """Expected load of the fullest link, in flows; exact.
 
-    The loads of n = flows * queue_pairs balls in `links` bins are independent Poisson variables, given that their sum
-    is n. So P(all loads <= m) is the coefficient of x^n in (sum of the Poisson masses up to m, times x^k)^links, by the
-    Poisson mass at n of their sum; and the expectation is the sum over m of P(some load > m).
+    The loads of n = flows * queue_pairs balls in `links` bins are independent Poisson variables, given that
+    their sum is n. So P(all loads <= m) is the coefficient of x^n in (sum of the Poisson masses up to m,
+    times x^k)^links, by the Poisson mass at n of their sum; and the expectation is the sum over m of P(some
+    load > m).
     """
     balls = flows * queue_pairs
     if links == 1:
@@ -38,14 +40,18 @@ def expected_max_load(flows: int, links: int, queue_pairs: int = 1) -> float:
     return expected / queue_pairs
 
 
-def simulated_max_load(flows: int, links: int, queue_pairs: int = 1, *, trials: int = 4000, seed: int = 0) -> float:
+def simulated_max_load(
+    flows: int, links: int, queue_pairs: int = 1, *, trials: int = 4000, seed: int = 0
+) -> float:
     """Mean load of the fullest link over `trials` random hashes, in flows."""
     rng = np.random.default_rng((seed, flows, links, queue_pairs))
     loads = rng.multinomial(flows * queue_pairs, np.full(links, 1 / links), size=trials)
     return float(loads.max(axis=1).mean()) / queue_pairs
 
 
-def effective_queue_pairs(queue_pairs: int, array_bytes: float, channels: int, chunk_bytes: int = 512 * 1024) -> int:
+def effective_queue_pairs(
+    queue_pairs: int, array_bytes: float, channels: int, chunk_bytes: int = 512 * 1024
+) -> int:
     """Queue pairs that carry bytes of one collective: no more than it sends messages on a connection.
 
     With `NCCL_IB_SPLIT_DATA_ON_QPS=0` NCCL posts whole messages in turn, each on the next queue pair.

@@ -1,4 +1,6 @@
-"""NCCL's environment variables that follow from a fabric, as lines of a shell script that launch scripts source."""
+"""NCCL's environment variables that follow from a fabric, as lines of a shell script that launch scripts
+source.
+"""
 
 from collections.abc import Iterator
 
@@ -10,7 +12,8 @@ def choice_lines(kind: str, chosen: Estimate, size: str) -> Iterator[str]:
     """Lines that hold NCCL to an algorithm and a protocol, for one collective and all its sizes.
 
     Args:
-      kind: all-reduce, all-gather or reduce-scatter. size: of the array that the choice was made for, for the comment.
+      kind: all-reduce, all-gather or reduce-scatter. size: of the array that the choice was made for, for the
+        comment.
     """
     function = kind.replace("-", "")
     yield f"# What NCCL's model chooses by itself for {size}; these lines hold for every size. NCCL 2.28 or newer."

@@ -1,7 +1,8 @@
-"""Channels that NCCL's search finds on hosts whose GPUs a switch of NVLink joins: how many, and how fast each is.
+"""Channels that NCCL's search finds on hosts whose GPUs a switch of NVLink joins: how many, and how fast each
+is.
 
-NCCL tries bandwidths of a channel in a fixed order and keeps those that give the most in total. GPU i's adapter is
-taken to be next to GPU i, as in DGX, HGX and NVL72 machines.
+NCCL tries bandwidths of a channel in a fixed order and keeps those that give the most in total. GPU i's
+adapter is taken to be next to GPU i, as in DGX, HGX and NVL72 machines.
 """
 
 import dataclasses
@@ -83,7 +84,9 @@ class Node:
     def _search(self, link: float) -> Channels:
         def channels(step: float) -> int:
             over_links = math.floor(link / step)
-            over_adapters = MAX_SEARCHED if self.adapter is None else self.gpus * math.floor(self.adapter / step)
+            over_adapters = (
+                MAX_SEARCHED if self.adapter is None else self.gpus * math.floor(self.adapter / step)
+            )
             return min(over_links, over_adapters, MAX_SEARCHED)
 
         if self.gpus == 1:  # every byte goes over the adapter
@@ -91,7 +94,9 @@ class Node:
         return _most(self._steps, channels)
 
     def _doubled(self, found: Channels) -> Channels:
-        """Splits fast channels in two, as NCCL does, but on Hopper and later only those of 50 GB/s, or few."""
+        """Splits fast channels in two, as NCCL does, but on Hopper and later only those of 50 GB/s, or
+        few.
+        """
         late = self.generation in ("hopper", "blackwell")
         if found.gb_per_s < 25 or (late and found.gb_per_s < 50 and found.count > 4):
             return found

@@ -1,7 +1,9 @@
-"""Constants of NCCL's tuning model: `src/tuning/` of NCCL 2.31 (commit 1fc949c5), `src/graph/search.cc` and `topo.h`.
+"""Constants of NCCL's tuning model: `src/tuning/` of NCCL 2.31 (commit 1fc949c5), `src/graph/search.cc` and
+`topo.h`.
 
-For GPUs before Blackwell, 2.28.3 has the same constants but one: a hop of NVLSTree between hosts took 14 us there.
-Latencies are in microseconds, bandwidths in GB/s (1e9 bytes). Protocols stand in the order of `PROTOCOLS`.
+For GPUs before Blackwell, 2.28.3 has the same constants but one: a hop of NVLSTree between hosts took 14 us
+there. Latencies are in microseconds, bandwidths in GB/s (1e9 bytes). Protocols stand in the order of
+`PROTOCOLS`.
 """
 
 from typing import Literal
@@ -41,7 +43,8 @@ NETWORK_US: dict[Algorithm, tuple[float, float, float]] = {
 """Latency of a hop between hosts."""
 
 POST_US = {"intel": 1.0, "amd": 2.0}
-"""Time in which a host's processor posts one message, by its maker; three times that for the Simple protocol."""
+"""Time in which a host's processor posts one message, by its maker; three times that for the Simple
+protocol."""
 
 LL_GB_PER_S = {
     "volta": (39.0, 39.0, 20.4),
@@ -49,7 +52,8 @@ LL_GB_PER_S = {
     "hopper": (141.0, 45.0, 35.0),
     "blackwell": (282.0, 90.0, 70.0),
 }
-"""Largest bandwidth of LL on one, two and more hosts; on several, processors of Intel count as volta, AMD as ampere."""
+"""Largest bandwidth of LL on one, two and more hosts; on several, processors of Intel count as volta, AMD as
+ampere."""
 
 RING_LL128_GB_PER_S = {
     "volta": (20.0, 20.0, 20.0),
@@ -97,7 +101,8 @@ TREE_CORRECTION: tuple[tuple[float, ...], ...] = (
 """Factor of a tree's bandwidth by protocol and size, for powers of two from 64 bytes on."""
 
 PLATEAU = {"volta": 1.9, "ampere": 1.4, "hopper": 1.4, "blackwell": 1.4}
-"""Factor of the latency of a ring's all-reduce between hosts, from 64 bytes per rank and channel on (Simple)."""
+"""Factor of the latency of a ring's all-reduce between hosts, from 64 bytes per rank and channel on
+(Simple)."""
 
 COUNTED_LINK = {"volta": 0.8, "ampere": 0.8, "hopper": 20.6 / 25, "blackwell": 40.1 / 50}
 """Fraction of NVLink's line rate that NCCL counts with."""

@@ -2,11 +2,12 @@
 
     time = latency + bytes / bandwidth,    both by algorithm, protocol, hosts and GPUs per host
 
-This is the model of NCCL's sources (`jtrain.plan.fabric.nccl_constants`), for domains of equally many GPUs. NCCL knows
-nothing of oversubscription, of hash collisions and of what an adapter reaches: `on_network` adds them.
+This is the model of NCCL's sources (`jtrain.plan.fabric.nccl_constants`), for domains of equally many GPUs.
+NCCL knows nothing of oversubscription, of hash collisions and of what an adapter reaches: `on_network` adds
+them.
 
-Not here: CollNet, which NVLS takes the place of where GPUs are joined by an NVSwitch; broadcast and reduce; the
-corrections of NVLSTree for Grace hosts; the kernels for symmetric memory.
+Not here: CollNet, which NVLS takes the place of where GPUs are joined by an NVSwitch; broadcast and reduce;
+the corrections of NVLSTree for Grace hosts; the kernels for symmetric memory.
 """
 
 import dataclasses
@@ -78,7 +79,9 @@ class Timed:
 
 
 def nccl_group(fabric: Fabric) -> Group | None:
-    """The devices of a fabric as NCCL sees them; None if NCCL is not their library, or no NVLink joins them."""
+    """The devices of a fabric as NCCL sees them; None if NCCL is not their library, or no NVLink joins
+    them.
+    """
     device = fabric.device
     generation = generation_of(device.compute_capability)
     if generation is None or (fabric.domain == 1 and fabric.domains == 1):
@@ -99,7 +102,9 @@ def nccl_group(fabric: Fabric) -> Group | None:
 
 @functools.cache
 def estimates(group: Group, kind: Reduction) -> tuple[Estimate, ...]:
-    """Algorithms and protocols that NCCL may choose from, without the corrections for a size, which `time_us` adds."""
+    """Algorithms and protocols that NCCL may choose from, without the corrections for a size, which `time_us`
+    adds.
+    """
     found = [*_ring(group, kind)]
     if kind == "all-reduce":
         found += _tree(group)
@@ -215,7 +220,9 @@ def _tree(group: Group) -> Iterator[Estimate]:
             bus *= 0.85
         hops = int(math.log2(group.nodes)) * _hop_us(group, "Tree", index)
         latency = (
-            published.BASE_US["Tree"][index] + 2 * (group.node.gpus - 1) * published.LINK_US["Tree"][index] + 2 * hops
+            published.BASE_US["Tree"][index]
+            + 2 * (group.node.gpus - 1) * published.LINK_US["Tree"][index]
+            + 2 * hops
         )
         yield Estimate("Tree", protocol, latency, bus * 0.5)
 

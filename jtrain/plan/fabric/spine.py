@@ -1,8 +1,9 @@
-"""Share of the adapters' rate that the spine leaves: oversubscription, and hash collisions on a leaf's uplinks.
+"""Share of the adapters' rate that the spine leaves: oversubscription, and hash collisions on a leaf's
+uplinks.
 
-The slowest flow decides: every device waits for the last. Flows are the connections of one leaf's adapters that leave
-it. A ring whose hosts come leaf by leaf leaves a leaf once per adapter of one host; hosts in any order (`scattered`)
-leave it with every adapter. In an all-to-all every adapter sends to all others.
+The slowest flow decides: every device waits for the last. Flows are the connections of one leaf's adapters
+that leave it. A ring whose hosts come leaf by leaf leaves a leaf once per adapter of one host; hosts in any
+order (`scattered`) leave it with every adapter. In an all-to-all every adapter sends to all others.
 """
 
 import dataclasses
@@ -67,11 +68,14 @@ SETTINGS = (1, 2, 4, 8, 16, 32)
 """Values of `NCCL_IB_QPS_PER_CONNECTION` that are compared; NCCL takes 1 to 128."""
 
 WORTH = 0.1
-"""Gain by which twice as many queue pairs must be faster to be advised: each takes memory and time of its adapter."""
+"""Gain by which twice as many queue pairs must be faster to be advised: each takes memory and time of its
+adapter."""
 
 
 def advised_queue_pairs(traffic: SpineTraffic, *, most: int) -> int:
-    """The fewest queue pairs per connection after which doubling them gains less than 10 %, at most `most`."""
+    """The fewest queue pairs per connection after which doubling them gains less than 10 %, at most
+    `most`.
+    """
     for fewer, more in itertools.pairwise(SETTINGS):
         if more > most or traffic.slowdown(fewer) / traffic.slowdown(more) < 1 + WORTH:
             return fewer
@@ -96,7 +100,8 @@ class Incast:
 
 
 NCCL_WINDOW = 4.0 * 1024**2
-"""Bytes that one NCCL connection has under way at most: `NCCL_BUFFSIZE`. The receiver's clear-to-send admits them."""
+"""Bytes that one NCCL connection has under way at most: `NCCL_BUFFSIZE`. The receiver's clear-to-send admits
+them."""
 
 
 def incast(senders: int, message_bytes: float, buffer_bytes: float | None) -> Incast:

@@ -9,8 +9,8 @@ TORUS_HOP_S = 1e-6
 def torus_ring(dims: int, slice_devices: int, group: int) -> tuple[float, float]:
     """Fraction of a chip's links that a group of a slice uses, and the number of hops of its rings.
 
-    A group lies along some of the slice's dimensions, at least one. Slices below a cube of 4 x 4 x 4, or 16 x 16, have
-    no wrap-around, which halves a ring's bandwidth. Source: scaling book, part 2.
+    A group lies along some of the slice's dimensions, at least one. Slices below a cube of 4 x 4 x 4, or 16 x
+    16, have no wrap-around, which halves a ring's bandwidth. Source: scaling book, part 2.
     """
     there = max(1, min(dims, int(math.log2(slice_devices))))
     used = max(1.0, there * math.log(group) / math.log(slice_devices))
@@ -22,9 +22,9 @@ def torus_ring(dims: int, slice_devices: int, group: int) -> tuple[float, float]
 def exchange_share(dims: int, slice_devices: int, group: int) -> float:
     """Rate of an all-to-all, of each device's whole array, by the rate of all links of a device.
 
-    A group lies as a block along as many dimensions as it can. On a ring of s devices an array crosses s / 4 links on
-    average, both ways round; on a line s / 3, and its middle link limits it to half the ring's rate. Rings have at
-    least 4 devices, because slices with wrap-around are built of cubes of 4 x 4 x 4.
+    A group lies as a block along as many dimensions as it can. On a ring of s devices an array crosses s / 4
+    links on average, both ways round; on a line s / 3, and its middle link limits it to half the ring's rate.
+    Rings have at least 4 devices, because slices with wrap-around are built of cubes of 4 x 4 x 4.
     """
     wraps = slice_devices >= (64 if dims == 3 else 256)
     used = max(1, min(dims, int(math.log2(group))))

@@ -65,17 +65,21 @@ def _best(rows: Sequence[CostRow], device: DeviceSpec) -> list[str]:
         if row is not None and row.cost is not None and row.uptime is not None:
             money = "" if row.cost.usd is None else f", ${row.cost.usd:,.0f}"
             lines.append(
-                f"{name}: {row.count:,} x {device.name}, {row.cost.days:,.1f} days, {row.cost.device_hours:,.0f} "
-                f"device hours{money}; a failure every {duration(row.uptime.mtbf_s)}, saves of {row.uptime.save_s:.2g} "
-                f"s: set checkpoint.every_steps={row.uptime.every_steps}"
+                f"{name}: {row.count:,} x {device.name}, {row.cost.days:,.1f} days, "
+                f"{row.cost.device_hours:,.0f} device hours{money}; a failure every "
+                f"{duration(row.uptime.mtbf_s)}, saves of {row.uptime.save_s:.2g} s: set "
+                f"checkpoint.every_steps={row.uptime.every_steps}"
             )
     return lines
 
 
-def _assumed(rows: Sequence[CostRow], device: DeviceSpec, failures: Failures, carbon: float, priced: bool) -> list[str]:
+def _assumed(
+    rows: Sequence[CostRow], device: DeviceSpec, failures: Failures, carbon: float, priced: bool
+) -> list[str]:
     lines = [
-        f"assumed: a device fails every {failures.mtbf_hours:,.0f} hours with its share of the host and network, a "
-        f"restart takes {failures.restart_s:,.0f} s; no other lost time (data, evaluation, maintenance)"
+        f"assumed: a device fails every {failures.mtbf_hours:,.0f} hours with its share of the host and "
+        f"network, a restart takes {failures.restart_s:,.0f} s; no other lost time (data, evaluation, "
+        "maintenance)"
     ]
     if failures.save_s is None and device.host.link_bytes_per_s is None:
         lines.append(assumed_link(device))
@@ -83,17 +87,18 @@ def _assumed(rows: Sequence[CostRow], device: DeviceSpec, failures: Failures, ca
         lines.append("for the cost in money, give --price USD (per device and hour)")
     if device.power_w:
         lines.append(
-            f"energy: {device.power_w:,.0f} W per device (its maximum; without hosts and cooling); CO2: {carbon:,.0f} "
-            "g per kWh"
+            f"energy: {device.power_w:,.0f} W per device (its maximum; without hosts and cooling); CO2: "
+            f"{carbon:,.0f} g per kWh"
         )
     else:
         lines.append(
-            f"energy and CO2 unknown: the power of a {device.name} is not published. Set chip.power_w in a --machine "
-            "FILE"
+            f"energy and CO2 unknown: the power of a {device.name} is not published. Set chip.power_w in a "
+            "--machine FILE"
         )
     if any(row.point is None for row in rows):
         lines.append(
-            "nothing fits: `jtrain plan --config=NAME --count N --search` says by how much, and what would fit"
+            "nothing fits: `jtrain plan --config=NAME --count N --search` says by how much, and what would "
+            "fit"
         )
     return lines
 
@@ -103,7 +108,9 @@ def print_comparison(
 ) -> None:
     """Prints how much faster, dearer and hungrier another chip is than the first one."""
     title = f"{other} at {price_ratio:g} times the price of {name}, by {name}"
-    table = Table(title, words("devices", "layout") + numbers("step s", "speed", "$ per token", "J per token"))
+    table = Table(
+        title, words("devices", "layout") + numbers("step s", "speed", "$ per token", "J per token")
+    )
     by_count = {row.count: row for row in rows}
     for one in compared:
         row = by_count[one.count]

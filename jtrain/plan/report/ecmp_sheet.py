@@ -22,7 +22,8 @@ class LinkLoad:
     used: queue pairs that carry messages.
     simulated, exact: the load in flows, drawn at random and expected.
     of_even: rate of the flows, by that of an even spread; speed: by that with one queue pair.
-    us, faster: time of the all-reduce that sends the flows, and how many times faster it is; None without a machine.
+    us, faster: time of the all-reduce that sends the flows, and how many times faster it is; None without a
+      machine.
     """
 
     queue_pairs: int
@@ -37,7 +38,9 @@ class LinkLoad:
 
 @dataclasses.dataclass(frozen=True)
 class EcmpSheet:
-    """Loads of links with each number of queue pairs; `timed` is the all-reduce that sends the flows, if one does."""
+    """Loads of links with each number of queue pairs; `timed` is the all-reduce that sends the flows, if one
+    does.
+    """
 
     traffic: SpineTraffic
     timed: NetworkSheet | None
@@ -77,21 +80,30 @@ def print_ecmp(sheet: EcmpSheet) -> None:
     names += [] if timed is None else ["all-reduce ms", "x 1 QP"]
     table = Table("", words("queue pairs") + numbers(*names))
     for row in sheet.rows():
-        cells = [str(row.used), f"{row.simulated:.3f}", f"{row.exact:.3f}", f"{row.of_even:.0%}", f"{row.speed:.2f}"]
+        cells = [
+            str(row.used),
+            f"{row.simulated:.3f}",
+            f"{row.exact:.3f}",
+            f"{row.of_even:.0%}",
+            f"{row.speed:.2f}",
+        ]
         if row.us is not None:
             cells += [milliseconds(row.us), f"{row.faster:.2f}"]
         table.add(str(row.queue_pairs), *cells)
     if timed is not None:
         print_blocks([Title(title(timed)), *describe(timed)])
     note = (
-        "Without hashing queue pairs (plain ECMP) every row is as the first: a connection's queue pairs share a link. "
-        "`used`: no more than a connection has messages, which NCCL posts in turn."
+        "Without hashing queue pairs (plain ECMP) every row is as the first: a connection's queue pairs "
+        "share a link. `used`: no more than a connection has messages, which NCCL posts in turn."
     )
-    even = f"{flows} flows over {links} links: load of the fullest link, in flows; {flows / links:.4g} if even"
+    even = (
+        f"{flows} flows over {links} links: load of the fullest link, in flows; {flows / links:.4g} if even"
+    )
     print_blocks([even, table, note])
     if timed is not None:
         gain = (
-            f"Meta published {PUBLISHED_GAIN} for all-reduces: an observation on its clusters, no target of this model."
+            f"Meta published {PUBLISHED_GAIN} for all-reduces: an observation on its clusters, no target "
+            "of this model."
         )
         print_blocks([gain, incast_line(timed)])
         print(shell_text(timed), end="")

@@ -1,4 +1,6 @@
-"""Loads of a step on a machine's interconnects: links between devices, the network beyond, links to host memory."""
+"""Loads of a step on a machine's interconnects: links between devices, the network beyond, links to host
+memory.
+"""
 
 import dataclasses
 
@@ -14,8 +16,10 @@ LINKS, NETWORK, TO_HOST = "links", "network", "host"
 class Load:
     """Load of one device's share of an interconnect in a step.
 
-    level: `LINKS` between devices of a host or slice, `NETWORK` beyond, `TO_HOST` between a device and host memory.
-    bytes_per_s: the maker's rate of one device, one direction; None if it is not published or the level is not there.
+    level: `LINKS` between devices of a host or slice, `NETWORK` beyond, `TO_HOST` between a device and host
+      memory.
+    bytes_per_s: the maker's rate of one device, one direction; None if it is not published or the level is
+      not there.
     wire_bytes: bytes that a device sends; through the network its share of what its host sends.
     busy_s: seconds in which the level is used; a ring over several hosts uses both levels at once.
     """
@@ -44,7 +48,9 @@ def loads(job: Job, timed: StepTime) -> tuple[Load, Load, Load]:
             sent[NETWORK] += one.wire_bytes / inside
             busy[NETWORK] += took
     host = spec.host
-    copied = 0 if host.link_bytes_per_s is None else timed.host_copy_s * host.link_bytes_per_s * assume.host_link
+    copied = (
+        0 if host.link_bytes_per_s is None else timed.host_copy_s * host.link_bytes_per_s * assume.host_link
+    )
     return (
         Load(LINKS, spec.link_bytes_per_s if spec.linked > 1 else None, round(sent[LINKS]), busy[LINKS]),
         Load(NETWORK, host.network_bytes_per_s, round(sent[NETWORK]), busy[NETWORK]),

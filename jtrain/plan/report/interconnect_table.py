@@ -1,16 +1,19 @@
-"""The survey's table III: a 12B model fine-tuned on 16 GPUs over 10 GbE and over InfiniBand, predicted from a config.
+"""The survey's table III: a 12B model fine-tuned on 16 GPUs over 10 GbE and over InfiniBand, predicted from a
+config.
 
-Published: 39.8 s and 4.45 s a step (H. Zhu, Network and storage benchmarks for LLM training on the cloud, 2025). The
-source gives the machine (2 hosts of 8 H100; one adapter of 10 Gbit/s, or eight of 400), the model (Gemma 3 12B) and the
-strategy (FSDP, full shards again after the forward pass, gathers and reductions in bfloat16, activation checkpointing,
-4 sequences per GPU). It does not give the length of the sequences: its scripts cut them at 1,024 or 8,192 tokens and
-pad them. `SEQ_LEN` is the one assumption; it decides the step over InfiniBand, and a tenth of that over 10 GbE.
+Published: 39.8 s and 4.45 s a step (H. Zhu, Network and storage benchmarks for LLM training on the cloud,
+  2025). The
+source gives the machine (2 hosts of 8 H100; one adapter of 10 Gbit/s, or eight of 400), the model (Gemma 3
+12B) and the strategy (FSDP, full shards again after the forward pass, gathers and reductions in bfloat16,
+activation checkpointing, 4 sequences per GPU). It does not give the length of the sequences: its scripts cut
+them at 1,024 or 8,192 tokens and pad them. `SEQ_LEN` is the one assumption; it decides the step over
+InfiniBand, and a tenth of that over 10 GbE.
 
-Whether collectives are flat rings or hierarchical is not given either. A flat ring sends 15/16 of every array through
-the hosts' adapters, a hierarchical collective the half that the other host lacks. The source shows one reduce-scatter
-of a layer's 0.45 GB over 10 GbE: 258 ms. That is 7 Gbit/s if it was hierarchical, and 13 Gbit/s if it was a flat ring,
-which an adapter of 10 Gbit/s cannot do: the stated configuration is hierarchical. The published seconds of a step are
-used for nothing but the errors.
+Whether collectives are flat rings or hierarchical is not given either. A flat ring sends 15/16 of every array
+through the hosts' adapters, a hierarchical collective the half that the other host lacks. The source shows
+one reduce-scatter of a layer's 0.45 GB over 10 GbE: 258 ms. That is 7 Gbit/s if it was hierarchical, and 13
+Gbit/s if it was a flat ring, which an adapter of 10 Gbit/s cannot do: the stated configuration is
+hierarchical. The published seconds of a step are used for nothing but the errors.
 """
 
 import dataclasses
@@ -68,7 +71,9 @@ def configurations() -> list[Configuration]:
     dtypes: tuple[ReduceDtype, ...] = ("bfloat16", "float32")
     shapes: tuple[Crossing, ...] = ("hierarchical", "flat")
     stages: tuple[Literal[1, 2, 3], ...] = (3, 2, 1)
-    strategies = [Configuration(stage, dtype, shape) for stage in stages for dtype in dtypes for shape in shapes]
+    strategies = [
+        Configuration(stage, dtype, shape) for stage in stages for dtype in dtypes for shape in shapes
+    ]
     assert strategies[0] == STATED
     return strategies + [dataclasses.replace(STATED, seq_len=length) for length in OTHER_LENGTHS]
 
@@ -85,8 +90,8 @@ def model() -> Transformer:
 def job_of(configuration: Configuration, host_gbit_per_s: float) -> Job:
     """The job of a configuration over a network.
 
-    A collective that sends a smaller share through the adapters than a flat ring is planned as a flat ring over a
-    network that is faster by as much.
+    A collective that sends a smaller share through the adapters than a flat ring is planned as a flat ring
+    over a network that is faster by as much.
 
     Args:
       host_gbit_per_s: of all adapters of one host.
@@ -103,7 +108,9 @@ def job_of(configuration: Configuration, host_gbit_per_s: float) -> Job:
 
 
 def row_of(configuration: Configuration) -> dict[str, Any]:
-    """Bytes per device and predicted seconds of a configuration, with the errors against the published steps."""
+    """Bytes per device and predicted seconds of a configuration, with the errors against the published
+    steps.
+    """
     jobs = {name: job_of(configuration, speed) for name, speed in HOST_GBIT_PER_S.items()}
     plans = {name: memory(job) for name, job in jobs.items()}
     took = {name: step_time(job, plans[name]).step_s for name, job in jobs.items()}
@@ -125,11 +132,14 @@ def table_3() -> list[dict[str, Any]]:
 def printed(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows as a table."""
     published = ", ".join(f"{seconds:g} s" for seconds in PUBLISHED_S.values())
-    by_network = [head for name, seconds in PUBLISHED_S.items() for head in (f"{name}, s", f"by {seconds:g} s")]
+    by_network = [
+        head for name, seconds in PUBLISHED_S.items() for head in (f"{name}, s", f"by {seconds:g} s")
+    ]
     table = Table(
-        f"III. A 12B fine-tune on {HOSTS} hosts of {PER_HOST} x {DEVICE}, predicted, over one adapter of 10 Gbit/s a "
-        f"host and over eight of 400: published {published}. The first row is the configuration as the source gives "
-        "it, with the length of its sequences assumed; the others say how far a step depends on it",
+        f"III. A 12B fine-tune on {HOSTS} hosts of {PER_HOST} x {DEVICE}, predicted, over one adapter of 10 "
+        f"Gbit/s a host and over eight of 400: published {published}. The first row is the configuration as "
+        "the source gives it, with the length of its sequences assumed; the others say how far a step "
+        "depends on it",
         words("strategy", "reductions", "collectives", "tokens") + numbers("GiB", *by_network),
     )
     hbm_bytes = make_machine(DEVICE, 1).hbm_bytes

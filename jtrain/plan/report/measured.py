@@ -12,7 +12,16 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.report.plan_sheet import Measured
 from jtrain_kernels.device import known
 
-_SAME = ("model.", "mesh.", "layout.", "pipeline.", "precision.", "kernels", "data.global_batch", "data.seq_len")
+_SAME = (
+    "model.",
+    "mesh.",
+    "layout.",
+    "pipeline.",
+    "precision.",
+    "kernels",
+    "data.global_batch",
+    "data.seq_len",
+)
 """Beginnings of the config fields that decide how long a step takes."""
 
 
@@ -23,7 +32,8 @@ def measured(workdir: Path, planned: Mapping[str, str], machine: Machine) -> Mea
       planned: path -> value as text, of the config that is planned, its mesh and layout settled.
 
     Raises:
-      UserError: there is no metrics.jsonl with train steps, or the run had another model, batch, layout or machine.
+      UserError: there is no metrics.jsonl with train steps, or the run had another model, batch, layout or
+        machine.
     """
     file = workdir / "metrics.jsonl"
     if not file.is_file():
@@ -34,7 +44,9 @@ def measured(workdir: Path, planned: Mapping[str, str], machine: Machine) -> Mea
         _check_machine(workdir, json.loads(facts.read_text())["devices"], machine)
     try:
         # A line without a newline is still being written.
-        whole = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        whole = [
+            json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")
+        ]
         lines = [line for line in whole if "step_time_ms" in line]
         peaks = [peak for line in lines if (peak := line["device_memory_peak_gib"]) is not None]
     except (json.JSONDecodeError, KeyError) as error:
@@ -57,19 +69,30 @@ def _check_same(workdir: Path, there: Mapping[str, str], here: Mapping[str, str]
     Raises:
       UserError: names up to three of the fields that differ.
     """
-    chosen = ("layout.auto", *(path for path, text in here.items() if "as_needed" in text))  # settled by the plan
+    chosen = (
+        "layout.auto",
+        *(path for path, text in here.items() if "as_needed" in text),
+    )  # settled by the plan
     paths = [path for path in here if path.startswith(_SAME) and path not in chosen]
-    other = [f"{path}={there.get(path)} there, {here[path]} here" for path in paths if there.get(path) != here[path]]
+    other = [
+        f"{path}={there.get(path)} there, {here[path]} here"
+        for path in paths
+        if there.get(path) != here[path]
+    ]
     if other:
-        raise UserError(f"--calibrate {workdir} is of another run: {'; '.join(other[:3])}. Plan that run's config.")
+        raise UserError(
+            f"--calibrate {workdir} is of another run: {'; '.join(other[:3])}. Plan that run's config."
+        )
 
 
 def _check_machine(workdir: Path, there: Mapping[str, Any], machine: Machine) -> None:
-    """Refuses a run on other devices; a chip that only a --machine file knows is not compared, but its number is."""
+    """Refuses a run on other devices; a chip that only a --machine file knows is not compared, but its number
+    is.
+    """
     chip = machine.device
     other = chip.name in known() and chip.kind not in there["kind"]
     if other or there["count"] != machine.count:
         raise UserError(
-            f"--calibrate {workdir}: that run was on {there['count']} x {there['kind']}, and {machine} are planned. "
-            "Give the run's --device and --count."
+            f"--calibrate {workdir}: that run was on {there['count']} x {there['kind']}, and {machine} are "
+            "planned. Give the run's --device and --count."
         )

@@ -74,13 +74,18 @@ class NetworkSheet:
     def incast(self) -> Incast:
         """Senders to one adapter at the same time, and what waits for it."""
         rows = self.rows()
-        senders = senders_to_one(self.kind, rows[0].estimate.algorithm if rows else "Ring", self.fabric.domains)
-        # Of an all-to-all a domain's GPUs send over the adapter on the receiver's rail; a tree's child sends its part.
+        senders = senders_to_one(
+            self.kind, rows[0].estimate.algorithm if rows else "Ring", self.fabric.domains
+        )
+        # Of an all-to-all a domain's GPUs send over the adapter on the receiver's rail; a tree's child sends
+        # its part.
         parts = self.fabric.domains if self.kind == "all-to-all" else self.fabric.domain
         return incast(senders, self.array_bytes / parts, self.fabric.network.buffer_bytes)
 
 
-def time_collective(fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, scattered: bool) -> NetworkSheet:
+def time_collective(
+    fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, scattered: bool
+) -> NetworkSheet:
     """Times a collective; `scattered` as in `spine_traffic`."""
     group = nccl_group(fabric)
     connections = 1
@@ -107,14 +112,15 @@ def describe(sheet: NetworkSheet) -> list[str]:
     """Lines about the fabric and what its spine leaves."""
     fabric, network, traffic = sheet.fabric, sheet.fabric.network, sheet.traffic
     lines = [
-        f"{fabric.hosts} hosts; links join {fabric.domain} devices" + _rate(fabric.link_bytes_per_s, fabric.domain > 1)
+        f"{fabric.hosts} hosts; links join {fabric.domain} devices"
+        + _rate(fabric.link_bytes_per_s, fabric.domain > 1)
     ]
     if fabric.domains == 1:
         return lines
     lines.append(
-        f"network: {fabric.adapter_bytes_per_s * 8e-9:g} Gbit/s per device, {network.efficiency:.0%} of it reached; "
-        f"rails: {fabric.rails}, {network.hosts_per_leaf} hosts per leaf, {fabric.uplinks} uplinks of "
-        f"{fabric.uplink_bytes_per_s * 8e-9:.4g} Gbit/s, {network.routing} routing"
+        f"network: {fabric.adapter_bytes_per_s * 8e-9:g} Gbit/s per device, {network.efficiency:.0%} of it "
+        f"reached; rails: {fabric.rails}, {network.hosts_per_leaf} hosts per leaf, {fabric.uplinks} uplinks "
+        f"of {fabric.uplink_bytes_per_s * 8e-9:.4g} Gbit/s, {network.routing} routing"
     )
     if not traffic.flows:
         lines.append("spine: nothing crosses it, all hosts are under one leaf of each rail")
@@ -137,15 +143,19 @@ def incast_line(sheet: NetworkSheet) -> str:
     if found.senders < 2:
         return "incast: none, one adapter sends to one"
     text = (
-        f"incast: {found.senders} senders to one adapter: {show_bytes(found.backlog_bytes)} would wait in the switch; "
-        f"receivers admit a window of 4 MiB each (NCCL_BUFFSIZE), so {show_bytes(found.admitted_bytes)} at most"
+        f"incast: {found.senders} senders to one adapter: {show_bytes(found.backlog_bytes)} would wait in "
+        "the switch; receivers admit a window of 4 MiB each (NCCL_BUFFSIZE), so "
+        f"{show_bytes(found.admitted_bytes)} at most"
     )
     if found.window_bytes is None:
         return f"{text}; network.buffer_mb says what a port holds"
     buffer = show_bytes(sheet.fabric.network.buffer_bytes or 0)
     if not found.overflows:
         return f"{text}, which a port's {buffer} hold"
-    return f"{text}, more than a port's {buffer}: it pauses or drops. A window of {show_bytes(found.window_bytes)} fits"
+    return (
+        f"{text}, more than a port's {buffer}: it pauses or drops. A window of "
+        f"{show_bytes(found.window_bytes)} fits"
+    )
 
 
 def print_sheet(sheet: NetworkSheet) -> None:
@@ -165,8 +175,9 @@ def print_sheet(sheet: NetworkSheet) -> None:
         blocks.append(incast_line(sheet))
     if sheet.queue_pairs is not None and sheet.queue_pairs > 1:
         blocks.append(
-            f"with {sheet.queue_pairs} queue pairs per connection: {milliseconds(sheet.us(sheet.queue_pairs))} ms in "
-            f"place of {milliseconds(sheet.us())}; `jtrain plan ecmp` has the table"
+            f"with {sheet.queue_pairs} queue pairs per connection: "
+            f"{milliseconds(sheet.us(sheet.queue_pairs))} ms in place of {milliseconds(sheet.us())}; `jtrain "
+            "plan ecmp` has the table"
         )
     print_blocks(blocks)
     print(shell_text(sheet), end="")
@@ -190,8 +201,8 @@ def _nccl(sheet: NetworkSheet, rows: list[Timed]) -> Iterator[PageBlock]:
     yield table
     best = rows[0]
     yield (
-        f"NCCL chooses {best.estimate.algorithm} with {best.estimate.protocol}: {milliseconds(best.nccl_us)} ms by "
-        f"its model, {milliseconds(best.network_us)} ms on this network"
+        f"NCCL chooses {best.estimate.algorithm} with {best.estimate.protocol}: {milliseconds(best.nccl_us)} "
+        f"ms by its model, {milliseconds(best.network_us)} ms on this network"
     )
 
 
@@ -227,7 +238,9 @@ def to_json(sheet: NetworkSheet) -> dict[str, Any]:
                 "gb_per_s": row.estimate.bandwidth,
                 "nccl_us": row.nccl_us,
                 "us": row.network_us,
-                "bus_gb_per_s": bus_bandwidth(sheet.kind, sheet.fabric.count, sheet.array_bytes, row.network_us),
+                "bus_gb_per_s": bus_bandwidth(
+                    sheet.kind, sheet.fabric.count, sheet.array_bytes, row.network_us
+                ),
             }
             for row in sheet.rows()
         ],

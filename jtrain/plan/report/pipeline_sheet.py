@@ -70,13 +70,16 @@ def show_planned(schedule: PipelineSchedule, planned: "Planned") -> Shown:
     assert point.timed is not None
     costs, ticks = point.timed.costs, ticks_of(point.job.layout)
     assert costs is not None
-    busy_s = schedule.microbatches * schedule.chunks * (costs.forward[0] + costs.by_input[0] + costs.by_weight[0])
+    busy_s = (
+        schedule.microbatches * schedule.chunks * (costs.forward[0] + costs.by_input[0] + costs.by_weight[0])
+    )
     bubble = point.timed.bubble_s / (point.timed.bubble_s + busy_s)
     return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, bubble, point)
 
 
 def to_json(shown: Shown) -> dict[str, Any]:
-    """The object that `--json` writes: the bubble of stages on their own, and per worker the peak and the instructions.
+    """The object that `--json` writes: the bubble of stages on their own, and per worker the peak and the
+    instructions.
 
     A peak is the most chunks and microbatches in flight: past F and before their last backward pass.
     """
@@ -92,8 +95,8 @@ def print_one(shown: Shown, console: Console) -> None:
     schedule = shown.schedule
     legend = ", ".join(f"{kind} {meaning}" for kind, meaning in MEANINGS.items())
     title = (
-        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.chunks} chunks "
-        f"per worker. {legend}; lower case: later chunks"
+        f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.chunks} "
+        f"chunks per worker. {legend}; lower case: later chunks"
     )
     picture = Picture("", lambda width: text_rows(shown.flow, stages=schedule.stages, width=width))
     in_flight = Picture("", lambda width: memory_rows(shown.flow, width=width))
@@ -102,7 +105,9 @@ def print_one(shown: Shown, console: Console) -> None:
 
 
 def page_of(shown: Shown, title: str, picture: str) -> Page:
-    """Describes the page of one schedule: the picture, figures by name, and the instructions of each worker."""
+    """Describes the page of one schedule: the picture, figures by name, and the instructions of each
+    worker.
+    """
     table = Table("figures", words("figure", "value"))
     for name, value in figures(shown):
         table.add(name, value)
@@ -162,7 +167,17 @@ def print_comparison(found: Sequence[Shown], planned: "Planned | None", console:
     ranked = sorted(found, key=lambda shown: _rank(shown, planned))
     schedule = ranked[0].schedule
     of = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
-    names = ["chunks", "bubble alone", "bubble SPMD", "packing", "ticks", "in flight", "inputs", "for W", "messages"]
+    names = [
+        "chunks",
+        "bubble alone",
+        "bubble SPMD",
+        "packing",
+        "ticks",
+        "in flight",
+        "inputs",
+        "for W",
+        "messages",
+    ]
     names += [] if planned is None else ["step s", "GiB"]
     table = Table(of if planned is None else f"{planned.title}: {of}", words("schedule") + numbers(*names))
     for shown in ranked:
@@ -174,14 +189,17 @@ def print_comparison(found: Sequence[Shown], planned: "Planned | None", console:
             cells += [f"{shown.point.step_s:,.4g}", gib(shown.point.plan.total_bytes)]
         table.add(shown.schedule.name, *cells)
     meanings = (
-        "bubble alone: every stage runs on its own; bubble SPMD: one program in lockstep, as jtrain runs it, in the "
-        "best packing. In flight, inputs and slots for W: chunks on the fullest worker, the last two in lockstep."
+        "bubble alone: every stage runs on its own; bubble SPMD: one program in lockstep, as jtrain runs it, "
+        "in the best packing. In flight, inputs and slots for W: chunks on the fullest worker, the last two "
+        "in lockstep."
     )
     print_blocks([table, meanings, _advice(ranked, planned)], console)
 
 
 def _rank(shown: Shown, planned: "Planned | None") -> tuple[Any, ...]:
-    """Sorts by the bubble or by the plan's seconds, then by slots; what does not fit into memory comes last."""
+    """Sorts by the bubble or by the plan's seconds, then by slots; what does not fit into memory comes
+    last.
+    """
     slots = (shown.ticks.num_inputs + shown.ticks.num_stashes) / shown.schedule.chunks
     if planned is None or shown.point is None:
         return shown.bubble, slots
@@ -195,7 +213,8 @@ def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
     if planned is None or best.point is None:
         return (
             f"take {name}: the smallest bubble in lockstep, {best.bubble:.3f}. Give CONFIG and --device for "
-            "seconds, memory, and a comparison with ZeRO-3 alone, which wins where its gathers hide behind the layers."
+            "seconds, memory, and a comparison with ZeRO-3 alone, which wins where its gathers hide behind "
+            "the layers."
         )
     if not planned.fits(best.point):
         return (

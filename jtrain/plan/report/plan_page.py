@@ -27,14 +27,20 @@ def write_page(file: Path, sheet: Sheet, run: Run) -> None:
 
 
 def curve(sheet: Sheet, run: Run) -> list[CostRow]:
-    """The cost of the plan's tokens on smaller and larger machines of whole hosts, the plan's own size among them."""
+    """The cost of the plan's tokens on smaller and larger machines of whole hosts, the plan's own size among
+    them.
+    """
     machine, spent = sheet.machine, sheet.cost
     price = None if spent.usd is None else spent.usd / spent.device_hours
     whole = machine.device.host.devices
     counts = [round(machine.count * factor) for factor in FACTORS if machine.count * factor >= 1]
     return [
         cost_row(
-            run, dataclasses.replace(machine, count=n), tokens=spent.tokens, failures=Failures(), usd_per_hour=price
+            run,
+            dataclasses.replace(machine, count=n),
+            tokens=spent.tokens,
+            failures=Failures(),
+            usd_per_hour=price,
         )
         for n in counts
         if n <= whole or n % whole == 0
@@ -104,7 +110,11 @@ def _memory(sheet: Sheet, facts: Facts) -> list[PageBlock]:
         bar = Bars.of(0.0, amount / scale, parts[name].css, f"{name}: {size(amount)}")
         table.add(name, bar, facts.cell(f"formula.{name}", size), share(amount, there))
     free = there - peak
-    verdict = f"{size(free)} of {size(there)} stay free" if free >= 0 else f"{size(-free)} too much for {size(there)}"
+    verdict = (
+        f"{size(free)} of {size(there)} stay free"
+        if free >= 0
+        else f"{size(-free)} too much for {size(there)}"
+    )
     whole = bars_svg(Bars(tuple(parts.values()), f"memory: {size(peak)}, by part"))
     axis = f'<p class="ends"><span>0</span><span>{size(scale)}</span></p>'
     if sheet.plan.host_bytes:
@@ -116,7 +126,11 @@ def _memory(sheet: Sheet, facts: Facts) -> list[PageBlock]:
 def _fabric(sheet: Sheet, levels: Sequence[Load], facts: Facts) -> list[PageBlock]:
     """A drawing of the levels with their loads, and a row per level."""
     step_s = sheet.timed.step_s
-    names = {"links": "links between devices", "network": "network between hosts", "host": "links to host memory"}
+    names = {
+        "links": "links between devices",
+        "network": "network between hosts",
+        "host": "links to host memory",
+    }
     columns = words("level") + bars("of the step") + numbers("busy", "bytes a device sends", "peak")
     table = Table("loads of the interconnects", columns, css="many")
     for index, (load, name) in enumerate(zip(levels, names.values(), strict=True)):
@@ -130,8 +144,9 @@ def _fabric(sheet: Sheet, levels: Sequence[Load], facts: Facts) -> list[PageBloc
         )
     drawn = fabric_picture(sheet.machine, levels, step_s)
     note = (
-        "The wider a line, the larger the part of the step in which it is busy. A collective over several hosts uses "
-        "links and network at once; bytes are those of rings. python -m jtrain.plan network has the network itself."
+        "The wider a line, the larger the part of the step in which it is busy. A collective over several "
+        "hosts uses links and network at once; bytes are those of rings. python -m jtrain.plan network has "
+        "the network itself."
     )
     frame = f'<div class="frame" role="region" tabindex="0" aria-label="fabric">{drawn}</div>'
     return [Picture(frame), table, Said(note, "soft")]
@@ -147,8 +162,8 @@ def _cost(rows: Sequence[CostRow], facts: Facts) -> list[PageBlock]:
     missing = [f"{row.count:,}" for row in rows if row.cost is None]
     none = f"Nothing fits on {', '.join(missing)} devices. " if missing else ""
     said = (
-        f"{none}The cheapest is bold. Every size has the fastest layout that fits, without pipeline stages, and fails "
-        "as often as Llama 3's devices did (python -m jtrain.plan cost --help)."
+        f"{none}The cheapest is bold. Every size has the fastest layout that fits, without pipeline stages, "
+        "and fails as often as Llama 3's devices did (python -m jtrain.plan cost --help)."
     )
     days = line_chart([(count, cost.days) for count, cost in there], "days", over="devices")
     chart = Picture(days + line_chart(costs, money, over="devices"))

@@ -1,4 +1,6 @@
-"""One plan as a sheet and as JSON: bytes by class, seconds of a step by part, what a run costs; a search as a table."""
+"""One plan as a sheet and as JSON: bytes by class, seconds of a step by part, what a run costs; a search as a
+table.
+"""
 
 import collections
 import dataclasses
@@ -89,7 +91,9 @@ class Sheet:
 
 
 def classes(plan: MemoryPlan) -> dict[str, int]:
-    """Bytes by class: params, grads, optimizer, activations, loss, batch, temporaries on the device, and the host's."""
+    """Bytes by class: params, grads, optimizer, activations, loss, batch, temporaries on the device, and the
+    host's.
+    """
     found: collections.Counter[str] = collections.Counter()
     for name in (*_CLASSES.values(), "temporaries"):
         found[name] = 0
@@ -99,7 +103,9 @@ def classes(plan: MemoryPlan) -> dict[str, int]:
 
 
 def survey_bytes(params: int) -> int:
-    """Bytes that training a model takes by the survey's rule (its table I): 280 GB for 7 billion parameters."""
+    """Bytes that training a model takes by the survey's rule (its table I): 280 GB for 7 billion
+    parameters.
+    """
     return SURVEY_BYTES_PER_PARAMETER * params
 
 
@@ -139,10 +145,15 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "mfu": timed.mfu,
             "flops_per_token": flops_per_token(sheet.job.model, seq_len=sheet.job.seq_len).total_flops,
             "largest_batch": _largest_batch(sheet),
-            "collectives": [dataclasses.asdict(c) | {"wire_bytes": c.wire_bytes} for c in collectives(sheet.job)],
+            "collectives": [
+                dataclasses.asdict(c) | {"wire_bytes": c.wire_bytes} for c in collectives(sheet.job)
+            ],
         },
         "cost": dataclasses.asdict(cost)
-        | {"goodput": sheet.goodput, "uptime": None if sheet.uptime is None else dataclasses.asdict(sheet.uptime)},
+        | {
+            "goodput": sheet.goodput,
+            "uptime": None if sheet.uptime is None else dataclasses.asdict(sheet.uptime),
+        },
     }
     if measured is not None:
         found["measured"] = dataclasses.asdict(measured)
@@ -154,7 +165,8 @@ def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
     job, rows, batch = sheet.job, sheet.largest_rows, _largest_batch(sheet)
     flops = flops_per_token(job.model, seq_len=job.seq_len).total_flops
     largest = (
-        f"largest batch that fits: {rows} x {job.seq_len} tokens per device at a time, {batch:,} sequences a step"
+        f"largest batch that fits: {rows} x {job.seq_len} tokens per device at a time, {batch:,} sequences a "
+        "step"
         if rows
         else "no batch fits: not one sequence per device"
     )
@@ -172,7 +184,9 @@ def subtitle(sheet: Sheet) -> str:
     return f"{sheet.params:,} parameters over {mesh_line(layout.mesh.shape)}, {layout_line(layout.spec)}"
 
 
-def search_table(task: SearchTask, points: Sequence[Point], compiled: Mapping[int, CompiledStep | str]) -> Table:
+def search_table(
+    task: SearchTask, points: Sequence[Point], compiled: Mapping[int, CompiledStep | str]
+) -> Table:
     """Table of the fastest points, with the compiler's figures for those that were compiled."""
     names = ["GiB", "host GiB", "step s", "tokens/s", "MFU"]
     names += ["compiler GiB", "formula/compiler"] if compiled else []
@@ -240,7 +254,9 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
         if took or hidden.get(name):
             bar = Bars((parts[name],), f"{name}: {seconds(took)} of the step") if took else ""
             beside = seconds(hidden[name]) if hidden.get(name) else ""
-            table.add(name, bar, facts.cell(f"step.parts_s.{name}", seconds), share(took, timed.step_s), beside)
+            table.add(
+                name, bar, facts.cell(f"step.parts_s.{name}", seconds), share(took, timed.step_s), beside
+            )
     table.add("step", "", facts.cell("step.step_s", seconds), bold=True)
     if measured is not None and measured.step_s is not None:
         ratio = f"predicted/measured {timed.step_s / measured.step_s:.2f}"
@@ -249,7 +265,9 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
 
 
 def _waits_line(sheet: Sheet, compiled_s: float | None) -> str:
-    """Seconds of collectives with nothing computed beside them, by the formula and by the compiled schedule."""
+    """Seconds of collectives with nothing computed beside them, by the formula and by the compiled
+    schedule.
+    """
     line = f"waits for the network: {sheet.timed.waits_s:,.3g} s by the formula"
     if sheet.compiled is None:
         return line
@@ -272,6 +290,10 @@ def _cost_lines(sheet: Sheet) -> list[str]:
         f"{cost.tokens:,} tokens at a goodput of {sheet.goodput:.1%}: {cost.days:,.2f} days, "
         f"{cost.device_hours:,.0f} device hours; {money}",
         *([] if sheet.uptime is None else [sheet.uptime.line()]),
-        *([] if sheet.uptime is None or machine.device.host.link_bytes_per_s else [assumed_link(machine.device)]),
+        *(
+            []
+            if sheet.uptime is None or machine.device.host.link_bytes_per_s
+            else [assumed_link(machine.device)]
+        ),
         energy,
     ]

@@ -1,4 +1,6 @@
-"""Plan printed as tables: where every array lives, bytes, FLOPs and collectives, beside the compiler's figures."""
+"""Plan printed as tables: where every array lives, bytes, FLOPs and collectives, beside the compiler's
+figures.
+"""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +34,8 @@ def print_plan(
     devices: Sequence[jax.Device] = (),
     console: Console | None = None,
 ) -> CompiledStep | None:
-    """Prints the plan; with `topology` also compiles the step for that machine and prints its compiler's figures.
+    """Prints the plan; with `topology` also compiles the step for that machine and prints its compiler's
+    figures.
 
     Args:
       available: bytes that a step may use on one device; None if unknown.
@@ -84,8 +87,8 @@ def brief_lines(job: Job, *, available: int | None) -> list[str]:
 def _flops_line(job: Job) -> str:
     flops = flops_per_token(job.model, seq_len=job.seq_len)
     return (
-        f"{flops.total_flops / 1e9:,.3f} GFLOP per token ({flops.attention_flops / flops.total_flops:.0%} attention), "
-        f"{flops.total_flops * job.tokens / 1e12:,.2f} TFLOP per step of {job.tokens:,} tokens"
+        f"{flops.total_flops / 1e9:,.3f} GFLOP per token ({flops.attention_flops / flops.total_flops:.0%} "
+        f"attention), {flops.total_flops * job.tokens / 1e12:,.2f} TFLOP per step of {job.tokens:,} tokens"
     )
 
 
@@ -100,11 +103,11 @@ def pipeline_lines(job: Job) -> list[str]:
     ]
     lines = [
         f"{pipeline.spec.schedule} over mesh.stage={pipeline.stages}: {steps.microbatches} microbatches in "
-        f"{steps.num_ticks} ticks, {steps.bubble(1.0, 1.0, 1.0):.1%} of the time waiting if the forward and both parts "
-        "of the backward pass take equally long",
+        f"{steps.num_ticks} ticks, {steps.bubble(1.0, 1.0, 1.0):.1%} of the time waiting if the forward and "
+        "both parts of the backward pass take equally long",
         f"layers by stage: {', '.join(stages)}; every stage keeps {steps.num_inputs} inputs of "
-        f"{pipeline.layers_per_chunk} layers each and has 1/{pipeline.stages} of the vocabulary, so that all need the "
-        "same memory",
+        f"{pipeline.layers_per_chunk} layers each and has 1/{pipeline.stages} of the vocabulary, so that all "
+        "need the same memory",
     ]
     return [*lines, *([said] if (said := pipeline.said()) else [])]
 
@@ -147,7 +150,8 @@ def memory_table(
     compiled: CompiledStep | None,
     measured_bytes: int | None = None,
 ) -> Table:
-    """Table of a plan's bytes by class, in all, and those that there are; with the compiler's and the measured ones.
+    """Table of a plan's bytes by class, in all, and those that there are; with the compiler's and the
+    measured ones.
 
     Args:
       classes: bytes on the device by class.
@@ -161,7 +165,11 @@ def memory_table(
     def add(name: str, formula: int, said: int | None = None, seen: int | None = None) -> None:
         cells = [gib(formula)]
         if compiled:
-            cells += ["", ""] if said is None else [gib(said), f"{formula / said:.3f}" if formula and said else "-"]
+            cells += (
+                ["", ""]
+                if said is None
+                else [gib(said), f"{formula / said:.3f}" if formula and said else "-"]
+            )
         table.add(name, *cells, "" if seen is None else gib(seen), bold=name == "peak")
 
     for name, size in classes.items():
@@ -180,7 +188,9 @@ def collective_table(sent: Iterable[Collective]) -> Table:
     """Table of the collectives that one device takes part in."""
     rows = list(sent)
     columns = words("what", "kind", "axes", "dtype") + numbers("arrays", "GiB whole", "GiB sent")
-    table = Table(f"collectives per device and step: {gib(sum(row.wire_bytes for row in rows))} GiB sent", columns)
+    table = Table(
+        f"collectives per device and step: {gib(sum(row.wire_bytes for row in rows))} GiB sent", columns
+    )
     for row in rows:
         axes = "*".join(row.axes) + f" ({row.group})"
         sizes = gib(row.array_bytes), gib(row.wire_bytes)
@@ -195,14 +205,19 @@ def _compiled_table(compiled: CompiledStep, topology: str) -> Table:
     title = f"collectives as compiled for {topology} ({compiled.lower_s + compiled.compile_s:.0f} s)"
     table = Table(title, words("kind", "axes", "dtype") + numbers(*names))
     for t in sorted(compiled.traffic, key=lambda t: -t.wire_bytes):
-        shares = [f"{part / t.array_bytes:.0%}" if t.array_bytes else "-" for part in (t.async_bytes, t.hidden_bytes)]
+        shares = [
+            f"{part / t.array_bytes:.0%}" if t.array_bytes else "-"
+            for part in (t.async_bytes, t.hidden_bytes)
+        ]
         axes = "*".join(t.axes) + f" ({t.group})"
         table.add(t.kind, axes, t.dtype, f"{t.count:,}", gib(t.array_bytes), gib(t.wire_bytes), *shares)
     return table
 
 
 def _split(layout: Layout, dims: str, where: PartitionSpec) -> str:
-    """Dimensions with the axes that split them, such as `D/data F/tensor`; axes of one device are left out."""
+    """Dimensions with the axes that split them, such as `D/data F/tensor`; axes of one device are left
+    out.
+    """
     split = [(dim, axis) for dim, axes in zip(dims, where, strict=True) for axis in axis_names(axes)]
     return " ".join(f"{dim}/{axis}" for dim, axis in split if layout.mesh.shape[axis] > 1) or "whole"
 

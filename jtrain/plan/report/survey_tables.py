@@ -1,8 +1,9 @@
-"""The survey's tables, regenerated for jtrain by the closed forms: devices per model, savings per strategy, networks.
+"""The survey's tables, regenerated for jtrain by the closed forms: devices per model, savings per strategy,
+networks.
 
-Table I compares the smallest number of devices that train a model with the survey's 40 bytes per parameter. Table II
-compares strategies on eight devices: the memory that each saves and the time that it costs for the same 7B model, and
-the largest model that it makes possible. Table III is in `interconnect_table.py`.
+Table I compares the smallest number of devices that train a model with the survey's 40 bytes per parameter.
+Table II compares strategies on eight devices: the memory that each saves and the time that it costs for the
+same 7B model, and the largest model that it makes possible. Table III is in `interconnect_table.py`.
 """
 
 import dataclasses
@@ -86,15 +87,30 @@ STRATEGIES = (
 )
 
 _SHAPES: dict[str, dict[str, Any]] = {
-    "1B": dict(num_layers=16, d_model=2048, num_heads=32, num_kv_heads=8, head_dim=64, d_ff=8192, vocab_size=32000),
-    "7B": dict(num_layers=32, d_model=4096, num_heads=32, num_kv_heads=32, head_dim=128, d_ff=11008, vocab_size=32000),
-    "13B": dict(num_layers=40, d_model=5120, num_heads=40, num_kv_heads=40, head_dim=128, d_ff=13824, vocab_size=32000),
-    "70B": dict(num_layers=80, d_model=8192, num_heads=64, num_kv_heads=8, head_dim=128, d_ff=28672, vocab_size=32000),
+    "1B": dict(
+        num_layers=16, d_model=2048, num_heads=32, num_kv_heads=8, head_dim=64, d_ff=8192, vocab_size=32000
+    ),
+    "7B": dict(
+        num_layers=32, d_model=4096, num_heads=32, num_kv_heads=32, head_dim=128, d_ff=11008, vocab_size=32000
+    ),
+    "13B": dict(
+        num_layers=40, d_model=5120, num_heads=40, num_kv_heads=40, head_dim=128, d_ff=13824, vocab_size=32000
+    ),
+    "70B": dict(
+        num_layers=80, d_model=8192, num_heads=64, num_kv_heads=8, head_dim=128, d_ff=28672, vocab_size=32000
+    ),
     "175B": dict(
-        num_layers=96, d_model=12288, num_heads=96, num_kv_heads=96, head_dim=128, d_ff=32768, vocab_size=50304
+        num_layers=96,
+        d_model=12288,
+        num_heads=96,
+        num_kv_heads=96,
+        head_dim=128,
+        d_ff=32768,
+        vocab_size=50304,
     ),
 }
-"""The survey's models: Llama 3.2 1B, Llama 2 7B, 13B and 70B, and GPT-3 with a SwiGLU of as many parameters."""
+"""The survey's models: Llama 3.2 1B, Llama 2 7B, 13B and 70B, and GPT-3 with a SwiGLU of as many
+parameters."""
 
 
 @cache
@@ -134,7 +150,9 @@ def fewest_devices(model: Transformer, device: str) -> int:
 
 @cache
 def family() -> tuple[dict[str, Any], ...]:
-    """Llama shapes of 10 million to 3 trillion parameters, width 128 times the layers and up, a few percent apart."""
+    """Llama shapes of 10 million to 3 trillion parameters, width 128 times the layers and up, a few percent
+    apart.
+    """
     return tuple(_shapes())
 
 
@@ -155,7 +173,9 @@ def _shapes() -> Iterator[dict[str, Any]]:
 
 
 def largest_model(strategy: Strategy, device: str) -> int:
-    """Parameters of the largest model of the family that fits eight devices and their host of 2 TB; 0 if none fits."""
+    """Parameters of the largest model of the family that fits eight devices and their host of 2 TB; 0 if none
+    fits.
+    """
     machine = make_machine(device, DEVICES, host_memory_bytes=HOST_BYTES)
     there = machine.host_bytes_per_device
     assert there is not None
@@ -174,7 +194,9 @@ def largest_model(strategy: Strategy, device: str) -> int:
 
 
 def table_1() -> list[dict[str, Any]]:
-    """Rows of table I: bytes by the survey's rule, and the fewest devices by the closed forms, for each model."""
+    """Rows of table I: bytes by the survey's rule, and the fewest devices by the closed forms, for each
+    model.
+    """
     rows: list[dict[str, Any]] = []
     for name in _SHAPES:
         model = model_of(name)
@@ -192,7 +214,9 @@ def table_1() -> list[dict[str, Any]]:
 
 
 def table_2(device: str = "h100") -> list[dict[str, Any]]:
-    """Rows of table II: memory saved, time and largest model of each strategy, for the 7B model on eight devices."""
+    """Rows of table II: memory saved, time and largest model of each strategy, for the 7B model on eight
+    devices.
+    """
     rows: list[dict[str, Any]] = []
     base: Point | None = None
     for strategy in STRATEGIES:
@@ -227,8 +251,8 @@ def print_tables() -> dict[str, Any]:
 def _first(rows: list[dict[str, Any]]) -> Table:
     names = ("parameters", "survey: 40 B each, GB", "devices of 80 GB", "jtrain: of 80 GB", "of 141 GB")
     table = Table(
-        "I. Devices that train a model: by the survey's rule; by jtrain's closed forms (float32 Adam, ZeRO-3, full "
-        f"remat, a sequence of {SEQ_LEN} tokens per device, powers of two)",
+        "I. Devices that train a model: by the survey's rule; by jtrain's closed forms (float32 Adam, "
+        f"ZeRO-3, full remat, a sequence of {SEQ_LEN} tokens per device, powers of two)",
         words("model") + numbers(*names),
     )
     for row in rows:
@@ -245,8 +269,8 @@ def _first(rows: list[dict[str, Any]]) -> Table:
 def _second(rows: list[dict[str, Any]]) -> Table:
     names = ("GiB", "host GiB", "saved", "time", *(f"largest: {name}" for name in CAPACITIES))
     table = Table(
-        f"II. What a strategy saves and costs of the 7B on {DEVICES} x h100, a sequence of {SEQ_LEN} tokens each; the "
-        f"largest model on {DEVICES} devices of a host with 2 TB. Times are predicted, per token",
+        f"II. What a strategy saves and costs of the 7B on {DEVICES} x h100, a sequence of {SEQ_LEN} tokens "
+        f"each; the largest model on {DEVICES} devices of a host with 2 TB. Times are predicted, per token",
         words("strategy") + numbers(*names),
     )
     for row in rows:

@@ -60,25 +60,29 @@ def print_walls(
         walls.add(kind, what, f"{shape.flop:.1e}", f"{PUBLISHED_FLOP[kind]:.0e}", *sizes, devices)
     beyond = best_layout(2 * wall.shape.flop, cluster) or wall
     lines = [
-        f"linear: the devices reach {wall.share:.0%} of their matmul rate (at least {LINEAR:.0%}), with data="
-        f"{wall.data:,} tensor={wall.tensor} stage={wall.stages}. A run twice as large reaches {beyond.share:.0%}; "
-        f"what binds there: {beyond.binds}"
+        f"linear: the devices reach {wall.share:.0%} of their matmul rate (at least {LINEAR:.0%}), with "
+        f"data={wall.data:,} tensor={wall.tensor} stage={wall.stages}. A run twice as large reaches "
+        f"{beyond.share:.0%}; what binds there: {beyond.binds}"
     ]
     if own is not None:
         lines.append(
-            f"{count:,} x {name} train at most {own.shape.flop:.1e} FLOP in {days:g} days ({own.shape.parameters:.1e} "
-            f"parameters), {own.share:.0%} of their matmul rate: {own.shape.flop / wall.shape.flop:.1e} of the first "
-            "wall"
+            f"{count:,} x {name} train at most {own.shape.flop:.1e} FLOP in {days:g} days "
+            f"({own.shape.parameters:.1e} parameters), {own.share:.0%} of their matmul rate: "
+            f"{own.shape.flop / wall.shape.flop:.1e} of the first wall"
         )
     moves = Table(
-        "how the walls move", words("tokens a step", "latency") + numbers("data movement, FLOP", "latency, FLOP")
+        "how the walls move",
+        words("tokens a step", "latency") + numbers("data movement, FLOP", "latency, FLOP"),
     )
     for row in rows:
         flop = "none scales" if row.data_flop is None else f"{row.data_flop:.1e}"
-        moves.add(f"{row.batch_tokens:,.0f}", f"{1e6 * row.latency_s:.3g} us", flop, f"{row.latency_flop:.1e}")
+        moves.add(
+            f"{row.batch_tokens:,.0f}", f"{1e6 * row.latency_s:.3g} us", flop, f"{row.latency_flop:.1e}"
+        )
     published = (
-        "published: arXiv:2411.01137, of chips like an H100 with batches that grow with the run; its constants are not "
-        "these, so the numbers need not agree. Both walls move out with the batch and in with the latency. Optimistic: "
-        "all that can hide is hidden. Dense models of 20 tokens per parameter, width = 128 x layers."
+        "published: arXiv:2411.01137, of chips like an H100 with batches that grow with the run; its "
+        "constants are not these, so the numbers need not agree. Both walls move out with the batch and in "
+        "with the latency. Optimistic: all that can hide is hidden. Dense models of 20 tokens per parameter, "
+        "width = 128 x layers."
     )
     print_blocks([walls, *lines, moves, published])

@@ -1,4 +1,6 @@
-"""Advice on what to change next: rules that give the seconds at stake and the setting to change, largest first."""
+"""Advice on what to change next: rules that give the seconds at stake and the setting to change, largest
+first.
+"""
 
 import collections
 import statistics
@@ -31,7 +33,9 @@ MORE_BYTES = 0.10
 
 
 def advise(breakdown: Breakdown) -> list[str]:
-    """One line per rule that applies: seconds lost per step and the setting to change; empty if no rule applies."""
+    """One line per rule that applies: seconds lost per step and the setting to change; empty if no rule
+    applies.
+    """
     step = mean_step(breakdown)
     found: list[tuple[float, str]] = []
     rules = {
@@ -74,8 +78,8 @@ def _less_communication(row: CommRow, settings: Mapping[str, str | int]) -> str:
     if row.kind == "all-gather" and settings.get("layout.zero_stage") == 3:
         fewer = f"fewer than layout.microbatches={microbatches}, or " if microbatches != 1 else ""
         return (
-            f"each microbatch gathers the parameters again; try {fewer}layout.zero_stage=2, which keeps all parameters "
-            "on each device"
+            f"each microbatch gathers the parameters again; try {fewer}layout.zero_stage=2, which keeps all "
+            "parameters on each device"
         )
     if row.kind != "all-gather" and settings.get("precision.reduce_dtype") != "bfloat16":
         return "precision.reduce_dtype=bfloat16 halves the bytes of the gradient reduction"
@@ -84,8 +88,8 @@ def _less_communication(row: CommRow, settings: Mapping[str, str | int]) -> str:
 
 def _data_wait(breakdown: Breakdown, step: StepBreakdown) -> str:
     return (
-        "Set data.prepared to a folder made by `python -m jtrain.data prepare`, so that nothing is tokenised during "
-        "training; or raise data.max_loaders or data.lookahead_steps."
+        "Set data.prepared to a folder made by `python -m jtrain.data prepare`, so that nothing is tokenised "
+        "during training; or raise data.max_loaders or data.lookahead_steps."
     )
 
 
@@ -96,16 +100,19 @@ def _clocks(breakdown: Breakdown, step: StepBreakdown) -> str:
     if cause == "power":
         draws = "" if watts is None else f" at {watts:,.0f} W"
         return (
-            f"{seconds(lost)} of it due to the power limit{draws}: `nvidia-smi --power-limit` sets it, within the "
-            "board's range; a lower limit trades tokens/s for J per token."
+            f"{seconds(lost)} of it due to the power limit{draws}: `nvidia-smi --power-limit` sets it, "
+            "within the board's range; a lower limit trades tokens/s for J per token."
         )
     if cause == "thermal":
         hot = [value for track in breakdown.clocks for value in track.temperature_c if value is not None]
         degrees = f", at up to {max(hot):.0f} °C" if hot else ""
-        return f"{seconds(lost)} of it due to heat{degrees}: improve cooling, or lower `nvidia-smi --power-limit`."
+        return (
+            f"{seconds(lost)} of it due to heat{degrees}: improve cooling, or lower `nvidia-smi "
+            "--power-limit`."
+        )
     return (
-        f"{seconds(lost)} of it without a reason from the driver: `nvidia-smi --lock-gpu-clocks` holds a clock, if "
-        "you have the permission; the throttle reasons over the steps show when it drops."
+        f"{seconds(lost)} of it without a reason from the driver: `nvidia-smi --lock-gpu-clocks` holds a "
+        "clock, if you have the permission; the throttle reasons over the steps show when it drops."
     )
 
 
@@ -117,10 +124,12 @@ def _utilisation(breakdown: Breakdown, step: StepBreakdown) -> str | None:
         by_place[figures.where(op)] += per_step(breakdown, op.lost.get("utilisation", 0.0))
     place = max(by_place, key=lambda name: by_place[name], default="")
     most = f"Most of it in {place}, {seconds(by_place[place])}. " if place else ""
-    fewer = "half the layout.microbatches, which doubles the activations, or " if _accumulates(breakdown) else ""
+    fewer = (
+        "half the layout.microbatches, which doubles the activations, or " if _accumulates(breakdown) else ""
+    )
     return (
-        f"{most}Larger matrices use the device better; try {fewer}a larger model.loss_chunk_tokens if it is in the "
-        "loss."
+        f"{most}Larger matrices use the device better; try {fewer}a larger model.loss_chunk_tokens if it is "
+        "in the loss."
     )
 
 
@@ -131,8 +140,9 @@ def _instruction(breakdown: Breakdown, step: StepBreakdown) -> str | None:
     factor = step.chain.get("instruction")
     times = "" if factor is None else f"The device computes {factor:.2f} times the model's FLOPs. "
     return (
-        f"{times}layout.remat={remat} recomputes the forward pass; layout.remat=named with more layout.remat_save, or "
-        "layout.remat=none, recomputes less and needs more memory: `python -m jtrain.plan --search` shows what fits."
+        f"{times}layout.remat={remat} recomputes the forward pass; layout.remat=named with more "
+        "layout.remat_save, or layout.remat=none, recomputes less and needs more memory: `python -m "
+        "jtrain.plan --search` shows what fits."
     )
 
 
@@ -158,11 +168,16 @@ def _slow_device(breakdown: Breakdown) -> list[tuple[float, str]]:
     lost = slow.compute_s - median_s
     if median_s <= 0 or lost < SLOW_DEVICE * median_s:
         return []
-    said = f"Device {slow.device} computes {seconds(lost)} longer per step than the median one ({lost / median_s:.1%})"
+    said = (
+        f"Device {slow.device} computes {seconds(lost)} longer per step than the median one "
+        f"({lost / median_s:.1%})"
+    )
     clocks = [device.mean_mhz for device in devices if device.mean_mhz is not None]
     usual = statistics.median(clocks) if clocks else None
     if usual and slow.mean_mhz is not None and slow.mean_mhz < (1 - SLOW_CLOCK) * usual:
-        why = f"its clock is {slow.mean_mhz:,.0f} MHz against {usual:,.0f}: look at its power limit and cooling"
+        why = (
+            f"its clock is {slow.mean_mhz:,.0f} MHz against {usual:,.0f}: look at its power limit and cooling"
+        )
     else:
         why = "its clock does not explain that: data.balance=True gives all ranks about the same work"
     return [(lost, f"{said}, and all others wait for it; {why}.")]
@@ -175,10 +190,10 @@ def _more_bytes(breakdown: Breakdown, step: StepBreakdown) -> list[tuple[float, 
             found.append(
                 (
                     row.exposed_s * (1 - row.planned_bytes / row.wire_bytes),
-                    f"{comm_name(row)} sends {size(row.wire_bytes)} where the plan has {size(row.planned_bytes)}, "
-                    f"{row.wire_bytes / row.planned_bytes:.2f} times as much, and {seconds(row.exposed_s)} of it is "
-                    "exposed: the compiler uses a wider dtype or sends arrays twice; see precision.reduce_dtype and "
-                    "layout.remat.",
+                    f"{comm_name(row)} sends {size(row.wire_bytes)} where the plan has "
+                    f"{size(row.planned_bytes)}, {row.wire_bytes / row.planned_bytes:.2f} times as much, and "
+                    f"{seconds(row.exposed_s)} of it is exposed: the compiler uses a wider dtype or sends "
+                    "arrays twice; see precision.reduce_dtype and layout.remat.",
                 )
             )
     return found

@@ -1,6 +1,7 @@
 """Analysis of a trace window: trace, compiled program, clock samples and the plan's numbers -> `Breakdown`.
 
-All input comes from the folder that `trace.Window` wrote, so the analysis can be repeated later without the run.
+All input comes from the folder that `trace.Window` wrote, so the analysis can be repeated later without the
+run.
 """
 
 import collections
@@ -20,7 +21,16 @@ from jtrain.profile.analysis import clock_loss, memory_timeline, pipeline_trace,
 from jtrain.profile.analysis.chopper import chopper_chain
 from jtrain.profile.analysis.figures import PARTS
 from jtrain.profile.analysis.hlo_ops import is_recomputed, read_ops
-from jtrain.profile.analysis.records import Breakdown, CommRow, HloOp, MemoryRow, OpRow, Peaks, StepBreakdown, Trace
+from jtrain.profile.analysis.records import (
+    Breakdown,
+    CommRow,
+    HloOp,
+    MemoryRow,
+    OpRow,
+    Peaks,
+    StepBreakdown,
+    Trace,
+)
 from jtrain.profile.analysis.timeline import DeviceStep, Events, lay_out, overlap_factors
 from jtrain.profile.analysis.xplane import read
 from jtrain.profile.clocks import samples
@@ -52,7 +62,8 @@ def analyse(folder: Path, loaded: "Traced | None" = None) -> Breakdown:
       loaded: what `load` returned for the folder, if it was read already.
 
     Raises:
-      UserError: the folder, its trace, steps, facts or compiled program are missing, or the trace is truncated.
+      UserError: the folder, its trace, steps, facts or compiled program are missing, or the trace is
+        truncated.
     """
     from jtrain.profile.analysis.advice import advise  # reads a Breakdown, so it comes after this module
 
@@ -67,7 +78,9 @@ def analyse(folder: Path, loaded: "Traced | None" = None) -> Breakdown:
 
 
 class Traced(NamedTuple):
-    """Trace of a window, the ops of its compiled programs by the names that the trace uses, and the step's program."""
+    """Trace of a window, the ops of its compiled programs by the names that the trace uses, and the step's
+    program.
+    """
 
     trace: Trace
     ops: dict[str, HloOp]
@@ -86,7 +99,9 @@ def load(folder: Path) -> Traced:
     files = sorted(folder.glob("*.hlo.txt"))
     programs = {file.name.removesuffix(".hlo.txt"): parser.read(file.read_text()) for file in files}
     if module not in programs:
-        raise UserError(f"{folder} lacks {module}.hlo.txt, the compiled program that was traced. Trace again.")
+        raise UserError(
+            f"{folder} lacks {module}.hlo.txt, the compiled program that was traced. Trace again."
+        )
     ops: dict[str, HloOp] = {}
     for of, program in programs.items():
         found = read_ops(program, facts["mesh"])
@@ -120,7 +135,15 @@ def break_down(
     events, device_steps = lay_out(trace, ops)
     clocked = _clocked(events, peaks, sampled)
     steps = [
-        _step(span, [row for row in device_steps if row.step == span.step], events, clocked, facts, peaks, sampled)
+        _step(
+            span,
+            [row for row in device_steps if row.step == span.step],
+            events,
+            clocked,
+            facts,
+            peaks,
+            sampled,
+        )
         for span in trace.steps
     ]
     start_ns, end_ns = trace.steps[0].start_ns, trace.steps[-1].end_ns
@@ -154,7 +177,9 @@ def _clocked(events: Events, peaks: Peaks, sampled: Mapping[int, Samples]) -> _C
         here = np.flatnonzero(events.device == device)
         mhz[here] = of_device.mean_mhz(events.start_ns[here], events.end_ns[here])
         num_samples[here] = of_device.num_in(events.start_ns[here], events.end_ns[here])
-    flops, size = (np.array([getattr(op, name) for op in events.ops], float)[events.op] for name in ("flops", "bytes"))
+    flops, size = (
+        np.array([getattr(op, name) for op in events.ops], float)[events.op] for name in ("flops", "bytes")
+    )
     reference = clock_loss.reference_mhz(peaks, sampled)
     sensitivity = clock_loss.sensitivity(flops, size, peaks, mhz)
     multiplier = clock_loss.multipliers(mhz, sensitivity, reference)
@@ -250,7 +275,9 @@ def _op_rows(events: Events, clocked: _Clocked, peaks: Peaks) -> list[OpRow]:
         if not count[index]:
             continue
         theoretical_s: float | None = None
-        lost: dict[str, float] = dict.fromkeys(("instruction", "utilisation", "overlap", "clocks", "exposed"), 0.0)
+        lost: dict[str, float] = dict.fromkeys(
+            ("instruction", "utilisation", "overlap", "clocks", "exposed"), 0.0
+        )
         if op.kind == "communication":
             lost["exposed"] = float(exposed[index])
         else:
@@ -282,7 +309,9 @@ def _op_rows(events: Events, clocked: _Clocked, peaks: Peaks) -> list[OpRow]:
 
 
 def _comm_rows(events: Events, facts: dict[str, Any], device_steps: int) -> list[CommRow]:
-    """One row per collective kind and axes, per device and step; includes planned collectives that did not run."""
+    """One row per collective kind and axes, per device and step; includes planned collectives that did not
+    run.
+    """
     order = list(facts["mesh"])
     planned: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
     for row in facts["planned"]:
@@ -295,7 +324,9 @@ def _comm_rows(events: Events, facts: dict[str, Any], device_steps: int) -> list
     found = {of_op[index] for index in np.flatnonzero(kinds == "communication")}
     rows = []
     for kind, axes in sorted(found | set(planned)):
-        these = np.flatnonzero(np.array([of == (kind, axes) for of in of_op], bool)[events.op] & ~events.computes)
+        these = np.flatnonzero(
+            np.array([of == (kind, axes) for of in of_op], bool)[events.op] & ~events.computes
+        )
         ran = collections.Counter(events.op[these].tolist())
         sent = sum(ran[i] * c.wire_bytes for i in ran if (c := events.ops[i].collective) is not None)
         starts = sum(ran[i] for i in ran if not events.ops[i].opcode.endswith(("-done", "-update")))
@@ -330,13 +361,17 @@ def _notes(
     notes = []
     if peaks.flops is None:
         notes.append(
-            f"The peak of {trace.device_kind} is unknown: theoretical time and instructions are part of utilisation."
+            f"The peak of {trace.device_kind} is unknown: theoretical time and instructions are part of "
+            "utilisation."
         )
     unnamed = sorted(op.name for op in events.ops if not op.opcode)
     beside = {name: name.partition("/")[0] for name in unnamed if name.startswith("jit_") and "/" in name}
     coverage = _coverage(events)
     if coverage < 0.99:
-        cause = "the program comes from a compile cache that an older version filled, or from code without named scopes"
+        cause = (
+            "the program comes from a compile cache that an older version filled, or from code without "
+            "named scopes"
+        )
         if beside:
             cause = f"other programs ran between the steps ({', '.join(sorted(set(beside.values())))})"
         notes.append(f"{1 - coverage:.1%} of the ops' time has no layer or phase: {cause}.")
@@ -347,7 +382,9 @@ def _notes(
         notes.append(f"The trace holds {trace.num_devices} of {own} devices.")
     kernels = sorted(op.name for op in events.ops if op.opcode == "custom-call" and not op.flops)
     if kernels:
-        notes.append(f"FLOPs of these custom calls are unknown: {', '.join(kernels[:5])} ({len(kernels)} in all).")
+        notes.append(
+            f"FLOPs of these custom calls are unknown: {', '.join(kernels[:5])} ({len(kernels)} in all)."
+        )
     if unnamed := [name for name in unnamed if name not in beside]:
         notes.append(f"Ops in the trace but in no program: {', '.join(unnamed[:5])} ({len(unnamed)} in all).")
     return notes
@@ -378,12 +415,16 @@ def read_json(file: Path) -> Breakdown:
     try:
         for name, row in rows.items():
             values[name] = [row(**of) for of in values[name]]
-        values["communication"] = [CommRow(**(of | {"axes": tuple(of["axes"])})) for of in values["communication"]]
+        values["communication"] = [
+            CommRow(**(of | {"axes": tuple(of["axes"])})) for of in values["communication"]
+        ]
         if values["live"] is not None:
             values["live"] = records.LiveTrack(**values["live"])
         if (of := values["pipeline"]) is not None:
             steps = [records.PipelineShares(**step) for step in of["steps"]]
-            spans = {name: [[tuple(span) for span in row] for row in of[name]] for name in ("measured", "planned")}
+            spans = {
+                name: [[tuple(span) for span in row] for row in of[name]] for name in ("measured", "planned")
+            }
             values["pipeline"] = records.PipelineTrack(**{**of, **spans, "steps": steps})
         return Breakdown(**values)
     except (KeyError, TypeError) as error:

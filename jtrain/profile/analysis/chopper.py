@@ -1,4 +1,5 @@
-"""Breakdown of compute time after Chopper (arXiv:2512.08242): factors whose product is exactly the measured time.
+"""Breakdown of compute time after Chopper (arXiv:2512.08242): factors whose product is exactly the measured
+time.
 
 theoretical_s * instruction * utilisation * overlap * frequency = compute_s
 
@@ -10,8 +11,8 @@ theoretical_s * instruction * utilisation * overlap * frequency = compute_s
 | overlap | time at the reference clock, over the time without concurrent communication | same op running alone |
 | frequency | measured time over the time at the reference clock | clocks sampled in the same run |
 
-Chopper measures cycles in a second run that serialises the kernels, so it cannot separate overlap from frequency.
-Clocks sampled in the same run separate them.
+Chopper measures cycles in a second run that serialises the kernels, so it cannot separate overlap from
+frequency. Clocks sampled in the same run separate them.
 """
 
 type Factors = dict[str, float | None]
@@ -30,14 +31,15 @@ def chopper_chain(
 
     Args:
       compute_s: measured compute time.
-      overlap_s, clocks_s: parts of compute_s lost to concurrent communication, and to clocks below the reference.
+      overlap_s, clocks_s: parts of compute_s lost to concurrent communication, and to clocks below the
+        reference.
       model_flops: this device's FLOPs by the model's definition; None if unknown.
       program_flops: FLOPs that this device executes; 0 if unknown.
       peak_flops: FLOP/s at the reference clock; None if unknown.
 
     Returns:
-      (factors, seconds). If the peak or the FLOPs are unknown, the factors theoretical_s and utilisation are None; the
-      seconds of theoretical and instruction are None too, and counted in utilisation.
+      (factors, seconds). If the peak or the FLOPs are unknown, the factors theoretical_s and utilisation are
+      None; the seconds of theoretical and instruction are None too, and counted in utilisation.
     """
     at_reference_s = compute_s - clocks_s
     alone_s = at_reference_s - overlap_s

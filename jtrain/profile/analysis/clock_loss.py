@@ -1,9 +1,11 @@
-"""Cost of low clocks: multiplier m = (1 - b) + b f / f_ref per op, seconds lost by cause, MFU against three peaks.
+"""Cost of low clocks: multiplier m = (1 - b) + b f / f_ref per op, seconds lost by cause, MFU against three
+peaks.
 
-An op that takes t seconds at clock f would take t m at the reference clock and so loses t (1 - m). The sensitivity b,
-between 0 and 1, is the share of the op's time that scales with the clock: 1 if the number of cycles is constant (as in
-Chopper, arXiv:2512.08242, whose frequency factor is 1 / m), else the compute share of the roofline. Chopper takes
-cycles and durations from different runs and so mixes overlap into the clock's share; here both come from one run.
+An op that takes t seconds at clock f would take t m at the reference clock and so loses t (1 - m). The
+sensitivity b, between 0 and 1, is the share of the op's time that scales with the clock: 1 if the number of
+cycles is constant (as in Chopper, arXiv:2512.08242, whose frequency factor is 1 / m), else the compute share
+of the roofline. Chopper takes cycles and durations from different runs and so mixes overlap into the clock's
+share; here both come from one run.
 """
 
 import math
@@ -14,10 +16,19 @@ import numpy.typing as npt
 
 from jtrain.errors import UserError
 from jtrain.profile.analysis.records import ClockTrack, Peaks
-from jtrain.profile.clocks.samples import POWER_REASONS, REASONS, SERIES, THERMAL_REASONS, Floats, Many, Samples
+from jtrain.profile.clocks.samples import (
+    POWER_REASONS,
+    REASONS,
+    SERIES,
+    THERMAL_REASONS,
+    Floats,
+    Many,
+    Samples,
+)
 
 MIN_SAMPLES = 3
-"""Clock samples that an op needs, summed over its executions; with fewer, the mean is really its neighbours' clock."""
+"""Clock samples that an op needs, summed over its executions; with fewer, the mean is really its neighbours'
+clock."""
 
 
 def enough(num_samples: Many) -> npt.NDArray[np.bool_]:
@@ -32,8 +43,8 @@ def enough(num_samples: Many) -> npt.NDArray[np.bool_]:
 def sensitivity(flops: Many, bytes: Many, peaks: Peaks, mhz: Many) -> Floats:
     """Sensitivity b of each op: its compute share of the roofline, t_c / (t_c + t_m), at its measured clock.
 
-    t_c = flops / (peak * f / f_ref), t_m = bytes / bandwidth. If the op's work or a peak is unknown, b = 1, Chopper's
-    assumption.
+    t_c = flops / (peak * f / f_ref), t_m = bytes / bandwidth. If the op's work or a peak is unknown, b = 1,
+    Chopper's assumption.
     """
     num_flops, num_bytes, clock = (np.asarray(values, np.float64) for values in (flops, bytes, mhz))
     num_flops, num_bytes, clock = np.broadcast_arrays(num_flops, num_bytes, clock)
@@ -48,15 +59,20 @@ def sensitivity(flops: Many, bytes: Many, peaks: Peaks, mhz: Many) -> Floats:
 
 
 def reference_mhz(peaks: Peaks, samples: Mapping[int, Samples]) -> float | None:
-    """Clock that losses are relative to: that of the peaks, else the highest sampled one; None if neither is known."""
+    """Clock that losses are relative to: that of the peaks, else the highest sampled one; None if neither is
+    known.
+    """
     if peaks.ref_mhz is not None:
         return peaks.ref_mhz
-    best = [float(clock.max()) for _, clock in (one.known("sm_mhz") for one in samples.values()) if len(clock)]
+    best = [
+        float(clock.max()) for _, clock in (one.known("sm_mhz") for one in samples.values()) if len(clock)
+    ]
     return max(best, default=None)
 
 
 def multipliers(mhz: Many, sensitivity: Many, ref_mhz: float | None) -> Floats:
-    """Multiplier m of each op: its time at the reference clock over its measured time; 1 if a clock is unknown.
+    """Multiplier m of each op: its time at the reference clock over its measured time; 1 if a clock is
+    unknown.
 
     Raises:
       UserError: the reference clock is not positive.
@@ -74,9 +90,9 @@ def split(
 ) -> dict[str, float]:
     """Divides `lost_s`, the seconds lost to the clock within a span, by cause.
 
-    The driver counts the nanoseconds in which the power or thermal limit held the clock down. Their share of the time
-    below the reference clock goes to these causes, the rest (idle, ramp-up, locked clocks) to "other". If the driver
-    has no counters, the throttle reasons of the samples replace them.
+    The driver counts the nanoseconds in which the power or thermal limit held the clock down. Their share of
+    the time below the reference clock goes to these causes, the rest (idle, ramp-up, locked clocks) to
+    "other". If the driver has no counters, the throttle reasons of the samples replace them.
     """
     if samples is None or ref_mhz is None:
         return {"power": 0.0, "thermal": 0.0, "other": lost_s}
@@ -124,7 +140,9 @@ def mfu(
     }
 
 
-def tracks(samples: dict[int, Samples], start_ns: int, end_ns: int, max_points: int = 2000) -> list[ClockTrack]:
+def tracks(
+    samples: dict[int, Samples], start_ns: int, end_ns: int, max_points: int = 2000
+) -> list[ClockTrack]:
     """Each device's samples within a span, time_s counted from its start; thinned to at most `max_points`.
 
     Quantities that are sampled less often than the clock keep their last value in between.

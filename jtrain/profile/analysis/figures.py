@@ -10,7 +10,9 @@ from jtrain.report.number_formats import seconds, share
 
 @dataclasses.dataclass(frozen=True)
 class StepPart:
-    """One part of a step's time: its key in `StepBreakdown.parts`, the name that reports show, and its meaning."""
+    """One part of a step's time: its key in `StepBreakdown.parts`, the name that reports show, and its
+    meaning.
+    """
 
     key: str
     name: str
@@ -21,7 +23,9 @@ PARTS = (
     StepPart("theoretical", "math at peak speed", "the model's own FLOPs and bytes at the device's peak"),
     StepPart("instruction", "extra instructions", "FLOPs beyond the model's own: recomputation, padding"),
     StepPart("utilisation", "low utilisation", "computing, but below the peak of compute or memory"),
-    StepPart("overlap", "overlap", "computing slower because a collective takes its share of memory and cores"),
+    StepPart(
+        "overlap", "overlap", "computing slower because a collective takes its share of memory and cores"
+    ),
     StepPart("clocks", "clock loss", "computing below the reference clock: power, temperature"),
     StepPart("exposed_communication", "exposed communication", "collectives that no compute hides"),
     StepPart("data_wait", "data wait", "the step waits for its batch"),
@@ -61,7 +65,8 @@ def mean_step(breakdown: Breakdown) -> StepBreakdown:
     return StepBreakdown(
         step=steps[0].step,
         duration_s=statistics.fmean(step.duration_s for step in steps),
-        # A part that is unknown in some steps counts as 0 there; otherwise the parts would not sum to the mean step.
+        # A part that is unknown in some steps counts as 0 there; otherwise the parts would not sum to the
+        # mean step.
         parts={part.key: part_mean([step.parts.get(part.key) for step in steps]) for part in PARTS},
         chain=dicts("chain"),
         clocks_lost_s={cause: value or 0.0 for cause, value in dicts("clocks_lost_s").items()},
@@ -103,7 +108,9 @@ def parts_of(step: StepBreakdown) -> list[StepPart]:
     """PARTS for this step; if the device's peak is unknown, the third part stands for all computing."""
     if step.parts.get("theoretical") is not None:
         return list(PARTS)
-    undivided = StepPart("utilisation", "computing", "math and losses in one: no peak of this device is known")
+    undivided = StepPart(
+        "utilisation", "computing", "math and losses in one: no peak of this device is known"
+    )
     return [undivided if part.key == "utilisation" else part for part in PARTS]
 
 
@@ -120,8 +127,8 @@ def largest_loss(step: StepBreakdown) -> tuple[StepPart, float] | None:
 class DeviceMean:
     """Means of one device over the window: seconds per step, sampled clock and power.
 
-    compute_s: shows a slow device. busy_s does not: the other devices wait for it in collectives, so that all are
-      busy equally long.
+    compute_s: shows a slow device. busy_s does not: the other devices wait for it in collectives, so that all
+      are busy equally long.
     """
 
     device: int
@@ -178,7 +185,11 @@ def headline(breakdown: Breakdown) -> str:
     step = mean_step(breakdown)
     math, loss = step.parts.get("theoretical"), largest_loss(step)
     text = f"Of a step of {seconds(step.duration_s)}, "
-    text += "the math's share is unknown" if math is None else f"{share(math, step.duration_s)} is math at peak speed"
+    text += (
+        "the math's share is unknown"
+        if math is None
+        else f"{share(math, step.duration_s)} is math at peak speed"
+    )
     if loss is None:
         return f"{text}."
     part, lost = loss
@@ -201,13 +212,21 @@ def chain_line(step: StepBreakdown) -> str:
 def pipeline_line(track: PipelineTrack) -> str:
     """Measured bubble of a window beside the schedule's, in one sentence."""
     bubbles = [step.bubble for step in track.steps]
-    mean_of = {name: statistics.fmean(getattr(step, name) for step in track.steps) for name in ("instructions", "ends")}
-    some = "" if len(track.workers) == track.stages else f", workers {track.workers[0]} to {track.workers[-1]}"
-    spread = f", {min(bubbles):.1%} to {max(bubbles):.1%} over {len(bubbles)} steps" if len(bubbles) > 1 else ""
+    mean_of = {
+        name: statistics.fmean(getattr(step, name) for step in track.steps)
+        for name in ("instructions", "ends")
+    }
+    some = (
+        "" if len(track.workers) == track.stages else f", workers {track.workers[0]} to {track.workers[-1]}"
+    )
+    spread = (
+        f", {min(bubbles):.1%} to {max(bubbles):.1%} over {len(bubbles)} steps" if len(bubbles) > 1 else ""
+    )
     return (
-        f"measured bubble {statistics.fmean(bubbles):.1%}{spread}; {track.schedule} over {track.stages} stages with "
-        f"{track.microbatches} microbatches has {track.planned_bubble:.1%} in lockstep{some}. Workers compute layers "
-        f"for {mean_of['instructions']:.1%} of the ticks' time, embedding and loss for {mean_of['ends']:.1%}"
+        f"measured bubble {statistics.fmean(bubbles):.1%}{spread}; {track.schedule} over {track.stages} "
+        f"stages with {track.microbatches} microbatches has {track.planned_bubble:.1%} in lockstep{some}. "
+        f"Workers compute layers for {mean_of['instructions']:.1%} of the ticks' time, embedding and loss "
+        f"for {mean_of['ends']:.1%}"
     )
 
 
@@ -232,5 +251,7 @@ def main_cause(row: OpRow) -> str:
 
 def by_category(breakdown: Breakdown) -> list[tuple[str, str, float]]:
     """(key, name, seconds) of each goodput category that has any time, largest first."""
-    spent = [(key, CATEGORIES.get(key, key.replace("_", " ")), value) for key, value in breakdown.goodput.items()]
+    spent = [
+        (key, CATEGORIES.get(key, key.replace("_", " ")), value) for key, value in breakdown.goodput.items()
+    ]
     return sorted((one for one in spent if one[2] > 0), key=lambda one: -one[2])

@@ -1,7 +1,7 @@
 """Ops of a compiled program: phase, layer, FLOPs, bytes and network traffic of every instruction.
 
-Instructions that the compiler adds have no path of named scopes (`jtrain.hlo.scopes`): they get the phase and layer of
-their users, else of their operands, else of the surrounding loop.
+Instructions that the compiler adds have no path of named scopes (`jtrain.hlo.scopes`): they get the phase and
+layer of their users, else of their operands, else of the surrounding loop.
 """
 
 import collections
@@ -31,7 +31,9 @@ def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, Hl
       UserError: the text has no entry computation.
     """
     if not program.computations.get(program.entry):
-        raise UserError("the HLO text has no entry computation: it is truncated, or not a compiled program's text.")
+        raise UserError(
+            "the HLO text has no entry computation: it is truncated, or not a compiled program's text."
+        )
     found: dict[str, HloOp] = {}
 
     def visit(name: str, around: _Mark) -> None:
@@ -48,9 +50,13 @@ def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, Hl
 
 
 def unknown_op(name: str) -> HloOp:
-    """Op for a name that is in the trace but in no program: a kernel or copy started by a library or the runtime."""
+    """Op for a name that is in the trace but in no program: a kernel or copy started by a library or the
+    runtime.
+    """
     low = name.lower()
-    kind: OpKind = "communication" if "nccl" in low or "rccl" in low else "copy" if "mem" in low[:4] else "compute"
+    kind: OpKind = (
+        "communication" if "nccl" in low or "rccl" in low else "copy" if "mem" in low[:4] else "compute"
+    )
     return HloOp(name, "", kind, "other", "", "", 0, 0, None)
 
 
@@ -65,7 +71,8 @@ def _vote(marks: Iterator[_Mark]) -> _Mark:
 
 
 def _own(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
-    """Mark and path of an instruction: from its own path, else its fusion's root, else most frequent inside it.
+    """Mark and path of an instruction: from its own path, else its fusion's root, else most frequent inside
+    it.
 
     A collective that the compiler combined from several has the paths of all: `jit(f)/(a/psum:b/psum)`.
     """
@@ -137,13 +144,17 @@ def _kind(instruction: Instruction, collective: OpTraffic | None, work: int) -> 
     return "copy" if base in _COPIES else "compute"
 
 
-def _collective(instruction: Instruction, program: HloProgram, mesh_shape: Mapping[str, int]) -> OpTraffic | None:
+def _collective(
+    instruction: Instruction, program: HloProgram, mesh_shape: Mapping[str, int]
+) -> OpTraffic | None:
     """Network traffic of an instruction, or of the first collective that it wraps; None if it has none."""
     kind = instruction.collective
     if kind:
         groups = groups_of(instruction, mesh_shape)
         size = max((len(group) for group in groups), default=1)
-        sent = sum(wire_bytes(kind, whole, size) for _, whole in whole_arrays(instruction, size, program.types))
+        sent = sum(
+            wire_bytes(kind, whole, size) for _, whole in whole_arrays(instruction, size, program.types)
+        )
         return OpTraffic(kind, axes_of(groups, mesh_shape), sent)
     if instruction.opcode not in ("fusion", "async-start", "call-start"):
         return None

@@ -1,7 +1,7 @@
 """Set operations on time intervals: union, intersection, complement. All times are int64 nanoseconds.
 
-A set is an array [K, 2] of sorted, disjoint intervals: start and end of each. Events are arrays of starts and ends in
-any order.
+A set is an array [K, 2] of sorted, disjoint intervals: start and end of each. Events are arrays of starts and
+ends in any order.
 """
 
 import numpy as np

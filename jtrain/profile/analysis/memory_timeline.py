@@ -1,9 +1,9 @@
 """Bytes of temporaries alive while each op of a program runs, by the phase that made them.
 
-Computed from the schedule: a buffer lives from the op that makes it to the last op that reads it. As in XLA's buffer
-assignment, a loop's state lives in the buffers that enter the loop, and an in-place update in the buffer that it
-updates. Arguments, and results that take their place (donation), are not counted: the plan lists those. The result
-differs from the allocation where XLA keeps a buffer longer or makes a copy.
+Computed from the schedule: a buffer lives from the op that makes it to the last op that reads it. As in XLA's
+buffer assignment, a loop's state lives in the buffers that enter the loop, and an in-place update in the
+buffer that it updates. Arguments, and results that take their place (donation), are not counted: the plan
+lists those. The result differs from the allocation where XLA keeps a buffer longer or makes a copy.
 """
 
 import re
@@ -31,7 +31,16 @@ _NAMES = tuple(CLASSES.values())
 _NONE = frozenset[str]()
 _ELEMENT = "#"
 
-_MAKES_NOTHING = ("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "while", "after-all", "opt-barrier")
+_MAKES_NOTHING = (
+    "parameter",
+    "constant",
+    "bitcast",
+    "tuple",
+    "get-tuple-element",
+    "while",
+    "after-all",
+    "opt-barrier",
+)
 _MAKES_NOTHING += ("dynamic-update-slice", "partition-id", "replica-id")
 _ELEMENTWISE = ("add", "subtract", "multiply", "divide", "convert", "select", "maximum", "negate")
 _ELEMENTWISE += ("exponential", "tanh")
@@ -62,7 +71,9 @@ def live_bytes(program: HloProgram, ops: Mapping[str, HloOp]) -> dict[str, Int64
 
 
 def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTrack | None:
-    """Curve over the window's median step on its first device; None if no op of the program ran in that step."""
+    """Curve over the window's median step on its first device; None if no op of the program ran in that
+    step.
+    """
     steps = sorted(trace.steps, key=lambda step: step.end_ns - step.start_ns)
     step = steps[len(steps) // 2]
     alive = live_bytes(program, ops)
@@ -86,7 +97,9 @@ def _curve(events: Sequence[OpEvent], alive: Mapping[str, np.ndarray], step: Ste
     )
 
 
-def _live(computation: str, ops: Mapping[str, HloOp], program: HloProgram) -> Int64[np.ndarray, "instructions classes"]:
+def _live(
+    computation: str, ops: Mapping[str, HloOp], program: HloProgram
+) -> Int64[np.ndarray, "instructions classes"]:
     """Bytes of a computation's own buffers while each of its instructions runs."""
     body, is_entry = program.computations[computation], computation == program.entry
     # Indices of the entry's results that reuse the buffer of an argument (donation).
@@ -123,9 +136,15 @@ def _live(computation: str, ops: Mapping[str, HloOp], program: HloProgram) -> In
 
 
 def _take_over(
-    index: int, instruction: Instruction, sizes: dict[str, int], last: dict[str, int], values: Mapping[str, _Value]
+    index: int,
+    instruction: Instruction,
+    sizes: dict[str, int],
+    last: dict[str, int],
+    values: Mapping[str, _Value],
 ) -> None:
-    """Lets elementwise results reuse the buffers of operands of the same size that no later instruction reads."""
+    """Lets elementwise results reuse the buffers of operands of the same size that no later instruction
+    reads.
+    """
     if not (instruction.opcode in _ELEMENTWISE or "kind=kLoop" in instruction.line):
         return
     free = [sizes[buffer] for buffer in _all([values[instruction.name]]) if buffer in sizes]
@@ -147,10 +166,14 @@ def _given(instruction: Instruction, values: Mapping[str, _Value]) -> list[_Valu
 
 
 def _all(values: Sequence[_Value]) -> frozenset[str]:
-    return _NONE.union(*(part for value in values for part in (value if isinstance(value, tuple) else (value,))))
+    return _NONE.union(
+        *(part for value in values for part in (value if isinstance(value, tuple) else (value,)))
+    )
 
 
-def _value(instruction: Instruction, given: Sequence[_Value], program: HloProgram) -> tuple[_Value, dict[str, int]]:
+def _value(
+    instruction: Instruction, given: Sequence[_Value], program: HloProgram
+) -> tuple[_Value, dict[str, int]]:
     """Buffers that hold an instruction's result, and the bytes of those that the instruction allocates."""
     opcode = instruction.opcode
     if opcode == "tuple":
@@ -159,7 +182,12 @@ def _value(instruction: Instruction, given: Sequence[_Value], program: HloProgra
         of = given[0] if given else _NONE
         index = int(re.findall(r"index=(\d+)", instruction.line)[0])
         return (of[index] if isinstance(of, tuple) and index < len(of) else _all([of])), {}
-    if opcode.endswith(("-done", "-update")) or opcode in ("while", "bitcast", "opt-barrier", "dynamic-update-slice"):
+    if opcode.endswith(("-done", "-update")) or opcode in (
+        "while",
+        "bitcast",
+        "opt-barrier",
+        "dynamic-update-slice",
+    ):
         return (given[0] if given else _NONE), {}
     if opcode in _MAKES_NOTHING:
         return _NONE, {}
@@ -170,7 +198,10 @@ def _value(instruction: Instruction, given: Sequence[_Value], program: HloProgra
         return frozenset({name}), {name: _started_bytes(instruction)}
     if not instruction.type.startswith("("):
         return frozenset({name}), {name: array_bytes(instruction.type)}
-    own = {f"{name}{_ELEMENT}{place}": array_bytes(type_) for place, type_ in enumerate(elements(instruction.type))}
+    own = {
+        f"{name}{_ELEMENT}{place}": array_bytes(type_)
+        for place, type_ in enumerate(elements(instruction.type))
+    }
     return tuple(frozenset({buffer}) for buffer in own), own
 
 
@@ -192,7 +223,9 @@ def _in_place(instruction: Instruction, program: HloProgram) -> int | None:
 
 
 def _started_bytes(instruction: Instruction) -> int:
-    """Bytes of an asynchronous op's result, which is the second element of its type (operands, results, ...)."""
+    """Bytes of an asynchronous op's result, which is the second element of its type (operands, results,
+    ...).
+    """
     if not instruction.type.startswith("("):
         return array_bytes(instruction.type)
     parts = elements(instruction.type)

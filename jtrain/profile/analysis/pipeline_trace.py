@@ -1,7 +1,8 @@
-"""Instructions of a pipelined step as they ran: begin and end of every F, I, W and B of each worker, from a trace.
+"""Instructions of a pipelined step as they ran: begin and end of every F, I, W and B of each worker, from a
+trace.
 
-A compiled step is one loop over ticks (`jtrain.step.pipelined`). The trace has the ops that ran and when, but not the
-number of the tick; the schedule says what each tick holds. So:
+A compiled step is one loop over ticks (`jtrain.step.pipelined`). The trace has the ops that ran and when, but
+not the number of the tick; the schedule says what each tick holds. So:
 
 | fact | source |
 |---|---|
@@ -9,10 +10,10 @@ number of the tick; the schedule says what each tick holds. So:
 | begin of tick t on a device | t-th execution of the ops that stand directly in the loop: each runs once per tick |
 | virtual stage and microbatch | the schedule's tick t, for the worker of that device |
 
-An instruction lasts from the first to the last op of its conditional, collectives among them. Where layers permute they
-are in no conditional and compute in every tick; the ticks in which the schedule has nothing for them count as waiting.
-F and B of one tick then mix, and B counts from the end of F.
-What was found must be what the schedule has, tick by tick; otherwise there is a message and no picture.
+An instruction lasts from the first to the last op of its conditional, collectives among them. Where layers
+permute they are in no conditional and compute in every tick; the ticks in which the schedule has nothing for
+them count as waiting. F and B of one tick then mix, and B counts from the end of F. What was found must be
+what the schedule has, tick by tick; otherwise there is a message and no picture.
 """
 
 import collections
@@ -80,7 +81,9 @@ def find(
         return None, [f"{UNKNOWN}{error}"]
 
 
-def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp], facts: Mapping[str, Any]) -> PipelineTrack:
+def track(
+    trace: Trace, program: HloProgram, ops: Mapping[str, HloOp], facts: Mapping[str, Any]
+) -> PipelineTrack:
     """Finds the instructions of the window's median step, and the shares of every step.
 
     Args:
@@ -131,7 +134,9 @@ def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp], facts: Ma
 
 def timeline_of(rows: Sequence[Sequence[Sequence[Any]]]) -> PipelineTimeline:
     """`PipelineTrack.measured` or `.planned` as a timeline that can be drawn."""
-    return PipelineTimeline(tuple(tuple(Span(parse_op(op), start, end) for op, start, end in row) for row in rows))
+    return PipelineTimeline(
+        tuple(tuple(Span(parse_op(op), start, end) for op, start, end in row) for row in rows)
+    )
 
 
 def tick_loop(program: HloProgram) -> TickLoop:
@@ -238,8 +243,8 @@ def _device_ticks(
         )
     if not loop.always and (more := sorted(found.keys() - of_schedule.keys())):
         raise UserError(
-            f"{at}: in tick {more[0][0]} the trace has a {more[0][1]} pass, and worker {worker} has none in the "
-            f"schedule. {_AGAIN}"
+            f"{at}: in tick {more[0][0]} the trace has a {more[0][1]} pass, and worker {worker} has none in "
+            f"the schedule. {_AGAIN}"
         )
     instructions = {op: found[place] for place, op in of_schedule.items()}
     edges = np.array(ends, np.int64).reshape(-1, 2)
@@ -252,7 +257,9 @@ def _device_ticks(
 
 
 def _in_turn(instructions: Mapping[StageOp, tuple[int, int]]) -> dict[StageOp, tuple[int, int]]:
-    """The same where each begins after the one before has ended; given in order of ticks, F before B before W."""
+    """The same where each begins after the one before has ended; given in order of ticks, F before B before
+    W.
+    """
     found: dict[StageOp, tuple[int, int]] = {}
     after = 0
     for op, (start, end) in instructions.items():
@@ -261,8 +268,12 @@ def _in_turn(instructions: Mapping[StageOp, tuple[int, int]]) -> dict[StageOp, t
     return found
 
 
-def _tick_begins(events: Sequence[tuple[HloOp, OpEvent]], loop: TickLoop, num_ticks: int, at: str) -> np.ndarray:
-    """Begin of every tick: the first of the ops that run once in it. Collectives are left out: they may run on."""
+def _tick_begins(
+    events: Sequence[tuple[HloOp, OpEvent]], loop: TickLoop, num_ticks: int, at: str
+) -> np.ndarray:
+    """Begin of every tick: the first of the ops that run once in it. Collectives are left out: they may run
+    on.
+    """
     starts: dict[str, list[int]] = collections.defaultdict(list)
     for op, event in events:
         if op.name in loop.once and op.kind != "communication":
@@ -271,7 +282,9 @@ def _tick_begins(events: Sequence[tuple[HloOp, OpEvent]], loop: TickLoop, num_ti
         raise UserError(f"{at}: the trace has no op of the loop over ticks. {_AGAIN}")
     for name, times in starts.items():
         if len(times) % num_ticks:
-            raise UserError(f"{at}: {name} ran {len(times)} times in {num_ticks} ticks: the trace is cut. {_AGAIN}")
+            raise UserError(
+                f"{at}: {name} ran {len(times)} times in {num_ticks} ticks: the trace is cut. {_AGAIN}"
+            )
     # An op may be several kernels, as many in each tick.
     table = np.array([sorted(times)[:: len(times) // num_ticks] for times in starts.values()], np.int64)
     begins, last = table.min(axis=0), table.max(axis=0)
@@ -288,7 +301,9 @@ def _end_ns(devices: Sequence[_DeviceTicks]) -> int:
     return max(device.end_ns for device in devices)
 
 
-def _rows(devices: Sequence[_DeviceTicks], worker: int, workers: Sequence[int]) -> list[tuple[str, float, float]]:
+def _rows(
+    devices: Sequence[_DeviceTicks], worker: int, workers: Sequence[int]
+) -> list[tuple[str, float, float]]:
     """A worker's instructions in order, in seconds from the step's first tick; means over its devices."""
     mine = [device.instructions for device, of in zip(devices, workers, strict=True) if of == worker]
     began = _begin_ns(devices)

@@ -1,7 +1,8 @@
-"""Data classes of a profile: the trace, the compiled program's ops, the sampled clocks and the resulting breakdown.
+"""Data classes of a profile: the trace, the compiled program's ops, the sampled clocks and the resulting
+breakdown.
 
-Times are integer nanoseconds since the epoch until they are reported, and seconds (`_s`) from there on: a float64
-resolves the time since the epoch to 256 ns only.
+Times are integer nanoseconds since the epoch until they are reported, and seconds (`_s`) from there on: a
+float64 resolves the time since the epoch to 256 ns only.
 """
 
 import dataclasses
@@ -58,7 +59,9 @@ class OpEvent:
 
 @dataclasses.dataclass(frozen=True)
 class StepSpan:
-    """One step as the host saw it: from the end of the previous step (the first: from its own start) to its end."""
+    """One step as the host saw it: from the end of the previous step (the first: from its own start) to its
+    end.
+    """
 
     step: int
     start_ns: int
@@ -67,7 +70,9 @@ class StepSpan:
 
 @dataclasses.dataclass(frozen=True)
 class HostSpan:
-    """Host activity such as "data_wait", "checkpoint" or "evaluate" (a trace annotation named `jtrain:<name>`)."""
+    """Host activity such as "data_wait", "checkpoint" or "evaluate" (a trace annotation named
+    `jtrain:<name>`).
+    """
 
     name: str
     start_ns: int
@@ -78,8 +83,8 @@ class HostSpan:
 class Trace:
     """Part of a profiler trace that a breakdown reads.
 
-    anchors: start of the first and of the last step, each as (trace clock, monotonic clock) in ns; empty if the trace
-      does not record them.
+    anchors: start of the first and of the last step, each as (trace clock, monotonic clock) in ns; empty if
+      the trace does not record them.
     """
 
     platform: str
@@ -105,14 +110,14 @@ class Peaks:
 class StepBreakdown:
     """Time of one step, divided into parts.
 
-    parts: seconds that sum to duration_s, averaged over devices: theoretical, instruction, utilisation, overlap,
-      clocks, exposed_communication, data_wait, host, idle. If the device's peak is unknown, theoretical and
-      instruction are None and their time is part of utilisation.
-    chain: factors of theoretical_s * instruction * utilisation * overlap * frequency = compute_s, the seconds in which
-      a device computes: see `jtrain.profile.analysis.chopper`.
+    parts: seconds that sum to duration_s, averaged over devices: theoretical, instruction, utilisation,
+      overlap, clocks, exposed_communication, data_wait, host, idle. If the device's peak is unknown,
+      theoretical and instruction are None and their time is part of utilisation.
+    chain: factors of theoretical_s * instruction * utilisation * overlap * frequency = compute_s, the seconds
+      in which a device computes: see `jtrain.profile.analysis.chopper`.
     clocks_lost_s: seconds lost to low clocks by cause: power, thermal, other.
-    mfu: model FLOPs utilisation against the specified peak (spec), the peak at the measured clock (clock) and the peak
-      at the highest clock (reference).
+    mfu: model FLOPs utilisation against the specified peak (spec), the peak at the measured clock (clock) and
+      the peak at the highest clock (reference).
     devices: one dict per device: device, busy_s, communication_s, exposed_communication_s.
     """
 
@@ -128,11 +133,13 @@ class StepBreakdown:
 
 @dataclasses.dataclass(frozen=True)
 class OpRow:
-    """All executions of one op in the window, on all devices; time in which several ops run is divided among them.
+    """All executions of one op in the window, on all devices; time in which several ops run is divided among
+    them.
 
-    theoretical_s: time at the device's peak; 0 for recomputed ops, None for communication or if the peak is unknown.
-    lost: seconds beyond theoretical_s by factor (instruction, utilisation, overlap, clocks); for communication the
-      seconds that no compute hides (exposed).
+    theoretical_s: time at the device's peak; 0 for recomputed ops, None for communication or if the peak is
+      unknown.
+    lost: seconds beyond theoretical_s by factor (instruction, utilisation, overlap, clocks); for
+      communication the seconds that no compute hides (exposed).
     mean_mhz: mean clock while the op ran.
     multiplier: time that the op would have taken at the reference clock, as a share of its measured time.
     """
@@ -188,7 +195,9 @@ class ClockTrack:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """Bytes on one device: the planned size of a class of arrays, or the bytes in use that the allocator reports."""
+    """Bytes on one device: the planned size of a class of arrays, or the bytes in use that the allocator
+    reports.
+    """
 
     name: str
     bytes: int
@@ -260,8 +269,10 @@ class Breakdown:
     num_devices, all_devices: devices of this process, and of all processes.
     coverage: share of device time whose op has a known layer and phase.
     settings: config fields that advice refers to (`layout.remat` and others), with their values.
-    goodput: seconds of the whole run until the window opened, over all attempts, by category as in goodput.json.
-    pipeline: instructions of a pipelined step's workers; None without stages, or if the trace does not show them.
+    goodput: seconds of the whole run until the window opened, over all attempts, by category as in
+      goodput.json.
+    pipeline: instructions of a pipelined step's workers; None without stages, or if the trace does not show
+      them.
     notes: facts that are unknown, with the reason.
     """
 

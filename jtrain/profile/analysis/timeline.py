@@ -1,4 +1,5 @@
-"""Timeline of a trace as arrays: each device's compute and communication per step, and each op's share of them.
+"""Timeline of a trace as arrays: each device's compute and communication per step, and each op's share of
+them.
 
 Time in which several ops of a device run is divided among them, so the ops sum to the device's busy time.
 """
@@ -18,7 +19,8 @@ ALONE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Events:
-    """Executed ops without control ops, sorted by start. Arrays have one entry per event; `ops` has one per op.
+    """Executed ops without control ops, sorted by start. Arrays have one entry per event; `ops` has one per
+    op.
 
     op: index into `ops`.
     computes: True for compute and copies, False for communication.
@@ -43,8 +45,8 @@ class Events:
 class DeviceStep:
     """Seconds of one device in one step.
 
-    compute_s, exposed_s, data_wait_s, host_s (before the first and after the last op, or while the host saves or
-    evaluates) and idle_s (between ops) sum to the step.
+    compute_s, exposed_s, data_wait_s, host_s (before the first and after the last op, or while the host saves
+    or evaluates) and idle_s (between ops) sum to the step.
     """
 
     step: int
@@ -95,7 +97,9 @@ def lay_out(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[Events, list[Device
 
 
 def _own_events(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[list[HloOp], np.ndarray]:
-    """Ops, and an array [E, 5] of (step, device, op, start, end); control ops are left out, ends cut at the step's."""
+    """Ops, and an array [E, 5] of (step, device, op, start, end); control ops are left out, ends cut at the
+    step's.
+    """
     kernels = kernel_names(ops)
     by_name = {name: find_op(ops, kernels, name) for name in sorted({event.name for event in trace.events})}
     own = {op.name: op for op in by_name.values() if op.kind != "control"}
@@ -113,11 +117,15 @@ def _own_events(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[list[HloOp], np
 
 
 def _host_sets(host: tuple[HostSpan, ...], span: StepSpan) -> tuple[intervals.Set, intervals.Set]:
-    """Times in a step at which the host waited for data, and at which it did something else that is annotated."""
+    """Times in a step at which the host waited for data, and at which it did something else that is
+    annotated.
+    """
     sets = []
     for waits in (True, False):
         spans = [s for s in host if (s.name == "data_wait") is waits]
-        starts, ends = (np.array([getattr(s, name) for s in spans], np.int64) for name in ("start_ns", "end_ns"))
+        starts, ends = (
+            np.array([getattr(s, name) for s in spans], np.int64) for name in ("start_ns", "end_ns")
+        )
         sets.append(intervals.clip(intervals.union(starts, ends), span.start_ns, span.end_ns))
     return sets[0], sets[1]
 
@@ -145,8 +153,8 @@ def _device_step(
 def overlap_factors(events: Events, multiplier: np.ndarray) -> np.ndarray:
     """Slowdown of each computing event by concurrent communication, at least 1.
 
-    Per op: its mean time with communication over its mean time alone, both at the reference clock. An op that always
-    or never runs alone gets 1, since there is nothing to compare with; its loss counts as utilisation.
+    Per op: its mean time with communication over its mean time alone, both at the reference clock. An op that
+    always or never runs alone gets 1, since there is nothing to compare with; its loss counts as utilisation.
     """
     factors = np.ones(len(events.op))
     length = (events.end_ns - events.start_ns) * multiplier
@@ -154,7 +162,9 @@ def overlap_factors(events: Events, multiplier: np.ndarray) -> np.ndarray:
 
     def mean(which: np.ndarray) -> np.ndarray:
         count = np.bincount(events.op[which], minlength=num_ops)
-        return np.bincount(events.op[which], length[which], minlength=num_ops) / np.where(count, count, np.nan)
+        return np.bincount(events.op[which], length[which], minlength=num_ops) / np.where(
+            count, count, np.nan
+        )
 
     with_other = events.computes & (events.beside >= ALONE)
     ratio = mean(with_other) / mean(events.computes & (events.beside < ALONE))

@@ -6,8 +6,8 @@
 | GPU | `/device:GPU:k` | `Stream #...` | `hlo_op`, `hlo_module`; else the kernel's name |
 | TPU | `/device:TPU:k` | `XLA Ops`, `Async XLA Ops`, `XLA Modules` | name, `%fusion.3 = ...` or `fusion.3` |
 
-Times in a file count from `profile_start_time` of its plane `Task Environment`, in nanoseconds since the epoch. This
-aligns clock samples with ops (measured error below 50 us).
+Times in a file count from `profile_start_time` of its plane `Task Environment`, in nanoseconds since the
+epoch. This aligns clock samples with ops (measured error below 50 us).
 """
 
 import re
@@ -42,8 +42,9 @@ def trace_files(folder: Path) -> list[Path]:
 def read(folder: Path, *, module: str, platform: str, device_kind: str) -> Trace:
     """Reads the trace in a folder: one file per process, with devices numbered consecutively over the files.
 
-    A step lasts from the end of the previous step to the end of its own annotation, the first one from the start of its
-    annotation. So host activity between two steps is part of a step. Ops outside of all steps are dropped.
+    A step lasts from the end of the previous step to the end of its own annotation, the first one from the
+    start of its annotation. So host activity between two steps is part of a step. Ops outside of all steps
+    are dropped.
 
     Args:
       folder: folder of one window; searched recursively.
@@ -54,10 +55,14 @@ def read(folder: Path, *, module: str, platform: str, device_kind: str) -> Trace
       UserError: the folder or a trace in it is missing, or the trace is truncated or has no steps.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder} is not a folder. Give the folder of a trace window: <workdir>/profile/<step>.")
+        raise UserError(
+            f"{folder} is not a folder. Give the folder of a trace window: <workdir>/profile/<step>."
+        )
     files = trace_files(folder)
     if not files:
-        raise UserError(f"{folder} holds no trace (*.xplane.pb). Run with --with profile, or give another folder.")
+        raise UserError(
+            f"{folder} holds no trace (*.xplane.pb). Run with --with profile, or give another folder."
+        )
     parts = [_read_file(file, module) for file in files]
     steps, _, host, anchors = parts[0]
     offset, events = 0, []
@@ -81,7 +86,9 @@ def _in_steps(events: list[_Event], place: dict[int, int], steps: tuple[StepSpan
 type _Anchors = tuple[tuple[int, int], ...]
 
 
-def _read_file(file: Path, module: str) -> tuple[tuple[StepSpan, ...], list[_Event], tuple[HostSpan, ...], _Anchors]:
+def _read_file(
+    file: Path, module: str
+) -> tuple[tuple[StepSpan, ...], list[_Event], tuple[HostSpan, ...], _Anchors]:
     from jax.profiler import ProfileData
 
     cut = f"{file} is truncated or not a trace: a run killed inside a window leaves such a file. Trace again."
@@ -115,7 +122,9 @@ def _read_file(file: Path, module: str) -> tuple[tuple[StepSpan, ...], list[_Eve
 
 
 def _start_time(planes: list[Any]) -> int | None:
-    """Start of the trace in nanoseconds since the epoch; None if the file was cut before it, its last plane."""
+    """Start of the trace in nanoseconds since the epoch; None if the file was cut before it, its last
+    plane.
+    """
     for plane in planes:
         if plane.name == "Task Environment":
             for name, value in plane.stats:
@@ -156,13 +165,19 @@ def _gpu_plane(plane: Any, device: int, began_ns: int, module: str) -> Iterator[
             stats = dict(event.stats)
             name = str(stats.get("hlo_op", event.name))
             of = str(stats.get("hlo_module", module))
-            yield _Event(device, _named(name, of, module), began_ns + round(event.start_ns), round(event.duration_ns))
+            yield _Event(
+                device, _named(name, of, module), began_ns + round(event.start_ns), round(event.duration_ns)
+            )
 
 
 def _tpu_plane(plane: Any, device: int, began_ns: int, module: str) -> Iterator[_Event]:
-    """Ops of a TPU core and asynchronous ops; the latter from start to done, without their start instruction."""
+    """Ops of a TPU core and asynchronous ops; the latter from start to done, without their start
+    instruction.
+    """
     lines = {line.name: list(line.events) for line in plane.lines}
-    modules = sorted((event.start_ns, event.end_ns, event.name.split("(")[0]) for event in lines.get("XLA Modules", []))
+    modules = sorted(
+        (event.start_ns, event.end_ns, event.name.split("(")[0]) for event in lines.get("XLA Modules", [])
+    )
     flights = {_tpu_name(event.name) for event in lines.get("Async XLA Ops", [])}
     for line in ("XLA Ops", "Async XLA Ops"):
         for event in lines.get(line, []):
@@ -170,7 +185,9 @@ def _tpu_plane(plane: Any, device: int, began_ns: int, module: str) -> Iterator[
             if line == "XLA Ops" and name in flights:
                 continue
             of = next((of for start, end, of in modules if start <= event.start_ns < end), module)
-            yield _Event(device, _named(name, of, module), began_ns + round(event.start_ns), round(event.duration_ns))
+            yield _Event(
+                device, _named(name, of, module), began_ns + round(event.start_ns), round(event.duration_ns)
+            )
 
 
 def _tpu_name(text: str) -> str:

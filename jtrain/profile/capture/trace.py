@@ -1,4 +1,5 @@
-"""Window of traced steps: starts and stops the profiler, and writes a folder that can be analysed without the run.
+"""Window of traced steps: starts and stops the profiler, and writes a folder that can be analysed without the
+run.
 
 | file | contents |
 |---|---|
@@ -25,11 +26,11 @@ class Window:
     Args:
       folder: folder of this window alone; created if missing.
       facts: platform, device_kind, num_devices (of all processes), process, num_processes, tokens_per_step;
-        mesh ({axis: devices}); peaks (fields of `Peaks`);
-        planned ([{kind, axes, wire_bytes}], per device and step); memory ([{name, bytes, source}], per device);
-        step_flops (model FLOPs of a step on all devices, or None); module (name of the step's HLO module);
-        settings ({config field: value}, those that advice refers to); goodput ({category: seconds of the run});
-        pipeline (`pipeline_trace.facts_of`, None without stages).
+        mesh ({axis: devices}); peaks (fields of `Peaks`); planned ([{kind, axes, wire_bytes}], per device and
+        step); memory ([{name, bytes, source}], per device); step_flops (model FLOPs of a step on all devices,
+        or None); module (name of the step's HLO module); settings ({config field: value}, those that advice
+        refers to); goodput ({category: seconds of the run}); pipeline (`pipeline_trace.facts_of`, None
+        without stages).
     """
 
     def __init__(self, folder: Path, *, facts: dict[str, Any]) -> None:
@@ -44,16 +45,20 @@ class Window:
         self.folder.mkdir(parents=True, exist_ok=True)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # thousands of Python calls per step, which no report uses
-        # On CPUs the ops are host events of level 2; elsewhere only our annotations are host events, of level 1.
+        # On CPUs the ops are host events of level 2; elsewhere only our annotations are host events, of level
+        # 1.
         options.host_tracer_level = 2 if self.facts["platform"] == "cpu" else 1
         jax.profiler.start_trace(str(self.folder), profiler_options=options)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Marks a step in the trace; wrap its dispatch and the wait for its results, or its ops belong to no step."""
+        """Marks a step in the trace; wrap its dispatch and the wait for its results, or its ops belong to no
+        step.
+        """
         import jax
 
-        # Records the monotonic clock too: it aligns clock samples with ops even if the wall clock is set meanwhile.
+        # Records the monotonic clock too: it aligns clock samples with ops even if the wall clock is set
+        # meanwhile.
         with jax.profiler.StepTraceAnnotation("jtrain:step", step_num=step, monotonic_ns=time.monotonic_ns()):
             yield
 
@@ -72,7 +77,8 @@ class Window:
 
 
 def compiled_text(module: str) -> dict[str, str]:
-    """Returns {module: optimized HLO} of the newest compiled program of that name in this process; compiles nothing.
+    """Returns {module: optimized HLO} of the newest compiled program of that name in this process; compiles
+    nothing.
 
     Raises:
       UserError: no compiled program has that name.

@@ -19,8 +19,9 @@ from jtrain.profile.trace_dir import FOLDER, other_parts, part_of
 class Windows:
     """Trace windows of one attempt: the one of `profile.steps`, and one for each SIGUSR1.
 
-    Inside the `with` block SIGUSR1 only sets `requested`. All processes take the same decisions, and each traces its
-    own devices into its folder of the window (`part_of`). A failure to trace becomes a message; training goes on.
+    Inside the `with` block SIGUSR1 only sets `requested`. All processes take the same decisions, and each
+    traces its own devices into its folder of the window (`part_of`). A failure to trace becomes a message;
+    training goes on.
 
         with Windows(workdir, spec) as windows:
             ...
@@ -48,13 +49,19 @@ class Windows:
         return self._last_step is not None
 
     def missed(self, start_step: int) -> str | None:
-        """Message if this attempt starts too late to trace the window of `profile.steps`; None if it does not."""
+        """Message if this attempt starts too late to trace the window of `profile.steps`; None if it does
+        not.
+        """
         steps = self._spec.steps
-        if steps is None or start_step < steps[0] or (self._folder / str(steps[0]) / "breakdown.json").exists():
+        if (
+            steps is None
+            or start_step < steps[0]
+            or (self._folder / str(steps[0]) / "breakdown.json").exists()
+        ):
             return None
         return (
-            f"profile.steps={steps} is not traced: this attempt starts at step {start_step}, and its first step "
-            f"compiles. kill -USR1 {os.getpid()} traces the next {WINDOW_STEPS} steps."
+            f"profile.steps={steps} is not traced: this attempt starts at step {start_step}, and its first "
+            f"step compiles. kill -USR1 {os.getpid()} traces the next {WINDOW_STEPS} steps."
         )
 
     def opens(self, step: int, *, asked: bool) -> bool:
@@ -89,7 +96,9 @@ class Windows:
         return None
 
     def _clear(self) -> None:
-        """Removes files of an attempt that was killed in this window, or of an earlier signal at the same step."""
+        """Removes files of an attempt that was killed in this window, or of an earlier signal at the same
+        step.
+        """
         others = {} if self._process else other_parts(self._here)
         # The other processes of this run clear their own folders.
         theirs = {path for process, path in others.items() if process < self._num_processes}
@@ -112,11 +121,13 @@ class Windows:
     def close(
         self, programs: Callable[[], dict[str, str]], save_samples: Callable[[Path, int, int], None]
     ) -> str | None:
-        """Stops the trace and starts its postprocessing in a separate process. Returns an error message, or None.
+        """Stops the trace and starts its postprocessing in a separate process. Returns an error message, or
+        None.
 
         Args:
           programs: returns the compiled text of the step, by module.
-          save_samples: writes the clock samples between two times, in nanoseconds since the epoch, to a folder.
+          save_samples: writes the clock samples between two times, in nanoseconds since the epoch, to a
+            folder.
         """
         window, self._window, self._last_step = self._window, None, None
         if window is None:
@@ -126,19 +137,32 @@ class Windows:
             save_samples(self._here, self._opened_ns, time.time_ns())
         except Exception as error:  # as in `open`
             return f"the trace in {self._here} is incomplete: {type(error).__name__}: {error}"
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         try:
             with open(self._here / "postprocess.log", "wb") as log:
                 command = [sys.executable, "-m", "jtrain.profile.postprocess", str(self._here)]
                 # A new session, so that Ctrl-C in the terminal stops only the run.
-                streams: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-                self._postprocessing.append((self._here, subprocess.Popen(command, env=environment, **streams)))
+                streams: dict[str, Any] = dict(
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                )
+                self._postprocessing.append(
+                    (self._here, subprocess.Popen(command, env=environment, **streams))
+                )
         except OSError as error:  # a full disk, or no memory for another process
-            return f"no report of {self._here}: {error}. Later: python -m jtrain.profile.postprocess {self._here}"
+            return (
+                f"no report of {self._here}: {error}. Later: python -m jtrain.profile.postprocess "
+                f"{self._here}"
+            )
         return None
 
     def finished(self, *, wait: bool = False) -> list[str]:
-        """Lines for each window whose postprocessing has ended since the last call: its report, or the error."""
+        """Lines for each window whose postprocessing has ended since the last call: its report, or the
+        error.
+        """
         said = []
         for folder, process in list(self._postprocessing):
             code = process.wait() if wait else process.poll()

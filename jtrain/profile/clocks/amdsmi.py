@@ -1,7 +1,8 @@
 """Clock source of AMD GPUs, through amdsmi (part of ROCm).
 
-One call, `amdsmi_get_gpu_metrics_info`, returns nearly everything, with "N/A" for what a card does not know. The clocks
-of `amdsmi_get_clock_info` are 1 s averages and not used. Written against amdsmi 7.0.2; never run on a card.
+One call, `amdsmi_get_gpu_metrics_info`, returns nearly everything, with "N/A" for what a card does not know.
+The clocks of `amdsmi_get_clock_info` are 1 s averages and not used. Written against amdsmi 7.0.2; never run
+on a card.
 """
 
 import importlib
@@ -43,11 +44,15 @@ class Amd(ClockSource):
             if name.isdigit() and int(name) < len(handles):
                 self._handles[local] = handles[int(name)]
             else:
-                self.notes.add(f"clocks: AMD: device {local} (visible as {name}) is not one of {len(handles)} GPUs.")
+                self.notes.add(
+                    f"clocks: AMD: device {local} (visible as {name}) is not one of {len(handles)} GPUs."
+                )
         self.devices = tuple(self._handles)
         clock = self._ask(
             "highest clock",
-            lambda: amdsmi.amdsmi_get_clock_info(self._handles[self.devices[0]], amdsmi.AmdSmiClkType.GFX)["max_clk"],
+            lambda: amdsmi.amdsmi_get_clock_info(self._handles[self.devices[0]], amdsmi.AmdSmiClkType.GFX)[
+                "max_clk"
+            ],
         )
         self.max_mhz = float(clock) if isinstance(clock, int | float) else None
         self._residency: dict[int, tuple[float, float, float, float]] = {}
@@ -59,7 +64,9 @@ class Amd(ClockSource):
 
     def read(self, device: int, slow: bool) -> Reading:
         """Reads clocks; with `slow` also power, energy, temperature and violations."""
-        metrics = self._ask("gpu_metrics", lambda: self._smi.amdsmi_get_gpu_metrics_info(self._handles[device]))
+        metrics = self._ask(
+            "gpu_metrics", lambda: self._smi.amdsmi_get_gpu_metrics_info(self._handles[device])
+        )
         if metrics is None:
             return Reading()
         dies = [clock for clock in map(_number, metrics.get("current_gfxclks") or ()) if clock > 0]
@@ -90,9 +97,13 @@ class Amd(ClockSource):
         return energy_j
 
     def _violations(self, device: int, metrics: dict[str, Any]) -> tuple[int, int]:
-        """Nanoseconds in which the power and thermal limits held the clock down, from residencies in firmware ticks."""
+        """Nanoseconds in which the power and thermal limits held the clock down, from residencies in firmware
+        ticks.
+        """
         ticks, power = _number(metrics.get("accumulation_counter")), _number(metrics.get("ppt_residency_acc"))
-        thermal = sum(found for found in (_number(metrics.get(name)) for name in THERMAL_RESIDENCIES) if found >= 0)
+        thermal = sum(
+            found for found in (_number(metrics.get(name)) for name in THERMAL_RESIDENCIES) if found >= 0
+        )
         if not (ticks >= 0 and power >= 0):
             self.notes.add("clocks: AMD: this card's metrics have no violation accumulators.")
             return -1, -1

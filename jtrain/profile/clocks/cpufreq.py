@@ -1,10 +1,11 @@
-"""Clock source of CPUs without counters: times a chain of dependent instructions, whose length is fixed in cycles.
+"""Clock source of CPUs without counters: times a chain of dependent instructions, whose length is fixed in
+cycles.
 
-Virtual machines have no APERF, no cpufreq and no hardware counters. The chain is PBKDF2 with SHA-256: each round
-depends on the previous one, none touches memory, and the standard library implements it in C. Its best CPU time over
-its current one (not wall time, which other processes lengthen) gives a relative clock without a table of latencies,
-which is scaled to the MHz of /proc/cpuinfo. A busy sibling thread of the core looks like a lower clock. One reading
-costs about 0.3 ms of one core: 0.03 % at one reading per second.
+Virtual machines have no APERF, no cpufreq and no hardware counters. The chain is PBKDF2 with SHA-256: each
+round depends on the previous one, none touches memory, and the standard library implements it in C. Its best
+CPU time over its current one (not wall time, which other processes lengthen) gives a relative clock without a
+table of latencies, which is scaled to the MHz of /proc/cpuinfo. A busy sibling thread of the core looks like
+a lower clock. One reading costs about 0.3 ms of one core: 0.03 % at one reading per second.
 """
 
 import hashlib
@@ -51,7 +52,9 @@ class Cpu(ClockSource):
 
     def __init__(self) -> None:
         super().__init__()
-        self.notes.add("clocks: the CPU clock is relative to its own best, timed by a chain of instructions (0.3 ms).")
+        self.notes.add(
+            "clocks: the CPU clock is relative to its own best, timed by a chain of instructions (0.3 ms)."
+        )
         self.ref_mhz = self._nominal_mhz = nominal_mhz()
         self._best_ns = min(chain_ns() for _ in range(CALIBRATIONS))
         self._stat = _cpu_ticks()

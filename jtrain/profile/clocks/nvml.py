@@ -1,7 +1,8 @@
-"""Clock source of NVIDIA GPUs, through nvidia-ml-py. A quantity whose call is refused is unknown, with one note.
+"""Clock source of NVIDIA GPUs, through nvidia-ml-py. A quantity whose call is refused is unknown, with one
+note.
 
-The power call is a 1 s average on Ampere and later, so field 186 (instantaneous power) is tried first. NVML ignores
-CUDA_VISIBLE_DEVICES. MIG slices have no clocks or counters of their own.
+The power call is a 1 s average on Ampere and later, so field 186 (instantaneous power) is tried first. NVML
+ignores CUDA_VISIBLE_DEVICES. MIG slices have no clocks or counters of their own.
 """
 
 import importlib
@@ -35,12 +36,16 @@ class Nvml(ClockSource):
         self._handles = {}
         for local, number in enumerate(devices):
             name = str(number) if names is None else names[number] if number < len(names) else ""
-            handle = self._ask(f"device {local} (CUDA_VISIBLE_DEVICES={name})", lambda name=name: self._handle(name))
+            handle = self._ask(
+                f"device {local} (CUDA_VISIBLE_DEVICES={name})", lambda name=name: self._handle(name)
+            )
             if handle is not None:
                 self._handles[local] = handle
         self.devices = tuple(self._handles)
         first = next(iter(self._handles.values()), None)
-        found = first and self._ask("highest clock", lambda: pynvml.nvmlDeviceGetMaxClockInfo(first, CLOCK_SM))
+        found = first and self._ask(
+            "highest clock", lambda: pynvml.nvmlDeviceGetMaxClockInfo(first, CLOCK_SM)
+        )
         self.max_mhz = float(found) if found else None
 
     def _handle(self, name: str) -> object:
@@ -81,10 +86,12 @@ class Nvml(ClockSource):
             temperature_c=number("temperature", lambda: self._temperature_c(handle)),
             energy_j=number("energy counter", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle), 1e-3),
             power_violation_ns=count(
-                "power violations", lambda: nvml.nvmlDeviceGetViolationStatus(handle, POLICY_POWER).violationTime
+                "power violations",
+                lambda: nvml.nvmlDeviceGetViolationStatus(handle, POLICY_POWER).violationTime,
             ),
             thermal_violation_ns=count(
-                "thermal violations", lambda: nvml.nvmlDeviceGetViolationStatus(handle, POLICY_THERMAL).violationTime
+                "thermal violations",
+                lambda: nvml.nvmlDeviceGetViolationStatus(handle, POLICY_THERMAL).violationTime,
             ),
         )
 

@@ -32,8 +32,12 @@ class Notes:
         if line not in self.lines:
             self.lines.append(line)
 
-    def ask[T](self, what: str, call: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]) -> Any:
-        """Returns the answer of `call`, or None and a note if the driver refuses; a later call may succeed."""
+    def ask[T](
+        self, what: str, call: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]
+    ) -> Any:
+        """Returns the answer of `call`, or None and a note if the driver refuses; a later call may
+        succeed.
+        """
         try:
             return call()
         except refusal as error:
@@ -44,11 +48,13 @@ class Notes:
 class ClockSource:
     """Source of clock readings. Only the sampler's process opens one.
 
-    devices: numbers of the devices that it reads, as the run counts them; (-1,) if one reading is for all devices.
+    devices: numbers of the devices that it reads, as the run counts them; (-1,) if one reading is for all
+      devices.
     period_s, fast_period_s: seconds between readings of the clocks, normally and during a trace window.
-    slow_period_s: seconds between readings of power, energy, temperature and violations, which cost more and change
-      more slowly.
-    ref_mhz, max_mhz: clock at full speed on the source's own scale, and highest clock of a device; None if unknown.
+    slow_period_s: seconds between readings of power, energy, temperature and violations, which cost more and
+      change more slowly.
+    ref_mhz, max_mhz: clock at full speed on the source's own scale, and highest clock of a device; None if
+      unknown.
     """
 
     name: str

@@ -1,11 +1,13 @@
 """Sampling of clocks and power during the whole run, in a child process, so that no step waits for a driver.
 
-    python -m jtrain.profile.clocks.sampler '{"source": "nvml", "devices": [0], "path": "samples.bin", "parent": 4711}'
+    python -m jtrain.profile.clocks.sampler '{"source": "nvml", "devices": [0], "path": "samples.bin",
+    "parent": 4711}'
 
-A thread would be late: with both cores busy, a thread that should run every millisecond came up to 28 ms late (p99 7
-ms). The child writes fixed-size records to a file used as a ring buffer, so that a run of a week leaves 48 MB. Written
-records survive a SIGKILL of either process. The child ends when its stdin ends, and the kernel kills it when its
-parent's thread dies, even if a forked sibling keeps the pipe open: start it on the main thread.
+A thread would be late: with both cores busy, a thread that should run every millisecond came up to 28 ms late
+(p99 7 ms). The child writes fixed-size records to a file used as a ring buffer, so that a run of a week
+leaves 48 MB. Written records survive a SIGKILL of either process. The child ends when its stdin ends, and the
+kernel kills it when its parent's thread dies, even if a forked sibling keeps the pipe open: start it on the
+main thread.
 """
 
 import contextlib
@@ -118,17 +120,23 @@ class Sampler:
     def fast(self, on: bool) -> None:
         """Samples more often, for a trace window, or at the normal rate again; never blocks."""
         if self._child is not None and self._child.stdin is not None:
-            with contextlib.suppress(BlockingIOError, BrokenPipeError):  # a stuck or dead child is reported by `note`
+            with contextlib.suppress(
+                BlockingIOError, BrokenPipeError
+            ):  # a stuck or dead child is reported by `note`
                 os.write(self._child.stdin.fileno(), FAST if on else SLOW)
 
     def means(self, start_epoch_ns: int, end_epoch_ns: int) -> Means:
-        """Means over a span. Call it in order of time: samples more than a second older than the span are dropped."""
+        """Means over a span. Call it in order of time: samples more than a second older than the span are
+        dropped.
+        """
         self._refresh()
         self._recent = self._recent[self._recent["epoch_ns"] >= start_epoch_ns - MIN_HOLD_NS]
         rows = [self._mean(device, start_epoch_ns, end_epoch_ns) for device in range(self._num_devices)]
         return Means(*(tuple(column) for column in zip(*rows, strict=True))) if rows else Means((), (), ())
 
-    def _mean(self, device: int, start_ns: int, end_ns: int) -> tuple[float | None, float | None, float | None]:
+    def _mean(
+        self, device: int, start_ns: int, end_ns: int
+    ) -> tuple[float | None, float | None, float | None]:
         mine = self._recent[(self._recent["device"] == device) | (self._recent["device"] == -1)]
         within = mine[(mine["epoch_ns"] >= start_ns) & (mine["epoch_ns"] < end_ns)]
         if not len(within):
@@ -145,7 +153,9 @@ class Sampler:
         return mean(within["sm_mhz"]), mean(within["power_w"]), energy
 
     def save(self, folder: Path, start_epoch_ns: int, end_epoch_ns: int) -> None:
-        """Writes the samples of a span, and of one second before and after it, to samples-<device>.npz in `folder`."""
+        """Writes the samples of a span, and of one second before and after it, to samples-<device>.npz in
+        `folder`.
+        """
         if self._file < 0:
             return
         records = records_in(self._path)
@@ -192,10 +202,14 @@ class Sampler:
         while self._file >= 0:
             slot = self._read % CAPACITY
             try:
-                found = _whole(os.pread(self._file, (CAPACITY - slot) * RECORD.itemsize, slot * RECORD.itemsize))
+                found = _whole(
+                    os.pread(self._file, (CAPACITY - slot) * RECORD.itemsize, slot * RECORD.itemsize)
+                )
             except OSError:  # the disk is away
                 return
-            if len(found) and found["sequence"][0] > self._read + 1:  # the ring buffer has overwritten unread records
+            if (
+                len(found) and found["sequence"][0] > self._read + 1
+            ):  # the ring buffer has overwritten unread records
                 self._read = int(found["sequence"][0]) - 1
             fresh = found["sequence"] == np.arange(self._read + 1, self._read + 1 + len(found))
             count = len(found) if fresh.all() else int(fresh.argmin())
@@ -225,7 +239,9 @@ def _remove_dead(folder: Path) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """Makes the kernel kill this process when its parent dies; stdin may stay open in another child of the parent."""
+    """Makes the kernel kill this process when its parent dies; stdin may stay open in another child of the
+    parent.
+    """
     # These are meant for the run, which still needs samples.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -267,7 +283,9 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
                 record["monotonic_ns"], record["epoch_ns"] = taken_ns, epoch_ns - (after_ns - taken_ns)
                 try:
                     os.pwrite(file.fileno(), record.tobytes(), ((sequence - 1) % CAPACITY) * RECORD.itemsize)
-                except OSError:  # a full disk: readers need records without a gap, so the next one takes this number
+                except (
+                    OSError
+                ):  # a full disk: readers need records without a gap, so the next one takes this number
                     sequence -= 1
             if len(source.notes.lines) != noted:
                 noted = len(source.notes.lines)

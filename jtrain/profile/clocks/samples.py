@@ -1,8 +1,9 @@
 """Sampled clocks and power of one device as step functions of time.
 
-A sample holds from its time to the next sample that has the same quantity, for at most `MIN_HOLD_NS` or five sampling
-periods, whichever is longer. After that, before the first sample and where every call was refused, the quantity is
-unknown (nan). Times are integer nanoseconds: a float64 resolves the time since the epoch to 256 ns only.
+A sample holds from its time to the next sample that has the same quantity, for at most `MIN_HOLD_NS` or five
+sampling periods, whichever is longer. After that, before the first sample and where every call was refused,
+the quantity is unknown (nan). Times are integer nanoseconds: a float64 resolves the time since the epoch to
+256 ns only.
 """
 
 import dataclasses
@@ -43,15 +44,25 @@ THERMAL_REASONS = 0x20 | 0x40
 HARDWARE_SLOWDOWN = 0x8
 STOLEN, THROTTLED = 0x20000, 0x10000
 
-_WHOLE = ("sequence", "device", "epoch_ns", "monotonic_ns", "reasons", "power_violation_ns", "thermal_violation_ns")
+_WHOLE = (
+    "sequence",
+    "device",
+    "epoch_ns",
+    "monotonic_ns",
+    "reasons",
+    "power_violation_ns",
+    "thermal_violation_ns",
+)
 _REAL = ("sm_mhz", "mem_mhz", "power_w", "temperature_c", "energy_j")
 RECORD = np.dtype([(name, "<i8") for name in _WHOLE] + [(name, "<f8") for name in _REAL])
-"""Layout of one reading in the sampler's file, 96 bytes. `sequence` counts from 1; device -1 stands for all devices."""
+"""Layout of one reading in the sampler's file, 96 bytes. `sequence` counts from 1; device -1 stands for all
+devices."""
 
 SERIES = tuple(name for name in RECORD.names or () if name not in ("sequence", "device"))
 
 MIN_HOLD_NS = 1_000_000_000
-"""Shortest time that a sample holds: on a busy machine the sampler is late by tens of ms, which must not leave gaps."""
+"""Shortest time that a sample holds: on a busy machine the sampler is late by tens of ms, which must not
+leave gaps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +75,13 @@ class Anchor:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Samples of one device in order of time, in arrays of one length. Unknown values are nan, or -1 (integers).
+    """Samples of one device in order of time, in arrays of one length. Unknown values are nan, or -1
+    (integers).
 
     reasons: bits of `REASONS`.
     energy_j: cumulative energy.
-    power_violation_ns, thermal_violation_ns: cumulative ns in which the power or thermal limit held the clock down.
+    power_violation_ns, thermal_violation_ns: cumulative ns in which the power or thermal limit held the clock
+      down.
     notes: quantities that could not be sampled, with the reason.
     """
 
@@ -126,7 +139,8 @@ class Samples:
         return float(_step_mean(times, on.astype(np.float64), start_ns, end_ns))
 
     def aligned(self, first: Anchor, last: Anchor) -> "Samples":
-        """Copy with epoch_ns on the trace's clock: offset(m) = o0 + (o1 - o0) (m - m0) / (m1 - m0), in integers.
+        """Copy with epoch_ns on the trace's clock: offset(m) = o0 + (o1 - o0) (m - m0) / (m1 - m0), in
+        integers.
 
         The two anchors correct a wall clock that was set, or drifted, while the trace ran.
 
@@ -136,8 +150,8 @@ class Samples:
         span = last.monotonic_ns - first.monotonic_ns
         if span <= 0:
             raise UserError(
-                f"Anchors at {first.monotonic_ns} and {last.monotonic_ns} ns do not give a clock's rate: the second "
-                "must be later. Trace at least two steps."
+                f"Anchors at {first.monotonic_ns} and {last.monotonic_ns} ns do not give a clock's rate: the "
+                "second must be later. Trace at least two steps."
             )
         offset = first.trace_ns - first.monotonic_ns
         drift = last.trace_ns - last.monotonic_ns - offset
@@ -146,9 +160,11 @@ class Samples:
 
 
 def make(device: int, source: str, notes: tuple[str, ...] = (), **series: Many) -> Samples:
-    """Builds samples from the known series, at least `epoch_ns`; a clock of 0 MHz becomes unknown, with a note.
+    """Builds samples from the known series, at least `epoch_ns`; a clock of 0 MHz becomes unknown, with a
+    note.
 
-    A single reading of hardware slowdown is dropped: GPUs report it briefly when they change their performance state.
+    A single reading of hardware slowdown is dropped: GPUs report it briefly when they change their
+    performance state.
     """
     length = len(np.asarray(series["epoch_ns"]))
     columns: dict[str, np.ndarray] = {}
@@ -161,8 +177,8 @@ def make(device: int, source: str, notes: tuple[str, ...] = (), **series: Many) 
         if zero.any():
             columns[name][zero] = np.nan
             notes += (
-                f"clocks: device {device}: {int(zero.sum())} of {length} samples give 0 MHz for the {what} clock: "
-                "treated as unknown.",
+                f"clocks: device {device}: {int(zero.sum())} of {length} samples give 0 MHz for the {what} "
+                "clock: treated as unknown.",
             )
     reasons = columns["reasons"]
     slow = (reasons >= 0) & (reasons & HARDWARE_SLOWDOWN != 0)
@@ -206,7 +222,9 @@ def read(path: Path) -> Samples:
                 **{name: held[name] for name in SERIES},
             )
     except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} does not hold clock samples ({error}). Delete it to go on without them.") from error
+        raise UserError(
+            f"{path} does not hold clock samples ({error}). Delete it to go on without them."
+        ) from error
 
 
 def load(folder: Path) -> dict[int, Samples]:
@@ -220,7 +238,9 @@ def _hold_ns(times: Ints) -> int:
 
 
 def _step_mean(times: Ints, values: Floats, start_ns: Many, end_ns: Many) -> Floats:
-    """Mean of a step function over each span, exact while MHz * ns stays below 2**53; nan if not known throughout."""
+    """Mean of a step function over each span, exact while MHz * ns stays below 2**53; nan if not known
+    throughout.
+    """
     start, end = np.broadcast_arrays(np.asarray(start_ns, np.int64), np.asarray(end_ns, np.int64))
     if not len(times):
         return np.full(start.shape, np.nan)
@@ -245,14 +265,15 @@ def _step_mean(times: Ints, values: Floats, start_ns: Many, end_ns: Many) -> Flo
 
 
 MIN_COUNTER_PERIODS = 20
-"""Updates of an energy counter that make its increase exact to 5 %; counters are updated every 10 to 100 ms."""
+"""Updates of an energy counter that make its increase exact to 5 %; counters are updated every 10 to 100
+ms."""
 
 
 def energy_j(samples: Samples, start_ns: int, end_ns: int) -> float | None:
     """Energy of one device over a span; None if unknown.
 
-    From the energy counter if it was updated `MIN_COUNTER_PERIODS` times, else mean power times duration, else the
-    counter's coarse increase.
+    From the energy counter if it was updated `MIN_COUNTER_PERIODS` times, else mean power times duration,
+    else the counter's coarse increase.
     """
     times, counter = samples.known("energy_j")
     inside = counter[(times >= start_ns) & (times <= end_ns)]

@@ -1,10 +1,11 @@
-"""Scripted clock source for tests: replays clocks from a file, so that the expected clock loss is known exactly.
+"""Scripted clock source for tests: replays clocks from a file, so that the expected clock loss is known
+exactly.
 
     {"ref_mhz": 1000, "max_mhz": 1000, "period_s": 0.01,
      "points": [{"time_s": 0, "sm_mhz": 1000, "power_w": 300}, {"time_s": 2, "sm_mhz": 500, "reasons": 4}]}
 
-A point holds from `time_s` after the start to the next point, for all devices or for its `device`; its other fields are
-those of `clocks.Reading`.
+A point holds from `time_s` after the start to the next point, for all devices or for its `device`; its other
+fields are those of `clocks.Reading`.
 """
 
 import dataclasses
@@ -36,8 +37,8 @@ class Scripted(ClockSource):
             ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
-                f"{path} is not a script of clocks: {error!r}. Write {{points: [{{time_s, ...}}]}}; a point may have "
-                f"{', '.join(FIELDS)}."
+                f"{path} is not a script of clocks: {error!r}. Write {{points: [{{time_s, ...}}]}}; a point "
+                f"may have {', '.join(FIELDS)}."
             ) from error
         self._points = sorted(points, key=lambda point: point[0])
         self.devices = tuple(sorted({device for _, device, _ in points}))

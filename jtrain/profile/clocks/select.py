@@ -35,17 +35,26 @@ def _library(name: str) -> bool:
 
 
 def absent(source: str) -> str | None:
-    """Reason why `source` cannot be read here, with what to do about it; None if it looks readable. Costs 1 ms."""
+    """Reason why `source` cannot be read here, with what to do about it; None if it looks readable. Costs 1
+    ms.
+    """
     if source.startswith("scripted:"):
         path = Path(source.removeprefix("scripted:"))
-        return None if path.is_file() else f"{path} does not exist. Give profile.clocks=scripted:PATH an existing file."
+        return (
+            None
+            if path.is_file()
+            else f"{path} does not exist. Give profile.clocks=scripted:PATH an existing file."
+        )
     if source == "nvml":
         if importlib.util.find_spec("pynvml") is None:
             return "nvidia-ml-py is not installed. Install jtrain[cuda], or set profile.clocks=none."
         if not _library("libnvidia-ml.so.1"):
             return "libnvidia-ml.so.1, part of NVIDIA's driver, is not installed. Set profile.clocks=none."
     if source == "amd" and importlib.util.find_spec("amdsmi") is None:
-        return "amdsmi is not installed. Install it from ROCm (/opt/rocm/share/amd_smi), or set profile.clocks=none."
+        return (
+            "amdsmi is not installed. Install it from ROCm (/opt/rocm/share/amd_smi), or set "
+            "profile.clocks=none."
+        )
     if source == "tpu":
         if importlib.util.find_spec("libtpu") is None:
             return "libtpu is not installed. Install jtrain[tpu], or set profile.clocks=none."
@@ -72,7 +81,9 @@ def choose(source: str, platform: str) -> tuple[str, str]:
         if why:
             raise UserError(f"profile.clocks={source}: {why}")
         return source, ""
-    candidates = {"gpu": ("nvml", "amd"), "cuda": ("nvml",), "rocm": ("amd",), "tpu": ("tpu",)}.get(platform, ("cpu",))
+    candidates = {"gpu": ("nvml", "amd"), "cuda": ("nvml",), "rocm": ("amd",), "tpu": ("tpu",)}.get(
+        platform, ("cpu",)
+    )
     reasons = []
     for candidate in candidates:
         why = absent(candidate)

@@ -1,7 +1,7 @@
 """Clock source of TPUs: libtpu.sdk's `tpu_throttle_score`, 0 to 10, since TPUs do not report their clock.
 
-A score of n means n * 10 % below full speed. The clock is given in per mille of the full clock. The exact multiplier of
-each op is in the trace, where libtpu writes it.
+A score of n means n * 10 % below full speed. The clock is given in per mille of the full clock. The exact
+multiplier of each op is in the trace, where libtpu writes it.
 """
 
 import importlib
@@ -25,7 +25,9 @@ class Tpu(ClockSource):
     def __init__(self, devices: Sequence[int]) -> None:
         super().__init__()
         tpumonitoring: Any = importlib.import_module("libtpu.sdk").tpumonitoring
-        self.notes.add("clocks: TPUs report throttling in steps of 10 % only; the clock is in per mille of full speed.")
+        self.notes.add(
+            "clocks: TPUs report throttling in steps of 10 % only; the clock is in per mille of full speed."
+        )
         self.devices = tuple(range(len(devices)))
         self._numbers = tuple(devices)
         self._metric = lambda: tpumonitoring.get_metric("tpu_throttle_score").data()

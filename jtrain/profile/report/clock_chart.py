@@ -1,4 +1,6 @@
-"""Charts of clocks, power, temperature and throttle reasons over a window, with one device highlighted at a time."""
+"""Charts of clocks, power, temperature and throttle reasons over a window, with one device highlighted at a
+time.
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -83,8 +85,12 @@ def _chart(tracks: Sequence[ClockTrack], field: str, name: str, unit: str, end_s
 
 
 def _reasons(tracks: Sequence[ClockTrack], end_s: float) -> list[str]:
-    """One lane per throttle reason of any sample, filled while the reason holds for the highlighted device."""
-    names = sorted({reason for track in tracks for point in track.reasons for reason in point.split(",") if reason})
+    """One lane per throttle reason of any sample, filled while the reason holds for the highlighted
+    device.
+    """
+    names = sorted(
+        {reason for track in tracks for point in track.reasons for reason in point.split(",") if reason}
+    )
     if not names:
         return [lane("throttle", "<span>no reason was reported</span>")]
     lanes: list[str] = []

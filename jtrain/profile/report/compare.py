@@ -1,8 +1,9 @@
 """Comparison of two profiles: which parts, ops and collectives got slower, and why.
 
-All seconds are per device and step, so windows of different lengths and runs on different numbers of devices can be
-compared. Ops are matched by name, phase and layer. The compiler numbers its names differently after any change of the
-program, so unmatched ops are summed by name without the number, phase and layer, and matched by that.
+All seconds are per device and step, so windows of different lengths and runs on different numbers of devices
+can be compared. Ops are matched by name, phase and layer. The compiler numbers its names differently after
+any change of the program, so unmatched ops are summed by name without the number, phase and layer, and
+matched by that.
 """
 
 import collections
@@ -35,8 +36,8 @@ class Change:
     """Change of one part, op or collective between the profiles A and B, in seconds per step and device.
 
     a_s, b_s: None if it is missing in that profile.
-    terms: change of each term that contributes: theoretical time and losses for an op, exposed and hidden time for a
-      collective.
+    terms: change of each term that contributes: theoretical time and losses for an op, exposed and hidden
+      time for a collective.
     """
 
     name: str
@@ -84,7 +85,9 @@ class ProfileComparison:
 def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> ProfileComparison:
     """Compares two profiles."""
     step_a, step_b = mean_step(a), mean_step(b)
-    values = [(part, step_a.parts.get(part.key), step_b.parts.get(part.key)) for part in figures.parts_of(step_a)]
+    values = [
+        (part, step_a.parts.get(part.key), step_b.parts.get(part.key)) for part in figures.parts_of(step_a)
+    ]
     parts = [Change(part.name, "", x or 0.0, y or 0.0, {}) for part, x, y in values if (x, y) != (None, None)]
     clocks = [figures.mean(device.mean_mhz for device in figures.by_device(each)) for each in (a, b)]
     return ProfileComparison(
@@ -114,7 +117,9 @@ def verdict(found: ProfileComparison) -> list[str]:
     ops = sorted(found.ops, key=lambda op: -sign * op.grew_s)
     if ops and sign * ops[0].grew_s > 0:
         why = f": {ops[0].why}" if ops[0].why else ""
-        lines.append(f"The op that changed most: {ops[0].name} ({ops[0].where}), {signed(ops[0].grew_s)}{why}.")
+        lines.append(
+            f"The op that changed most: {ops[0].name} ({ops[0].where}), {signed(ops[0].grew_s)}{why}."
+        )
     mhz_a, mhz_b = found.clocks_mhz
     if mhz_a is not None and mhz_b is not None and abs(mhz_b - mhz_a) > 0.01 * mhz_a:
         lines.append(f"The clock went from {mhz_a:,.0f} to {mhz_b:,.0f} MHz.")
@@ -147,7 +152,9 @@ def _ops(a: Breakdown, b: Breakdown) -> list[Change]:
     exact_a, exact_b = ({(op.name, op.phase, op.layer): op for op in each.ops} for each in (a, b))
     both = exact_a.keys() & exact_b.keys()
     found = [_change(key[0], [exact_a[key]], [exact_b[key]], a, b) for key in both]
-    rest_a, rest_b = (_stems(op for key, op in exact.items() if key not in both) for exact in (exact_a, exact_b))
+    rest_a, rest_b = (
+        _stems(op for key, op in exact.items() if key not in both) for exact in (exact_a, exact_b)
+    )
     for key in rest_a.keys() | rest_b.keys():
         ops_a, ops_b = rest_a.get(key, []), rest_b.get(key, [])
         names = [ops[0].name if len(ops) == 1 else f"{len(ops)} of {key[0]}" for ops in (ops_a, ops_b) if ops]

@@ -1,7 +1,8 @@
 """Export of a window for Perfetto (ui.perfetto.dev) and chrome://tracing: steps, phases, layers, ops, clocks.
 
-The file has the Trace Event Format: JSON with times in microseconds, here counted from the first step's start. Each
-device is a process with one thread per level. A slice of a phase or layer spans consecutive ops of that phase or layer.
+The file has the Trace Event Format: JSON with times in microseconds, here counted from the first step's
+start. Each device is a process with one thread per level. A slice of a phase or layer spans consecutive ops
+of that phase or layer.
 """
 
 import collections
@@ -14,7 +15,8 @@ COUNTERS = {"sm_mhz": "SM clock, MHz", "mem_mhz": "memory clock, MHz", "power_w"
 COUNTERS |= {"temperature_c": "temperature, °C"}
 
 _LEVELS = ("phase", "layer", "compute", "communication", "copy")
-"""Threads of a device, top to bottom; `control` ops are left out, since they would cover the ops that they contain."""
+"""Threads of a device, top to bottom; `control` ops are left out, since they would cover the ops that they
+contain."""
 
 
 def perfetto(trace: Trace, ops: Mapping[str, HloOp], clocks: Sequence[ClockTrack]) -> dict[str, Any]:
@@ -45,7 +47,9 @@ def perfetto(trace: Trace, ops: Mapping[str, HloOp], clocks: Sequence[ClockTrack
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _device(device: int, seen: list[OpEvent], ops: Mapping[str, HloOp], start_ns: int) -> Iterator[dict[str, Any]]:
+def _device(
+    device: int, seen: list[OpEvent], ops: Mapping[str, HloOp], start_ns: int
+) -> Iterator[dict[str, Any]]:
     known = [event for event in seen if event.name not in ops or ops[event.name].kind != "control"]
     known.sort(key=lambda event: event.start_ns)
     for event in known:
@@ -69,9 +73,11 @@ def _device(device: int, seen: list[OpEvent], ops: Mapping[str, HloOp], start_ns
 def _runs(
     events: Iterable[OpEvent], ops: Mapping[str, HloOp], of: Callable[[HloOp], tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], int, int, int]]:
-    """(names, step, start, end) of each run of consecutive ops within a step for which `of` gives the same names.
+    """(names, step, start, end) of each run of consecutive ops within a step for which `of` gives the same
+    names.
 
-    Ops of one device may overlap (several streams). A run ends where the next one starts, so that slices never cross.
+    Ops of one device may overlap (several streams). A run ends where the next one starts, so that slices
+    never cross.
     """
     current: tuple[tuple[str, ...], int, int, int] | None = None
     for event in events:
@@ -103,7 +109,9 @@ def _counter(device: int, name: str, time_s: float, value: int | float) -> dict[
 def _slice(
     process: int, thread: int, name: str, first_ns: int, end_ns: int, start_ns: int, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Complete event ("X"); the start is subtracted in integers before the division, which keeps nanoseconds exact."""
+    """Complete event ("X"); the start is subtracted in integers before the division, which keeps nanoseconds
+    exact.
+    """
     found: dict[str, Any] = {"ph": "X", "pid": process, "tid": thread, "name": name, "args": args}
     return found | {"ts": (first_ns - start_ns) / 1e3, "dur": (end_ns - first_ns) / 1e3}
 

@@ -47,7 +47,9 @@ def page_of(breakdown: Breakdown) -> Page:
     facts = Facts(breakdown.to_dict())
     sections = [
         Section("waterfall", "Where a step's time went", [_waterfalls(breakdown, facts)]),
-        Section("advice", "What to try next", [Items(breakdown.advice, "No loss is large enough for advice.")]),
+        Section(
+            "advice", "What to try next", [Items(breakdown.advice, "No loss is large enough for advice.")]
+        ),
         *_pipeline(breakdown.pipeline, facts),
         Section("steps", "Step by step", _steps(breakdown, facts), "page"),
         Section("communication", "Communication, per step and device", _communication(breakdown, facts)),
@@ -57,7 +59,9 @@ def page_of(breakdown: Breakdown) -> Page:
         Section("devices", "Devices, mean over the steps", [_devices(breakdown)]),
         *_processes(breakdown),
         Section("memory", "Memory of one device", [_memory(breakdown, facts), *_live(breakdown.live)]),
-        Section("notes", "Unknown values, with the reason", [Items(breakdown.notes, "All values are known.")]),
+        Section(
+            "notes", "Unknown values, with the reason", [Items(breakdown.notes, "All values are known.")]
+        ),
     ]
     return Page(
         title,
@@ -98,7 +102,9 @@ def _tiles(breakdown: Breakdown, facts: Facts) -> list[tuple[str, str | Cell]]:
 
 def _waterfalls(breakdown: Breakdown, facts: Facts) -> Panels:
     """Waterfall charts of the mean step and of each step."""
-    panels = {f"mean of {len(breakdown.steps)}": _waterfall(mean_step(breakdown), lambda _, value: seconds(value))}
+    panels = {
+        f"mean of {len(breakdown.steps)}": _waterfall(mean_step(breakdown), lambda _, value: seconds(value))
+    }
     for index, step in enumerate(breakdown.steps):
         panels[f"step {step.step}"] = _waterfall(
             step, lambda path, _, index=index: facts.cell(f"steps.{index}.{path}", seconds)
@@ -112,14 +118,18 @@ def _waterfall(step: StepBreakdown, exact: Callable[[str, float | None], str | C
     Args:
       exact: makes the cell of a number at a path below the step.
     """
-    columns = words("part") + bars("of the step, from its start to its end", "both") + numbers("time", "share")
+    columns = (
+        words("part") + bars("of the step, from its start to its end", "both") + numbers("time", "share")
+    )
     table = Table("parts of the step", columns, css="waterfall")
     start = 0.0
     for part in figures.parts_of(step):
         took = step.parts.get(part.key)
         length, of_step = (took or 0.0) / step.duration_s, share(took, step.duration_s)
         bar = Bars.of(start, length, part.key, f"{part.name}: {seconds(took)}, {of_step} of the step")
-        table.add(Cell(part.name, key=part.key, note=part.meaning), bar, exact(f"parts.{part.key}", took), of_step)
+        table.add(
+            Cell(part.name, key=part.key, note=part.meaning), bar, exact(f"parts.{part.key}", took), of_step
+        )
         start += length
     whole = Bars.of(0.0, 1.0, "whole", f"the step: {seconds(step.duration_s)}")
     table.add("step", whole, exact("duration_s", step.duration_s), "100.0%", bold=True)
@@ -135,13 +145,18 @@ def _pipeline(track: PipelineTrack | None, facts: Facts) -> Iterator[Section]:
     """Section with the instructions of each worker as they ran and by the schedule; none without stages."""
     if track is None:
         return
-    titles = f"step {track.step} as it ran, in seconds", "by the schedule, in lockstep, a forward pass taking 1"
+    titles = (
+        f"step {track.step} as it ran, in seconds",
+        "by the schedule, in lockstep, a forward pass taking 1",
+    )
     timelines = [timeline_of(rows) for rows in (track.measured, track.planned)]
     drawn = (
         svg(one, stages=track.stages, title=f"{track.schedule}: {title}", workers=track.workers)
         for one, title in zip(timelines, titles, strict=True)
     )
-    frame = f'<div class="frame gantt" role="region" tabindex="0" aria-label="pipeline">{"".join(drawn)}</div>'
+    frame = (
+        f'<div class="frame gantt" role="region" tabindex="0" aria-label="pipeline">{"".join(drawn)}</div>'
+    )
 
     def rows(one: PipelineTimeline, width: int) -> list[Text]:
         return text_rows(one, stages=track.stages, width=width, workers=track.workers)
@@ -174,7 +189,9 @@ def _processes(breakdown: Breakdown) -> Iterator[Section]:
 def _steps(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
     """One stacked bar per step, all on the scale of the longest step."""
     longest = max(step.duration_s for step in breakdown.steps)
-    table = Table("steps by part", words("step") + bars(f"0 to {seconds(longest)}") + numbers("time", "energy"))
+    table = Table(
+        "steps by part", words("step") + bars(f"0 to {seconds(longest)}") + numbers("time", "energy")
+    )
     table.css = "few"
     for i, step in enumerate(breakdown.steps):
         parts: list[Bar] = []
@@ -272,7 +289,9 @@ def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[st
 
 
 def _devices(breakdown: Breakdown) -> PageBlock:
-    """Table of the devices' mean times and clocks, which shows slow devices and whether their clock is the cause."""
+    """Table of the devices' mean times and clocks, which shows slow devices and whether their clock is the
+    cause.
+    """
     found = figures.by_device(breakdown)
     if not found:
         return "The window has no times of devices."
@@ -309,7 +328,9 @@ def _memory(breakdown: Breakdown, facts: Facts) -> PageBlock:
         return "Unknown: neither the plan nor the allocator reports memory."
     planned = sum(memory.bytes for memory in breakdown.memory if memory.source == "plan")
     most = max(planned, *(memory.bytes for memory in breakdown.memory)) or 1
-    table = Table("memory by class", words("class") + bars(f"0 to {size(most)}") + numbers("bytes") + words("source"))
+    table = Table(
+        "memory by class", words("class") + bars(f"0 to {size(most)}") + numbers("bytes") + words("source")
+    )
     start = 0
     for i, memory in enumerate(breakdown.memory):
         of_plan = memory.source == "plan"
@@ -324,7 +345,11 @@ def _memory(breakdown: Breakdown, facts: Facts) -> PageBlock:
 def _live(live: LiveTrack | None) -> list[PageBlock]:
     """Stacked areas of one device's temporaries over the seconds of a step, by the phase that made them."""
     if live is None:
-        return [Said("Temporaries over time are unknown: no op of the program ran in this window.", "soft", "page")]
+        return [
+            Said(
+                "Temporaries over time are unknown: no op of the program ran in this window.", "soft", "page"
+            )
+        ]
     totals = [sum(values) for values in zip(*live.bytes.values(), strict=True)]
     most = max(totals)
     if not most:
@@ -340,8 +365,8 @@ def _live(live: LiveTrack | None) -> list[PageBlock]:
         low = high
     said = (
         f"At most {size(most)} of temporaries at once, {seconds(live.time_s[totals.index(most)])} into step "
-        f"{live.step}; parameters, optimizer state and the batch come on top. Computed from the program's schedule, "
-        "not measured by the allocator."
+        f"{live.step}; parameters, optimizer state and the batch come on top. Computed from the program's "
+        "schedule, not measured by the allocator."
     )
     chart = f"temporaries over step {live.step}, up to {size(most)}"
     return [

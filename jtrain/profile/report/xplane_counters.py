@@ -1,8 +1,9 @@
-"""Clock counters in the xplane trace itself, where XProf shows them: sampled clocks, and each op's clock loss.
+"""Clock counters in the xplane trace itself, where XProf shows them: sampled clocks, and each op's clock
+loss.
 
-Uses only names that XProf already reads. It draws a line called `_counters_` as counters. The stat `Time Scale
-Multiplier` of an op is its time at the reference clock over its measured time; the op profile of a TPU weighs ops by it
-(`aggDvfsTimeScaleMultiplier`). It sums the stat `vdd_energy_j` over a GPU's ops.
+Uses only names that XProf already reads. It draws a line called `_counters_` as counters. The stat `Time
+Scale Multiplier` of an op is its time at the reference clock over its measured time; the op profile of a TPU
+weighs ops by it (`aggDvfsTimeScaleMultiplier`). It sums the stat `vdd_energy_j` over a GPU's ops.
 
 Messages have the fields of xplane.proto that are read or written here. Protobuf keeps all others as they are.
 """
@@ -32,19 +33,27 @@ TRACKS = {"sm_mhz": "SM clock (MHz)", "mem_mhz": "memory clock (MHz)", "power_w"
 
 _FIELDS = {
     "XSpace": "planes=1:XPlane*",
-    "XPlane": "id=1:int64 name=2:string lines=3:XLine* event_metadata=4:Entry* stat_metadata=5:Entry* stats=6:XStat*",
+    "XPlane": (
+        "id=1:int64 name=2:string lines=3:XLine* event_metadata=4:Entry* stat_metadata=5:Entry* "
+        "stats=6:XStat*"
+    ),
     "Entry": "key=1:int64 value=2:Metadata",
     "Metadata": "id=1:int64 name=2:string",
     "XLine": "id=1:int64 name=2:string timestamp_ns=3:int64 events=4:XEvent*",
     "XEvent": "metadata_id=1:int64 offset_ps=2:int64 duration_ps=3:int64 stats=4:XStat*",
-    "XStat": "metadata_id=1:int64 double_value=2:double uint64_value=3:uint64 int64_value=4:int64 str_value=5:bytes "
-    "ref_value=7:uint64",
+    "XStat": (
+        "metadata_id=1:int64 double_value=2:double uint64_value=3:uint64 int64_value=4:int64 "
+        "str_value=5:bytes ref_value=7:uint64"
+    ),
 }
 """Messages of xplane.proto: each field as name=number:type, with * if it is repeated."""
 
 
-def annotate(xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensitivity: Mapping[str, float]) -> None:
-    """Adds counters to every device's plane, and multiplier and energy to its ops; skips a file that has counters.
+def annotate(
+    xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensitivity: Mapping[str, float]
+) -> None:
+    """Adds counters to every device's plane, and multiplier and energy to its ops; skips a file that has
+    counters.
 
     Args:
       xplane: *.xplane.pb of one process; replaced atomically.
@@ -72,7 +81,9 @@ def annotate(xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensiti
                     _add_costs(plane, line, one, extent[0], ref_mhz, sensitivity)
             _add_counters(plane, one, *extent)
     for device, one in todo.items():  # CPU devices have no plane of their own
-        _add_counters(space.planes.add(id=1000 + device, name=f"/device:CUSTOM:clocks:{device}"), one, *extent)
+        _add_counters(
+            space.planes.add(id=1000 + device, name=f"/device:CUSTOM:clocks:{device}"), one, *extent
+        )
     write_whole(xplane, space.SerializeToString())
 
 
@@ -123,12 +134,19 @@ def _id_of(metadata: Any, name: str) -> int:
 
 
 def _add_costs(
-    plane: Any, line: Any, samples: Samples, began_ns: int, ref_mhz: float | None, sensitivity: Mapping[str, float]
+    plane: Any,
+    line: Any,
+    samples: Samples,
+    began_ns: int,
+    ref_mhz: float | None,
+    sensitivity: Mapping[str, float],
 ) -> None:
     """Adds multiplier and joules to each op of a line, where they are known."""
     multiplier, energy = (_id_of(plane.stat_metadata, name) for name in (MULTIPLIER, ENERGY))
     names, of_stats = _names(plane.event_metadata), _names(plane.stat_metadata)
-    start_ns = began_ns + line.timestamp_ns + np.array([round(e.offset_ps / 1000) for e in line.events], np.int64)
+    start_ns = (
+        began_ns + line.timestamp_ns + np.array([round(e.offset_ps / 1000) for e in line.events], np.int64)
+    )
     end_ns = start_ns + np.array([round(e.duration_ps / 1000) for e in line.events], np.int64)
     mhz = samples.mean_mhz(start_ns, end_ns)
     paced: list[float] = []
@@ -158,7 +176,10 @@ def _add_counters(plane: Any, samples: Samples, began_ns: int, ended_ns: int) ->
         if within.any():
             identity = _id_of(plane.event_metadata, title)
             offsets = (times[within] - began_ns).tolist()
-            drawn += [(at_ns, identity, value) for at_ns, value in zip(offsets, values[within].tolist(), strict=True)]
+            drawn += [
+                (at_ns, identity, value)
+                for at_ns, value in zip(offsets, values[within].tolist(), strict=True)
+            ]
     for at_ns, identity, value in sorted(drawn):
         event = line.events.add(metadata_id=identity, offset_ps=at_ns * 1000)
         event.stats.add(metadata_id=value_id, double_value=float(value))

@@ -1,8 +1,8 @@
 """Sizes for an abstract trace of a step that a reader of the trace can tell apart.
 
-Every size that the layouts of a class may have differently is a prime of its own in the trace: rows, positions, widths,
-devices along an axis. The number of elements of a traced array then says by its prime factors how it depends on each
-size, and so how many elements the array has in any layout of the class.
+Every size that the layouts of a class may have differently is a prime of its own in the trace: rows,
+positions, widths, devices along an axis. The number of elements of a traced array then says by its prime
+factors how it depends on each size, and so how many elements the array has in any layout of the class.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.zero import gathers_once
 
 type Part = Literal["layers", "embedding", "loss", "end"]
-"""Part of a step that is traced on its own: all layers for one microbatch, embedding or loss of one microbatch, and
-what a step does once."""
+"""Part of a step that is traced on its own: all layers for one microbatch, embedding or loss of one
+microbatch, and what a step does once."""
 
 type Monomial = tuple[int, tuple[tuple[str, int], ...]]
 """A number as a factor and powers of sizes."""
@@ -75,8 +75,8 @@ def class_of(part: Part, model: Transformer, layout: Layout, *, rows: int, seq_l
     mesh, spec, precision = layout.mesh, layout.spec, layout.precision
     of_layers, at_end = part == "layers", part == "end"
     splits = layout.pipeline is not None and counts_of(layout).splits_backward
-    # Passes of a layer are the same in a pipeline, but for what a loop over layers does once for all of them, and for
-    # weights in 8 bits.
+    # Passes of a layer are the same in a pipeline, but for what a loop over layers does once for all of them,
+    # and for weights in 8 bits.
     same = of_layers and not splits and mesh.context == 1 and precision.matmul_dtype == "compute"
     staged = layout.pipeline is not None and not same
     stage = spec.zero_stage if mesh.zero_shards > 1 else 0
@@ -111,7 +111,9 @@ def class_of(part: Part, model: Transformer, layout: Layout, *, rows: int, seq_l
         kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor if in_heads else 0,
         max(1, mesh.tensor // model.num_kv_heads) if of_layers or at_end else 1,
         model.moe if of_layers or at_end else None,
-        num_pieces(rows * seq_len // mesh.context, model.moe.top_k) if exchanged and model.moe is not None else 0,
+        num_pieces(rows * seq_len // mesh.context, model.moe.top_k)
+        if exchanged and model.moe is not None
+        else 0,
         model.qk_norm if of_layers or at_end else False,
         model.tie_embeddings,
         part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
@@ -129,10 +131,10 @@ def _schedule(layout: Layout, *, splits: bool, at_end: bool) -> PipelineSpec:
 class Labelled:
     """Model, layout and batch of a trace.
 
-    labels: letter -> the prime that stands for it. w, p, z, e, t are devices along replica, stage, data, expert and
-      tensor, z, r, s those of ZeRO's torus dimensions; b rows; l positions; d, k, g, h, f, x, v parts of the sizes D,
-      K, N, H, F, X, V that no axis splits; y layers; u, q, m positions of a device in the loss, those of a chunk, and
-      chunks; o columns of a part of the vocabulary, n parts.
+    labels: letter -> the prime that stands for it. w, p, z, e, t are devices along replica, stage, data,
+      expert and tensor, z, r, s those of ZeRO's torus dimensions; b rows; l positions; d, k, g, h, f, x, v
+      parts of the sizes D, K, N, H, F, X, V that no axis splits; y layers; u, q, m positions of a device in
+      the loss, those of a chunk, and chunks; o columns of a part of the vocabulary, n parts.
     """
 
     model: Transformer
@@ -159,7 +161,8 @@ def labelled(of: LayoutClass) -> Labelled:
     """Sizes of a trace for a class."""
     exact = of.context * of.shared * (of.tensor or 1) * (of.kv_heads or 1) * max(1, of.pieces)
     exact *= of.moe.top_k * max(1, of.moe.shared_experts) if of.moe else 1
-    # An exchange in one piece takes few tokens, one in several takes many; the code itself has none of these factors.
+    # An exchange in one piece takes few tokens, one in several takes many; the code itself has none of these
+    # factors.
     first = {0: 11, 1: 5}.get(of.pieces, 61)
     primes = (n for n in range(first, 10_000) if _is_prime(n) and exact % n)
     at: dict[str, int] = {letter: next(primes) for letter in "btlwezrsdkghfxvyp"}
@@ -247,7 +250,9 @@ def values_of(
         "f": Fraction(model.d_ff, tensor),
         "x": Fraction(model.moe.num_experts, mesh.expert) if model.moe else 1,
         "v": Fraction(model.vocab_size, shards),
-        "y": 1 if placed is not None and of.part == "layers" else layers,  # a pipeline's passes are of single layers
+        "y": 1
+        if placed is not None and of.part == "layers"
+        else layers,  # a pipeline's passes are of single layers
         "u": local,
         "q": chunk,
         "m": -(-chunked // chunk),

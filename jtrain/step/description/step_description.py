@@ -1,10 +1,11 @@
 """What a train step multiplies and sends over the network, read off abstract traces of its own functions.
 
-Each part of a step is traced for a class of layouts (`traced_parts.py`), and the trace scales to every layout of the
+Each part of a step is traced for a class of layouts (`traced_parts.py`), and the trace scales to every layout
+of the
 class: over depth, devices and batch, in a fraction of a millisecond.
 
-Not traced are the collectives that the partitioner adds: of the gradient norm, and under Muon, which updates whole
-matrices. Nor is the order of a pipeline's ticks, which its schedule says (`jtrain.pipeline`).
+Not traced are the collectives that the partitioner adds: of the gradient norm, and under Muon, which updates
+whole matrices. Nor is the order of a pipeline's ticks, which its schedule says (`jtrain.pipeline`).
 """
 
 import dataclasses
@@ -57,8 +58,10 @@ class StepProduct:
     """Products of a step with weights that are alike, [rows, depth] x [depth, columns] in the forward pass.
 
     count: per step on one device.
-    rows, depth, columns: sizes of one of them; of the gradient of a weight, `depth` and `columns` are the weight's.
-    groups: experts, each of which multiplies some of the rows with its own weight; 0 for a weight of all rows.
+    rows, depth, columns: sizes of one of them; of the gradient of a weight, `depth` and `columns` are the
+      weight's.
+    groups: experts, each of which multiplies some of the rows with its own weight; 0 for a weight of all
+      rows.
     """
 
     part: Part
@@ -123,12 +126,16 @@ class StepDescription:
                 if not axes:
                     continue
                 count, size = evaluated((one.count, one.elements), values)
-                group = math.prod(shape[axis] for axis in axes) if one.ring is None else layout.rings[one.ring]
+                group = (
+                    math.prod(shape[axis] for axis in axes) if one.ring is None else layout.rings[one.ring]
+                )
                 group = 2 if one.kind == "collective-permute" else group
                 where = part, one.scope, one.parameter, one.kind, one.along, axes, group, one.dtype
                 read = one.when, one.repeats_products, one.largest
                 found.append(StepCollective(*where, times * count, times * count * size, *read))
-        return found + _sums_of_squares(layout) + _between_stages(self.model, layout, self.rows * self.seq_len)
+        return (
+            found + _sums_of_squares(layout) + _between_stages(self.model, layout, self.rows * self.seq_len)
+        )
 
 
 def _sums_of_squares(layout: Layout) -> list[StepCollective]:
@@ -140,12 +147,16 @@ def _sums_of_squares(layout: Layout) -> list[StepCollective]:
             if axes:
                 group = math.prod(layout.mesh.shape[axis] for axis in axes)
                 path = p.info.path
-                found.append(StepCollective("partitioner", (), path, "all-reduce", axes, axes, group, "float32", 1, 1))
+                found.append(
+                    StepCollective("partitioner", (), path, "all-reduce", axes, axes, group, "float32", 1, 1)
+                )
     return found
 
 
 def _between_stages(model: Transformer, layout: Layout, tokens: int) -> list[StepCollective]:
-    """Permutes of activations and cotangents: one per hop at the end of each tick, also where it carries nothing."""
+    """Permutes of activations and cotangents: one per hop at the end of each tick, also where it carries
+    nothing.
+    """
     if layout.pipeline is None:
         return []
     counts = counts_of(layout)

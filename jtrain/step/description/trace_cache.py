@@ -1,8 +1,9 @@
 """Traces of steps on disk, beside XLA's programs: in the folder `traces` of JAX's compilation cache.
 
-A file has the trace of one class of layouts. Its name is a hash of the class, its folder's a hash of the sources that a
-trace depends on, so that a changed line of the step is traced again. A file that cannot be read is traced and written
-anew. Without a compilation cache, or with one in a bucket, traces are kept in memory alone.
+A file has the trace of one class of layouts. Its name is a hash of the class, its folder's a hash of the
+sources that a trace depends on, so that a changed line of the step is traced again. A file that cannot be
+read is traced and written anew. Without a compilation cache, or with one in a bucket, traces are kept in
+memory alone.
 """
 
 import contextlib
@@ -55,7 +56,9 @@ def _text(trace: Any) -> str:
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a file that other processes may write at the same time: each has a new one of its own and renames it."""
+    """Writes a file that other processes may write at the same time: each has a new one of its own and
+    renames it.
+    """
     number, new = tempfile.mkstemp(dir=file.parent, suffix=".new")
     try:
         with open(number, "w") as opened:

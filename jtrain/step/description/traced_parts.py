@@ -1,7 +1,7 @@
 """Abstract traces of a train step's own functions, one per part of the step and class of layouts.
 
-A trace has sizes that tell each other apart (`labelled_sizes.py`), so its numbers scale to every layout of its class.
-It takes a few tenths of a second, and is kept in memory and on disk (`trace_cache.py`).
+A trace has sizes that tell each other apart (`labelled_sizes.py`), so its numbers scale to every layout of
+its class. It takes a few tenths of a second, and is kept in memory and on disk (`trace_cache.py`).
 """
 
 import collections
@@ -45,20 +45,25 @@ from jtrain.step.zero import (
 from jtrain_kernels import registry
 from jtrain_kernels.device import DEVICES
 
-_OVERLAPPED = tuple(f"{name}{bits}" for name in ("all_gather_matmul", "matmul_reduce_scatter") for bits in ("", "_fp8"))
+_OVERLAPPED = tuple(
+    f"{name}{bits}" for name in ("all_gather_matmul", "matmul_reduce_scatter") for bits in ("", "_fp8")
+)
 """Ops whose collectives are permutes if `layout.tensor_overlap` is True."""
 
 WEIGHT_GRADIENTS, ONCE, UPDATE, METRICS = "weight_gradients", "gathered_once", "update", "metrics"
-"""Scopes of gradients of weights that a pipeline computes later, of whole weights, of updated parameters, and of what
-devices tell each other about themselves."""
+"""Scopes of gradients of weights that a pipeline computes later, of whole weights, of updated parameters, and
+of what devices tell each other about themselves."""
 
 type Gradient = Literal["forward", "again", "by_input", "by_weight"]
-"""Pass of a product with a weight; the backward pass has one for the gradient of the input and one for the weight's."""
+"""Pass of a product with a weight; the backward pass has one for the gradient of the input and one for the
+weight's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LabelledCollective:
-    """A `StepCollective` of a class of layouts: `ring` is the number of a torus dimension, None for whole axes."""
+    """A `StepCollective` of a class of layouts: `ring` is the number of a torus dimension, None for whole
+    axes.
+    """
 
     scope: tuple[str, ...]
     parameter: str
@@ -101,7 +106,9 @@ def traced(of: LayoutClass) -> PartTrace:
     return kept(of, _trace, _part_trace)
 
 
-def _part_trace(collectives: list[dict[str, Any]], products: list[dict[str, Any]], again: list[str]) -> PartTrace:
+def _part_trace(
+    collectives: list[dict[str, Any]], products: list[dict[str, Any]], again: list[str]
+) -> PartTrace:
     """A trace from its fields as JSON has them."""
     multiplied = (_multiplied(**fields) for fields in products)
     return PartTrace(tuple(_labelled(**fields) for fields in collectives), tuple(multiplied), tuple(again))
@@ -116,14 +123,18 @@ def _monomial(fields: Any) -> Monomial:
     return number, tuple((letter, power) for letter, power in powers)
 
 
-def _labelled(scope: list[str], along: list[str], count: Any, elements: Any, **fields: Any) -> LabelledCollective:
+def _labelled(
+    scope: list[str], along: list[str], count: Any, elements: Any, **fields: Any
+) -> LabelledCollective:
     sizes: Any = dict(count=_monomial(count), elements=_monomial(elements))
     return LabelledCollective(scope=tuple(scope), along=tuple(along), **sizes, **fields)
 
 
 def _trace(of: LayoutClass) -> PartTrace:
     sizes = labelled(of)
-    mesh = AbstractMesh(tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = AbstractMesh(
+        tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
     paths = [p.info.path for p in sizes.layout.params]
     work = traced_work(_JAXPRS[of.part](sizes, mesh))
     collectives = (
@@ -152,17 +163,22 @@ _ROWS = frozenset("bluq")
 def _products(sizes: Labelled, work: TracedWork) -> tuple[LabelledProduct, ...]:
     """Products of a trace, those that are alike together."""
     counts = collections.Counter(_labelled_product(sizes, one) for one in work.products)
-    return tuple(dataclasses.replace(one, count=(one.count[0] * n, one.count[1])) for one, n in counts.items())
+    return tuple(
+        dataclasses.replace(one, count=(one.count[0] * n, one.count[1])) for one, n in counts.items()
+    )
 
 
 def _labelled_product(sizes: Labelled, one: TracedProduct) -> LabelledProduct:
     """A product with its sizes as labels.
 
-    The loss's loops over chunks of tokens and over parts of the vocabulary count as one product of all of them. Rows
-    that other devices send are on average as many as this device sends: their buffer has room for all that any could.
+    The loss's loops over chunks of tokens and over parts of the vocabulary count as one product of all of
+    them. Rows that other devices send are on average as many as this device sends: their buffer has room for
+    all that any could.
     """
     trips = math.prod(one.trips)
-    around = [(loop, chunk) for loop, chunk in (("m", "q"), ("n", "o")) if loop in dict(sizes.monomial(trips)[1])]
+    around = [
+        (loop, chunk) for loop, chunk in (("m", "q"), ("n", "o")) if loop in dict(sizes.monomial(trips)[1])
+    ]
 
     def size_of(dims: tuple[int, ...]) -> Monomial:
         number, powers = sizes.monomial(math.prod(dims))
@@ -242,7 +258,9 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
         zero = jnp.int32(0)
         trained = trained_part(layout, params)
         shared = model.shared(batch)
-        worker = chunks_of(model, layout, pipeline_placement(layout), params, trained, scaling, jnp.float32(1))
+        worker = chunks_of(
+            model, layout, pipeline_placement(layout), params, trained, scaling, jnp.float32(1)
+        )
         worker = worker.traced(x_BLD, shared)
         work = ChunkPass(zero, shared, zero, zero)
         y_BLD, kept = worker.forward(work, x_BLD, worker.kept_slots(1))
@@ -253,7 +271,9 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
                 gradients = worker.weight_gradients(work, stashes, gradients)
         return y_BLD, dx_BLD, gradients
 
-    own = _blocks(layout, lambda p: p.spec(zero_sharded=layout.spec.zero_stage == 3))  # of shared key heads too
+    own = _blocks(
+        layout, lambda p: p.spec(zero_sharded=layout.spec.zero_stage == 3)
+    )  # of shared key heads too
     args = own, _scaling(layout), _batch(sizes), x, x
     return _jaxpr(mesh, chunks if of_stages else loop, *args)
 
@@ -271,7 +291,9 @@ def _embedding(sizes: Labelled, mesh: AbstractMesh) -> Any:
             ends = _ends(layout, model, params)
             return ends.embed(trained, token_BL), ends.embed_gradient(trained, token_BL, dx_BLD)
         placement = placement_of(layout)
-        x_BLD, vjp = jax.vjp(lambda t: model.embed(with_whole(layout, t, params), token_BL, placement), trained)
+        x_BLD, vjp = jax.vjp(
+            lambda t: model.embed(with_whole(layout, t, params), token_BL, placement), trained
+        )
         return x_BLD, vjp(dx_BLD)
 
     return _jaxpr(mesh, both, _blocks(layout), _batch(sizes).token_BL, _stream(sizes))
@@ -309,7 +331,9 @@ def _end(sizes: Labelled, mesh: AbstractMesh) -> Any:
 
     def update(params: Params, rows: Any) -> Any:
         with jax.named_scope(UPDATE):
-            again = jax.tree.map(lambda p, x: whole_again(layout, p, mesh, x), param_tree(layout, lambda p: p), params)
+            again = jax.tree.map(
+                lambda p, x: whole_again(layout, p, mesh, x), param_tree(layout, lambda p: p), params
+            )
         with jax.named_scope(METRICS):
             return again, everywhere(mesh, rows)
 

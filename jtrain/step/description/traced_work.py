@@ -1,8 +1,9 @@
-"""Collectives and matmuls of a traced function, read off its jaxpr: what each one sends or multiplies, and where.
+"""Collectives and matmuls of a traced function, read off its jaxpr: what each one sends or multiplies, and
+where.
 
-Equations are followed through calls and loops with a number for every value, so that a collective that is repeated in
-the same computation with the same operand counts once, as compilers compute it once, and what a value depends on is
-known.
+Equations are followed through calls and loops with a number for every value, so that a collective that is
+repeated in the same computation with the same operand counts once, as compilers compute it once, and what a
+value depends on is known.
 """
 
 import dataclasses
@@ -43,8 +44,8 @@ class TracedCollective:
     """One collective of a jaxpr.
 
     scope: names of `jax.named_scope` around it, without those of transformations.
-    dims: shape of the whole array: the result of an all-gather, the operand of a reduce-scatter, an all-reduce, an
-      all-to-all or a permute.
+    dims: shape of the whole array: the result of an all-gather, the operand of a reduce-scatter, an
+      all-reduce, an all-to-all or a permute.
     ring: devices of a group, if the groups split the axes; None if a group has all of them.
     trips: lengths of the loops around it.
     repeats_products: True if a product of the recomputed forward pass reads its result.
@@ -65,10 +66,11 @@ class TracedCollective:
 
 @dataclasses.dataclass(frozen=True)
 class TracedProduct:
-    """One matmul of a jaxpr. Products with batch dimensions are not listed: they are attention's, of activations alone.
+    """One matmul of a jaxpr. Products with batch dimensions are not listed: they are attention's, of
+    activations alone.
 
-    kept: sizes of the dimensions of the first operand that the result has; reduced, added: of those that are summed
-      over, and of those of the second operand that the result has.
+    kept: sizes of the dimensions of the first operand that the result has; reduced, added: of those that are
+      summed over, and of those of the second operand that the result has.
     groups: groups of rows, each multiplied with a matrix of its own; 0 for one matrix.
     in_8_bits: True if both operands were rounded to 8 bits.
     when, trips: as in `TracedCollective`.
@@ -125,7 +127,9 @@ type _Known = dict[Any, list[_Value]]
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Position of a jaxpr in the trace: scope and trips as in `TracedCollective`; backward: in a backward pass."""
+    """Position of a jaxpr in the trace: scope and trips as in `TracedCollective`; backward: in a backward
+    pass.
+    """
 
     scope: tuple[str, ...]
     trips: tuple[int, ...]
@@ -205,7 +209,9 @@ class _Reader:
             return self.follow(jaxpr, given[skipped:], inside, again)
         if name == "while":
             bodies = [params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr]
-            assert not any(e.primitive.name in _KINDS for body in bodies for e in _equations(body)), "unknown trips"
+            assert not any(e.primitive.name in _KINDS for body in bodies for e in _equations(body)), (
+                "unknown trips"
+            )
         if name in ("dot_general", "ragged_dot_general"):
             if inside.when == "again":
                 self.read_again |= marks
@@ -290,8 +296,8 @@ def _inside(eqn: Any, place: _Place) -> _Place:
 def _taken(params: dict[str, Any]) -> Any:
     """The branch of a conditional that counts.
 
-    Where it chooses by platform, the branch with one product for all groups, else the one for GPUs: the other way to
-    multiply groups is a loop of unknown length. Elsewhere the branch that does most.
+    Where it chooses by platform, the branch with one product for all groups, else the one for GPUs: the other
+    way to multiply groups is a loop of unknown length. Elsewhere the branch that does most.
     """
     branches, platforms = params["branches"], params.get("branches_platforms")
     if platforms is None:

@@ -29,29 +29,35 @@ def attention(
     chunk: int,
     window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """Softmax attention of each query to the keys of its segment up to its own index, at most `window` of them.
+    """Softmax attention of each query to the keys of its segment up to its own index, at most `window` of
+    them.
 
-    The plain JAX implementation holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes. The
-    backward pass recomputes them from q, k, v and the log-partition of each query. Scores are scaled by 1 / sqrt(H).
-    The softmax is float32, matmuls and result have q's dtype. Query head n uses key head n // (N / K). Segment 0 is
+    The plain JAX implementation holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
+    The backward pass recomputes them from q, k, v and the log-partition of each query. Scores are scaled by 1
+    / sqrt(H). The softmax is float32, matmuls and result have q's dtype. Query head n uses key head n // (N /
+    K). Segment 0 is
     padding: its queries attend among themselves, so their rows are finite but meaningless.
 
     The results that the backward pass needs carry the checkpoint name "attention".
 
     Raises:
-      UserError: chunk or window is not positive, K does not divide N, or L is not M; or a forced implementation
-        cannot run.
+      UserError: chunk or window is not positive, K does not divide N, or L is not M; or a forced
+        implementation cannot run.
     """
     L, N = q_BLNH.shape[1:3]
     M, K = k_BMKH.shape[1:3]
     if L != M:
-        raise UserError(f"attention: L={L} queries but M={M} keys; causal attention by index needs equally many.")
+        raise UserError(
+            f"attention: L={L} queries but M={M} keys; causal attention by index needs equally many."
+        )
     if N % K:
         raise UserError(f"attention: num_heads={N} is no multiple of num_kv_heads={K}.")
     if chunk < 1:
         raise UserError(f"attention: chunk={chunk} must be at least 1.")
     if window is not None and window < 1:
-        raise UserError(f"attention: window={window} must be at least 1, the query's own key. Set None for no window.")
+        raise UserError(
+            f"attention: window={window} must be at least 1, the query's own key. Set None for no window."
+        )
     return registry.call(
         ATTENTION,
         q_BLNH=q_BLNH,
@@ -66,7 +72,8 @@ def attention(
 
 
 def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) -> Passes:
-    """Passes of the implementation that the registry selects for these shapes, for callers that combine blocks.
+    """Passes of the implementation that the registry selects for these shapes, for callers that combine
+    blocks.
 
     Args:
       shapes: q_BLNH, k_BMKH, v_BMKH, segment_BL and segment_BM, or their shapes.
@@ -80,15 +87,18 @@ def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) 
     name = choice.implementation.name
     if name not in PASSES:
         raise UserError(
-            f"kernels.attention={name}: this implementation has no passes that a ring could combine. Implementations "
-            f"with passes: {', '.join(PASSES)}. Force one of them, or set layout.context_attention=ulysses."
+            f"kernels.attention={name}: this implementation has no passes that a ring could combine. "
+            f"Implementations with passes: {', '.join(PASSES)}. Force one of them, or set "
+            "layout.context_attention=ulysses."
         )
     return configured(name, tuple(sorted(choice.config.items())))
 
 
 @functools.cache
 def configured(name: str, config: _Config) -> Passes:
-    """Passes of an implementation with a configuration; cached, so that equal arguments give the same object."""
+    """Passes of an implementation with a configuration; cached, so that equal arguments give the same
+    object.
+    """
     passes = PASSES[name]
     return Passes(partial(passes.forward, **dict(config)), partial(passes.backward, **dict(config)))
 

@@ -1,6 +1,8 @@
-"""Attention of a block of queries to a block of keys without a causal mask, as ring attention needs it at each hop.
+"""Attention of a block of queries to a block of keys without a causal mask, as ring attention needs it at
+each hop.
 
-Only segments mask, so every score is computed; the scores of one chunk of queries with all keys exist at a time.
+Only segments mask, so every score is computed; the scores of one chunk of queries with all keys exist at a
+time.
 """
 
 import jax
@@ -54,7 +56,9 @@ def forward(
         top = jnp.maximum(jnp.max(s, axis=-1), jnp.finfo(jnp.float32).min)
         p = jnp.exp(s - top[..., None])
         total = jnp.sum(p, axis=-1)
-        y = jnp.einsum("bkglm,bmkh->bkglh", p.astype(v_BMKH.dtype), v_BMKH, preferred_element_type=jnp.float32)
+        y = jnp.einsum(
+            "bkglm,bmkh->bkglh", p.astype(v_BMKH.dtype), v_BMKH, preferred_element_type=jnp.float32
+        )
         y = y / jnp.where(total == 0, 1.0, total)[..., None]
         lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
         return y.transpose(0, 3, 1, 2, 4).astype(q_BLNH.dtype), lse

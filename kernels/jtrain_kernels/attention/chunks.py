@@ -1,7 +1,7 @@
 """Causal, segment-aware attention in plain JAX, one chunk of queries at a time.
 
-A chunk uses only the keys up to its last query, and with a window only those from its first query's window on, so
-hardly any score is computed that the causal mask or the window hides.
+A chunk uses only the keys up to its last query, and with a window only those from its first query's window
+on, so hardly any score is computed that the causal mask or the window hides.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def forward(chunk: int, window: int | None, *given: Array) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
+def forward(
+    chunk: int, window: int | None, *given: Array
+) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
     """Result, and each query's log-partition in float32; takes the arrays that `Passes.forward` does.
 
     Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
@@ -42,7 +44,9 @@ def backward(
 
 
 def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
-    """Transposed so that each head is a matrix; the G query heads of a key head are adjacent (G = 1 for k and v)."""
+    """Transposed so that each head is a matrix; the G query heads of a key head are adjacent (G = 1 for k and
+    v).
+    """
     B, L, N, H = x_BLNH.shape
     return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H).transpose(0, 2, 3, 1, 4)
 
@@ -74,8 +78,12 @@ class _Chunk(NamedTuple):
         seen = total_BKHM[..., self.first : self.stop] + found_BKHM
         return jnp.concatenate([total_BKHM[..., : self.first], seen], axis=-1) if self.first else seen
 
-    def scores(self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array) -> Float[Array, "B K Q M"]:
-        """Scaled scores in float32, -inf where masked; no row is fully masked, because a query sees itself."""
+    def scores(
+        self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array
+    ) -> Float[Array, "B K Q M"]:
+        """Scaled scores in float32, -inf where masked; no row is fully masked, because a query sees
+        itself.
+        """
         s_BKQM = jnp.einsum("bkqh,bkmh->bkqm", q_BKQH, k_BKMH, preferred_element_type=jnp.float32)
         same_BLM = segment_BL[:, self.start : self.stop, None] == segment_BM[:, None, self.first : self.stop]
         query_L, key_M = jnp.arange(self.start, self.stop), jnp.arange(self.first, self.stop)
@@ -83,7 +91,8 @@ class _Chunk(NamedTuple):
         if self.window is not None:
             seen_LM &= query_L[:, None] - key_M[None, :] < self.window
         bias_BLM = jnp.where(same_BLM & seen_LM[None], 0.0, -jnp.inf).astype(jnp.float32)
-        # One bias for all heads: comparisons fused into the loops over scores keep XLA:CPU from vectorising the loops.
+        # One bias for all heads: comparisons fused into the loops over scores keep XLA:CPU from vectorising
+        # the loops.
         bias_BLM = jax.lax.optimization_barrier(bias_BLM)
         B, K, Q, M = s_BKQM.shape
         s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M)
@@ -105,8 +114,9 @@ def _on_each_platform(
 ) -> tuple[Array, ...]:
     """Runs a pass over the whole block, on a CPU one sequence at a time.
 
-    There the scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their fresh pages cost as
-    much as the arithmetic. On a TPU, which takes splash wherever that runs, unrolled chunks take the compiler minutes.
+    There the scores of all sequences (B * N * chunk * M * 4 bytes) overflow the caches, and their fresh pages
+    cost as much as the arithmetic. On a TPU, which takes splash wherever that runs, unrolled chunks take the
+    compiler minutes.
     """
 
     def by_sequence(*arrays: Array) -> tuple[Array, ...]:
@@ -142,7 +152,10 @@ def _forward(
         p_BKQM = jnp.exp(s_BKQM - top_BKQ1)
         sum_BKQ1 = jnp.sum(p_BKQM, axis=-1, keepdims=True)
         # Normalising the result, not p, saves a pass over the scores.
-        y = jnp.einsum("bkqm,bkmh->bkqh", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32) / sum_BKQ1
+        y = (
+            jnp.einsum("bkqm,bkmh->bkqh", p_BKQM.astype(v.dtype), v, preferred_element_type=jnp.float32)
+            / sum_BKQ1
+        )
         ys.append(y.astype(q_BLNH.dtype).reshape(B, K, N // K, -1, H))
         lses.append((top_BKQ1 + jnp.log(sum_BKQ1)).reshape(B, K, N // K, -1, 1))
     return _heads_last(jnp.concatenate(ys, axis=3)), jnp.concatenate(lses, axis=3)
@@ -196,10 +209,10 @@ def _backward(
 def _after(results: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:
     """`arrays`, bit for bit, but computed only after `results`, so that chunks run one after the other.
 
-    XLA's schedulers start whatever they can, and would keep the scores of all chunks: B * N * L * L * 2 bytes, 4 GiB of
-    26 for an 8B model at L=8192 on 8 H200. An `optimization_barrier` does not help, since it is removed before
-    scheduling. A test for NaN stays, because no compiler may assume that a gradient is not NaN; if it is, the rest
-    becomes NaN too.
+    XLA's schedulers start whatever they can, and would keep the scores of all chunks: B * N * L * L * 2
+    bytes, 4 GiB of 26 for an 8B model at L=8192 on 8 H200. An `optimization_barrier` does not help, since it
+    is removed before scheduling. A test for NaN stays, because no compiler may assume that a gradient is not
+    NaN; if it is, the rest becomes NaN too.
     """
     token = sum(x[(0,) * x.ndim].astype(jnp.float32) for x in results)
     return tuple(jnp.where(jnp.isnan(token), jnp.nan, x).astype(x.dtype) for x in arrays)

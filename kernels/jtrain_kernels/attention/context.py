@@ -1,4 +1,6 @@
-"""Context parallelism: attention over rows split across devices, as a ring or by exchanging heads (Ulysses)."""
+"""Context parallelism: attention over rows split across devices, as a ring or by exchanging heads
+(Ulysses).
+"""
 
 import dataclasses
 from typing import Literal
@@ -17,12 +19,12 @@ class RowSplit:
     """Split of rows over the devices of a mesh axis, and the algorithm of their attention.
 
     size: number of devices, c.
-    by: `ring` sends keys and values around the devices (`ring.py`). `ulysses` (arXiv:2309.14509) exchanges them, so
-      that each device has all positions of 1 / c of the heads: fewer bytes if c is small against N / K, and the kernel
-      sees whole rows; but c must divide the heads.
-    order: with `contiguous`, device i has the i-th of c parts; with `zigzag`, of 2 c parts it has the i-th and the
-      i-th from the end. A ring needs `zigzag`, because otherwise the last device has c times the
-      work of the first.
+    by: `ring` sends keys and values around the devices (`ring.py`). `ulysses` (arXiv:2309.14509) exchanges
+      them, so that each device has all positions of 1 / c of the heads: fewer bytes if c is small against N /
+      K, and the kernel sees whole rows; but c must divide the heads.
+    order: with `contiguous`, device i has the i-th of c parts; with `zigzag`, of 2 c parts it has the i-th
+      and the i-th from the end. A ring needs `zigzag`, because otherwise the last device has c times the work
+      of the first.
     axis: mesh axis.
     """
 
@@ -34,8 +36,8 @@ class RowSplit:
     def __post_init__(self) -> None:
         if self.by == "ring" and self.order != "zigzag" and self.size > 1:
             raise UserError(
-                f"layout.context_attention=ring with data.context_order={self.order}: under a causal mask the last of "
-                f"{self.size} devices would have {self.size} times the work of the first. Set "
+                f"layout.context_attention=ring with data.context_order={self.order}: under a causal mask "
+                f"the last of {self.size} devices would have {self.size} times the work of the first. Set "
                 "data.context_order=zigzag, or layout.context_attention=ulysses."
             )
 
@@ -45,7 +47,9 @@ class RowSplit:
         if self.order == "contiguous" or self.size == 1:
             return position_L + index * length
         half = length // 2
-        late = (2 * self.size - 1 - index) * half - half  # position_L of the second half already starts at `half`
+        late = (
+            2 * self.size - 1 - index
+        ) * half - half  # position_L of the second half already starts at `half`
         return position_L + jnp.where(position_L < half, index * half, late)
 
 
@@ -63,7 +67,8 @@ def context_attention(
     chunk: int,
     window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """`attention` of this device's queries to the keys of all devices along `split.axis`; call it under shard_map.
+    """`attention` of this device's queries to the keys of all devices along `split.axis`; call it under
+    shard_map.
 
     Raises:
       UserError: positions or heads do not divide over the devices, or a ring is asked for a window.
@@ -72,14 +77,15 @@ def context_attention(
         return attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, window=window)
     if split.order == "zigzag" and q_BLNH.shape[1] % 2:
         raise UserError(
-            f"attention: a device has L={q_BLNH.shape[1]} positions, which zig-zag cannot halve. Set data.seq_len to a "
-            f"multiple of 2 * mesh.context = {2 * split.size}, or data.context_order=contiguous."
+            f"attention: a device has L={q_BLNH.shape[1]} positions, which zig-zag cannot halve. Set "
+            f"data.seq_len to a multiple of 2 * mesh.context = {2 * split.size}, or "
+            "data.context_order=contiguous."
         )
     if split.by == "ring":
         if window is not None:
             raise UserError(
-                f"attention: window={window} with layout.context_attention=ring: a ring's blocks have no distances. "
-                "Set layout.context_attention=ulysses."
+                f"attention: window={window} with layout.context_attention=ring: a ring's blocks have no "
+                "distances. Set layout.context_attention=ulysses."
             )
         return _by_ring(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk)
     return _by_heads(q_BLNH, k_BLKH, v_BLKH, segment_BL, split, chunk, window)
@@ -109,13 +115,15 @@ def _by_heads(
     repeats = 1 if K % c == 0 else c // K
     if N % c or K * repeats % c:
         raise UserError(
-            f"layout.context_attention=ulysses: a device has {N} query heads and {K} key heads (all of them over "
-            f"mesh.tensor), which do not divide over mesh.context={c}. Set layout.context_attention=ring, or another "
-            "mesh.context or mesh.tensor."
+            f"layout.context_attention=ulysses: a device has {N} query heads and {K} key heads (all of them "
+            f"over mesh.tensor), which do not divide over mesh.context={c}. Set "
+            "layout.context_attention=ring, or another mesh.context or mesh.tensor."
         )
 
     def all_positions(x_BLNH: Array) -> Array:
-        return _in_order(jax.lax.all_to_all(x_BLNH, split.axis, split_axis=2, concat_axis=1, tiled=True), split)
+        return _in_order(
+            jax.lax.all_to_all(x_BLNH, split.axis, split_axis=2, concat_axis=1, tiled=True), split
+        )
 
     # With fewer key heads than devices, several devices share a key head.
     k_BLKH, v_BLKH = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKH, v_BLKH))

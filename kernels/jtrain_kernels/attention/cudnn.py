@@ -1,8 +1,8 @@
 """cuDNN's fused attention, for NVIDIA GPUs.
 
-Segments become an additive mask of B * L * M elements in the compute dtype, made once per layer. cuDNN's own packed
-layout needs the maximum number of documents per row, and drops the documents beyond it. Lengths alone, as JAX's
-`dot_product_attention` takes them, would not separate the documents (MaxText issue 4478).
+Segments become an additive mask of B * L * M elements in the compute dtype, made once per layer. cuDNN's own
+packed layout needs the maximum number of documents per row, and drops the documents beyond it. Lengths alone,
+as JAX's `dot_product_attention` takes them, would not separate the documents (MaxText issue 4478).
 """
 
 import importlib.util
@@ -33,7 +33,10 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
         return f"cuDNN takes heads of a multiple of 8 up to {largest} on {device.name}, but head_dim={H}"
     if L % 2 or M % 2:
         return f"cuDNN takes an even number of positions with a mask, but there are {L} queries and {M} keys"
-    if importlib.util.find_spec("jax_plugins") is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+    if (
+        importlib.util.find_spec("jax_plugins") is None
+        or importlib.util.find_spec("jax_plugins.xla_cuda13") is None
+    ):
         return "JAX's CUDA plugin is not installed: pip install 'jtrain[cuda]'"
     return None
 
@@ -56,7 +59,8 @@ def forward(
     )
     if mask.causal:
         return y_BLNH, lse_BNL
-    # If a query sees none of these keys, all scores have the mask's value, and the log-partition is meaningless.
+    # If a query sees none of these keys, all scores have the mask's value, and the log-partition is
+    # meaningless.
     seen_BL1 = jnp.any(segment_BL[:, :, None] == segment_BM[:, None, :], axis=2, keepdims=True)
     lse_BNL = jnp.where(seen_BL1.mT, lse_BNL, -jnp.inf)
     return jnp.where(seen_BL1[..., None], y_BLNH, 0), lse_BNL
@@ -91,7 +95,9 @@ def _statics(mask: Mask, q_BLNH: Array) -> dict[str, Any]:
 
 
 def _bias(segment_BL: Array, segment_BM: Array, q_BLNH: Array) -> Float[Array, "B 1 L M"]:
-    """Bias of the scores: 0 within a segment, elsewhere half of the dtype's lowest number, so that sums stay finite."""
+    """Bias of the scores: 0 within a segment, elsewhere half of the dtype's lowest number, so that sums stay
+    finite.
+    """
     same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
     lowest = 0.5 * float(jnp.finfo(q_BLNH.dtype).min)
     return jnp.where(same_BLM, 0.0, lowest).astype(q_BLNH.dtype)[:, None]

@@ -11,7 +11,8 @@ class Mask:
     """Mask within a segment, for a query at index l and a key at index m.
 
     causal: the query sees keys with m <= l; queries and keys are the same positions.
-    window: the query also needs m > l - window, so it sees at most `window` keys, its own included; causal masks only.
+    window: the query also needs m > l - window, so it sees at most `window` keys, its own included; causal
+      masks only.
     """
 
     causal: bool = True
@@ -28,11 +29,12 @@ CAUSAL, EVERY = Mask(), Mask(causal=False)
 class Passes:
     """Attention without its gradient rule: two functions over blocks of queries and keys.
 
-    forward: (q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, *, mask, chunk) -> (y_BLNH, lse_BNL): the result in q's
-      dtype, and each query's log-partition in float32. A query that sees no key has y = 0 and lse = -inf.
-    backward: (q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BNL, dy_BLNH, *, mask, chunk) -> (dq_BLNH,
-      dk_BMKH, dv_BMKH). If a query sees more keys than those of the block, y and lse are over all its keys; the
-      gradients of all blocks then add up to the whole gradient (arXiv:2310.01889, appendix B).
+    forward: (q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, *, mask, chunk) -> (y_BLNH, lse_BNL): the result
+      in q's dtype, and each query's log-partition in float32. A query that sees no key has y = 0 and lse =
+      -inf.
+    backward: (q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BNL, dy_BLNH, *, mask, chunk) ->
+      (dq_BLNH, dk_BMKH, dv_BMKH). If a query sees more keys than those of the block, y and lse are over all
+      its keys; the gradients of all blocks then add up to the whole gradient (arXiv:2310.01889, appendix B).
     """
 
     forward: Callable[..., tuple[Array, Array]]

@@ -1,4 +1,6 @@
-"""Heads padded with zeros to a width that a kernel takes; exact, because zeros add nothing to scores or results."""
+"""Heads padded with zeros to a width that a kernel takes; exact, because zeros add nothing to scores or
+results.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array

@@ -1,8 +1,8 @@
 """Ring attention over rows split across devices: keys and values travel, queries stay (arXiv:2310.01889).
 
-A row is cut into 2 c parts. Device i of c has parts i and 2c - 1 - i, its early and its late part. Under a causal mask
-every device then has the same work at every hop (arXiv:2405.07719 section 3, "zig-zag"): its late queries see the early
-keys of every other device, and in addition
+A row is cut into 2 c parts. Device i of c has parts i and 2c - 1 - i, its early and its late part. Under a
+causal mask every device then has the same work at every hop (arXiv:2405.07719 section 3, "zig-zag"): its late
+queries see the early keys of every other device, and in addition
 
 | the keys come from | what else is seen |
 |---|---|
@@ -63,9 +63,10 @@ def ring_attention(
 ) -> Float[Array, "B L N H"]:
     """Causal attention within segments of this device's queries to the keys of all devices of the ring.
 
-    Every array is this device's early part followed by its late part. A device sends k, v and segments c - 1 times in
-    each pass, and gradients of k and v, float32, c times in the backward pass, each while a block is computed. It holds
-    the keys of two devices at a time. The results that the backward pass needs carry the checkpoint name "attention".
+    Every array is this device's early part followed by its late part. A device sends k, v and segments c - 1
+    times in each pass, and gradients of k and v, float32, c times in the backward pass, each while a block is
+    computed. It holds the keys of two devices at a time. The results that the backward pass needs carry the
+    checkpoint name "attention".
     """
     return _vjp_forward(q_BLNH, k_BLKH, v_BLKH, segment_BL, ring)[0]
 
@@ -95,13 +96,17 @@ def _vjp_forward(
     return y_BLNH, (*given, y_BLNH, lse_BNL)
 
 
-def _vjp_backward(ring: RingAttention, saved: tuple[Array, ...], dy_BLNH: Array) -> tuple[Array, Array, Array, None]:
+def _vjp_backward(
+    ring: RingAttention, saved: tuple[Array, ...], dy_BLNH: Array
+) -> tuple[Array, Array, Array, None]:
     q_BLNH, k_BLKH, v_BLKH, segment_BL, y_BLNH, lse_BNL = saved
     arrived = ring.send((k_BLKH, v_BLKH, segment_BL))
     own = ring.own.backward(*saved[:4], *saved[3:], dy_BLNH, mask=CAUSAL, chunk=ring.chunk)
     dq, *dkv = (x.astype(jnp.float32) for x in own)
 
-    def hop(dq: Array, dkv: list[Array], keys: tuple[Array, ...], distance: Array | int) -> tuple[Array, list[Array]]:
+    def hop(
+        dq: Array, dkv: list[Array], keys: tuple[Array, ...], distance: Array | int
+    ) -> tuple[Array, list[Array]]:
         pair = _Pair(ring.earlier(distance))
         k, v, segment = map(pair.keys, keys)
         rows = pair.queries(y_BLNH), pair.queries(lse_BNL, axis=2), pair.queries(dy_BLNH)
@@ -136,7 +141,8 @@ def _late(x: Array, axis: int = 1) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Pair:
-    """The two blocks of a hop, concatenated along B: late queries with early keys, and the block of the table above.
+    """The two blocks of a hop, concatenated along B: late queries with early keys, and the block of the table
+    above.
 
     earlier: True if the keys come from an earlier device.
     """

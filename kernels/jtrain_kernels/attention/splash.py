@@ -51,8 +51,8 @@ def forward(
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
     """See `Passes`.
 
-    The kernel has no scale. The keys are scaled, because they have fewer heads than the queries: in bfloat16 a further
-    rounding if H is no power of 4.
+    The kernel has no scale. The keys are scaled, because they have fewer heads than the queries: in bfloat16
+    a further rounding if H is no power of 4.
     """
     del chunk
     H = q_BLNH.shape[-1]
@@ -86,8 +86,8 @@ def backward(
     del chunk
     kernel = _kernel(q_BLNH, k_BMKH, mask, block_q, block_kv, interpret, residuals=False)
     H = q_BLNH.shape[-1]
-    # The sums of y * dy are a pass of their own: as the end of the matmul that gives dy, they make XLA:TPU's matmul 1.6
-    # times as long.
+    # The sums of y * dy are a pass of their own: as the end of the matmul that gives dy, they make XLA:TPU's
+    # matmul 1.6 times as long.
     dy_BLNH = jax.lax.optimization_barrier(dy_BLNH)
     arrays = map(_heads_first, (q_BLNH, _scaled(k_BMKH), v_BMKH, y_BLNH, dy_BLNH))
     q, k, v, y, dy = pad_heads(_padded(H), *arrays)
@@ -115,7 +115,9 @@ def _scaled(k_BMKH: Array) -> Float[Array, "B M K H"]:
 
 
 def _segments(segment_BL: Array, segment_BM: Array) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # lazy: 1 s
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )  # lazy: 1 s
 
     return splash.SegmentIds(segment_BL, segment_BM)
 
@@ -123,7 +125,9 @@ def _segments(segment_BL: Array, segment_BM: Array) -> Any:
 def _kernel(
     q_BLNH: Array, k_BMKH: Array, mask: Mask, block_q: int, block_kv: int, interpret: bool, *, residuals: bool
 ) -> Any:
-    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash  # lazy: 1 s
+    from jax.experimental.pallas.ops.tpu.splash_attention import (
+        splash_attention_kernel as splash,
+    )  # lazy: 1 s
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     (L, N), M = q_BLNH.shape[1:3], k_BMKH.shape[1]

@@ -1,11 +1,10 @@
 """tokamax's flash attention for Hopper and Blackwell GPUs, Pallas kernels (Mosaic GPU).
 
-The kernels take no segments, but a range of keys per query: the first key that the query sees, and the one after the
-last. The documents of a row are contiguous, so the range is equivalent. Causal attention needs no end of the range. The
-forward kernel skips blocks outside of the range; the backward kernels compute and mask them. No array of L * M elements
-exists.
-tokamax's inner functions are called, because its public ones query the live device and give no gradients for a
-log-partition that the caller provides.
+The kernels take no segments, but a range of keys per query: the first key that the query sees, and the one
+after the last. The documents of a row are contiguous, so the range is equivalent. Causal attention needs no
+end of the range. The forward kernel skips blocks outside of the range; the backward kernels compute and mask
+them. No array of L * M elements exists. tokamax's inner functions are called, because its public ones query
+the live device and give no gradients for a log-partition that the caller provides.
 """
 
 import functools
@@ -44,25 +43,31 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
     query, M = avals["q_BLNH"], avals["k_BMKH"].shape[1]
     L, H = query.shape[1], query.shape[3]
     if _capability(device) not in HEADS:
-        return "tokamax's kernels, as they are called here, are for Hopper and Blackwell (sm90 and sm100) GPUs"
+        return (
+            "tokamax's kernels, as they are called here, are for Hopper and Blackwell (sm90 and sm100) GPUs"
+        )
     if importlib.util.find_spec("tokamax") is None:
         return f"tokamax is not installed: pip install tokamax=={VERSION}"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"tokamax computes attention in bfloat16 or float16, not in {query.dtype}"
     if max(HEADS[_capability(device)]) < H:
-        return f"tokamax takes heads of up to {max(HEADS[_capability(device)])} on {device.name}, but head_dim={H}"
+        return (
+            f"tokamax takes heads of up to {max(HEADS[_capability(device)])} on {device.name}, but "
+            f"head_dim={H}"
+        )
     if L % 128 or M % 128:
         return f"tokamax takes multiples of 128 positions, but there are {L} queries and {M} keys"
     return None
 
 
 def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[str, int]]:
-    """Candidate blocks and stages of the forward and backward kernels; the fastest of those measured on an H100 first.
+    """Candidate blocks and stages of the forward and backward kernels; the fastest of those measured on an
+    H100 first.
 
-    Measured 2026-11-22, JAX 0.11.2: heads of 64 at 8 x 4096 positions, heads of 128 at 2 x 8192. With heads of 128
-    three and four stages of the backward kernels are equally fast, and three leave 64 KiB of shared memory to spare.
-    Heads of 256 have tokamax's own heuristic. Of Blackwell's, the first is the heuristic's largest whose backward
-    kernel spills no registers (compiled for B200).
+    Measured 2026-11-22, JAX 0.11.2: heads of 64 at 8 x 4096 positions, heads of 128 at 2 x 8192. With heads
+    of 128 three and four stages of the backward kernels are equally fast, and three leave 64 KiB of shared
+    memory to spare. Heads of 256 have tokamax's own heuristic. Of Blackwell's, the first is the heuristic's
+    largest whose backward kernel spills no registers (compiled for B200).
     """
     capability = _capability(device)
     H = _padded(capability, avals["q_BLNH"].shape[3])
@@ -72,13 +77,16 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
         return [first, first | dict(stages_backward=4), first | dict(block_q_dkv=128, block_kv_dq=128)]
     wide = H > 128
     stages_backward = {64: 2, 128: 3, 256: 1}[H]
-    first = dict(capability=90, block_q=64, block_kv=64 if wide else 128, stages=2, stages_backward=stages_backward)
+    first = dict(
+        capability=90, block_q=64, block_kv=64 if wide else 128, stages=2, stages_backward=stages_backward
+    )
     first |= dict(block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64)
     if wide:
         return [first]
-    # Forward blocks of 128 queries spill registers, and were slower on an H100 with heads of 64. With heads of 128 the
-    # backward kernels' larger blocks spill too, and forward blocks of 64 keys with four stages took 1.2 times as long;
-    # with heads of 64 tokamax's authors found some of the larger backward blocks fastest.
+    # Forward blocks of 128 queries spill registers, and were slower on an H100 with heads of 64. With heads
+    # of 128 the backward kernels' larger blocks spill too, and forward blocks of 64 keys with four stages
+    # took 1.2 times as long; with heads of 64 tokamax's authors found some of the larger backward blocks
+    # fastest.
     others = [dict(stages=3), *(dict(stages_backward=n) for n in (2, 3, 4) if n != stages_backward)]
     if H == 64:
         others += [dict(block_kv=64, stages=4), dict(block_kv_dq=128)]
@@ -144,7 +152,9 @@ def backward(
     """See `Passes`."""
     del chunk, of_forward
     H = q_BLNH.shape[-1]
-    blocks = dict(block_q_dkv=block_q_dkv, block_kv_dkv=block_kv_dkv, block_q_dq=block_q_dq, block_kv_dq=block_kv_dq)
+    blocks = dict(
+        block_q_dkv=block_q_dkv, block_kv_dkv=block_kv_dkv, block_q_dq=block_q_dq, block_kv_dq=block_kv_dq
+    )
     kernel = functools.partial(
         _backward_kernel(capability, num_stages=stages_backward, **blocks),
         logits_scale=H**-0.5,
@@ -168,7 +178,9 @@ PASSES = Passes(forward, backward)
 
 
 def _forward_kernel(capability: int, block_q: int, block_kv: int, stages: int) -> Any:
-    """tokamax's forward kernel with its configuration; a persistent one would query the live device for its cores."""
+    """tokamax's forward kernel with its configuration; a persistent one would query the live device for its
+    cores.
+    """
     if capability == 100:
         from tokamax._src.ops.attention import pallas_mosaic_gpu_kernel_sm100 as sm100  # lazy: 2 s
 
@@ -194,13 +206,19 @@ def _backward_kernel(capability: int, **blocks_and_stages: int) -> Any:
     return functools.partial(sm90.flash_attention_vjp_kernel, config=sm90.Config(**blocks_and_stages))
 
 
-def _ranges(segment_BL: Array, segment_BM: Array, mask: Mask) -> tuple[Int[Array, "B 1 L"], Int[Array, "B 1 L"] | None]:
-    """First key of each query's segment and window, and the one after the segment's last; equal if it has no key.
+def _ranges(
+    segment_BL: Array, segment_BM: Array, mask: Mask
+) -> tuple[Int[Array, "B 1 L"], Int[Array, "B 1 L"] | None]:
+    """First key of each query's segment and window, and the one after the segment's last; equal if it has no
+    key.
 
-    There is no end if the mask is causal: the query itself ends its range, and a comparison less per score is faster.
+    There is no end if the mask is causal: the query itself ends its range, and a comparison less per score is
+    faster.
     """
     L = segment_BL.shape[1]
-    if mask.causal:  # queries and keys are the same positions, so a segment's keys are the run around its query
+    if (
+        mask.causal
+    ):  # queries and keys are the same positions, so a segment's keys are the run around its query
         position_1L = jnp.arange(L, dtype=jnp.int32)[None]
         same_BL = segment_BL[:, 1:] == segment_BL[:, :-1]
         starts_BL = jnp.pad(~same_BL, ((0, 0), (1, 0)), constant_values=True)

@@ -1,7 +1,8 @@
-"""Ahead-of-time compilation of a function for a chip that is not present, with a report: kernels, spills, memory.
+"""Ahead-of-time compilation of a function for a chip that is not present, with a report: kernels, spills,
+memory.
 
-Needs the extra [aot], and its environment variables before JAX starts. The report says nothing about speed, because
-compilers do not autotune without the hardware.
+Needs the extra [aot], and its environment variables before JAX starts. The report says nothing about speed,
+because compilers do not autotune without the hardware.
 """
 
 import collections
@@ -34,11 +35,11 @@ _SHARED = re.compile(r"^Resources\(smem_scratch_bytes=(\d+).*\n?", re.MULTILINE)
 class Report:
     """Result of compiling a function; bytes are per device.
 
-    calls: target of custom calls (`mosaic_gpu_v2`, `__cublas$lt$matmul$f8`, ...) -> number of calls; for Pallas on TPUs
-      (`tpu_custom_call`) also name of the kernel -> number of calls.
+    calls: target of custom calls (`mosaic_gpu_v2`, `__cublas$lt$matmul$f8`, ...) -> number of calls; for
+      Pallas on TPUs (`tpu_custom_call`) also name of the kernel -> number of calls.
     kernels: kernels of NVIDIA GPUs, XLA's own included, those of jax-triton excluded.
-    scratch_bytes: largest known use of `DeviceSpec.scratch_bytes` by one kernel: static shared memory, Mosaic's shared
-      memory, VMEM of instructions on TPUs.
+    scratch_bytes: largest known use of `DeviceSpec.scratch_bytes` by one kernel: static shared memory,
+      Mosaic's shared memory, VMEM of instructions on TPUs.
     temp_bytes: memory that is neither argument nor output.
     hlo: the scheduled program.
     """
@@ -67,7 +68,9 @@ def virtual_mesh(topology: str, axes: Mapping[str, int]) -> Mesh:
     devices, count = topology_devices(topology), int(np.prod(list(axes.values())))
     if count > len(devices):
         sizes = ", ".join(f"{name}={size}" for name, size in axes.items())
-        raise UserError(f"{topology} has {len(devices)} devices, but {sizes} needs {count}. Take a larger topology.")
+        raise UserError(
+            f"{topology} has {len(devices)} devices, but {sizes} needs {count}. Take a larger topology."
+        )
     return Mesh(np.array(devices[:count]).reshape(tuple(axes.values())), tuple(axes))
 
 
@@ -77,7 +80,8 @@ def virtual_device(name: str) -> Mesh:
 
 
 def virtual_axis(name: str, axis: str, size: int) -> Mesh:
-    """Mesh of `size` devices called `name` along `axis`, from the smallest common topology that has enough devices.
+    """Mesh of `size` devices called `name` along `axis`, from the smallest common topology that has enough
+    devices.
 
     Raises:
       UserError: the device is unknown, or no common topology has enough devices.
@@ -157,24 +161,29 @@ def _shared_memory() -> Iterator[list[int]]:
         print(_SHARED.sub("", said.getvalue()).lstrip("\n"), end="")
 
 
-def failures(report: Report, *, expect: tuple[str, ...] = (), temp_bytes: int | None = None) -> tuple[str, ...]:
+def failures(
+    report: Report, *, expect: tuple[str, ...] = (), temp_bytes: int | None = None
+) -> tuple[str, ...]:
     """Checks that a compiled function fails, one sentence each; empty if it passes all.
 
     No kernel may spill registers or use more scratch memory than the device has.
 
     Args:
-      expect: parts of the names of custom calls or kernels that the program must contain; a missing one means that
-        another implementation ran.
+      expect: parts of the names of custom calls or kernels that the program must contain; a missing one means
+        that another implementation ran.
       temp_bytes: budget of temporary memory.
     """
     found: list[str] = []
     for kernel in report.spilled:
         found.append(
-            f"{kernel.name} spills: {kernel.stack_bytes} bytes of stack per thread, {kernel.registers} registers"
+            f"{kernel.name} spills: {kernel.stack_bytes} bytes of stack per thread, {kernel.registers} "
+            "registers"
         )
     limit = report.device.scratch_bytes
     if limit is not None and report.scratch_bytes > limit:
-        found.append(f"{report.scratch_bytes} bytes of scratch memory, but a {report.device.name} has {limit}")
+        found.append(
+            f"{report.scratch_bytes} bytes of scratch memory, but a {report.device.name} has {limit}"
+        )
     for name in expect:
         called = [*report.calls, *(kernel.name for kernel in report.kernels)]
         if not any(name in other for other in called):
@@ -187,7 +196,8 @@ def failures(report: Report, *, expect: tuple[str, ...] = (), temp_bytes: int | 
 def compile_op(
     op: registry.Op, case: str, machine: str | Mesh, implementation: str, *, gradients: bool = True
 ) -> Report:
-    """Compiles one implementation of an op for one of its cases, by default with the gradients of its float arrays.
+    """Compiles one implementation of an op for one of its cases, by default with the gradients of its float
+    arrays.
 
     Args:
       machine: a device's name, or a mesh, which must have the case's axis if the op communicates.
@@ -211,22 +221,32 @@ def axis_of(avals: registry.Avals) -> tuple[str, int] | None:
 
 
 def missing_library(implementation: str) -> str | None:
-    """Library that must be installed to compile (not to lower) an implementation, one sentence; None if none is."""
+    """Library that must be installed to compile (not to lower) an implementation, one sentence; None if none
+    is.
+    """
     if implementation != "cudnn":
         return None
     # find_spec raises if the parent package does not exist.
-    found = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.cudnn") is not None
+    found = (
+        importlib.util.find_spec("nvidia") is not None
+        and importlib.util.find_spec("nvidia.cudnn") is not None
+    )
     return None if found else "its library, 0.7 GB, is not installed (pip install nvidia-cudnn-cu13)"
 
 
 def over(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` on every device of a mesh, each with the same arrays, since cases hold one device's blocks."""
+    """`function` on every device of a mesh, each with the same arrays, since cases hold one device's
+    blocks.
+    """
     whole = PartitionSpec()
     return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
 
 
-def op_function(op: registry.Op, avals: registry.Avals, *, gradients: bool) -> Callable[[dict[str, Any]], Any]:
-    """Function of the case's arrays (by name) that calls the op, with gradients of its float arrays if asked for.
+def op_function(
+    op: registry.Op, avals: registry.Avals, *, gradients: bool
+) -> Callable[[dict[str, Any]], Any]:
+    """Function of the case's arrays (by name) that calls the op, with gradients of its float arrays if asked
+    for.
 
     The cotangents are the results themselves, so that XLA cannot remove either pass.
     """

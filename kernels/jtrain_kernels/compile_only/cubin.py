@@ -1,7 +1,8 @@
 """Resources of compiled NVIDIA kernels, read from the machine code: registers, stack, shared memory.
 
-A program compiled for NVIDIA contains its kernels as cubins (ELF files), XLA's fusions as well as Mosaic's kernels, so
-no tool or environment variable is needed. The attributes are those of `.nv.info` that `cuobjdump -elf` prints.
+A program compiled for NVIDIA contains its kernels as cubins (ELF files), XLA's fusions as well as Mosaic's
+kernels, so no tool or environment variable is needed. The attributes are those of `.nv.info` that `cuobjdump
+-elf` prints.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ class KernelResources:
 
     registers: registers per thread.
     stack_bytes: local memory per thread, which holds spilled registers; 0 means no spill.
-    static_shared_bytes: static shared memory per block; dynamic shared memory is set at launch and not included.
+    static_shared_bytes: static shared memory per block; dynamic shared memory is set at launch and not
+      included.
     """
 
     name: str
@@ -41,8 +43,8 @@ class _Section:
 def kernels(program: bytes) -> tuple[KernelResources, ...]:
     """All kernels of the cubins in `program`, a serialised executable, in order.
 
-    Mosaic's cubins are inside an object file for the host and are found. jax-triton's are compressed in its custom call
-    and are not found.
+    Mosaic's cubins are inside an object file for the host and are found. jax-triton's are compressed in its
+    custom call and are not found.
     """
     found: list[KernelResources] = []
     for record in records(program):
@@ -64,7 +66,9 @@ def _kernels(elf: bytes) -> Iterator[KernelResources]:
         if section.startswith(".text."):
             name = section.removeprefix(".text.")
             shared = sections.get(f".nv.shared.{name}")
-            yield KernelResources(name, registers.get(name, 0), stack.get(name, 0), shared.size if shared else 0)
+            yield KernelResources(
+                name, registers.get(name, 0), stack.get(name, 0), shared.size if shared else 0
+            )
 
 
 def _sections(elf: bytes) -> Iterator[_Section]:
@@ -75,7 +79,9 @@ def _sections(elf: bytes) -> Iterator[_Section]:
     for name, kind, _, _, offset, size, _, info in headers:
         end = elf.index(b"\0", names + name)
         no_bits = kind == 8  # shared memory: a size, no content
-        yield _Section(elf[names + name : end].decode(), b"" if no_bits else elf[offset : offset + size], size, info)
+        yield _Section(
+            elf[names + name : end].decode(), b"" if no_bits else elf[offset : offset + size], size, info
+        )
 
 
 def _symbols(sections: dict[str, _Section]) -> list[str]:

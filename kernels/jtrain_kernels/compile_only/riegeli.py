@@ -1,7 +1,7 @@
 """Reader of serialised XLA executables: nested Riegeli files, whose records are compressed with Snappy.
 
-Reads only the variants that XLA writes: simple chunks (not transposed), uncompressed or Snappy. Source: riegeli's
-doc/riegeli_records_file_format.md and snappy's format_description.txt.
+Reads only the variants that XLA writes: simple chunks (not transposed), uncompressed or Snappy. Source:
+riegeli's doc/riegeli_records_file_format.md and snappy's format_description.txt.
 """
 
 import struct
@@ -15,7 +15,8 @@ _BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 65536, 24, 40
 
 
 def records(program: bytes) -> Iterator[bytes]:
-    """Contents of the chunks in `program`, also of files nested in records; the records of a chunk are one item.
+    """Contents of the chunks in `program`, also of files nested in records; the records of a chunk are one
+    item.
 
     Bytes after a file, which records of JAX 0.11 contain, are an item of their own.
 
@@ -51,7 +52,9 @@ def _values(data: bytes) -> bytes:
     if compression == b"\0":
         return values
     if compression != b"s":
-        raise UserError(f"an executable's chunk of compression {compression!r} cannot be read; Snappy (b's') can.")
+        raise UserError(
+            f"an executable's chunk of compression {compression!r} cannot be read; Snappy (b's') can."
+        )
     _, at = _varint(values, 0)  # the size, which Snappy's data repeats
     return snappy(values[at:])
 

@@ -1,7 +1,8 @@
 """Compilation targets for machines that are not present: topologies of TPUs, and target configs of GPUs.
 
-GPUs are text protos of `stream_executor.GpuTargetConfigProto`, after openxla/xla's `backends/gpu/target_config/specs`.
-The compiler's decisions depend on the capability, shared memory, registers and memory size.
+GPUs are text protos of `stream_executor.GpuTargetConfigProto`, after openxla/xla's
+`backends/gpu/target_config/specs`. The compiler's decisions depend on the capability, shared memory,
+registers and memory size.
 """
 
 import importlib.util
@@ -74,7 +75,8 @@ def topology_devices(topology: str) -> list[jax.Device]:
       topology: `v5p:4x4x8` for a slice of TPUs, `h200:8` for GPUs in hosts of eight.
 
     Raises:
-      UserError: the topology does not exist (the message lists common ones), or its compiler is not installed.
+      UserError: the topology does not exist (the message lists common ones), or its compiler is not
+        installed.
     """
     from jax.experimental import topologies  # lazy: only a plan for another machine needs it
 
@@ -83,10 +85,14 @@ def topology_devices(topology: str) -> list[jax.Device]:
         _require("jax_plugins.xla_cuda13", topology)
         per_host = min(int(shape), GPUS_PER_HOST)
         if int(shape) % per_host:
-            raise UserError(f"--topology {topology}: hosts have {per_host} GPUs each. Use a multiple of {per_host}.")
+            raise UserError(
+                f"--topology {topology}: hosts have {per_host} GPUs each. Use a multiple of {per_host}."
+            )
         grid = f"1x{int(shape) // per_host}x{per_host}"
         return list(
-            topologies.get_topology_desc(platform="cuda", target_config=target_config(kind), topology=grid).devices
+            topologies.get_topology_desc(
+                platform="cuda", target_config=target_config(kind), topology=grid
+            ).devices
         )
     if kind not in TPUS or not re.fullmatch(r"\d+x\d+(x\d+)?", shape):
         raise _unknown(topology)
@@ -102,12 +108,15 @@ def topology_devices(topology: str) -> list[jax.Device]:
 def _require(module: str, topology: str) -> None:
     package = module.partition(".")[0]
     if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
-        raise UserError(f"--topology {topology} needs the compiler {module}, which is not installed: {INSTALL}")
+        raise UserError(
+            f"--topology {topology} needs the compiler {module}, which is not installed: {INSTALL}"
+        )
 
 
 def _unknown(topology: str, reason: str = "") -> UserError:
     names = [name for names in TPUS.values() for name in names] + [f"{name}:8" for name in TARGETS]
     said = f" ({reason})" if reason else ""
     return UserError(
-        f"--topology {topology}: there is no such machine{said}. There are, among other sizes: {', '.join(names)}."
+        f"--topology {topology}: there is no such machine{said}. There are, among other sizes: "
+        f"{', '.join(names)}."
     )

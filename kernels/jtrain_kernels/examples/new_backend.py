@@ -1,18 +1,20 @@
-"""Example of a new vendor's chip with a kernel, complete in one file, which may be part of another distribution.
+"""Example of a new vendor's chip with a kernel, complete in one file, which may be part of another
+distribution.
 
 1. Describe the chip in `DEVICES`. The planner, MFU and the choice of kernels then know it by name (`acme1`).
-2. Write the kernel: here in Pallas, emulated on CPUs; Triton, an FFI call or plain JAX work as well. It takes the op's
-   arguments by name (see the op's `api.py`), and further keywords for the parameters of a configuration.
-3. State where it runs (`supports`: None or the reason), its configurations, the best first (`configs`), and if possible
-   its cost.
+2. Write the kernel: here in Pallas, emulated on CPUs; Triton, an FFI call or plain JAX work as well. It takes
+   the op's arguments by name (see the op's `api.py`), and further keywords for the parameters of a
+   configuration.
+3. State where it runs (`supports`: None or the reason), its configurations, the best first (`configs`), and
+   if possible its cost.
 4. Name the module in the distribution's pyproject.toml, so that jtrain finds it:
 
     [project.entry-points.jtrain_kernels]
     acme = "jtrain_kernels.examples.new_backend"
 
-Then `python -m jtrain.bench kernels --explain rms_norm --device acme1` explains whether it is chosen,
-`--set "kernels=(('rms_norm','acme'),)"` forces it in a run, and `python -m jtrain.bench kernels --tune` on the
-chip measures which configuration is fastest. Test it with the ladder of tests/kernels/test_ladder.py.
+Then `python -m jtrain.bench kernels --explain rms_norm --device acme1` explains whether it is chosen, `--set
+"kernels=(('rms_norm','acme'),)"` forces it in a run, and `python -m jtrain.bench kernels --tune` on the chip
+measures which configuration is fastest. Test it with the ladder of tests/kernels/test_ladder.py.
 """
 
 import functools
@@ -40,7 +42,9 @@ DEVICES = (ACME1,)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def rms_norm(x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float, rows: int) -> Float[Array, "*rest C"]:
+def rms_norm(
+    x: Float[Array, "*rest C"], scale_C: Float[Array, " C"], eps: float, rows: int
+) -> Float[Array, "*rest C"]:
     """`x / sqrt(mean(x^2) + eps) * scale`, `rows` rows at a time; both passes in float32."""
     return _forward(x, scale_C, eps, rows)[0]
 
@@ -90,7 +94,9 @@ def _rows(avals: registry.Avals) -> int:
 
 
 def supports(device: DeviceSpec, avals: registry.Avals) -> str | None:
-    """Reason why the kernel cannot run; None on Acme's chip and on CPUs, which emulate it, for whole blocks of rows."""
+    """Reason why the kernel cannot run; None on Acme's chip and on CPUs, which emulate it, for whole blocks
+    of rows.
+    """
     if device.name not in (ACME1.name, "cpu"):
         return f"it is written for {ACME1.name}, not for {device.name}"
     return None if _rows(avals) % 8 == 0 else f"{_rows(avals)} rows are no multiple of 8"
@@ -103,7 +109,9 @@ def configs(device: DeviceSpec, avals: registry.Avals) -> tuple[dict[str, int], 
 
 
 def cost_s(device: DeviceSpec, avals: registry.Avals) -> float | None:
-    """Seconds of two passes over x in the kernel and six in the backward pass, at 80 % of the memory's bandwidth."""
+    """Seconds of two passes over x in the kernel and six in the backward pass, at 80 % of the memory's
+    bandwidth.
+    """
     x = avals["x"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     if device.hbm_bytes_per_s is None:

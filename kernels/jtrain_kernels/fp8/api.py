@@ -1,4 +1,6 @@
-"""Contraction with a weight in FP8: e4m3 forward, e5m2 gradients, accumulated in float32 (arXiv:2209.05433)."""
+"""Contraction with a weight in FP8: e4m3 forward, e5m2 gradients, accumulated in float32
+(arXiv:2209.05433).
+"""
 
 import dataclasses
 import functools
@@ -17,8 +19,9 @@ from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
 
 AMAX = "fp8_amax"
-"""Name of the largest numbers that the forward pass finds, scalars. A rematerialised layer should save them: beside the
-forward pass's cast they cost no pass over the tensor, beside the backward pass's transpose they do."""
+"""Name of the largest numbers that the forward pass finds, scalars. A rematerialised layer should save them:
+beside the forward pass's cast they cost no pass over the tensor, beside the backward pass's transpose they
+do."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,13 +29,16 @@ forward pass's cast they cost no pass over the tensor, beside the backward pass'
 class Fp8Kernel:
     """Weight whose matmuls are computed in FP8.
 
-    value: the weight, in the dtype of its gradient; before the weight is fetched, a leaf of the parameter tree.
-    scale_3: delayed scaling: factors by which x, the weight and the gradient of the result (`history.ROLES`) are
-      multiplied before they are rounded. None scales each tensor by its own amax (current scaling).
-    seen_3: with scale_3, an input that is differentiated to obtain the amax of the three tensors: its cotangent is
-      those numbers, and its value is never read. Use the weight only once, because cotangents are added.
-    rounded: with scale_3, the weight in 8 bits and its amax, from `rounded_weight`, where the weight was rounded before
-      it was gathered. `value` is then never read, and only takes the gradient, in the dtype of x.
+    value: the weight, in the dtype of its gradient; before the weight is fetched, a leaf of the parameter
+      tree.
+    scale_3: delayed scaling: factors by which x, the weight and the gradient of the result (`history.ROLES`)
+      are multiplied before they are rounded. None scales each tensor by its own amax (current scaling).
+    seen_3: with scale_3, an input that is differentiated to obtain the amax of the three tensors: its
+      cotangent is those numbers, and its value is never read. Use the weight only once, because cotangents
+      are added.
+    rounded: with scale_3, the weight in 8 bits and its amax, from `rounded_weight`, where the weight was
+      rounded before it was gathered. `value` is then never read, and only takes the gradient, in the dtype of
+      x.
     """
 
     value: Any
@@ -56,23 +62,24 @@ def rounded_weight(
 def of_one_x(kernels: Sequence[Fp8Kernel]) -> tuple[Fp8Kernel, ...]:
     """The kernels of several matmuls of one x, which then share its FP8 copies.
 
-    All take the first one's scale of x. With delayed scaling the others' are equal, because their histories saw the
-    same x, but XLA cannot know that and would cast and transpose x once for each.
+    All take the first one's scale of x. With delayed scaling the others' are equal, because their histories
+    saw the same x, but XLA cannot know that and would cast and transpose x once for each.
     """
     first = kernels[0].scale_3
     if first is None:
         return tuple(kernels)
     return tuple(
-        dataclasses.replace(kernel, scale_3=jnp.concatenate([first[:1], kernel.scale_3[1:]])) for kernel in kernels
+        dataclasses.replace(kernel, scale_3=jnp.concatenate([first[:1], kernel.scale_3[1:]]))
+        for kernel in kernels
     )
 
 
 def linear_fp8(x: Float[Array, "..."], kernel: Fp8Kernel, num_in: int = 1) -> Float[Array, "..."]:
     """`linear` with operands rounded to FP8; the backward pass rounds the incoming gradient to e5m2.
 
-    Keeps x and the kernel unrounded for the backward pass and rounds them again there: several matmuls share one x,
-    and each would keep an FP8 copy of it; on a GPU the backward pass needs x transposed anyway. Gradients pass through
-    clipping unchanged.
+    Keeps x and the kernel unrounded for the backward pass and rounds them again there: several matmuls share
+    one x, and each would keep an FP8 copy of it; on a GPU the backward pass needs x transposed anyway.
+    Gradients pass through clipping unchanged.
 
     Raises:
       UserError: the contracted dimensions differ.
@@ -80,26 +87,38 @@ def linear_fp8(x: Float[Array, "..."], kernel: Fp8Kernel, num_in: int = 1) -> Fl
     shape = kernel.value.shape
     if num_in < 1 or x.shape[x.ndim - num_in :] != shape[:num_in]:
         raise UserError(
-            f"linear_fp8: the last {num_in} dimensions of x {x.shape} must equal the first {num_in} of kernel "
-            f"{shape}. Set num_in to the number of dimensions to contract."
+            f"linear_fp8: the last {num_in} dimensions of x {x.shape} must equal the first {num_in} of "
+            f"kernel {shape}. Set num_in to the number of dimensions to contract."
         )
     in_size, out_dims = math.prod(shape[:num_in]), shape[num_in:]
     x_TI, kernel_IO = x.reshape(-1, in_size), kernel.value.reshape(in_size, math.prod(out_dims))
-    rounded = None if kernel.rounded is None else (kernel.rounded[0].reshape(kernel_IO.shape), kernel.rounded[1])
-    assert rounded is None or kernel_IO.dtype == x.dtype, "the gradient of a weight rounded before has x's dtype"
+    rounded = (
+        None if kernel.rounded is None else (kernel.rounded[0].reshape(kernel_IO.shape), kernel.rounded[1])
+    )
+    assert rounded is None or kernel_IO.dtype == x.dtype, (
+        "the gradient of a weight rounded before has x's dtype"
+    )
     y_TO = _matmul(x_TI, kernel_IO, kernel.scale_3, kernel.seen_3, rounded)
     return y_TO.reshape(*x.shape[: x.ndim - num_in], *out_dims)
 
 
 @jax.custom_vjp
 def _matmul(
-    x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array | None, rounded: tuple[Array, Array] | None
+    x_TI: Array,
+    kernel_IO: Array,
+    scale_3: Array | None,
+    seen_3: Array | None,
+    rounded: tuple[Array, Array] | None,
 ) -> Float[Array, "T O"]:
     return _forward(x_TI, kernel_IO, scale_3, seen_3, rounded)[0]
 
 
 def _forward(
-    x_TI: Array, kernel_IO: Array, scale_3: Array | None, seen_3: Array | None, rounded: tuple[Array, Array] | None
+    x_TI: Array,
+    kernel_IO: Array,
+    scale_3: Array | None,
+    seen_3: Array | None,
+    rounded: tuple[Array, Array] | None,
 ) -> tuple[Array, Any]:
     del seen_3
     dtype, x_amax = x_TI.dtype, checkpoint_name(largest(x_TI), AMAX)
@@ -110,7 +129,8 @@ def _forward(
         x_scale, kernel_scale = scale_3[0], scale_3[1]
     x8_TI = quantised(x_TI, x_scale, FORWARD)
     kernel8_IO = quantised(kernel_IO, kernel_scale, FORWARD) if rounded is None else rounded[0]
-    # Hopper's tensor cores accumulate in 14 bits: faster, and enough here, but not for gradients (see _backward).
+    # Hopper's tensor cores accumulate in 14 bits: faster, and enough here, but not for gradients (see
+    # _backward).
     y_TO = contract(restored(x8_TI, x_scale, dtype), restored(kernel8_IO, kernel_scale, dtype), 1, 0, dtype)
     kept = kernel_IO if rounded is None else None
     return y_TO, (x_TI, kept, x_scale, kernel_scale, x_amax, scale_3, rounded)
@@ -129,8 +149,12 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
         dy,
         x,
         kernel,
-        cpu=lambda dy, x, kernel: (contract(dy, kernel, 1, 1, dtype), kernel_gradient_cpu(x, dy, kernel_dtype)),
-        # HIGHEST makes XLA:GPU accumulate outside the tensor cores; on other platforms it would mean float32 operands.
+        cpu=lambda dy, x, kernel: (
+            contract(dy, kernel, 1, 1, dtype),
+            kernel_gradient_cpu(x, dy, kernel_dtype),
+        ),
+        # HIGHEST makes XLA:GPU accumulate outside the tensor cores; on other platforms it would mean float32
+        # operands.
         cuda=functools.partial(_products, dtype=kernel_dtype, precision=jax.lax.Precision.HIGHEST),
         default=functools.partial(_products, dtype=kernel_dtype),
     )
@@ -142,9 +166,12 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
 def _cast_once(dy8_TO: Array) -> Array:
     """Has XLA:GPU cast the gradient and find its amax in one pass, and transpose 8 bits.
 
-    It would make dy and its transpose for cuBLAS from the unrounded gradient, in a fusion that cannot find an amax too.
+    It would make dy and its transpose for cuBLAS from the unrounded gradient, in a fusion that cannot find an
+    amax too.
     """
-    return jax.lax.platform_dependent(dy8_TO, cuda=jax.lax.optimization_barrier, default=lambda dy8_TO: dy8_TO)
+    return jax.lax.platform_dependent(
+        dy8_TO, cuda=jax.lax.optimization_barrier, default=lambda dy8_TO: dy8_TO
+    )
 
 
 def _products(

@@ -1,8 +1,9 @@
 """FP8 formats: scales that bring a tensor into their range, quantisation, and the chips that multiply them.
 
-Scales are powers of two, so scaling is exact, and the rounding of a value does not depend on the scale unless the value
-falls below the format's range. Two devices or microbatches with different scales therefore round alike, and quantised
-values are exact in bfloat16, in which a chip without FP8 matmuls can compute the same results.
+Scales are powers of two, so scaling is exact, and the rounding of a value does not depend on the scale unless
+the value falls below the format's range. Two devices or microbatches with different scales therefore round
+alike, and quantised values are exact in bfloat16, in which a chip without FP8 matmuls can compute the same
+results.
 """
 
 import jax
@@ -19,7 +20,8 @@ GRADIENT = jnp.float8_e5m2
 
 
 def unsupported(device: DeviceSpec) -> str | None:
-    """Reason why these formats are useless on a device, one sentence without a full stop; None if they are useful.
+    """Reason why these formats are useless on a device, one sentence without a full stop; None if they are
+    useful.
 
     A CPU computes the same numbers slowly, for tests and for trying a recipe.
     """
@@ -28,7 +30,9 @@ def unsupported(device: DeviceSpec) -> str | None:
     if device.peak_fp8_flops is None:
         return f"{device.name} has no 8-bit matmul units, so casts would only cost time and precision"
     if device.platform == "gpu" and device.compute_capability is None:
-        return f"{device.name} multiplies float8_e4m3fnuz and float8_e5m2fnuz, which this code does not support"
+        return (
+            f"{device.name} multiplies float8_e4m3fnuz and float8_e5m2fnuz, which this code does not support"
+        )
     return None
 
 
@@ -37,11 +41,14 @@ def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
     return jnp.max(jnp.abs(x)).astype(jnp.float32)
 
 
-def scale_of(amax: Float[Array, "*some"], dtype: jax.typing.DTypeLike, *, margin: int = 0) -> Float[Array, "*some"]:
-    """Largest power of two that scales `amax` to at most `dtype`'s largest number over 2^margin; 1 if amax is 0.
+def scale_of(
+    amax: Float[Array, "*some"], dtype: jax.typing.DTypeLike, *, margin: int = 0
+) -> Float[Array, "*some"]:
+    """Largest power of two that scales `amax` to at most `dtype`'s largest number over 2^margin; 1 if amax is
+    0.
 
-    Computed from bits, because exp2 and log2 round differently on every chip. Limited to 2^-100 to 2^100, so that its
-    inverse is exact as well.
+    Computed from bits, because exp2 and log2 round differently on every chip. Limited to 2^-100 to 2^100, so
+    that its inverse is exact as well.
     """
     fraction, exponent = jnp.frexp(amax)
     top, power = jnp.frexp(float(jnp.finfo(dtype).max))
@@ -50,21 +57,26 @@ def scale_of(amax: Float[Array, "*some"], dtype: jax.typing.DTypeLike, *, margin
     return jax.lax.bitcast_convert_type((power + 127).astype(jnp.int32) << 23, jnp.float32)
 
 
-def quantised(x: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
+def quantised(
+    x: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike
+) -> Float[Array, "..."]:
     """`x * scale` in an FP8 `dtype`, rounded to nearest even and clipped to the format's largest number.
 
     An infinity becomes nan, because clipping it would hide that a run has diverged.
     """
     top = float(jnp.finfo(dtype).max)
     scaled = x.astype(jnp.float32) * scale
-    # `inf - inf` in place of a constant nan: XLA:GPU moves a whole float32 array of that constant out of a loop over
-    # layers, and each cast then reads it, four times the bytes that the cast writes.
+    # `inf - inf` in place of a constant nan: XLA:GPU moves a whole float32 array of that constant out of a
+    # loop over layers, and each cast then reads it, four times the bytes that the cast writes.
     return jnp.where(jnp.isinf(scaled), scaled - scaled, jnp.clip(scaled, -top, top)).astype(dtype)
 
 
-def restored(x8: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike) -> Float[Array, "..."]:
+def restored(
+    x8: Float[Array, "..."], scale: Float[Array, ""], dtype: jax.typing.DTypeLike
+) -> Float[Array, "..."]:
     """Inverse of `quantised` up to rounding, in `dtype`: exact in bfloat16 and float32.
 
-    Before a matmul, XLA:GPU recognises this as a scaled FP8 operand and moves conversion and factor into cuBLAS.
+    Before a matmul, XLA:GPU recognises this as a scaled FP8 operand and moves conversion and factor into
+    cuBLAS.
     """
     return x8.astype(dtype) * (1.0 / scale).astype(dtype)

@@ -1,8 +1,9 @@
 """Delayed scaling: a tensor is scaled by its largest amax in previous steps.
 
-Scaling by the tensor's current amax needs one more pass over the tensor; a scale that is known beforehand lets XLA fuse
-the cast with the producer of the tensor. The scale is also the same for all devices and microbatches of a step, so
-their number does not change the results. Source: arXiv:2209.05433 section 3.3, and NVIDIA's Transformer Engine.
+Scaling by the tensor's current amax needs one more pass over the tensor; a scale that is known beforehand
+lets XLA fuse the cast with the producer of the tensor. The scale is also the same for all devices and
+microbatches of a step, so their number does not change the results. Source: arXiv:2209.05433 section 3.3, and
+NVIDIA's Transformer Engine.
 """
 
 import jax.numpy as jnp
@@ -14,16 +15,17 @@ ROLES = ("x", "kernel", "gradient")
 """The three tensors of a matmul, in the order of every array here."""
 
 STEPS = 16
-"""Length of the history in steps. Long enough to remember an outlier for some steps, short enough that gradients, which
-shrink by orders of magnitude in the first hundreds of steps of a run, do not fall below the range."""
+"""Length of the history in steps. Long enough to remember an outlier for some steps, short enough that
+gradients, which shrink by orders of magnitude in the first hundreds of steps of a run, do not fall below the
+range."""
 
 MARGIN = 1
-"""Headroom in powers of two: twofold growth from one step to the next is not clipped. It costs range (e4m3 has 18
-powers of two, e5m2 has 32), not precision."""
+"""Headroom in powers of two: twofold growth from one step to the next is not clipped. It costs range (e4m3
+has 18 powers of two, e5m2 has 32), not precision."""
 
 FIRST_X = 64.0
-"""Assumed amax of activations before the first step: values above 224 are clipped, which keeps normalised activations,
-and values below 2^-7 are rounded more coarsely."""
+"""Assumed amax of activations before the first step: values above 224 are clipped, which keeps normalised
+activations, and values below 2^-7 are rounded more coarsely."""
 
 FIRST_GRADIENT = 128.0
 """Assumed amax of gradients before the first step, in units of `unit`: 2^-21 to 256 units round normally."""

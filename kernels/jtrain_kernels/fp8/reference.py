@@ -1,4 +1,6 @@
-"""Reference FP8 contraction: operands rounded to FP8, differentiated by JAX; gradients pass through rounding."""
+"""Reference FP8 contraction: operands rounded to FP8, differentiated by JAX; gradients pass through
+rounding.
+"""
 
 import jax
 from jaxtyping import Array, Float
@@ -7,7 +9,9 @@ from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, re
 from jtrain_kernels.linear.reference import linear_reference
 
 
-def linear_fp8_reference(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
+def linear_fp8_reference(
+    x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1
+) -> Float[Array, "..."]:
     """`x` contracted with `kernel`, both rounded to e4m3; the incoming gradient is rounded to e5m2."""
     return _rounded_gradient(linear_reference(_rounded(x), _rounded(kernel), num_in))
 

@@ -21,11 +21,12 @@ def grouped_matmul(
 ) -> Float[Array, "T O"]:
     """Multiplies each row of group x with `kernel_XIO[x]`; groups are contiguous and in order.
 
-    Accumulates in float32. The gradient of x has x's dtype, and the gradient of the kernel has the kernel's dtype.
+    Accumulates in float32. The gradient of x has x's dtype, and the gradient of the kernel has the kernel's
+    dtype.
 
     Args:
-      group_size_X: rows of each group; their sum may be less than T. Rows after the last group are undefined, in the
-        result and in the gradient of x, and their contents have no effect.
+      group_size_X: rows of each group; their sum may be less than T. Rows after the last group are undefined,
+        in the result and in the gradient of x, and their contents have no effect.
 
     Returns:
       The products, in x's dtype.
@@ -35,8 +36,8 @@ def grouped_matmul(
     """
     if x_TI.shape[1] != kernel_XIO.shape[1] or group_size_X.shape[0] != kernel_XIO.shape[0]:
         raise UserError(
-            f"grouped_matmul: x {x_TI.shape} and {group_size_X.shape[0]} groups do not fit kernel {kernel_XIO.shape}, "
-            "which is [groups, columns of x, columns of the result]."
+            f"grouped_matmul: x {x_TI.shape} and {group_size_X.shape[0]} groups do not fit kernel "
+            f"{kernel_XIO.shape}, which is [groups, columns of x, columns of the result]."
         )
     return registry.call(GROUPED_MATMUL, x=x_TI, kernel=kernel_XIO, group_size=group_size_X)
 
@@ -62,7 +63,9 @@ def _plain(x: Array, kernel: Array, group_size: Array, *, block_rows: int) -> Ar
 
 
 def _product(x: Array, kernel: Array, group_size: Array, *, transposed: bool, block_rows: int) -> Array:
-    """Product in x's dtype, by `ragged_dot` where the compiler has a kernel for it; undefined in rows of no group."""
+    """Product in x's dtype, by `ragged_dot` where the compiler has a kernel for it; undefined in rows of no
+    group.
+    """
 
     def ragged(x: Array, kernel: Array) -> Array:
         matrix = kernel.swapaxes(1, 2) if transposed else kernel
@@ -105,8 +108,8 @@ def _plain_cost(device: DeviceSpec, avals: registry.Avals) -> float | None:
 _GPU_BLOCK_ROWS = 1024
 
 _STEP_S = 2e-5
-"""Overhead per step of a loop of unknown length: the host launches each step's kernels, and reads the loop condition.
-An estimate that is not measured yet."""
+"""Overhead per step of a loop of unknown length: the host launches each step's kernels, and reads the loop
+condition. An estimate that is not measured yet."""
 
 _BF16 = jnp.dtype("bfloat16")
 
@@ -114,7 +117,11 @@ GROUPED_MATMUL = registry.Op(
     "grouped_matmul",
     (
         registry.Implementation(
-            "tokamax", tokamax.matmul, supports=tokamax.supports, cost_s=cost.grouped_matmul_s, configs=tokamax.configs
+            "tokamax",
+            tokamax.matmul,
+            supports=tokamax.supports,
+            cost_s=cost.grouped_matmul_s,
+            configs=tokamax.configs,
         ),
         registry.Implementation("xla", _plain, cost_s=_plain_cost, configs=_plain_configs),
     ),

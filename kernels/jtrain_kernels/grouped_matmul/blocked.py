@@ -1,8 +1,9 @@
-"""Grouped matmul as a loop over blocks of rows, each of one group, with a number of blocks known only at run time.
+"""Grouped matmul as a loop over blocks of rows, each of one group, with a number of blocks known only at run
+time.
 
-This is for back ends whose compiler makes `ragged_dot` dense (XLA:CPU and XLA:GPU multiply every row with every matrix
-and keep one of the results). Here the work is proportional to the rows in groups, rounded up to blocks. Rows without a
-group cost nothing, so a buffer sized for the worst case costs only memory.
+This is for back ends whose compiler makes `ragged_dot` dense (XLA:CPU and XLA:GPU multiply every row with
+every matrix and keep one of the results). Here the work is proportional to the rows in groups, rounded up to
+blocks. Rows without a group cost nothing, so a buffer sized for the worst case costs only memory.
 """
 
 import jax
@@ -18,7 +19,8 @@ def matmul(
     transposed: bool,
     block_rows: int,
 ) -> Float[Array, "T O"]:
-    """Multiplies rows with their group's matrix, accumulated in float32, in x's dtype; undefined in rows of no group.
+    """Multiplies rows with their group's matrix, accumulated in float32, in x's dtype; undefined in rows of
+    no group.
 
     Args:
       kernel: [X, I, O], or [X, O, I] if `transposed`.
@@ -57,7 +59,9 @@ def kernel_gradient(
         dy_bO = jax.lax.dynamic_slice_in_dim(padded_TO, start, block_rows)
         mine_b1 = (start + jnp.arange(block_rows) < blocks.end_X[group])[:, None]
         x_bI, dy_bO = (jnp.where(mine_b1, a, 0) for a in (x_bI, dy_bO))
-        part_IO = jax.lax.dot_general(x_bI, dy_bO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        part_IO = jax.lax.dot_general(
+            x_bI, dy_bO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
+        )
         part_IO += jax.lax.dynamic_index_in_dim(sum_XIO, group, keepdims=False)
         return *blocks.after(group, start), jax.lax.dynamic_update_index_in_dim(sum_XIO, part_IO, group, 0)
 
@@ -74,7 +78,9 @@ class _Blocks:
         self.end_X = jnp.cumsum(group_size_X).astype(jnp.int32)
 
     def _group_of(self, row: Array) -> Array:
-        """Group of a row, or the number of groups for a row past the last group. Groups without rows are skipped."""
+        """Group of a row, or the number of groups for a row past the last group. Groups without rows are
+        skipped.
+        """
         return jnp.sum(self.end_X <= row).astype(jnp.int32)
 
     @property

@@ -1,6 +1,7 @@
 """tokamax's grouped matmul for Hopper GPUs, Pallas kernels (Mosaic GPU), forward and backward.
 
-tokamax's inner functions are called, because its public one queries the live device even when compiling for another.
+tokamax's inner functions are called, because its public one queries the live device even when compiling for
+another.
 """
 
 import importlib.util
@@ -21,8 +22,9 @@ _TILE = 64
 """Size of the smallest blocks."""
 
 _OF_KERNEL = dict(block_m=64, block_n=64, block_k=128, stages=4)
-"""Blocks of the kernel's gradient, which are right on an H100 and an H200. With 128 x 64 x 128 tokamax's kernel was
-wrong by 19 to 29 % of the largest element, probably because masked rows are in registers that the next step writes."""
+"""Blocks of the kernel's gradient, which are right on an H100 and an H200. With 128 x 64 x 128 tokamax's
+kernel was wrong by 19 to 29 % of the largest element, probably because masked rows are in registers that the
+next step writes."""
 
 
 def supports(device: DeviceSpec, avals: Avals) -> str | None:
@@ -37,12 +39,17 @@ def supports(device: DeviceSpec, avals: Avals) -> str | None:
     if x.dtype != jnp.bfloat16 or kernel.dtype not in (jnp.bfloat16, jnp.float32):
         return f"tokamax multiplies bfloat16 with bfloat16, not {x.dtype} with {kernel.dtype}"
     if kernel.shape[1] % 128 or kernel.shape[2] % 128 or x.shape[0] % _TILE:
-        return f"tokamax takes multiples of 128 columns and {_TILE} rows, not x {x.shape} and kernel {kernel.shape}"
+        return (
+            f"tokamax takes multiples of 128 columns and {_TILE} rows, not x {x.shape} and kernel "
+            f"{kernel.shape}"
+        )
     return None
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Candidate blocks and stages, without those of the kernel's gradient; first the one measured whole on an H200."""
+    """Candidate blocks and stages, without those of the kernel's gradient; first the one measured whole on an
+    H200.
+    """
     del device, avals
     first = dict(block_m=128, block_n=64, block_k=64, stages=4)
     return [first, *(first | more for more in (dict(block_n=128), dict(block_m=64), dict(block_k=128)))]
@@ -76,7 +83,9 @@ def matmul(
     config = blocks(block_m, block_n, block_k, stages)
 
     def used(rows: Array, group_size: Array) -> Array:
-        """Zeroes rows without a group, which the kernel for the weights' gradient multiplies with zero: nan stays."""
+        """Zeroes rows without a group, which the kernel for the weights' gradient multiplies with zero: nan
+        stays.
+        """
         return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(group_size))[:, None], rows, 0)
 
     def last_block_used(rows: Array, group_size: Array) -> Array:
@@ -101,7 +110,9 @@ def matmul(
         dx = sm90.ragged_dot_kernel(dy, matrix, group_size, x.dtype, config)
         # The kernel transposes x in a pass over memory, and XLA fuses the mask of all rows into it.
         x = used(x, group_size)
-        dkernel = sm90.ragged_contracting_dim_dot_kernel(x, dy, group_size, kernel.dtype, blocks(**_OF_KERNEL))
+        dkernel = sm90.ragged_contracting_dim_dot_kernel(
+            x, dy, group_size, kernel.dtype, blocks(**_OF_KERNEL)
+        )
         return dx, dkernel, None
 
     product.defvjp(forward, backward)

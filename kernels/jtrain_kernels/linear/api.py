@@ -19,8 +19,8 @@ from jtrain_kernels.linear.unmerged import dkernel_tpu, dx_tpu
 def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
     """`x` contracted over its last `num_in` dimensions with the first `num_in` of `kernel`.
 
-    Computes and returns x's dtype. The gradient of x has x's dtype, and the gradient of the kernel has the kernel's: a
-    float32 kernel's gradient is never rounded to bfloat16, even if x is bfloat16.
+    Computes and returns x's dtype. The gradient of x has x's dtype, and the gradient of the kernel has the
+    kernel's: a float32 kernel's gradient is never rounded to bfloat16, even if x is bfloat16.
 
     Raises:
       UserError: the contracted dimensions differ.

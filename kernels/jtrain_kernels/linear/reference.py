@@ -18,7 +18,9 @@ def contract(
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=dtype)
 
 
-def linear_reference(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
+def linear_reference(
+    x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1
+) -> Float[Array, "..."]:
     """The contraction of `linear`, differentiated by JAX."""
     dims = (tuple(range(x.ndim - num_in, x.ndim)), tuple(range(num_in)))
     return jax.lax.dot_general(x, kernel.astype(x.dtype), (dims, ((), ())), preferred_element_type=x.dtype)

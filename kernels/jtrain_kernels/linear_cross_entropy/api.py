@@ -25,22 +25,23 @@ def linear_cross_entropy(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Cross entropy of `x @ unembed` and its gradient, holding the logits of `chunk_tokens` tokens at a time.
 
-    These are chunk_tokens * V * 4 bytes of logits instead of B * L * V * 4. When differentiated, the gradient is
-    computed in the same pass as the loss, with three matmuls; recomputing the logits in the backward pass would take
-    four. `d unembed`, D * V * 4 bytes, is then alive from the forward to the backward pass. Without differentiation,
-    only the loss is computed. All shapes are one device's block, with `unembed` whole.
+    These are chunk_tokens * V * 4 bytes of logits instead of B * L * V * 4. When differentiated, the gradient
+    is computed in the same pass as the loss, with three matmuls; recomputing the logits in the backward pass
+    would take four. `d unembed`, D * V * 4 bytes, is then alive from the forward to the backward pass.
+    Without differentiation, only the loss is computed. All shapes are one device's block, with `unembed`
+    whole.
 
     Args:
       x_BLD: last hidden states; the matmuls run in their dtype, the softmax and all sums in float32.
       target_BL: next-token ids in [0, V), or -1 where there is nothing to predict.
-      chunk_tokens: tokens whose logits exist at a time; None takes the size that was measured on the device, or else
-        the best size predicted by `chunking`.
+      chunk_tokens: tokens whose logits exist at a time; None takes the size that was measured on the device,
+        or else the best size predicted by `chunking`.
       z_loss: coefficient of the squared log-partition (arXiv:2204.02311, section 5).
 
     Returns:
-      Two float32 sums (not means) over tokens with a target: divide by the global number of such tokens, so that
-      accumulation over microbatches is exact. The first is the objective, nats + z_loss * sum(logsumexp^2). The second
-      is the cross entropy in nats, for reporting; its gradient is zero.
+      Two float32 sums (not means) over tokens with a target: divide by the global number of such tokens, so
+      that accumulation over microbatches is exact. The first is the objective, nats + z_loss *
+      sum(logsumexp^2). The second is the cross entropy in nats, for reporting; its gradient is zero.
 
     Raises:
       UserError: chunk_tokens is not positive.
@@ -67,23 +68,25 @@ def vocab_parallel_linear_cross_entropy(
     chunk_tokens: int | None,
     z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`linear_cross_entropy` inside a `shard_map` whose `axis` splits both positions and vocabulary: W = V / n.
+    """`linear_cross_entropy` inside a `shard_map` whose `axis` splits both positions and vocabulary: W = V /
+    n.
 
     No device ever holds the columns of another. For each chunk a device gathers all devices' hidden states
-    (all-gather), computes their logits in its own columns, and returns its part of their gradient (reduce-scatter, in
-    x's dtype). The network carries 2 * B * L * D elements, where gathering the unembedding takes 2 * D * V. In addition
-    it carries three float32 per token and device, the parts of the log-partition.
+    (all-gather), computes their logits in its own columns, and returns its part of their gradient
+    (reduce-scatter, in x's dtype). The network carries 2 * B * L * D elements, where gathering the
+    unembedding takes 2 * D * V. In addition it carries three float32 per token and device, the parts of the
+    log-partition.
 
     Args:
       x_BLD: this device's block of the L positions; device i of n has positions from i * L / n on.
       unembed_DW: this device's columns; device i has columns from i * W on.
       target_BL: targets of all positions, the same on every device of the axis.
-      chunk_tokens: tokens per device; a chunk has n times as many tokens and V / n columns, so equally many logits as
-        on one device.
+      chunk_tokens: tokens per device; a chunk has n times as many tokens and V / n columns, so equally many
+        logits as on one device.
 
     Returns:
-      The two sums over this device's own tokens. Their cotangent must be the same on every device of the axis, like the
-      weight of a mean, because gradients are computed before it is known.
+      The two sums over this device's own tokens. Their cotangent must be the same on every device of the
+      axis, like the weight of a mean, because gradients are computed before it is known.
 
     Raises:
       UserError: chunk_tokens is not positive, or L is not n times the length of x.
@@ -93,8 +96,9 @@ def vocab_parallel_linear_cross_entropy(
     n, L = jax.lax.axis_size(axis), x_BLD.shape[1]
     if target_BL.shape[1] != n * L:
         raise UserError(
-            f"vocab_parallel_linear_cross_entropy: x has {L} positions on each of {n} devices along `{axis}`, but "
-            f"there are {target_BL.shape[1]} targets, not {n * L}. Give the targets of all positions."
+            f"vocab_parallel_linear_cross_entropy: x has {L} positions on each of {n} devices along "
+            f"`{axis}`, but there are {target_BL.shape[1]} targets, not {n * L}. Give the targets of all "
+            "positions."
         )
     return registry.call(
         LINEAR_CROSS_ENTROPY,
@@ -123,7 +127,9 @@ def _xla(
 def _chunked(
     x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], size: int
 ) -> tuple[Float[Array, "Z c D"], Int[Array, "Z C"]]:
-    """Splits this device's hidden states, and the targets of all devices that share the vocabulary, into Z chunks."""
+    """Splits this device's hidden states, and the targets of all devices that share the vocabulary, into Z
+    chunks.
+    """
     x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
     # The order within a chunk is that of the all-gather: device by device.
     target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
@@ -139,10 +145,11 @@ def token_cross_entropy(
     chunk_tokens: int | None,
     axis: Axis | None = None,
 ) -> Float[Array, "B _"]:
-    """Cross entropy in nats of each of this device's tokens, float32, and 0 where there is nothing to predict.
+    """Cross entropy in nats of each of this device's tokens, float32, and 0 where there is nothing to
+    predict.
 
-    It is what `linear_cross_entropy`, or with `axis` `vocab_parallel_linear_cross_entropy`, sums up, for evaluation:
-    the gradient is not computed in the same pass. Arguments are theirs.
+    It is what `linear_cross_entropy`, or with `axis` `vocab_parallel_linear_cross_entropy`, sums up, for
+    evaluation: the gradient is not computed in the same pass. Arguments are theirs.
     """
     size = chosen_chunk(x_BLD, unembed_DW.shape[1], target_BL, axis) if chunk_tokens is None else chunk_tokens
     x_ZcD, target_ZC = _chunked(x_BLD, target_BL, size)
@@ -158,20 +165,27 @@ def token_cross_entropy(
     return nats_Zc.reshape(-1)[: B * L].reshape(B, L)
 
 
-def nats_of(lse: Float[Array, "*C"], picked: Float[Array, "*C"], target: Int[Array, "*C"]) -> Float[Array, "*C"]:
+def nats_of(
+    lse: Float[Array, "*C"], picked: Float[Array, "*C"], target: Int[Array, "*C"]
+) -> Float[Array, "*C"]:
     """Cross entropy of each token, from its log-partition and the logit of its target; 0 without a target."""
     return jnp.where(target != IGNORE, lse - picked, 0.0)
 
 
-def chosen_chunk(x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: Axis | None) -> int:
+def chosen_chunk(
+    x_BLD: Float[Array, "B _ D"], columns: int, target_BL: Int[Array, "B L"], axis: Axis | None
+) -> int:
     """Default tokens of a chunk, for a device with `columns` columns of the unembedding."""
     unembed = jax.ShapeDtypeStruct((x_BLD.shape[2], columns), x_BLD.dtype)
-    arguments = dict(x_BLD=x_BLD, unembed_DV=unembed, target_BL=target_BL, chunk_tokens=None, z_loss=0.0, axis=axis)
+    arguments = dict(
+        x_BLD=x_BLD, unembed_DV=unembed, target_BL=target_BL, chunk_tokens=None, z_loss=0.0, axis=axis
+    )
     return registry.select(LINEAR_CROSS_ENTROPY, registry.avals_of(arguments)).config["chunk"]
 
 
 def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> Shaped[Array, "..."]:
-    """Reshapes [tokens, ...] to [chunks, at most `chunk_tokens` tokens, ...]; pads the last chunk with `fill`.
+    """Reshapes [tokens, ...] to [chunks, at most `chunk_tokens` tokens, ...]; pads the last chunk with
+    `fill`.
 
     Raises:
       UserError: chunk_tokens is not positive.
@@ -185,8 +199,12 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _loss(x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab) -> tuple[Array, Array]:
-    """Loss over Z chunks, with c tokens of this device and C tokens of all devices that share the vocabulary."""
+def _loss(
+    x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab
+) -> tuple[Array, Array]:
+    """Loss over Z chunks, with c tokens of this device and C tokens of all devices that share the
+    vocabulary.
+    """
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
     def chunk(sums: Array, x_and_target: tuple[Array, Array]) -> tuple[Array, None]:
@@ -211,7 +229,9 @@ def _forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
-    def chunk(carry: tuple[Array, Array], x_and_target: tuple[Array, Array]) -> tuple[tuple[Array, Array], Array]:
+    def chunk(
+        carry: tuple[Array, Array], x_and_target: tuple[Array, Array]
+    ) -> tuple[tuple[Array, Array], Array]:
         sums, dkernel_DW = carry
         x_cD, target_C = x_and_target
         x_CD = vocab.gather(x_cD)

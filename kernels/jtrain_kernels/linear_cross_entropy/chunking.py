@@ -1,9 +1,10 @@
 """Cost model for the chunk size of the loss: the number of tokens whose logits exist at a time.
 
-Small chunks read and write the accumulated gradient of the unembedding, D * V float32, more often than their matmuls
-can hide; large chunks only take memory. Reads and writes follow XLA:GPU's fusions of the loss (from its HLO for an
-H200): float32 logits are written by their matmul, and read by the maximum, by the sum of exponentials and by the
-computation of their gradient; the kernel's gradient is accumulated in the epilogue of its matmul.
+Small chunks read and write the accumulated gradient of the unembedding, D * V float32, more often than their
+matmuls can hide; large chunks only take memory. Reads and writes follow XLA:GPU's fusions of the loss (from
+its HLO for an H200): float32 logits are written by their matmul, and read by the maximum, by the sum of
+exponentials and by the computation of their gradient; the kernel's gradient is accumulated in the epilogue of
+its matmul.
 """
 
 import dataclasses
@@ -20,10 +21,12 @@ CANDIDATES = tuple(128 * size for size in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64
 """Candidate chunk sizes, multiples of a tile's 128 rows."""
 
 UNKNOWN = 1024
-"""Chunk size for a device without published peaks. Best of 256 to 4096 on two cores of an EPYC with V = 32000."""
+"""Chunk size for a device without published peaks. Best of 256 to 4096 on two cores of an EPYC with V =
+32000."""
 
 ENOUGH = 1.01
-"""Accepted cost relative to the fastest chunk size: one that is at most 1 % slower and takes less memory is better."""
+"""Accepted cost relative to the fastest chunk size: one that is at most 1 % slower and takes less memory is
+better."""
 
 _LAUNCH_S = 5e-6
 _HOP_S = 1e-5
@@ -57,12 +60,20 @@ class Chunk:
 
 
 def predict(
-    device: DeviceSpec, chunk: int, *, tokens: int, d_model: int, vocab: int, itemsize: int = 2, shards: int = 1
+    device: DeviceSpec,
+    chunk: int,
+    *,
+    tokens: int,
+    d_model: int,
+    vocab: int,
+    itemsize: int = 2,
+    shards: int = 1,
 ) -> Chunk | None:
     """Predicts the cost of a device's `tokens` in chunks of `chunk`; None if the device's peaks are unknown.
 
     Args:
-      vocab: size of the whole vocabulary; the device has vocab / shards columns and processes all shards' tokens.
+      vocab: size of the whole vocabulary; the device has vocab / shards columns and processes all shards'
+        tokens.
       itemsize: bytes per element of the matmuls' operands.
     """
     peak = device.peak_bf16_flops if itemsize == 2 else None
@@ -72,7 +83,11 @@ def predict(
     times, met, columns = -(-tokens // chunk), chunk * shards, -(-vocab // shards)
     flops, memory = peak * MATMUL, device.hbm_bytes_per_s * MEMORY
     product_s = 2 * met * d_model * columns / flops
-    states, kernel, gradient = met * d_model * itemsize, d_model * columns * itemsize, met * columns * itemsize
+    states, kernel, gradient = (
+        met * d_model * itemsize,
+        d_model * columns * itemsize,
+        met * columns * itemsize,
+    )
     logits, total = met * columns * _F32, d_model * columns * _F32
     # Bytes of the three matmuls: logits, gradient of the states, gradient of the kernel.
     moved = (states + kernel + logits, gradient + kernel + states, gradient + states + 2 * total)
@@ -97,7 +112,9 @@ def best_chunk(
     shards: int = 1,
     budget_bytes: int = BUDGET_BYTES,
 ) -> tuple[int, str]:
-    """Best tokens per chunk, and the reason: the fewest within 1 % of the fastest that the memory budget allows."""
+    """Best tokens per chunk, and the reason: the fewest within 1 % of the fastest that the memory budget
+    allows.
+    """
     sizes = dict(tokens=tokens, d_model=d_model, vocab=vocab, itemsize=itemsize, shards=shards)
     found = [predict(device, chunk, **sizes) for chunk in CANDIDATES]
     known = [chunk for chunk in found if chunk is not None]
@@ -110,6 +127,6 @@ def best_chunk(
     fastest = min(chunk.seconds for chunk in fitting)
     best = min((c for c in fitting if c.seconds <= ENOUGH * fastest), key=lambda chunk: chunk.temp_bytes)
     return best.tokens, (
-        f"{best.seconds * 1e3:.3g} ms predicted on a {device.name}, {best.sums_s * 1e3:.3g} of it to accumulate "
-        f"gradients that no matmul hides; {best.temp_bytes / 2**30:.2f} GiB"
+        f"{best.seconds * 1e3:.3g} ms predicted on a {device.name}, {best.sums_s * 1e3:.3g} of it to "
+        f"accumulate gradients that no matmul hides; {best.temp_bytes / 2**30:.2f} GiB"
     )

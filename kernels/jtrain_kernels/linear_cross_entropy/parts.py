@@ -1,4 +1,6 @@
-"""Fused unembedding and cross entropy over parts of the vocabulary, which never holds the whole unembedding."""
+"""Fused unembedding and cross entropy over parts of the vocabulary, which never holds the whole
+unembedding.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -31,19 +33,20 @@ def linear_cross_entropy_in_parts(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """`linear_cross_entropy` with an unembedding in Z parts of W columns, each fetched when it is needed.
 
-    Holds one part (D * W), its gradient in float32, and chunk_tokens * W logits; `linear_cross_entropy` holds D * V of
-    each and chunk_tokens * V. In return, a part is fetched twice when differentiated, and its logits are computed
+    Holds one part (D * W), its gradient in float32, and chunk_tokens * W logits; `linear_cross_entropy` holds
+    D * V of each and chunk_tokens * V. In return, a part is fetched twice when differentiated, and its logits
+    are computed
     twice: four matmuls instead of three.
 
-    With `axis` it is `vocab_parallel_linear_cross_entropy` in parts: each device has parts of its own columns, and
-    holds the hidden states of all devices and their gradient once.
+    With `axis` it is `vocab_parallel_linear_cross_entropy` in parts: each device has parts of its own
+    columns, and holds the hidden states of all devices and their gradient once.
 
     Args:
       parts: inputs of `fetch`, an array or a tree of arrays with leading dimension Z; differentiable.
       column_ZW: ids of the columns of each part; NO_COLUMN for padding.
       target_BL: with `axis`, targets of the positions of all its devices.
-      fetch: part -> columns of the unembedding [D, W]; must be differentiable. Its gradient is computed part by part,
-        before the next part is fetched.
+      fetch: part -> columns of the unembedding [D, W]; must be differentiable. Its gradient is computed part
+        by part, before the next part is fetched.
 
     All other arguments and the results are those of `linear_cross_entropy`.
     """
@@ -73,7 +76,13 @@ def token_cross_entropy_in_parts(
 
 
 def _chunk_size(
-    x_BLD: Array, parts: Any, column_ZW: Array, target_BL: Array, fetch: Fetch, asked: int | None, axis: Axis | None
+    x_BLD: Array,
+    parts: Any,
+    column_ZW: Array,
+    target_BL: Array,
+    fetch: Fetch,
+    asked: int | None,
+    axis: Axis | None,
 ) -> int:
     if asked is not None:
         return asked
@@ -82,7 +91,9 @@ def _chunk_size(
 
 
 def _chunked(x_BLD: Array, target_BL: Array, size: int, vocab: Vocab) -> tuple[Array, Array, Array]:
-    """Hidden states and targets of all devices in chunks, and the targets with IGNORE at other devices' positions."""
+    """Hidden states and targets of all devices in chunks, and the targets with IGNORE at other devices'
+    positions.
+    """
     own_BL = vocab.own_targets(target_BL)
     x_BLD = vocab.gather(x_BLD, 1)
     x_SCD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
@@ -107,9 +118,15 @@ def _summaries(
             x_CD, target_C, top_C, total_C, picked_C = of
             logits_CW = _logits(x_CD, kernel_DW, column_W)
             higher_C = jnp.maximum(top_C, jnp.max(logits_CW, axis=-1))
-            total_C = total_C * jnp.exp(top_C - higher_C) + jnp.sum(jnp.exp(logits_CW - higher_C[:, None]), axis=-1)
+            total_C = total_C * jnp.exp(top_C - higher_C) + jnp.sum(
+                jnp.exp(logits_CW - higher_C[:, None]), axis=-1
+            )
             is_target_CW = column_W[None, :] == target_C[:, None]
-            return None, (higher_C, total_C, picked_C + jnp.sum(jnp.where(is_target_CW, logits_CW, 0.0), axis=-1))
+            return None, (
+                higher_C,
+                total_C,
+                picked_C + jnp.sum(jnp.where(is_target_CW, logits_CW, 0.0), axis=-1),
+            )
 
         return jax.lax.scan(chunk, None, (x_SCD, target_SC, *carry))[1], None
 
@@ -138,7 +155,9 @@ def _loss(
     z_loss: float,
     vocab: Vocab,
 ) -> tuple[Array, Array]:
-    """Loss over S chunks of C tokens; `own` holds the targets of this device's tokens and IGNORE for all others."""
+    """Loss over S chunks of C tokens; `own` holds the targets of this device's tokens and IGNORE for all
+    others.
+    """
     return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab), own_SC, z_loss)
 
 
@@ -163,7 +182,9 @@ def _forward(
             logits_CW = _logits(x_CD, kernel_DW, column_W)
             # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
             weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
-            softmax_CW = jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
+            softmax_CW = (
+                jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
+            )
             is_target_CW = column_W[None, :] == target_C[:, None]
             dlogits_CW = (softmax_CW - is_target_CW).astype(x_CD.dtype)
             dkernel_DW += contract(x_CD, dlogits_CW, 0, 0, jnp.float32)

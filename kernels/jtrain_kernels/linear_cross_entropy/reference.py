@@ -6,9 +6,15 @@ from jaxtyping import Array, Float, Int
 
 
 def linear_cross_entropy_reference(
-    x_BLD: Float[Array, "B L D"], unembed_DV: Float[Array, "D V"], target_BL: Int[Array, "B L"], *, z_loss: float = 0.0
+    x_BLD: Float[Array, "B L D"],
+    unembed_DV: Float[Array, "D V"],
+    target_BL: Int[Array, "B L"],
+    *,
+    z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """Sums over tokens whose target is not -1: objective, and cross entropy in nats; logits in at least float32."""
+    """Sums over tokens whose target is not -1: objective, and cross entropy in nats; logits in at least
+    float32.
+    """
     dtype = jnp.promote_types(x_BLD.dtype, jnp.float32)
     logits_BLV = jnp.einsum("bld,dv->blv", x_BLD, unembed_DV, preferred_element_type=dtype)
     lse_BL = jax.nn.logsumexp(logits_BLV, axis=-1)

@@ -1,4 +1,6 @@
-"""Vocabulary parallelism: a vocabulary on one device, or split along a mesh axis that splits the tokens too."""
+"""Vocabulary parallelism: a vocabulary on one device, or split along a mesh axis that splits the tokens
+too.
+"""
 
 import dataclasses
 
@@ -15,10 +17,11 @@ type Axis = str | tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """Placement of an unembedding's columns: all on this device, or columns from i * W on at device i of `axis`.
+    """Placement of an unembedding's columns: all on this device, or columns from i * W on at device i of
+    `axis`.
 
-    Methods run inside a `shard_map`. C counts the tokens of all devices along the axis, in their order; c counts this
-    device's tokens. Without an axis both are the same.
+    Methods run inside a `shard_map`. C counts the tokens of all devices along the axis, in their order; c
+    counts this device's tokens. Without an axis both are the same.
     """
 
     axis: Axis | None = None
@@ -29,16 +32,22 @@ class Vocab:
 
     def scatter(self, x: Shaped[Array, "..."], dim: int = 0) -> Shaped[Array, "..."]:
         """Sum over devices, reduced to this device's tokens; the transpose of `gather`."""
-        return x if self.axis is None else jax.lax.psum_scatter(x, self.axis, scatter_dimension=dim, tiled=True)
+        return (
+            x if self.axis is None else jax.lax.psum_scatter(x, self.axis, scatter_dimension=dim, tiled=True)
+        )
 
     def column(self, target_C: Int[Array, "*C"], num_columns: int) -> Int[Array, "*C"]:
-        """Column of a target on this device; out of range if another device has it, or if there is no target."""
+        """Column of a target on this device; out of range if another device has it, or if there is no
+        target.
+        """
         return target_C if self.axis is None else target_C - jax.lax.axis_index(self.axis) * num_columns
 
     def summary(
         self, logits_CW: Float[Array, "C W"], target_C: Int[Array, " C"]
     ) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
-        """Log-partition over the whole vocabulary, and logit of the target (arbitrary if there is no target)."""
+        """Log-partition over the whole vocabulary, and logit of the target (arbitrary if there is no
+        target).
+        """
         width = logits_CW.shape[1]
         column_C = self.column(target_C, width)
         picked_C = jnp.take_along_axis(logits_CW, jnp.clip(column_C, 0, width - 1)[:, None], axis=1)[:, 0]
@@ -61,7 +70,8 @@ class Vocab:
         """
         if self.axis is None:
             return top + jnp.log(total), picked
-        # One all-gather, summed in the same order everywhere; a maximum and two sums have three times the latency.
+        # One all-gather, summed in the same order everywhere; a maximum and two sums have three times the
+        # latency.
         each_n3C = jax.lax.all_gather(jnp.stack([top, total, picked]), self.axis)
         tops, totals, picks = each_n3C[:, 0], each_n3C[:, 1], each_n3C[:, 2]
         highest = jnp.max(tops, axis=0)

@@ -1,6 +1,7 @@
 """Collectives over a mesh axis that overlap with the matmul before or after them.
 
-Call them inside a fully manual `shard_map`. Rows are the dimension that is gathered or scattered: the sequence.
+Call them inside a fully manual `shard_map`. Rows are the dimension that is gathered or scattered: the
+sequence.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,8 @@ from jtrain_kernels.registry import Avals, Implementation, Op
 def all_gather_matmul(
     x: Float[Array, "B _ K"], *kernels: Float[Array, "..."], axis_name: str, axis_size: int
 ) -> tuple[Float[Array, "B _ ..."], ...]:
-    """Gathers x along its rows over the axis and multiplies it with each kernel; x is sent once for all kernels.
+    """Gathers x along its rows over the axis and multiplies it with each kernel; x is sent once for all
+    kernels.
 
     Args:
       x: this device's rows.
@@ -34,7 +36,8 @@ def all_gather_matmul(
       axis_size: devices along the axis.
 
     Returns:
-      All rows for each kernel, [B, axis_size * R, ...], in x's dtype. Gradients of kernels have the kernels' dtypes.
+      All rows for each kernel, [B, axis_size * R, ...], in x's dtype. Gradients of kernels have the kernels'
+      dtypes.
     """
     flat = {f"kernel_{i}": k.reshape(x.shape[2], -1) for i, k in enumerate(kernels)}
     found = registry.call(ALL_GATHER_MATMUL, x=x, **flat, axis_name=axis_name, axis_size=axis_size)
@@ -51,7 +54,9 @@ def matmul_reduce_scatter(
       kernel: this device's share, [..., N]; contracted over all but its last dimension.
     """
     rows, columns = _flat(x, kernel)
-    return registry.call(MATMUL_REDUCE_SCATTER, x=rows, kernel=columns, axis_name=axis_name, axis_size=axis_size)
+    return registry.call(
+        MATMUL_REDUCE_SCATTER, x=rows, kernel=columns, axis_name=axis_name, axis_size=axis_size
+    )
 
 
 def all_gather_matmul_fp8(
@@ -67,7 +72,9 @@ def all_gather_matmul_fp8(
 def matmul_reduce_scatter_fp8(
     x: Float[Array, "B _ ..."], kernel: Fp8Kernel, *, axis_name: str, axis_size: int
 ) -> Float[Array, "B _ N"]:
-    """`matmul_reduce_scatter` with FP8 matmuls; where the backward pass overlaps with them, dy is sent in FP8 too."""
+    """`matmul_reduce_scatter` with FP8 matmuls; where the backward pass overlaps with them, dy is sent in FP8
+    too.
+    """
     rows, columns = _flat(x, kernel.value)
     axis = dict(axis_name=axis_name, axis_size=axis_size)
     return registry.call(MATMUL_REDUCE_SCATTER_FP8, x=rows, kernel=columns, **_scaling([kernel]), **axis)
@@ -100,8 +107,12 @@ def _gather_plain(x: Array, axis_name: str, axis_size: int, **kernels: Array) ->
     return tuple(linear(whole, kernel) for kernel in _kernels(kernels))
 
 
-def _scatter_permute(x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int) -> Array:
-    return xla.matmul_reduce_scatter(x, kernel, xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts))
+def _scatter_permute(
+    x: Array, kernel: Array, axis_name: str, axis_size: int, swizzle: int, parts: int
+) -> Array:
+    return xla.matmul_reduce_scatter(
+        x, kernel, xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
+    )
 
 
 def _scatter_plain(x: Array, kernel: Array, axis_name: str, axis_size: int) -> Array:
@@ -127,7 +138,14 @@ def _gather_fp8(
 
 
 def _scatter_fp8(
-    x: Array, kernel: Array, scale: _Scaling, seen: _Scaling, axis_name: str, axis_size: int, swizzle: int, parts: int
+    x: Array,
+    kernel: Array,
+    scale: _Scaling,
+    seen: _Scaling,
+    axis_name: str,
+    axis_size: int,
+    swizzle: int,
+    parts: int,
 ) -> Array:
     plan = xla.OverlapPlan(axis_name, axis_size, SWIZZLES[swizzle], parts)
     return fp8.matmul_reduce_scatter(x, kernel, scale, seen, plan)
@@ -150,7 +168,9 @@ def _scatter_fp8_plain(
 
 
 def _scaled(kernel: Array, scale: _Scaling, seen: _Scaling, index: int) -> Fp8Kernel:
-    return Fp8Kernel(kernel) if scale is None or seen is None else Fp8Kernel(kernel, scale[index], seen[index])
+    return (
+        Fp8Kernel(kernel) if scale is None or seen is None else Fp8Kernel(kernel, scale[index], seen[index])
+    )
 
 
 def _shape(avals: Avals, name: str) -> jax.ShapeDtypeStruct:
@@ -171,15 +191,17 @@ def _work(op: OpName, avals: Avals, *, itemsize: int | None = None, in_8_bits: b
     gathers = op == "all_gather_matmul"
     rows = x.shape[0] * x.shape[1] * (_ranks(avals) if gathers else 1)
     travels = x.shape[2] if gathers else columns
-    return OpWork(_ranks(avals), rows, x.shape[2], columns, travels * (itemsize or x.dtype.itemsize), in_8_bits)
+    return OpWork(
+        _ranks(avals), rows, x.shape[2], columns, travels * (itemsize or x.dtype.itemsize), in_8_bits
+    )
 
 
 def _configs(op: OpName) -> Callable[[DeviceSpec, Avals], Sequence[Mapping[str, int]]]:
     """Candidate swizzles whose pieces divide the rows, the preferred one first.
 
-    TPU links form a torus, so both directions are used. GPUs share a switch, so one direction with larger pieces comes
-    first. A full mesh would suit a switch, but XLA:GPU runs one permute at a time, and was seen to schedule permutes
-    that depend on nothing before all matmuls, one after the other.
+    TPU links form a torus, so both directions are used. GPUs share a switch, so one direction with larger
+    pieces comes first. A full mesh would suit a switch, but XLA:GPU runs one permute at a time, and was seen
+    to schedule permutes that depend on nothing before all matmuls, one after the other.
     """
 
     def configs(device: DeviceSpec, avals: Avals) -> Sequence[Mapping[str, int]]:
@@ -203,7 +225,12 @@ def _divides(op: OpName, swizzle: Swizzle, parts: int, avals: Avals) -> bool:
 
 
 def _op(
-    op: OpName, permute: Callable[..., object], plain: Callable[..., object], case: Avals, *, in_8_bits: bool = False
+    op: OpName,
+    permute: Callable[..., object],
+    plain: Callable[..., object],
+    case: Avals,
+    *,
+    in_8_bits: bool = False,
 ) -> Op:
     # Gathered operands are rounded before they are sent; partial sums are not.
     sent = {"itemsize": 1} if in_8_bits and op == "all_gather_matmul" else {}
@@ -244,5 +271,7 @@ _DOWN = {"x": _bf16(1, 8192, 1792), "kernel": _bf16(1792, 4096)}
 ALL_GATHER_MATMUL = _op("all_gather_matmul", _gather_permute, _gather_plain, _UP)
 MATMUL_REDUCE_SCATTER = _op("matmul_reduce_scatter", _scatter_permute, _scatter_plain, _DOWN)
 ALL_GATHER_MATMUL_FP8 = _op("all_gather_matmul", _gather_fp8, _gather_fp8_plain, _UP, in_8_bits=True)
-MATMUL_REDUCE_SCATTER_FP8 = _op("matmul_reduce_scatter", _scatter_fp8, _scatter_fp8_plain, _DOWN, in_8_bits=True)
+MATMUL_REDUCE_SCATTER_FP8 = _op(
+    "matmul_reduce_scatter", _scatter_fp8, _scatter_fp8_plain, _DOWN, in_8_bits=True
+)
 OPS = (ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, ALL_GATHER_MATMUL_FP8, MATMUL_REDUCE_SCATTER_FP8)

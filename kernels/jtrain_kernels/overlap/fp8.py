@@ -1,7 +1,8 @@
 """Overlapped collectives with FP8 matmuls, whose gathered operands are sent in FP8: half of bfloat16's bytes.
 
-The algorithm is that of `xla/op.py`, the number formats are those of `jtrain_kernels.fp8`. A gathered operand is
-rounded before it is sent: x to e4m3, and in the backward pass dy to e5m2. Partial sums are sent in x's dtype.
+The algorithm is that of `xla/op.py`, the number formats are those of `jtrain_kernels.fp8`. A gathered operand
+is rounded before it is sent: x to e4m3, and in the backward pass dy to e5m2. Partial sums are sent in x's
+dtype.
 """
 
 import functools
@@ -22,11 +23,16 @@ type PerKernel = Float[Array, "G 3"] | None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def all_gather_matmul(
-    x_BRK: Float[Array, "B _ K"], kernels: KernelTuple, scale_G3: PerKernel, seen_G3: PerKernel, plan: OverlapPlan
+    x_BRK: Float[Array, "B _ K"],
+    kernels: KernelTuple,
+    scale_G3: PerKernel,
+    seen_G3: PerKernel,
+    plan: OverlapPlan,
 ) -> KernelTuple:
     """`gathered x @ kernel` for each kernel [K, N], of shape [B, ranks * R, N] each.
 
-    With delayed scaling x has one amax history. Every kernel keeps a copy of it; the first kernel's copy is used.
+    With delayed scaling x has one amax history. Every kernel keeps a copy of it; the first kernel's copy is
+    used.
     """
     return _gather_forward(x_BRK, kernels, scale_G3, seen_G3, plan)[0]
 
@@ -42,7 +48,9 @@ def _gather_forward(
 
     def visit(outputs: KernelTuple, number: Array, rows8: Array) -> KernelTuple:
         rows = restored(rows8, x_scale, dtype)
-        products = (_dot(rows, restored(k8, s, dtype), dtype) for k8, s in zip(kernels8, kernel_scales, strict=True))
+        products = (
+            _dot(rows, restored(k8, s, dtype), dtype) for k8, s in zip(kernels8, kernel_scales, strict=True)
+        )
         return tuple(put(y, number, product) for y, product in zip(outputs, products, strict=True))
 
     shape = x_BRK.shape[0], x_BRK.shape[1] * plan.axis_size
@@ -64,7 +72,9 @@ def _gather_backward(
     kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
 
     def dy_rows(number: Array) -> list[Array]:
-        return [restored(rows_of(dy8, number, each), s, dtype) for dy8, s in zip(dys8, dy_scales, strict=True)]
+        return [
+            restored(rows_of(dy8, number, each), s, dtype) for dy8, s in zip(dys8, dy_scales, strict=True)
+        ]
 
     def kernel_parts(totals: KernelTuple, number: Array, rows8: Array) -> KernelTuple:
         rows = restored(rows8, x_scale, dtype)
@@ -113,7 +123,9 @@ def _scatter_forward(
     return y_BRN, (x_BRK, kernel_KN, x_scale, kernel_scale, scale_13)
 
 
-def _scatter_backward(plan: OverlapPlan, saved: Any, dy_BRN: Array) -> tuple[Array, Array, PerKernel, PerKernel]:
+def _scatter_backward(
+    plan: OverlapPlan, saved: Any, dy_BRN: Array
+) -> tuple[Array, Array, PerKernel, PerKernel]:
     x_BRK, kernel_KN, x_scale, kernel_scale, scale_13 = saved
     dtype = x_BRK.dtype
     schedule = plan.schedule("all_gather_matmul")
@@ -135,10 +147,13 @@ def _scatter_backward(plan: OverlapPlan, saved: Any, dy_BRN: Array) -> tuple[Arr
 matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
-def _scale(x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: OverlapPlan | None = None) -> Float[Array, ""]:
+def _scale(
+    x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: OverlapPlan | None = None
+) -> Float[Array, ""]:
     """Scale of the tensor in `history.ROLES[role]`.
 
-    With a plan, x is one rank's shard of a gathered array, and the amax is taken over ranks so that all scale alike.
+    With a plan, x is one rank's shard of a gathered array, and the amax is taken over ranks so that all scale
+    alike.
     """
     if scale_G3 is not None:
         return scale_G3[kernel, role]
@@ -148,7 +163,9 @@ def _scale(x: Array, scale_G3: PerKernel, kernel: int, role: int, plan: OverlapP
     return scale_of(amax, GRADIENT if role == 2 else FORWARD)
 
 
-def _of_scales(scale_G3: PerKernel, x: Array, kernels: KernelTuple, dys: KernelTuple) -> tuple[PerKernel, PerKernel]:
+def _of_scales(
+    scale_G3: PerKernel, x: Array, kernels: KernelTuple, dys: KernelTuple
+) -> tuple[PerKernel, PerKernel]:
     """Cotangents of `scale_G3` (zero) and `seen_G3` (this rank's amax of each tensor)."""
     if scale_G3 is None:
         return None, None
@@ -157,7 +174,9 @@ def _of_scales(scale_G3: PerKernel, x: Array, kernels: KernelTuple, dys: KernelT
 
 
 def _dot(x_BRK: Array, kernel_KN: Array, dtype: jax.typing.DTypeLike) -> Float[Array, "B _ N"]:
-    """Product for the forward pass. On Hopper the tensor cores accumulate in 14 bits: faster, and enough forward."""
+    """Product for the forward pass. On Hopper the tensor cores accumulate in 14 bits: faster, and enough
+    forward.
+    """
     y = contract(x_BRK.reshape(-1, x_BRK.shape[2]), kernel_KN, 1, 0, dtype)
     return y.reshape(*x_BRK.shape[:2], -1)
 

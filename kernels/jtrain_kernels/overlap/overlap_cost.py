@@ -1,9 +1,9 @@
 """Cost model that decides whether a collective and a matmul are overlapped or run one after the other.
 
-Overlapping splits one collective and one matmul into pieces; each piece costs a launch, and small matmuls run below the
-speed of large ones, so below a certain size overlapping loses. On 8 H100, Triton-distributed (pull request 166)
-measured it 93 % slower at M = N = 4096 and K = 8192 (34 GFLOP per GPU), while 8192 x 4096 x 4096 per GPU gains a factor
-of 1.3 (JAX's Pallas guide).
+Overlapping splits one collective and one matmul into pieces; each piece costs a launch, and small matmuls run
+below the speed of large ones, so below a certain size overlapping loses. On 8 H100, Triton-distributed (pull
+request 166) measured it 93 % slower at M = N = 4096 and K = 8192 (34 GFLOP per GPU), while 8192 x 4096 x 4096
+per GPU gains a factor of 1.3 (JAX's Pallas guide).
 """
 
 import dataclasses
@@ -15,17 +15,19 @@ _EFFICIENCY = 0.75
 """Fraction of peak FLOP/s that a large matmul reaches."""
 
 _TILE_KERNEL = 1.0
-"""Speed of the fused kernels' matmul over a library's: 791 against 786 TFLOP/s at 8192^3 on one H100 (2026-11-22,
-`bench gpu_matmul --only matmul`)."""
+"""Speed of the fused kernels' matmul over a library's: 791 against 786 TFLOP/s at 8192^3 on one H100
+(2026-11-22, `bench gpu_matmul --only matmul`)."""
 
 _ALONE_S = {"gpu": 20e-6, "tpu": 5e-6, "cpu": 0.0}
 """Launch and synchronisation time of one collective, independent of its size."""
 
 _PIECE_S = {"gpu": 12e-6, "tpu": 1.5e-6, "cpu": 0.0}
-"""Launch and signal time of the permute of one piece; on a GPU a NCCL kernel, which also occupies multiprocessors."""
+"""Launch and signal time of the permute of one piece; on a GPU a NCCL kernel, which also occupies
+multiprocessors."""
 
 _NOMINAL_FLOPS, _NOMINAL_BYTES_PER_S = 1e12, 1e10
-"""Stand-ins for a CPU, which has no published figures and no link: overlapping always wins there, so tests run it."""
+"""Stand-ins for a CPU, which has no published figures and no link: overlapping always wins there, so tests
+run it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,9 @@ def plain_s(device: DeviceSpec, work: OpWork) -> float:
 
 
 def overlapped_s(device: DeviceSpec, work: OpWork, swizzle: Swizzle, parts: int) -> float:
-    """Seconds of both overlapped: the longer of the two, plus the one piece that has nothing to overlap with."""
+    """Seconds of both overlapped: the longer of the two, plus the one piece that has nothing to overlap
+    with.
+    """
     directions = 2 if swizzle == "bidirectional" else 1
     pieces = work.ranks * directions * parts
     wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
@@ -69,9 +73,11 @@ def overlapped_s(device: DeviceSpec, work: OpWork, swizzle: Swizzle, parts: int)
 
 
 def fused_s(device: DeviceSpec, work: OpWork, *, sending_cores: int) -> float:
-    """Seconds of a kernel that sends from within: one launch, and the first or last rank's piece has no overlap.
+    """Seconds of a kernel that sends from within: one launch, and the first or last rank's piece has no
+    overlap.
 
-    Collectives elsewhere in the program, such as those of ZeRO, cannot overlap with such kernels; that is not counted.
+    Collectives elsewhere in the program, such as those of ZeRO, cannot overlap with such kernels; that is not
+    counted.
 
     Args:
       sending_cores: cores that send and do not multiply.
@@ -90,7 +96,9 @@ def _matmul_s(device: DeviceSpec, work: OpWork) -> float:
 
 
 def _link(device: DeviceSpec, ranks: int) -> float:
-    """Bytes per second of one device: all its links behind a switch, the links of one dimension on a torus."""
+    """Bytes per second of one device: all its links behind a switch, the links of one dimension on a
+    torus.
+    """
     if device.link_bytes_per_s is None:
         return _NOMINAL_BYTES_PER_S
     if ranks > device.linked:

@@ -1,16 +1,17 @@
-"""Schedule of an overlapped collective as data: what each rank sends, receives and computes, and in which order.
+"""Schedule of an overlapped collective as data: what each rank sends, receives and computes, and in which
+order.
 
-A matrix's rows are split into one shard per rank, and each shard into pieces, the unit that is sent, computed and
-added. A piece has one number, `owner * pieces_per_rank + index`; `Schedule.rows` gives its rows.
+A matrix's rows are split into one shard per rank, and each shard into pieces, the unit that is sent, computed
+and added. A piece has one number, `owner * pieces_per_rank + index`; `Schedule.rows` gives its rows.
 
 | op | x | kernel | output of rank r |
 |---|---|---|---|
 | all_gather_matmul | rows of r, all columns | all rows, columns of r | all rows of `gathered x @ kernel` |
 | matmul_reduce_scatter | all rows, columns of r | rows of r | rows of r of `x @ kernel` summed over ranks |
 
-A swizzle gives each piece a tree of ranks, rooted at its owner. Gathering sends the piece from the root down; reducing
-adds partial sums from the leaves up to the root. One is the transpose of the other, and both come from the same tree. A
-rank takes the pieces in the order in which they can reach it.
+A swizzle gives each piece a tree of ranks, rooted at its owner. Gathering sends the piece from the root down;
+reducing adds partial sums from the leaves up to the root. One is the transpose of the other, and both come
+from the same tree. A rank takes the pieces in the order in which they can reach it.
 
 | swizzle | tree | pieces per rank |
 |---|---|---|
@@ -18,12 +19,13 @@ rank takes the pieces in the order in which they can reach it.
 | bidirectional | half of the rows each way around | 2 |
 | full_mesh | from the owner to each rank directly, at time t to the t-th after it: for a switch | 1 |
 
-A `Place` names a rank's memory by kind and number. `shard` g holds the rows of x of piece g (when gathering, the rows
-of other owners arrive there; when reducing, all are present from the start). `slot` receives a partial sum from another
-rank. `accumulator` holds a partial sum that is computed here and then sent. `output` g holds the rows of piece g of the
-result.
+A `Place` names a rank's memory by kind and number. `shard` g holds the rows of x of piece g (when gathering,
+the rows of other owners arrive there; when reducing, all are present from the start). `slot` receives a
+partial sum from another rank. `accumulator` holds a partial sum that is computed here and then sent. `output`
+g holds the rows of piece g of the result.
 
-Sources: doi:10.1145/3567955.3567959 (decomposition into permutes and matmuls), arXiv:2406.06858 and arXiv:2503.20313
+Sources: doi:10.1145/3567955.3567959 (decomposition into permutes and matmuls), arXiv:2406.06858 and
+  arXiv:2503.20313
 (signals per tile, rank swizzles).
 """
 
@@ -48,7 +50,9 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """Waits until all ranks that this one exchanges pieces with have entered; before, their memory may be in use."""
+    """Waits until all ranks that this one exchanges pieces with have entered; before, their memory may be in
+    use.
+    """
 
     peers: tuple[int, ...]
 
@@ -57,8 +61,8 @@ class Barrier:
 class Send:
     """Starts to copy a piece into a peer's memory, without waiting for the copy.
 
-    Once the piece has arrived, the peer's `Wait(target, "arrived", this rank)` may pass; once `source` has been read,
-    this rank's `Wait(source, "sent", peer)` may pass.
+    Once the piece has arrived, the peer's `Wait(target, "arrived", this rank)` may pass; once `source` has
+    been read, this rank's `Wait(source, "sent", peer)` may pass.
     """
 
     piece: int
@@ -143,9 +147,10 @@ class Schedule:
         if size % self.num_pieces:
             below = size - size % self.num_pieces
             raise UserError(
-                f"{self.op}: {size} rows do not split evenly into {self.num_ranks} ranks x {self.pieces_per_rank} "
-                f"pieces of the swizzle {self.swizzle}. Nearest sizes that do: {below or self.num_pieces}, "
-                f"{below + self.num_pieces}; or take another swizzle: ring has one piece per rank."
+                f"{self.op}: {size} rows do not split evenly into {self.num_ranks} ranks x "
+                f"{self.pieces_per_rank} pieces of the swizzle {self.swizzle}. Nearest sizes that do: "
+                f"{below or self.num_pieces}, {below + self.num_pieces}; or take another swizzle: ring has "
+                "one piece per rank."
             )
         return size // self.num_pieces
 
@@ -154,7 +159,9 @@ type _Steps = list[list[ScheduleInstruction]]
 
 
 def _gather(trees: Trees, rank: int) -> _Steps:
-    """Passes pieces down the trees: takes each piece as it arrives, sends it on at once, then computes with it."""
+    """Passes pieces down the trees: takes each piece as it arrives, sends it on at once, then computes with
+    it.
+    """
     steps: _Steps = []
     for group in trees.by_time(rank):
         step: list[ScheduleInstruction] = []
@@ -170,7 +177,9 @@ def _gather(trees: Trees, rank: int) -> _Steps:
 
 
 def _slots(trees: Trees) -> dict[tuple[int, int], Place]:
-    """(sender, piece) -> slot of its parent in which the partial sum lands: each sum has a slot of its own."""
+    """(sender, piece) -> slot of its parent in which the partial sum lands: each sum has a slot of its
+    own.
+    """
     slots: dict[tuple[int, int], Place] = {}
     for receiver in range(trees.num_ranks):
         number = itertools.count()
@@ -199,8 +208,11 @@ class _Accumulators:
         return place, [] if before is None else [Wait(place, "sent", before)]
 
 
-def _reduce(trees: Trees, rank: int, slots: Mapping[tuple[int, int], Place], accumulators: _Accumulators) -> _Steps:
-    """Passes sums up the trees: computes a partial sum while those of others travel, adds them, sends the total on.
+def _reduce(
+    trees: Trees, rank: int, slots: Mapping[tuple[int, int], Place], accumulators: _Accumulators
+) -> _Steps:
+    """Passes sums up the trees: computes a partial sum while those of others travel, adds them, sends the
+    total on.
 
     A rank's own pieces come last.
     """
@@ -224,7 +236,9 @@ def _reduce(trees: Trees, rank: int, slots: Mapping[tuple[int, int], Place], acc
 
 
 def _complete(trees: Trees, rank: int, steps: _Steps) -> tuple[ScheduleInstruction, ...]:
-    """Program of a rank: a barrier, the steps, and waits so that no copy is in flight when the rank leaves."""
+    """Program of a rank: a barrier, the steps, and waits so that no copy is in flight when the rank
+    leaves.
+    """
     program = [instruction for step in steps for instruction in step]
     sends = [(i.source, i.peer) for i in program if isinstance(i, Send)]
     waited = [(i.place, i.peer) for i in program if isinstance(i, Wait) and i.until == "sent"]

@@ -1,6 +1,8 @@
-"""Routing trees of overlapped collectives: along which ranks each piece travels, and when it can be at which rank.
+"""Routing trees of overlapped collectives: along which ranks each piece travels, and when it can be at which
+rank.
 
-A swizzle defines one tree per owner; the trees of all owners have the same form, rotated to start at their owner.
+A swizzle defines one tree per owner; the trees of all owners have the same form, rotated to start at their
+owner.
 """
 
 import itertools
@@ -24,7 +26,9 @@ class Route(NamedTuple):
 
 
 def _direct(num_ranks: int) -> Route:
-    """The owner sends to each rank itself: at time t every rank sends to the t-th after it, so all pairs differ."""
+    """The owner sends to each rank itself: at time t every rank sends to the t-th after it, so all pairs
+    differ.
+    """
     return Route(
         parent=lambda rank, owner: None if rank == owner else owner,
         time=lambda rank, owner: (rank - owner) % num_ranks,
@@ -72,7 +76,9 @@ class Trees:
         return sorted(found, key=lambda child: (self.time(child, piece), self.relative(child, rank)))
 
     def by_time(self, rank: int) -> list[list[int]]:
-        """All pieces, grouped by when they can be at `rank`; a group has the same relative order for every rank."""
+        """All pieces, grouped by when they can be at `rank`; a group has the same relative order for every
+        rank.
+        """
 
         def key(piece: int) -> tuple[int, int, int]:
             owner, index = divmod(piece, self.pieces_per_rank)

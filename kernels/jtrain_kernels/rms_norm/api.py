@@ -28,13 +28,15 @@ def rms_norm_branch(
 ) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest C"]]:
     """Residual stream x and `rms_norm(x)`, the input of the branch that is later added to x.
 
-    The gradient of x is the sum over both uses, added in float32 and rounded once. Combining them lets one pass over
-    memory compute it.
+    The gradient of x is the sum over both uses, added in float32 and rounded once. Combining them lets one
+    pass over memory compute it.
     """
     return registry.call(RMS_NORM_BRANCH, x=x, scale_C=scale_C, eps=eps)
 
 
-def _normalised(x: Array, scale_C: Array, eps: float) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest 1"]]:
+def _normalised(
+    x: Array, scale_C: Array, eps: float
+) -> tuple[Float[Array, "*rest C"], Float[Array, "*rest 1"]]:
     """Result, and the inverse root mean square of every row."""
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
@@ -52,13 +54,17 @@ def norm_by(x: Array, scale_C: Array, eps: float, backward: Backward) -> Array:
     return _normalised(x, scale_C, eps)[0]
 
 
-def _forward(x: Array, scale_C: Array, eps: float, backward: Backward) -> tuple[Array, tuple[Array, Array, Array]]:
+def _forward(
+    x: Array, scale_C: Array, eps: float, backward: Backward
+) -> tuple[Array, tuple[Array, Array, Array]]:
     del backward
     y, inverse = _normalised(x, scale_C, eps)
     return y, (x, inverse, scale_C)
 
 
-def _backward(eps: float, backward: Backward, saved: tuple[Array, Array, Array], dy: Array) -> tuple[Array, Array]:
+def _backward(
+    eps: float, backward: Backward, saved: tuple[Array, Array, Array], dy: Array
+) -> tuple[Array, Array]:
     return backward(dy, *saved, eps, None)
 
 
@@ -94,8 +100,8 @@ def _gradients(
 ) -> tuple[Array, Array]:
     """Backward pass in plain JAX."""
     del eps  # part of `inverse`
-    # A pass of its own: as the end of the matmul that gives dy, it makes XLA:TPU's matmul a fifth longer. On a GPU it
-    # would only be one more reading of dy.
+    # A pass of its own: as the end of the matmul that gives dy, it makes XLA:TPU's matmul a fifth longer. On
+    # a GPU it would only be one more reading of dy.
     dy = jax.lax.platform_dependent(dy, tpu=jax.lax.optimization_barrier, default=lambda dy: dy)
     x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
     unit = x32 * inverse
@@ -110,7 +116,8 @@ def _gradients(
 def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
     """Implementations of the op with or without a residual stream; all use XLA's forward pass.
 
-    The kernels move fewer bytes, but XLA cannot fuse across a kernel, and the cost model does not see what it fuses.
+    The kernels move fewer bytes, but XLA cannot fuse across a kernel, and the cost model does not see what it
+    fuses.
     """
     call = branch_by if residual else norm_by
     unfused = "XLA cannot fuse across it, and no train step was measured with it"

@@ -1,9 +1,9 @@
 """RMSNorm's backward pass on TPUs in one pass over memory, where XLA makes three.
 
-XLA:TPU reads x for its mean square, x and dy for the mean of their product, and both again for the result. Compiled for
-a v5p at 8192 x 4096 in bfloat16, it moves 384 MiB where 192 are enough, and with a residual's gradient 448 MiB where
-256 are enough. The kernel holds a block of whole rows in VMEM and reads each array once. The forward pass stays XLA's,
-which fuses it with the producer of its input.
+XLA:TPU reads x for its mean square, x and dy for the mean of their product, and both again for the result.
+Compiled for a v5p at 8192 x 4096 in bfloat16, it moves 384 MiB where 192 are enough, and with a residual's
+gradient 448 MiB where 256 are enough. The kernel holds a block of whole rows in VMEM and reads each array
+once. The forward pass stays XLA's, which fuses it with the producer of its input.
 """
 
 import dataclasses
@@ -28,7 +28,9 @@ _LANES, _SUBLANES = 128, 8
 def block_rows(rows: int, width: int, itemsize: int, *, residual: bool) -> int | None:
     """Rows of a block: the largest power of two that fits; None if no block size divides the rows."""
     arrays = 4 if residual else 3
-    row_bytes = width * (2 * arrays * itemsize + 4 * 4)  # two buffers per array, and four float32 intermediates
+    row_bytes = width * (
+        2 * arrays * itemsize + 4 * 4
+    )  # two buffers per array, and four float32 intermediates
     found = None
     size = _SUBLANES * 4 // itemsize  # rows of one tile
     while size * row_bytes <= VMEM_BYTES and rows % (PARTS * size) == 0:

@@ -1,10 +1,11 @@
 """RMSNorm's backward pass on NVIDIA and AMD GPUs in one pass over memory, where XLA makes three.
 
-XLA:GPU compiles the forward pass to one kernel that reads and writes each element once, so it stays. It compiles the
-backward pass to three kernels, which move 386 MiB at 8192 x 4096 in bfloat16 where 192 are enough (compiled for an
-H200); one H100 ran that at half of a copy's bandwidth, and the kernel at nine tenths. Here each program holds a row
-in registers, takes every `programs`-th row, and accumulates the gradient of the scale on the way. The rows that a
-program takes next are copied to shared memory meanwhile, `stages - 1` at a time.
+XLA:GPU compiles the forward pass to one kernel that reads and writes each element once, so it stays. It
+compiles the backward pass to three kernels, which move 386 MiB at 8192 x 4096 in bfloat16 where 192 are
+enough (compiled for an H200); one H100 ran that at half of a copy's bandwidth, and the kernel at nine tenths.
+Here each program holds a row in registers, takes every `programs`-th row, and accumulates the gradient of the
+scale on the way. The rows that a program takes next are copied to shared memory meanwhile, `stages - 1` at a
+time.
 """
 
 import dataclasses
@@ -39,11 +40,13 @@ def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> s
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Candidate programs, warps and stages; first 512 threads per core with 8 elements of a row each, and four stages.
+    """Candidate programs, warps and stages; first 512 threads per core with 8 elements of a row each, and
+    four stages.
 
-    At 8192 x 4096 in bfloat16 that was the fastest on one H100 (2026-11-22, JAX 0.11.2): 2647 GB/s, with a residual
-    2743, where a copy has 2894. Narrower rows, which were not measured, have more programs per core with fewer warps
-    each. Stages whose rows do not fit into shared memory, three arrays for each program of a core, are left out.
+    At 8192 x 4096 in bfloat16 that was the fastest on one H100 (2026-11-22, JAX 0.11.2): 2647 GB/s, with a
+    residual 2743, where a copy has 2894. Narrower rows, which were not measured, have more programs per core
+    with fewer warps each. Stages whose rows do not fit into shared memory, three arrays for each program of a
+    core, are left out.
     """
     x = avals["x"]
     assert isinstance(x, jax.ShapeDtypeStruct)

@@ -1,4 +1,6 @@
-"""Triton source of RMSNorm's backward pass; Triton is optional, so it is imported only when a kernel is compiled."""
+"""Triton source of RMSNorm's backward pass; Triton is optional, so it is imported only when a kernel is
+compiled.
+"""
 
 import functools
 import importlib
@@ -11,7 +13,8 @@ class _NotYet:
 
 
 tl: Any = _NotYet
-"""`triton.language` after `kernels` was called, because Triton looks up names in the globals of a kernel's module."""
+"""`triton.language` after `kernels` was called, because Triton looks up names in the globals of a kernel's
+module."""
 
 _CONSTANTS = ("rows", "width", "block", "stride", "stages", "eps")
 

@@ -16,8 +16,8 @@ def rope(
 ) -> Float[Array, "B L N H"]:
     """Rotates pair (i, i + H/2) of every head by its position's angle, in float32, and returns x's dtype.
 
-    This is the half-split layout of Llama checkpoints (arXiv:2104.09864 rotates (2i, 2i + 1)). Only x has a gradient:
-    the opposite rotation.
+    This is the half-split layout of Llama checkpoints (arXiv:2104.09864 rotates (2i, 2i + 1)). Only x has a
+    gradient: the opposite rotation.
     """
     return registry.call(ROPE, x_BLNH=x_BLNH, cos_BLR=cos_BLR, sin_BLR=sin_BLR)
 
@@ -31,7 +31,9 @@ def rope_by(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation) -
     return rotation(x_BLNH, cos_BLR, sin_BLR)
 
 
-def _forward(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation) -> tuple[Array, tuple[Array, Array]]:
+def _forward(
+    x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation
+) -> tuple[Array, tuple[Array, Array]]:
     return rotation(x_BLNH, cos_BLR, sin_BLR), (cos_BLR, sin_BLR)
 
 

@@ -1,8 +1,8 @@
 """Rotary embedding on TPUs in one pass over memory.
 
-XLA:TPU first widens x to float32 in memory, because it cannot otherwise split a head's 128 lanes in two and join them
-again. Compiled for a v5p at 8192 tokens of 32 heads, it moves 528 MiB where 132 are enough. In a register, swapping the
-halves of a head is one rotation of the lanes.
+XLA:TPU first widens x to float32 in memory, because it cannot otherwise split a head's 128 lanes in two and
+join them again. Compiled for a v5p at 8192 tokens of 32 heads, it moves 528 MiB where 132 are enough. In a
+register, swapping the halves of a head is one rotation of the lanes.
 """
 
 import functools

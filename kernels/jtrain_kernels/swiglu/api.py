@@ -20,8 +20,8 @@ def grouped_swiglu(
 ) -> Float[Array, "T F"]:
     """`swiglu` of the rows of groups: the first `sum(group_size)` rows of a buffer.
 
-    The other rows are undefined, in the result and in the gradients, and their contents have no effect on rows of
-    groups.
+    The other rows are undefined, in the result and in the gradients, and their contents have no effect on
+    rows of groups.
 
     Args:
       expected_rows: rows that groups usually have, by which implementations are ranked.
@@ -45,7 +45,8 @@ def _forward(gate: Array, up: Array) -> tuple[Array, tuple[Array, Array]]:
 
 
 def _backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
-    # A pass of its own: as the end of the matmul that recomputes `up`, XLA:TPU makes that one 1.5 times as long.
+    # A pass of its own: as the end of the matmul that recomputes `up`, XLA:TPU makes that one 1.5 times as
+    # long.
     gate, up, dy = jax.lax.optimization_barrier((*saved, dy))
     gate32, dy32 = gate.astype(jnp.float32), dy.astype(jnp.float32)
     sigmoid = jax.nn.sigmoid(gate32)
@@ -73,7 +74,9 @@ GROUPED_SWIGLU = registry.Op(
             cost_s=functools.partial(cost.grouped_swiglu_s, skips=True),
             only_forced="no hardware has run the kernel yet",
         ),
-        registry.Implementation("xla", _all_rows, cost_s=functools.partial(cost.grouped_swiglu_s, skips=False)),
+        registry.Implementation(
+            "xla", _all_rows, cost_s=functools.partial(cost.grouped_swiglu_s, skips=False)
+        ),
     ),
     cases={
         "qwen3_30b_a3b": {  # a quarter of 16384 tokens, 8 experts each, and 32 of 128 experts per device

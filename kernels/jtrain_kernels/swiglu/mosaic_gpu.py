@@ -1,7 +1,8 @@
 """SwiGLU of the first rows of a buffer on Hopper and newer NVIDIA GPUs, without touching the rows after them.
 
-A device's buffer for the rows of a mixture's experts is sized for the worst case, n times the rows of balanced experts.
-XLA reads and writes all of it. Here a block of 64 rows after the last one in use ends at once.
+A device's buffer for the rows of a mixture's experts is sized for the worst case, n times the rows of
+balanced experts. XLA reads and writes all of it. Here a block of 64 rows after the last one in use ends at
+once.
 """
 
 from collections.abc import Callable

@@ -11,7 +11,9 @@ STEPS = 5
 """Steps in a window."""
 
 
-def policy_of(names: Sequence[str], schedule: Any, *, max_loaders: int = 8, unit: Any = "tokens") -> Autoscaler:
+def policy_of(
+    names: Sequence[str], schedule: Any, *, max_loaders: int = 8, unit: Any = "tokens"
+) -> Autoscaler:
     """Returns an autoscaler that was started."""
     policy = Autoscaler(names, schedule, step_tokens=STEP_TOKENS, unit=unit, max_loaders=max_loaders)
     policy.start(0)

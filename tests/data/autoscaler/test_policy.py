@@ -73,13 +73,20 @@ def test_the_cap_holds_and_the_bottleneck_is_named_once() -> None:
     assert on(policy, 0) == set(policy.placement), "web works on both"
     said = [line for line in lines if "bottleneck" in line]
     assert len(said) == 1
-    assert "its sources need 13 loaders and data.max_loaders=2; the largest need: web needs 12 at weight 0.9" in said[0]
+    assert (
+        "its sources need 13 loaders and data.max_loaders=2; the largest need: web needs 12 at weight 0.9"
+        in said[0]
+    )
     windows(policy, 4, [0.1, 0.01])
-    assert sum("bottleneck" in line for line in windows(policy, 4, [9.0, 0.1])) == 1, "again after it had passed"
+    assert sum("bottleneck" in line for line in windows(policy, 4, [9.0, 0.1])) == 1, (
+        "again after it had passed"
+    )
 
 
 def test_at_the_cap_loaders_are_loaded_alike() -> None:
-    """Three equal sources on two loaders: without splitting a source, one loader would have twice the load."""
+    """Three equal sources on two loaders: without splitting a source, one loader would have twice the
+    load.
+    """
     policy = scaler(even(3), max_loaders=2)
     windows(policy, 4, [0.7] * 3)
     copies = [len(on(policy, s)) for s in range(3)]
@@ -132,7 +139,9 @@ def test_a_rare_source_is_known_by_its_first_run() -> None:
     policy = scaler({"web": 0.99, "rare": 0.01})
     policy.observe(1, read_s=50.0, tokens=1000, documents=10)
     windows(policy, 2, [0.1, 0.0])
-    assert policy.needs[1] == pytest.approx(50.0 * 0.01 * STEP_TOKENS / 1000 / (WINDOW_S / STEPS) / TARGET_BUSY)
+    assert policy.needs[1] == pytest.approx(
+        50.0 * 0.01 * STEP_TOKENS / 1000 / (WINDOW_S / STEPS) / TARGET_BUSY
+    )
 
 
 def test_weights_that_count_documents_are_turned_into_tokens() -> None:

@@ -12,7 +12,9 @@ from tests.data.autoscaler.autoscaling import even, on, scaler, windows
 
 @st.composite
 def histories(draw: st.DrawFn) -> dict[str, Any]:
-    """Strategy for a machine, and for needs of its sources that change several times; 0 for one that is not read."""
+    """Strategy for a machine, and for needs of its sources that change several times; 0 for one that is not
+    read.
+    """
     size = draw(st.integers(1, 12))
     need = st.one_of(st.just(0.0), st.floats(1e-6, 3.0))
     most = draw(st.integers(1, 6))
@@ -22,13 +24,17 @@ def histories(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def play(history: dict[str, Any]) -> list[Placement]:
-    """Repairs a placement for one need after another; checks the properties that every placement must have."""
+    """Repairs a placement for one need after another; checks the properties that every placement must
+    have.
+    """
     placement: Placement = {}
     found, next_loader = [], 0
     for at, need in enumerate(history["needs"]):
         most = history["max_loaders"]
         known = next_loader
-        placement, next_loader = repair(placement, need, max_loaders=most, next_loader=next_loader, merge=bool(at % 2))
+        placement, next_loader = repair(
+            placement, need, max_loaders=most, next_loader=next_loader, merge=bool(at % 2)
+        )
         found.append(placement)
         assert len(placement) <= most
         assert all(placement.values()), "an empty loader costs a process"
@@ -40,7 +46,9 @@ def play(history: dict[str, Any]) -> list[Placement]:
 
 @given(history=histories())
 @settings(max_examples=200)
-def test_whatever_is_needed_the_cap_holds_and_each_source_that_is_read_has_a_loader(history: dict[str, Any]) -> None:
+def test_whatever_is_needed_the_cap_holds_and_each_source_that_is_read_has_a_loader(
+    history: dict[str, Any],
+) -> None:
     """The same history also gives the same placements."""
     assert play(history) == play(history)
 
@@ -56,7 +64,9 @@ def test_what_does_not_change_is_left_alone(history: dict[str, Any]) -> None:
             placement, next_loader = repair(
                 placement, need, max_loaders=history["max_loaders"], next_loader=next_loader, merge=True
             )
-        again, _ = repair(placement, need, max_loaders=history["max_loaders"], next_loader=next_loader, merge=True)
+        again, _ = repair(
+            placement, need, max_loaders=history["max_loaders"], next_loader=next_loader, merge=True
+        )
         assert again == placement
 
 

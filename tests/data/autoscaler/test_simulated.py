@@ -37,7 +37,8 @@ class Schedule(NamedTuple):
 
 
 class Simulation:
-    """Simulated trainer of 1 s per step, with loaders that take a source's seconds per document; no real time passes.
+    """Simulated trainer of 1 s per step, with loaders that take a source's seconds per document; no real time
+    passes.
 
     service_s: seconds per document of each source; may be changed between steps.
     noise: each run's cost is multiplied by 1 +- noise, uniform.
@@ -79,9 +80,13 @@ class Simulation:
         return [loader for loader, held in self.placement.items() if source in held]
 
     def ready_on(self, source: int) -> list[int]:
-        """Returns the loaders that serve a source: a new loader only after its start, its former loaders until then."""
+        """Returns the loaders that serve a source: a new loader only after its start, its former loaders
+        until then.
+        """
         ready = [number for number in self.on(source) if self.loaders[number].ready_s <= self.now_s]
-        self.serving[source] = ready or [n for n in self.serving[source] if n in self.loaders] or self.on(source)
+        self.serving[source] = (
+            ready or [n for n in self.serving[source] if n in self.loaders] or self.on(source)
+        )
         return self.serving[source]
 
     def request(self, step: int) -> None:
@@ -121,7 +126,9 @@ class Simulation:
 
     def scale(self, begin: float, wait_s: float) -> None:
         # Runs are requested AHEAD steps early, so the weights must be looked up from there.
-        placement, lines = self.scaler.update(self.step + AHEAD, steps=1, seconds=self.now_s - begin, wait_s=wait_s)
+        placement, lines = self.scaler.update(
+            self.step + AHEAD, steps=1, seconds=self.now_s - begin, wait_s=wait_s
+        )
         assert bool(lines) or placement == self.placement, "a placement changed without a word"
         self.moves += placement != self.placement
         self.lines += lines
@@ -137,7 +144,8 @@ class Simulation:
 def test_a_source_that_becomes_ten_times_slower_gets_its_loaders_and_the_steps_recover() -> None:
     """After scaling, steps are within 10 % of their former time. Without scaling they stay far slower."""
     want, stuck = (
-        Simulation([3e-3] * 6, lambda _: [1 / 6] * 6, documents=300, follow=follow) for follow in (True, False)
+        Simulation([3e-3] * 6, lambda _: [1 / 6] * 6, documents=300, follow=follow)
+        for follow in (True, False)
     )
     for simulation in (want, stuck):
         simulation.run(30)
@@ -147,7 +155,9 @@ def test_a_source_that_becomes_ten_times_slower_gets_its_loaders_and_the_steps_r
 
     after = want.run(60)
 
-    assert np.mean(stuck.run(60)[-20:]) > 1.5 * before, "the slow source must hurt, or recovery proves nothing"
+    assert np.mean(stuck.run(60)[-20:]) > 1.5 * before, (
+        "the slow source must hurt, or recovery proves nothing"
+    )
     assert np.mean(after[-40:]) <= 1.1 * before
     assert max(after[-40:]) <= 1.1 * before
     assert len(want.placement) > few
@@ -200,7 +210,9 @@ def test_loaders_are_given_back_after_a_weight_has_fallen() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_noise_does_not_move_sources_about(seed: int) -> None:
-    """In 600 steps of runs that cost 30 % more or less, at loads near the limits, there are few changes, all early."""
+    """In 600 steps of runs that cost 30 % more or less, at loads near the limits, there are few changes, all
+    early.
+    """
     services = np.random.default_rng(seed).uniform(1e-3, 12e-3, 12)
     simulation = Simulation(services.tolist(), lambda _: [1 / 12] * 12, documents=400, noise=0.3, seed=seed)
     simulation.run(200)
@@ -214,7 +226,9 @@ def test_noise_does_not_move_sources_about(seed: int) -> None:
 
 
 def test_the_windows_themselves_may_be_noisy() -> None:
-    """Even if all sources are off by 30 % together in a window, which averaging does not hide, changes stay few."""
+    """Even if all sources are off by 30 % together in a window, which averaging does not hide, changes stay
+    few.
+    """
     random = np.random.default_rng(1)
     simulation = Simulation([4e-3] * 8, lambda _: [1 / 8] * 8, documents=400)
     for _ in range(200):

@@ -10,7 +10,9 @@ def run_of(source: int, numbers: list[int], skipped: dict[int, str] | None = Non
     """Returns a run in which document n has 1 + n % 5 tokens, each equal to its number."""
     lengths = np.asarray([1 + n % 5 for n in numbers], np.int32)
     ids = np.repeat(np.asarray(numbers, np.int32), lengths)
-    return ChunkRun(source, np.asarray(numbers, np.int64), starts_of(lengths), ids, skipped or {}, 0.0, "loader")
+    return ChunkRun(
+        source, np.asarray(numbers, np.int64), starts_of(lengths), ids, skipped or {}, 0.0, "loader"
+    )
 
 
 def pieces_of(keys: list[tuple[int, int]]) -> Pieces:
@@ -26,7 +28,9 @@ def keys(documents: set[tuple[int, int]]) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_buffer_is_a_dict_of_documents(seed: int) -> None:
-    """Runs come in any size and order, far ahead; documents stay open for many steps; each run is released once."""
+    """Runs come in any size and order, far ahead; documents stay open for many steps; each run is released
+    once.
+    """
     rng = np.random.default_rng(seed)
     sources, released, runs = 3, [], []
     buffer = ChunkBuffer(np.zeros(sources, np.int64), lambda run: released.append(id(run)))
@@ -59,7 +63,10 @@ def test_a_buffer_is_a_dict_of_documents(seed: int) -> None:
 
 def test_keys_lead_back_to_documents() -> None:
     source, number = np.asarray([0, 305, 2]), np.asarray([(1 << 40) - 1, 0, 77])
-    assert [part.tolist() for part in places_of(keys_of(source, number))] == [source.tolist(), number.tolist()]
+    assert [part.tolist() for part in places_of(keys_of(source, number))] == [
+        source.tolist(),
+        number.tolist(),
+    ]
 
 
 def test_documents_are_asked_for_once_and_are_missing_until_they_come() -> None:

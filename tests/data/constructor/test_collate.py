@@ -91,5 +91,7 @@ def test_a_host_fills_only_its_own_rows(layout: list[list[int]], seed: int) -> N
 def test_a_document_that_has_shrunk_is_an_error() -> None:
     one = np.zeros(1, np.int64)
     pieces = Pieces(one, one, one + 4, one + 3, one + 9)
-    with pytest.raises(ValueError, match="document 4 of source 0 was planned up to token 9, but ends at 7: its files"):
+    with pytest.raises(
+        ValueError, match="document 4 of source 0 was planned up to token 9, but ends at 7: its files"
+    ):
         fill_rows(Rows.empty(1, 8), pieces, views_of(lambda source, document: np.arange(7)))

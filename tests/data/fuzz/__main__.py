@@ -18,7 +18,9 @@ _MOST_BYTES = 1 << 14
 
 def main() -> None:
     """Fuzzes one target; libFuzzer ends the process, with code 0 if nothing was found."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("target")
     parser.add_argument("--seconds", type=int, default=300)
     args = parser.parse_args()
@@ -28,7 +30,8 @@ def main() -> None:
     with atheris.instrument_imports(include=["jtrain", "json", "csv"]):
         from tests.data.fuzz import targets
 
-    # Found inputs go to a folder that is thrown away: of what they are, a few belong into the corpus, by hand.
+    # Found inputs go to a folder that is thrown away: of what they are, a few belong into the corpus, by
+    # hand.
     with tempfile.TemporaryDirectory(prefix="jtrain-fuzz-") as found, tempfile.TemporaryDirectory() as files:
         folder = Path(files) / "files"
 

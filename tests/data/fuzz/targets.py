@@ -1,6 +1,7 @@
 """Readers to fuzz: each takes the bytes of a file and reads all of it, as a run would.
 
-A reader may refuse any input with a UserError (of which FileError and BadRecord are kinds) and raises nothing else.
+A reader may refuse any input with a UserError (of which FileError and BadRecord are kinds) and raises nothing
+else.
 """
 
 import dataclasses
@@ -55,8 +56,12 @@ def _stored(path: Path, content: bytes) -> StoredFile:
     return StoredFile(str(path), path.name, len(content), "1", str(path))
 
 
-def _records(suffix: str, *, mask: MaskFields | None = None, text_field: str = "text", block_bytes: int = 0) -> Target:
-    """Target of a format of records; with `block_bytes`, an input is the begin of each of two blocks of the file."""
+def _records(
+    suffix: str, *, mask: MaskFields | None = None, text_field: str = "text", block_bytes: int = 0
+) -> Target:
+    """Target of a format of records; with `block_bytes`, an input is the begin of each of two blocks of the
+    file.
+    """
 
     def read(files: list[bytes], folder: Path) -> None:
         files = [b"".join(part.ljust(block_bytes, b"\0") for part in files)]
@@ -87,7 +92,9 @@ def _records(suffix: str, *, mask: MaskFields | None = None, text_field: str = "
 
 
 def _with_checksums(content: bytes) -> bytes:
-    """Returns a tar file in which the checksum of each header is right, which random changes seldom leave so."""
+    """Returns a tar file in which the checksum of each header is right, which random changes seldom leave
+    so.
+    """
     blocks = bytearray(content)
     for at in range(0, len(blocks) - 511, 512):
         if blocks[at + 257 : at + 262] == b"ustar":
@@ -155,7 +162,9 @@ def _manifest(files: list[bytes], folder: Path) -> None:
 
     try:  # the digest that a hostile file would have as well
         body = json.loads(files[0])
-        body["digest"] = checkpoint_files._digest({key: value for key, value in body.items() if key != "digest"})
+        body["digest"] = checkpoint_files._digest(
+            {key: value for key, value in body.items() if key != "digest"}
+        )
         content = json.dumps(body).encode()
     except (ValueError, TypeError, AttributeError, RecursionError):
         content = files[0]

@@ -18,7 +18,8 @@ MOST_LINES = 2_000_000
 """Lines of Python that an input may take. The largest input takes 0.3 million, most of them imports."""
 
 MOST_BYTES = 48 << 20
-"""Memory that an input may take at once: 3,000 times the largest input. Most of it is PyArrow's and the JSON lines'."""
+"""Memory that an input may take at once: 3,000 times the largest input. Most of it is PyArrow's and the JSON
+lines'."""
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -27,7 +28,9 @@ def test_the_inputs_that_were_found_are_read_or_refused(name: str, tmp_path: Pat
     inputs = sorted((CORPUS / name).iterdir())
     outcomes = {file.name: _bounded(name, file.read_bytes(), tmp_path / file.name) for file in inputs}
     assert all(said for said in outcomes.values())
-    assert "read" in outcomes.values() or name == "saved_splits", outcomes  # every dataset of several splits is refused
+    assert "read" in outcomes.values() or name == "saved_splits", (
+        outcomes
+    )  # every dataset of several splits is refused
 
 
 def test_every_corpus_has_a_target() -> None:

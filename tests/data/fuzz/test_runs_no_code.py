@@ -25,7 +25,9 @@ UNPICKLERS = {
 }
 """Modules that unpickle, and where the bytes come from: never from a file."""
 
-_RUNS_CODE = re.compile(r"pickle\.loads?\(|Unpickler|torch\.load|marshal\.load|shelve\.|\beval\(|\bexec\(|joblib\.load")
+_RUNS_CODE = re.compile(
+    r"pickle\.loads?\(|Unpickler|torch\.load|marshal\.load|shelve\.|\beval\(|\bexec\(|joblib\.load"
+)
 
 
 class Payload:
@@ -57,13 +59,17 @@ def test_npy_files_with_pickled_objects_are_refused(tmp_path: Path, owned: Path)
 
 
 def test_pickles_beside_the_weights_are_not_read(tmp_path: Path, owned: Path) -> None:
-    """A model directory of pickles alone is refused; beside safetensors a pickle and Python files are inert."""
+    """A model directory of pickles alone is refused; beside safetensors a pickle and Python files are
+    inert.
+    """
     from jtrain.hf.directory import open_tensors, read_config
     from jtrain.hf.model_config import model_from_config
 
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload(owned)))
     with (
-        pytest.raises(UserError, match="Only safetensors are read: save the model with safe_serialization=True"),
+        pytest.raises(
+            UserError, match="Only safetensors are read: save the model with safe_serialization=True"
+        ),
         open_tensors(tmp_path),
     ):
         pass
@@ -79,11 +85,17 @@ def test_pickles_beside_the_weights_are_not_read(tmp_path: Path, owned: Path) ->
 
 
 def test_a_tokenizers_own_class_is_not_imported(tmp_path: Path, owned: Path) -> None:
-    """`auto_map`, `tokenizer_class` and chat templates of tokenizer_config.json name code; none of it runs."""
+    """`auto_map`, `tokenizer_class` and chat templates of tokenizer_config.json name code; none of it
+    runs.
+    """
     file, _ = (CORPUS / "tokenizer" / "bpe").read_bytes().split(SEPARATOR)
     (tmp_path / "tokenizer.json").write_bytes(file)
     (tmp_path / "evil.py").write_text(f"open({str(owned)!r}, 'w')")
-    config = {"eos_token": "</s>", "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    config = {
+        "eos_token": "</s>",
+        "tokenizer_class": "Evil",
+        "auto_map": {"AutoTokenizer": ["evil.Evil", None]},
+    }
     config["chat_template"] = f"{{{{ ''.__class__.__mro__[1].__subclasses__() }}}}{{% include '{owned}' %}}"
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = make_tokenizer(str(tmp_path))

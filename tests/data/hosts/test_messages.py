@@ -24,7 +24,13 @@ MESSAGES: tuple[tuple[Any, ...], ...] = (
     ("run", 5, 6, np.arange(3), np.asarray([1, 2, 3], np.int32), {4: "a.jsonl:7 ünreadable"}, ANCHOR, 0.1),
     ("run", 5, 6, np.arange(0), np.zeros(0, np.int32), {}, None, 0.0),
     ("fetch", 7, 8, 0, np.asarray([5, 2**40]), ANCHOR),
-    ("ids", 9, np.asarray([2], np.int32), np.arange(1 << 20, dtype=np.uint16), np.asarray([[0, 1], [2, 3]], np.int32)),
+    (
+        "ids",
+        9,
+        np.asarray([2], np.int32),
+        np.arange(1 << 20, dtype=np.uint16),
+        np.asarray([[0, 1], [2, 3]], np.int32),
+    ),
     ("ids", 9, np.asarray([1], np.int32), np.asarray([1], np.int32), NO_RUNS),
     ("done", 10),
 )
@@ -35,7 +41,9 @@ _OPEN: list[Any] = []
 
 
 def two_constructors(*, change_byte: int | None = None) -> tuple[PeerLinks, PeerLinks]:
-    """Links of two processes; the first one reaches the second through a program that changes a byte, but only once."""
+    """Links of two processes; the first one reaches the second through a program that changes a byte, but
+    only once.
+    """
     listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     proxy = socket.create_server(("127.0.0.1", 0))
     own = [one.getsockname()[:2] for one in listening]
@@ -99,11 +107,15 @@ def test_all_kinds_of_messages_arrive_as_they_were_sent() -> None:
         assert wait_for(one, 1) == [CONNECTED]
     for number, (one, other) in enumerate((ends, ends[::-1])):
         one.send(1 - number, list(MESSAGES))
-        assert [plain(message) for message in wait_for(other, len(MESSAGES))] == [plain(one) for one in MESSAGES]
+        assert [plain(message) for message in wait_for(other, len(MESSAGES))] == [
+            plain(one) for one in MESSAGES
+        ]
 
 
 def test_a_byte_changed_on_the_way_ends_the_link_and_a_new_one_is_made() -> None:
-    """The message with the changed byte never arrives; both ends say that the connection is new, and messages pass."""
+    """The message with the changed byte never arrives; both ends say that the connection is new, and messages
+    pass.
+    """
     first, second = two_constructors(change_byte=68 + 10)
     assert wait_for(first, 1) == [CONNECTED]
     assert wait_for(second, 1) == [CONNECTED]

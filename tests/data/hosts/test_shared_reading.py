@@ -1,6 +1,8 @@
-"""Hosts that divide the reading: real constructors, loaders and connections; the batches are those of one thread.
+"""Hosts that divide the reading: real constructors, loaders and connections; the batches are those of one
+thread.
 
-The trainers of all hosts live in this process here. Real JAX processes meet in `tests/data/loaders/test_processes.py`.
+The trainers of all hosts live in this process here. Real JAX processes meet in
+`tests/data/loaders/test_processes.py`.
 """
 
 import contextlib
@@ -46,7 +48,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             for i, dataset in enumerate(datasets):
                 met = sockets[i], Peers(i, addresses, token)
                 monkeypatch.setattr("jtrain.data.dataset.meet", lambda met=met: met)
-                found.append(stack.enter_context(dataset.train_batches(*args, rows=rows_of(dataset, i, len(datasets)))))
+                found.append(
+                    stack.enter_context(dataset.train_batches(*args, rows=rows_of(dataset, i, len(datasets))))
+                )
             return found
 
         yield run
@@ -73,8 +77,11 @@ def documents_read(batches: BatchIterator) -> int:
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_each_host_reads_its_share_of_the_stream_of_one_thread(folder: Path, packing: str, start: Start) -> None:
-    """Four sources, one with a loss mask: the same rows, and a quarter of the documents on each of four hosts.
+def test_each_host_reads_its_share_of_the_stream_of_one_thread(
+    folder: Path, packing: str, start: Start
+) -> None:
+    """Four sources, one with a loss mask: the same rows, and a quarter of the documents on each of four
+    hosts.
 
     Each host has 40,960 tokens of a batch, more than are filled at a time.
     """
@@ -111,9 +118,13 @@ def test_hosts_share_a_corpus_that_is_opened_as_it_is_read(tmp_path: Path, start
     rng = np.random.default_rng(0)
     for part in range(12):
         texts = [f"{part}.{n} " + "y" * int(rng.integers(0, 900)) for n in range(40)]
-        (tmp_path / f"{part:02}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        (tmp_path / f"{part:02}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     fields = {"seq_len": 64, "global_batch": 16, "eval_fraction": 0.05, "shuffle_window_bytes": 1 << 16}
-    dataset = open_dataset(PackedText(path=str(tmp_path), cache_dir=str(tmp_path / "cache"), **fields), seed=0)
+    dataset = open_dataset(
+        PackedText(path=str(tmp_path), cache_dir=str(tmp_path / "cache"), **fields), seed=0
+    )
     assert dataset.streams[0].num_documents is None, "it is not opened whole"
     with dataset.train_batches(inline=True) as alone:
         want = [next(alone) for _ in range(300)]  # more than an epoch
@@ -129,11 +140,15 @@ def test_hosts_share_a_corpus_that_is_opened_as_it_is_read(tmp_path: Path, start
 
 
 def test_hosts_decode_each_row_group_once(tmp_path: Path, start: Start) -> None:
-    """Eight groups of a Parquet file on three hosts, two loaders each: one epoch decodes eight groups in all."""
+    """Eight groups of a Parquet file on three hosts, two loaders each: one epoch decodes eight groups in
+    all.
+    """
     texts = [f"{n} " + "z" * (n % 90) for n in range(800)]
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=100)
     fields = {"seq_len": 64, "global_batch": 6, "eval_fraction": 0.0, "epochs": 1, "max_loaders": 2}
-    dataset = open_dataset(PackedText(path=str(tmp_path), cache_dir=str(tmp_path / "cache"), **fields), seed=0)
+    dataset = open_dataset(
+        PackedText(path=str(tmp_path), cache_dir=str(tmp_path / "cache"), **fields), seed=0
+    )
     with dataset.train_batches(inline=True) as alone:
         want = list(alone)
     hosts = start([dataset] * 3)
@@ -150,7 +165,12 @@ def test_kills_change_no_batch(folder: Path, start: Start) -> None:
     with dataset.train_batches(inline=True) as alone:
         want = [next(alone) for _ in range(40)]
     hosts = start([dataset] * HOSTS)
-    victims = {3: (1, "jtrain-constr"), 8: (2, "jtrain-loader"), 13: (0, "jtrain-constr"), 20: (3, "jtrain-constr")}
+    victims = {
+        3: (1, "jtrain-constr"),
+        8: (2, "jtrain-loader"),
+        13: (0, "jtrain-constr"),
+        20: (3, "jtrain-constr"),
+    }
     for step, batch in enumerate(want):
         if step in victims:
             host, role = victims[step]
@@ -176,7 +196,9 @@ def test_the_part_of_a_host_that_is_gone_is_read_by_the_others(folder: Path, sta
 
 
 def test_a_document_that_one_host_cannot_read_is_left_out_by_all(tmp_path: Path, start: Start) -> None:
-    """Host 1 sees damaged lines where the others see good ones: what the reader of a run finds holds for all."""
+    """Host 1 sees damaged lines where the others see good ones: what the reader of a run finds holds for
+    all.
+    """
     lines = [json.dumps({"text": f"{n}: " + "ab" * 20}) + "\n" for n in range(400)]
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "a.jsonl").write_text("".join(lines))
@@ -185,8 +207,16 @@ def test_a_document_that_one_host_cannot_read_is_left_out_by_all(tmp_path: Path,
     (tmp_path / "bad" / "a.jsonl").write_text("".join(damaged))
 
     def opened(folder: str) -> TextDataset:
-        fields = {"seq_len": 64, "global_batch": 8, "eval_fraction": 0.1, "on_bad_record": "skip", "max_loaders": 1}
-        return open_dataset(PackedText(path=str(tmp_path / folder), cache_dir=str(tmp_path / "c"), **fields), seed=0)
+        fields = {
+            "seq_len": 64,
+            "global_batch": 8,
+            "eval_fraction": 0.1,
+            "on_bad_record": "skip",
+            "max_loaders": 1,
+        }
+        return open_dataset(
+            PackedText(path=str(tmp_path / folder), cache_dir=str(tmp_path / "c"), **fields), seed=0
+        )
 
     hosts = start([opened("good"), opened("bad")])
     for _ in range(30):

@@ -55,29 +55,39 @@ def global_batch_of(axes: dict[str, int], block: tuple[int, int]) -> int:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> tuple[Path, list[list[dict[str, Any]]]]:
-    """Folder of the corpus, and the words of both processes on each case: one pair of processes goes through all."""
+def said(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> tuple[Path, list[list[dict[str, Any]]]]:
+    """Folder of the corpus, and the words of both processes on each case: one pair of processes goes through
+    all.
+    """
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     port = free_port()
     cases = json.dumps([(axes, global_batch_of(axes, block)) for axes, _, block, _ in CASES])
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(i), str(port), str(folder), cases], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WORKER, str(i), str(port), str(folder), cases],
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for i in range(2)
     ]
     outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     # gloo says something in between
-    return folder, [[json.loads(line) for line in output.splitlines() if line[:1] == "{"] for output in outputs]
+    return folder, [
+        [json.loads(line) for line in output.splitlines() if line[:1] == "{"] for output in outputs
+    ]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 def test_two_processes_fetch_their_rows_and_hold_what_their_devices_need(
     case: int, said: tuple[Path, list[list[dict[str, Any]]]], emulated_devices: list[jax.Device]
 ) -> None:
-    """Two real processes have four of the eight devices each; a row that both need is fetched by one if rows divide."""
+    """Two real processes have four of the eight devices each; a row that both need is fetched by one if rows
+    divide.
+    """
     axes, fetched, block, copies = CASES[case]
     global_batch = global_batch_of(axes, block)
     folder, words = said

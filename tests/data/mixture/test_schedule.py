@@ -5,7 +5,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jtrain.data.mixture.schedule import ONE, Constant, Custom, Linear, Schedule, Staged, integer_shares, own_weights
+from jtrain.data.mixture.schedule import (
+    ONE,
+    Constant,
+    Custom,
+    Linear,
+    Schedule,
+    Staged,
+    integer_shares,
+    own_weights,
+)
 from jtrain.errors import FileError
 
 NAMES = ("web", "code", "math")
@@ -60,15 +69,23 @@ def test_a_function_whose_module_imports_jax_is_refused_where_there_is_none(
     (tmp_path / "named.py").write_text(f"from json import no_such_name\n{body}")
     (tmp_path / "schedule_with_jax.py").write_text(f"from jtrain.layout.dims import Batch\n{body}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name == "jtrain.layout.dims" or name.partition(".")[0] == "jax"]:
+    for name in [
+        name for name in sys.modules if name == "jtrain.layout.dims" or name.partition(".")[0] == "jax"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jax", None)
     for function in (f"{tmp_path}/mine.py:mixture", "schedule_with_jax:mixture"):
-        with pytest.raises(ValueError, match=r"its module imports jax, .* Put the function into a file of its own"):
+        with pytest.raises(
+            ValueError, match=r"its module imports jax, .* Put the function into a file of its own"
+        ):
             Custom(function).weights(0, NAMES)
-    with pytest.raises(ValueError, match=r"theirs\.py:mixture': there is no module 'no_such_module_here'\. Install it"):
+    with pytest.raises(
+        ValueError, match=r"theirs\.py:mixture': there is no module 'no_such_module_here'\. Install it"
+    ):
         Custom(f"{tmp_path}/theirs.py:mixture").weights(0, NAMES)
-    with pytest.raises(ValueError, match=r"named\.py:mixture': its module cannot be imported \(cannot import name"):
+    with pytest.raises(
+        ValueError, match=r"named\.py:mixture': its module cannot be imported \(cannot import name"
+    ):
         Custom(f"{tmp_path}/named.py:mixture").weights(0, NAMES)
     (tmp_path / "mine.py").write_text(body)
     assert shares(Custom(f"{tmp_path}/mine.py:mixture"), 0) == [1, 0, 0]
@@ -147,7 +164,10 @@ def test_steps_must_rise_and_stages_begin_at_zero() -> None:
 def test_the_identity_changes_if_and_only_if_weights_do(tmp_path: Path) -> None:
     assert Constant({"web": 1, "code": 1}).identity == Constant({"code": 2, "web": 2, "math": 0}).identity
     assert Constant({"web": 1, "code": 1}).identity != Constant({"web": 1}).identity
-    assert Staged(((0, {"web": 1}), (4, {"code": 1}))).identity != Staged(((0, {"web": 1}), (5, {"code": 1}))).identity
+    assert (
+        Staged(((0, {"web": 1}), (4, {"code": 1}))).identity
+        != Staged(((0, {"web": 1}), (5, {"code": 1}))).identity
+    )
     assert Staged(((0, {"web": 1}),)).identity != Linear(((0, {"web": 1}),)).identity
     texts = ["def f(step):\n    return {'web': 1}\n", "def f(step):\n    return {'web': 2}\n"]
     for i, text in enumerate(texts):

@@ -20,7 +20,9 @@ def of_table(table: list[list[int]]) -> Lengths:
 
 
 def lognormal(sources: int, documents: int = 2000, seed: int = 0) -> list[list[int]]:
-    """Returns lengths as in data.md, section 4: median 318, mean 663 tokens, one document in fifty is empty."""
+    """Returns lengths as in data.md, section 4: median 318, mean 663 tokens, one document in fifty is
+    empty.
+    """
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(5.76, 1.21, (sources, documents)), 16, 8192).astype(int)
     return np.where(rng.random(lengths.shape) < 0.02, 0, lengths).tolist()

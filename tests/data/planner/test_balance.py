@@ -49,7 +49,9 @@ def test_the_balanced_order_is_never_worse_than_the_given_one(costs: np.ndarray)
 
 
 def test_an_order_that_the_tree_cannot_better_is_kept() -> None:
-    """As packed, two ranks cost 6 and 6, three cost 5, 3 and 4; in the tree's order 7 and 5, and 6, 3 and 3."""
+    """As packed, two ranks cost 6 and 6, three cost 5, 3 and 4; in the tree's order 7 and 5, and 6, 3 and
+    3.
+    """
     costs = np.asarray([4, 1, 1, 2, 2, 2])
     assert costs[tree(costs)].tolist() == [4, 2, 1, 2, 2, 1]
     assert balanced_order(costs.astype(float)).tolist() == list(range(len(costs)))

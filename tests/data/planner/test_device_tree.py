@@ -36,7 +36,12 @@ FETCHED = (
     # Pairs of processes share a data rank.
     ({"data": 2, "tensor": 4}, 4, ("tensor",), [range(4), range(4, 8), range(8, 12), range(12, 16)]),
     # A stage holds all data ranks: its process fetches half the rows of each.
-    ({"stage": 2, "data": 2, "tensor": 2}, 2, ("stage",), [[*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)]]),
+    (
+        {"stage": 2, "data": 2, "tensor": 2},
+        2,
+        ("stage",),
+        [[*range(4), *range(8, 12)], [*range(4, 8), *range(12, 16)]],
+    ),
 )
 
 
@@ -50,13 +55,20 @@ def test_each_process_fetches_its_part_of_the_rows(
 
 
 def test_rows_that_do_not_split_over_peers_are_fetched_by_each_of_them() -> None:
-    """Four rows over eight peers; six rows over two stages, then three rows over two pairs of tensor ranks."""
+    """Four rows over eight peers; six rows over two stages, then three rows over two pairs of tensor
+    ranks.
+    """
     whole = placed(tree_of(2, 4, tensor=8))
     assert whole.levels == BATCH_AXES
     assert [whole.rows(process).tolist() for process in range(2)] == [[0, 1, 2, 3]] * 2
     half = placed(tree_of(4, 6, stage=2, context=2))
     assert half.levels == (*BATCH_AXES, "stage")
-    assert [half.rows(process).tolist() for process in range(4)] == [[0, 1, 2], [0, 1, 2], [3, 4, 5], [3, 4, 5]]
+    assert [half.rows(process).tolist() for process in range(4)] == [
+        [0, 1, 2],
+        [0, 1, 2],
+        [3, 4, 5],
+        [3, 4, 5],
+    ]
 
 
 @given(
@@ -68,7 +80,9 @@ def test_rows_that_do_not_split_over_peers_are_fetched_by_each_of_them() -> None
 def test_every_row_is_fetched_once_or_by_all_that_need_it(
     sizes: dict[str, int], processes: int, rows_per_rank: int, order: random.Random
 ) -> None:
-    """For any mesh and any order of its devices, on as many rows as devices along the axes split, or on fewer."""
+    """For any mesh and any order of its devices, on as many rows as devices along the axes split, or on
+    fewer.
+    """
     global_batch = rows_per_rank * math.prod(sizes[axis] for axis in BATCH_AXES)
     tree = tree_of(processes, global_batch, **sizes)
     devices = tree.process_of_device.reshape(-1).tolist()
@@ -87,7 +101,9 @@ def test_every_row_is_fetched_once_or_by_all_that_need_it(
 
 
 def test_a_batch_that_does_not_split_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.global_batch=10 does not split evenly .* = 4 shards.*do: 8, 12\. Set"):
+    with pytest.raises(
+        ValueError, match=r"data\.global_batch=10 does not split evenly .* = 4 shards.*do: 8, 12\. Set"
+    ):
         tree_of(1, 10, data=4).distribute(*BATCH_AXES)
 
 
@@ -108,5 +124,7 @@ def test_zigzag_gives_each_device_the_same_causal_attention() -> None:
 
 
 def test_a_row_that_does_not_split_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"data\.seq_len=20 does not split into 8 parts \(zigzag.*do: 16, 24"):
+    with pytest.raises(
+        ValueError, match=r"data\.seq_len=20 does not split into 8 parts \(zigzag.*do: 16, 24"
+    ):
         context_order(20, 4, "zigzag")

@@ -35,7 +35,9 @@ class Endless:
         if packing == "concat":
             packed: Packed = concat(carried, more, rows=rows, seq_len=seq_len)
         else:
-            packed = fit(carried, more, rows=rows, seq_len=seq_len, slack_tokens=seq_len, best=packing == "best_fit")
+            packed = fit(
+                carried, more, rows=rows, seq_len=seq_len, slack_tokens=seq_len, best=packing == "best_fit"
+            )
         self.next = numbers[packed.used] if packed.used < len(numbers) else self.next
         self.carry = [(numbers[i], (start, spans[i][1])) for i, start in packed.left.T.tolist()]
         return [(row, numbers[i], start, end) for row, i, start, end in packed.pieces.T.tolist()]
@@ -75,11 +77,15 @@ def test_every_token_is_placed_once_in_order_and_no_row_overflows(
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_rows_are_full(packing: Packing) -> None:
-    """Rows are 99.8 % full with 64 rows of 8192 tokens and a median document of 318; concat fills them completely."""
+    """Rows are 99.8 % full with 64 rows of 8192 tokens and a median document of 318; concat fills them
+    completely.
+    """
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.76, 1.21, 20_000), 16, 8192).astype(int).tolist()
     stream = Endless(lengths)
-    fill = [sum(end - start for *_, start, end in stream.step(packing, 64, 8192)) / (64 * 8192) for _ in range(12)]
+    fill = [
+        sum(end - start for *_, start, end in stream.step(packing, 64, 8192)) / (64 * 8192) for _ in range(12)
+    ]
     assert min(fill) >= {"concat": 1.0, "first_fit": 0.997, "best_fit": 0.999}[packing], fill
     assert np.mean(fill) >= 0.998, fill
     assert len(stream.carry) < (2 if packing == "concat" else 500)
@@ -108,7 +114,9 @@ def test_a_chunk_as_long_as_a_row_has_a_row_of_its_own() -> None:
         whole = {row for row, _, start, end in pieces if end - start == 256}
         assert all(rows[row] == 1 for row in whole)
         assert len(stream.carry) <= 1
-        cut += sum(stream.lengths[number % 900] == 256 and end - start < 256 for _, number, start, end in pieces)
+        cut += sum(
+            stream.lengths[number % 900] == 256 and end - start < 256 for _, number, start, end in pieces
+        )
     assert cut <= 2 * 2 * 20, "of all long chunks only the last of a step is cut"
 
 

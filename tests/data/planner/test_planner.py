@@ -16,7 +16,9 @@ from tests.data.planner.planning import content, lognormal, make, of_table, run,
 def test_every_token_of_every_epoch_is_trained_on_once(
     table: list[list[int]], fields: dict[str, Any], epochs: int
 ) -> None:
-    """No token is lost or repeated until the data ends, in every packing and unit; all steps have the same shape."""
+    """No token is lost or repeated until the data ends, in every packing and unit; all steps have the same
+    shape.
+    """
     planner = Planner(make(table, **fields, epochs=epochs), of_table(table))
     state, seen, plans = planner.start(), set(), []
     for _ in range(5000):
@@ -36,7 +38,9 @@ def test_every_token_of_every_epoch_is_trained_on_once(
         assert filled.max() <= planner.spec.seq_len
         assert (np.diff(pieces.row) >= 0).all()
         if fields["unit"] == "rows":
-            assert len(np.unique(np.stack([pieces.row, pieces.source]), axis=1).T) == len(np.unique(pieces.row))
+            assert len(np.unique(np.stack([pieces.row, pieces.source]), axis=1).T) == len(
+                np.unique(pieces.row)
+            )
     else:
         pytest.fail("the data did not end")
     want = {
@@ -55,7 +59,9 @@ def test_every_token_of_every_epoch_is_trained_on_once(
 def test_what_is_known_when_does_not_change_the_stream(
     table: list[list[int]], fields: dict[str, Any], seed: int
 ) -> None:
-    """Lengths arrive late and in parts; a plan that must wait changes nothing; earlier states can be planned again."""
+    """Lengths arrive late and in parts; a plan that must wait changes nothing; earlier states can be planned
+    again.
+    """
     spec, rng = make(table, **fields), np.random.default_rng(seed)
     whole, _ = run(Planner(spec, of_table(table)), Planner(spec, of_table(table)).start(), 4)
     known = [0] * len(table)
@@ -114,7 +120,9 @@ SCHEDULES = (
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_shares_drift_by_less_than_a_thousandth_in_1000_steps(schedule: Schedule, unit: str, packing: str) -> None:
+def test_shares_drift_by_less_than_a_thousandth_in_1000_steps(
+    schedule: Schedule, unit: str, packing: str
+) -> None:
     """The test counts tokens, documents or rows itself instead of trusting the planner's drift."""
     table = lognormal(4)
     spec = make(table, schedule, unit=unit, packing=packing, seq_len=2048, global_batch=8)
@@ -126,7 +134,9 @@ def test_shares_drift_by_less_than_a_thousandth_in_1000_steps(schedule: Schedule
         if unit == "tokens":
             here = plan.tokens_by_source
         elif unit == "rows":
-            here = np.bincount(plan.pieces.source[np.unique(plan.pieces.row, return_index=True)[1]], minlength=4)
+            here = np.bincount(
+                plan.pieces.source[np.unique(plan.pieces.row, return_index=True)[1]], minlength=4
+            )
         else:
             moved = zip(before.cursors.tolist(), state.cursors.tolist(), strict=True)
             here = np.asarray([(of_table(table)(s, a, b - a) > 0).sum() for s, (a, b) in enumerate(moved)])

@@ -28,7 +28,10 @@ def test_a_source_at_its_end_leaves_its_share_to_the_others(unit: str) -> None:
 def test_a_source_without_a_token_is_an_error_that_names_it_not_a_hang() -> None:
     table = [[5], [0, 0, 0]]
     planner = Planner(make(table), of_table(table))
-    message = r"data\.sources\.s1 has no text to train on: a whole epoch of 3 documents.* data\.sources\.s1\.weight=0"
+    message = (
+        r"data\.sources\.s1 has no text to train on: a whole epoch of 3 documents.* "
+        r"data\.sources\.s1\.weight=0"
+    )
     with pytest.raises(ValueError, match=message):
         planner.plan(planner.start())
     planner = Planner(make(table, own_weights(Constant(), {"s0": 1.0, "s1": 0.0})), of_table(table))
@@ -36,7 +39,8 @@ def test_a_source_without_a_token_is_an_error_that_names_it_not_a_hang() -> None
     assert plan.fill == 1, "what the message says helps"
     planner = Planner(make([[0, 0]], Constant({"data": 1}), names=("data",)), of_table([[0, 0]]))
     with pytest.raises(
-        ValueError, match=r"^data has no text to train on: a whole epoch of 2 documents .* set data\.path to files"
+        ValueError,
+        match=r"^data has no text to train on: a whole epoch of 2 documents .* set data\.path to files",
     ) as caught:
         planner.plan(planner.start())
     assert "weight" not in str(caught.value), "of one source it would leave nothing"
@@ -51,7 +55,9 @@ def test_a_source_without_a_token_is_an_error_that_names_it_not_a_hang() -> None
     ],
     ids=["staged", "linear"],
 )
-def test_data_that_ends_before_a_later_stage_begins_is_an_error_with_its_step(schedule: Schedule, unit: str) -> None:
+def test_data_that_ends_before_a_later_stage_begins_is_an_error_with_its_step(
+    schedule: Schedule, unit: str
+) -> None:
     """This is an error and not the end of the data, because most of the data was never read."""
     table = [[16] * 50, [16] * 400, [16] * 400]
     spec = make(table, schedule, epochs=1, unit=unit)
@@ -60,7 +66,8 @@ def test_data_that_ends_before_a_later_stage_begins_is_an_error_with_its_step(sc
     assert [plan.last for plan in plans] == [False] * 13
     message = (
         r"at step 13 every source with weight .* data\.epochs=1: data\.sources\.s0 \(50\)\), while "
-        r"data\.sources\.s1, with 400 unread documents, has no weight before step 100\. Give it weight from step"
+        r"data\.sources\.s1, with 400 unread documents, has no weight before step 100\. Give it weight from "
+        r"step"
     )
     with pytest.raises(ValueError, match=message):
         planner.plan(state)
@@ -79,7 +86,9 @@ def test_data_that_ends_before_a_later_stage_begins_is_an_error_with_its_step(sc
 def test_a_stage_that_begins_where_the_one_before_ends_its_data_goes_on(unit: str, documents: int) -> None:
     """The stream also continues if the last step of the first stage is not full."""
     table = [[16] * documents, [16] * 40, [16] * 40]
-    planner = Planner(make(table, Staged(((0, {"s0": 1}), (12, {"s1": 1}))), epochs=1, unit=unit), of_table(table))
+    planner = Planner(
+        make(table, Staged(((0, {"s0": 1}), (12, {"s1": 1}))), epochs=1, unit=unit), of_table(table)
+    )
     plans, state = run(planner, planner.start(), 22)
     assert sum(int(plan.tokens_by_source[1]) for plan in plans) == 16 * 40
     assert not any(plan.last for plan in plans[:-1])

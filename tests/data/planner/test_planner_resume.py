@@ -39,7 +39,8 @@ def test_a_mixture_changed_on_resume_is_logged_and_followed() -> None:
     new = dataclasses.replace(old, schedule=Constant({"s0": 0.9, "s1": 0.1}))
     state, lines = Planner(new, of_table(table)).resume(state.to_json(old.names))
     assert lines == [
-        "step 50: the mixture was 'constant: s0 0.5, s1 0.5', from this step on it is 'constant: s0 0.9, s1 0.1'",
+        "step 50: the mixture was 'constant: s0 0.5, s1 0.5', from this step on it is 'constant: s0 0.9, s1 "
+        "0.1'",
         "step 50: s0 0.5000 -> 0.9000",
         "step 50: s1 0.5000 -> 0.1000",
     ]

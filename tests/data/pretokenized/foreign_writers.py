@@ -14,9 +14,13 @@ Documents = list[list[int]]
 def write_megatron(
     prefix: Path, documents: Documents, *, dtype: str = "uint16", sequences: int = 1, index: str = "megatron"
 ) -> None:
-    """PREFIX.bin and PREFIX.idx, each document as `sequences` sequences; `index` is megatron, multimodal or fairseq."""
+    """PREFIX.bin and PREFIX.idx, each document as `sequences` sequences; `index` is megatron, multimodal or
+    fairseq.
+    """
     codes = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
-    parts = [part for document in documents for part in np.array_split(np.asarray(document, dtype), sequences)]
+    parts = [
+        part for document in documents for part in np.array_split(np.asarray(document, dtype), sequences)
+    ]
     flat = np.concatenate(parts)
     flat.astype(np.dtype(dtype).newbyteorder("<")).tofile(prefix.with_suffix(".bin"))
     sizes = np.asarray([len(part) for part in parts], "<i4")
@@ -79,12 +83,19 @@ def write_mds(
                 if not rest:
                     value = bytes([codes[dtype.name]]) + value
             values = {"id": f"sample {first + i}".encode(), column: value, "zz": struct.pack("<q", i)}
-            sizes = b"".join(struct.pack("<I", len(values[name])) for name, _, size in columns if size is None)
+            sizes = b"".join(
+                struct.pack("<I", len(values[name])) for name, _, size in columns if size is None
+            )
             samples.append(sizes + b"".join(values[name] for name, _, _ in columns))
         description = json.dumps({"column_names": [name for name, _, _ in columns]}).encode()
         begin = 4 + 4 * (len(samples) + 1) + len(description)
         offsets = begin + np.cumsum([0, *map(len, samples)])
-        content = struct.pack("<I", len(samples)) + offsets.astype("<u4").tobytes() + description + b"".join(samples)
+        content = (
+            struct.pack("<I", len(samples))
+            + offsets.astype("<u4").tobytes()
+            + description
+            + b"".join(samples)
+        )
         name = f"shard.{number:05}.mds"
         (folder / (f"{name}.zstd" if compression else name)).write_bytes(content)
         shards.append(
@@ -105,7 +116,9 @@ def write_mds(
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
 
 
-def write_parquet_ids(path: Path, documents: Documents, *, column: str = "input_ids", kind: str = "int32") -> None:
+def write_parquet_ids(
+    path: Path, documents: Documents, *, column: str = "input_ids", kind: str = "int32"
+) -> None:
     """Row groups of 16 lists of ids, and their masks."""
     ids = pa.array([document or None for document in documents], pa.list_(pa.type_for_alias(kind)))
     mask = pa.array([[1] * len(document) for document in documents], pa.list_(pa.int8()))

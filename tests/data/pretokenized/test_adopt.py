@@ -1,4 +1,6 @@
-"""Token files of other projects are adopted in place: their documents are records, their ids stay where they lie."""
+"""Token files of other projects are adopted in place: their documents are records, their ids stay where they
+lie.
+"""
 
 import io
 import re
@@ -24,12 +26,18 @@ LAYOUTS: dict[str, Callable[[Path, Documents], None]] = {
     "megatron": lambda folder, documents: write.write_megatron(folder / "a", documents),
     "megatron-int32": lambda folder, documents: write.write_megatron(folder / "a", documents, dtype="int32"),
     "megatron-int64": lambda folder, documents: write.write_megatron(folder / "a", documents, dtype="int64"),
-    "megatron-sequences": lambda folder, documents: write.write_megatron(folder / "a", documents, sequences=3),
-    "megatron-multimodal": lambda folder, documents: write.write_megatron(folder / "a", documents, index="multimodal"),
+    "megatron-sequences": lambda folder, documents: write.write_megatron(
+        folder / "a", documents, sequences=3
+    ),
+    "megatron-multimodal": lambda folder, documents: write.write_megatron(
+        folder / "a", documents, index="multimodal"
+    ),
     "fairseq": lambda folder, documents: write.write_megatron(folder / "a", documents, index="fairseq"),
     "nanogpt": lambda folder, documents: write.write_raw(folder / "train.bin", documents),
     "llm.c": lambda folder, documents: write.write_llm_c(folder / "train.bin", documents),
-    "llm.c-llama-3": lambda folder, documents: write.write_llm_c(folder / "train.bin", documents, model="llama-3"),
+    "llm.c-llama-3": lambda folder, documents: write.write_llm_c(
+        folder / "train.bin", documents, model="llama-3"
+    ),
     "olmo": lambda folder, documents: write.write_raw(folder / "part-0-00000.npy", documents),
     "numpy": lambda folder, documents: write.write_npy(folder / "a.npy", documents),
     "mds": lambda folder, documents: write.write_mds(folder, documents),
@@ -37,7 +45,9 @@ LAYOUTS: dict[str, Callable[[Path, Documents], None]] = {
     "mds-own-dtype": lambda folder, documents: write.write_mds(folder, documents, encoding="ndarray"),
     "mds-input_ids": lambda folder, documents: write.write_mds(folder, documents, column="input_ids"),
     "parquet": lambda folder, documents: write.write_parquet_ids(folder / "a.parquet", documents),
-    "parquet-int64": lambda folder, documents: write.write_parquet_ids(folder / "a.parquet", documents, kind="int64"),
+    "parquet-int64": lambda folder, documents: write.write_parquet_ids(
+        folder / "a.parquet", documents, kind="int64"
+    ),
 }
 
 
@@ -65,7 +75,11 @@ def test_several_files_are_one_source_and_name_their_documents(
     """The documents lie in three files, 30 in each but the last; MDS shards have 20."""
     theirs = tmp_path / "theirs"
     (theirs / "deep").mkdir(parents=True)
-    parts = {theirs / "a": documents[:30], theirs / "b": documents[30:60], theirs / "deep" / "c": documents[60:]}
+    parts = {
+        theirs / "a": documents[:30],
+        theirs / "b": documents[30:60],
+        theirs / "deep" / "c": documents[60:],
+    }
     for path, some in parts.items():
         if kind == "megatron":
             write.write_megatron(path, some)
@@ -86,7 +100,9 @@ def test_several_files_are_one_source_and_name_their_documents(
 
 @pytest.mark.usefixtures("small_parts")
 def test_the_border_of_a_document_may_lie_anywhere(tokenizer_json: Path, tmp_path: Path) -> None:
-    """Documents of exactly one part, of many parts, of the end id alone, and one without an end id as the last."""
+    """Documents of exactly one part, of many parts, of the end id alone, and one without an end id as the
+    last.
+    """
     documents = [[5] * 499 + [END], [END], [END], [6] * 2600 + [END], [7] * 30]
     write.write_raw(tmp_path / "a.bin", documents)
     write.write_raw(tmp_path / "b.bin", [[8, 9]])
@@ -134,7 +150,9 @@ def test_the_vocabulary_gives_the_width_of_raw_ids_and_an_option_overrides_it(
     assert index.dtype == np.uint32
 
 
-def test_a_change_in_the_middle_is_found_by_verify(documents: Documents, tokenizer_json: Path, tmp_path: Path) -> None:
+def test_a_change_in_the_middle_is_found_by_verify(
+    documents: Documents, tokenizer_json: Path, tmp_path: Path
+) -> None:
     write.write_raw(tmp_path / "a.bin", documents)
     index = run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json)
     content = bytearray((tmp_path / "a.bin").read_bytes())
@@ -152,7 +170,9 @@ def test_moved_files_are_adopted_again_without_reading_them(
     write.write_raw(tmp_path / "old" / "a.bin", documents)
     run(tmp_path / "old", tmp_path / "out", tokenizer_json)
     (tmp_path / "old").rename(tmp_path / "new")
-    with pytest.raises(FileError, match=r"old/a\.bin, which moved or changed.*moved files with the same contents"):
+    with pytest.raises(
+        FileError, match=r"old/a\.bin, which moved or changed.*moved files with the same contents"
+    ):
         PreparedIndex(tmp_path / "out" / "data")
 
     def scan(self: dense.SplitFile, part: int) -> foreign_file.Found:

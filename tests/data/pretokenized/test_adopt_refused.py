@@ -23,7 +23,9 @@ def test_an_adopted_index_is_refused_where_a_loss_mask_is_wanted(
     write.write_raw(tmp_path / "train.bin", documents)
     index = run(tmp_path / "train.bin", tmp_path / "out", tokenizer_json)
     index.check_mask(None)
-    with pytest.raises(UserError, match=r"holds ids without a loss mask, but mask_field='m' is set.*remove mask_field"):
+    with pytest.raises(
+        UserError, match=r"holds ids without a loss mask, but mask_field='m' is set.*remove mask_field"
+    ):
         index.check_mask(MaskFields("m", "mask_field", mask_prompt=True))
 
 
@@ -49,7 +51,9 @@ def test_an_id_beyond_the_vocabulary_is_refused_with_its_place(
 
 def test_files_without_the_end_id_are_refused(tokenizer_json: Path, tmp_path: Path) -> None:
     write.write_raw(tmp_path / "a.bin", [[5] * 100, [6] * 20])
-    with pytest.raises(ValueError, match=r"none of the 120 ids is 1, the end id of --tokenizer .* Set --end-token"):
+    with pytest.raises(
+        ValueError, match=r"none of the 120 ids is 1, the end id of --tokenizer .* Set --end-token"
+    ):
         run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json)
     write.write_raw(tmp_path / "a.bin", [[5] * 100 + [0], [6] * 20 + [0]])
     index = run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json, end_token="<|begin_of_text|>")
@@ -64,7 +68,9 @@ def test_another_tokenizer_is_refused_and_fields_of_text_are_not_compared(
     write.write_raw(tmp_path / "a.bin", documents)
     index = run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json)
     index.check(tokenizer=make_tokenizer(str(tokenizer_json)).identity, text_field="text", format="auto")
-    with pytest.raises(ValueError, match=r"is stale: it was made with tokenizer='.*', now 'bytes'\. .*: adopt!$"):
+    with pytest.raises(
+        ValueError, match=r"is stale: it was made with tokenizer='.*', now 'bytes'\. .*: adopt!$"
+    ):
         index.check(tokenizer="bytes", text_field="text", format="auto")
 
 
@@ -77,7 +83,8 @@ def test_a_changed_file_is_one_message_at_open_and_at_reading(
     content = bytearray((tmp_path / "000.bin").read_bytes())
     (tmp_path / "000.bin").write_bytes(content[:-2])
     message = (
-        r"out/data reads its ids from .*000\.bin, which moved or changed .*: it had [\d,]+ bytes and has .* adopt!"
+        r"out/data reads its ids from .*000\.bin, which moved or changed .*: it had [\d,]+ bytes and "
+        r"has .* adopt!"
     )
     with pytest.raises(FileError, match=message):
         PreparedIndex(index.location)
@@ -102,7 +109,9 @@ def test_compressed_shards_are_refused_with_the_way_out(
     documents: Documents, tokenizer_json: Path, tmp_path: Path
 ) -> None:
     write.write_mds(tmp_path / "a", documents, compression="zstd:3")
-    with pytest.raises(FileError, match=r"shard\.00000\.mds\.zstd is compressed \(zstd:3\).*compression=None"):
+    with pytest.raises(
+        FileError, match=r"shard\.00000\.mds\.zstd is compressed \(zstd:3\).*compression=None"
+    ):
         run(tmp_path / "a", tmp_path / "out", tokenizer_json)
 
 
@@ -110,7 +119,9 @@ def test_an_mds_column_is_named_where_it_is_not_known(
     documents: Documents, tokenizer_json: Path, tmp_path: Path
 ) -> None:
     write.write_mds(tmp_path / "a", documents, column="ids")
-    with pytest.raises(ValueError, match=r"which column holds the ids\? Set --column to one of id, ids, zz\."):
+    with pytest.raises(
+        ValueError, match=r"which column holds the ids\? Set --column to one of id, ids, zz\."
+    ):
         run(tmp_path / "a", tmp_path / "out", tokenizer_json)
     with pytest.raises(ValueError, match=r"no column 'nothing'\. Set --column to one of id, ids, zz\."):
         run(tmp_path / "a", tmp_path / "out", tokenizer_json, column="nothing")
@@ -119,9 +130,13 @@ def test_an_mds_column_is_named_where_it_is_not_known(
     assert_holds(run(tmp_path / "a", tmp_path / "out", tokenizer_json, column="ids"), documents)
 
 
-def test_parquet_without_lists_of_ids_is_refused(documents: Documents, tokenizer_json: Path, tmp_path: Path) -> None:
+def test_parquet_without_lists_of_ids_is_refused(
+    documents: Documents, tokenizer_json: Path, tmp_path: Path
+) -> None:
     write.write_parquet_ids(tmp_path / "a.parquet", documents, column="ids", kind="float")
-    with pytest.raises(ValueError, match=r"no column 'input_ids'\. Set --column to one of 'ids', 'attention_mask'"):
+    with pytest.raises(
+        ValueError, match=r"no column 'input_ids'\. Set --column to one of 'ids', 'attention_mask'"
+    ):
         run(tmp_path / "a.parquet", tmp_path / "out", tokenizer_json)
     with pytest.raises(ValueError, match=r"column 'ids' is list<.*float>, and ids are lists of integers"):
         run(tmp_path / "a.parquet", tmp_path / "out", tokenizer_json, column="ids")
@@ -143,7 +158,10 @@ def test_files_cut_short_or_of_another_kind_are_refused(
     (tmp_path / "m.idx").write_bytes(b"x" + idx[1:])
     refused(tmp_path / "m", r"m\.idx: not an index of Megatron")
     (tmp_path / "m.idx").write_bytes(idx[:17] + b"\7" + idx[18:])
-    refused(tmp_path / "m", r"m\.idx: version 1 with dtype code 7; version 1 with codes 1, 2, 3, 4, 5, 8 can be read")
+    refused(
+        tmp_path / "m",
+        r"m\.idx: version 1 with dtype code 7; version 1 with codes 1, 2, 3, 4, 5, 8 can be read",
+    )
     (tmp_path / "m.idx").write_bytes(idx[: 42 + 4 * len(documents)] + b"\1" + idx[43 + 4 * len(documents) :])
     refused(tmp_path / "m", r"m\.idx: its sequences do not lie one after another")
     (tmp_path / "m.bin").unlink()
@@ -163,7 +181,9 @@ def test_files_cut_short_or_of_another_kind_are_refused(
         run("s3://x", tmp_path / "out", tokenizer_json)
 
 
-def test_a_folder_of_several_layouts_is_refused(documents: Documents, tokenizer_json: Path, tmp_path: Path) -> None:
+def test_a_folder_of_several_layouts_is_refused(
+    documents: Documents, tokenizer_json: Path, tmp_path: Path
+) -> None:
     def refused(message: str) -> None:
         with pytest.raises(ValueError, match=message):
             run(tmp_path, tmp_path / "out", tokenizer_json)
@@ -200,7 +220,9 @@ def test_an_existing_folder_that_is_no_index_is_kept(
 ) -> None:
     write.write_raw(tmp_path / "a.bin", documents)
     (tmp_path / "out" / "data").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"out/data exists and is not a prepared index\. Remove it, or set --name"):
+    with pytest.raises(
+        ValueError, match=r"out/data exists and is not a prepared index\. Remove it, or set --name"
+    ):
         run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json)
     run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json, name="other")
     body = json.loads((tmp_path / "out" / "other" / reader.INDEX).read_text())
@@ -208,5 +230,7 @@ def test_an_existing_folder_that_is_no_index_is_kept(
 
 
 def test_a_path_at_which_nothing_is_names_what_can_be_adopted(tokenizer_json: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"^--from .*nowhere: nothing there; .*Set --from to a file, a folder"):
+    with pytest.raises(
+        FileError, match=r"^--from .*nowhere: nothing there; .*Set --from to a file, a folder"
+    ):
         run(tmp_path / "nowhere", tmp_path / "out", tokenizer_json)

@@ -50,7 +50,13 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path) -> None:
     write_lines(tmp_path, lines=600)
     made = []
     for workers in (1, 3):
-        prepare(recipes_of(tmp_path), tmp_path / f"{workers}", workers=workers, stream=io.StringIO(), shard_bytes=2048)
+        prepare(
+            recipes_of(tmp_path),
+            tmp_path / f"{workers}",
+            workers=workers,
+            stream=io.StringIO(),
+            shard_bytes=2048,
+        )
         made.append(contents(tmp_path / f"{workers}"))
     assert len(made[0]) == 13, "six files of each source, the mask of one"
     assert made[0] == made[1]
@@ -66,7 +72,9 @@ def write_bad_lines(folder: Path) -> None:
 
 def test_a_bad_record_stops_or_is_named_and_counted(tmp_path: Path) -> None:
     write_bad_lines(tmp_path)
-    with pytest.raises(ValueError, match=r"data\.sources\.web: .*web\.jsonl, line 8: no field 'text'.*on_bad_record"):
+    with pytest.raises(
+        ValueError, match=r"data\.sources\.web: .*web\.jsonl, line 8: no field 'text'.*on_bad_record"
+    ):
         prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=io.StringIO(), shard_bytes=2048)
     skipping = recipes_of(tmp_path, on_bad_record="skip")
     stream = io.StringIO()
@@ -142,7 +150,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[4:400] = b"\xff" * 396
     path.write_bytes(content)
-    recipe = Recipe(name="web", source=Source(path=str(path)), tokenizer="bytes", cache_dir=tmp_path / "cache")
+    recipe = Recipe(
+        name="web", source=Source(path=str(path)), tokenizer="bytes", cache_dir=tmp_path / "cache"
+    )
     with pytest.raises(ValueError, match=r"data\.sources\.web: .*web\.parquet: row group 0 cannot be read"):
         prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
 
@@ -157,14 +167,18 @@ def test_a_row_group_that_cannot_be_read_is_left_out_where_that_is_the_policy(tm
     content[at : at + 60] = bytes(60)
     path.write_bytes(content)
     source = Source(path=str(path))
-    recipe = Recipe(name="data", source=source, tokenizer="bytes", on_bad_record="skip", cache_dir=tmp_path / "cache")
+    recipe = Recipe(
+        name="data", source=source, tokenizer="bytes", on_bad_record="skip", cache_dir=tmp_path / "cache"
+    )
     prepare([recipe], tmp_path / "out", workers=2, stream=io.StringIO(), shard_bytes=4096)
     index = PreparedIndex(tmp_path / "out" / "data")
     want = [0 if 100 <= i < 150 else len(text) + 2 for i, text in enumerate(texts)]
     assert index.lengths(np.arange(300)).tolist() == want
     assert list(index.skipped) == list(range(100, 150))
     failing = dataclasses.replace(recipe, on_bad_record="fail")
-    message = r"^data: the prepared index .* leaves out 50 bad records, .*web\.parquet: row group 2 cannot be read"
+    message = (
+        r"^data: the prepared index .* leaves out 50 bad records, .*web\.parquet: row group 2 cannot be read"
+    )
     with pytest.raises(ValueError, match=message):
         prepare([failing], tmp_path / "out", workers=1, stream=io.StringIO())
     with pytest.raises(ValueError, match=r"^data: .*web\.parquet: row group 2 cannot be read"):
@@ -181,7 +195,9 @@ def test_arguments_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"the name is a folder's too"):
             prepare([odd], tmp_path / "out", workers=1, stream=io.StringIO())
     (tmp_path / "out" / "web").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"out/web exists and is not a prepared index\. Remove it, or choose another"):
+    with pytest.raises(
+        ValueError, match=r"out/web exists and is not a prepared index\. Remove it, or choose another"
+    ):
         prepare(recipes, tmp_path / "out", workers=1, stream=io.StringIO())
 
 
@@ -192,11 +208,15 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_gets_a_bar_and_anything_else_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_a_bar_and_anything_else_plain_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("jtrain.data.pretokenized.progress.LINE_S", 0.0)
     write_lines(tmp_path, lines=300)
     for stream in (io.StringIO(), Terminal()):
-        prepare(recipes_of(tmp_path), tmp_path / type(stream).__name__, workers=2, stream=stream, shard_bytes=2048)
+        prepare(
+            recipes_of(tmp_path), tmp_path / type(stream).__name__, workers=2, stream=stream, shard_bytes=2048
+        )
         said = stream.getvalue()
         assert re.search(r"web: 300 records, [\d,]+ tokens\.", said)
         assert re.search(r"400/400|400 of 400 records", said)
@@ -208,7 +228,10 @@ def test_the_verb_prints_and_writes_a_table(capsys: pytest.CaptureFixture[str], 
 
     def run() -> list[tuple[str, str, int]]:
         rows = prepare_command(
-            {"web": Source(path=str(tmp_path / "web.jsonl")), "std": Source(path=str(tmp_path / "book.jsonl"))},
+            {
+                "web": Source(path=str(tmp_path / "web.jsonl")),
+                "std": Source(path=str(tmp_path / "book.jsonl")),
+            },
             tmp_path / "out",
             tokenizer="bytes",
             end_token=None,
@@ -242,8 +265,12 @@ def test_an_index_is_not_written_to_a_url(tmp_path: Path) -> None:
         )
 
 
-def test_workers_have_no_jax_and_one_thread_for_tokenising(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A source of format grain makes its worker import a module of this test, which reports what is loaded and set."""
+def test_workers_have_no_jax_and_one_thread_for_tokenising(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A source of format grain makes its worker import a module of this test, which reports what is loaded
+    and set.
+    """
     (tmp_path / "probe.py").write_text(
         "import os, sys\n"
         "def records():\n"
@@ -254,7 +281,10 @@ def test_workers_have_no_jax_and_one_thread_for_tokenising(tmp_path: Path, monke
     monkeypatch.setenv("RAYON_NUM_THREADS", "7")
     monkeypatch.syspath_prepend(str(tmp_path))
     recipe = Recipe(
-        name="g", source=Source(path="probe:records", format="grain"), tokenizer="bytes", cache_dir=tmp_path / "cache"
+        name="g",
+        source=Source(path="probe:records", format="grain"),
+        tokenizer="bytes",
+        cache_dir=tmp_path / "cache",
     )
     prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
     assert PreparedIndex(tmp_path / "out" / "g").read(np.asarray([0]))[1].tobytes() == b"\0None 1\0"

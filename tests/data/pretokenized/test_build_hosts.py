@@ -47,7 +47,9 @@ prepare(recipes, out, workers=1, stream=sys.stderr, shard_bytes=1 << 14)
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """Sources of some 80 shards in `folder`, the bytes that one undisturbed call makes, and the folder `out`."""
+    """Sources of some 80 shards in `folder`, the bytes that one undisturbed call makes, and the folder
+    `out`.
+    """
 
     folder: Path
     tokenizer: Path
@@ -100,7 +102,9 @@ def finish(process: "subprocess.Popen[str]") -> list[str]:
     """Returns the shards that a process made, which must succeed."""
     said, erred = process.communicate(timeout=120)
     assert process.returncode == 0, erred
-    assert re.search(r"web: 9,000 records, [\d,]+ tokens\.", erred), "each process tells that the whole is complete"
+    assert re.search(r"web: 9,000 records, [\d,]+ tokens\.", erred), (
+        "each process tells that the whole is complete"
+    )
     return said.splitlines()
 
 
@@ -109,24 +113,34 @@ def test_two_processes_share_the_work_and_make_the_same_bytes(build: Build) -> N
         until_it_made(one, 5)
         with standing_still(one), start(build) as other:
             until_it_made(other, 1)
-            time.sleep(LOOK_S)  # what the first one has counted is out of date: it counts anew before its next shard
+            time.sleep(
+                LOOK_S
+            )  # what the first one has counted is out of date: it counts anew before its next shard
             one.send_signal(signal.SIGCONT)
             made = finish(one), finish(other)
     assert min(map(len, made)) > 10, "both must have worked"
     shards = [line for lines in made for line in lines]
     assert len(set(shards)) > 50
-    assert len(shards) <= len(set(shards)) + 4, "made twice is at most what was in work when the number changed"
+    assert len(shards) <= len(set(shards)) + 4, (
+        "made twice is at most what was in work when the number changed"
+    )
     number = {int(line.split()[-1]) % 2 for line in made[1][: len(made[1]) // 2]}
     assert len(number) == 1, "one of two processes makes every second shard"
     assert contents(build.out) == build.unbroken
 
 
-@pytest.mark.parametrize("machines", [("this", "this"), ("one", "other")], ids=["one-machine", "two-machines"])
+@pytest.mark.parametrize(
+    "machines", [("this", "this"), ("one", "other")], ids=["one-machine", "two-machines"]
+)
 @pytest.mark.parametrize(
     "first", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["the-one-that-appends", "the-other"]
 )
-def test_a_killed_process_is_replaced_by_the_other(machines: tuple[str, str], first: bool, build: Build) -> None:
-    """The process that comes first appends the shards; on another machine only its heartbeat tells that it is dead."""
+def test_a_killed_process_is_replaced_by_the_other(
+    machines: tuple[str, str], first: bool, build: Build
+) -> None:
+    """The process that comes first appends the shards; on another machine only its heartbeat tells that it is
+    dead.
+    """
     with start(build, machines[0]) as one:
         until_it_made(one, 5)
         with start(build, machines[1]) as other:
@@ -169,18 +183,25 @@ def test_a_process_that_wakes_after_the_end_finds_the_index(build: Build) -> Non
 def test_other_data_is_refused_while_a_process_is_at_work(build: Build) -> None:
     with start(build) as one:
         until_it_made(one, 3)
-        message = r"out/\.web\.partial: another process is writing an index of other data there\. Wait until it ends"
+        message = (
+            r"out/\.web\.partial: another process is writing an index of other data there\. Wait until "
+            r"it ends"
+        )
         with standing_still(one), pytest.raises(FileError, match=message):  # or it might be done before
             prepare(recipes_of(build.folder), build.out, workers=1, stream=io.StringIO(), shard_bytes=1 << 14)
         finish(one)
-    [row, _] = prepare(recipes_of(build.folder), build.out, workers=1, stream=io.StringIO(), shard_bytes=1 << 14)
+    [row, _] = prepare(
+        recipes_of(build.folder), build.out, workers=1, stream=io.StringIO(), shard_bytes=1 << 14
+    )
     assert row.state == "made"
 
 
 PLAN = {"made_of": "a"}
 
 
-def test_processes_of_a_source_count_each_other_by_their_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_source_count_each_other_by_their_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of other sources and of other data do not count, nor one that has ended."""
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(BuildProcess(tmp_path)) for _ in range(4)]
@@ -191,7 +212,9 @@ def test_processes_of_a_source_count_each_other_by_their_start(tmp_path: Path, m
         monkeypatch.setattr("jtrain.data.pretokenized.build_process.LOOK_S", -1.0)
         assert [process.share("web") for process in processes[:3]] == [(0, 3), (1, 3), (2, 3)]
         assert processes[3].share("book") == (0, 1)
-        with pytest.raises(FileError, match=r"\.web\.partial: another process is writing an index of other data"):
+        with pytest.raises(
+            FileError, match=r"\.web\.partial: another process is writing an index of other data"
+        ):
             processes[3].begin("web", {"made_of": "b"})
         processes[0].end("web")
         processes[0]._lease.beat()
@@ -211,7 +234,9 @@ host.begin("web", {PLAN})
 print(host.name, flush=True)
 sys.stdin.read()
 """
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     name = process.stdout.readline().strip()
     with BuildProcess(tmp_path) as host:
@@ -225,10 +250,14 @@ sys.stdin.read()
     assert list(tmp_path.iterdir()) == [], "what the dead one left is removed"
 
 
-def test_one_process_at_a_time_changes_the_folders_of_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_at_a_time_changes_the_folders_of_a_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with BuildProcess(tmp_path) as host, host.changing_folders("web"):
         monkeypatch.setattr(lease, "_POLL_S", 0.0)
-        monkeypatch.setattr(lease.Lease, "try_take", lambda self, first=lease.Lease.try_take: first(self) or 1 / 0)
+        monkeypatch.setattr(
+            lease.Lease, "try_take", lambda self, first=lease.Lease.try_take: first(self) or 1 / 0
+        )
         with pytest.raises(ZeroDivisionError), host.changing_folders("web"):
             raise AssertionError("two are inside")
         with host.changing_folders("book"):

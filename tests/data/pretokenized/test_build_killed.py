@@ -84,7 +84,9 @@ def start(
 ) -> "subprocess.Popen[str]":
     """Starts a process that prepares and dies at that instant."""
     command = [sys.executable, "-c", SCRIPT, str(folder), tokenizer, instant, str(shard_bytes)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def finish(process: "subprocess.Popen[str]") -> tuple[str, str]:
@@ -109,7 +111,9 @@ def unbroken(tmp_path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("instant", INSTANTS)
-def test_a_kill_at_this_instant_changes_no_byte(instant: str, unbroken: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_kill_at_this_instant_changes_no_byte(
+    instant: str, unbroken: dict[str, bytes], tmp_path: Path
+) -> None:
     """Kills the build at each place where the order of writes matters, twice in a row."""
     for _ in range(2):
         process = start(tmp_path, instant=instant)
@@ -120,7 +124,9 @@ def test_a_kill_at_this_instant_changes_no_byte(instant: str, unbroken: dict[str
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.slow)])
-def test_random_kills_change_no_byte_and_leave_no_worker(kills: int, tokenizer_json: Path, tmp_path: Path) -> None:
+def test_random_kills_change_no_byte_and_leave_no_worker(
+    kills: int, tokenizer_json: Path, tmp_path: Path
+) -> None:
     """SIGKILL reaches the parent alone; its workers, in the middle of their shards, exit by themselves."""
     write_lines(tmp_path, lines=12_000)
     rng = random.Random(kills)
@@ -155,7 +161,11 @@ def killer_of_workers(at_most: int) -> Iterator[list[int]]:
         while not done.is_set() and len(killed) < at_most:
             for child in psutil.Process().children():
                 with contextlib.suppress(psutil.Error):
-                    if child.pid not in killed and len(killed) < at_most and "shard.serve" in " ".join(child.cmdline()):
+                    if (
+                        child.pid not in killed
+                        and len(killed) < at_most
+                        and "shard.serve" in " ".join(child.cmdline())
+                    ):
                         child.kill()
                         killed.append(child.pid)
             time.sleep(0.01)
@@ -174,7 +184,9 @@ def test_workers_killed_alone_are_replaced(unbroken: dict[str, bytes], tmp_path:
     with killer_of_workers(at_most=2) as killed:
         prepare(recipes_of(tmp_path), tmp_path / "out", workers=2, stream=stream, shard_bytes=2048)
     assert len(killed) == 2
-    assert re.search(r"a worker died \(SIGKILL\) on records 0 to \d+ of web; doing it again", stream.getvalue())
+    assert re.search(
+        r"a worker died \(SIGKILL\) on records 0 to \d+ of web; doing it again", stream.getvalue()
+    )
     assert contents(tmp_path / "out") == unbroken
 
 
@@ -182,30 +194,39 @@ def test_workers_killed_alone_are_replaced(unbroken: dict[str, bytes], tmp_path:
 def test_a_shard_that_kills_every_worker_is_named(name: str, field: str, tmp_path: Path) -> None:
     write_lines(tmp_path, lines=100)
     recipe = dataclasses.replace(recipes_of(tmp_path)[0], name=name)
-    message = rf"^{field}: 3 workers died \(SIGKILL\) on records 0 to 99 of {name}\. .*lower --workers.*goes on where"
+    message = (
+        rf"^{field}: 3 workers died \(SIGKILL\) on records 0 to 99 of {name}\. .*lower --workers.*goes "
+        r"on where"
+    )
     with killer_of_workers(at_most=99), pytest.raises(OSError, match=message):
         prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
 
 
 @pytest.mark.parametrize("shard_bytes", [2048, 1 << 20])
 def test_a_full_disk_is_one_message_and_the_next_call_goes_on(shard_bytes: int, tmp_path: Path) -> None:
-    """A limit on file sizes stands in for the disk: writes fail the same way, in the parent or in a worker."""
+    """A limit on file sizes stands in for the disk: writes fail the same way, in the parent or in a
+    worker.
+    """
     write_lines(tmp_path, lines=600)
     process = start(tmp_path, instant="limited", shard_bytes=shard_bytes)
     _, erred = process.communicate(timeout=300)
     assert process.returncode == 2
     assert re.fullmatch(
-        r"error: --out \S+/out: the disk is full, or a limit on the size of files is reached \(.*\); [\d,]+ MiB "
-        r"are free\. Make room and run the same command again: it goes on where this one stopped\.\n",
+        r"error: --out \S+/out: the disk is full, or a limit on the size of files is reached \(.*\); [\d,]+ "
+        r"MiB are free\. Make room and run the same command again: it goes on where this one stopped\.\n",
         erred,
     )
     assert not list((tmp_path / "out").rglob("*.tmp"))
     finish(start(tmp_path, shard_bytes=shard_bytes))
-    prepare(recipes_of(tmp_path), tmp_path / "unbroken", workers=1, stream=io.StringIO(), shard_bytes=shard_bytes)
+    prepare(
+        recipes_of(tmp_path), tmp_path / "unbroken", workers=1, stream=io.StringIO(), shard_bytes=shard_bytes
+    )
     assert contents(tmp_path / "out") == contents(tmp_path / "unbroken")
 
 
-def test_after_a_full_disk_what_was_done_is_not_done_again(unbroken: dict[str, bytes], tmp_path: Path) -> None:
+def test_after_a_full_disk_what_was_done_is_not_done_again(
+    unbroken: dict[str, bytes], tmp_path: Path
+) -> None:
     process = start(tmp_path, instant="limited")
     process.communicate(timeout=300)
     assert process.returncode == 2

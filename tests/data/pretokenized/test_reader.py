@@ -25,7 +25,9 @@ NUM_DOCUMENTS = 5 * BLOCK + 3  # the last block is not full
 def documents() -> list[str]:
     """Texts of documents: empty, short and long ones."""
     rng = np.random.default_rng(0)
-    return ["" if i % 7 == 3 else "the cat ü " * int(rng.integers(1, 60)) + str(i) for i in range(NUM_DOCUMENTS)]
+    return [
+        "" if i % 7 == 3 else "the cat ü " * int(rng.integers(1, 60)) + str(i) for i in range(NUM_DOCUMENTS)
+    ]
 
 
 def make(folder: Path, tokenizer: str = "bytes", lines: list[str] | None = None) -> Path:
@@ -34,7 +36,11 @@ def make(folder: Path, tokenizer: str = "bytes", lines: list[str] | None = None)
     path = folder / "web.jsonl"
     path.write_text("\n".join(lines or [json.dumps({"text": text}) for text in documents()]))
     recipe = Recipe(
-        name="web", source=Source(path=str(path)), tokenizer=tokenizer, on_bad_record="skip", cache_dir=folder / "cache"
+        name="web",
+        source=Source(path=str(path)),
+        tokenizer=tokenizer,
+        on_bad_record="skip",
+        cache_dir=folder / "cache",
     )
     command = f"python -m jtrain.data prepare --config tiny --out {folder / 'out'}"
     with open(folder / "progress", "w") as stream:
@@ -49,7 +55,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> PreparedIndex:
 
 
 @given(records=st.lists(st.integers(0, NUM_DOCUMENTS - 1), max_size=40))
-def test_any_records_in_any_order_have_the_ids_of_their_documents(index: PreparedIndex, records: list[int]) -> None:
+def test_any_records_in_any_order_have_the_ids_of_their_documents(
+    index: PreparedIndex, records: list[int]
+) -> None:
     numbers = np.asarray(records, np.int64)
     lengths, ids = index.read(numbers)
     want = [encode_document(ByteTokenizer(), documents()[record]) for record in records]
@@ -103,7 +111,9 @@ def test_counts_and_names_are_those_of_the_source(index: PreparedIndex) -> None:
     assert index.num_skipped == len(index.skipped) == 0
     assert index.identity_of(5) == "web.jsonl:5"
     assert index.file_ends.tolist() == [NUM_DOCUMENTS]
-    assert len((Path(index.location) / reader.SHARDS).read_text().splitlines()) > 2, "one shard alone proves little"
+    assert len((Path(index.location) / reader.SHARDS).read_text().splitlines()) > 2, (
+        "one shard alone proves little"
+    )
 
 
 def test_a_larger_vocabulary_takes_two_bytes_for_an_id(tokenizer_json: Path, tmp_path: Path) -> None:
@@ -151,16 +161,21 @@ def test_a_record_out_of_range_is_refused(index: PreparedIndex) -> None:
 
 
 def test_where_there_is_no_index_the_message_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match=r"no prepared index there.*jtrain\.data prepare --config NAME --out /"):
+    with pytest.raises(
+        FileError, match=r"no prepared index there.*jtrain\.data prepare --config NAME --out /"
+    ):
         PreparedIndex(tmp_path / "web")
 
 
-def test_a_stale_index_is_refused_with_the_command_that_mends_it(index: PreparedIndex, tmp_path: Path) -> None:
+def test_a_stale_index_is_refused_with_the_command_that_mends_it(
+    index: PreparedIndex, tmp_path: Path
+) -> None:
     index.check(corpus=index.made_of["corpus"], tokenizer="bytes", format="auto", text_piece_bytes=1 << 16)
     index.check()
     message = (
-        r"data\.sources\.web: the prepared index .*/web is stale: it was made with tokenizer='bytes', now 'abc'\. "
-        rf"Make it again: python -m jtrain\.data prepare --config tiny --out {Path(index.location).parent}$"
+        r"data\.sources\.web: the prepared index .*/web is stale: it was made with tokenizer='bytes', now "
+        r"'abc'\. Make it again: python -m jtrain\.data prepare --config tiny --out "
+        rf"{Path(index.location).parent}$"
     )
     with pytest.raises(ValueError, match=message):
         index.check(corpus=index.made_of["corpus"], tokenizer="abc")
@@ -190,7 +205,9 @@ def test_a_file_cut_short_or_gone_is_found_when_the_index_is_opened(name: str, t
     folder = make(tmp_path)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:-1] if name != reader.INDEX else content[: len(content) // 2])
-    with pytest.raises(ValueError, match=rf"is damaged: {name} .*Make it again: rm -r {folder} && python -m jtrain"):
+    with pytest.raises(
+        ValueError, match=rf"is damaged: {name} .*Make it again: rm -r {folder} && python -m jtrain"
+    ):
         PreparedIndex(folder)
     (folder / name).unlink()
     with pytest.raises((ValueError, FileError), match=r"is missing|no prepared index there"):
@@ -232,7 +249,9 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_wrong_length_is_found_by_reading_near_it(tmp_path: Path) -> None:
-    """Reading finds the damage without `verify`: ids of another place would be the text of other documents."""
+    """Reading finds the damage without `verify`: ids of another place would be the text of other
+    documents.
+    """
     folder = make(tmp_path)
     content = bytearray((folder / reader.LENGTHS).read_bytes())
     content[4 * 20] ^= 1
@@ -273,7 +292,10 @@ def test_an_index_is_complete_without_its_raw_files(tmp_path: Path) -> None:
     moved = PreparedIndex(shutil.copytree(folder, tmp_path / "moved" / "web"))
     shutil.rmtree(tmp_path / "raw")
     _, ids = moved.read(np.arange(NUM_DOCUMENTS))
-    assert ids.tolist() == np.concatenate([encode_document(ByteTokenizer(), text) for text in documents()]).tolist()
+    assert (
+        ids.tolist()
+        == np.concatenate([encode_document(ByteTokenizer(), text) for text in documents()]).tolist()
+    )
     assert (moved.names, moved.file_ends.tolist()) == (["web.jsonl"], [NUM_DOCUMENTS])
     assert moved.identity_of(7) == "web.jsonl:7"
     moved.check(on_bad_record="fail", tokenizer="bytes", text_field="text")

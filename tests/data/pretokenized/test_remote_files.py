@@ -1,4 +1,6 @@
-"""Prepared indexes in an object store: the same ids as on the local disk, by byte ranges, with pages kept locally."""
+"""Prepared indexes in an object store: the same ids as on the local disk, by byte ranges, with pages kept
+locally.
+"""
 
 import json
 import pickle
@@ -54,7 +56,9 @@ def assert_same(index: PreparedIndex, local: PreparedIndex) -> None:
     np.testing.assert_array_equal(ids, want)
     assert ids.dtype == want.dtype
     starts, ends = lengths // 3, lengths - lengths // 4
-    np.testing.assert_array_equal(index.read_spans(records, starts, ends), local.read_spans(records, starts, ends))
+    np.testing.assert_array_equal(
+        index.read_spans(records, starts, ends), local.read_spans(records, starts, ends)
+    )
     blocks = np.arange(local.num_blocks + 1)[::-1]
     np.testing.assert_array_equal(index.token_starts(blocks), local.token_starts(blocks))
     assert (index.names, index.file_ends.tolist()) == (local.names, local.file_ends.tolist())
@@ -72,7 +76,9 @@ def test_an_index_behind_a_url_is_read_by_ranges(store: Store, local: PreparedIn
     assert index.verify() == []
 
 
-def test_an_index_in_a_bucket_is_read(monkeypatch: pytest.MonkeyPatch, local: PreparedIndex, tmp_path: Path) -> None:
+def test_an_index_in_a_bucket_is_read(
+    monkeypatch: pytest.MonkeyPatch, local: PreparedIndex, tmp_path: Path
+) -> None:
     with s3_store(monkeypatch) as store:
         assert_same(PreparedIndex(upload(local, store), cache_dir=tmp_path), local)
 
@@ -114,17 +120,23 @@ def test_a_page_of_lengths_is_fetched_once_per_host(
     copy.write_bytes(content)
     third = PreparedIndex(url, cache_dir=tmp_path)
     assert_same(third, local)
-    assert (64, 127) in [(a, a + 63) for first, last in gets(store, reader.LENGTHS) for a in range(first, last, 64)]
+    assert (64, 127) in [
+        (a, a + 63) for first, last in gets(store, reader.LENGTHS) for a in range(first, last, 64)
+    ]
 
 
-def test_an_index_that_was_made_again_uses_no_old_page(store: Store, local: PreparedIndex, tmp_path: Path) -> None:
+def test_an_index_that_was_made_again_uses_no_old_page(
+    store: Store, local: PreparedIndex, tmp_path: Path
+) -> None:
     url = upload(local, store)
     PreparedIndex(url, cache_dir=tmp_path).lengths(np.arange(16))
     other = PreparedIndex(make(tmp_path / "other", lines=['{"text": "other"}'] * NUM_DOCUMENTS))
     assert PreparedIndex(upload(other, store), cache_dir=tmp_path).lengths(np.arange(16)).tolist() == [7] * 16
 
 
-def test_opening_takes_as_many_requests_for_a_large_index(store: Store, local: PreparedIndex, tmp_path: Path) -> None:
+def test_opening_takes_as_many_requests_for_a_large_index(
+    store: Store, local: PreparedIndex, tmp_path: Path
+) -> None:
     """An index of 4 million empty records: its lengths take 18 MB, of which two pages are fetched."""
     url = upload(local, store)
     PreparedIndex(url, cache_dir=tmp_path)
@@ -146,19 +158,29 @@ def test_a_store_that_sends_no_ranges_is_refused(store: Store, local: PreparedIn
     url = upload(local, store)
     store.ranges = False
     index = PreparedIndex(url, cache_dir=tmp_path)
-    with pytest.raises(FileError, match=r"ids\.bin: asked for [\d,]+ bytes, the server sent [\d,]+, so it cannot send"):
+    with pytest.raises(
+        FileError, match=r"ids\.bin: asked for [\d,]+ bytes, the server sent [\d,]+, so it cannot send"
+    ):
         index.read(np.asarray([2]))
 
 
-def test_a_cache_folder_that_cannot_be_written_is_named(store: Store, local: PreparedIndex, tmp_path: Path) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_named(
+    store: Store, local: PreparedIndex, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     index = PreparedIndex(upload(local, store), cache_dir=tmp_path / "file")
-    with pytest.raises(FileError, match=r"lengths\.bin, up to 0 MiB, cannot be written to .* or set data\.cache_dir"):
+    with pytest.raises(
+        FileError, match=r"lengths\.bin, up to 0 MiB, cannot be written to .* or set data\.cache_dir"
+    ):
         index.lengths(np.asarray([0]))
-    assert PreparedIndex(f"{store.url}/prepared/web", cache_dir=tmp_path / "ok").lengths(np.asarray([0])).shape == (1,)
+    assert PreparedIndex(f"{store.url}/prepared/web", cache_dir=tmp_path / "ok").lengths(
+        np.asarray([0])
+    ).shape == (1,)
 
 
-def test_a_damaged_or_missing_remote_index_is_one_message(store: Store, local: PreparedIndex, tmp_path: Path) -> None:
+def test_a_damaged_or_missing_remote_index_is_one_message(
+    store: Store, local: PreparedIndex, tmp_path: Path
+) -> None:
     url = upload(local, store)
     store.files["prepared/web/ids.bin"] = store.files["prepared/web/ids.bin"][:-1]
     with pytest.raises(

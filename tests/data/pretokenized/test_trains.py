@@ -21,7 +21,9 @@ from tests.data.pretokenized.test_reader import make
 from tests.data.sources.object_store import web_store
 
 
-def batches(prepared: Path | str, cache_dir: Path, *, engine: Literal["processes", "inline"] = "inline") -> list[Batch]:
+def batches(
+    prepared: Path | str, cache_dir: Path, *, engine: Literal["processes", "inline"] = "inline"
+) -> list[Batch]:
     """First steps of the source `web`, and its held-out text."""
     spec = PackedText(
         sources={"web": Source(path="nowhere/web.jsonl")},
@@ -59,7 +61,9 @@ def test_the_stream_behind_a_url_is_that_of_the_local_folder(
 def test_the_stream_is_the_same_where_descriptors_are_few(
     same_batch: Callable[[Batch, Batch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a map each, open indexes could take more descriptors than a process may have: then ids are read."""
+    """With a map each, open indexes could take more descriptors than a process may have: then ids are
+    read.
+    """
     folder = make(tmp_path / "raw").parent
     pools: list[InlinePool] = []
     create = InlinePool.__init__

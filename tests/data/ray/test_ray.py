@@ -32,8 +32,9 @@ from tests.data.sources.test_storage import parquet_bytes
 
 ROOT = Path(__file__).parents[3]
 
-# Ray's test cluster starts its daemons by a fork of this process, in which other tests may have started jax: each is
-# replaced by exec at once, so jax's warning of deadlocks does not concern it. A trainer only connects to a cluster.
+# Ray's test cluster starts its daemons by a fork of this process, in which other tests may have started jax:
+# each is replaced by exec at once, so jax's warning of deadlocks does not concern it. A trainer only connects
+# to a cluster.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")
 
 
@@ -44,7 +45,9 @@ def work(dataset: TextDataset, rows: np.ndarray, **fields: Any) -> ConstructorSe
         chunks_per_epoch=tuple(len(stream) for stream in dataset.streams),
         seq_len=dataset.spec.seq_len,
         global_batch=dataset.spec.global_batch,
-        schedule=own_weights(Constant(), {name: source.weight for name, source in dataset.spec.sources.items()}),
+        schedule=own_weights(
+            Constant(), {name: source.weight for name, source in dataset.spec.sources.items()}
+        ),
         **fields,
     )
     return ConstructorSetup(
@@ -117,7 +120,9 @@ def assert_same(got: Delivered, want: Delivered, rows: slice = slice(None)) -> N
     np.testing.assert_array_equal(got.state.skipped, want.state.skipped)
 
 
-def test_without_the_package_it_says_which_extra_to_install(spec: PackedText, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_it_says_which_extra_to_install(
+    spec: PackedText, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = work(open_dataset(spec, seed=1), np.arange(8))
     monkeypatch.setitem(sys.modules, "ray", None)  # what `import` finds of a package that is not there
     with pytest.raises(ValueError, match=re.escape("pip install 'jtrain[ray]'")):
@@ -128,7 +133,9 @@ def test_without_the_package_it_says_which_extra_to_install(spec: PackedText, mo
 def test_without_a_cluster_it_says_how_to_start_one(
     spec: PackedText, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    """The refusal takes seconds, where ray by itself tries for 2 minutes and exits; no cluster is started either."""
+    """The refusal takes seconds, where ray by itself tries for 2 minutes and exits; no cluster is started
+    either.
+    """
     pytest.importorskip("ray", reason="needs the extra [ray]")
     setup = work(open_dataset(spec, seed=1), np.arange(8))
     monkeypatch.setenv("RAY_ADDRESS", address)
@@ -139,7 +146,10 @@ def test_without_a_cluster_it_says_how_to_start_one(
 
 
 def test_nothing_that_a_run_without_ray_imports_imports_ray() -> None:
-    code = "import sys, jtrain.data.dataset; print('ray' in sys.modules, 'jtrain.data.ray.engine' in sys.modules)"
+    code = (
+        "import sys, jtrain.data.dataset; print('ray' in sys.modules, 'jtrain.data.ray.engine' in "
+        "sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split() == ["False", "True"]
 
@@ -147,12 +157,15 @@ def test_nothing_that_a_run_without_ray_imports_imports_ray() -> None:
 def test_the_config_field_chooses_it_and_the_stream_is_the_same(
     cluster: Any, spec: PackedText, tmp_path: Path, same_batch: Callable[..., None]
 ) -> None:
-    """In a prepared mixture lengths are known beforehand, and only documents of the rows needed are requested.
+    """In a prepared mixture lengths are known beforehand, and only documents of the rows needed are
+    requested.
 
     The rows have 40,960 tokens, more than are filled at a time.
     """
     recipes = [
-        Recipe(name=name, source=source, tokenizer="bytes", on_bad_record="fail", cache_dir=tmp_path / "cache")
+        Recipe(
+            name=name, source=source, tokenizer="bytes", on_bad_record="fail", cache_dir=tmp_path / "cache"
+        )
         for name, source in spec.sources.items()
     ]
     with open(tmp_path / "progress", "w") as stream:
@@ -169,7 +182,10 @@ def test_the_config_field_chooses_it_and_the_stream_is_the_same(
             same_batch(next(got), next(want))
         assert got.state() == want.state()
         assert got.stats is not None
-        assert {state.name: state.sources for state in got.stats.loaders} == {"loader-0": (0, 2), "loader-1": (1,)}
+        assert {state.name: state.sources for state in got.stats.loaders} == {
+            "loader-0": (0, 2),
+            "loader-1": (1,),
+        }
     until(lambda: not actors_left(cluster))
 
 
@@ -202,7 +218,9 @@ def test_actors_that_read_again_give_the_same_batches_and_say_so(
 
 
 def test_two_trainers_share_the_loaders_and_each_run_is_read_once(cluster: Any, spec: PackedText) -> None:
-    """Each trainer takes half the rows; loaders run on both nodes, constructors beside trainers, all without jax."""
+    """Each trainer takes half the rows; loaders run on both nodes, constructors beside trainers, all without
+    jax.
+    """
     import ray
 
     dataset = open_dataset(spec, seed=1)
@@ -227,7 +245,9 @@ def test_two_trainers_share_the_loaders_and_each_run_is_read_once(cluster: Any, 
         assert both[0]["constructor"] != both[1]["constructor"]
         kept = [ray.get(planes[0]._loaders[f"loader-{i}"].kept.remote()) for i in range(2)]
         drawn = int(batch.state.planner.cursors.sum())
-        assert drawn <= sum(documents for documents, _, _ in kept) < 1.7 * drawn, "runs in advance, but none twice"
+        assert drawn <= sum(documents for documents, _, _ in kept) < 1.7 * drawn, (
+            "runs in advance, but none twice"
+        )
         assert [loaded for _, _, loaded in kept] == [[], []]
     finally:
         for plane in reversed(planes):
@@ -237,7 +257,9 @@ def test_two_trainers_share_the_loaders_and_each_run_is_read_once(cluster: Any, 
 
 
 def test_killed_actors_do_not_change_the_stream(cluster: Any, spec: PackedText) -> None:
-    """Kills a loader, whose standby answers until Ray restarts it; then a loader together with the constructor."""
+    """Kills a loader, whose standby answers until Ray restarts it; then a loader together with the
+    constructor.
+    """
     dataset = open_dataset(spec, seed=2)
     want = InlinePlane(work(dataset, np.arange(8)), None)
     plane = ray_plane(work(dataset, np.arange(8)), "killed")
@@ -294,7 +316,9 @@ def source():
 def test_a_document_that_no_loader_survives_is_found_and_skipped_or_named(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_41: str, timeout_s: float, how: str
 ) -> None:
-    """A dead loader does not tell what it was reading: its run is cut into pieces until one document is left."""
+    """A dead loader does not tell what it was reading: its run is cut into pieces until one document is
+    left.
+    """
     kind = how.partition(" ")[0]
     for name, line in (("bad", at_41), ("good", 'return ""')):
         (tmp_path / f"{name}_{kind}.py").write_text(RECORDS.format(at_41=line))
@@ -302,7 +326,9 @@ def test_a_document_that_no_loader_survives_is_found_and_skipped_or_named(
 
     def dataset(name: str, policy: Literal["skip", "fail"]) -> TextDataset:
         source = Source(path=f"{name}_{kind}:source", format="grain")
-        spec = PackedText(sources={"a": source}, seq_len=16, global_batch=8, eval_fraction=0.0, on_bad_record=policy)
+        spec = PackedText(
+            sources={"a": source}, seq_len=16, global_batch=8, eval_fraction=0.0, on_bad_record=policy
+        )
         return open_dataset(spec, seed=1)
 
     rows = np.arange(8)
@@ -318,7 +344,9 @@ def test_a_document_that_no_loader_survives_is_found_and_skipped_or_named(
         plane.close()
     plane = ray_plane(work(dataset("bad", "fail"), rows, epochs=1), "fail", read_timeout_s=timeout_s)
     (number,) = np.flatnonzero(dataset("bad", "fail").streams[0].locate(np.arange(100)).record == 41).tolist()
-    with pytest.raises(DataError, match=f"a loader {how}.* at data.sources.a, document {number}[ ,].*again and again"):
+    with pytest.raises(
+        DataError, match=f"a loader {how}.* at data.sources.a, document {number}[ ,].*again and again"
+    ):
         list(iter_batches(plane))
     plane.close()
     until(lambda: not actors_left(cluster))
@@ -336,7 +364,9 @@ def test_a_killed_trainer_leaves_nothing_behind(cluster: Any, spec: PackedText) 
         "print('ready', flush=True)\n"
         "time.sleep(1000)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as trainer:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as trainer:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "ready\n"
         assert actors_left(cluster)
@@ -352,10 +382,20 @@ def test_two_jax_processes_train_on_it_as_one_process_does_without(cluster: Any,
         "inline": ["--emulate-devices", "2", "--set", "data.engine=inline"],
         "ray": ["--emulate-devices", "1", "--set", "data.engine=ray"],
     }.items():
-        command = [str(ROOT / "launch/local.sh"), *(["-n", "2"] if name == "ray" else []), "--config=tiny", *options]
+        command = [
+            str(ROOT / "launch/local.sh"),
+            *(["-n", "2"] if name == "ray" else []),
+            "--config=tiny",
+            *options,
+        ]
         command += ["--set", "mesh.data=2", "--set", "num_steps=2", "--workdir", str(tmp_path / name)]
         done = subprocess.run(
-            command, cwd=ROOT, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=240
+            command,
+            cwd=ROOT,
+            env=os.environ | {"PYTHON": sys.executable},
+            capture_output=True,
+            text=True,
+            timeout=240,
         )
         assert done.returncode == 0, done.stderr
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
@@ -366,7 +406,9 @@ def test_two_jax_processes_train_on_it_as_one_process_does_without(cluster: Any,
 
 
 def test_the_stream_survives_the_loss_of_a_node(cluster: Any, spec: PackedText) -> None:
-    """The loaders of the node are restarted on the other one. Must be the last test, since the node stays dead."""
+    """The loaders of the node are restarted on the other one. Must be the last test, since the node stays
+    dead.
+    """
     import ray
 
     dataset = open_dataset(spec, seed=4)

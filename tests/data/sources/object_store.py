@@ -1,6 +1,7 @@
 """Object stores on the loopback interface: real servers for the real client libraries.
 
-S3 is moto's server. Google's JSON API and the Hugging Face Hub's are spoken here, as far as reading needs them.
+S3 is moto's server. Google's JSON API and the Hugging Face Hub's are spoken here, as far as reading needs
+them.
 """
 
 import contextlib
@@ -44,8 +45,8 @@ class Store:
     requests: all requests received, in order.
     refuse: status that answers every request, if set.
     ranges: True if the server can send parts of a file.
-    faults: faults of the next requests for contents: a status, `reset` (no answer), `cut` (half of it, then the
-      connection ends) or `less` (half of a range, as if that was all).
+    faults: faults of the next requests for contents: a status, `reset` (no answer), `cut` (half of it, then
+      the connection ends) or `less` (half of a range, as if that was all).
     answering: while cleared, the server accepts connections and is silent.
     """
 
@@ -66,7 +67,11 @@ class Store:
             return missing(name)
         content = self.files[name]
         etag = hashlib.md5(content).hexdigest()
-        headers = {"ETag": f'"{etag}"', "Accept-Ranges": "bytes" if self.ranges else "none", "x-goog-generation": "1"}
+        headers = {
+            "ETag": f'"{etag}"',
+            "Accept-Ranges": "bytes" if self.ranges else "none",
+            "x-goog-generation": "1",
+        }
         if request.range and self.ranges:
             first, _, last = request.range.removeprefix("bytes=").partition("-")
             start, end = int(first), min(int(last or len(content) - 1) + 1, len(content))
@@ -78,7 +83,11 @@ class Store:
 def missing(name: str) -> Reply:
     """Responds 404 as Google Cloud Storage and the Hub do."""
     body = {"error": {"code": 404, "message": f"No such object: {name}"}}
-    return 404, {"Content-Type": "application/json", "X-Error-Code": "EntryNotFound"}, json.dumps(body).encode()
+    return (
+        404,
+        {"Content-Type": "application/json", "X-Error-Code": "EntryNotFound"},
+        json.dumps(body).encode(),
+    )
 
 
 def as_json(body: Any) -> Reply:
@@ -219,7 +228,9 @@ def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
             if request.query["uploadType"] == "resumable":
                 name = json.loads(request.body)["name"]
                 return 200, {"Location": f"{addresses[0]}/resumed/{quote(name)}"}, b""
-            if request.query["uploadType"] == "multipart":  # as gcsfs writes it: two parts between lines of --==0==
+            if (
+                request.query["uploadType"] == "multipart"
+            ):  # as gcsfs writes it: two parts between lines of --==0==
                 _, about, part = request.body.removesuffix(b"\n--==0==--").split(b"--==0==\n", 2)
                 name = json.loads(about.partition(b"\n\n")[2])["name"]
                 content = part.partition(b"\n\n")[2]

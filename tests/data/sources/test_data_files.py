@@ -48,14 +48,17 @@ DATASET = {
 }
 
 
-def test_a_folder_of_records_takes_those_and_txt_files_and_says_what_it_leaves_out(open_folder: OneFolder) -> None:
+def test_a_folder_of_records_takes_those_and_txt_files_and_says_what_it_leaves_out(
+    open_folder: OneFolder,
+) -> None:
     corpus = open_folder(DATASET)
     assert corpus.names == ["extra.txt", "train/a.jsonl", "train/b.jsonl.gz"]
     assert corpus.left_out.startswith(
         f"left out of {corpus.source.path}, as not data: LICENSE, README.md, README_zh.md"
     )
     assert corpus.left_out.endswith(
-        f" and 3 more; to take them, set data.sources.web.path to a file or to a glob such as '{corpus.source.path}/**'"
+        " and 3 more; to take them, set data.sources.web.path to a file or to a glob such as "
+        f"'{corpus.source.path}/**'"
     ), corpus.left_out
 
 
@@ -69,7 +72,14 @@ def test_a_glob_or_a_file_takes_all_that_it_names(path: str, open_folder: OneFol
 
 def test_a_folder_of_text_is_all_text_but_for_the_documentation_at_its_top(open_folder: OneFolder) -> None:
     """A corpus of repositories keeps the README of each."""
-    files = {"a.py": "1", "b/c.md": "2", "b/README.md": "3", "b/Makefile": "4", "d.txt": "5", "README.md": "no"}
+    files = {
+        "a.py": "1",
+        "b/c.md": "2",
+        "b/README.md": "3",
+        "b/Makefile": "4",
+        "d.txt": "5",
+        "README.md": "no",
+    }
     corpus = open_folder(files)
     assert corpus.names == ["a.py", "b/Makefile", "b/README.md", "b/c.md", "d.txt"]
     assert "as not data: README.md; to take them" in corpus.left_out
@@ -83,7 +93,8 @@ def test_a_declared_format_takes_every_file_but_documentation_and_metadata(open_
 
 def test_a_folder_of_documentation_alone_is_refused_and_its_way_out_works(open_folder: OneFolder) -> None:
     message = (
-        r"web\.path='.*corpus' holds only documentation and metadata \(LICENSE, README\.md\)\. Add data, or, to take"
+        r"web\.path='.*corpus' holds only documentation and metadata \(LICENSE, README\.md\)\. Add "
+        r"data, or, to take"
     )
     with pytest.raises(ValueError, match=message):
         open_folder({"README.md": "# Book", "LICENSE": "x"})
@@ -94,11 +105,14 @@ def test_a_folder_that_is_mostly_something_else_asks_which_is_the_corpus(open_fo
     """Source code with a package.json must not become a corpus of one JSON file."""
     files = {f"src/{i}.py": f"print({i})\n" * 20 for i in range(5)}
     message = (
-        r"web\.path='.*corpus' holds 2 files of \.json \(\d+ bytes\), but most of it is 6 files of \.py, no suffix "
-        r"\(901 bytes\): which of them is the corpus\? .*'(.*/\*\*/\*\.py)' or '(.*/\*\*/\*\.json\.gz)'"
+        r"web\.path='.*corpus' holds 2 files of \.json \(\d+ bytes\), but most of it is 6 files of \.py, no "
+        r"suffix \(901 bytes\): which of them is the corpus\? .*'(.*/\*\*/\*\.py)' or "
+        r"'(.*/\*\*/\*\.json\.gz)'"
     )
     with pytest.raises(ValueError, match=message):
-        open_folder({**files, "src/a.json.gz": gzip.compress(LINE.encode()), "src/b.json": LINE, "src/c": "x"})
+        open_folder(
+            {**files, "src/a.json.gz": gzip.compress(LINE.encode()), "src/b.json": LINE, "src/c": "x"}
+        )
     assert len(open_folder({}, "/**/*.py").names) == 5
     assert open_folder({}, "/**/*.json.gz")[0] == "one"
 
@@ -120,7 +134,9 @@ def test_stdlib_takes_the_same_files_as_ever() -> None:
     assert not found.is_folder
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-    want = {str(f.relative_to(root)) for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts)}
+    want = {
+        str(f.relative_to(root)) for f in root.rglob("*.py") if not skipped & set(f.relative_to(root).parts)
+    }
     assert {file.name for file in found.files} == want
 
 
@@ -130,4 +146,6 @@ def test_the_plan_of_a_run_says_what_is_left_out(tmp_path: Path) -> None:
     spec = PackedText(path=str(tmp_path), seq_len=32, global_batch=2, cache_dir=str(tmp_path / ".cache"))
     line, note = open_dataset(spec, seed=0).describe().splitlines()
     assert "200 documents in 1 files" in line
-    assert note.startswith(f"left out of {tmp_path}, as not data: README.md; to take them, set data.path to a file")
+    assert note.startswith(
+        f"left out of {tmp_path}, as not data: README.md; to take them, set data.path to a file"
+    )

@@ -38,7 +38,9 @@ def test_rows_are_read_in_any_order_whatever_their_fields_hold(
 
 
 def test_mark_blank_lines_line_ends_and_lone_quotes_are_read(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbftext,id\r\n\r\none 5" pipe,1\r\n\n"two\r\nlines, ""quoted""",2')
+    (tmp_path / "a.csv").write_bytes(
+        b'\xef\xbb\xbftext,id\r\n\r\none 5" pipe,1\r\n\n"two\r\nlines, ""quoted""",2'
+    )
     file = opened(tmp_path / "a.csv")
     assert file.read([0, 1]) == ['one 5" pipe', 'two\r\nlines, "quoted"']
     assert len(file) == 2
@@ -59,7 +61,10 @@ def test_a_bad_row_is_named_and_spoils_no_other(tmp_path: Path) -> None:
     found = opened(tmp_path / "a.csv").read([0, 1, 2, 3, 4, 5, 6])
     assert (found[0], found[5]) == ("one", "six")
     bad = [str(found[i]) for i in (1, 2, 3, 4, 6) if isinstance(found[i], BadRecord)]
-    assert "a.csv, record 1 (at byte 14): 3 fields, but the header names 2. Mend the record, or set data.on" in bad[0]
+    assert (
+        "a.csv, record 1 (at byte 14): 3 fields, but the header names 2. Mend the record, or set data.on"
+        in bad[0]
+    )
     assert "a.csv, record 2 (at byte 25): ',' expected after '\"' (a field with commas, quotes or" in bad[1]
     assert "record 3 (at byte 32): not UTF-8 at byte 3 of the record" in bad[2]
     assert "record 4 (at byte 38): new-line character seen in unquoted field" in bad[3]
@@ -85,17 +90,25 @@ def test_a_quote_that_is_never_closed_costs_a_bounded_part_of_the_file(
 def test_a_file_without_line_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(delimited, "_FIELD_BYTES", 1 << 10)
     (tmp_path / "a.csv").write_text("text\n" + "x" * 4096)
-    with pytest.raises(ValueError, match=r"a\.csv: a line of more than 2,048 bytes\. Split it, or leave the file out"):
+    with pytest.raises(
+        ValueError, match=r"a\.csv: a line of more than 2,048 bytes\. Split it, or leave the file out"
+    ):
         opened(tmp_path / "a.csv")
 
 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        ("id,body", r"no column 'text'; its header: 'id', 'body'\. Set data\.sources\.web\.text_field to one of them"),
+        (
+            "id,body",
+            r"no column 'text'; its header: 'id', 'body'\. Set data\.sources\.web\.text_field to one of them",
+        ),
         ("id;text", r"no column 'text'; its header: 'id;text'\. .*Columns are separated by ','"),
         ("text,text", r"2 columns 'text': 'text', 'text'\. Rename all of them but one"),
-        ('"text"x,id', r"its header cannot be read \(',' expected after '\"'\)\. Mend it, or leave the file out"),
+        (
+            '"text"x,id',
+            r"its header cannot be read \(',' expected after '\"'\)\. Mend it, or leave the file out",
+        ),
     ],
     ids=["column", "separator", "twice", "broken"],
 )

@@ -24,11 +24,15 @@ def text_file(path: Path, *, piece_bytes: int) -> TextFile:
 
 
 def json_lines(path: Path, *, text_field: str = "text") -> JsonLines:
-    return JsonLines(stored(path), TextFields(text_field, "data.sources.web"), cache_dir=path.parent / "cache")
+    return JsonLines(
+        stored(path), TextFields(text_field, "data.sources.web"), cache_dir=path.parent / "cache"
+    )
 
 
 def parquet(path: Path, *, text_field: str = "text", cache_bytes: int = 1 << 20) -> ParquetFile:
-    return ParquetFile(stored(path), TextFields(text_field, "data.sources.web"), groups=RowGroupCache(cache_bytes))
+    return ParquetFile(
+        stored(path), TextFields(text_field, "data.sources.web"), groups=RowGroupCache(cache_bytes)
+    )
 
 
 @example(content="0" * 14 + "🙂", piece_bytes=16)  # the last cut falls into the last character
@@ -125,7 +129,9 @@ def test_the_lines_of_a_large_file_are_found_once_and_kept_in_the_cache(tmp_path
     assert index.stat().st_mtime_ns == made
 
     index.unlink()
-    with pytest.raises(CacheLost, match=r"a\.jsonl: its index .*\.lines is gone .*set data\.cache_dir to another"):
+    with pytest.raises(
+        CacheLost, match=r"a\.jsonl: its index .*\.lines is gone .*set data\.cache_dir to another"
+    ):
         again.read([5])
     cut = json_lines(path)
     index.write_bytes(index.read_bytes()[:168])
@@ -137,14 +143,18 @@ def test_the_lines_of_a_large_file_are_found_once_and_kept_in_the_cache(tmp_path
 def test_parquet_without_the_column_or_with_a_null_says_so(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"body": ["x", None], "n": [1, 2]}), path)
-    message = r"a\.parquet: no column 'text'; its columns: body, n\. Set data\.sources\.web\.text_field to one"
+    message = (
+        r"a\.parquet: no column 'text'; its columns: body, n\. Set data\.sources\.web\.text_field to one"
+    )
     with pytest.raises(ValueError, match=message):
         parquet(path)
     with pytest.raises(ValueError, match=r"a\.parquet: column 'n' is int64, not text"):
         parquet(path, text_field="n")
     file = parquet(path, text_field="body")
     assert file[0] == "x"
-    with pytest.raises(BadRecord, match=r"a\.parquet, row 1: column 'body' is null.*data\.on_bad_record='skip'"):
+    with pytest.raises(
+        BadRecord, match=r"a\.parquet, row 1: column 'body' is null.*data\.on_bad_record='skip'"
+    ):
         file[1]
 
 
@@ -162,7 +172,9 @@ def test_parquet_text_that_is_no_utf8_is_one_bad_row(tmp_path: Path) -> None:
 def test_a_file_that_is_no_parquet_or_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     path.write_text("hello, I am no Parquet file at all")
-    with pytest.raises(ValueError, match=r"a\.parquet: not a readable Parquet file .*cut short, or of another format"):
+    with pytest.raises(
+        ValueError, match=r"a\.parquet: not a readable Parquet file .*cut short, or of another format"
+    ):
         parquet(path)
     pq.write_table(pa.table({"text": ["x" * 1000] * 10}), path)
     path.write_bytes(path.read_bytes()[:-20])
@@ -174,7 +186,9 @@ def test_a_corrupt_row_group_names_file_and_group(tmp_path: Path) -> None:
     """The footer is intact, so opening the file finds no damage."""
     path = tmp_path / "a.parquet"
     texts = [f"{i} " * 50 for i in range(100)]
-    pq.write_table(pa.table({"text": texts}), path, row_group_size=50, compression="zstd", use_dictionary=False)
+    pq.write_table(
+        pa.table({"text": texts}), path, row_group_size=50, compression="zstd", use_dictionary=False
+    )
     content = bytearray(path.read_bytes())
     offset = pq.read_metadata(path).row_group(1).column(0).data_page_offset
     content[offset : offset + 60] = bytes(60)
@@ -186,13 +200,17 @@ def test_a_corrupt_row_group_names_file_and_group(tmp_path: Path) -> None:
 
 
 def test_a_run_of_rows_decodes_each_row_group_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each group is decoded once even if the cache holds one group and the records alternate between groups."""
+    """Each group is decoded once even if the cache holds one group and the records alternate between
+    groups.
+    """
     path = tmp_path / "a.parquet"
     texts = [f"document {i}" for i in range(400)]
     pq.write_table(pa.table({"text": texts, "other": texts}), path, row_group_size=100)
     decoded = []
     read = ParquetFile._read_group
-    monkeypatch.setattr(ParquetFile, "_read_group", lambda self, group: (decoded.append(group), read(self, group))[1])
+    monkeypatch.setattr(
+        ParquetFile, "_read_group", lambda self, group: (decoded.append(group), read(self, group))[1]
+    )
     file = parquet(path, cache_bytes=1)
     run = [399, 3, 250, 1, 398, 251, 2, 0]
     assert file.read(run) == [texts[i] for i in run]
@@ -236,7 +254,9 @@ def test_a_suffix_says_format_and_compression() -> None:
         "a": ("text", None),
     }
     assert {name: format_of(name, field="data.sources.web.path") for name in want} == want
-    with pytest.raises(ValueError, match=r"web\.path: a\.jsonl\.xz is compressed as \.xz; only \.gz and \.zst"):
+    with pytest.raises(
+        ValueError, match=r"web\.path: a\.jsonl\.xz is compressed as \.xz; only \.gz and \.zst"
+    ):
         format_of("a.jsonl.xz", field="data.sources.web.path")
 
 
@@ -263,13 +283,18 @@ def test_a_text_field_may_lie_in_another_and_an_exact_key_wins(
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("meta.body", r"no field 'meta\.body'; the fields of 'meta': 'text', 'n'\. Set data\.sources\.web\.text_field"),
+        (
+            "meta.body",
+            r"no field 'meta\.body'; the fields of 'meta': 'text', 'n'\. Set data\.sources\.web\.text_field",
+        ),
         ("body.text", r"no field 'body\.text'; its fields: 'meta'"),
         ("meta.n.text", r"no field 'meta\.n\.text'; field 'n' is int, not an object"),
         ("meta.n", r"field 'meta\.n' is int, not text"),
     ],
 )
-def test_a_nested_field_that_is_not_there_names_those_that_are(field: str, message: str, tmp_path: Path) -> None:
+def test_a_nested_field_that_is_not_there_names_those_that_are(
+    field: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "a.jsonl").write_text('{"meta": {"text": "x", "n": 1}}\n')
     with pytest.raises(BadRecord, match=message):
         json_lines(tmp_path / "a.jsonl", text_field=field)[0]
@@ -278,7 +303,10 @@ def test_a_nested_field_that_is_not_there_names_those_that_are(field: str, messa
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("meta.body", r"no column 'meta\.body'; its columns: meta\.text, meta\.n\. Set data\.sources\.web\.text_field"),
+        (
+            "meta.body",
+            r"no column 'meta\.body'; its columns: meta\.text, meta\.n\. Set data\.sources\.web\.text_field",
+        ),
         ("meta.n.text", r"no column 'meta\.n\.text'; column 'meta\.n' is int64 and has no fields"),
         ("meta", r"column 'meta' is struct<.*>, not text\. .*in a struct, as 'column\.field'"),
     ],

@@ -77,7 +77,9 @@ def test_an_array_record_is_its_text_or_a_field_of_it_where_it_is_json(tmp_path:
 def test_a_bad_array_record_names_file_and_record(tmp_path: Path) -> None:
     path = write_array_record(tmp_path / "a.array_record", [b"\xff\xfe", b'{"body": "x"}', b"good"])
     file = array_record(path)
-    with pytest.raises(BadRecord, match=r"a\.array_record, record 0: not UTF-8 at byte 0.*data\.on_bad_record='skip'"):
+    with pytest.raises(
+        BadRecord, match=r"a\.array_record, record 0: not UTF-8 at byte 0.*data\.on_bad_record='skip'"
+    ):
         file[0]
     with pytest.raises(BadRecord, match=r"record 1: no field 'text'; its fields: 'body'.*web\.text_field=''"):
         file[1]
@@ -85,7 +87,9 @@ def test_a_bad_array_record_names_file_and_record(tmp_path: Path) -> None:
 
 
 def test_a_corrupt_array_record_is_named_and_its_neighbours_are_read(tmp_path: Path) -> None:
-    """The library's reader cannot be used after such an error: without a new one, one record would lose the rest."""
+    """The library's reader cannot be used after such an error: without a new one, one record would lose the
+    rest.
+    """
     rng = np.random.default_rng(0)
     texts = [rng.bytes(300).hex() for _ in range(300)]
     path = write_array_record(tmp_path / "a.array_record", [text.encode() for text in texts])
@@ -96,14 +100,18 @@ def test_a_corrupt_array_record_is_named_and_its_neighbours_are_read(tmp_path: P
     bad = [i for i, text in enumerate(found) if isinstance(text, BadRecord)]
     assert 1 <= len(bad) <= 2
     assert f"a.array_record, record {bad[0]}: corrupt (" in str(found[bad[0]])
-    assert [text for i, text in enumerate(found) if i not in bad] == [t for i, t in enumerate(texts) if i not in bad]
+    assert [text for i, text in enumerate(found) if i not in bad] == [
+        t for i, t in enumerate(texts) if i not in bad
+    ]
 
 
 @pytest.mark.parametrize("content", [b"hello", b"hello" * 50_000], ids=["short", "long"])
 def test_a_file_that_is_no_array_record_or_cut_short_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.array_record"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"a\.array_record: not a whole ArrayRecord file .*data\.sources\.web\.path"):
+    with pytest.raises(
+        ValueError, match=r"a\.array_record: not a whole ArrayRecord file .*data\.sources\.web\.path"
+    ):
         array_record(path)
     write_array_record(path, [bytes(100)] * 5000)
     path.write_bytes(path.read_bytes()[:-100])
@@ -156,7 +164,9 @@ def test_a_bad_sample_names_file_and_sample(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "a.tar", [("0.txt", b"good"), ("1.jpg", b"x"), ("2.txt", b"a\xff")])
     file = tar_file(path)
     assert file[0] == "good"
-    with pytest.raises(BadRecord, match=r"a\.tar, sample 1: 1\.jpg and what follows hold no member \.txt.*'skip'"):
+    with pytest.raises(
+        BadRecord, match=r"a\.tar, sample 1: 1\.jpg and what follows hold no member \.txt.*'skip'"
+    ):
         file[1]
     with pytest.raises(BadRecord, match=r"a\.tar, sample 2: 2\.txt is not UTF-8 at byte 1"):
         file[2]
@@ -231,7 +241,9 @@ def test_arrow_that_cannot_be_read_row_by_row_says_why(tmp_path: Path) -> None:
         arrow(path)
     words = pa.array(["a", "b", "a"]).dictionary_encode()
     write_arrow(path, pa.table({"text": ["x"] * 3, "word": words}))
-    with pytest.raises(ValueError, match=r"a\.arrow: holds a dictionary, but only record batches can be read"):
+    with pytest.raises(
+        ValueError, match=r"a\.arrow: holds a dictionary, but only record batches can be read"
+    ):
         arrow(path)
 
 
@@ -241,7 +253,9 @@ def test_arrow_that_is_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
     assert len(arrow(path)) == 40
     for cut in (8, 9, 100, len(whole) // 2, len(whole) - 100, len(whole) - 4):
         path.write_bytes(whole[:-cut])
-        with pytest.raises(ValueError, match=r"a\.arrow: not a whole Arrow stream .*cut short, or of another format"):
+        with pytest.raises(
+            ValueError, match=r"a\.arrow: not a whole Arrow stream .*cut short, or of another format"
+        ):
             arrow(path)
     path.write_bytes(b"hello, I am no Arrow file at all")
     with pytest.raises(ValueError, match=r"a\.arrow: not a whole Arrow stream"):
@@ -265,7 +279,9 @@ def test_arrow_that_is_damaged_during_a_run_is_named(tmp_path: Path) -> None:
 
 
 def write_saved_dataset(folder: Path, texts: Sequence[str], *, shards: int) -> Path:
-    """Writes the files of `datasets.Dataset.save_to_disk(folder, num_shards=shards)` and the cache file of a map."""
+    """Writes the files of `datasets.Dataset.save_to_disk(folder, num_shards=shards)` and the cache file of a
+    map.
+    """
     folder.mkdir(parents=True)
     names = [f"data-{i:05}-of-{shards:05}.arrow" for i in range(shards)]
     for i, name in enumerate(names):
@@ -273,7 +289,9 @@ def write_saved_dataset(folder: Path, texts: Sequence[str], *, shards: int) -> P
     write_arrow(folder / "cache-0123456789abcdef.arrow", pa.table({"text": ["transformed"]}))
     state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": "train"}
     (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text(json.dumps({"features": {"text": {"dtype": "string", "_type": "Value"}}}))
+    (folder / "dataset_info.json").write_text(
+        json.dumps({"features": {"text": {"dtype": "string", "_type": "Value"}}})
+    )
     return folder
 
 
@@ -293,7 +311,9 @@ def test_a_saved_dataset_is_its_shards_and_not_what_lies_beside_them(tmp_path: P
 def test_a_saved_dataset_of_several_splits_is_refused(tmp_path: Path) -> None:
     write_saved_dataset(tmp_path / "train", ["a"], shards=1)
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    with pytest.raises(ValueError, match=r"web\.path: a dataset of several splits \(train, test\).*such as 'train'"):
+    with pytest.raises(
+        ValueError, match=r"web\.path: a dataset of several splits \(train, test\).*such as 'train'"
+    ):
         saved_dataset_files(find_files(str(tmp_path), field=f"{FIELD}.path"), field=f"{FIELD}.path")
 
 

@@ -60,7 +60,9 @@ def test_a_tars_names_are_bounded_and_printable(tmp_path: Path) -> None:
 
 
 def test_offsets_beyond_the_data_are_bad_records(tmp_path: Path) -> None:
-    """Reading such a text would take bytes from anywhere in memory, or end the process; its neighbours are read."""
+    """Reading such a text would take bytes from anywhere in memory, or end the process; its neighbours are
+    read.
+    """
     texts = opened(tmp_path, ".arrow", (CORPUS / "arrow" / "found_offsets").read_bytes()).read([0, 1, 2])
     assert texts[0] == "abc"
     assert isinstance(texts[1], BadRecord)
@@ -69,7 +71,9 @@ def test_offsets_beyond_the_data_are_bad_records(tmp_path: Path) -> None:
         opened(tmp_path, ".arrow", (CORPUS / "arrow" / "found_no_schema").read_bytes())
 
 
-def test_a_row_group_that_decodes_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_group_that_decodes_without_end_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dictionary of one long text stands for any number of rows; decoding ends at the limit, here 1 MiB."""
     rows = pa.DictionaryArray.from_arrays(pa.array(np.zeros(4000, np.int32)), ["x" * 2000])
     content = io.BytesIO()
@@ -78,7 +82,9 @@ def test_a_row_group_that_decodes_without_end_is_refused(tmp_path: Path, monkeyp
     assert opened(tmp_path, ".parquet", content.getvalue()).read([3999]) == ["x" * 2000]
     monkeypatch.setattr(parquet, "_MOST_DECODED_BYTES", 1 << 20)
     allocated = pa.total_allocated_bytes()
-    with pytest.raises(FileError, match=r"row group 0 decodes to .* or more.*Write the file again with smaller row"):
+    with pytest.raises(
+        FileError, match=r"row group 0 decodes to .* or more.*Write the file again with smaller row"
+    ):
         opened(tmp_path, ".parquet", content.getvalue()).read([0])
     assert pa.total_allocated_bytes() - allocated < 4 << 20
 
@@ -88,7 +94,9 @@ def test_tokenizers_with_ids_beyond_their_size_are_refused(tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_bytes(
         (CORPUS / "tokenizer" / "found_large_id").read_bytes().split(SEPARATOR)[0]
     )
-    with pytest.raises(UserError, match=r"with 2 tokens, the largest id 4,294,967,290\. Export the tokenizer again"):
+    with pytest.raises(
+        UserError, match=r"with 2 tokens, the largest id 4,294,967,290\. Export the tokenizer again"
+    ):
         make_tokenizer(str(tmp_path))
 
 

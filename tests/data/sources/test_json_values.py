@@ -37,7 +37,11 @@ def opened(path: Path) -> Records:
     block_bytes=st.sampled_from([1, 7, 1 << 24]),
 )
 def test_every_object_is_a_record_whatever_its_strings_hold(
-    others: list[Any], form: str, indent: int | None, block_bytes: int, tmp_path_factory: pytest.TempPathFactory
+    others: list[Any],
+    form: str,
+    indent: int | None,
+    block_bytes: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Brackets, quotes and backslashes in strings, and blocks that cut them anywhere, move no boundary."""
     objects = [{"other": other, "text": f'{i}"]}}\\'} for i, other in enumerate(others)]
@@ -64,9 +68,20 @@ def test_every_object_is_a_record_whatever_its_strings_hold(
         ("", JsonValues, []),
         (" \n", JsonValues, []),
     ],
-    ids=["object", "lines", "mark and blank lines", "object over lines", "array", "empty array", "empty", "blank"],
+    ids=[
+        "object",
+        "lines",
+        "mark and blank lines",
+        "object over lines",
+        "array",
+        "empty array",
+        "empty",
+        "blank",
+    ],
 )
-def test_the_first_bytes_say_which_form_it_is(content: str, kind: type, texts: list[str], tmp_path: Path) -> None:
+def test_the_first_bytes_say_which_form_it_is(
+    content: str, kind: type, texts: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "a.json").write_text(content)
     file = opened(tmp_path / "a.json")
     assert type(file) is kind
@@ -83,11 +98,15 @@ def test_json_gz_gives_records_and_not_json_source(tmp_path: Path) -> None:
 
 
 def test_a_bad_value_among_good_ones_is_a_bad_record(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text('[{"text": "one"}, "a, b", [{"text": "no"}], {"text" "x"}, null, {"text": "two"}]')
+    (tmp_path / "a.json").write_text(
+        '[{"text": "one"}, "a, b", [{"text": "no"}], {"text" "x"}, null, {"text": "two"}]'
+    )
     found = opened(tmp_path / "a.json").read([0, 1, 2, 3, 4, 5])
     assert (found[0], found[5]) == ("one", "two")
     assert all(isinstance(record, BadRecord) for record in found[1:5])
-    assert "a.json, record 1 (at byte 18): a JSON str, not an object with a field 'text'. Mend" in str(found[1])
+    assert "a.json, record 1 (at byte 18): a JSON str, not an object with a field 'text'. Mend" in str(
+        found[1]
+    )
     assert "record 2 (at byte 26): a JSON list" in str(found[2])
     assert "record 3 (at byte 44): no JSON: Expecting ':'" in str(found[3])
     assert "record 4 (at byte 58): a JSON NoneType" in str(found[4])
@@ -106,7 +125,9 @@ def test_a_bad_value_among_good_ones_is_a_bad_record(tmp_path: Path) -> None:
 )
 def test_a_file_that_is_not_whole_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError, match=rf"a\.json: not a whole JSON file: {message}.*data\.sources\.web\.path"):
+    with pytest.raises(
+        ValueError, match=rf"a\.json: not a whole JSON file: {message}.*data\.sources\.web\.path"
+    ):
         opened(tmp_path / "a.json")
 
 

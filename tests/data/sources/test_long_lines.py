@@ -16,7 +16,9 @@ from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.stream.chunk_stream import ChunkStream
 from jtrain.data.stream.source_setup import SourceSetup
 
-PIECES = st.sampled_from(["a", " ", "\n", '"', "\\", "/", "\t", "\x01", "é", "你", "🙂", "\\n", "\\u00e9", '"text": "'])
+PIECES = st.sampled_from(
+    ["a", " ", "\n", '"', "\\", "/", "\t", "\x01", "é", "你", "🙂", "\\n", "\\u00e9", '"text": "']
+)
 TEXTS = st.lists(PIECES, max_size=400).map("".join)
 
 
@@ -90,7 +92,9 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChunkStream:
     )
 
 
-def test_chunks_are_the_same_with_and_without_marks(stream: ChunkStream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_the_same_with_and_without_marks(
+    stream: ChunkStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second time, long lines are not parsed as a whole any more."""
     chunks = stream.locate(np.arange(len(stream)))
     chunks = Chunks(*(array[chunks.record >= 0] for array in chunks))

@@ -50,7 +50,9 @@ def slow_server(folder: Path, *, delay_s: float) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=str(folder)))
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))
+    )
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -69,7 +71,9 @@ def spec(url: str, folder: Path, **fields: Any) -> PackedText:
 
 def files_of(lines: list[str]) -> list[int]:
     """Returns the number of open files that each line gives, of all there are."""
-    counts = [line.split(" files,")[0].rpartition(": ")[2].split(" of ") for line in lines if " files," in line]
+    counts = [
+        line.split(" files,")[0].rpartition(": ")[2].split(" of ") for line in lines if " files," in line
+    ]
     assert all(int(of) == FILES for _, of in counts), lines
     return [int(done) for done, _ in counts]
 
@@ -141,8 +145,12 @@ def test_a_loader_tells_the_pool_how_far_it_is(folder: Path, monkeypatch: pytest
 
 
 @pytest.mark.slow
-def test_a_window_that_takes_long_is_said_in_the_log_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is patched here: the loader opens a window for more than two seconds while the trainer waits."""
+def test_a_window_that_takes_long_is_said_in_the_log_of_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is patched here: the loader opens a window for more than two seconds while the trainer
+    waits.
+    """
     turn = threading.Lock()
     with gs_store(monkeypatch) as store:
         store.files |= {file.name: file.read_bytes() for file in folder.iterdir()}
@@ -154,13 +162,17 @@ def test_a_window_that_takes_long_is_said_in_the_log_of_a_run(folder: Path, monk
             return content(name, request)
 
         store.content = slowly
-        dataset = open_dataset(spec(store.url, folder, shuffle_window_bytes=1 << 17, eval_fraction=0.0), seed=0)
+        dataset = open_dataset(
+            spec(store.url, folder, shuffle_window_bytes=1 << 17, eval_fraction=0.0), seed=0
+        )
         assert dataset.streams[0].num_documents is None
         with dataset.train_batches() as batches:
             next(batches)
             lines = [line for line in batches.said() if "is opening" in line]
     assert lines
-    assert re.fullmatch(r"data: loader-0 is opening data: \d+ of 1\d files, 0.\d of 0.1 MiB, \d s so far", lines[0])
+    assert re.fullmatch(
+        r"data: loader-0 is opening data: \d+ of 1\d files, 0.\d of 0.1 MiB, \d s so far", lines[0]
+    )
 
 
 def test_lines_say_what_is_known() -> None:

@@ -62,7 +62,8 @@ def out_of_descriptors(times: int) -> Iterator[list[str]]:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     with retry.heard(retry.Retries(tell)):
-        # Of these three none becomes free. Of a higher limit one might: what earlier tests left is closed at any time.
+        # Of these three none becomes free. Of a higher limit one might: what earlier tests left is closed at
+        # any time.
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             yield lines
@@ -87,14 +88,19 @@ def test_a_machine_without_descriptors_for_a_moment_loses_no_record(
         assert every(corpus) == texts
     assert len(lines) == 3
     corpus.close()
-    with out_of_descriptors(times=99), pytest.raises(GaveUp, match=r"\[Errno 24\] Too many open files, at 6 tries"):
+    with (
+        out_of_descriptors(times=99),
+        pytest.raises(GaveUp, match=r"\[Errno 24\] Too many open files, at 6 tries"),
+    ):
         every(corpus)
     assert every(corpus) == texts
 
 
 @pytest.mark.usefixtures("no_waits")
 @pytest.mark.parametrize("eager_bytes", [None, 10], ids=["eager", "growing"])
-def test_listing_and_opening_are_repeated_too(eager_bytes: int | None, texts: list[str], tmp_path: Path) -> None:
+def test_listing_and_opening_are_repeated_too(
+    eager_bytes: int | None, texts: list[str], tmp_path: Path
+) -> None:
     write_text(tmp_path, texts)
     with out_of_descriptors(times=4) as lines:
         corpus = Corpus(Source(path=str(tmp_path)), name="web", cache_dir=tmp_path, eager_bytes=eager_bytes)
@@ -106,11 +112,15 @@ def test_listing_and_opening_are_repeated_too(eager_bytes: int | None, texts: li
         assert [corpus.count(n) for n in range(9)] == [1] * 9
         assert corpus[int(corpus.file_ends[7])] == texts[8]
     assert len(lines) == 2
-    assert lines[0].startswith(f"{tmp_path}/doc0000.txt: [Errno 24] Too many open files; it is read again in 0 s")
+    assert lines[0].startswith(
+        f"{tmp_path}/doc0000.txt: [Errno 24] Too many open files; it is read again in 0 s"
+    )
 
 
 def test_an_error_of_the_kernel_is_known_through_every_reader_and_what_wraps_it() -> None:
-    """Reading the first page of a process's memory is a real I/O error; a missing file is none that passes."""
+    """Reading the first page of a process's memory is a real I/O error; a missing file is none that
+    passes.
+    """
 
     def read_by_python() -> None:
         with open("/proc/self/mem", "rb", 0) as file:
@@ -192,7 +202,9 @@ def test_a_broken_disk_ends_the_run_under_both_policies_and_a_sick_one_changes_n
         lines = [line for line in batches.said() if "docs.jsonl" in line]
         assert len(lines) == 6
         assert lines[5].startswith("data: data.sources.books: ")
-        assert lines[5].endswith("docs.jsonl: [Errno 5] Input/output error; it is read again in 0 s (try 4 of 6)")
+        assert lines[5].endswith(
+            "docs.jsonl: [Errno 5] Input/output error; it is read again in 0 s (try 4 of 6)"
+        )
         broken_disk(1 << 30)
         with pytest.raises(
             DataError, match=r"data\.sources\.books: .*docs\.jsonl: \[Errno 5\] Input/output error, at 6 tries over .*"
@@ -203,7 +215,9 @@ def test_a_broken_disk_ends_the_run_under_both_policies_and_a_sick_one_changes_n
 
 @pytest.mark.usefixtures("no_waits")
 def test_sizes_are_not_taken_for_those_of_bad_records(texts: list[str], tmp_path: Path) -> None:
-    """ArrayRecord is sized by reading; a record of no size would have no chunks, and a run would never see it."""
+    """ArrayRecord is sized by reading; a record of no size would have no chunks, and a run would never see
+    it.
+    """
     path = write_array_record(tmp_path, texts)
     corpus = Corpus(Source(path=str(path)), name="web", cache_dir=tmp_path / "cache")
     sizes = corpus.sizes(0, len(texts))
@@ -217,7 +231,9 @@ def test_sizes_are_not_taken_for_those_of_bad_records(texts: list[str], tmp_path
 
 @pytest.mark.usefixtures("no_waits")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_store_that_fails_for_a_moment_loses_no_record(fault: int | str, web: Store, tmp_path: Path) -> None:
+def test_a_store_that_fails_for_a_moment_loses_no_record(
+    fault: int | str, web: Store, tmp_path: Path
+) -> None:
     texts = [f"{i} " * 300 for i in range(100)]
     web.files["rows.parquet"] = parquet_bytes(texts)
     corpus = Corpus(Source(path=f"{web.url}/rows.parquet"), name="web", cache_dir=tmp_path)
@@ -227,14 +243,18 @@ def test_a_store_that_fails_for_a_moment_loses_no_record(fault: int | str, web: 
         corpus.close()
         assert 1 <= len(lines) <= 3, "aiohttp itself repeats a request over a connection that was closed"
         web.faults[:] = [fault] * 99
-        with pytest.raises(GaveUp, match=r"rows\.parquet: .*, at 6 tries over 0 s\. .* See that the disk, network or"):
+        with pytest.raises(
+            GaveUp, match=r"rows\.parquet: .*, at 6 tries over 0 s\. .* See that the disk, network or"
+        ):
             every(corpus)
 
 
 @pytest.mark.usefixtures("no_waits")
 @pytest.mark.parametrize("fault", [503, "cut", "reset"])
 @pytest.mark.parametrize("ranges", [True, False])
-def test_a_copy_goes_on_where_it_was_or_begins_anew(fault: int | str, ranges: bool, web: Store, tmp_path: Path) -> None:
+def test_a_copy_goes_on_where_it_was_or_begins_anew(
+    fault: int | str, ranges: bool, web: Store, tmp_path: Path
+) -> None:
     texts = [f"{i} " * 300 for i in range(100)]
     content = write_jsonl(tmp_path, texts).read_bytes()
     web.files["docs.jsonl"] = content

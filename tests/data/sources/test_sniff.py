@@ -49,21 +49,45 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", gzip.compress(b"one"), r"read as text, but it begins like gzip .*end in \.gz, behind the suffix"),
+        (
+            "a.txt",
+            gzip.compress(b"one"),
+            r"read as text, but it begins like gzip .*end in \.gz, behind the suffix",
+        ),
         ("a.txt", pa.compress(b"one", codec="zstd", asbytes=True), r"begins like zstd .*end in \.zst"),
         ("a.txt", parquet(), r"begins like Parquet \(b'PAR1.*Name it \.parquet"),
         ("a.txt", tar(), r"begins like tar .*Name it \.tar"),
         ("a.txt", b"%PDF-1.7\n", r"begins like PDF .*Extract its text first"),
-        ("a.txt", b"PK\x03\x04docx", r"begins like zip .*Decompress it, or leave it out of data\.sources\.web\.path"),
+        (
+            "a.txt",
+            b"PK\x03\x04docx",
+            r"begins like zip .*Decompress it, or leave it out of data\.sources\.web\.path",
+        ),
         ("a.png", b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", r"begins like binary data .*Convert it to text"),
-        ("a.csv", "text\none\n".encode("utf-16"), r"read as csv, but it begins like UTF-16 text .*Convert it to UTF-8"),
+        (
+            "a.csv",
+            "text\none\n".encode("utf-16"),
+            r"read as csv, but it begins like UTF-16 text .*Convert it to UTF-8",
+        ),
         ("a.jsonl", POINTER, r"read as jsonl, but it begins like a Git LFS pointer .*git lfs pull"),
-        ("a.jsonl", b'[\n{"text": "one"}]', r"read as jsonl, but it begins like a JSON array .*Name it \.json"),
+        (
+            "a.jsonl",
+            b'[\n{"text": "one"}]',
+            r"read as jsonl, but it begins like a JSON array .*Name it \.json",
+        ),
         ("a.parquet", POINTER, r"read as parquet, but it begins like a Git LFS pointer"),
-        ("a.json", b"\n<!DOCTYPE html><html>", r"read as json, but it begins like an HTML page .*Download it again"),
+        (
+            "a.json",
+            b"\n<!DOCTYPE html><html>",
+            r"read as json, but it begins like an HTML page .*Download it again",
+        ),
         ("a.jsonl.gz", gzip.compress(gzip.compress(GOOD)), r"read as jsonl, but it begins like gzip"),
         ("a.jsonl.gz", GOOD, r"not a whole gzip file: it begins with b'\{\"text.*drop \.gz from its name"),
-        ("a.jsonl.zst", POINTER, r"not a whole zstd file: it begins like a Git LFS pointer with .*git lfs pull"),
+        (
+            "a.jsonl.zst",
+            POINTER,
+            r"not a whole zstd file: it begins like a Git LFS pointer with .*git lfs pull",
+        ),
         ("a.tar", GOOD * 99, r"not a whole tar file"),
         ("a.arrayrecord", GOOD * 99, r"not a whole ArrayRecord file"),
     ],
@@ -87,7 +111,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12
         "no-arrayrecord",
     ],
 )
-def test_content_of_another_format_is_refused(name: str, content: bytes, message: str, open_file: Open) -> None:
+def test_content_of_another_format_is_refused(
+    name: str, content: bytes, message: str, open_file: Open
+) -> None:
     with pytest.raises(UserError, match=rf"{name}: .*{message}") as found:
         open_file(name, content)
     assert not isinstance(found.value, BadRecord), "data.on_bad_record must not silence it"

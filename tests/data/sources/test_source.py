@@ -63,7 +63,9 @@ def test_sizes_bound_the_texts_from_above(
     corpus = open_corpus(write(tmp_path, texts))
     sizes = np.concatenate([corpus.sizes(first, end) for first, end in corpus.file_bounds()])
     assert (sizes >= [len(text.encode()) for text in texts]).all()
-    assert sizes.sum() < 3 * sum(len(text.encode()) for text in texts), "no more than escapes and other fields"
+    assert sizes.sum() < 3 * sum(len(text.encode()) for text in texts), (
+        "no more than escapes and other fields"
+    )
 
 
 def test_between_reads_no_file_is_open(
@@ -98,7 +100,9 @@ def test_a_folder_and_a_recursive_glob_mix_formats_by_suffix_and_skip_hidden_fil
     assert len(open_corpus(tmp_path / "*" / "*.jsonl")) == 2
 
 
-def test_the_format_can_be_said_where_the_suffix_does_not(tmp_path: Path, open_corpus: Callable[..., Corpus]) -> None:
+def test_the_format_can_be_said_where_the_suffix_does_not(
+    tmp_path: Path, open_corpus: Callable[..., Corpus]
+) -> None:
     (tmp_path / "part-0001").write_text('{"body": "one"}\n{"body": "two"}\n')
     assert every(open_corpus(tmp_path, format="jsonl", text_field="body")) == ["one", "two"]
     assert len(open_corpus(tmp_path)) == 1
@@ -173,7 +177,9 @@ def test_only_empty_files_are_refused(tmp_path: Path, open_corpus: Callable[...,
     for name in ("a.txt", "b.jsonl", "d.array_record"):
         (tmp_path / name).write_text("")
     (tmp_path / "c.jsonl").write_text("\n\r\n\n")
-    with pytest.raises(ValueError, match=r"data\.sources\.web\.path=.*4 files, all of them empty \(first: a\.txt"):
+    with pytest.raises(
+        ValueError, match=r"data\.sources\.web\.path=.*4 files, all of them empty \(first: a\.txt"
+    ):
         open_corpus(tmp_path)
 
 
@@ -203,10 +209,14 @@ def test_a_value_that_cannot_be_is_refused(field: str, value: Any, message: str,
 def test_a_file_that_vanishes_or_is_cut_short_during_a_run_is_named(
     write: Write, texts: list[str], tmp_path: Path, open_corpus: Callable[..., Corpus]
 ) -> None:
-    """All its records are bad, and none of another file; once restored, it is read again. Copies: `check_lost_copy`."""
+    """All its records are bad, and none of another file; once restored, it is read again. Copies:
+    `check_lost_copy`.
+    """
     write(tmp_path, texts)
     corpus = open_corpus(tmp_path)
-    files = [Path(cast(TextFile, records)._file.location) for records in corpus._records]  # all formats have it
+    files = [
+        Path(cast(TextFile, records)._file.location) for records in corpus._records
+    ]  # all formats have it
     if files[0].parent != tmp_path:
         check_lost_copy(corpus, files[0], texts)
         return
@@ -230,7 +240,9 @@ def test_a_file_that_vanishes_or_is_cut_short_during_a_run_is_named(
 
 
 def check_lost_copy(corpus: Corpus, copy: Path, texts: list[str]) -> None:
-    """A copy in the cache that is damaged or gone stops the run: skipping its records would skip the corpus."""
+    """A copy in the cache that is damaged or gone stops the run: skipping its records would skip the
+    corpus.
+    """
     content = copy.read_bytes()
     copy.write_bytes(content[:100])
     with pytest.raises(
@@ -238,7 +250,9 @@ def check_lost_copy(corpus: Corpus, copy: Path, texts: list[str]) -> None:
     ):
         every(corpus)
     copy.unlink()
-    with pytest.raises(CacheLost, match=rf"{corpus.names[0]}: its copy .* is gone\. .*set data\.cache_dir to another"):
+    with pytest.raises(
+        CacheLost, match=rf"{corpus.names[0]}: its copy .* is gone\. .*set data\.cache_dir to another"
+    ):
         every(corpus)
     again = Corpus(corpus.source, name="web", cache_dir=copy.parents[1])  # as the message says
     assert every(again) == texts
@@ -252,7 +266,9 @@ def test_all_sources_of_a_process_share_one_bound_of_decoded_text(
     for i in range(6):
         path = tmp_path / f"{i}.parquet"
         pq.write_table(pa.table({"text": [f"{i}{j}" * 500 for j in range(40)]}), path, row_group_size=20)
-        corpora.append(Corpus(Source(path=str(path)), name=f"s{i}", cache_dir=tmp_path, decoded_cache_bytes=50_001))
+        corpora.append(
+            Corpus(Source(path=str(path)), name=f"s{i}", cache_dir=tmp_path, decoded_cache_bytes=50_001)
+        )
     for corpus in corpora:
         every(corpus)
     cache, *others = [cast(ParquetFile, corpus._records[0])._groups for corpus in corpora]
@@ -289,7 +305,9 @@ assert not unwanted, unwanted
     assert done.stdout.strip() == "['five', 'four', 'one', 'three', 'two']"
 
 
-def test_arrow_reads_a_local_file_without_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrow_reads_a_local_file_without_the_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread of Arrow's that needs the interpreter while it ends would abort the process."""
     write_parquet(tmp_path, ["two"])
     readers: set[int] = set()

@@ -93,7 +93,10 @@ def test_what_may_not_be_read_is_named_and_never_left_out_in_silence(open_folder
     (open_folder / "a.txt").write_text("x")
     (open_folder / "locked.txt").write_text("x")
     (open_folder / "locked.txt").chmod(0)
-    with unprivileged(), pytest.raises(FileError, match=rf"{FIELD}=.*locked\.txt cannot be read \(Permission"):
+    with (
+        unprivileged(),
+        pytest.raises(FileError, match=rf"{FIELD}=.*locked\.txt cannot be read \(Permission"),
+    ):
         find(open_folder)
     (open_folder / "locked.txt").unlink()
     (open_folder / "locked").mkdir()
@@ -112,7 +115,10 @@ def test_a_file_that_is_shut_during_a_run_is_named(open_folder: Path) -> None:
         corpus = open_corpus(open_folder, open_folder)
         assert corpus[0] == "x"
     (open_folder / "a.txt").chmod(0)
-    with unprivileged(), pytest.raises(FileError, match=r"a\.txt: may no longer be read \(Permission denied\)"):
+    with (
+        unprivileged(),
+        pytest.raises(FileError, match=r"a\.txt: may no longer be read \(Permission denied\)"),
+    ):
         corpus[0]
 
 
@@ -127,7 +133,9 @@ def test_a_file_whose_folder_became_something_else_is_named(tmp_path: Path) -> N
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ValueError, match=rf"{FIELD}='nope://a/b': no reader for nope:// .*Use s3://, gs://, hf://"):
+    with pytest.raises(
+        ValueError, match=rf"{FIELD}='nope://a/b': no reader for nope:// .*Use s3://, gs://, hf://"
+    ):
         find("nope://a/b")
 
 
@@ -156,15 +164,21 @@ find_files({url!r}, field={FIELD!r})
 
 @pytest.mark.parametrize("codec", ["gz", "zst"])
 @pytest.mark.parametrize("damage", ["cut", "corrupt"])
-def test_a_compressed_file_that_is_cut_short_or_corrupt_is_refused(codec: str, damage: str, tmp_path: Path) -> None:
+def test_a_compressed_file_that_is_cut_short_or_corrupt_is_refused(
+    codec: str, damage: str, tmp_path: Path
+) -> None:
     content = "".join(json.dumps({"text": f"{i * i}"}) + "\n" for i in range(20_000)).encode()
     packed = gzip.compress(content) if codec == "gz" else pa.compress(content, codec="zstd", asbytes=True)
     half = len(packed) // 2
     path = tmp_path / f"a.jsonl.{codec}"
     path.write_bytes(packed[:half] if damage == "cut" else packed[:half] + bytes(40) + packed[half + 40 :])
-    with pytest.raises(OSError, match=rf"a\.jsonl\.{codec}: not a whole (gzip|zstd) file .*cut short or corrupt"):
+    with pytest.raises(
+        OSError, match=rf"a\.jsonl\.{codec}: not a whole (gzip|zstd) file .*cut short or corrupt"
+    ):
         open_corpus(path, tmp_path / "cache")
-    assert not [f for f in (tmp_path / "cache" / "files").iterdir() if f.suffix != ".lock"], "no half copy stays"
+    assert not [f for f in (tmp_path / "cache" / "files").iterdir() if f.suffix != ".lock"], (
+        "no half copy stays"
+    )
     path.write_bytes(packed)
     assert open_corpus(path, tmp_path / "cache")[19_999] == str(19_999**2)
 
@@ -175,7 +189,9 @@ def test_a_copy_is_made_once_and_anew_when_the_file_changes(tmp_path: Path) -> N
     first = local_copy(find(path)[0], compression="gzip", cache_dir=tmp_path / "cache")
     again = local_copy(find(path)[0], compression="gzip", cache_dir=tmp_path / "cache")
     assert first == again
-    assert (first.name, first.called) == ("a.txt.gz", str(path)), "messages and identity are of the file, not its copy"
+    assert (first.name, first.called) == ("a.txt.gz", str(path)), (
+        "messages and identity are of the file, not its copy"
+    )
     path.write_bytes(gzip.compress(b"two"))
     os.utime(path, ns=(0, 1))
     changed = local_copy(find(path)[0], compression="gzip", cache_dir=tmp_path / "cache")
@@ -220,11 +236,15 @@ def test_a_cache_folder_that_is_full_or_no_folder_says_what_to_set(tmp_path: Pat
     [file] = find(path)
     (tmp_path / "cache" / "files").mkdir(parents=True)
     (tmp_path / "cache" / "files" / f"{file.key}-a.txt.gz.tmp").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"a\.txt\.gz: its copy .* cannot be written to .*No space left.*data\.cache_dir"):
+    with pytest.raises(
+        OSError, match=r"a\.txt\.gz: its copy .* cannot be written to .*No space left.*data\.cache_dir"
+    ):
         local_copy(file, compression="gzip", cache_dir=tmp_path / "cache")
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", Path("/proc/nowhere"), tmp_path / ("x" * 300)):
-        with pytest.raises(FileError, match=r"a\.txt\.gz: its copy .* cannot be written to .*data\.cache_dir"):
+        with pytest.raises(
+            FileError, match=r"a\.txt\.gz: its copy .* cannot be written to .*data\.cache_dir"
+        ):
             local_copy(file, compression="gzip", cache_dir=folder)
     assert local_copy(file, compression="gzip", cache_dir=tmp_path / "other").size_bytes == 300_000
 
@@ -335,7 +355,9 @@ def test_s3_without_credentials_says_so(monkeypatch: pytest.MonkeyPatch, tmp_pat
             monkeypatch.delenv(name)
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
         monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
-        with pytest.raises(FileError, match=rf"{FIELD}='s3://corpus/a\.txt': the store refuses .*credentials"):
+        with pytest.raises(
+            FileError, match=rf"{FIELD}='s3://corpus/a\.txt': the store refuses .*credentials"
+        ):
             find(f"{store.url}/a.txt")
 
 
@@ -352,7 +374,9 @@ def test_a_remote_file_of_which_only_a_part_arrives_is_no_copy(web: Store, tmp_p
 def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     with web_store() as store:
         url = f"{store.url}/a.txt"
-    with pytest.raises(OSError, match=rf"{FIELD}='{url}': \[Errno 111\] Connect call failed.* 6 tries .*store is back"):
+    with pytest.raises(
+        OSError, match=rf"{FIELD}='{url}': \[Errno 111\] Connect call failed.* 6 tries .*store is back"
+    ):
         find(url)
 
 
@@ -366,7 +390,9 @@ def test_remote_parquet_is_read_by_footer_and_column(web: Store, tmp_path: Path)
     assert not any(tmp_path.iterdir())
 
     def asked() -> int:
-        ranges = [request.range.removeprefix("bytes=").split("-") for request in web.requests if request.range]
+        ranges = [
+            request.range.removeprefix("bytes=").split("-") for request in web.requests if request.range
+        ]
         assert len(ranges) == len([request for request in web.requests if request.method == "GET"])
         return sum(int(last) - int(first) + 1 for first, last in ranges)
 
@@ -387,7 +413,9 @@ def test_a_server_that_cannot_send_ranges_is_refused_for_parquet_and_fine_for_th
         open_corpus(f"{web.url}/rows.parquet", tmp_path)
 
 
-def test_many_remote_files_are_opened_together(web: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_many_remote_files_are_opened_together(
+    web: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Sixteen files are opened at a time; they are numbered by name, whichever opens first."""
     with gs_store(monkeypatch) as store:
         for i in range(40):

@@ -9,7 +9,11 @@ from pathlib import Path
 import numpy as np
 from streaming import MDSWriter
 
-ENCODINGS = {"bytes": ("bytes", np.int64), "array": ("ndarray", np.uint16), "uint32": ("ndarray:uint32", np.uint32)}
+ENCODINGS = {
+    "bytes": ("bytes", np.int64),
+    "array": ("ndarray", np.uint16),
+    "uint32": ("ndarray:uint32", np.uint32),
+}
 """Folder -> encoding of its column, and dtype of its ids."""
 
 

@@ -1,16 +1,17 @@
-"""Makes the reference directories of Llama and Qwen3 with torch and transformers; tests that read them need neither.
+"""Makes the reference directories of Llama and Qwen3 with torch and transformers; tests that read them need
+neither.
 
     tests/golden/hf/setup.sh              # makes the environments and runs this script and make_moe.py
     PYTHON_WITH_TORCH tests/golden/hf/make.py
 
-Each case is a model directory as transformers 5 saves it, plus `reference.npz`: tokens, logits, mean cross entropy of
-the next token, and its gradient for every tensor, all float32 on a CPU. Under transformers 4 the script writes only
-`config.v4.json`, the same configuration in the form of version 4. Made with torch 2.13.0, transformers 5.23.0 and
-4.57.6.
+Each case is a model directory as transformers 5 saves it, plus `reference.npz`: tokens, logits, mean cross
+entropy of the next token, and its gradient for every tensor, all float32 on a CPU. Under transformers 4 the
+script writes only `config.v4.json`, the same configuration in the form of version 4. Made with torch 2.13.0,
+transformers 5.23.0 and 4.57.6.
 
-Weights are drawn larger than a fresh model's, so that attention is sharp and the logits spread: a wrong rotation or
-head order then shows in the first digit. `original_max_position_embeddings` is half the sequence, and the frequencies
-fall into all three ranges of Llama 3's scaling: kept, blended, divided.
+Weights are drawn larger than a fresh model's, so that attention is sharp and the logits spread: a wrong
+rotation or head order then shows in the first digit. `original_max_position_embeddings` is half the sequence,
+and the frequencies fall into all three ranges of Llama 3's scaling: kept, blended, divided.
 """
 
 import json
@@ -55,7 +56,9 @@ CASES: dict[str, type[PreTrainedModel]] = {
 }
 CONFIGS = {
     "llama": LlamaConfig(**SHAPE, **HEADS, **rope(500.0, LLAMA3)),
-    "llama_tied": LlamaConfig(**SHAPE, **HEADS, **rope(500.0, LLAMA3), rms_norm_eps=1e-5, tie_word_embeddings=True),
+    "llama_tied": LlamaConfig(
+        **SHAPE, **HEADS, **rope(500.0, LLAMA3), rms_norm_eps=1e-5, tie_word_embeddings=True
+    ),
     "qwen3": Qwen3Config(**SHAPE, **HEADS, **rope(1_000.0)),
 }
 
@@ -71,7 +74,9 @@ def make(name: str, folder: Path) -> None:
             if weight.ndim == 1:
                 weight.copy_(1.0 + 0.2 * torch.randn(weight.shape))
             else:
-                weight.copy_(torch.randn(weight.shape) * (1.0 if "embed" in path else 1.2 * weight.shape[1] ** -0.5))
+                weight.copy_(
+                    torch.randn(weight.shape) * (1.0 if "embed" in path else 1.2 * weight.shape[1] ** -0.5)
+                )
         if config.tie_word_embeddings:
             model.get_input_embeddings().weight.mul_(0.3)
     tokens = torch.randint(0, config.vocab_size, (BATCH, LENGTH))

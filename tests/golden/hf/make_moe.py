@@ -1,13 +1,15 @@
-"""Makes the reference directories of Qwen3-MoE with torch and transformers; the tests that read them need neither.
+"""Makes the reference directories of Qwen3-MoE with torch and transformers; the tests that read them need
+neither.
 
     tests/golden/hf/setup.sh              # makes the environments and runs make.py and this script
     PYTHON_WITH_TORCH tests/golden/hf/make_moe.py
 
 `qwen3_moe` is written by transformers 4. Under transformers 5 the script loads it and saves the same model as
-`qwen3_moe_v5`: the weights are equal, config.json spells `num_experts` as `num_local_experts`. Each directory has the
+`qwen3_moe_v5`: the weights are equal, config.json spells `num_experts` as `num_local_experts`. Each directory
+  has the
 files of make.py's cases and besides them, in `reference.npz`, every layer's router logits and transformers'
-load-balancing loss of the logits by layer and row. The loss has no balancing term. Made with torch 2.13.0, transformers
-4.57.6 and 5.23.0.
+load-balancing loss of the logits by layer and row. The loss has no balancing term. Made with torch 2.13.0,
+transformers 4.57.6 and 5.23.0.
 """
 
 from pathlib import Path
@@ -47,12 +49,16 @@ def fresh_model() -> Qwen3MoeForCausalLM:
             if weight.ndim == 1:
                 weight.copy_(1.0 + 0.2 * torch.randn(weight.shape))
             else:
-                weight.copy_(torch.randn(weight.shape) * (1.0 if "embed" in path else 1.2 * weight.shape[1] ** -0.5))
+                weight.copy_(
+                    torch.randn(weight.shape) * (1.0 if "embed" in path else 1.2 * weight.shape[1] ** -0.5)
+                )
     return model
 
 
 def gradients(model: Qwen3MoeForCausalLM) -> dict[str, np.ndarray]:
-    """Gradients by the names of the saved tensors: version 5 joins all experts of a layer in memory, not in files."""
+    """Gradients by the names of the saved tensors: version 5 joins all experts of a layer in memory, not in
+    files.
+    """
     out: dict[str, np.ndarray] = {}
     for path, weight in model.named_parameters():
         grad = weight.grad.numpy()
@@ -80,7 +86,8 @@ def make(model: Qwen3MoeForCausalLM, tokens: torch.Tensor, folder: Path) -> None
     router = torch.stack([logits.view(BATCH, LENGTH, -1) for logits in out.router_logits]).detach()
     top_k = config.num_experts_per_tok
     balance = [
-        [load_balancing_loss_func((row,), config.num_experts, top_k).item() for row in layer] for layer in router
+        [load_balancing_loss_func((row,), config.num_experts, top_k).item() for row in layer]
+        for layer in router
     ]
     arrays = {
         "tokens": tokens.numpy().astype(np.int32),

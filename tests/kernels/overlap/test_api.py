@@ -1,4 +1,6 @@
-"""Overlapped collectives against plain ones and float64: values, gradients, and the choice of implementation."""
+"""Overlapped collectives against plain ones and float64: values, gradients, and the choice of
+implementation.
+"""
 
 import dataclasses
 import functools
@@ -30,7 +32,9 @@ B, R, D, F = 2, 8, 6, 8  # R: rows of one rank; F: columns of all ranks together
 
 @functools.cache
 def inputs(dtype: str) -> tuple[Array, ...]:
-    """Inputs x [B, N * R, D], two kernels [D, F], a kernel back [F, D], and a weight for each output element."""
+    """Inputs x [B, N * R, D], two kernels [D, F], a kernel back [F, D], and a weight for each output
+    element.
+    """
     draw = np.random.default_rng(0)
     shapes = ((B, N * R, D), (D, F), (D, F), (F, D), (B, N * R, D))
     return tuple(jnp.asarray(draw.standard_normal(shape), dtype) for shape in shapes)
@@ -56,7 +60,9 @@ def sharded(ops: Any) -> Any:
         return y, grads
 
     rows = specs[0]
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(*specs, rows), out_specs=(rows, specs), check_vma=False))
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(*specs, rows), out_specs=(rows, specs), check_vma=False)
+    )
 
 
 def with_plan(plan: OverlapPlan) -> Any:
@@ -74,7 +80,12 @@ def in_float64() -> tuple[np.ndarray, list[np.ndarray]]:
     dh = weight @ down.T
     du, dg = dh * g, dh * u
     flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-    grads = [du @ up.T + dg @ gate.T, flat(x).T @ flat(du), flat(x).T @ flat(dg), flat(u * g).T @ flat(weight)]
+    grads = [
+        du @ up.T + dg @ gate.T,
+        flat(x).T @ flat(du),
+        flat(x).T @ flat(dg),
+        flat(u * g).T @ flat(weight),
+    ]
     return (u * g) @ down, grads
 
 
@@ -88,7 +99,8 @@ def test_values_and_gradients_are_those_of_float64(plan: OverlapPlan) -> None:
 
 
 def test_bfloat16_is_rounded_no_more_than_plain_collectives_round() -> None:
-    """Sums are float32 on both sides of a hop, so the error against float64 stays below that of psum in bfloat16.
+    """Sums are float32 on both sides of a hop, so the error against float64 stays below that of psum in
+    bfloat16.
 
     The margin is one half, because a partial sum is rounded at each of three hops.
     """
@@ -171,7 +183,9 @@ def smallest_gflop(spec: device.DeviceSpec, work: OpWork, swizzle: Swizzle) -> f
 
 
 def test_there_is_a_size_below_which_overlapping_loses() -> None:
-    """It exists on every GPU and TPU for llama8b; on an H100 it is near the 100 GFLOP at which others fall back."""
+    """It exists on every GPU and TPU for llama8b; on an H100 it is near the 100 GFLOP at which others fall
+    back.
+    """
     work = OpWork(ranks=8, rows=8, contracted=4096, columns=1792 * 2, sent_bytes=4096 * 2)
     for name in ("h100", "h200", "b200", "v5e", "v5p", "v6e", "tpu7x"):
         spec = device.from_name(name)
@@ -186,7 +200,9 @@ def test_swizzles_follow_the_links() -> None:
 
     def best(name: str, rows: int) -> int:
         avals = mlp(rows, 8, 8)
-        return registry.choose(api.ALL_GATHER_MATMUL, device.from_name(name), avals, forced="permute").config["swizzle"]
+        return registry.choose(api.ALL_GATHER_MATMUL, device.from_name(name), avals, forced="permute").config[
+            "swizzle"
+        ]
 
     assert [best("h200", 64), best("v5p", 64), best("v5p", 8)] == [0, 1, 0]
 
@@ -207,7 +223,9 @@ def test_rows_that_do_not_split_are_refused_when_forced() -> None:
 @pytest.mark.aot
 @pytest.mark.parametrize("chip", ("v5p:2x2x2", "h200:8"))
 def test_what_travels_is_beside_matmuls_as_compiled(chip: str) -> None:
-    """In a feed-forward layer of llama8b over 8 chips, forward and backward, every permute overlaps with a matmul."""
+    """In a feed-forward layer of llama8b over 8 chips, forward and backward, every permute overlaps with a
+    matmul.
+    """
     from jtrain.hlo.traffic import overlap, traffic
     from jtrain.plan.compile.compiled_step import topology_devices
 
@@ -220,7 +238,9 @@ def test_what_travels_is_beside_matmuls_as_compiled(chip: str) -> None:
         return y, backward(dy)
 
     specs = (P(None, "t"), P(None, "t"), P(None, "t"), P("t"))
-    step = jax.shard_map(local, mesh=mesh, in_specs=(*specs, specs[0]), out_specs=(specs[0], specs), check_vma=False)
+    step = jax.shard_map(
+        local, mesh=mesh, in_specs=(*specs, specs[0]), out_specs=(specs[0], specs), check_vma=False
+    )
     shapes = ((1, 8192, 4096), (4096, 14336), (4096, 14336), (14336, 4096), (1, 8192, 4096))
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))

@@ -1,4 +1,6 @@
-"""The form of each overlapped collective that shipped configs take over eight GPUs, and the table of it in the docs."""
+"""The form of each overlapped collective that shipped configs take over eight GPUs, and the table of it in
+the docs.
+"""
 
 from pathlib import Path
 
@@ -20,7 +22,10 @@ def of_a_layer(config: str) -> list[tuple[Op, Avals]]:
     """The four overlapped collectives of a layer: one sequence over `TENSOR` devices."""
     run = load_config(config)
     model, rows = run.model, run.data.seq_len
-    heads, kv_heads = model.num_heads * model.head_dim // TENSOR, model.num_kv_heads * model.head_dim // TENSOR
+    heads, kv_heads = (
+        model.num_heads * model.head_dim // TENSOR,
+        model.num_kv_heads * model.head_dim // TENSOR,
+    )
     return [
         _gather(rows, model.d_model, heads, kv_heads, kv_heads),
         _scatter(rows, heads, model.d_model),
@@ -54,7 +59,9 @@ def predicted_us(op: Op, avals: Avals, chip: str) -> dict[str, float]:
 @pytest.mark.parametrize("chip", ("h100", "h200"))
 @pytest.mark.parametrize("config", CONFIGS)
 def test_the_docs_say_what_a_config_takes(config: str, chip: str) -> None:
-    """The faster of the plain collective and the permutes, by the model; the fused kernel runs, but is never taken."""
+    """The faster of the plain collective and the permutes, by the model; the fused kernel runs, but is never
+    taken.
+    """
     cells: list[str] = []
     for op, avals in of_a_layer(config):
         us = predicted_us(op, avals, chip)

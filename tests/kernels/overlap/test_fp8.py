@@ -25,7 +25,9 @@ SPECS = (P(None, "t"), P(None, "t"), P(None, "t"), P("t"))
 
 def with_plan(plan: OverlapPlan, scale: Any, seen: Any) -> Any:
     """The two ops with delayed scaling, or with None with current scaling."""
-    first, last = ((None, None), (None, None)) if scale is None else ((scale[:2], seen[:2]), (scale[2:], seen[2:]))
+    first, last = (
+        ((None, None), (None, None)) if scale is None else ((scale[:2], seen[:2]), (scale[2:], seen[2:]))
+    )
     return (
         lambda x, *kernels: fp8.all_gather_matmul(x, kernels, *first, plan),
         lambda x, kernel: fp8.matmul_reduce_scatter(x, kernel, *last, plan),
@@ -67,7 +69,9 @@ def step(make: Any, *, delayed: bool) -> Any:
 
     mesh = Mesh(np.array(jax.devices()[:N]), ("t",))
     out = (SPECS[0], SPECS, P())
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(*SPECS, SPECS[0], P()), out_specs=out, check_vma=False))
+    return jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=(*SPECS, SPECS[0], P()), out_specs=out, check_vma=False)
+    )
 
 
 @functools.cache
@@ -79,7 +83,8 @@ def plain(delayed: bool) -> Any:
 @pytest.mark.parametrize("delayed", (False, True), ids=("current", "delayed"))
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.swizzle)
 def test_they_are_the_plain_collectives_in_8_bits(plan: OverlapPlan, delayed: bool) -> None:
-    """The same tensors are rounded, so only float32 sums of at most 64 terms differ: 2e-6 of the largest element.
+    """The same tensors are rounded, so only float32 sums of at most 64 terms differ: 2e-6 of the largest
+    element.
 
     The results are far from unrounded ones, because an e4m3 number is off by up to 1/16.
     """
@@ -100,7 +105,9 @@ def test_they_are_the_plain_collectives_in_8_bits(plan: OverlapPlan, delayed: bo
 
 @pytest.mark.parametrize(("forced", "kinds"), [("permute", (True, False)), ("xla", (False, True))], ids=str)
 def test_what_is_gathered_travels_in_8_bits(forced: str, kinds: tuple[bool, bool]) -> None:
-    """x is sent as e4m3 in both passes, dy as e5m2, partial sums in x's dtype; plain collectives send no FP8."""
+    """x is sent as e4m3 in both passes, dy as e5m2, partial sums in x's dtype; plain collectives send no
+    FP8.
+    """
     arrays = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in inputs("float32")]
     program = step(lambda *scaling: through_api(forced, *scaling), delayed=True)
     text = program.lower(*arrays, jax.ShapeDtypeStruct((3, 3), jnp.float32)).as_text()
@@ -118,7 +125,10 @@ def test_where_they_run_and_what_they_cost() -> None:
         registry.choose(op, device.from_name("v5p"), case, forced="permute")
     x: Any = case["x"]
     small = case | {"x": jax.ShapeDtypeStruct((1, 64, x.shape[2]), x.dtype)}
-    assert [registry.choose(op, h200, avals).implementation.name for avals in (case, small)] == ["permute", "xla"]
+    assert [registry.choose(op, h200, avals).implementation.name for avals in (case, small)] == [
+        "permute",
+        "xla",
+    ]
     bf16 = {name: value for name, value in case.items() if name not in ("scale", "seen")}
     seconds = []
     for of, avals in ((op, case), (api.ALL_GATHER_MATMUL, bf16)):

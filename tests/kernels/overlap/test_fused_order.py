@@ -1,7 +1,8 @@
-"""Collectives of a compiled program and the fused Hopper kernels take turns: none is under way while a kernel runs.
+"""Collectives of a compiled program and the fused Hopper kernels take turns: none is under way while a kernel
+runs.
 
-A fused kernel fills every core of its GPU and waits for the other ranks' kernels. See `mosaic_gpu/op.py` for the
-deadlock that follows if XLA lets a collective run beside it.
+A fused kernel fills every core of its GPU and waits for the other ranks' kernels. See `mosaic_gpu/op.py` for
+the deadlock that follows if XLA lets a collective run beside it.
 """
 
 from typing import Any
@@ -30,7 +31,9 @@ FORCED = (("all_gather_matmul", "mosaic_gpu"), ("matmul_reduce_scatter", "mosaic
 
 
 def beside_fused(hlo: str) -> list[tuple[str, str]]:
-    """Names of each asynchronous collective and each fused kernel that runs between its start and its done."""
+    """Names of each asynchronous collective and each fused kernel that runs between its start and its
+    done.
+    """
     program = read(hlo)
 
     def has(instruction: Instruction, wanted: Any) -> bool:
@@ -43,7 +46,8 @@ def beside_fused(hlo: str) -> list[tuple[str, str]]:
             if not begins or '"is_sync":true' in start.line or not has(start, is_collective):
                 continue
             stop = done_of(instructions, index)
-            # A done in another computation is that of another turn of a loop, with all of this one in between.
+            # A done in another computation is that of another turn of a loop, with all of this one in
+            # between.
             between = instructions if stop is None else instructions[index:stop]
             found += [(start.name, other.name) for other in between if has(other, is_fused)]
     return found
@@ -85,8 +89,12 @@ OTHERS = """
         ((START, KERNEL.replace("xla_replica_ids", "module"), DONE), []),
     ],
 )
-def test_a_kernel_between_start_and_done_is_found(lines: tuple[str, ...], found: list[tuple[str, str]]) -> None:
-    """Also in a loop, with the collective in a computation of its own, or without a done; not a lone GPU's kernel."""
+def test_a_kernel_between_start_and_done_is_found(
+    lines: tuple[str, ...], found: list[tuple[str, str]]
+) -> None:
+    """Also in a loop, with the collective in a computation of its own, or without a done; not a lone GPU's
+    kernel.
+    """
     body = "\n".join(f"  {line}" for line in lines)
     assert beside_fused(f"{OTHERS}\nENTRY %main (x: bf16[8]) -> bf16[8] {{\n{body}\n}}\n") == found
 
@@ -94,7 +102,9 @@ def test_a_kernel_between_start_and_done_is_found(lines: tuple[str, ...], found:
 @pytest.mark.aot
 @pytest.mark.parametrize("of_one", (0, 1))
 def test_a_program_that_may_run_the_kernels_is_compiled_in_order(of_one: int) -> None:
-    """Forced for either op the options are there, beside those of 8-bit matmuls; otherwise collectives may overlap."""
+    """Forced for either op the options are there, beside those of 8-bit matmuls; otherwise collectives may
+    overlap.
+    """
     mesh = make_mesh(MeshSpec(tensor=8), topology_devices("h200:8"))
     assert compiler_options(mesh, kernels=FORCED[of_one:][:1]) == dict(op.IN_ORDER)
     assert compiler_options(mesh, "fp8_current", FORCED).items() > op.IN_ORDER.items()
@@ -115,8 +125,8 @@ def test_a_prediction_never_chooses_what_needs_compiler_options() -> None:
 def test_all_collectives_of_a_step_with_fused_kernels_are_in_order() -> None:
     """Those of ZeRO-3 over `data`, of the loss and of the kernels' own gradients, on eight H200.
 
-    `test_gpu_compiled` has a program in which XLA would gather beside a kernel. In this step XLA happens not to, but
-    without the options several collectives are asynchronous.
+    `test_gpu_compiled` has a program in which XLA would gather beside a kernel. In this step XLA happens not
+    to, but without the options several collectives are asynchronous.
     """
     text = compiled_step(data=2, tensor=4)
     computations = read(text).computations
@@ -129,9 +139,13 @@ def test_all_collectives_of_a_step_with_fused_kernels_are_in_order() -> None:
 
 def compiled_step(**mesh: int) -> str:
     """Scheduled HLO of a small model's train step with the fused kernels, for eight H200."""
-    sizes: Any = dict(num_layers=2, d_model=512, num_heads=8, num_kv_heads=4, head_dim=128, d_ff=1024, vocab_size=512)
+    sizes: Any = dict(
+        num_layers=2, d_model=512, num_heads=8, num_kv_heads=4, head_dim=128, d_ff=1024, vocab_size=512
+    )
     model, mesh_spec = Transformer(**sizes), MeshSpec(**mesh)
-    layout = layout_from(dict(tensor_overlap=True, kernels=FORCED, zero_stage=3), mesh_spec, model.param_infos())
+    layout = layout_from(
+        dict(tensor_overlap=True, kernels=FORCED, zero_stage=3), mesh_spec, model.param_infos()
+    )
     optimizer = build(ADAMW, num_steps=20, params=map_params(lambda info: info, model.param_infos()))
     there = make_mesh(mesh_spec, topology_devices("h200:8"))
     ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32, sharding=NamedSharding(there, train_step.BATCH_SPEC))

@@ -32,7 +32,9 @@ GATHER, SCATTER = "all_gather_matmul", "matmul_reduce_scatter"
 MIB = 2**20
 
 
-def compiled(op: OpName, topology: str, axes: dict[str, int], *, rows: int, model: int, hidden: int) -> aot.Report:
+def compiled(
+    op: OpName, topology: str, axes: dict[str, int], *, rows: int, model: int, hidden: int
+) -> aot.Report:
     """Report of one layer's matmul and its gradients over the axis `tensor`: [1, rows, model] per device."""
     mesh, size = aot.virtual_mesh(topology, axes), axes["tensor"]
     others = tuple(axis for axis in axes if axis != "tensor")
@@ -63,7 +65,8 @@ def compiled(op: OpName, topology: str, axes: dict[str, int], *, rows: int, mode
 @pytest.mark.parametrize(
     ("op", "kernels", "temp_bytes"),
     (
-        # Gathered x (64 MiB) in the forward pass and again for the kernels' gradients; partial sums of dx (56).
+        # Gathered x (64 MiB) in the forward pass and again for the kernels' gradients; partial sums of dx
+        # (56).
         (GATHER, (GATHER, SCATTER), 420 * MIB),
         # Partial sums (56 MiB), gathered dy (64).
         (SCATTER, (SCATTER, GATHER), 320 * MIB),
@@ -72,9 +75,13 @@ def compiled(op: OpName, topology: str, axes: dict[str, int], *, rows: int, mode
 def test_llama8b_layers_compile_for_eight_h200_forwards_and_backwards(
     op: OpName, kernels: tuple[str, ...], temp_bytes: int
 ) -> None:
-    """At tensor=8 and 8192 rows these kernels run, without spills, in a block's shared memory, in turn with gathers."""
+    """At tensor=8 and 8192 rows these kernels run, without spills, in a block's shared memory, in turn with
+    gathers.
+    """
     report = compiled(op, "h200:8", {"tensor": 8}, rows=8192, model=4096, hidden=14336)
-    assert aot.failures(report, expect=tuple(f"jtrain_{name}" for name in kernels), temp_bytes=temp_bytes) == ()
+    assert (
+        aot.failures(report, expect=tuple(f"jtrain_{name}" for name in kernels), temp_bytes=temp_bytes) == ()
+    )
     assert report.calls["mosaic_gpu_v2"] == 2
     assert 150_000 < report.scratch_bytes < 232_448
     assert beside_fused(report.hlo) == []
@@ -92,7 +99,9 @@ def two_by_two_h100() -> aot.Report:
 
 
 def test_without_its_options_xla_gathers_beside_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gather for the kernels' gradients would be under way while both kernels run, which could deadlock."""
+    """The gather for the kernels' gradients would be under way while both kernels run, which could
+    deadlock.
+    """
     monkeypatch.setattr(registry, "compiler_options", lambda *args: {})
     assert len(beside_fused(two_by_two_h100().hlo)) == 2
 
@@ -107,14 +116,18 @@ def test_an_axis_of_one_device_takes_the_tile_kernel_alone() -> None:
 def test_what_gpu_matmul_times_compiles_for_one_h200() -> None:
     """The tile kernel at 8192^3 and an op on four virtual ranks compile with the benchmark's tiles."""
     spec, square = device.from_name("h200"), jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)
-    report = aot.compile_for("h200", lambda a, b: gpu_matmul.matmul(a, b, spec, CANDIDATES[0]), square, square)
+    report = aot.compile_for(
+        "h200", lambda a, b: gpu_matmul.matmul(a, b, spec, CANDIDATES[0]), square, square
+    )
     assert aot.failures(report, expect=("jtrain_hopper_matmul",), temp_bytes=0) == ()
 
     op: OpName = "all_gather_matmul"
     program = gpu_program(make_schedule(op, "full_mesh", 4))
     config = gpu_matmul.overlap_configs(program, 4, spec, 8192)[-1]
     x, kernel = jax.eval_shape(lambda: gpu_matmul.operands(op, 4, 8192))
-    report = aot.compile_for("h200", lambda x, k: gpu_matmul.virtual(program, 4, x, k, spec, config), x, kernel)
+    report = aot.compile_for(
+        "h200", lambda x, k: gpu_matmul.virtual(program, 4, x, k, spec, config), x, kernel
+    )
     assert aot.failures(report, expect=("jtrain_all_gather_matmul",)) == ()
 
 
@@ -139,7 +152,9 @@ def test_a_train_step_compiles_with_the_fused_kernels_by_a_setting() -> None:
 
 def step_traffic(**layout: Any) -> float:
     """Bytes that collectives of a small model's step put on the wire over `tensor`."""
-    sizes: Any = dict(num_layers=2, d_model=512, num_heads=8, num_kv_heads=4, head_dim=128, d_ff=512, vocab_size=512)
+    sizes: Any = dict(
+        num_layers=2, d_model=512, num_heads=8, num_kv_heads=4, head_dim=128, d_ff=512, vocab_size=512
+    )
     model = Transformer(**sizes)
     lay = layout_from(layout, MeshSpec(data=1, tensor=2), model.param_infos())
     opt = build(ADAMW, num_steps=20, params=map_params(lambda info: info, model.param_infos()))

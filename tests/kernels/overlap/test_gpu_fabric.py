@@ -1,7 +1,8 @@
 """The fused Hopper kernels emulated on virtual ranks, with senders that are late, and their gradients.
 
-Every check runs in a process of its own, where XLA has a thread for every warpgroup: a waiting warpgroup occupies its
-thread, and with 8 threads for the 18 warpgroups of three ranks, those that are waited for got none.
+Every check runs in a process of its own, where XLA has a thread for every warpgroup: a waiting warpgroup
+occupies its thread, and with 8 threads for the 18 warpgroups of three ranks, those that are waited for got
+none.
 """
 
 import functools
@@ -27,18 +28,26 @@ from jtrain_kernels.overlap.swizzle import Swizzle
 
 ROOT = Path(__file__).parents[3]
 TILES = TileConfig(tile_m=64, tile_n=32, tile_k=64, stages=2, out_rows=64, out_columns=16, group=2)
-"""Tiles small enough for a CPU; each tile is written as one piece, so that tiles alternate between the buffers."""
+"""Tiles small enough for a CPU; each tile is written as one piece, so that tiles alternate between the
+buffers."""
 LIMIT_S = 120
 """Time limit of a quick check, of which none takes longer than a few seconds. A deadlock ends here."""
 
 
 def in_a_process(call: str, limit_s: int = LIMIT_S) -> None:
-    """Evaluates a call of a function of this file; fails with its error output, or when the limit has passed."""
+    """Evaluates a call of a function of this file; fails with its error output, or when the limit has
+    passed.
+    """
     code = f"from tests.kernels.overlap import test_gpu_fabric as fabric; fabric.{call}"
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     environment = os.environ | {"PYTHONPATH": paths, "NPROC": "64"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=limit_s
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=limit_s,
     )
     assert done.returncode == 0, done.stderr
 
@@ -48,7 +57,8 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 
 late: set[tuple[int, int]] = set()
-"""(rank, warpgroup) of the senders whose copies to other ranks are late now; a global, because callbacks read it."""
+"""(rank, warpgroup) of the senders whose copies to other ranks are late now; a global, because callbacks read
+it."""
 
 
 def _delay(rank: Any, warpgroup: Any, peer: Any) -> np.ndarray:
@@ -58,7 +68,9 @@ def _delay(rank: Any, warpgroup: Any, peer: Any) -> np.ndarray:
 
 
 def late_ranks(ranks: int) -> Any:
-    """`EmulatedRanks` with late senders; made here, as Pallas is imported only in the processes of the checks."""
+    """`EmulatedRanks` with late senders; made here, as Pallas is imported only in the processes of the
+    checks.
+    """
     from jtrain_kernels.overlap.mosaic_gpu.peer_access import EmulatedRanks
 
     class LateRanks(EmulatedRanks):
@@ -88,7 +100,8 @@ MORE_CASES: tuple[tuple[OpName, Swizzle, int, int], ...] = (
 def test_the_fused_kernels_give_the_product_although_senders_are_late(
     op: OpName, swizzle: Swizzle, ranks: int, batch: int
 ) -> None:
-    """Runs the kernels' own bodies, tables, waits and copies; only counters are emulated, by a cell per warpgroup.
+    """Runs the kernels' own bodies, tables, waits and copies; only counters are emulated, by a cell per
+    warpgroup.
 
     The last warpgroup of rank 0 is late, so whoever does not wait for all senders of a tile reads NaN.
     """
@@ -107,16 +120,17 @@ def test_the_fused_kernels_give_the_product_whoever_is_late(
 def check(op: OpName, swizzle: Swizzle, ranks: int, batch: int, *, in_turn: bool) -> None:
     """Compares one case with float64.
 
-    Memory is NaN until it is written, so a tile that is used too early shows. A partial sum is rounded to bfloat16 once
-    per hop, by at most 2^-9 of its value, which is about the largest result. The gathered x is x, bit for bit, on every
-    rank.
+    Memory is NaN until it is written, so a tile that is used too early shows. A partial sum is rounded to
+    bfloat16 once per hop, by at most 2^-9 of its value, which is about the largest result. The gathered x is
+    x, bit for bit, on every rank.
     """
     from jtrain_kernels.overlap.mosaic_gpu.kernel import fused
 
     gathers = op == "all_gather_matmul"
     program = gpu_program(make_schedule(op, swizzle, ranks))
     rows = 64 * program.schedule.pieces_per_rank * (1 if gathers else ranks)
-    # Gathered rows of 192 columns are 6 boxes, so that each of the 3 warpgroups of a sending block sends some.
+    # Gathered rows of 192 columns are 6 boxes, so that each of the 3 warpgroups of a sending block sends
+    # some.
     k, n = (192, 32) if gathers else (64, 64)
     x, kernel = normal(0, ranks, batch, rows, k), normal(1, ranks, k, n)
     senders = 1 if program.moves[0] else 0
@@ -137,13 +151,17 @@ def check(op: OpName, swizzle: Swizzle, ranks: int, batch: int, *, in_turn: bool
     draw = random.Random(0)
     sets = [{(0, warpgroups[-1][1])}]  # one alone: were all ranks late, none would be later than its readers
     if in_turn:
-        sets = [{one} for one in warpgroups] + [set(draw.sample(warpgroups, len(warpgroups) // 2)) for _ in range(3)]
+        sets = [{one} for one in warpgroups] + [
+            set(draw.sample(warpgroups, len(warpgroups) // 2)) for _ in range(3)
+        ]
     for who in sets:
         late.clear()
         late.update(who)
         got, inbox = run(x, kernel)
         if gathers:
-            np.testing.assert_array_equal(np.asarray(inbox, np.float64), np.stack([gathered] * ranks), str(who))
+            np.testing.assert_array_equal(
+                np.asarray(inbox, np.float64), np.stack([gathered] * ranks), str(who)
+            )
         atol = (1 if gathers else ranks) * 2**-8 * np.abs(want).max()
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=atol, err_msg=str(who))
 
@@ -156,7 +174,8 @@ def test_the_gradients_of_the_fused_ops_are_those_of_float64() -> None:
 def check_gradients() -> None:
     """Compares the gradients of both ops with float64; a piece is one tile of the smallest shipped tiling.
 
-    The gradient of x is a product or a sum of two, rounded to bfloat16; the kernel's is a float32 sum rounded once.
+    The gradient of x is a product or a sum of two, rounded to bfloat16; the kernel's is a float32 sum rounded
+    once.
     """
     from jtrain_kernels.overlap.mosaic_gpu import kernel, op
 
@@ -191,7 +210,14 @@ def check_gradients() -> None:
 
 
 def on_virtual_ranks(
-    fused: Any, program: Any, peers: Any, x: jax.Array, kernel: jax.Array, *, keep_gathered: bool, **options: Any
+    fused: Any,
+    program: Any,
+    peers: Any,
+    x: jax.Array,
+    kernel: jax.Array,
+    *,
+    keep_gathered: bool,
+    **options: Any,
 ) -> Any:
     """`fused` for a device of `vmap` over the ranks: all of them become the virtual ranks of one call."""
 

@@ -11,7 +11,14 @@ import pytest
 from jtrain_kernels.device import from_name
 from jtrain_kernels.overlap.api import OPS as REGISTRY_OPS
 from jtrain_kernels.overlap.mosaic_gpu import tile_shapes
-from jtrain_kernels.overlap.mosaic_gpu.tables import OWN, GpuProgram, Move, default_config, gpu_program, op_does_not_fit
+from jtrain_kernels.overlap.mosaic_gpu.tables import (
+    OWN,
+    GpuProgram,
+    Move,
+    default_config,
+    gpu_program,
+    op_does_not_fit,
+)
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import TileConfig
 from jtrain_kernels.overlap.schedule import OPS, OpName, make_schedule
 from jtrain_kernels.overlap.swizzle import Swizzle
@@ -75,7 +82,9 @@ def carried_out(program: GpuProgram, seed: int) -> tuple[np.ndarray, np.ndarray]
 
 
 @pytest.mark.parametrize(("op", "swizzle", "ranks"), CASES)
-def test_the_streams_of_blocks_give_the_product_in_any_order(op: OpName, swizzle: Swizzle, ranks: int) -> None:
+def test_the_streams_of_blocks_give_the_product_in_any_order(
+    op: OpName, swizzle: Swizzle, ranks: int
+) -> None:
     """Integers are exact to the last bit; no order of blocks deadlocks, and every slot is used once."""
     program = gpu_program(make_schedule(op, swizzle, ranks, parts=2))
     for seed in range(5):
@@ -85,7 +94,9 @@ def test_the_streams_of_blocks_give_the_product_in_any_order(op: OpName, swizzle
 
 
 def test_a_lost_sum_and_a_lost_move_are_seen() -> None:
-    """The test above can fail: it finds a slot that nobody adds, and a piece that is sent to the wrong peer."""
+    """The test above can fail: it finds a slot that nobody adds, and a piece that is sent to the wrong
+    peer.
+    """
     reduce = gpu_program(make_schedule("matmul_reduce_scatter", "full_mesh", 3))
     last = dataclasses.replace(reduce.jobs[1][-1], slots=reduce.jobs[1][-1].slots[1:])
     lossy = dataclasses.replace(reduce, jobs=(reduce.jobs[0], (*reduce.jobs[1][:-1], last), reduce.jobs[2]))
@@ -101,7 +112,10 @@ def test_a_lost_sum_and_a_lost_move_are_seen() -> None:
 def test_the_tables_hold_what_the_streams_do() -> None:
     """Each rank's row of a table holds its own turns, padded to the widest."""
     scatter = gpu_program(make_schedule("matmul_reduce_scatter", "full_mesh", 4))
-    jobs, moves = scatter.job_table(), gpu_program(make_schedule("all_gather_matmul", "full_mesh", 4)).move_table()
+    jobs, moves = (
+        scatter.job_table(),
+        gpu_program(make_schedule("all_gather_matmul", "full_mesh", 4)).move_table(),
+    )
     assert jobs.shape == (4, 4, 4 + 3)
     assert moves.shape == (4, 3, 2)
     for rank in range(4):
@@ -143,11 +157,20 @@ def test_a_rank_knows_how_far_its_peers_are(op: OpName, swizzle: Swizzle, offset
         (1024, 96, 1024, "bfloat16", 8, "n=96 is no multiple of tile_n=256"),
         (1024, 1024, 100, "bfloat16", 8, "k=100 is no multiple of tile_k=64"),
         (1024, 1024, 1024, "float32", 8, "operands are float32; wgmma here takes bfloat16 or float16"),
-        (1024, 1024, 1024, "bfloat16", 132, "sending_blocks=132 must be above 0 and below the 132 blocks of a rank"),
+        (
+            1024,
+            1024,
+            1024,
+            "bfloat16",
+            132,
+            "sending_blocks=132 must be above 0 and below the 132 blocks of a rank",
+        ),
         (1024, 1024, 1024, "bfloat16", 8, None),
     ),
 )
-def test_what_does_not_fit_is_said(m: int, n: int, k: int, dtype: str, sending: int, reason: str | None) -> None:
+def test_what_does_not_fit_is_said(
+    m: int, n: int, k: int, dtype: str, sending: int, reason: str | None
+) -> None:
     """The reason is one sentence with the field and both numbers."""
     program = gpu_program(make_schedule("all_gather_matmul", "full_mesh", 4))
     config = default_config(program, m, n, k, sending)
@@ -174,7 +197,9 @@ def test_smaller_tiles_are_taken_where_the_large_ones_do_not_fit() -> None:
         ("h200", {"rows": 100}, "rows do not split|is no multiple of tile_m"),
     ),
 )
-def test_where_the_kernels_run_and_why_not_elsewhere(device: str, change: dict[str, Any], reason: str | None) -> None:
+def test_where_the_kernels_run_and_why_not_elsewhere(
+    device: str, change: dict[str, Any], reason: str | None
+) -> None:
     """All ops of the registry have the same limits; a predicted cost alone never chooses them."""
     found = [(op, i) for op in REGISTRY_OPS for i in op.implementations if i.name == "mosaic_gpu"]
     assert [op.name for op, _ in found] == list(OPS)

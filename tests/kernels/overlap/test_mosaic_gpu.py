@@ -14,7 +14,8 @@ from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import TileConfig
 from jtrain_kernels.overlap.schedule import make_schedule
 
 TILES = TileConfig(tile_m=64, tile_n=32, tile_k=32, stages=2, out_rows=64, out_columns=16, group=2)
-"""Tiles small enough for a CPU; each tile is written as one piece, so that tiles alternate between the buffers."""
+"""Tiles small enough for a CPU; each tile is written as one piece, so that tiles alternate between the
+buffers."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +32,9 @@ def normal(seed: int, *shape: int) -> jax.Array:
 def test_the_tile_kernel_multiplies_without_a_race() -> None:
     """Work for five tiles on two blocks, so that stages and buffers are reused.
 
-    The tolerance allows one bfloat16 rounding of a float32 sum: half a unit in the last place, 2^-9 of the result. Each
-    of the 48 copies has a TMA thread of its own: of two copies that share one, the emulator takes the older for done as
-    soon as the newer is, and misses races.
+    The tolerance allows one bfloat16 rounding of a float32 sum: half a unit in the last place, 2^-9 of the
+    result. Each of the 48 copies has a TMA thread of its own: of two copies that share one, the emulator
+    takes the older for done as soon as the newer is, and misses races.
     """
     from jtrain_kernels.overlap.mosaic_gpu import wgmma_tile
 
@@ -53,13 +54,17 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_is_compiled() -> Non
 
     program = gpu_program(make_schedule("all_gather_matmul", "full_mesh", 2))
     x, kernel = jnp.zeros((2, 1, 128, 64), jnp.bfloat16), jnp.zeros((2, 64, 100), jnp.bfloat16)
-    with pytest.raises(ValueError, match=r"mosaic_gpu all_gather_matmul: n=100 is no multiple.*all_gather_matmul=xla"):
+    with pytest.raises(
+        ValueError, match=r"mosaic_gpu all_gather_matmul: n=100 is no multiple.*all_gather_matmul=xla"
+    ):
         fused(program, VirtualRanks(2), x, kernel, num_cores=132)
     with pytest.raises(ValueError, match=r"x is bfloat16\(2, 1, 128, 64\) and the kernel float32"):
         fused(program, VirtualRanks(2), x, kernel.astype(jnp.float32), num_cores=132)
     with pytest.raises(ValueError, match=r"mosaic_gpu matmul: m=64 is no multiple of tile_m=128"):
         wgmma_tile.matmul(x[0, 0, :64], kernel[0, :, :64], num_cores=132)
-    with pytest.raises(ValueError, match=r"a is bfloat16\[128, 64\] and b float32\[64, 100\]: they do not multiply"):
+    with pytest.raises(
+        ValueError, match=r"a is bfloat16\[128, 64\] and b float32\[64, 100\]: they do not multiply"
+    ):
         wgmma_tile.matmul(x[0, 0], kernel[0].astype(jnp.float32), num_cores=132)
 
 

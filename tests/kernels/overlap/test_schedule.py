@@ -59,7 +59,9 @@ def test_no_order_of_events_breaks_a_large_schedule(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize("schedule", [s for s in SMALL if s.num_ranks > 1], ids=name)
 def test_the_executor_computes_the_matmul(schedule: Schedule) -> None:
-    """Small integers are exact in float32, so the result is the product's, bit for bit, in any order of events."""
+    """Small integers are exact in float32, so the result is the product's, bit for bit, in any order of
+    events.
+    """
     n, each = schedule.num_ranks, 2 * schedule.pieces_per_rank
     draw = np.random.default_rng(0)
     rows = n * each
@@ -124,7 +126,10 @@ SCATTER = make_schedule("matmul_reduce_scatter", "ring", 3)
 PLANTED = {
     "gather: no wait for what arrives": (without(GATHER, waits("arrived")), {Fault.TOO_EARLY}),
     "gather: no barrier": (without(GATHER, is_a(Barrier)), {Fault.TOO_EARLY}),
-    "gather: no wait for what was sent": (without(GATHER, waits("sent")), {Fault.OVERWRITTEN, Fault.LOST_SIGNAL}),
+    "gather: no wait for what was sent": (
+        without(GATHER, waits("sent")),
+        {Fault.OVERWRITTEN, Fault.LOST_SIGNAL},
+    ),
     "gather: nothing sent": (without(GATHER, is_a(Send)), {Fault.DEADLOCK}),
     "gather: nothing computed": (without(GATHER, is_a(Compute)), {Fault.WRONG_RESULT}),
     "scatter: no wait for what arrives": (without(SCATTER, waits("arrived")), {Fault.TOO_EARLY}),
@@ -209,7 +214,9 @@ def test_what_cannot_be_scheduled_is_refused(
 
 
 def test_rows_that_do_not_split_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"10 rows do not split evenly into 2 ranks x 2 pieces.*that do: 8, 12"):
+    with pytest.raises(
+        ValueError, match=r"10 rows do not split evenly into 2 ranks x 2 pieces.*that do: 8, 12"
+    ):
         make_schedule("all_gather_matmul", "bidirectional", 2).piece_rows(10)
 
 

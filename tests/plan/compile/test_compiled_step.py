@@ -1,4 +1,6 @@
-"""The real train step compiles for TPUs and GPUs that are not here, and their compilers agree with the formulas."""
+"""The real train step compiles for TPUs and GPUs that are not here, and their compilers agree with the
+formulas.
+"""
 
 import collections
 import dataclasses
@@ -45,7 +47,8 @@ def test_the_step_compiles_for_machines_not_here(
     built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
     devices = topology_devices(topology)
     job = Job(model, lay, optimizer, 2 * axes["data"], 512 * axes.get("context", 1), machine_of(devices))
-    # With no GPU to tune on, XLA has Triton split the sums of small matmuls: float32 parts of 8 MB each, two at a time.
+    # With no GPU to tune on, XLA has Triton split the sums of small matmuls: float32 parts of 8 MB each, two
+    # at a time.
     options = {"xla_gpu_enable_triton_gemm": False} if topology.startswith("h200") else {}
     program = compile_step(job, built, devices=devices, compiler_options=options)
 
@@ -67,9 +70,13 @@ def test_the_step_compiles_for_machines_not_here(
 
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize(("topology", "axes"), (("v5p:2x2x1", dict(expert=4)), ("h200:8", dict(data=2, expert=4))))
+@pytest.mark.parametrize(
+    ("topology", "axes"), (("v5p:2x2x1", dict(expert=4)), ("h200:8", dict(data=2, expert=4)))
+)
 def test_a_mixture_compiles_for_machines_not_here(topology: str, axes: Any) -> None:
-    """Rows go to their experts and back by ragged all-to-alls, six times a layer with what remat does again."""
+    """Rows go to their experts and back by ragged all-to-alls, six times a layer with what remat does
+    again.
+    """
     sizes: dict[str, Any] = SIZES | dict(d_ff=256, moe=MoESpec(num_experts=32, top_k=4))
     model = Transformer(**sizes)
     lay = make_layout(LayoutSpec(zero_stage=3, remat="full"), MeshSpec(**axes), model.param_infos())
@@ -87,7 +94,12 @@ def test_a_mixture_compiles_for_machines_not_here(topology: str, axes: Any) -> N
     assert rows.count == 6 * SIZES["num_layers"]
     assert rows.array_bytes == rows.count * 4 * 512 * 4 * SIZES["d_model"] * 2
     (sent,) = (t for t in program.traffic if t.kind == "ragged-all-to-all")
-    assert (sent.axes, sent.dtype, sent.count, sent.array_bytes) == (("expert",), "bf16", rows.count, rows.array_bytes)
+    assert (sent.axes, sent.dtype, sent.count, sent.array_bytes) == (
+        ("expert",),
+        "bf16",
+        rows.count,
+        rows.array_bytes,
+    )
 
 
 @pytest.mark.aot
@@ -95,8 +107,12 @@ def test_a_mixture_compiles_for_machines_not_here(topology: str, axes: Any) -> N
 @pytest.mark.parametrize(
     ("topology", "data", "zero_stage"), (("v5p:2x2x4", 1, 0), ("h200:16", 1, 0), ("h200:32", 2, 3)), ids=str
 )
-def test_8_key_heads_over_16_devices_compile_for_machines_not_here(topology: str, data: int, zero_stage: Any) -> None:
-    """Two devices share a head: kernels are exchanged once, nothing is gathered whole, and the formulas hold."""
+def test_8_key_heads_over_16_devices_compile_for_machines_not_here(
+    topology: str, data: int, zero_stage: Any
+) -> None:
+    """Two devices share a head: kernels are exchanged once, nothing is gathered whole, and the formulas
+    hold.
+    """
     sizes: dict[str, Any] = SIZES | dict(d_model=1024, num_heads=32, num_kv_heads=8, head_dim=64)
     model = Transformer(**sizes)
     spec = LayoutSpec(zero_stage=zero_stage, remat="full", microbatches=2)
@@ -133,7 +149,9 @@ def test_8_key_heads_over_16_devices_compile_for_machines_not_here(topology: str
 @pytest.mark.parametrize("topology", ("v5p:3x3x3x3", "v9:2x2", "h200", "h200:0", "v5p:4x4x8:2", "cpu:8"))
 def test_an_unknown_topology_lists_those_that_exist(topology: str) -> None:
     """Nothing is loaded before the name is known to be one."""
-    with pytest.raises(ValueError, match=rf"--topology {topology}: there is no such machine.*v5p:4x4x8.*h200:8"):
+    with pytest.raises(
+        ValueError, match=rf"--topology {topology}: there is no such machine.*v5p:4x4x8.*h200:8"
+    ):
         topology_devices(topology)
 
 
@@ -156,5 +174,7 @@ def test_a_missing_compiler_is_named_with_its_install_command(monkeypatch: pytes
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs the compiler libtpu, which is not installed: pip install"):
         topology_devices("v5p:2x2x1")
-    with pytest.raises(ValueError, match=r"needs the compiler jax_plugins.xla_cuda13, which is not installed: pip"):
+    with pytest.raises(
+        ValueError, match=r"needs the compiler jax_plugins.xla_cuda13, which is not installed: pip"
+    ):
         topology_devices("h200:8")

@@ -1,4 +1,6 @@
-"""Copies to and from host memory in the compiled step of an 8B model: what passes while the device computes."""
+"""Copies to and from host memory in the compiled step of an 8B model: what passes while the device
+computes.
+"""
 
 import dataclasses
 
@@ -20,9 +22,11 @@ LAYERS, LAYER_INPUT = 32, 8192 * 4096 * 2
 
 
 def compiled(*sets: str) -> tuple[CompiledStep, MemoryPlan, StepTime, list[Hop]]:
-    """llama8b over 8 H200: the compiled step, the plan's bytes and seconds, and the copies of the compiled schedule.
+    """llama8b over 8 H200: the compiled step, the plan's bytes and seconds, and the copies of the compiled
+    schedule.
 
-    Attention's kernels, whose FLOPs the program does not state, take no time here: less passes beside computation.
+    Attention's kernels, whose FLOPs the program does not state, take no time here: less passes beside
+    computation.
     """
     built = build_run(load_config("llama8b", sets=("data.seq_len=8192", *sets)))
     devices = topology_devices("h200:8")
@@ -60,7 +64,9 @@ def test_fetches_of_activations_hide_behind_the_layers() -> None:
 @pytest.mark.slow
 @pytest.mark.aot
 def test_copies_of_sums_of_gradients_hide_behind_the_layers() -> None:
-    """Nine tenths of the seconds of what the layers copy; what the norm and the update read has nothing beside it."""
+    """Nine tenths of the seconds of what the layers copy; what the norm and the update read has nothing
+    beside it.
+    """
     program, plan, timed, copies = compiled(
         "layout.microbatches=2",
         "layout.offload.gradients=1.0",

@@ -15,11 +15,15 @@ COMMITTED = Path(plan_compiled.__file__).parent / "results" / "plan_compiled-aot
 
 def committed() -> dict[str, bench.Row]:
     """Rows of the committed result by name, without those that are an error of the row above."""
-    return {row["what"]: row for row in json.loads(COMMITTED.read_text())["rows"] if row["baseline"] is not None}
+    return {
+        row["what"]: row for row in json.loads(COMMITTED.read_text())["rows"] if row["baseline"] is not None
+    }
 
 
 def test_todays_plan_is_within_its_bounds_of_the_programs_that_were_compiled() -> None:
-    """Arguments to the byte; each peak within 10 %, 5 % on average; waits within 25 % of those of the schedule."""
+    """Arguments to the byte; each peak within 10 %, 5 % on average; waits within 25 % of those of the
+    schedule.
+    """
     rows = committed()
     errors: list[float] = []
     waits = 0
@@ -45,7 +49,9 @@ def test_todays_plan_is_within_its_bounds_of_the_programs_that_were_compiled() -
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_compilers_still_make_the_programs_of_the_committed_result(program: Program) -> None:
-    """The same bytes within 2 %, and the same waits within 10 %; the plan is as near as to the committed ones."""
+    """The same bytes within 2 %, and the same waits within 10 %; the plan is as near as to the committed
+    ones.
+    """
     rows = committed()
     found, plan = compiled(program), planned(program)
     assert plan.argument_bytes == found.argument_bytes
@@ -55,4 +61,6 @@ def test_compilers_still_make_the_programs_of_the_committed_result(program: Prog
     assert found.peak_bytes / GIB == pytest.approx(before, rel=0.02)
     if program.waits:
         assert abs(plan.waits_s / found.waits_s - 1) <= 0.25
-        assert 1e3 * found.waits_s == pytest.approx(rows[f"{program.name}: waits for the network"]["baseline"], rel=0.1)
+        assert 1e3 * found.waits_s == pytest.approx(
+            rows[f"{program.name}: waits for the network"]["baseline"], rel=0.1
+        )

@@ -1,8 +1,9 @@
 """llama8b over 128 v5p, as libtpu compiles it, within MaxText's figures of the same shape.
 
-Sequences of 4096, two per device, full remat, everything sharded over 128 chips, gradients summed in bfloat16; the
-options are those that training on v5p uses (`jtrain.step.xla_options`). Temporaries are the block that the compiler
-packs them into: libtpu's `temp_size_in_bytes` is that for MaxText, and for jtrain 1.4 times of it (bench/NOTES.md).
+Sequences of 4096, two per device, full remat, everything sharded over 128 chips, gradients summed in
+bfloat16; the options are those that training on v5p uses (`jtrain.step.xla_options`). Temporaries are the
+block that the compiler packs them into: libtpu's `temp_size_in_bytes` is that for MaxText, and for jtrain 1.4
+times of it (bench/NOTES.md).
 """
 
 import re
@@ -26,9 +27,9 @@ SETTINGS = (
     "data.seq_len=4096",
 )
 MAXTEXT_TEMPORARIES, MAXTEXT_NETWORK, MAXTEXT_ESTIMATE_S = 7.59e9, 58.7e9, 1.40
-"""MaxText 0.2.5's llama3.1-8b on v5p-256 by JAX 0.11.2 and libtpu 0.0.48.1, its default flags: bytes per device,
-bytes on the wire per device and step, the compiler's estimate of the step (whether its attention kernels are in it was
-not recorded; ours has none for attention's kernels)."""
+"""MaxText 0.2.5's llama3.1-8b on v5p-256 by JAX 0.11.2 and libtpu 0.0.48.1, its default flags: bytes per
+device, bytes on the wire per device and step, the compiler's estimate of the step (whether its attention
+kernels are in it was not recorded; ours has none for attention's kernels)."""
 
 UNKNOWN_CYCLES = 10**12
 """Estimates from here on say that there is none."""
@@ -80,7 +81,9 @@ def estimated_cycles(hlo: str) -> int:
         if found is None or visit.asynchronous or int(found[1]) >= UNKNOWN_CYCLES:
             continue
         if visit.times is None:
-            raise RuntimeError(f"{visit.instruction.name} is in a loop whose number of iterations is not known.")
+            raise RuntimeError(
+                f"{visit.instruction.name} is in a loop whose number of iterations is not known."
+            )
         total += int(found[1]) * visit.times
     return total
 

@@ -1,4 +1,6 @@
-"""The two-stream model, on schedules short enough to work out by hand: a FLOP and a byte on the wire a second."""
+"""The two-stream model, on schedules short enough to work out by hand: a FLOP and a byte on the wire a
+second.
+"""
 
 import dataclasses
 from typing import Any, Literal
@@ -14,9 +16,17 @@ from jtrain.plan.compile.two_streams import Rates, rates_of, two_streams
 from jtrain.plan.from_run import make_optimizer, plan_job
 from jtrain_kernels.device import from_name
 
-# Memory is so fast that a matmul of 2 * 10 * 10 * 10 FLOPs takes 2000 s, and an elementwise operation nothing.
+# Memory is so fast that a matmul of 2 * 10 * 10 * 10 FLOPs takes 2000 s, and an elementwise operation
+# nothing.
 RATES = Rates(
-    flops_16=1.0, flops_8=2.0, flops_32=0.5, memory=1e12, collective=1.0, permute=1.0, host=1.0, links="switch"
+    flops_16=1.0,
+    flops_8=2.0,
+    flops_32=0.5,
+    memory=1e12,
+    collective=1.0,
+    permute=1.0,
+    host=1.0,
+    links="switch",
 )
 MESH = {"tensor": 2}
 
@@ -25,11 +35,19 @@ TO = "source_target_pairs={{0,1},{1,0}}"
 BACK = "source_target_pairs={{1,0},{0,1}}"
 SEND = "(bf16[1000]{0}, bf16[1000]{0}) collective-permute-start(%x), "
 ARRIVED = "bf16[1000]{0} collective-permute-done"
-FETCH = "%h = (bf16[1000]{0}, bf16[1000]{0:S(5)}, u32[]) copy-start(%far)", "%hd = bf16[1000]{0} copy-done(%h)"
-STORE = "%t = (bf16[1000]{0:S(5)}, bf16[1000]{0}, u32[]) copy-start(%x)", "%td = bf16[1000]{0:S(5)} copy-done(%t)"
+FETCH = (
+    "%h = (bf16[1000]{0}, bf16[1000]{0:S(5)}, u32[]) copy-start(%far)",
+    "%hd = bf16[1000]{0} copy-done(%h)",
+)
+STORE = (
+    "%t = (bf16[1000]{0:S(5)}, bf16[1000]{0}, u32[]) copy-start(%x)",
+    "%td = bf16[1000]{0:S(5)} copy-done(%t)",
+)
 
 
-def model(*schedule: str, rates: Rates = RATES, kernels: dict[tuple[str, str], float] | None = None) -> Timeline:
+def model(
+    *schedule: str, rates: Rates = RATES, kernels: dict[tuple[str, str], float] | None = None
+) -> Timeline:
     """The model's run of an entry computation of these instructions, with a loop %body of three turns."""
     body = "\n".join(f"  {line}" for line in schedule)
     return two_streams(
@@ -99,7 +117,9 @@ def test_what_is_longer_than_the_matmul_beside_it_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(("links", "waiting"), [("switch", 2000), ("torus", 0)])
-def test_transfers_queue_for_the_link_that_they_share(links: Literal["switch", "torus"], waiting: float) -> None:
+def test_transfers_queue_for_the_link_that_they_share(
+    links: Literal["switch", "torus"], waiting: float
+) -> None:
     """Both ways around the ring at once: one link behind a switch, two on a torus."""
     schedule = start("s", TO), start("t", BACK), f"%m = {MATMUL}", done("s"), done("t")
     found = model(*schedule, rates=dataclasses.replace(RATES, links=links))
@@ -120,7 +140,9 @@ def test_copies_of_host_memory_have_a_link_each_way_besides_the_network() -> Non
 
 
 def test_copies_over_a_link_of_unknown_speed_are_refused() -> None:
-    with pytest.raises(ValueError, match="copies to or from host memory, but the speed of that link is not published"):
+    with pytest.raises(
+        ValueError, match="copies to or from host memory, but the speed of that link is not published"
+    ):
         model(*FETCH, rates=dataclasses.replace(RATES, host=None))
 
 
@@ -156,7 +178,9 @@ def test_a_sparse_core_sends_when_it_is_given_the_data(matmul_first: bool, waiti
 
 
 def test_seconds_of_the_network_may_be_given() -> None:
-    """By kind, mesh axes, bytes of the whole array and size of a group; without them bytes over the link's rate."""
+    """By kind, mesh axes, bytes of the whole array and size of a group; without them bytes over the link's
+    rate.
+    """
     asked: list[tuple[str, tuple[str, ...], int, int]] = []
 
     def network(*what: Any) -> float:
@@ -179,9 +203,13 @@ def test_each_dtype_has_its_rate_and_kernels_share_their_seconds() -> None:
     twice = f"%k = {kernel}", f"%l = {kernel}"
     assert model(*twice, kernels={("forward", "layers/attention"): 300.0}).compute_s == pytest.approx(300)
     slow = dataclasses.replace(RATES, memory=0.001)
-    assert model(*twice, kernels={("forward", "layers/attention"): 300.0}, rates=slow).compute_s == pytest.approx(300)
+    assert model(
+        *twice, kernels={("forward", "layers/attention"): 300.0}, rates=slow
+    ).compute_s == pytest.approx(300)
     lines = kernel.replace(", metadata", ', frontend_attributes={kernel_metadata={\n"a":1\n}}, metadata')
-    assert model(f"%k = {lines}", kernels={("forward", "layers/attention"): 300.0}).compute_s == pytest.approx(300)
+    assert model(
+        f"%k = {lines}", kernels={("forward", "layers/attention"): 300.0}
+    ).compute_s == pytest.approx(300)
     assert model(*twice).compute_s < 1, "without their seconds, their bytes"
 
 
@@ -201,7 +229,9 @@ def test_rates_are_those_of_the_device_table() -> None:
 
 @pytest.mark.parametrize(("name", "devices"), [("cpu", 1), ("h200", 16)])
 def test_devices_without_peaks_or_links_are_refused(name: str, devices: int) -> None:
-    with pytest.raises(ValueError, match=f"{name}: the two-stream model needs published peaks and links that join"):
+    with pytest.raises(
+        ValueError, match=f"{name}: the two-stream model needs published peaks and links that join"
+    ):
         rates_of(from_name(name), devices)
 
 

@@ -10,8 +10,12 @@ from jtrain.plan.economics.failures import Failures, best_interval_s, duration, 
 HOUR = 3600.0
 
 
-def simulated(*, interval_s: float, save_s: float, restart_s: float, mtbf_s: float, intervals: int, seed: int) -> float:
-    """Goodput of a run that is played through: a failure in an interval, its save or a restart begins a restart."""
+def simulated(
+    *, interval_s: float, save_s: float, restart_s: float, mtbf_s: float, intervals: int, seed: int
+) -> float:
+    """Goodput of a run that is played through: a failure in an interval, its save or a restart begins a
+    restart.
+    """
     draw = np.random.default_rng(seed)
     wall_s, left_s = 0.0, float(draw.exponential(mtbf_s))
     for _ in range(intervals):
@@ -26,7 +30,9 @@ def simulated(*, interval_s: float, save_s: float, restart_s: float, mtbf_s: flo
 
 @pytest.mark.parametrize(("mtbf_s", "interval_s"), [(10_000.0, 600.0), (3_000.0, 900.0)])
 def test_goodput_is_that_of_a_run_that_is_played_through(mtbf_s: float, interval_s: float) -> None:
-    """20,000 intervals with failures at random: within 1 % of the closed form, far from a run without failures."""
+    """20,000 intervals with failures at random: within 1 % of the closed form, far from a run without
+    failures.
+    """
     given = dict(interval_s=interval_s, save_s=30.0, restart_s=400.0, mtbf_s=mtbf_s)
     closed = goodput(**given)
     assert closed < 0.9
@@ -60,7 +66,11 @@ def test_more_devices_and_longer_restarts_and_saves_cost_goodput() -> None:
     base = uptime(Failures(save_s=10.0), devices=1024, steps=10**9, step_s=5.0, save_s=1.0)
     assert base.save_s == 10.0
     assert uptime(Failures(save_s=10.0), devices=1, steps=10**9, step_s=5.0, save_s=1.0).goodput > 0.999
-    for worse in (Failures(save_s=100.0), Failures(save_s=10.0, restart_s=3600.0), Failures(5_000.0, save_s=10.0)):
+    for worse in (
+        Failures(save_s=100.0),
+        Failures(save_s=10.0, restart_s=3600.0),
+        Failures(5_000.0, save_s=10.0),
+    ):
         assert uptime(worse, devices=1024, steps=10**9, step_s=5.0, save_s=1.0).goodput < base.goodput - 1e-3
     more = uptime(Failures(save_s=10.0), devices=8192, steps=10**9, step_s=5.0, save_s=1.0)
     assert more.goodput < base.goodput
@@ -72,5 +82,8 @@ def test_more_devices_and_longer_restarts_and_saves_cost_goodput() -> None:
 
 def test_durations_are_read_at_a_glance() -> None:
     """Two digits, in the largest unit of which there are two."""
-    shown = [duration(seconds) for seconds in (50.0, 300.0, 3.1 * HOUR, 30 * HOUR, 12 * 86_400.0, 5.8 * 365 * 86_400)]
+    shown = [
+        duration(seconds)
+        for seconds in (50.0, 300.0, 3.1 * HOUR, 30 * HOUR, 12 * 86_400.0, 5.8 * 365 * 86_400)
+    ]
     assert shown == ["50 seconds", "5 minutes", "3.1 hours", "30 hours", "12 days", "5.8 years"]

@@ -1,4 +1,6 @@
-"""Walls of a run: that both exist, that they move out with the batch and in with the latency, and the command."""
+"""Walls of a run: that both exist, that they move out with the batch and in with the latency, and the
+command.
+"""
 
 import json
 import math
@@ -37,7 +39,9 @@ def wall_flop(of: Cluster) -> float:
 
 
 def test_a_run_has_the_flop_of_its_parameters_and_tokens() -> None:
-    """6 N D with 20 tokens per parameter; 12 width^2 parameters a layer, 128 times as wide as there are layers."""
+    """6 N D with 20 tokens per parameter; 12 width^2 parameters a layer, 128 times as wide as there are
+    layers.
+    """
     shape = RunSize(2e28)
     assert 6 * shape.parameters * shape.tokens == pytest.approx(2e28)
     assert shape.parameters == pytest.approx(1.29e13, rel=0.01)
@@ -45,7 +49,9 @@ def test_a_run_has_the_flop_of_its_parameters_and_tokens() -> None:
 
 
 def test_runs_scale_linearly_up_to_a_wall() -> None:
-    """Small runs use all of their devices, larger ones less and less, and beyond the latency wall none ends in time."""
+    """Small runs use all of their devices, larger ones less and less, and beyond the latency wall none ends
+    in time.
+    """
     h100 = cluster()
     found = [best_layout(10.0**exponent, h100) for exponent in (23, 25, 27, 28, 29)]
     shares = [0.0 if one is None else one.share for one in found]
@@ -64,7 +70,9 @@ def test_runs_scale_linearly_up_to_a_wall() -> None:
 
 
 def test_both_walls_move_out_with_the_batch_and_in_with_the_latency() -> None:
-    """Strictly for the latency wall; by at least nothing for the other one, and over a wide range by a lot."""
+    """Strictly for the latency wall; by at least nothing for the other one, and over a wide range by a
+    lot.
+    """
     by_batch = [cluster(batch=batch) for batch in (1e6, 4e6, 16e6, 64e6, 256e6)]
     by_latency = [cluster(latency_us=latency) for latency in (100.0, 30.0, 10.0, 3.0, 1.0)]
     for each in (by_batch, by_latency):
@@ -83,7 +91,9 @@ def test_the_latency_wall_is_the_time_of_its_layers() -> None:
 
 
 def test_a_cluster_of_ones_own_is_no_larger_than_all_devices() -> None:
-    """A thousand H100 do what a thousand can: their FLOP/s by 90 days, nearly all of it; more devices do more."""
+    """A thousand H100 do what a thousand can: their FLOP/s by 90 days, nearly all of it; more devices do
+    more.
+    """
     h100 = cluster()
     some, more = largest_run(h100, 1000), largest_run(h100, 4608)
     assert some is not None
@@ -99,7 +109,9 @@ def test_tpus_wait_less_for_each_other() -> None:
     assert collective_latency_s(from_name("h100")) == pytest.approx(15.2e-6)
 
 
-def test_the_command_prints_both_beside_the_published_ones(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_prints_both_beside_the_published_ones(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """With what binds, how they move, and how far a cluster of one's own gets; the JSON has the same."""
     file = tmp_path / "walls.json"
     assert main(["walls", "--device", "h100", "--count", "4096", "--json", str(file)]) == 0
@@ -120,7 +132,10 @@ def test_the_command_prints_both_beside_the_published_ones(capsys: pytest.Captur
     ("words", "message"),
     [
         ([], "no machine is named. Give --device, one of a100, h100"),
-        (["--device", "rtx4090"], "the speed of the network beyond them is not published. Give --network GBIT"),
+        (
+            ["--device", "rtx4090"],
+            "the speed of the network beyond them is not published. Give --network GBIT",
+        ),
         (["--device", "h100", "--days", "0"], "--days 0 must be a number above 0"),
         (["--device", "h100", "--batch-tokens", "x"], "--batch-tokens x must be a number above 0"),
         (["--device", "h100", "--latency-us", "-1"], "--latency-us -1 must be a number above 0"),
@@ -129,7 +144,9 @@ def test_the_command_prints_both_beside_the_published_ones(capsys: pytest.Captur
         (["--device", "cpu"], "--device cpu: its peaks are not published"),
     ],
 )
-def test_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+def test_one_message_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
     """Without a traceback; the way out that it names works."""
     assert main(["walls", *words]) == 2
     printed = capsys.readouterr()
@@ -138,6 +155,8 @@ def test_one_message_and_exit_code_2(capsys: pytest.CaptureFixture[str], words: 
 
 
 def test_a_network_that_is_given_is_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
-    """RTX 4090 have no links between them; over 100 Gbit/s each a run scales, though a smaller one than on H100."""
+    """RTX 4090 have no links between them; over 100 Gbit/s each a run scales, though a smaller one than on
+    H100.
+    """
     assert main(["walls", "--device", "rtx4090", "--network", "100"]) == 0
     assert "data movement scales linearly" in capsys.readouterr().out

@@ -10,13 +10,22 @@ from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective, collectives
-from jtrain.plan.estimate.exposed_network import EXCHANGE, Hiding, NetworkTime, by_axes, exposed_network, hideable
+from jtrain.plan.estimate.exposed_network import (
+    EXCHANGE,
+    Hiding,
+    NetworkTime,
+    by_axes,
+    exposed_network,
+    hideable,
+)
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.network import seconds
 from jtrain.plan.job import Job
 from tests.layouts import layout_from
 
-SIZES: dict[str, Any] = dict(num_layers=2, d_model=1024, num_heads=8, num_kv_heads=8, head_dim=128, vocab_size=32768)
+SIZES: dict[str, Any] = dict(
+    num_layers=2, d_model=1024, num_heads=8, num_kv_heads=8, head_dim=128, vocab_size=32768
+)
 
 
 def job_of(
@@ -29,7 +38,10 @@ def job_of(
 
 def exposed(job: Job, behind: Hiding, *, beside: float = 0.0) -> dict[tuple[str, ...], NetworkTime]:
     assert job.machine is not None
-    return {row.axes: row for row in by_axes(exposed_network(job, job.machine, behind, efficiency=1.0, beside=beside))}
+    return {
+        row.axes: row
+        for row in by_axes(exposed_network(job, job.machine, behind, efficiency=1.0, beside=beside))
+    }
 
 
 def of_purpose(job: Job, purpose: str) -> Collective:
@@ -51,14 +63,19 @@ def test_gathers_of_the_forward_pass_hide_behind_the_forward_pass_only() -> None
 def test_a_hidden_collective_is_not_free() -> None:
     """The step is longer by a fraction of it."""
     job = job_of(dict(data=8), zero_stage=3)
-    free, costly = exposed(job, Hiding(1.0, 1.0))["data",], exposed(job, Hiding(1.0, 1.0), beside=0.4)["data",]
+    free, costly = (
+        exposed(job, Hiding(1.0, 1.0))["data",],
+        exposed(job, Hiding(1.0, 1.0), beside=0.4)["data",],
+    )
     hidden_s = free.total_s - free.exposed_s
     assert hidden_s > 0
     assert costly.exposed_s - free.exposed_s == pytest.approx(0.4 * hidden_s)
 
 
 def test_an_exchange_hides_behind_the_experts_but_for_one_piece() -> None:
-    """Four pieces of 32,768 rows: three quarters; a single piece waits, and other layers hide nothing of it."""
+    """Four pieces of 32,768 rows: three quarters; a single piece waits, and other layers hide nothing of
+    it.
+    """
     moe = MoESpec(num_experts=16, top_k=8)
     long, short = (job_of(dict(expert=4), seq_len=n, moe=moe) for n in (4096, 1024))
     assert long.machine is not None
@@ -86,7 +103,8 @@ def test_on_gpus_only_the_last_reductions_have_nothing_beside_them() -> None:
     job = job_of(dict(data=8), zero_stage=3)
     assert job.machine is not None
     shares = {
-        one: hideable(of_purpose(job, one), job, job.machine.device) for one in ("parameters, forward", "unembedding")
+        one: hideable(of_purpose(job, one), job, job.machine.device)
+        for one in ("parameters, forward", "unembedding")
     }
     assert shares == {"parameters, forward": 1.0, "unembedding": 0.0}
     reductions = [one for one in collectives(job) if one.kind == "reduce-scatter"]
@@ -95,10 +113,14 @@ def test_on_gpus_only_the_last_reductions_have_nothing_beside_them() -> None:
 
 
 def test_a_tpu_ends_each_layer_with_a_reduction_and_hides_sums_behind_gradients_of_weights() -> None:
-    """0.6 of one feed-forward matrix of 4 x 1 + 3 x 4 parts of the layer's weights; a GPU hides one sum of two."""
+    """0.6 of one feed-forward matrix of 4 x 1 + 3 x 4 parts of the layer's weights; a GPU hides one sum of
+    two.
+    """
     sharded = job_of(dict(data=4, tensor=2), zero_stage=3, chip="v5p")
     assert sharded.machine is not None
-    gradients = next(one for one in collectives(sharded) if one.kind == "reduce-scatter" and one.purpose == "gradients")
+    gradients = next(
+        one for one in collectives(sharded) if one.kind == "reduce-scatter" and one.purpose == "gradients"
+    )
     assert hideable(gradients, sharded, sharded.machine.device) == pytest.approx(1 - 0.6 * 4 / 16)
     sums = [one for one in collectives(sharded) if one.purpose == BESIDE_WEIGHTS]
     assert [hideable(one, sharded, sharded.machine.device) for one in sums] == [1, 1]
@@ -119,7 +141,9 @@ def test_inputs_are_gathered_again_beside_gradients_of_weights(save: tuple[str, 
 
 
 def test_a_gpus_kernel_hides_one_array_of_a_turn_of_the_ring() -> None:
-    """Two of three hops are in the loop, with keys or values exposed; of four sends of gradients two are, exposed."""
+    """Two of three hops are in the loop, with keys or values exposed; of four sends of gradients two are,
+    exposed.
+    """
     job = job_of(dict(context=4))
     assert job.machine is not None
     sent = {one.dtype: one for one in collectives(job) if one.purpose == "keys and values"}

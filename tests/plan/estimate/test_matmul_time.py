@@ -70,7 +70,9 @@ def test_dimensions_are_padded_to_tiles() -> None:
 
 
 def test_experts_have_partly_filled_tiles_and_split_over_their_axis() -> None:
-    """As many FLOPs in 64 experts as in a dense layer take longer; split over `expert`, a device has fewer experts."""
+    """As many FLOPs in 64 experts as in a dense layer take longer; split over `expert`, a device has fewer
+    experts.
+    """
     experts = MoESpec(num_experts=64, top_k=8)
     dense = timed(d_ff=8 * 4096, rows=1)
     mixture = timed(d_ff=4096, rows=1, moe=experts)

@@ -48,11 +48,17 @@ def shard_bytes(tree: Any, memory_kind: str = "device") -> int:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: f"{type(o).__name__}-{o.moment_dtype}")
 @pytest.mark.parametrize("zero_stage", (0, 1, 2, 3))
-@pytest.mark.parametrize("axes", (dict(data=8), dict(replica=2, data=2, context=2), dict(data=2, tensor=4)), ids=str)
-def test_argument_bytes_are_those_of_the_shards(axes: dict[str, int], zero_stage: int, optimizer: AdamW | Muon) -> None:
+@pytest.mark.parametrize(
+    "axes", (dict(data=8), dict(replica=2, data=2, context=2), dict(data=2, tensor=4)), ids=str
+)
+def test_argument_bytes_are_those_of_the_shards(
+    axes: dict[str, int], zero_stage: int, optimizer: AdamW | Muon
+) -> None:
     """Parameters and moments as `abstract_state` shards them, byte by byte."""
     model = Transformer(**SIZES, qk_norm=True)
-    lay = layout_of(model, axes, zero_stage=zero_stage, param_dtype="bfloat16" if zero_stage == 2 else "float32")
+    lay = layout_of(
+        model, axes, zero_stage=zero_stage, param_dtype="bfloat16" if zero_stage == 2 else "float32"
+    )
     built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
     state = abstract_state(lay, built, make_mesh(lay.mesh, jax.devices()))
     plan = memory(Job(model, lay, optimizer, global_batch=16, seq_len=32))
@@ -65,20 +71,28 @@ def test_argument_bytes_are_those_of_the_shards(axes: dict[str, int], zero_stage
 def test_amax_histories_are_arguments() -> None:
     """Of delayed scaling: three rows of 16 steps for each layer of seven weights, whole on every device."""
     model = Transformer(**SIZES)
-    plain, delayed = (layout_of(model, dict(data=8), zero_stage=3, matmul_dtype=m) for m in ("compute", "fp8_delayed"))
+    plain, delayed = (
+        layout_of(model, dict(data=8), zero_stage=3, matmul_dtype=m) for m in ("compute", "fp8_delayed")
+    )
     optimizer = AdamW(peak_lr=1e-3)
     built = build(optimizer, num_steps=100, params=map_params(lambda info: info, model.param_infos()))
     scaling = abstract_state(delayed, built, make_mesh(delayed.mesh, jax.devices())).scaling
-    found = [memory(Job(model, lay, optimizer, global_batch=16, seq_len=32)).batch for lay in (plain, delayed)]
+    found = [
+        memory(Job(model, lay, optimizer, global_batch=16, seq_len=32)).batch for lay in (plain, delayed)
+    ]
     assert found[1] - found[0] == shard_bytes(scaling) == 7 * 3 * 3 * 16 * 4
 
 
 @pytest.mark.parametrize("moment_dtype", ("float32", "int8"))
 @pytest.mark.parametrize(
-    "offload", (dict(optimizer=1.0), dict(optimizer=0.4, params=0.5), dict(params=1.0, activations=1.0)), ids=str
+    "offload",
+    (dict(optimizer=1.0), dict(optimizer=0.4, params=0.5), dict(params=1.0, activations=1.0)),
+    ids=str,
 )
 def test_host_bytes_are_those_of_the_shards(offload: dict[str, Any], moment_dtype: Any) -> None:
-    """What `abstract_state` puts into host memory is what the plan counts there, and the rest what it counts here."""
+    """What `abstract_state` puts into host memory is what the plan counts there, and the rest what it counts
+    here.
+    """
     model = Transformer(**SIZES)
     lay = layout_of(model, dict(replica=4, data=2), zero_stage=3, offload=OffloadSpec(**offload))
     optimizer = AdamW(peak_lr=1e-3, moment_dtype=moment_dtype)
@@ -141,7 +155,13 @@ def test_each_zero_stage_and_remat_saves_memory() -> None:
                 seq_len=4096,
             )
         ).total_bytes
-        for stage, remat, parts in ((0, "none", 1), (1, "none", 1), (2, "none", 1), (3, "none", 1), (3, "full", 1))
+        for stage, remat, parts in (
+            (0, "none", 1),
+            (1, "none", 1),
+            (2, "none", 1),
+            (3, "none", 1),
+            (3, "full", 1),
+        )
     ]
     assert totals == sorted(totals, reverse=True)
     assert totals[0] > 2 * totals[-1]

@@ -23,7 +23,9 @@ def test_nccl_latencies(hosts: int, ring_us: float, tree_us: float) -> None:
 
 
 def test_gpus_of_a_host_use_links_and_those_of_several_the_network() -> None:
-    """Eight GPUs of a host each have an adapter: a flat ring has eight of them, a ring of one GPU per host one."""
+    """Eight GPUs of a host each have an adapter: a flat ring has eight of them, a ring of one GPU per host
+    one.
+    """
     machine = make_machine("h200", 16)
     flat = ring(machine, MeshSpec(data=16).shape, ("data",))
     assert flat == Ring(16, 2, 8 * 50e9)
@@ -35,19 +37,27 @@ def test_gpus_of_a_host_use_links_and_those_of_several_the_network() -> None:
 
 
 def test_a_torus_gives_an_axis_its_dimensions() -> None:
-    """v5p: 1.8e11 bytes/s for an axis of the torus, three times that for the whole of a 4 x 4 x 4; less unwrapped."""
+    """v5p: 1.8e11 bytes/s for an axis of the torus, three times that for the whole of a 4 x 4 x 4; less
+    unwrapped.
+    """
     cube = make_machine("v5p", 64)
     assert ring(cube, MeshSpec(data=64).shape, ("data",)).bytes_per_s == pytest.approx(5.4e11)
     mesh = MeshSpec(data=16, tensor=4).shape
     assert ring(cube, mesh, ("tensor",)).bytes_per_s == pytest.approx(1.8e11)
     assert ring(cube, mesh, ("data",)).bytes_per_s == pytest.approx(3.6e11)
-    assert ring(make_machine("v5p", 4), MeshSpec(data=4).shape, ("data",)).bytes_per_s == pytest.approx(1.8e11)
+    assert ring(make_machine("v5p", 4), MeshSpec(data=4).shape, ("data",)).bytes_per_s == pytest.approx(
+        1.8e11
+    )
 
 
 def test_an_exchange_on_a_torus_goes_as_far_as_its_block_is_wide() -> None:
-    """v5p: on rings of 4 half of an array goes each way: 1.8e11 bytes/s of it; in 8 x 8 x 8 half, as much in 2 x 2."""
+    """v5p: on rings of 4 half of an array goes each way: 1.8e11 bytes/s of it; in 8 x 8 x 8 half, as much in
+    2 x 2.
+    """
     cube, large = make_machine("v5p", 64), make_machine("v5p", 512)
-    assert ring(cube, MeshSpec(data=16, expert=4).shape, ("expert",)).exchanged_bytes_per_s == pytest.approx(1.8e11)
+    assert ring(cube, MeshSpec(data=16, expert=4).shape, ("expert",)).exchanged_bytes_per_s == pytest.approx(
+        1.8e11
+    )
     whole = ring(large, MeshSpec(data=512).shape, ("data",))
     assert whole.exchanged_bytes_per_s == pytest.approx(0.9e11)
     assert collective_s("all-to-all", 9 * 10**9, whole) == pytest.approx(0.1, rel=1e-3)
@@ -77,7 +87,9 @@ def test_more_bytes_more_devices_and_slower_networks_take_longer() -> None:
 
 def test_a_device_without_published_peaks_is_refused() -> None:
     """A CPU's step time would be a guess."""
-    with pytest.raises(ValueError, match=r"--device cpu: its peaks are not published.*Choose one of: a100, h100"):
+    with pytest.raises(
+        ValueError, match=r"--device cpu: its peaks are not published.*Choose one of: a100, h100"
+    ):
         make_machine("cpu", 8)
 
 
@@ -87,7 +99,9 @@ def test_an_unknown_device_lists_those_that_exist() -> None:
         make_machine("h2000", 8)
 
 
-@pytest.mark.parametrize(("count", "match"), [(0, "must be at least 1"), (12, "a host has 8 x h200. Use 8, 16,")])
+@pytest.mark.parametrize(
+    ("count", "match"), [(0, "must be at least 1"), (12, "a host has 8 x h200. Use 8, 16,")]
+)
 def test_a_count_that_is_no_machine_is_refused(count: int, match: str) -> None:
     """Half a host is not rented."""
     with pytest.raises(ValueError, match=f"--count {count}.*{match}"):
@@ -102,8 +116,12 @@ def test_a_network_that_nobody_publishes_is_asked_for() -> None:
     assert ring(machine, MeshSpec(data=16).shape, ("data",)).bytes_per_s == 400e9
 
 
-@pytest.mark.parametrize(("chip", "axes", "passes"), [("v5p", 8, 2), ("v5p", 4, 1), ("v5p", 64, 1), ("h200", 8, 1)])
-def test_a_reduce_scatter_over_a_slice_below_a_cube_is_an_all_reduce(chip: str, axes: int, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("chip", "axes", "passes"), [("v5p", 8, 2), ("v5p", 4, 1), ("v5p", 64, 1), ("h200", 8, 1)]
+)
+def test_a_reduce_scatter_over_a_slice_below_a_cube_is_an_all_reduce(
+    chip: str, axes: int, passes: int
+) -> None:
     """As XLA:TPU compiles it for 8 chips; half a slice's worth, a cube and GPUs scatter."""
     machine, mesh = (
         make_machine(chip, max(axes, 8)),

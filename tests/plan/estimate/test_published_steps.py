@@ -6,7 +6,9 @@ from bench.plan_seconds import PUBLISHED, planned_job, predicted_s
 
 
 def test_planned_steps_are_near_the_published_ones() -> None:
-    """Thirteen steps: 10 % off on average, none over 25 %; in both directions, so no constant would repair them."""
+    """Thirteen steps: 10 % off on average, none over 25 %; in both directions, so no constant would repair
+    them.
+    """
     ratios = [predicted_s(step) / step.published_s for step in PUBLISHED]
     errors = [abs(ratio - 1) for ratio in ratios]
     assert len(errors) == 13

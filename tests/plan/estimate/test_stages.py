@@ -1,4 +1,6 @@
-"""Closed forms of a pipelined step: bytes by the slots of its schedule, traffic between stages, the bubble."""
+"""Closed forms of a pipelined step: bytes by the slots of its schedule, traffic between stages, the
+bubble.
+"""
 
 from typing import Any
 
@@ -24,17 +26,23 @@ LLAMA8B: dict[str, Any] = dict(
 ROWS, LENGTH = 2, 4096
 
 
-def job(*, schedule: str = "1f1b", chunks: int = 1, microbatches: int = 8, layers: int = 32, **axes: int) -> Job:
+def job(
+    *, schedule: str = "1f1b", chunks: int = 1, microbatches: int = 8, layers: int = 32, **axes: int
+) -> Job:
     """One device computes ROWS sequences at a time."""
     sizes: dict[str, Any] = LLAMA8B | dict(num_layers=layers)
     model, mesh = Transformer(**sizes), MeshSpec(**axes)
     spec = LayoutSpec(remat="full", microbatches=microbatches)
     layout = make_layout(spec, mesh, model.param_infos(), pipeline=PipelineSpec(schedule, chunks))
-    return Job(model, layout, AdamW(peak_lr=1e-4), ROWS * microbatches, LENGTH, make_machine("h200", mesh.size))
+    return Job(
+        model, layout, AdamW(peak_lr=1e-4), ROWS * microbatches, LENGTH, make_machine("h200", mesh.size)
+    )
 
 
 def test_a_stage_has_its_part_of_the_model() -> None:
-    """Parameters and optimizer state of 4 stages are a quarter each, but for the last norm, which all have."""
+    """Parameters and optimizer state of 4 stages are a quarter each, but for the last norm, which all
+    have.
+    """
     whole, part = memory(job(microbatches=2)), memory(job(stage=4))
     for name in ("parameters", "optimizer"):
         assert getattr(part, name) == pytest.approx(getattr(whole, name) / 4, rel=1e-4)
@@ -84,13 +92,17 @@ def test_the_bubble_is_that_of_the_schedule_and_falls_with_microbatches() -> Non
 
 @pytest.mark.slow
 def test_the_search_offers_stages_only_beyond_one_host() -> None:
-    """Two hosts with a slow network between them: stages fit, and are ranked; with a fast one, or inside one host, none
-    are tried.
+    """Two hosts with a slow network between them: stages fit, and are ranked; with a fast one, or inside one
+    host, none are tried.
     """
     sizes: dict[str, Any] = LLAMA8B | dict(num_layers=4)
     model = Transformer(**sizes)
     plain = make_layout(LayoutSpec(), MeshSpec(), model.param_infos())
-    for count, network_bytes_per_s, batch, found in ((8, 5e9, 32, False), (16, 5e12, 256, False), (16, 5e9, 32, True)):
+    for count, network_bytes_per_s, batch, found in (
+        (8, 5e9, 32, False),
+        (16, 5e12, 256, False),
+        (16, 5e9, 32, True),
+    ):
         machine = make_machine("h100", count, network_bytes_per_s=network_bytes_per_s)
         task = SearchTask(Job(model, plain, AdamW(peak_lr=1e-4), batch, 2048, machine), LayoutSpec())
         points = search_with_stages(task, search(task, meshes(task)))

@@ -66,7 +66,9 @@ def test_without_traffic_and_memory_a_step_is_its_flops() -> None:
     """Infinitely fast memory: what is left beside attention is 6 FLOPs a parameter."""
     timed = predicted({}, assume=Assumptions(matmul=1.0, memory=1e9))
     flops = flops_per_token(Transformer(**LLAMA8B), seq_len=4096)
-    assert timed.step_s - timed.attention_s == pytest.approx(16 * 4096 * flops.matmul_flops / 989.4e12, rel=1e-6)
+    assert timed.step_s - timed.attention_s == pytest.approx(
+        16 * 4096 * flops.matmul_flops / 989.4e12, rel=1e-6
+    )
 
 
 def attention_avals(rows: int, length: int, heads: int, kv_heads: int, **changes: Any) -> registry.Avals:
@@ -78,7 +80,9 @@ def attention_avals(rows: int, length: int, heads: int, kv_heads: int, **changes
 
 @pytest.mark.parametrize(("forced", "name"), (((), "tokamax"), ((("attention", "xla"),), "xla")))
 def test_attention_takes_what_the_kernels_cost_model_says_of_the_chosen_one(forced: Any, name: str) -> None:
-    """On an H100: 32 layers of 4 microbatches, as the registry chooses; with remat each forward pass twice."""
+    """On an H100: 32 layers of 4 microbatches, as the registry chooses; with remat each forward pass
+    twice.
+    """
     spec, calls = from_name("h100"), 32 * 4
     of_call = attention_avals(4, 4096, 32, 8)
     choice = registry.choose(registry.find("attention"), spec, of_call, forced=dict(forced).get("attention"))
@@ -91,15 +95,22 @@ def test_attention_takes_what_the_kernels_cost_model_says_of_the_chosen_one(forc
     layout: Any = dict(device="h100", microbatches=4, kernels=forced)
     assert predicted({}, **layout).attention_s == pytest.approx(calls * both)
     assert predicted({}, remat="full", **layout).attention_s == pytest.approx(calls * (both + passes[0]))
-    assert predicted({}, remat="named", remat_save=("attention",), **layout).attention_s == pytest.approx(calls * both)
+    assert predicted({}, remat="named", remat_save=("attention",), **layout).attention_s == pytest.approx(
+        calls * both
+    )
 
 
 def test_attention_of_split_heads_and_rows_is_that_of_one_devices_blocks() -> None:
-    """Over tensor a device has its heads, at least one key head; a ring has its own block and pairs of halves."""
+    """Over tensor a device has its heads, at least one key head; a ring has its own block and pairs of
+    halves.
+    """
     spec = from_name("h200")
 
     def both(rows: int, length: int, heads: int, kv_heads: int, **changes: Any) -> float:
-        return cost_model.attention_s(spec, attention_avals(rows, length, heads, kv_heads, **changes), "tokamax") or 0.0
+        return (
+            cost_model.attention_s(spec, attention_avals(rows, length, heads, kv_heads, **changes), "tokamax")
+            or 0.0
+        )
 
     assert predicted(dict(tensor=16), device="h200").attention_s == pytest.approx(32 * both(16, 4096, 2, 1))
     ring = both(16, 1024, 32, 8) + 3 * both(32, 512, 32, 8, causal=False)
@@ -109,7 +120,9 @@ def test_attention_of_split_heads_and_rows_is_that_of_one_devices_blocks() -> No
 
 
 def test_devices_that_share_a_key_head_repeat_its_projections() -> None:
-    """Sixteen devices of 8 key heads compute 16; the MFU counts 8, and the exchange of kernels is on the network."""
+    """Sixteen devices of 8 key heads compute 16; the MFU counts 8, and the exchange of kernels is on the
+    network.
+    """
     eight, sixteen = predicted(dict(tensor=8), assume=FLAT), predicted(dict(tensor=16), assume=FLAT)
     repeated = 3 * 32 * 2 * (2 * 4096 * 8 * 128)
     extra = 16 * 4096 * repeated / 16 / (989.4e12 * 0.65)
@@ -139,22 +152,30 @@ def test_8_bit_matmuls_halve_what_the_layers_weights_take(remat: str) -> None:
     products = 3 * layer + (layer - 4096 * 14336 if remat == "full" else 0)
     saved = 2 * 32 * products * (1 / 989.4e12 - 1 / 1978.9e12)
     assert plain - eight == pytest.approx(16 * 4096 * saved / 0.65)
-    with pytest.raises(ValueError, match=r"precision\.matmul_dtype=fp8_delayed: v5p has no 8-bit matmuls.*=compute"):
+    with pytest.raises(
+        ValueError, match=r"precision\.matmul_dtype=fp8_delayed: v5p has no 8-bit matmuls.*=compute"
+    ):
         predicted({}, device="v5p", matmul_dtype="fp8_delayed")
 
 
 def test_twice_the_devices_take_half_the_compute() -> None:
-    """Over data and over tensor alike; ZeRO-3 computes logits twice, because it gathers the unembedding in parts."""
+    """Over data and over tensor alike; ZeRO-3 computes logits twice, because it gathers the unembedding in
+    parts.
+    """
     one = predicted({}, assume=FLAT).matmul_s
     sharded = predicted(dict(data=8), assume=FLAT, zero_stage=2).matmul_s
     assert sharded == pytest.approx(one / 8)
     logits_s = 16 * 4096 // 8 * 2 * 4096 * 128256 / (989.4e12 * 0.65)
-    assert predicted(dict(data=8), assume=FLAT, zero_stage=3).matmul_s == pytest.approx(sharded + logits_s, rel=1e-4)
+    assert predicted(dict(data=8), assume=FLAT, zero_stage=3).matmul_s == pytest.approx(
+        sharded + logits_s, rel=1e-4
+    )
     assert predicted(dict(tensor=8), assume=FLAT).matmul_s == pytest.approx(one / 8)
 
 
 def test_gathers_hide_behind_the_layers_and_the_rest_does_not() -> None:
-    """ZeRO-3 within a host is hidden, stage 0 waits for its all-reduce, `tensor` for all but a sum a layer."""
+    """ZeRO-3 within a host is hidden, stage 0 waits for its all-reduce, `tensor` for all but a sum a
+    layer.
+    """
     gathered = predicted(dict(data=8), zero_stage=3)
     reduced = predicted(dict(data=8), zero_stage=0)
     split = predicted(dict(tensor=8))
@@ -162,11 +183,15 @@ def test_gathers_hide_behind_the_layers_and_the_rest_does_not() -> None:
     assert hidden["data",] > 0.05
     assert gathered.parts["network, data"] < reduced.parts["network, data"]
     [over_tensor] = split.network
-    assert 0.8 < over_tensor.waits_s / over_tensor.total_s < 0.9, "one of eight collectives of a layer is hidden"
+    assert 0.8 < over_tensor.waits_s / over_tensor.total_s < 0.9, (
+        "one of eight collectives of a layer is hidden"
+    )
 
 
 def test_fused_kernels_expose_every_collective_but_their_own() -> None:
-    """They take a GPU's every core, so weights are gathered before or after them; what they send stays hidden."""
+    """They take a GPU's every core, so weights are gathered before or after them; what they send stays
+    hidden.
+    """
     forced = (("all_gather_matmul", "mosaic_gpu"), ("matmul_reduce_scatter", "mosaic_gpu"))
     permutes, fused = (
         predicted(dict(data=2, tensor=4), zero_stage=3, tensor_overlap=True, kernels=kernels)
@@ -199,7 +224,9 @@ def test_offloaded_state_costs_what_the_link_cannot_hide() -> None:
 
 
 def test_streamed_weights_hide_behind_enough_tokens() -> None:
-    """Their copies take as long whatever the batch; the layers do not. Those of the update stick out of both."""
+    """Their copies take as long whatever the batch; the layers do not. Those of the update stick out of
+    both.
+    """
     spec: dict[str, Any] = dict(remat="full", offload=OffloadSpec(params=1.0))
     few = predicted({}, batch=dict(global_batch=1, seq_len=1024), **spec)
     many = predicted({}, batch=dict(global_batch=16, seq_len=4096), **spec)
@@ -219,13 +246,17 @@ def test_microbatches_are_never_free() -> None:
 
 def test_a_dtype_without_a_published_peak_is_refused() -> None:
     """Nobody says what float32 products reach."""
-    with pytest.raises(ValueError, match=r"precision.compute_dtype=float32: its peak on h200 is not published"):
+    with pytest.raises(
+        ValueError, match=r"precision.compute_dtype=float32: its peak on h200 is not published"
+    ):
         predicted({}, compute_dtype="float32")
 
 
 def test_offload_without_a_known_host_link_is_refused() -> None:
     """A plan that took the link to be infinitely fast would be a lie."""
-    with pytest.raises(ValueError, match=r"speed of that link is not published for tpu7x\. Set layout\.offload"):
+    with pytest.raises(
+        ValueError, match=r"speed of that link is not published for tpu7x\. Set layout\.offload"
+    ):
         predicted({}, device="tpu7x", offload=OffloadSpec(optimizer=1.0))
 
 

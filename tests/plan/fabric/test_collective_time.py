@@ -11,7 +11,9 @@ GB = 10**9
 
 
 def test_a_hierarchical_all_reduce_sends_each_adapter_its_part() -> None:
-    """64 x H100: 7/8 of the array over 370.8 GB/s of NVLink, twice; 2 * 7/8 of an eighth over 50 GB/s, at 92 %."""
+    """64 x H100: 7/8 of the array over 370.8 GB/s of NVLink, twice; 2 * 7/8 of an eighth over 50 GB/s, at 92
+    %.
+    """
     fabric = make_fabric(from_name("h100"), 64)
     found = {way.name: way for way in ways(fabric, "all-reduce", GB, share=0.92)}
     assert set(found) == {"ring", "double tree", "hierarchical"}
@@ -42,7 +44,9 @@ def test_an_all_to_all_is_as_slow_as_its_slower_level() -> None:
 
 
 def test_slices_of_tpus_reduce_on_their_torus_and_between_slices() -> None:
-    """A cube of 64 x v5p: all links at once; 512 x v5e are two slices, joined by the data centre's network."""
+    """A cube of 64 x v5p: all links at once; 512 x v5e are two slices, joined by the data centre's
+    network.
+    """
     (cube,) = ways(make_fabric(from_name("v5p"), 64), "all-reduce", GB, share=1.0)
     assert cube.us == pytest.approx(2 * 6 + 2 * 63 / 64 * 1e6 / 540)
     found = {way.name: way for way in ways(make_fabric(from_name("v5e"), 512), "all-reduce", GB, share=1.0)}
@@ -56,7 +60,9 @@ def test_an_nvl72_rack_is_one_domain() -> None:
     """72 GPUs in 18 hosts: nothing goes over the network."""
     rack, two = make_fabric(from_name("gb200"), 72), make_fabric(from_name("gb200"), 144)
     assert (rack.hosts, rack.domains, two.domains) == (18, 1, 2)
-    assert {phase.where for way in ways(rack, "all-reduce", GB, share=1.0) for phase in way.phases} == {"links"}
+    assert {phase.where for way in ways(rack, "all-reduce", GB, share=1.0) for phase in way.phases} == {
+        "links"
+    }
 
 
 @pytest.mark.parametrize(
@@ -69,14 +75,24 @@ def test_an_nvl72_rack_is_one_domain() -> None:
             Network(),
             "--count 128 is no whole number of domains: links join 72 x gb200. Use 72 or 144, or",
         ),
-        ("h100", 16, Network(rails=3), "network.rails=3 does not divide the 8 adapters of a host. Set it to a divisor"),
+        (
+            "h100",
+            16,
+            Network(rails=3),
+            "network.rails=3 does not divide the 8 adapters of a host. Set it to a divisor",
+        ),
         (
             "mi300x",
             16,
             Network(),
             "16 x mi300x span 2 domains of 8, .* Use --count 8 at most, or set host.network_gbit",
         ),
-        ("rtx4090", 8, Network(), "8 x rtx4090 span 8 domains of 1, .* not published. Set host.network_gbit_per_s"),
+        (
+            "rtx4090",
+            8,
+            Network(),
+            "8 x rtx4090 span 8 domains of 1, .* not published. Set host.network_gbit_per_s",
+        ),
     ],
 )
 def test_fabrics_that_cannot_be(device: str, count: int, network: Network, message: str) -> None:

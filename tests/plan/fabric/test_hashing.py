@@ -1,4 +1,6 @@
-"""Loads of links under a hash: small cases by hand, the published table, random draws and the spine's slowdown."""
+"""Loads of links under a hash: small cases by hand, the published table, random draws and the spine's
+slowdown.
+"""
 
 import math
 
@@ -17,7 +19,8 @@ TABLE = {
     (32, 16): (4.82, 3.93, 3.33, 2.92, 2.64, 2.45),
     (64, 16): (7.87, 6.69, 5.86, 5.29, 4.91, 4.64),
 }
-"""(flows, links) -> load of the fullest link in flows, with 1, 2, 4, 8, 16 and 32 queue pairs; drawn 4,000 times."""
+"""(flows, links) -> load of the fullest link in flows, with 1, 2, 4, 8, 16 and 32 queue pairs; drawn 4,000
+times."""
 
 
 @pytest.mark.parametrize(
@@ -72,7 +75,9 @@ def test_only_what_leaves_a_leaf_crosses_the_spine() -> None:
     assert scattered.slowdown() == pytest.approx(expected_max_load(64, 32) / 2)
     exchange = spine_traffic(large, "all-to-all", connections=1, scattered=True)
     assert exchange.flows == 32 * 32
-    assert exchange.flows * exchange.demand / exchange.links == pytest.approx(32 / 63), "32 of 63 others are elsewhere"
+    assert exchange.flows * exchange.demand / exchange.links == pytest.approx(32 / 63), (
+        "32 of 63 others are elsewhere"
+    )
 
 
 def test_oversubscription_slows_what_crosses_even_without_a_hash() -> None:

@@ -5,7 +5,15 @@ import pytest
 from bench import nccl_model
 from jtrain.plan.fabric.fabric import Network, make_fabric
 from jtrain.plan.fabric.nccl_channels import SLOWEST, Channels, Node
-from jtrain.plan.fabric.nccl_model import Group, bus_bandwidth, estimates, nccl_group, on_network, time_us, timed
+from jtrain.plan.fabric.nccl_model import (
+    Group,
+    bus_bandwidth,
+    estimates,
+    nccl_group,
+    on_network,
+    time_us,
+    timed,
+)
 from jtrain_kernels.device import from_name
 
 
@@ -27,7 +35,8 @@ def choice(group: Group, array_bytes: int) -> tuple[str, str]:
 def test_latencies_of_simple_are_those_of_the_sources(hosts: int, ring_us: float, tree_us: float) -> None:
     """All-reduce over hosts of eight H100, before the factor for sizes."""
     found = {
-        (one.algorithm, one.protocol): one.latency_us for one in estimates(group_of("h100", 8 * hosts), "all-reduce")
+        (one.algorithm, one.protocol): one.latency_us
+        for one in estimates(group_of("h100", 8 * hosts), "all-reduce")
     }
     assert found["Ring", "Simple"] == pytest.approx(ring_us, rel=1e-9)
     assert found["Tree", "Simple"] == pytest.approx(tree_us, rel=1e-9)
@@ -45,7 +54,9 @@ def test_latencies_of_simple_are_those_of_the_sources(hosts: int, ring_us: float
     ids=str,
 )
 def test_channels_are_those_that_nccl_logs(node: Node, ring: Channels, nvls: Channels) -> None:
-    """H100: 24 channels on a host and 16 between hosts, each found channel used twice; A100: 12 of 20 GB/s."""
+    """H100: 24 channels on a host and 16 between hosts, each found channel used twice; A100: 12 of 20
+    GB/s.
+    """
     assert (node.ring(), node.nvls()) == (ring, nvls)
 
 
@@ -68,7 +79,9 @@ def test_choices_between_hosts_go_from_trees_to_nvls_trees_to_rings() -> None:
 
 
 def test_published_tables_are_met_within_fifteen_percent_on_average() -> None:
-    """162 times over 1 to 32 hosts of 8 x H100, nothing fitted; the other network's latency is its plugin's."""
+    """162 times over 1 to 32 hosts of 8 x H100, nothing fitted; the other network's latency is its
+    plugin's.
+    """
     tables = nccl_model.published()
     errors = {what: [one.error for one in rows] for what, rows in tables}
     assert sum(map(len, errors.values())) == 162
@@ -89,9 +102,13 @@ def test_the_plugins_latency_counts_twice_with_simple_and_once_otherwise() -> No
 
 
 def test_a_congested_network_slows_what_sends_most_over_it() -> None:
-    """At a quarter of the rate a ring over 16 hosts is limited by the adapters, and NCCL chooses as before."""
+    """At a quarter of the rate a ring over 16 hosts is limited by the adapters, and NCCL chooses as
+    before.
+    """
     group, size = group_of("h100", 128), 1 << 32
-    ring = next(one for one in estimates(group, "all-reduce") if one.algorithm == "Ring" and one.protocol == "Simple")
+    ring = next(
+        one for one in estimates(group, "all-reduce") if one.algorithm == "Ring" and one.protocol == "Simple"
+    )
     sent_us = 2 * 127 / 128 * size / 8 / (1000 * 50 * 0.25)
     assert on_network(ring, group, "all-reduce", size, share=0.25) == pytest.approx(ring.latency_us + sent_us)
     assert on_network(ring, group, "all-reduce", size, share=1.0) == time_us(ring, group, "all-reduce", size)
@@ -113,7 +130,9 @@ def test_gathers_have_rings_nvls_in_a_domain_and_pat_for_single_gpus() -> None:
 
 
 def test_an_nvl72_rack_reduces_in_its_switch_at_a_published_rate() -> None:
-    """846.8 GB/s of bus bandwidth at 8 GiB were published (coreweave/nccl-tests pull request 43); 18 % less."""
+    """846.8 GB/s of bus bandwidth at 8 GiB were published (coreweave/nccl-tests pull request 43); 18 %
+    less.
+    """
     best = timed(group_of("gb200", 72), "all-reduce", 1 << 33)[0]
     assert best.estimate.algorithm == "NVLS"
     assert bus_bandwidth("all-reduce", 72, 1 << 33, best.nccl_us) == pytest.approx(846.8, rel=0.2)

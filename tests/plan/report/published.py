@@ -1,7 +1,9 @@
 """Closed forms as their papers print them, with which tests check arithmetic against published tables.
 
-These formulas do not describe jtrain: `jtrain.plan.estimate` does. Bytes are of one device. Sizes have the papers'
-letters: s sequence, b microbatch, h hidden, a heads, l layers, t tensor parallel, p pipeline stages, n devices.
+These formulas do not describe jtrain: `jtrain.plan.estimate` does. Bytes are of one device. Sizes have the
+papers'
+letters: s sequence, b microbatch, h hidden, a heads, l layers, t tensor parallel, p pipeline stages, n
+  devices.
 """
 
 import math
@@ -35,7 +37,8 @@ def deepspeed_bytes(
       offload: the optimizer's state, or under stage 3 the parameters as well.
       init: under stage 3, whether the model is made in shards (`zero.Init`), not on the host as a whole.
 
-    Source: DeepSpeed's docs, memory requirements; `estimate_zero2_` and `estimate_zero3_model_states_mem_needs`.
+    Source: DeepSpeed's docs, memory requirements; `estimate_zero2_` and
+      `estimate_zero3_model_states_mem_needs`.
     """
     spare = 1.5  # "additional buffer factor"
     if stage == 2:
@@ -92,7 +95,9 @@ def megatron_parameters(*, h: int, l: int, s: int = 2048, v: int = 51_200) -> fl
 
 
 def megatron_flops(*, h: int, l: int, b: int, s: int = 2048, v: int = 51_200) -> float:  # noqa: E741
-    """FLOPs of one iteration over b sequences with full recomputation. Source: arXiv:2104.04473, equation 3."""
+    """FLOPs of one iteration over b sequences with full recomputation. Source: arXiv:2104.04473, equation
+    3.
+    """
     return 96 * b * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h))
 
 
@@ -107,12 +112,16 @@ def roofline_alpha(peak_flops: float, axis_bytes_per_s: float) -> float:
 
 
 def data_parallel_min_tokens(alpha: float, axes: int) -> float:
-    """Tokens per chip above which FSDP over `axes` torus axes is compute-bound. Source: scaling book, part 5."""
+    """Tokens per chip above which FSDP over `axes` torus axes is compute-bound. Source: scaling book, part
+    5.
+    """
     return alpha / axes
 
 
 def tensor_parallel_limit(d_ff: int, alpha: float, axes: int) -> float:
-    """Chips below which tensor parallelism over `axes` torus axes is compute-bound. Source: scaling book, part 5."""
+    """Chips below which tensor parallelism over `axes` torus axes is compute-bound. Source: scaling book,
+    part 5.
+    """
     return axes * d_ff / alpha
 
 
@@ -122,7 +131,9 @@ def mixed_optimum(tokens: float, d_ff: int, n: int, *, data_axes: int = 1, tenso
 
 
 def mixed_min_tokens(alpha: float, d_ff: int, *, data_axes: int = 1, tensor_axes: int = 1) -> float:
-    """Tokens per chip above which FSDP with tensor parallelism is compute-bound. Source: scaling book, part 5."""
+    """Tokens per chip above which FSDP with tensor parallelism is compute-bound. Source: scaling book, part
+    5.
+    """
     return 4 * alpha**2 / (data_axes * tensor_axes * d_ff)
 
 

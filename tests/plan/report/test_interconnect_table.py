@@ -1,10 +1,19 @@
-"""Table III of the survey: a 12B fine-tune over two networks, from a configuration and never from its own answer."""
+"""Table III of the survey: a 12B fine-tune over two networks, from a configuration and never from its own
+answer.
+"""
 
 import pytest
 
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.report import interconnect_table as table
-from jtrain.plan.report.interconnect_table import PUBLISHED_S, STATED, Configuration, configurations, job_of, row_of
+from jtrain.plan.report.interconnect_table import (
+    PUBLISHED_S,
+    STATED,
+    Configuration,
+    configurations,
+    job_of,
+    row_of,
+)
 
 
 def test_the_stated_configuration_is_within_a_tenth_of_both_networks() -> None:
@@ -28,7 +37,9 @@ def test_the_answer_is_no_input() -> None:
 
 
 def test_ten_gigabits_are_the_bytes_that_cross_them() -> None:
-    """Half of three passes over 11.8 billion bfloat16 weights, at 80 % of 1.25 GB/s, take most of the step."""
+    """Half of three passes over 11.8 billion bfloat16 weights, at 80 % of 1.25 GB/s, take most of the
+    step.
+    """
     job = job_of(STATED, 10.0)
     assert job.machine is not None
     moved = sum(one.array_bytes for one in collectives(job) if one.axes == ("data",))
@@ -39,7 +50,9 @@ def test_ten_gigabits_are_the_bytes_that_cross_them() -> None:
 
 
 def test_the_slow_network_hardly_depends_on_the_assumed_length() -> None:
-    """From 1,024 tokens a sequence to 8,192 it stays within 11 %; over InfiniBand the step is six times as long."""
+    """From 1,024 tokens a sequence to 8,192 it stays within 11 %; over InfiniBand the step is six times as
+    long.
+    """
     short, long = (row_of(Configuration(seq_len=length))["step_s"] for length in (1024, 8192))
     for steps in (short, long):
         assert steps["10 GbE"] == pytest.approx(PUBLISHED_S["10 GbE"], rel=0.11)

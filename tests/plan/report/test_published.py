@@ -101,7 +101,9 @@ def test_zero_table(n: int, stage: int, gigabytes: tuple[float, ...]) -> None:
     ],
 )
 def test_deepspeed_table(stage: Any, offload: Any, init: bool, device_gib: float, host_gib: float) -> None:
-    """T5-3B on 8 GPUs, 2851 million parameters, the largest layer 32 million: DeepSpeed's docs, to 0.01 GiB."""
+    """T5-3B on 8 GPUs, 2851 million parameters, the largest layer 32 million: DeepSpeed's docs, to 0.01
+    GiB.
+    """
     device, host = form.deepspeed_bytes(2851e6, 32e6, 8, stage, offload=offload, init=init)
     assert device / GIB == pytest.approx(device_gib, abs=0.01)
     assert host / GIB == pytest.approx(host_gib, abs=0.01)
@@ -124,13 +126,15 @@ def test_megatron_parameters(h: int, l: int, billions: float) -> None:  # noqa: 
 
 
 def test_megatron_training_times() -> None:
-    """GPT-3 on 1024 A100 and 1T on 3072: the paper's 34 and 84 days are these, rounded; 8 T P is its own FLOPs."""
+    """GPT-3 on 1024 A100 and 1T on 3072: the paper's 34 and 84 days are these, rounded; 8 T P is its own
+    FLOPs.
+    """
     gpt3 = form.megatron_training_days(tokens=300e9, params=175e9, n=1024, flops_per_s=140e12)
     trillion = form.megatron_training_days(tokens=450e9, params=1.008e12, n=3072, flops_per_s=163e12)
     assert (gpt3, trillion) == pytest.approx((33.9, 83.9), abs=0.05)
-    assert form.megatron_training_days(tokens=450e9, params=1e12, n=3072, flops_per_s=163e12) == pytest.approx(
-        83.2, abs=0.05
-    )
+    assert form.megatron_training_days(
+        tokens=450e9, params=1e12, n=3072, flops_per_s=163e12
+    ) == pytest.approx(83.2, abs=0.05)
     flops = form.megatron_flops(h=12288, l=96, b=1536)
     eight_tp = 8 * 1536 * 2048 * form.megatron_parameters(h=12288, l=96)
     assert flops / eight_tp == pytest.approx(1.03, abs=0.01)  # attention
@@ -158,14 +162,24 @@ def test_scaling_book_times_and_memory() -> None:
     total = 2 * 70e9 + 8 * 70e9 + 20.9e12
     assert total / 1e12 == pytest.approx(21.6, abs=0.05)
     assert round(total / 96e9) == 225
-    feed_forward, attention, tables = 80 * 3 * 8192 * 28_672, 80 * 2 * 8192 * 128 * (64 + 8), 2 * 8192 * 128_256
+    feed_forward, attention, tables = (
+        80 * 3 * 8192 * 28_672,
+        80 * 2 * 8192 * 128 * (64 + 8),
+        2 * 8192 * 128_256,
+    )
     sizes = [n / 1e9 for n in (feed_forward, attention, tables, feed_forward + attention + tables)]
     assert sizes == pytest.approx((56.3, 12, 2.1, 70.5), abs=0.1)
 
 
 def test_the_survey_table() -> None:
     """Table I: 1B to 175B, and 80 GB devices."""
-    for billions, gigabytes, devices in ((1, 40, 1), (7, 280, 4), (13, 520, 7), (70, 2800, 35), (175, 7000, 88)):
+    for billions, gigabytes, devices in (
+        (1, 40, 1),
+        (7, 280, 4),
+        (13, 520, 7),
+        (70, 2800, 35),
+        (175, 7000, 88),
+    ):
         needed = survey_bytes(billions * 10**9)
         assert needed == gigabytes * 10**9
         assert -(-needed // (80 * 10**9)) == devices

@@ -45,7 +45,9 @@ def test_flops_of_llama_8b() -> None:
 
 def test_a_tied_unembedding_is_counted() -> None:
     """The matmul runs, whoever owns the weights."""
-    tied, untied = (flops_per_token(Transformer(**LLAMA8B, tie_embeddings=t), seq_len=128) for t in (True, False))
+    tied, untied = (
+        flops_per_token(Transformer(**LLAMA8B, tie_embeddings=t), seq_len=128) for t in (True, False)
+    )
     assert tied == untied
 
 

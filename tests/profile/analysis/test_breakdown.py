@@ -31,7 +31,14 @@ MS = 1_000_000
 seconds = st.floats(1e-6, 1e3)
 
 
-@given(seconds, st.floats(0, 0.4), st.floats(-0.3, 0.4), st.floats(1e6, 1e18), st.floats(1e-3, 2), st.floats(1, 5))
+@given(
+    seconds,
+    st.floats(0, 0.4),
+    st.floats(-0.3, 0.4),
+    st.floats(1e6, 1e18),
+    st.floats(1e-3, 2),
+    st.floats(1, 5),
+)
 def test_the_links_multiply_to_the_measured_time_and_the_parts_add_up_to_it(
     compute_s: float, overlap: float, clocks: float, peak: float, busy: float, extra: float
 ) -> None:
@@ -40,7 +47,9 @@ def test_the_links_multiply_to_the_measured_time_and_the_parts_add_up_to_it(
     program = busy * compute_s * peak
     model = program / extra
     links, parts = chopper_chain(compute_s, model_flops=model, program_flops=program, peak_flops=peak, **lost)
-    factors = [links[name] for name in ("theoretical_s", "instruction", "utilisation", "overlap", "frequency")]
+    factors = [
+        links[name] for name in ("theoretical_s", "instruction", "utilisation", "overlap", "frequency")
+    ]
     assert math.prod(factor for factor in factors if factor is not None) == pytest.approx(compute_s, rel=1e-9)
     assert None not in factors
     assert sum(part or 0.0 for part in parts.values()) == pytest.approx(compute_s, rel=1e-9)
@@ -126,7 +135,10 @@ TRACE = Trace(
         event(1, "dot.1", 0, 3),
         event(1, "ag", 1, 2),
     ),
-    host=(HostSpan("data_wait", NOW + 17 * MS, NOW + 20 * MS), HostSpan("evaluate", NOW + 12 * MS, NOW + 12 * MS)),
+    host=(
+        HostSpan("data_wait", NOW + 17 * MS, NOW + 20 * MS),
+        HostSpan("evaluate", NOW + 12 * MS, NOW + 12 * MS),
+    ),
 )
 
 
@@ -135,7 +147,9 @@ def clocks(*mhz: float) -> dict[int, samples.Samples]:
     epoch_ns = NOW + np.arange(len(mhz)) * MS
     rows = (np.array(mhz), np.full(len(mhz), 1000.0))
     return {
-        device: samples.make(device, "scripted", epoch_ns=epoch_ns, monotonic_ns=epoch_ns, sm_mhz=row, power_w=row)
+        device: samples.make(
+            device, "scripted", epoch_ns=epoch_ns, monotonic_ns=epoch_ns, sm_mhz=row, power_w=row
+        )
         for device, row in enumerate(rows)
     }
 
@@ -152,7 +166,9 @@ def test_every_millisecond_of_a_step_is_in_one_part() -> None:
     assert list(step.parts) == [part.key for part in PARTS]
     parts = {name: round((part or 0.0) * 1e3, 9) for name, part in step.parts.items()}
     assert parts["theoretical"] == 2.0, "4e12 FLOPs of the model on two devices of 1e15"
-    assert parts["instruction"] == 0.5, "device 0 does four times 1e12 and device 1 one: 2.5 on the mean, not 2"
+    assert parts["instruction"] == 0.5, (
+        "device 0 does four times 1e12 and device 1 one: 2.5 on the mean, not 2"
+    )
     assert parts["exposed_communication"] == 2.0 / 2
     assert parts["data_wait"] == 3.0, "both wait for the same data"
     assert parts["host"] == (1 + 1 + 14) / 2
@@ -199,12 +215,16 @@ def test_rows_of_ops_add_up_to_the_parts_of_the_steps() -> None:
     assert set(rows) == {"dot.1", "again.1", "dot.2", "ag"}, "what holds others has no time of its own"
     assert [row.lost_s for row in found.ops] == sorted((row.lost_s for row in found.ops), reverse=True)
     assert sum(row.total_s for row in rows.values() if row.kind == "compute") == pytest.approx(2 * 0.0075)
-    assert rows["ag"].lost == pytest.approx(dict(instruction=0, utilisation=0, overlap=0, clocks=0, exposed=0.002))
+    assert rows["ag"].lost == pytest.approx(
+        dict(instruction=0, utilisation=0, overlap=0, clocks=0, exposed=0.002)
+    )
     assert (rows["again.1"].theoretical_s, rows["again.1"].lost["instruction"]) == (0.0, pytest.approx(0.001))
     assert (rows["dot.2"].theoretical_s, rows["dot.2"].lost["utilisation"]) == (0.001, pytest.approx(0.002))
     for row in found.ops:
         assert sum(row.lost.values()) == pytest.approx(row.lost_s)
-        assert (row.theoretical_s or 0.0) + row.lost_s == pytest.approx(row.total_s if row.kind == "compute" else 0.002)
+        assert (row.theoretical_s or 0.0) + row.lost_s == pytest.approx(
+            row.total_s if row.kind == "compute" else 0.002
+        )
     assert found.coverage == 1.0
 
 
@@ -215,7 +235,12 @@ def test_communication_is_held_against_the_plan_per_kind_and_axes() -> None:
     assert (gather.wire_bytes, gather.planned_bytes) == (5 * 10**8, 5 * 10**8)
     assert (gather.total_s, gather.exposed_s) == (pytest.approx(0.0035), pytest.approx(0.001))
     assert gather.bytes_per_s == pytest.approx(5e8 / 0.0035)
-    assert (reduce.kind, reduce.count, reduce.planned_bytes, reduce.bytes_per_s) == ("all-reduce", 0.0, 7, None)
+    assert (reduce.kind, reduce.count, reduce.planned_bytes, reduce.bytes_per_s) == (
+        "all-reduce",
+        0.0,
+        7,
+        None,
+    )
 
 
 def test_what_is_unknown_is_null_and_said() -> None:
@@ -227,8 +252,16 @@ def test_what_is_unknown_is_null_and_said() -> None:
     assert step.parts["theoretical"] is step.parts["instruction"] is None
     assert sum(part or 0.0 for part in step.parts.values()) == pytest.approx(step.duration_s, rel=1e-9)
     assert step.mfu == {"spec": None, "clock": None, "reference": None}
-    assert found.coverage == pytest.approx(1 - 4 / 26), "15 ms of compute, 7 of communication, and 4 of nobody"
-    for words in ("peak of NVIDIA H200 is unknown", "No clocks", "2 of 4 devices", "in no program: Memset", "15.4%"):
+    assert found.coverage == pytest.approx(1 - 4 / 26), (
+        "15 ms of compute, 7 of communication, and 4 of nobody"
+    )
+    for words in (
+        "peak of NVIDIA H200 is unknown",
+        "No clocks",
+        "2 of 4 devices",
+        "in no program: Memset",
+        "15.4%",
+    ):
         assert any(words in note for note in found.notes), (words, found.notes)
 
 
@@ -237,7 +270,8 @@ def test_an_evaluation_in_the_window_is_said_to_be_one() -> None:
     other = dataclasses.replace(TRACE, events=(*TRACE.events, event(1, "jit_eval_step/fusion.1", 5, 9)))
     notes = break_down(other, OPS, FACTS, {}).notes
     assert (
-        "15.4% of the ops' time has no layer or phase: other programs ran between the steps (jit_eval_step)." in notes
+        "15.4% of the ops' time has no layer or phase: other programs ran between the steps (jit_eval_step)."
+        in notes
     )
     assert not any("in no program" in note for note in notes)
 
@@ -263,36 +297,54 @@ RUNS: tuple[dict[str, int], ...] = (dict(data=8), dict(data=2, tensor=2, zero_st
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_a_traced_step_sums_to_its_duration_and_every_op_finds_its_layer_and_phase(run: dict[str, int]) -> None:
-    """On eight emulated devices, with a loop over layers and remat: sums within 1e-6, 99 % of time covered."""
+def test_a_traced_step_sums_to_its_duration_and_every_op_finds_its_layer_and_phase(
+    run: dict[str, int],
+) -> None:
+    """On eight emulated devices, with a loop over layers and remat: sums within 1e-6, 99 % of time
+    covered.
+    """
     found = analysed(**run)
     assert [step.step for step in found.steps] == list(STEPS)
     for step in found.steps:
         assert sum(part or 0.0 for part in step.parts.values()) == pytest.approx(step.duration_s, rel=1e-6)
         assert step.chain["instruction"] is not None
-        assert 1.2 < step.chain["instruction"] < 2.0, "a third of the matrices' forward again, and whole scores"
+        assert 1.2 < step.chain["instruction"] < 2.0, (
+            "a third of the matrices' forward again, and whole scores"
+        )
         assert {device["device"] for device in step.devices} == set(range(found.num_devices))
     assert (found.steps[0].parts["data_wait"] or 0.0) == 0.0
     assert all((step.parts["data_wait"] or 0.0) >= WAIT_S for step in found.steps[1:])
     assert found.coverage >= 0.99
     assert {row.phase for row in found.ops} >= {"forward", "backward", "optimizer", "data"}
-    assert {row.layer for row in found.ops} >= {"embed", "layers/attention", "layers/mlp", "final_norm", "loss"}
+    assert {row.layer for row in found.ops} >= {
+        "embed",
+        "layers/attention",
+        "layers/mlp",
+        "final_norm",
+        "loss",
+    }
     exposed_s = sum(row.exposed_s for row in found.communication)
     mean_s = sum(step.parts["exposed_communication"] or 0.0 for step in found.steps) / len(found.steps)
     assert exposed_s == pytest.approx(mean_s, rel=1e-6)
 
 
 def test_hardly_any_op_s_layer_is_guessed() -> None:
-    """Ops of 97 % of the time have a layer in their own path; the rule for compiler-made ops covers the rest."""
+    """Ops of 97 % of the time have a layer in their own path; the rule for compiler-made ops covers the
+    rest.
+    """
     trace, ops, _ = loaded()
-    ran = [(event.duration_ns, ops[event.name]) for event in trace.events if ops[event.name].kind != "control"]
+    ran = [
+        (event.duration_ns, ops[event.name]) for event in trace.events if ops[event.name].kind != "control"
+    ]
     own = sum(duration for duration, op in ran if any(scope_mark(part)[1] for part in op.scope.split(":")))
     assert own / sum(duration for duration, _ in ran) > 0.97
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_executed_collectives_are_the_planned_ones_byte_by_byte(run: dict[str, int]) -> None:
-    """Bytes counted in the trace, including loops, equal the layout's formula; the compiler's scalars are left out."""
+    """Bytes counted in the trace, including loops, equal the layout's formula; the compiler's scalars are
+    left out.
+    """
     rows = analysed(**run).communication
     assert max(row.wire_bytes for row in rows) > 10_000
     for row in rows:
@@ -311,9 +363,15 @@ def test_flops_of_a_traced_step_are_those_of_the_model() -> None:
     params = SIZES["num_layers"] * 3 * SIZES["d_model"] * SIZES["d_ff"]
     tokens = len(STEPS) * ROWS * COLS  # on all devices
     assert counted["forward"] == 2 * params * tokens
-    transposed = 2 * (2 * tokens * SIZES["d_model"] ** 2 + 8 * len(STEPS) * SIZES["d_model"] * SIZES["d_ff"] ** 2)
-    assert counted["backward"] == 4 * params * tokens + SIZES["num_layers"] * transposed, "a CPU's, by the identity"
-    assert 2 / 3 * 2 * params * tokens <= counted["again"] <= 2 * params * tokens, "the last product may be left out"
+    transposed = 2 * (
+        2 * tokens * SIZES["d_model"] ** 2 + 8 * len(STEPS) * SIZES["d_model"] * SIZES["d_ff"] ** 2
+    )
+    assert counted["backward"] == 4 * params * tokens + SIZES["num_layers"] * transposed, (
+        "a CPU's, by the identity"
+    )
+    assert 2 / 3 * 2 * params * tokens <= counted["again"] <= 2 * params * tokens, (
+        "the last product may be left out"
+    )
 
 
 def test_a_loop_s_flops_are_counted_as_often_as_the_compiler_says_that_it_runs() -> None:
@@ -321,7 +379,9 @@ def test_a_loop_s_flops_are_counted_as_often_as_the_compiler_says_that_it_runs()
     trace, ops, _ = loaded()
     executed = sum(ops[event.name].flops for event in trace.events) / len(STEPS) / trace.num_devices
     text = (traced(data=8) / f"{MODULE}.hlo.txt").read_text()
-    outside = [v for v in visits(text) if v.instruction.name in ops and ops[v.instruction.name].kind == "compute"]
+    outside = [
+        v for v in visits(text) if v.instruction.name in ops and ops[v.instruction.name].kind == "compute"
+    ]
     assert executed == sum((v.times or 0) * ops[v.instruction.name].flops for v in outside)
     assert executed > 1e6
 

@@ -36,7 +36,9 @@ def test_a_clock_that_halves_costs_exactly_half_the_time_after_it() -> None:
 
 
 @hypothesis.given(st.floats(1e-6, 10), st.floats(100, 2000), st.floats(0.01, 1), st.floats(1, 3))
-def test_b_of_one_is_choppers_chain(duration_s: float, mhz: float, utilisation: float, instruction: float) -> None:
+def test_b_of_one_is_choppers_chain(
+    duration_s: float, mhz: float, utilisation: float, instruction: float
+) -> None:
     """D_thr * O_inst * O_util * O_freq == D_act, with cycles as from a counter and O_freq = 1 / m."""
     peak_mhz, flops_per_cycle = 2100.0, 622_592.0
     cycles = duration_s * mhz * 1e6
@@ -63,13 +65,17 @@ def test_the_reference_is_the_peaks_or_the_best_that_was_seen() -> None:
 
 
 def test_sensitivity_is_the_compute_share_of_the_roofline() -> None:
-    """b is 1 if compute-bound, 0 if memory-bound, 0.5 if even, and 2/3 at half the clock, where compute takes twice."""
+    """b is 1 if compute-bound, 0 if memory-bound, 0.5 if even, and 2/3 at half the clock, where compute takes
+    twice.
+    """
     peaks = Peaks(flops=1e12, hbm_bytes_per_s=1e9, ref_mhz=1000.0, max_mhz=1000.0)
     found = clock_loss.sensitivity(
         [1e12, 0, 1e12, 1e12, 0], [0, 1e9, 1e9, 1e9, 0], peaks, [1000.0, 1000.0, np.nan, 500.0, 1000.0]
     )
     np.testing.assert_allclose(found, [1.0, 0.0, 0.5, 2 / 3, 1.0])
-    assert clock_loss.sensitivity([1e12], [1e9], NO_PEAKS, [1000.0]).tolist() == [1.0], "Chopper's without peaks"
+    assert clock_loss.sensitivity([1e12], [1e9], NO_PEAKS, [1000.0]).tolist() == [1.0], (
+        "Chopper's without peaks"
+    )
 
 
 def test_lost_seconds_are_split_by_the_violation_counters() -> None:
@@ -91,7 +97,11 @@ def test_reasons_stand_in_for_counters_that_are_refused() -> None:
     found = clock_loss.split(1.0, halving(reasons=reasons), start, end, 1000.0)
     assert found == pytest.approx({"power": 0.5, "thermal": 0.5, "other": 0.0})
     for unknown in (halving(), None):
-        assert clock_loss.split(1.0, unknown, start, end, 1000.0) == {"power": 0.0, "thermal": 0.0, "other": 1.0}
+        assert clock_loss.split(1.0, unknown, start, end, 1000.0) == {
+            "power": 0.0,
+            "thermal": 0.0,
+            "other": 1.0,
+        }
 
 
 @hypothesis.given(st.floats(100, 2500), st.floats(1e9, 1e16), st.floats(1e-3, 1e3))
@@ -141,7 +151,9 @@ def test_tracks_hold_what_is_looked_at_less_often() -> None:
     times = np.arange(0, 100, 0.02)
     power = np.full(len(times), np.nan)
     power[::5] = 300.0
-    held = make(1, "nvml", epoch_ns=ns(*times), sm_mhz=np.full(len(times), 900.0), power_w=power, reasons=times > 50)
+    held = make(
+        1, "nvml", epoch_ns=ns(*times), sm_mhz=np.full(len(times), 900.0), power_w=power, reasons=times > 50
+    )
     (track,) = clock_loss.tracks({1: held}, *ns(0, 100).tolist())
     assert (track.device, track.source) == (1, "nvml")
     assert 1000 < len(track.time_s) <= 2000

@@ -30,7 +30,10 @@ SCOPES = {
         "backward",
         "layers/mlp",
     ),
-    "jit(f)/layers/while/body/checkpoint/rematted_computation/attention/exp": ("backward", "layers/attention"),
+    "jit(f)/layers/while/body/checkpoint/rematted_computation/attention/exp": (
+        "backward",
+        "layers/attention",
+    ),
     "jit(f)/jvp(layers)/while/body/dynamic_slice": ("forward", "layers"),
     "jit(f)/transpose(jvp(loss))/reduce_scatter": ("backward", "loss"),
     "jit(train_step)/optimizer/mul": ("optimizer", "optimizer"),
@@ -56,7 +59,9 @@ def ops() -> dict[str, HloOp]:
 
 
 def test_what_the_compiler_adds_belongs_to_what_it_is_for() -> None:
-    """A fusion without a path takes that of its contents, a copy its user's or operand's, the rest their loop's."""
+    """A fusion without a path takes that of its contents, a copy its user's or operand's, the rest their
+    loop's.
+    """
     found = {name: (op.phase, op.layer) for name, op in ops().items()}
     assert found["fusion.1"] == ("forward", "layers/mlp"), "from inside: its root has no path"
     assert found["copy.1"] == ("forward", "layers/mlp"), "of what it copies"
@@ -81,13 +86,17 @@ def test_kinds_tell_what_computes_from_what_communicates_and_what_only_holds_oth
 
 
 def test_flops_and_bytes_are_those_of_the_shapes() -> None:
-    """FLOPs of products in fusions, cuBLAS calls and TPU convolutions; bytes of slices of a stack, not of the stack."""
+    """FLOPs of products in fusions, cuBLAS calls and TPU convolutions; bytes of slices of a stack, not of the
+    stack.
+    """
     found = ops()
     assert found["fusion.1"].flops == 2 * 16 * 32 * 64
     assert found["fusion.1"].bytes == 2 * 64 * 16 + 4 + 2 * 64 * 32 + 2 * 16 * 32, "one layer of eight"
     assert found["gemm"].flops == 2 * 16 * 8 * 32
     assert found["conv"].flops == 2 * 16 * 8 * 32
-    assert found["batched"].flops == 4 * 2 * 128 * 32 * 64, "four products, though the window slides over 13 places"
+    assert found["batched"].flops == 4 * 2 * 128 * 32 * 64, (
+        "four products, though the window slides over 13 places"
+    )
     assert found["kernel"].flops == 12345
     assert found["copied"].bytes == 2 * 2 * 64 * 32
     assert found["while.1"].flops == 0, "what it holds is counted by itself"
@@ -146,9 +155,18 @@ def program(folder: Path) -> dict[str, HloOp]:
 
 
 def test_every_collective_of_a_real_step_finds_its_layer() -> None:
-    """With parameters sharded over eight devices, every weight is gathered in its layer, forward and backward."""
+    """With parameters sharded over eight devices, every weight is gathered in its layer, forward and
+    backward.
+    """
     found = [op for op in program(traced(data=8)).values() if op.collective is not None]
-    assert {op.layer for op in found} >= {"embed", "layers/attention", "layers/mlp", "loss", "optimizer", "batch"}
+    assert {op.layer for op in found} >= {
+        "embed",
+        "layers/attention",
+        "layers/mlp",
+        "loss",
+        "optimizer",
+        "batch",
+    }
     gathers = collections.Counter((op.phase, op.layer) for op in found if op.opcode == "all-gather")
     weights = {"layers/attention": 4, "layers/mlp": 3}
     for (phase, layer), count in gathers.items():
@@ -189,7 +207,9 @@ ENTRY %main (x: bf16[32,4,8], i: s32[]) -> bf16[32,4,8] {
 
 
 def test_a_slice_behind_a_bitcast_is_all_that_is_read_or_written() -> None:
-    """One layer's 64 bytes of 32 layers', in and out, and the index; XLA bitcasts stacked arrays before it slices."""
+    """One layer's 64 bytes of 32 layers', in and out, and the index; XLA bitcasts stacked arrays before it
+    slices.
+    """
     found = read_ops(read(SLICED), MESH)
     assert found["taken"].bytes == 64 + 4 + 64
     assert found["given"].bytes == 64 + 4 + 64

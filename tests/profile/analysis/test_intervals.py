@@ -34,7 +34,9 @@ def bits(times: np.ndarray) -> list[bool]:
 def test_sets_of_times_are_those_of_single_nanoseconds(
     first: list[tuple[int, int]], second: list[tuple[int, int]]
 ) -> None:
-    """Union, intersection, difference, complement and clip agree with one bit per nanosecond, for any events."""
+    """Union, intersection, difference, complement and clip agree with one bit per nanosecond, for any
+    events.
+    """
     a, b = (intervals.union(*edges(drawn)) for drawn in (first, second))
     in_a, in_b = (running(*edges(drawn)) > 0 for drawn in (first, second))
     inside = (np.arange(LAST) >= 5) & (np.arange(LAST) < 40)
@@ -48,7 +50,9 @@ def test_sets_of_times_are_those_of_single_nanoseconds(
 
 
 @given(events, events)
-def test_what_events_share_adds_up_to_their_union(first: list[tuple[int, int]], second: list[tuple[int, int]]) -> None:
+def test_what_events_share_adds_up_to_their_union(
+    first: list[tuple[int, int]], second: list[tuple[int, int]]
+) -> None:
     """A nanosecond in which k events run is divided by k, with and without `within`."""
     start, end = edges(first)
     other = intervals.union(*edges(second))
@@ -57,7 +61,9 @@ def test_what_events_share_adds_up_to_their_union(first: list[tuple[int, int]], 
     want_within = [(counts[s:e] / count[s:e]).sum() for s, e in zip(start, end, strict=True)]
     np.testing.assert_allclose(intervals.shares(start, end) * 1e9, want, atol=1e-9)
     np.testing.assert_allclose(intervals.shares(start, end, other) * 1e9, want_within, atol=1e-9)
-    assert intervals.shares(start, end).sum() * 1e9 == pytest.approx(intervals.total(intervals.union(start, end)))
+    assert intervals.shares(start, end).sum() * 1e9 == pytest.approx(
+        intervals.total(intervals.union(start, end))
+    )
     assert intervals.covered(start, end, other).tolist() == [
         int(counts[s:e].sum()) for s, e in zip(start, end, strict=True)
     ]

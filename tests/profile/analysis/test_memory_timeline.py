@@ -73,12 +73,16 @@ def test_a_buffer_lives_from_its_maker_to_its_last_reader() -> None:
     assert kib["made"] == [4 + 1, 0, 0, 0], "the stack outside, and what the loop's body made"
     assert kib["in_place"] == [4 + 1, 0, 0, 0], "the update is written into the stack"
     assert kib["pair"] == [4, 1 + 2, 0, 0]
-    assert kib["grad"] == [4, 1, 0, 0], "the pair's second array has no reader, and its first gives its place up"
+    assert kib["grad"] == [4, 1, 0, 0], (
+        "the pair's second array has no reader, and its first gives its place up"
+    )
     assert kib["step"] == [4, 1, 0, 0], "the new w takes the old one's place"
 
 
 def test_the_curve_is_that_of_the_median_step_on_the_first_device() -> None:
-    """Points are ops in order of their start; with more than 500 ops, the maximum of each run of ops is kept."""
+    """Points are ops in order of their start; with more than 500 ops, the maximum of each run of ops is
+    kept.
+    """
     program = read(PROGRAM)
     ops = read_ops(program, MESH)
     steps = tuple(StepSpan(n, 1000 * n, 1000 * n + took) for n, took in ((1, 900), (2, 500), (3, 700)))
@@ -117,7 +121,9 @@ def test_the_most_that_is_alive_is_what_the_compiler_allocates(mesh: MeshSpec, s
     model = Transformer(**SIZES)
     infos = model.param_infos()
     layout = make_layout(spec, mesh, infos)
-    optimizer = build(AdamW(peak_lr=3e-3, warmup_steps=4), num_steps=20, params=map_params(lambda i: i, infos))
+    optimizer = build(
+        AdamW(peak_lr=3e-3, warmup_steps=4), num_steps=20, params=map_params(lambda i: i, infos)
+    )
     ids = jax.ShapeDtypeStruct((64, 64), np.int32, sharding=NamedSharding(devices, BATCH_SPEC))
     step: Any = make_train_step(model, optimizer, layout, devices)
     compiled = step.lower(abstract_state(layout, optimizer, devices), Batch(ids, ids, ids, ids)).compile()

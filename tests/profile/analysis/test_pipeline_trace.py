@@ -61,7 +61,9 @@ def zb_h1(folder: Path) -> Window:
 
 
 def assert_is_the_schedule(found: PipelineTrack, ticks: Ticks) -> None:
-    """Every worker has the schedule's operations in their order; each begins after those that it needs have ended."""
+    """Every worker has the schedule's operations in their order; each begins after those that it needs have
+    ended.
+    """
     ends: dict[str, float] = {}
     for worker, rows in zip(found.workers, found.measured, strict=True):
         want = [str(op) for row in ticks.ops for op in row[worker] if op is not None]
@@ -112,7 +114,9 @@ def test_a_trace_that_lacks_something_gives_no_picture(zb_h1: Window) -> None:
         return zb_h1.with_events(event for event in events if event not in ends.values())
 
     ticks = zb_h1.ticks.num_ticks
-    with pytest.raises(UserError, match=rf"step {last}, device 1: .* ran {ticks - 1} times in {ticks} ticks: .* cut"):
+    with pytest.raises(
+        UserError, match=rf"step {last}, device 1: .* ran {ticks - 1} times in {ticks} ticks: .* cut"
+    ):
         zb_h1.found(trace=without(part=None, device=1))
     done = zb_h1.with_events(e for e in events if (e.step, e.device) != (last, 1))
     with pytest.raises(UserError, match=f"step {last}, device 1: the trace has no op of the loop over ticks"):
@@ -127,7 +131,9 @@ def test_a_trace_that_lacks_something_gives_no_picture(zb_h1: Window) -> None:
     with pytest.raises(UserError, match=r"device 0: of 12 instructions .* are not in the trace"):
         zb_h1.found(facts=zb_h1.facts | {"workers": [1, 0]})
     other = facts_of(make_ticks(zb_h1.ticks.schedule, "fused"), (1.0, 1.0, 1.0), [0, 1])
-    with pytest.raises(UserError, match=f"ran {ticks} times in {make_ticks(zb_h1.ticks.schedule).num_ticks} ticks"):
+    with pytest.raises(
+        UserError, match=f"ran {ticks} times in {make_ticks(zb_h1.ticks.schedule).num_ticks} ticks"
+    ):
         zb_h1.found(facts=other)
     with pytest.raises(UserError, match="has 0 loops over ticks instead of one"):
         zb_h1.found(hlo=zb_h1.hlo.replace("tick_", "other_"))
@@ -140,7 +146,9 @@ def test_instructions_outside_of_their_tick_are_refused(zb_h1: Window) -> None:
     here = [event for event in events if (event.step, event.device) == (STEPS[0], 0)]
     late = {event: dataclasses.replace(event, start_ns=event.start_ns + whole_ns) for event in here}
     more = zb_h1.with_events(iter([*events, *(late[e] for e in here if loop.parts.get(e.name) == "forward")]))
-    with pytest.raises(UserError, match=r"the trace has a forward pass, and worker 0 has none in the schedule"):
+    with pytest.raises(
+        UserError, match=r"the trace has a forward pass, and worker 0 has none in the schedule"
+    ):
         zb_h1.found(trace=more)
     moved = next(e for e in here if e.name in loop.once and zb_h1.ops[e.name].opcode == "fusion")
     with pytest.raises(UserError, match="ticks of the trace overlap"):
@@ -168,11 +176,15 @@ def test_reports_show_both_pictures_and_the_bubble(folder: Path, capsys: pytest.
 
 
 def test_a_trace_that_does_not_show_the_schedule_is_noted(zb_h1: Window) -> None:
-    """The report says among its unknown values why it has no picture; a run without stages has nothing to say."""
+    """The report says among its unknown values why it has no picture; a run without stages has nothing to
+    say.
+    """
     given = zb_h1.trace, read(zb_h1.hlo), zb_h1.ops
     found, notes = pipeline_trace.find(*given, zb_h1.facts | {"workers": [1, 0]})
     assert found is None
-    assert [note.startswith(f"{pipeline_trace.UNKNOWN}step {STEPS[0]}, device 0: of 12") for note in notes] == [True]
+    assert [
+        note.startswith(f"{pipeline_trace.UNKNOWN}step {STEPS[0]}, device 0: of 12") for note in notes
+    ] == [True]
     assert pipeline_trace.find(*given, None) == (None, [])
 
 
@@ -190,7 +202,9 @@ def test_a_trace_that_does_not_show_the_schedule_is_noted(zb_h1: Window) -> None
     ids=str,
 )
 def test_other_schedules_and_packings(schedule: str, remat: str, more: dict[str, Any]) -> None:
-    """All packings with two devices per worker, two chunks, and layers that permute, which compute in every tick."""
+    """All packings with two devices per worker, two chunks, and layers that permute, which compute in every
+    tick.
+    """
     found = window(traced(data=2, microbatches=4, stage=2, schedule=schedule, remat=remat, **more))
     always = "tensor_overlap" in more
     assert tick_loop(read(found.hlo)).always == always

@@ -121,7 +121,9 @@ def test_a_tpu_says_its_ops_by_name_and_what_is_in_flight_on_a_line_of_its_own(t
     flights = line("Async XLA Ops", (2, 20, 40, ""))
     modules = line("XLA Modules", (4, 15, 80, ""), (5, 139, 50, ""))
     steps = line("Steps", (6, 15, 80, ""))
-    folder = write(tmp_path, HOST, plane("/device:TPU:0", names, {}, steps, modules, core, flights), ENVIRONMENT)
+    folder = write(
+        tmp_path, HOST, plane("/device:TPU:0", names, {}, steps, modules, core, flights), ENVIRONMENT
+    )
     assert sorted(read(folder, "tpu").events, key=lambda event: (event.start_ns, event.name)) == [
         op(0, 7, "all-gather-start.1", 20, 40),
         op(0, 7, "fusion.3", 21, 30),
@@ -133,7 +135,10 @@ def test_a_tpu_says_its_ops_by_name_and_what_is_in_flight_on_a_line_of_its_own(t
 def test_several_processes_leave_a_file_each_and_their_devices_follow_each_other(tmp_path: Path) -> None:
     """Both processes number their only device 0."""
     gpu = plane(
-        "/device:GPU:0", {1: "k"}, {1: "hlo_op", 2: "hlo_module"}, line("Stream #1", (1, 20, 3, of_op("dot.1")))
+        "/device:GPU:0",
+        {1: "k"},
+        {1: "hlo_op", 2: "hlo_module"},
+        line("Stream #1", (1, 20, 3, of_op("dot.1"))),
     )
     write(tmp_path, HOST, gpu, ENVIRONMENT, name="a.xplane.pb")
     write(tmp_path / "later", HOST, gpu, ENVIRONMENT, name="b.xplane.pb")
@@ -153,7 +158,9 @@ def test_a_cpu_says_the_ops_of_every_emulated_device_within_its_steps() -> None:
     for event in trace.events:
         assert spans[event.step].start_ns <= event.start_ns
         assert event.start_ns + event.duration_ns <= spans[event.step].end_ns, "a step is waited for"
-    counts = {(d, s): sum((e.device, e.step) == (d, s) for e in trace.events) for d in range(8) for s in STEPS}
+    counts = {
+        (d, s): sum((e.device, e.step) == (d, s) for e in trace.events) for d in range(8) for s in STEPS
+    }
     assert len(set(counts.values())) == 1, "every device runs the same program in every step"
     assert [span.name for span in trace.host] == ["data_wait"] * 2
     assert all(span.end_ns - span.start_ns >= WAIT_S * 1e9 for span in trace.host)
@@ -171,7 +178,9 @@ class Bad:
 
 
 def test_each_file_that_is_no_trace_of_steps_is_refused_in_one_line(tmp_path: Path) -> None:
-    """Missing folder, empty folder, truncated file, empty file, file without its last plane, file without steps."""
+    """Missing folder, empty folder, truncated file, empty file, file without its last plane, file without
+    steps.
+    """
     good = next(traced(data=8).rglob("*.xplane.pb")).read_bytes()
     cases = [
         Bad("half", "truncated", good[: len(good) // 2]),

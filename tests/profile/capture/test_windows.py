@@ -9,8 +9,12 @@ from jtrain.profile.spec import ProfileSpec
 from jtrain.profile.trace_dir import FACT_NAMES, other_parts, part_of
 
 
-@pytest.mark.parametrize(("process", "left"), [(0, ["process-1"]), (1, ["breakdown.json", "process-1", "process-4"])])
-def test_a_window_begins_empty_but_for_what_other_processes_own(tmp_path: Path, process: int, left: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("process", "left"), [(0, ["process-1"]), (1, ["breakdown.json", "process-1", "process-4"])]
+)
+def test_a_window_begins_empty_but_for_what_other_processes_own(
+    tmp_path: Path, process: int, left: list[str]
+) -> None:
     """Process 0 also removes folders of a larger earlier run; each other process clears only its own."""
     window = tmp_path / "profile" / "20"
     old = part_of(window, process) / "old"
@@ -26,4 +30,6 @@ def test_a_window_begins_empty_but_for_what_other_processes_own(tmp_path: Path, 
         assert windows.open(20, facts) is None
         assert sorted(path.name for path in window.iterdir() if path.name != "plugins") == left
         assert not old.exists()
-        assert list((window / "process-1").iterdir()) == ([] if process == 1 else [window / "process-1" / "plugins"])
+        assert list((window / "process-1").iterdir()) == (
+            [] if process == 1 else [window / "process-1" / "plugins"]
+        )

@@ -60,7 +60,9 @@ def alive(pid: int | None) -> bool:
 
 
 def test_samples_of_a_window_end_in_its_folder(tmp_path: Path, running: Sampler) -> None:
-    """Samples follow the script, with times on both clocks; a clock of zero is unknown, the other device goes on."""
+    """Samples follow the script, with times on both clocks; a clock of zero is unknown, the other device goes
+    on.
+    """
     start = time.time_ns()
     wait_for(lambda: len(records_in(file_of(tmp_path))) >= 40)
     end = time.time_ns()
@@ -78,7 +80,8 @@ def test_samples_of_a_window_end_in_its_folder(tmp_path: Path, running: Sampler)
     assert set(found[0].reasons) == {4}
     assert len(found[0].epoch_ns) >= 15
     assert (np.diff(found[0].monotonic_ns) > 0).all()
-    # One machine, two clocks: their difference is the same in all samples, but for a moment between two readings.
+    # One machine, two clocks: their difference is the same in all samples, but for a moment between two
+    # readings.
     apart = found[0].epoch_ns - found[0].monotonic_ns
     assert np.median(np.abs(apart - np.median(apart))) < 1_000_000
     assert "give 0 MHz" in found[1].notes[0]
@@ -86,7 +89,9 @@ def test_samples_of_a_window_end_in_its_folder(tmp_path: Path, running: Sampler)
 
 
 def test_nothing_waits_for_a_sampler_that_is_stuck(tmp_path: Path, running: Sampler) -> None:
-    """With the child stopped (as in a stuck driver), means, fast and save use existing records; close kills it."""
+    """With the child stopped (as in a stuck driver), means, fast and save use existing records; close kills
+    it.
+    """
     wait_for(lambda: len(records_in(file_of(tmp_path))) >= 4)
     pid = running.pid
     assert pid is not None
@@ -184,7 +189,10 @@ def test_what_cannot_be_sampled_is_refused_or_noted(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=match) as refusal:
             Sampler(tmp_path, source=source, platform="cpu", devices=[0])
         assert "\n" not in str(refusal.value)
-    for source, platform, note in (("none", "cpu", "profile.clocks=none"), ("auto", "rocm", "not sampled: amd:")):
+    for source, platform, note in (
+        ("none", "cpu", "profile.clocks=none"),
+        ("auto", "rocm", "not sampled: amd:"),
+    ):
         with Sampler(tmp_path, source=source, platform=platform, devices=[0]) as running:
             assert note in running.note
             assert running.means(0, 1).sm_mhz == (None,)

@@ -52,7 +52,9 @@ def test_clocks_of_zero_are_unknown_with_one_note() -> None:
     """Otherwise a sleeping device, or a driver that reports 0, would look infinitely slow."""
     held = clock([0, 20, 40], [0.0, 500.0, 0.0])
     assert np.isnan(held.sm_mhz).tolist() == [True, False, True]
-    assert held.notes == ("clocks: device 0: 2 of 3 samples give 0 MHz for the compute clock: treated as unknown.",)
+    assert held.notes == (
+        "clocks: device 0: 2 of 3 samples give 0 MHz for the compute clock: treated as unknown.",
+    )
 
 
 def test_a_lone_hardware_slowdown_is_a_flash() -> None:
@@ -63,7 +65,9 @@ def test_a_lone_hardware_slowdown_is_a_flash() -> None:
 
 def test_counters_grow_linearly_between_samples() -> None:
     """Counters are unknown where nothing was counted."""
-    held = make(0, "nvml", epoch_ns=at(0, 100, 200), power_violation_ns=[5, 5, 50_000_005], energy_j=[1.0, 31.0, 61.0])
+    held = make(
+        0, "nvml", epoch_ns=at(0, 100, 200), power_violation_ns=[5, 5, 50_000_005], energy_j=[1.0, 31.0, 61.0]
+    )
     start, middle, end = at(100, 150, 200).tolist()
     assert held.increase("power_violation_ns", start, middle) == 25_000_000
     assert held.increase("energy_j", start, end) == pytest.approx(30.0)
@@ -72,7 +76,9 @@ def test_counters_grow_linearly_between_samples() -> None:
 
 
 @hypothesis.given(
-    offset=st.integers(-(2**40), 2**40), drift=st.integers(-1000, 1000), moments=st.lists(st.integers(0, 10**11))
+    offset=st.integers(-(2**40), 2**40),
+    drift=st.integers(-1000, 1000),
+    moments=st.lists(st.integers(0, 10**11)),
 )
 def test_two_anchors_undo_any_offset_and_drift(offset: int, drift: int, moments: list[int]) -> None:
     """With a trace clock that is shifted and `drift` ppm fast, every sample is within 1 ns, in integers."""
@@ -83,7 +89,8 @@ def test_two_anchors_undo_any_offset_and_drift(offset: int, drift: int, moments:
     held = make(0, "scripted", epoch_ns=np.zeros(len(moments)), monotonic_ns=np.array(moments, np.int64))
     aligned = held.aligned(Anchor(trace(0), 0), Anchor(trace(10**11), 10**11))
     assert all(
-        abs(found - trace(moment)) <= 1 for found, moment in zip(aligned.epoch_ns.tolist(), moments, strict=True)
+        abs(found - trace(moment)) <= 1
+        for found, moment in zip(aligned.epoch_ns.tolist(), moments, strict=True)
     )
 
 
@@ -95,7 +102,9 @@ def test_one_anchor_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
 def test_samples_lie_beside_a_real_trace_to_a_millisecond(tmp_path: Path) -> None:
-    """Samples taken inside known annotations, with a wall clock 3 s off, are aligned with these annotations."""
+    """Samples taken inside known annotations, with a wall clock 3 s off, are aligned with these
+    annotations.
+    """
     work = jax.jit(lambda x: x @ x)
     x = jnp.ones((256, 256))
     work(x).block_until_ready()

@@ -28,7 +28,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stand-in for NVML, loaded into this process, where nvidia-ml-py finds it by its soname."""
     path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     name = "-Wl,-soname,libnvidia-ml.so.1"
-    subprocess.run(["cc", "-shared", "-fPIC", "-w", name, str(HERE / "fake_nvml.c"), "-o", str(path)], check=True)
+    subprocess.run(
+        ["cc", "-shared", "-fPIC", "-w", name, str(HERE / "fake_nvml.c"), "-o", str(path)], check=True
+    )
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     return path
 
@@ -90,7 +92,9 @@ def test_a_refused_call_costs_its_own_quantity(
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetFieldValues", "@186"])
-def test_power_falls_to_the_average_with_a_note(library: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_power_falls_to_the_average_with_a_note(
+    library: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     """The fallback call, an average over a second, gives 600 W."""
     monkeypatch.setenv("FAKE_NVML_REFUSE", call)
     source = Nvml([0])
@@ -99,7 +103,9 @@ def test_power_falls_to_the_average_with_a_note(library: Path, monkeypatch: pyte
 
 
 def test_nvml_counts_devices_as_cuda_does(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices follow CUDA_VISIBLE_DEVICES, by number or UUID; a MIG slice has no clocks, the others are read."""
+    """Devices follow CUDA_VISIBLE_DEVICES, by number or UUID; a MIG slice has no clocks, the others are
+    read.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-2,MIG-3,7")
     source = Nvml([0, 1, 2, 3])
     assert source.devices == (0, 1)
@@ -133,7 +139,10 @@ def test_the_sampler_samples_nvml(library: Path, tmp_path: Path, monkeypatch: py
 
 def test_without_nvidias_driver_nvml_is_refused() -> None:
     """Runs in a separate process in which the stand-in is not loaded."""
-    code = "from jtrain.profile.clocks.select import choose\nprint(choose('auto', 'cuda'))\nchoose('nvml', 'gpu')"
+    code = (
+        "from jtrain.profile.clocks.select import choose\nprint(choose('auto', 'cuda'))\nchoose('nvml', "
+        "'gpu')"
+    )
     environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
@@ -172,7 +181,9 @@ def amdsmi_get_gpu_metrics_info(handle):
 
 
 def test_amd_reads_gpu_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clock is the mean of the dies, N/A is unknown, residencies become ns, shrinking energy is dropped with a note."""
+    """Clock is the mean of the dies, N/A is unknown, residencies become ns, shrinking energy is dropped with
+    a note.
+    """
     stand_in = types.ModuleType("amdsmi")
     exec(AMDSMI, stand_in.__dict__)
     monkeypatch.setitem(sys.modules, "amdsmi", stand_in)

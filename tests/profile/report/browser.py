@@ -21,11 +21,16 @@ import pytest
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
 SILENCE_S = 300
-WANTED = "no headless browser: as root, `apt-get install chromium-headless-shell` (Debian), or put chromium on PATH"
+WANTED = (
+    "no headless browser: as root, `apt-get install chromium-headless-shell` (Debian), or put chromium "
+    "on PATH"
+)
 
 
 def find() -> str:
-    """Path of the browser. Without one a test fails under CI=true, and is skipped elsewhere with the reason."""
+    """Path of the browser. Without one a test fails under CI=true, and is skipped elsewhere with the
+    reason.
+    """
     for name in NAMES:
         if program := shutil.which(name):
             return program
@@ -49,7 +54,9 @@ class Page:
         self._events: list[dict[str, Any]] = []
         self._ids = itertools.count(1)
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session: str | None = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session: str | None = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -71,7 +78,11 @@ class Page:
     def open(self, file: Path, *, width: int, height: int = 844, dark: bool = False) -> None:
         """Loads a file on a screen of `width` CSS pixels, and waits until it is complete."""
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
@@ -94,7 +105,9 @@ class Page:
     def _receive(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
             # The limit keeps a hanging browser from blocking CI.
-            assert select.select([self._from], [], [], SILENCE_S)[0], f"the browser said nothing for {SILENCE_S} s"
+            assert select.select([self._from], [], [], SILENCE_S)[0], (
+                f"the browser said nothing for {SILENCE_S} s"
+            )
             read = os.read(self._from, 1 << 20)
             assert read, "the browser has gone"
             self._rest += read
@@ -124,10 +137,21 @@ def page() -> Iterator[Page]:
     command_in, command_out = os.pipe()
     answer_in, answer_out = os.pipe()
     with tempfile.TemporaryDirectory(prefix="jtrain-browser-", ignore_cleanup_errors=True) as folder:
-        # The shell gives the pipes the numbers that Chromium expects. Root cannot use its sandbox; --disable-gpu saves
-        # the start of a GPU process.
-        words = [program, "--headless", "--remote-debugging-pipe", f"--user-data-dir={folder}", "--no-sandbox"]
-        words += ["--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking"]
+        # The shell gives the pipes the numbers that Chromium expects. Root cannot use its sandbox;
+        # --disable-gpu saves the start of a GPU process.
+        words = [
+            program,
+            "--headless",
+            "--remote-debugging-pipe",
+            f"--user-data-dir={folder}",
+            "--no-sandbox",
+        ]
+        words += [
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+        ]
         started = subprocess.Popen(
             ["bash", "-c", f'exec 3<&{command_in} 4>&{answer_out}; exec "$@"', "browser", *words],
             pass_fds=(command_in, answer_out),

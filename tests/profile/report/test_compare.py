@@ -25,7 +25,9 @@ def slower(breakdown: Breakdown, name: str, *, by_s: float, term: str) -> Breakd
     ]
     steps = [
         dataclasses.replace(
-            step, duration_s=step.duration_s + by_s, parts=step.parts | {term: (step.parts[term] or 0.0) + by_s}
+            step,
+            duration_s=step.duration_s + by_s,
+            parts=step.parts | {term: (step.parts[term] or 0.0) + by_s},
         )
         for step in breakdown.steps
     ]
@@ -70,7 +72,9 @@ def test_longer_windows_and_more_devices_change_nothing() -> None:
     a = example.breakdown()
     share = 3 * 2 / (5 * 4)
     ops = [dataclasses.replace(op, total_s=op.total_s * share) for op in a.ops]
-    b = dataclasses.replace(a, steps=[example.step(i, duration_s=1.22) for i in range(3)], num_devices=2, ops=ops)
+    b = dataclasses.replace(
+        a, steps=[example.step(i, duration_s=1.22) for i in range(3)], num_devices=2, ops=ops
+    )
 
     found = between(a, b)
 
@@ -79,7 +83,9 @@ def test_longer_windows_and_more_devices_change_nothing() -> None:
 
 
 def test_ops_whose_numbers_changed_are_matched_by_stem_phase_and_layer() -> None:
-    """A recompiled program renumbers its fusions: 14 of a stem are matched with 13, and a new op is in B only."""
+    """A recompiled program renumbers its fusions: 14 of a stem are matched with 13, and a new op is in B
+    only.
+    """
     a = example.breakdown()
     shifted = [
         dataclasses.replace(op, name=f"fusion.{900 + i}") if op.layer == "layers/norm" else op
@@ -102,7 +108,8 @@ def test_communication_says_whether_more_of_it_is_exposed_or_hidden() -> None:
     a = example.breakdown()
     row = a.communication[1]
     b = dataclasses.replace(
-        a, communication=[dataclasses.replace(row, total_s=row.total_s + 0.06, exposed_s=row.exposed_s + 0.06)]
+        a,
+        communication=[dataclasses.replace(row, total_s=row.total_s + 0.06, exposed_s=row.exposed_s + 0.06)],
     )
 
     found = {change.name: change for change in between(a, b).communication}
@@ -114,7 +121,9 @@ def test_communication_says_whether_more_of_it_is_exposed_or_hidden() -> None:
 def test_a_fallen_clock_is_said() -> None:
     """Mean sampled SM clocks are reported if they differ by more than 1%."""
     a = example.breakdown()
-    b = dataclasses.replace(a, clocks=[dataclasses.replace(track, sm_mhz=[1410.0] * 300) for track in a.clocks])
+    b = dataclasses.replace(
+        a, clocks=[dataclasses.replace(track, sm_mhz=[1410.0] * 300) for track in a.clocks]
+    )
     assert "to 1,410 MHz." in verdict(between(a, b))[-1]
 
 

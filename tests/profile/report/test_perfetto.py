@@ -25,7 +25,9 @@ OPS = {
         op("mlp.2", "compute", "forward", "layers/mlp"),
         op("mlp_bwd.1", "compute", "backward", "layers/mlp"),
         op("adam.1", "compute", "optimizer", "optimizer"),
-        op("all-gather.1", "communication", "forward", "layers/mlp", OpTraffic("all-gather", ("data",), 4096)),
+        op(
+            "all-gather.1", "communication", "forward", "layers/mlp", OpTraffic("all-gather", ("data",), 4096)
+        ),
     )
 }
 
@@ -43,7 +45,9 @@ def traced() -> Trace:
         for name, (start, length) in TIMES.items()
     ]
     steps = tuple(StepSpan(7 + i, EPOCH + 1000 * i, EPOCH + 1000 * (i + 1)) for i in range(2))
-    return Trace("cuda", "NVIDIA H200", 2, steps, tuple(events), (HostSpan("data_wait", EPOCH + 5, EPOCH + 45),))
+    return Trace(
+        "cuda", "NVIDIA H200", 2, steps, tuple(events), (HostSpan("data_wait", EPOCH + 5, EPOCH + 45),)
+    )
 
 
 @pytest.fixture
@@ -80,7 +84,12 @@ def test_phases_and_layers_span_their_ops_and_never_cross(exported: list[dict[st
     """A slice runs from its first op to its last one; the next one of the track starts after it."""
     assert slices(exported, 1, 0)[:3] == [("forward", 0, 401), ("backward", 500, 300), ("optimizer", 820, 80)]
     layers = slices(exported, 1, 1)
-    assert layers[:4] == [("embed", 0, 100), ("layers/mlp", 100, 301), ("layers/mlp", 500, 300), ("optimizer", 820, 80)]
+    assert layers[:4] == [
+        ("embed", 0, 100),
+        ("layers/mlp", 100, 301),
+        ("layers/mlp", 500, 300),
+        ("optimizer", 820, 80),
+    ]
     for thread, count in ((0, 6), (1, 8)):
         found = slices(exported, 1, thread)
         assert len(found) == count

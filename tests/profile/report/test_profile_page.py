@@ -1,4 +1,6 @@
-"""HTML report in a real browser: its numbers are those of breakdown.json, it fits a phone, it loads no other file."""
+"""HTML report in a real browser: its numbers are those of breakdown.json, it fits a phone, it loads no other
+file.
+"""
 
 import dataclasses
 import itertools
@@ -22,7 +24,18 @@ from tests.profile import example
 from tests.profile.report import browser
 from tests.profile.traced import traced
 
-SECTIONS = ["waterfall", "advice", "steps", "communication", "ops", "clocks", "goodput", "devices", "memory", "notes"]
+SECTIONS = [
+    "waterfall",
+    "advice",
+    "steps",
+    "communication",
+    "ops",
+    "clocks",
+    "goodput",
+    "devices",
+    "memory",
+    "notes",
+]
 
 UNITS = {"s": 1, "ms": 1e-3, "µs": 1e-6, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 UNITS |= {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1, "J": 1, "%": 0.01, "": 1}
@@ -30,9 +43,21 @@ UNITS |= {"GB/s": 1e9, "MB/s": 1e6, "kB/s": 1e3, "B/s": 1, "J": 1, "%": 0.01, ""
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
 SEEN_BY = {
     "all": np.eye(3),
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 
 
@@ -42,7 +67,9 @@ def page() -> Iterator[browser.Page]:
         yield found
 
 
-def show(page: browser.Page, breakdown: Breakdown, folder: Path, *, width: int = 1200, dark: bool = False) -> Path:
+def show(
+    page: browser.Page, breakdown: Breakdown, folder: Path, *, width: int = 1200, dark: bool = False
+) -> Path:
     """Writes the page and opens it; fails on any problem and on any request but its own."""
     file = folder / "report.html"
     profile_page.write(breakdown, file)
@@ -68,14 +95,18 @@ def parsed(shown: str) -> float:
 
 
 @pytest.mark.parametrize("of", [example.breakdown, example.unknown], ids=lambda of: of.__name__)
-def test_every_number_on_the_page_is_the_one_in_breakdown_json(page: browser.Page, tmp_path: Path, of: Any) -> None:
+def test_every_number_on_the_page_is_the_one_in_breakdown_json(
+    page: browser.Page, tmp_path: Path, of: Any
+) -> None:
     """`<data>` elements have the path and all digits; the displayed text has four digits, or "unknown"."""
     breakdown = of()
     show(page, breakdown, tmp_path)
 
     embedded = json.loads(page.value("document.getElementById('breakdown').textContent"))
     assert embedded == json.loads(json.dumps(breakdown.to_dict()))
-    found = page.value("[...document.querySelectorAll('data')].map(d => [d.dataset.path, d.value, d.textContent])")
+    found = page.value(
+        "[...document.querySelectorAll('data')].map(d => [d.dataset.path, d.value, d.textContent])"
+    )
     assert len(found) > 10 * len(breakdown.steps)
     for path, value, shown in found:
         exact = at(embedded, path)
@@ -83,7 +114,9 @@ def test_every_number_on_the_page_is_the_one_in_breakdown_json(page: browser.Pag
         if exact is None:
             assert shown == "unknown", path
         else:
-            assert parsed(shown) == pytest.approx(exact, rel=6e-3 if "GiB" in shown or "/s" in shown else 6e-4), path
+            assert parsed(shown) == pytest.approx(
+                exact, rel=6e-3 if "GiB" in shown or "/s" in shown else 6e-4
+            ), path
     paths = {path for path, _, _ in found}
     for i, step in enumerate(breakdown.steps):
         assert {f"steps.{i}.parts.{key}" for key in step.parts} <= paths
@@ -100,7 +133,8 @@ def test_the_waterfall_ends_where_the_step_does(page: browser.Page, tmp_path: Pa
     show(page, example.breakdown(), tmp_path)
     chosen = "document.querySelector('[data-panel=\"2\"]')"
     page.value(
-        "(() => {const s = document.getElementById('step'); s.value = 2; s.dispatchEvent(new Event('change'))})()"
+        "(() => {const s = document.getElementById('step'); s.value = 2; s.dispatchEvent(new "
+        "Event('change'))})()"
     )
 
     shown = page.value("[...document.querySelectorAll('[data-panel]')].filter(w => !w.hidden).length")
@@ -119,17 +153,27 @@ def test_the_waterfall_ends_where_the_step_does(page: browser.Page, tmp_path: Pa
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1200])
-def test_a_phone_and_a_desk_show_the_whole_page(page: browser.Page, tmp_path: Path, width: int, dark: bool) -> None:
-    """All sections are there in both colour schemes; nothing is wider than the screen; a screenshot is small."""
+def test_a_phone_and_a_desk_show_the_whole_page(
+    page: browser.Page, tmp_path: Path, width: int, dark: bool
+) -> None:
+    """All sections are there in both colour schemes; nothing is wider than the screen; a screenshot is
+    small.
+    """
     show(page, example.breakdown(), tmp_path, width=width, dark=dark)
 
     assert page.value("[...document.querySelectorAll('section')].map(s => s.id)") == SECTIONS
     assert page.value("innerWidth") == width
     assert page.value("document.documentElement.scrollWidth") <= width
     # Only tables scroll, each in its own frame.
-    outside = "[...document.querySelectorAll('main *')].filter(e => !e.closest('.frame') && !e.closest('svg') && "
-    assert page.value(f"{outside} e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML)") == []
-    sizes = page.value("[...document.querySelectorAll('td, p, li, dd, .side')].map(e => getComputedStyle(e).fontSize)")
+    outside = (
+        "[...document.querySelectorAll('main *')].filter(e => !e.closest('.frame') && !e.closest('svg') && "
+    )
+    assert (
+        page.value(f"{outside} e.getBoundingClientRect().right > innerWidth + 1).map(e => e.outerHTML)") == []
+    )
+    sizes = page.value(
+        "[...document.querySelectorAll('td, p, li, dd, .side')].map(e => getComputedStyle(e).fontSize)"
+    )
     assert min(float(text.removesuffix("px")) for text in sizes) >= 11
     for css in ("body", ".soft", "dt"):
         assert contrast(page, css) >= 4.5, css
@@ -140,7 +184,8 @@ def test_a_phone_and_a_desk_show_the_whole_page(page: browser.Page, tmp_path: Pa
 def contrast(page: browser.Page, css: str) -> float:
     """Contrast of an element's text with the page, as defined by WCAG."""
     colours = page.value(
-        f"[getComputedStyle(document.querySelector('{css}')).color, getComputedStyle(document.body).backgroundColor]"
+        f"[getComputedStyle(document.querySelector('{css}')).color, "
+        "getComputedStyle(document.body).backgroundColor]"
     )
     found = [linear([int(word) for word in re.findall(r"\d+", colour)[:3]]) for colour in colours]
     dark, light = sorted(float(rgb @ [0.2126, 0.7152, 0.0722]) for rgb in found)
@@ -161,23 +206,35 @@ def test_every_chart_and_control_has_a_name(page: browser.Page, tmp_path: Path) 
     names = page.value("[...document.querySelectorAll('svg')].map(s => s.ariaLabel)")
     assert len(names) > 60
     assert all(names)
-    parts = ("exposed communication: 158.6 ms, 13.0% of the step", "temporaries over step 22, up to 24.00 GiB")
+    parts = (
+        "exposed communication: 158.6 ms, 13.0% of the step",
+        "temporaries over step 22, up to 24.00 GiB",
+    )
     for expected in (*parts, "SM clock in MHz", "power in W", "°C"):
         assert any(expected in name for name in names), expected
-    unnamed = "[...document.querySelectorAll('select, input')].filter(c => !c.labels.length && !c.ariaLabel).length"
+    unnamed = (
+        "[...document.querySelectorAll('select, input')].filter(c => !c.labels.length && !c.ariaLabel).length"
+    )
     assert page.value(unnamed) == 0
 
 
 def test_a_click_on_a_heading_sorts_the_ops(page: browser.Page, tmp_path: Path) -> None:
-    """Numbers start with the largest, words with A, a second click reverses; 25 rows are shown until "show all"."""
+    """Numbers start with the largest, words with A, a second click reverses; 25 rows are shown until "show
+    all".
+    """
     breakdown = example.breakdown()
-    many = [dataclasses.replace(op, name=f"x.{i}", lost_s=op.lost_s / 2) for i, op in enumerate(breakdown.ops)]
+    many = [
+        dataclasses.replace(op, name=f"x.{i}", lost_s=op.lost_s / 2) for i, op in enumerate(breakdown.ops)
+    ]
     breakdown = dataclasses.replace(breakdown, ops=[*breakdown.ops, *many])
     show(page, breakdown, tmp_path)
     names = (
-        "[...document.querySelectorAll('#ops-table tbody tr')].filter(r => !r.hidden).map(r => r.cells[0].textContent)"
+        "[...document.querySelectorAll('#ops-table tbody tr')].filter(r => !r.hidden).map(r => "
+        "r.cells[0].textContent)"
     )
-    click = "[...document.querySelectorAll('#ops-table thead button')].find(b => b.textContent === '{}').click()"
+    click = (
+        "[...document.querySelectorAll('#ops-table thead button')].find(b => b.textContent === '{}').click()"
+    )
 
     by_lost = [op.name for op in sorted(breakdown.ops, key=lambda op: -op.lost_s)]
     assert page.value(names) == by_lost[:25]
@@ -195,11 +252,18 @@ def test_a_click_on_a_heading_sorts_the_ops(page: browser.Page, tmp_path: Path) 
     assert page.problems == []
 
 
-def test_the_timeline_reads_out_the_samples_of_the_device_in_front(page: browser.Page, tmp_path: Path) -> None:
-    """At 80% of the window, for device 2: clocks, power, temperature and reasons of the last sample before it."""
+def test_the_timeline_reads_out_the_samples_of_the_device_in_front(
+    page: browser.Page, tmp_path: Path
+) -> None:
+    """At 80% of the window, for device 2: clocks, power, temperature and reasons of the last sample before
+    it.
+    """
     breakdown = example.breakdown()
     show(page, breakdown, tmp_path)
-    change = "(() => {{const c = document.getElementById('{}'); c.value = {}; c.dispatchEvent(new Event('{}'))}})()"
+    change = (
+        "(() => {{const c = document.getElementById('{}'); c.value = {}; c.dispatchEvent(new "
+        "Event('{}'))}})()"
+    )
     page.value(change.format("track", 2, "change"))
     page.value(change.format("moment", 800, "input"))
 
@@ -223,7 +287,12 @@ def test_where_nothing_is_known_the_page_says_so(page: browser.Page, tmp_path: P
 
     words = page.value("document.body.innerText")
     assert page.value("[...document.querySelectorAll('section')].map(s => s.id)") == SECTIONS
-    for expected in ("No clock was sampled", "No collective ran", "no peak of this device is known", "idle: 300.0 ms"):
+    for expected in (
+        "No clock was sampled",
+        "No collective ran",
+        "no peak of this device is known",
+        "idle: 300.0 ms",
+    ):
         assert expected in words
     assert "NaN" not in words
     assert "undefined" not in words
@@ -286,7 +355,9 @@ def test_a_thinned_line_keeps_its_extremes() -> None:
 
 
 def test_the_colours_of_the_parts_differ_for_every_kind_of_eye() -> None:
-    """Colours are at least 15 apart in CIE Lab (1 is just visible), also for protan, deutan and tritan vision."""
+    """Colours are at least 15 apart in CIE Lab (1 is just visible), also for protan, deutan and tritan
+    vision.
+    """
     css = (Path(page_module.__file__).parent / "page.css").read_text()
     colours = dict(re.findall(r"^\.([a-z_]+) \{ fill: #(\w{6}); background", css, re.MULTILINE))
     assert set(colours) == {part.key for part in figures.PARTS} - {"idle"}
@@ -301,7 +372,11 @@ def test_the_colours_of_the_parts_differ_for_every_kind_of_eye() -> None:
 
 def lab(rgb: np.ndarray) -> np.ndarray:
     """Converts linear sRGB to CIE Lab under D65."""
-    to_xyz = [[0.4124564, 0.3575761, 0.1804375], [0.2126729, 0.7151522, 0.0721750], [0.0193339, 0.1191920, 0.9503041]]
+    to_xyz = [
+        [0.4124564, 0.3575761, 0.1804375],
+        [0.2126729, 0.7151522, 0.0721750],
+        [0.0193339, 0.1191920, 0.9503041],
+    ]
     xyz = np.array(to_xyz) @ rgb / np.array([0.95047, 1.0, 1.08883])
     f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
@@ -325,11 +400,14 @@ HOSTILE = (
     "'><svg onload=owned=1>",
     "<!--<script>\u2028\u202e",
 )
-"""Names that would run a script, or end the element that holds the page's data, if they were not shown as text."""
+"""Names that would run a script, or end the element that holds the page's data, if they were not shown as
+text."""
 
 
 def hostile() -> Breakdown:
-    """Returns the example breakdown with hostile text in every field that comes from a compiled program or a driver."""
+    """Returns the example breakdown with hostile text in every field that comes from a compiled program or a
+    driver.
+    """
     found = example.breakdown()
     assert found.live is not None
     words = itertools.cycle(HOSTILE)
@@ -337,7 +415,9 @@ def hostile() -> Breakdown:
         dataclasses.replace(op, name=f"{next(words)}{i}", opcode=next(words), layer=next(words))
         for i, op in enumerate(found.ops)
     ]
-    live = dataclasses.replace(found.live, bytes={f"{next(words)}{k}": v for k, v in found.live.bytes.items()})
+    live = dataclasses.replace(
+        found.live, bytes={f"{next(words)}{k}": v for k, v in found.live.bytes.items()}
+    )
     return dataclasses.replace(
         found,
         ops=ops,
@@ -353,7 +433,9 @@ def hostile() -> Breakdown:
 
 
 def test_hostile_names_are_shown_as_text(page: browser.Page, tmp_path: Path) -> None:
-    """No script of a name runs, no name becomes an element or attribute, and the names are on the page as they are."""
+    """No script of a name runs, no name becomes an element or attribute, and the names are on the page as
+    they are.
+    """
     breakdown = hostile()
     show(page, breakdown, tmp_path)
     page.value("document.querySelectorAll('*').forEach(e => e.dispatchEvent(new MouseEvent('mouseover')))")
@@ -361,9 +443,13 @@ def test_hostile_names_are_shown_as_text(page: browser.Page, tmp_path: Path) -> 
 
     assert page.value("typeof owned") == "undefined"
     assert page.value("document.querySelectorAll('img, script:not([id]) ~ script').length") == 0
-    handlers = "[...document.querySelectorAll('*')].flatMap(e => [...e.attributes]).filter(a => /^on/.test(a.name))"
+    handlers = (
+        "[...document.querySelectorAll('*')].flatMap(e => [...e.attributes]).filter(a => /^on/.test(a.name))"
+    )
     assert page.value(f"{handlers}.length") == 0
-    shown = page.value("[...document.querySelectorAll('#ops-table tbody tr')].map(r => r.cells[0].textContent)")
+    shown = page.value(
+        "[...document.querySelectorAll('#ops-table tbody tr')].map(r => r.cells[0].textContent)"
+    )
     assert sorted(shown) == sorted(op.name for op in breakdown.ops)
     assert page.value("[...document.querySelectorAll('#notes li')].map(l => l.textContent)") == list(HOSTILE)
     embedded = page.value("document.getElementById('breakdown').textContent")

@@ -20,7 +20,9 @@ def printed(breakdown: Breakdown, width: int = 110) -> str:
 
 
 def test_the_terminal_says_what_the_page_says() -> None:
-    """Title, sentence, every part with its seconds and share, collectives, ops, devices, memory, advice, notes."""
+    """Title, sentence, every part with its seconds and share, collectives, ops, devices, memory, advice,
+    notes.
+    """
     breakdown = example.breakdown()
     text = printed(breakdown)
 
@@ -32,7 +34,9 @@ def test_the_terminal_says_what_the_page_says() -> None:
         assert row[1] == number_formats.seconds(step.parts[part.key])
         assert row[2] == number_formats.share(step.parts[part.key], step.duration_s)
     assert re.search(r"all-gather over data +50.00 ms +180.0 ms +14.00 GiB +14.00 GiB +1.00 +83.5 GB/s", text)
-    assert re.search(r"gemm_fusion_dot.9 +layers/mlp, backward +utilisation +108.0 ms +8.9% +270.0 ms +1,680 MHz", text)
+    assert re.search(
+        r"gemm_fusion_dot.9 +layers/mlp, backward +utilisation +108.0 ms +8.9% +270.0 ms +1,680 MHz", text
+    )
     assert re.search(r"computing +150.0 s +71.4% *\n *compile +31.00 s +14.8% *\n *exposed", text)
     assert "energy per token 0.02327 J" in " ".join(text.split())
     assert "at peak speed × instruction 1.261 × utilisation 1.207 × overlap 1.029 × frequency 1.111" in text
@@ -41,7 +45,9 @@ def test_the_terminal_says_what_the_page_says() -> None:
 
 
 def test_nothing_is_said_to_be_lost_where_no_peak_is_known() -> None:
-    """Without a peak all computing is one part, which is neither the largest loss nor the subject of advice."""
+    """Without a peak all computing is one part, which is neither the largest loss nor the subject of
+    advice.
+    """
     breakdown = example.unknown()
     text = printed(breakdown)
 
@@ -58,7 +64,9 @@ def test_a_part_that_some_steps_do_not_know_keeps_the_sum() -> None:
     breakdown = example.breakdown()
     first = breakdown.steps[0]
     merged = first.parts | {"idle": None, "host": (first.parts["host"] or 0.0) + (first.parts["idle"] or 0.0)}
-    breakdown = dataclasses.replace(breakdown, steps=[dataclasses.replace(first, parts=merged), *breakdown.steps[1:]])
+    breakdown = dataclasses.replace(
+        breakdown, steps=[dataclasses.replace(first, parts=merged), *breakdown.steps[1:]]
+    )
 
     step = figures.mean_step(breakdown)
 
@@ -72,28 +80,40 @@ def test_energy_per_token_needs_every_steps_energy() -> None:
     assert figures.joules_per_token(breakdown) == pytest.approx(sum(energies) / (5 * 131_072))
 
     blind = dataclasses.replace(breakdown.steps[0], energy_j=None)
-    assert figures.joules_per_token(dataclasses.replace(breakdown, steps=[blind, *breakdown.steps[1:]])) is None
+    assert (
+        figures.joules_per_token(dataclasses.replace(breakdown, steps=[blind, *breakdown.steps[1:]])) is None
+    )
 
 
 def test_advice_names_the_seconds_and_the_setting() -> None:
     """Largest first: communication, recomputation, the power limit, and a collective larger than planned."""
     found = advice.advise(example.breakdown())
 
-    starts = ["Exposed communication: 158.6 ms, 13.0%", "Extra instructions: 146.4 ms, 12.0%", "Clock loss: 97.60 ms"]
+    starts = [
+        "Exposed communication: 158.6 ms, 13.0%",
+        "Extra instructions: 146.4 ms, 12.0%",
+        "Clock loss: 97.60 ms",
+    ]
     assert [line.startswith(start) for line, start in zip(found, starts, strict=False)] == [True] * 3
     assert "reduce-scatter over data: 100.0 ms of 120.0 ms exposed" in found[0]
     assert "precision.reduce_dtype" in found[0]
     assert "1.26 times" in found[1]
     assert "layout.remat" in found[1]
     assert "73.20 ms of it due to the power limit at 642 W: `nvidia-smi --power-limit`" in found[2]
-    assert found[3].startswith("reduce-scatter over data sends 9.00 GiB where the plan has 7.00 GiB, 1.29 times")
+    assert found[3].startswith(
+        "reduce-scatter over data sends 9.00 GiB where the plan has 7.00 GiB, 1.29 times"
+    )
     assert len(found) == 4
 
 
 def test_advice_does_not_name_what_is_set_already() -> None:
     """Without remat, with one microbatch and bfloat16 gradients, the advice is a larger batch."""
     breakdown = example.breakdown()
-    settings: dict[str, str | int] = {"layout.zero_stage": 1, "layout.microbatches": 1, "layout.remat": "none"}
+    settings: dict[str, str | int] = {
+        "layout.zero_stage": 1,
+        "layout.microbatches": 1,
+        "layout.remat": "none",
+    }
     settings["precision.reduce_dtype"] = "bfloat16"
     found = advice.advise(dataclasses.replace(breakdown, settings=settings))
     assert "try a larger data.global_batch" in found[0]
@@ -124,7 +144,9 @@ def test_advice_blames_a_slow_device_on_its_clock() -> None:
     steps = [
         dataclasses.replace(
             step,
-            devices=[one | ({"exposed_communication_s": 0.0} if one["device"] == 3 else {}) for one in step.devices],
+            devices=[
+                one | ({"exposed_communication_s": 0.0} if one["device"] == 3 else {}) for one in step.devices
+            ],
         )
         for step in breakdown.steps
     ]

@@ -19,7 +19,15 @@ from jtrain.profile.report import xplane_counters
 
 BEGAN = 1_700_000_000_000_000_000
 PEAKS = Peaks(flops=1e12, hbm_bytes_per_s=1e9, ref_mhz=1000.0, max_mhz=1000.0)
-STATS = ("hlo_category", "program_id", "symbol_id", "flops", "bytes_accessed", "device_offset_ps", "device_duration_ps")
+STATS = (
+    "hlo_category",
+    "program_id",
+    "symbol_id",
+    "flops",
+    "bytes_accessed",
+    "device_offset_ps",
+    "device_duration_ps",
+)
 
 
 def tpu_plane(of_second: str = "", began: str = f"stats {{ metadata_id: 1 uint64_value: {BEGAN} }}") -> bytes:
@@ -27,10 +35,12 @@ def tpu_plane(of_second: str = "", began: str = f"stats {{ metadata_id: 1 uint64
 
     def event(number: int, offset_ps: int, more: str = "") -> str:
         device_time = (
-            f"stats {{ metadata_id: 6 uint64_value: {offset_ps} }} stats {{ metadata_id: 7 uint64_value: {2 * 10**9} }}"
+            f"stats {{ metadata_id: 6 uint64_value: {offset_ps} }} stats {{ metadata_id: 7 "
+            f"uint64_value: {2 * 10**9} }}"
         )
         return (
-            f"events {{ metadata_id: {number} offset_ps: {offset_ps} duration_ps: {2 * 10**9} {device_time} {more} }}"
+            f"events {{ metadata_id: {number} offset_ps: {offset_ps} duration_ps: {2 * 10**9} "
+            f"{device_time} {more} }}"
         )
 
     def metadata(number: int) -> str:
@@ -70,7 +80,9 @@ sys.stdout.buffer.write(b"\\n" + (content if isinstance(content, bytes) else con
 
 
 def tool(file: Path, name: str) -> Any:
-    """Output of an XProf tool, run in a separate process, since it crashed beside jax's copy of its libraries."""
+    """Output of an XProf tool, run in a separate process, since it crashed beside jax's copy of its
+    libraries.
+    """
     for cache in file.parent.glob("*.pb"):
         if cache != file:
             cache.unlink()

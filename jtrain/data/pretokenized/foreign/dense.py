@@ -24,8 +24,8 @@ _MEGATRON_MAGIC = b"MMIDIDX\0\0"
 class SplitFile(ForeignFile):
     """File of ids whose documents end with an end id, which belongs to the document before it.
 
-    What follows the last end id is a document too. In llm.c's files the token stands before each document: the first
-    document is then that token alone, and every other one ends with the token of the next.
+    What follows the last end id is a document too. In llm.c's files the token stands before each document:
+    the first document is then that token alone, and every other one ends with the token of the next.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any], first_byte: int, tokens: int, end_id: int) -> None:
@@ -42,7 +42,8 @@ class SplitFile(ForeignFile):
         ids = _read_part(self.path, self.dtype, self.first_byte, self._tokens, part)
         if part == 0 and self.dtype.itemsize == 2 and len(ids) >= _SURELY_IDS and not ids[1::2].any():
             raise UserError(
-                f"{self.path}: every second of its ids is 0, as where uint32 is read as uint16. Set --dtype uint32."
+                f"{self.path}: every second of its ids is 0, as where uint32 is read as uint16. Set --dtype "
+                "uint32."
             )
         return Found(ids, np.flatnonzero(ids == self._end_id) + 1)
 
@@ -63,12 +64,15 @@ class MegatronFile(ForeignFile):
         with open(self._index, "rb") as file:
             head = file.read(34)
         if len(head) < 26 or head[:9] != _MEGATRON_MAGIC:
-            raise UserError(f"{self._index}: not an index of Megatron: it does not begin with MMIDIDX. Leave it out.")
+            raise UserError(
+                f"{self._index}: not an index of Megatron: it does not begin with MMIDIDX. Leave it out."
+            )
         version, code, self._sequences = struct.unpack_from("<QBQ", head, 9)
         if version != 1 or code not in _MEGATRON_DTYPES:
             raise UserError(
                 f"{self._index}: version {version} with dtype code {code}; version 1 with codes "
-                f"{', '.join(map(str, _MEGATRON_DTYPES))} can be read. Write it again by Megatron's preprocess_data.py."
+                f"{', '.join(map(str, _MEGATRON_DTYPES))} can be read. Write it again by Megatron's "
+                "preprocess_data.py."
             )
         self.dtype = unsigned(_MEGATRON_DTYPES[code], str(self._index))
         fairseq = size == 26 + 12 * self._sequences
@@ -76,7 +80,9 @@ class MegatronFile(ForeignFile):
         self._documents = 0 if fairseq else int.from_bytes(head[26:34], "little")
         wanted = self._sizes_at + 12 * self._sequences + 8 * self._documents
         if size not in (wanted, wanted + self._sequences):  # multimodal files end with a byte per sequence
-            raise FileError(f"{self._index}: {size:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")
+            raise FileError(
+                f"{self._index}: {size:,} bytes, and its head says {wanted:,}: cut short. Copy it again."
+            )
 
     def num_parts(self) -> int:
         return max(1, -(-int(self._ends[-1]) * self.dtype.itemsize // PART_BYTES)) if len(self._ends) else 0
@@ -104,28 +110,28 @@ class MegatronFile(ForeignFile):
         pointers = column("<i8", self._sequences, at + 4 * self._sequences)
         if len(sizes) and sizes.min() < 0:
             raise UserError(
-                f"{self._index}: sequence {int(sizes.argmin())} has {sizes.min():,} tokens. Write it again by "
-                "Megatron's preprocess_data.py."
+                f"{self._index}: sequence {int(sizes.argmin())} has {sizes.min():,} tokens. Write it again "
+                "by Megatron's preprocess_data.py."
             )
         ends = np.cumsum(sizes, dtype=np.int64)
         tokens = int(ends[-1]) if len(ends) else 0
         if not np.array_equal(pointers, (ends - sizes) * self.dtype.itemsize):
             raise UserError(
-                f"{self._index}: its sequences do not lie one after another in {self.path.name}. Write both again by "
-                "Megatron's preprocess_data.py or merge_datasets.py."
+                f"{self._index}: its sequences do not lie one after another in {self.path.name}. Write both "
+                "again by Megatron's preprocess_data.py or merge_datasets.py."
             )
         if (here := self.path.stat().st_size) != tokens * self.dtype.itemsize:
             raise FileError(
-                f"{self.path}: {here:,} bytes, and {self._index.name} says {tokens * self.dtype.itemsize:,}: one of "
-                "them was cut short or replaced. Copy both again."
+                f"{self.path}: {here:,} bytes, and {self._index.name} says {tokens * self.dtype.itemsize:,}: "
+                "one of them was cut short or replaced. Copy both again."
             )
         if not self._documents:
             return ends
         last = column("<i8", self._documents, at + 12 * self._sequences)
         if last[0] or last[-1] != self._sequences or (np.diff(last) < 0).any():
             raise UserError(
-                f"{self._index}: its documents do not cover its {self._sequences:,} sequences. Write it again by "
-                "Megatron's preprocess_data.py."
+                f"{self._index}: its documents do not cover its {self._sequences:,} sequences. Write it "
+                "again by Megatron's preprocess_data.py."
             )
         return np.append(np.int64(0), ends)[last[1:]]
 
@@ -151,14 +157,22 @@ def npy_file(path: Path, end_id: int) -> SplitFile | None:
         file.seek(0)
         try:
             version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            read = (
+                np.lib.format.read_array_header_1_0
+                if version == (1, 0)
+                else np.lib.format.read_array_header_2_0
+            )
             shape, _, dtype = read(file)
         except Exception as error:  # NumPy parses a Python literal, which raises errors of many types
-            raise UserError(f"{path}: its header cannot be read ({_first_line(error)}). Save it again.") from error
+            raise UserError(
+                f"{path}: its header cannot be read ({_first_line(error)}). Save it again."
+            ) from error
         first_byte = file.tell()
     dtype = unsigned(dtype, str(path))
     if len(shape) != 1:
-        raise UserError(f"{path}: an array of shape {shape}; a flat one is needed. Save it as ids.reshape(-1).")
+        raise UserError(
+            f"{path}: an array of shape {shape}; a flat one is needed. Save it as ids.reshape(-1)."
+        )
     wanted = first_byte + shape[0] * dtype.itemsize
     if (here := path.stat().st_size) != wanted:
         raise FileError(f"{path}: {here:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")
@@ -171,12 +185,14 @@ def _first_line(error: BaseException) -> str:
 
 
 def raw_file(path: Path, dtype: np.dtype[Any], end_id: int) -> SplitFile:
-    """Returns a file of ids without any header; raises FileError if it does not hold a whole number of them."""
+    """Returns a file of ids without any header; raises FileError if it does not hold a whole number of
+    them.
+    """
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise FileError(
-            f"{path}: {size:,} bytes are no whole number of {dtype.name} ids. Copy it again, or set --dtype to what "
-            "its ids are."
+            f"{path}: {size:,} bytes are no whole number of {dtype.name} ids. Copy it again, or set --dtype "
+            "to what its ids are."
         )
     return SplitFile(path, dtype, 0, size // dtype.itemsize, end_id)
 

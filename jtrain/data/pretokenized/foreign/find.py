@@ -13,17 +13,24 @@ from jtrain.data.pretokenized.foreign.mds import mds_shards
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError, UserError
 
-_KNOWN = "Megatron's .bin with .idx, nanoGPT's and llm.c's .bin, OLMo's .npy, an MDS folder, Parquet with input_ids"
+_KNOWN = (
+    "Megatron's .bin with .idx, nanoGPT's and llm.c's .bin, OLMo's .npy, an MDS folder, Parquet with "
+    "input_ids"
+)
 
 
-def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, column: str | None) -> ForeignLayout:
+def find_layout(
+    path: str, *, end_id: int, vocab_size: int, dtype: str | None, column: str | None
+) -> ForeignLayout:
     """Finds the token files at a path.
 
     Args:
       path: a file, a folder, a glob, or Megatron's prefix of a .bin and an .idx.
       end_id: id that ends a document, for files that do not mark documents.
-      vocab_size: size of the vocabulary, which gives the dtype of files without a header: uint16 up to 65,536 ids.
-      dtype: dtype of files without a header, and of MDS columns of bytes (int64 if None, as llm-foundry writes them).
+      vocab_size: size of the vocabulary, which gives the dtype of files without a header: uint16 up to 65,536
+        ids.
+      dtype: dtype of files without a header, and of MDS columns of bytes (int64 if None, as llm-foundry
+        writes them).
       column: column of the ids in MDS and Parquet.
 
     Raises:
@@ -36,17 +43,20 @@ def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, c
         path += ".idx"
     if not glob.has_magic(path) and not Path(path).expanduser().exists():
         raise FileError(
-            f"--from {path}: nothing there; looked for {Path(path).expanduser().absolute()}. Set --from to a file, a "
-            "folder or a glob of token files."
+            f"--from {path}: nothing there; looked for {Path(path).expanduser().absolute()}. Set --from to a "
+            "file, a folder or a glob of token files."
         )
     files = find_files(path, field="--from")
     root = Path(files[0].location.removesuffix(files[0].name) or ".").absolute()
     if any(file.name == "index.json" and _is_mds(Path(file.location)) for file in files):
-        shards, column = mds_shards(root, column=column, dtype=np.dtype(f"<u{np.dtype(dtype or 'int64').itemsize}"))
+        shards, column = mds_shards(
+            root, column=column, dtype=np.dtype(f"<u{np.dtype(dtype or 'int64').itemsize}")
+        )
         assumed = any(shard.dtype_is_assumed for shard in shards)
         return _layout("mds", root, shards, {"column": column}, dtype_is_assumed=assumed)
     suffixes = {
-        suffix: [f for f in files if f.name.endswith(suffix)] for suffix in (".idx", ".bin", ".npy", ".parquet")
+        suffix: [f for f in files if f.name.endswith(suffix)]
+        for suffix in (".idx", ".bin", ".npy", ".parquet")
     }
     found = {suffix: some for suffix, some in suffixes.items() if some}
     if ".idx" in found:
@@ -58,11 +68,15 @@ def find_layout(path: str, *, end_id: int, vocab_size: int, dtype: str | None, c
             )
         for name in named:
             if not (root / name).is_file():
-                raise UserError(f"--from {path}: {root / name} is missing, and its .idx is there. Put it back.")
+                raise UserError(
+                    f"--from {path}: {root / name} is missing, and its .idx is there. Put it back."
+                )
     if len(found) != 1:
         what = ", ".join(f"{len(some)} {suffix}" for suffix, some in found.items())
         found_what = f"files of several layouts ({what})" if what else "no token files"
-        raise UserError(f"--from {path}: {found_what}. Set --from to a file, folder or glob of one layout: {_KNOWN}.")
+        raise UserError(
+            f"--from {path}: {found_what}. Set --from to a file, folder or glob of one layout: {_KNOWN}."
+        )
     [(suffix, some)] = found.items()
     if suffix == ".idx":
         megatron = [MegatronFile(root / file.name.replace(".idx", ".bin")) for file in some]
@@ -102,7 +116,9 @@ def _layout(
     dtypes = {file.dtype.name: file.path for file in files}
     if len(dtypes) > 1:
         which = ", ".join(f"{name} ({path})" for name, path in dtypes.items())
-        raise UserError(f"--from: the ids are of several dtypes: {which}. Adopt the files of each on their own.")
+        raise UserError(
+            f"--from: the ids are of several dtypes: {which}. Adopt the files of each on their own."
+        )
     names = [file.path.absolute().relative_to(root).as_posix() for file in files]
     decided_by = {"dtype": files[0].dtype.name, **decided_by}
     return ForeignLayout(kind=kind, root=root, names=names, files=files, decided_by=decided_by, **more)

@@ -19,10 +19,12 @@ PART_BYTES = 1 << 25
 class Found:
     """Contents of one part of a file.
 
-    ids: ids of the part, as stored, read as unsigned numbers: a negative id becomes one beyond any vocabulary.
-    ends: end of each document that ends in this part, in tokens from the start of the part; equal to the one before
-      for an empty document.
-    offsets: byte offset of each document in the file; None if the ids of the whole file lie one after another.
+    ids: ids of the part, as stored, read as unsigned numbers: a negative id becomes one beyond any
+      vocabulary.
+    ends: end of each document that ends in this part, in tokens from the start of the part; equal to the one
+      before for an empty document.
+    offsets: byte offset of each document in the file; None if the ids of the whole file lie one after
+      another.
     """
 
     ids: UInt[np.ndarray, " tokens"]
@@ -79,8 +81,12 @@ class ForeignLayout:
 
 
 def unsigned(dtype: Any, what: str) -> np.dtype[Any]:
-    """Returns the unsigned dtype of the same size; raises UserError unless `dtype` is a little-endian integer."""
+    """Returns the unsigned dtype of the same size; raises UserError unless `dtype` is a little-endian
+    integer.
+    """
     dtype = np.dtype(dtype)
     if dtype.kind not in "iu" or (dtype.itemsize > 1 and dtype.newbyteorder("<") != dtype):
-        raise UserError(f"{what}: ids must be little-endian integers, and these are {dtype}. Write them as uint32.")
+        raise UserError(
+            f"{what}: ids must be little-endian integers, and these are {dtype}. Write them as uint32."
+        )
     return np.dtype(f"<u{dtype.itemsize}")

@@ -18,8 +18,8 @@ _ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 6
 class MdsShard(ForeignFile):
     """Uncompressed shard.
 
-    A shard is uint32: number of samples, then the first byte of each and the end; a description; the samples. A sample
-    is a uint32 size for each column of variable size, then the columns.
+    A shard is uint32: number of samples, then the first byte of each and the end; a description; the samples.
+    A sample is a uint32 size for each column of variable size, then the columns.
 
     Args:
       entry: entry of the shard in index.json.
@@ -34,7 +34,9 @@ class MdsShard(ForeignFile):
     def __init__(self, folder: Path, entry: dict[str, Any], column: str, dtype: np.dtype[Any]) -> None:
         name = entry["raw_data"]["basename"]
         if not name or Path(name).name != name:
-            raise UserError(f"{folder / 'index.json'}: {name!r} names no file of its folder. Copy the data set again.")
+            raise UserError(
+                f"{folder / 'index.json'}: {name!r} names no file of its folder. Copy the data set again."
+            )
         self.path = folder / name
         self._samples: int = entry["samples"]
         self._before = list(zip(entry["column_names"], entry["column_sizes"], strict=True))
@@ -42,23 +44,30 @@ class MdsShard(ForeignFile):
         if not self.path.is_file():
             if entry.get("compression"):
                 raise FileError(
-                    f"{folder / entry['zip_data']['basename']} is compressed ({entry['compression']}), so its ids have "
-                    "no offsets. Write the data set again with MDSWriter(compression=None), or read it once with "
-                    "StreamingDataset(keep_zip=False) and adopt its local folder."
+                    f"{folder / entry['zip_data']['basename']} is compressed ({entry['compression']}), so "
+                    "its ids have no offsets. Write the data set again with MDSWriter(compression=None), or "
+                    "read it once with StreamingDataset(keep_zip=False) and adopt its local folder."
                 )
             raise FileError(f"{self.path} is missing, and index.json names it. Copy the data set again.")
         encoding, _, rest = entry["column_encodings"][self._place].partition(":")
         name, _, shape = rest.partition(":")
-        self._own_dtype, self._own_shape = encoding == "ndarray" and not name, encoding == "ndarray" and not shape
+        self._own_dtype, self._own_shape = (
+            encoding == "ndarray" and not name,
+            encoding == "ndarray" and not shape,
+        )
         if encoding not in ("bytes", "ndarray"):
             raise UserError(
-                f"{folder}: column {column!r} is of encoding {encoding!r}, and ids are bytes or ndarray. Set --column "
-                f"to one of {', '.join(entry['column_names'])}."
+                f"{folder}: column {column!r} is of encoding {encoding!r}, and ids are bytes or ndarray. Set "
+                f"--column to one of {', '.join(entry['column_names'])}."
             )
         self.dtype_is_assumed = encoding == "bytes"
-        self.dtype = unsigned(name or dtype, f"{folder}: column {column!r}") if encoding == "ndarray" else dtype
+        self.dtype = (
+            unsigned(name or dtype, f"{folder}: column {column!r}") if encoding == "ndarray" else dtype
+        )
         if self._own_dtype:
-            self.dtype = unsigned(_ARRAY_DTYPES.get(self._first_code(), "<f4"), f"{self.path}: column {column!r}")
+            self.dtype = unsigned(
+                _ARRAY_DTYPES.get(self._first_code(), "<f4"), f"{self.path}: column {column!r}"
+            )
 
     def num_parts(self) -> int:
         return 1
@@ -69,7 +78,9 @@ class MdsShard(ForeignFile):
             starts, ends = self._columns(content)
             return self._found(content, starts, ends)
         except (IndexError, OverflowError) as error:
-            raise FileError(f"{self.path}: a sample reaches beyond its end ({error}). Copy it again.") from error
+            raise FileError(
+                f"{self.path}: a sample reaches beyond its end ({error}). Copy it again."
+            ) from error
 
     def _found(
         self, content: UInt8[np.ndarray, " b"], starts: Int64[np.ndarray, " n"], ends: Int64[np.ndarray, " n"]
@@ -77,7 +88,9 @@ class MdsShard(ForeignFile):
         if self._own_dtype and len(starts):
             codes = np.unique(content[starts])
             if [_ARRAY_DTYPES.get(int(code)) for code in codes] != [_ARRAY_DTYPES[self._first_code()]]:
-                raise UserError(f"{self.path}: its arrays are not all of one dtype. Write it with one, such as uint32.")
+                raise UserError(
+                    f"{self.path}: its arrays are not all of one dtype. Write it with one, such as uint32."
+                )
             starts = starts + 1
         if self._own_shape:
             code = content[starts].astype(np.int64)
@@ -87,22 +100,28 @@ class MdsShard(ForeignFile):
         if len(wrong):
             i = int(wrong[0])
             raise UserError(
-                f"{self.path}: sample {i} holds {sizes[i]} bytes of ids, no whole number of {self.dtype.name}. Set "
-                "--dtype to what its ids are, or --column to another column."
+                f"{self.path}: sample {i} holds {sizes[i]} bytes of ids, no whole number of "
+                f"{self.dtype.name}. Set --dtype to what its ids are, or --column to another column."
             )
         parts = [content[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
         ids = np.concatenate([np.empty(0, np.uint8), *parts]).view(self.dtype)
         return Found(ids, np.cumsum(sizes // self.dtype.itemsize), starts)
 
-    def _columns(self, content: UInt8[np.ndarray, " b"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+    def _columns(
+        self, content: UInt8[np.ndarray, " b"]
+    ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the first byte and the end of the column in each sample."""
         count = int.from_bytes(content[:4].tobytes(), "little")
         if count != self._samples:
-            raise FileError(f"{self.path}: {count} samples, and index.json says {self._samples}. Copy it again.")
+            raise FileError(
+                f"{self.path}: {count} samples, and index.json says {self._samples}. Copy it again."
+            )
         bounds = content[4 : 4 * (count + 2)]
         bounds = bounds[: len(bounds) // 4 * 4].view("<u4").astype(np.int64)
         if len(bounds) != count + 1 or bounds[-1] != len(content) or (np.diff(bounds) < 0).any():
-            raise FileError(f"{self.path}: {len(content):,} bytes, its head says otherwise: cut short. Copy it again.")
+            raise FileError(
+                f"{self.path}: {len(content):,} bytes, its head says otherwise: cut short. Copy it again."
+            )
         at = bounds[:-1]
         variable = [size for _, size in self._before if not size]
         data = at + 4 * len(variable)
@@ -137,12 +156,14 @@ def mds_shards(folder: Path, *, column: str | None, dtype: np.dtype[Any]) -> tup
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
-            f"{folder / 'index.json'}: not what MDSWriter writes ({type(error).__name__}: {error}). Copy the data set "
-            "again."
+            f"{folder / 'index.json'}: not what MDSWriter writes ({type(error).__name__}: {error}). Copy the "
+            "data set again."
         ) from error
 
 
-def _shards(folder: Path, entries: Any, column: str | None, dtype: np.dtype[Any]) -> tuple[list[MdsShard], str]:
+def _shards(
+    folder: Path, entries: Any, column: str | None, dtype: np.dtype[Any]
+) -> tuple[list[MdsShard], str]:
     if not entries or any(entry["format"] != "mds" for entry in entries):
         kinds = sorted({str(entry["format"]) for entry in entries})
         raise UserError(f"{folder}: shards of format {', '.join(kinds) or 'none'}; only mds can be adopted.")
@@ -150,7 +171,9 @@ def _shards(folder: Path, entries: Any, column: str | None, dtype: np.dtype[Any]
     if column is None:
         known = [name for name in names if name in _KNOWN_COLUMNS]
         if len(known) != 1:
-            raise UserError(f"{folder}: which column holds the ids? Set --column to one of {', '.join(names)}.")
+            raise UserError(
+                f"{folder}: which column holds the ids? Set --column to one of {', '.join(names)}."
+            )
         [column] = known
     if any(column not in entry["column_names"] for entry in entries):
         raise UserError(f"{folder}: no column {column!r}. Set --column to one of {', '.join(names)}.")

@@ -42,8 +42,8 @@ class ParquetIds(ForeignFile):
         lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
         if not (lists and pa.types.is_integer(kind.value_type)):
             raise UserError(
-                f"{self.path}: column {self._column!r} is {kind}, and ids are lists of integers. Set --column to such "
-                "a column."
+                f"{self.path}: column {self._column!r} is {kind}, and ids are lists of integers. Set "
+                "--column to such a column."
             )
 
     def num_parts(self) -> int:
@@ -57,10 +57,14 @@ class ParquetIds(ForeignFile):
             lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
             values: Any = lists.flatten()  # leaves out what lies below missing lists
             if values.null_count:
-                raise UserError(f"{self.path}: row group {part} has lists with missing ids. Write it without them.")
+                raise UserError(
+                    f"{self.path}: row group {part} has lists with missing ids. Write it without them."
+                )
             ids = values.to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64)
         except DAMAGE as error:
             if isinstance(error, UserError):
                 raise
-            raise FileError(f"{self.path}: row group {part} cannot be read ({error}). Copy it again.") from error
+            raise FileError(
+                f"{self.path}: row group {part} cannot be read ({error}). Copy it again."
+            ) from error
         return Found(ids, np.cumsum(lengths, dtype=np.int64))

@@ -26,7 +26,8 @@ def open_file(
     check_content: bool,
     told: Callable[[int], None] = lambda size_bytes: None,
 ) -> Records:
-    """Opens the records of a file. Compressed files, and remote files except Parquet, are first copied to `cache_dir`.
+    """Opens the records of a file. Compressed files, and remote files except Parquet, are first copied to
+    `cache_dir`.
 
     Args:
       file: the file.

@@ -11,14 +11,17 @@ from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
 _MANY_RECORDS = 16384
-"""Records above which a reader stays open between reads, because opening takes 0.04 ms plus up to 40 ns per record."""
+"""Records above which a reader stays open between reads, because opening takes 0.04 ms plus up to 40 ns per
+record."""
 
 _OPEN_READERS = 64
-"""Most open readers per process, each with a descriptor and its index in memory; least recently used closed first."""
+"""Most open readers per process, each with a descriptor and its index in memory; least recently used closed
+first."""
 
 _open_readers: collections.OrderedDict[str, Any] = collections.OrderedDict()
 
-# No read-ahead and no parallelism: reads are random. The library still starts 64 idle threads at its first use.
+# No read-ahead and no parallelism: reads are random. The library still starts 64 idle threads at its first
+# use.
 _OPTIONS = "readahead_buffer_size:0,max_parallelism:0,footer_prefetch_bytes:16K"
 _BUFFER_BYTES = 1 << 15
 
@@ -78,8 +81,8 @@ class ArrayRecordFile(Records):
                 if text_may_pass(str(error)):
                     raise Passing(f"{self._file.called}: {error}") from error
                 raise UserError(
-                    f"{self._file.called}: not a whole ArrayRecord file ({error}). Replace it, or leave it out of "
-                    f"{self._fields.at}.path."
+                    f"{self._file.called}: not a whole ArrayRecord file ({error}). Replace it, or leave it "
+                    f"out of {self._fields.at}.path."
                 ) from error
         return reader
 
@@ -98,8 +101,12 @@ class ArrayRecordFile(Records):
             return self._bad(record, f"not UTF-8 at byte {error.start} of the record ({error.reason})")
         if self._fields.mask is None and not (self._fields.text and content.startswith(b"{")):
             return text
-        way_out = f"Mend the record, or, where records are text as a whole, set {self._fields.at}.text_field=''"
-        found = text_of_json(content, self._fields, what=f"{self._file.called}, record {record}", way_out=way_out)
+        way_out = (
+            f"Mend the record, or, where records are text as a whole, set {self._fields.at}.text_field=''"
+        )
+        found = text_of_json(
+            content, self._fields, what=f"{self._file.called}, record {record}", way_out=way_out
+        )
         is_no_json = isinstance(found, BadRecord) and ": no JSON" in str(found)
         return text if is_no_json and self._fields.mask is None else found
 

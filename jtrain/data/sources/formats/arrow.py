@@ -26,7 +26,8 @@ class ArrowFile(Records):
     `fields.text` may name a field of a struct column: `meta.text`.
 
     Raises:
-      UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that name.
+      UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that
+        name.
     """
 
     __slots__ = (
@@ -49,15 +50,15 @@ class ArrowFile(Records):
                     message = pa.ipc.read_message(mapped)
                     if message.type != "record batch":
                         raise UserError(
-                            f"{file.called}: holds a {message.type}, but only record batches can be read. Save the "
-                            "dataset without dictionary columns."
+                            f"{file.called}: holds a {message.type}, but only record batches can be read. "
+                            "Save the dataset without dictionary columns."
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
                     batch.validate()
                     if batch.num_rows and not _lies_in(column_at(batch, fields.read[0]), message.body):
                         raise UserError(
-                            f"{file.called}: its batches are compressed, so a row can only be read with its whole "
-                            "batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
+                            f"{file.called}: its batches are compressed, so a row can only be read with its "
+                            "whole batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
                         )
                     batch_at.append(position)
                     first_row.append(first_row[-1] + batch.num_rows)
@@ -65,8 +66,8 @@ class ArrowFile(Records):
                 if isinstance(error, UserError):
                     raise
                 raise UserError(
-                    f"{file.called}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of another "
-                    f"format. Save it again, or leave it out of {fields.at}.path."
+                    f"{file.called}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of "
+                    f"another format. Save it again, or leave it out of {fields.at}.path."
                 ) from error
         self._first_row = np.asarray(first_row, np.int64)
         self._batch_at = np.asarray(batch_at, np.int64)
@@ -98,8 +99,8 @@ class ArrowFile(Records):
                 def column_of(batch: int, name: str) -> Any:
                     mapped.seek(int(self._batch_at[batch]))
                     found = pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema)
-                    # Reading text by a damaged offset would end the process. This checks the sizes of the buffers, in
-                    # microseconds; `read_grouped` checks the offsets of the texts that it reads.
+                    # Reading text by a damaged offset would end the process. This checks the sizes of the
+                    # buffers, in microseconds; `read_grouped` checks the offsets of the texts that it reads.
                     found.validate()
                     column = column_at(found, name)
                     if pa.types.is_nested(column.type) and not self._is_checked[batch]:
@@ -111,7 +112,9 @@ class ArrowFile(Records):
             except DAMAGE as error:
                 if isinstance(error, UserError):
                     raise
-                raise FileError(f"{self._file.called}: cannot be read ({error}). Save the dataset again.") from error
+                raise FileError(
+                    f"{self._file.called}: cannot be read ({error}). Save the dataset again."
+                ) from error
 
     def _map(self) -> Any:
         self._file.open().close()  # raises a clear error if the file is gone or cut short

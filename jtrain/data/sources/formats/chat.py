@@ -1,4 +1,6 @@
-"""Chats: lists of messages with a role and a content, as one text of which the assistant's messages are learned."""
+"""Chats: lists of messages with a role and a content, as one text of which the assistant's messages are
+learned.
+"""
 
 import itertools
 import reprlib
@@ -8,7 +10,8 @@ ASSISTANT = "assistant"
 """Role whose messages are learned."""
 
 LAYOUT_BYTES = 6
-"""Bytes that `layout` adds to role and content of a message. JSON adds more, so a line is no shorter than its text."""
+"""Bytes that `layout` adds to role and content of a message. JSON adds more, so a line is no shorter than its
+text."""
 
 _MOST_ROLES = 50
 """Roles or keys that a message lists."""
@@ -20,8 +23,8 @@ _CALLS = ("tool_calls", "function_call")
 def layout(messages: list[tuple[str, str]]) -> list[tuple[str, bool]]:
     """Returns the parts of the text of a chat, each with True if it is learned. A chat template belongs here.
 
-    A message is `<|role|>`, a line end, its content and a line end. The line end after an assistant's content is
-    learned with it, since that is where a model has to stop.
+    A message is `<|role|>`, a line end, its content and a line end. The line end after an assistant's content
+    is learned with it, since that is where a model has to stop.
     """
     parts = []
     for role, content in messages:
@@ -54,8 +57,8 @@ def render(value: Any, *, mask_prompt: bool) -> tuple[str, tuple[tuple[int, int]
     if not spans:
         roles = ", ".join(sorted({reprlib.repr(message["role"]) for message in value})[:_MOST_ROLES])
         raise ValueError(
-            f"holds no message of role {ASSISTANT!r}, so nothing of it is learned; its roles: {roles}. Call the role "
-            f"{ASSISTANT!r}, or set mask_prompt=False to learn all of it"
+            f"holds no message of role {ASSISTANT!r}, so nothing of it is learned; its roles: {roles}. Call "
+            f"the role {ASSISTANT!r}, or set mask_prompt=False to learn all of it"
         )
     return "".join(texts), tuple(spans)
 
@@ -63,7 +66,9 @@ def render(value: Any, *, mask_prompt: bool) -> tuple[str, tuple[tuple[int, int]
 def _message(number: int, message: Any) -> tuple[str, str]:
     """Returns role and content of a message; raises ValueError if it has none."""
     if not isinstance(message, dict):
-        raise ValueError(f"holds {type(message).__name__} as message {number}, not an object with role and content")
+        raise ValueError(
+            f"holds {type(message).__name__} as message {number}, not an object with role and content"
+        )
     for key in ("role", "content"):
         found = message.get(key)
         if isinstance(found, str):
@@ -71,12 +76,14 @@ def _message(number: int, message: Any) -> tuple[str, str]:
             continue
         if isinstance(found, list):
             raise ValueError(
-                f"holds a list as {key!r} of message {number}. Only text can be read of a message, no images and no "
-                "parts: write its text there"
+                f"holds a list as {key!r} of message {number}. Only text can be read of a message, no images "
+                "and no parts: write its text there"
             )
         keys = ", ".join(map(reprlib.repr, itertools.islice(message, _MOST_ROLES))) or "none"
         why = "no" if found is None else f"{type(found).__name__} as"
-        raise ValueError(f"holds {why} {key!r} in message {number}; its keys: {keys}. Role and content must be text")
+        raise ValueError(
+            f"holds {why} {key!r} in message {number}; its keys: {keys}. Role and content must be text"
+        )
     if calls := [key for key in _CALLS if message.get(key)]:
         raise ValueError(
             f"holds {calls[0]!r} in message {number}, which is no text. Write it into the message's content"

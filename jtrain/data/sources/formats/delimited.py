@@ -19,14 +19,16 @@ from jtrain.errors import UserError
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 
 _FIELD_BYTES = 1 << 26
-"""Longest field. A quote that is never closed makes one bad record of this size, and the rest of the file is read."""
+"""Longest field. A quote that is never closed makes one bad record of this size, and the rest of the file is
+read."""
 
 
 class DelimitedFile(Records):
     """CSV (RFC 4180) or TSV file: one document per row, its text in a column that the header names.
 
-    Python's csv module cuts the rows when the file is opened, at about 0.1 GB/s, and parses them when they are read.
-    For files above 1 MiB that index, 16 bytes per record, is kept in the cache folder. Blank lines are not records.
+    Python's csv module cuts the rows when the file is opened, at about 0.1 GB/s, and parses them when they
+    are read. For files above 1 MiB that index, 16 bytes per record, is kept in the cache folder. Blank lines
+    are not records.
 
     Raises:
       UserError: the header does not name that column, or names it twice.
@@ -64,7 +66,10 @@ class DelimitedFile(Records):
             why = f"not UTF-8 at byte {error.start} of the record ({error.reason})"
         except csv.Error as error:
             sign = {",": "commas", "\t": "tabs"}[self._separator]
-            why = f"{error} (a field with {sign}, quotes or line ends must be quoted, and the quotes in it doubled)"
+            why = (
+                f"{error} (a field with {sign}, quotes or line ends must be quoted, and the quotes in it "
+                "doubled)"
+            )
         else:
             why = f"{len(row)} fields, but the header names {len(self._columns)}"
             if len(row) == len(self._columns):
@@ -86,8 +91,8 @@ class DelimitedFile(Records):
                 columns = next((row for row in self._reader(lines) if row), [])
             except (UnicodeDecodeError, csv.Error) as error:
                 raise UserError(
-                    f"{self._file.called}: its header cannot be read ({error}). Mend it, or leave the file out of "
-                    f"{self._fields.at}.path."
+                    f"{self._file.called}: its header cannot be read ({error}). Mend it, or leave the file "
+                    f"out of {self._fields.at}.path."
                 ) from error
         mask = self._fields.mask
         names = {"text_field": self._fields.text} | ({mask.setting: mask.field} if mask else {})
@@ -96,10 +101,13 @@ class DelimitedFile(Records):
                 continue
             said = names_of(columns)
             if count:
-                raise UserError(f"{self._file.called}: {count} columns {name!r}: {said}. Rename all of them but one.")
+                raise UserError(
+                    f"{self._file.called}: {count} columns {name!r}: {said}. Rename all of them but one."
+                )
             raise UserError(
-                f"{self._file.called}: no column {name!r}; its header: {said}. Set {self._fields.at}.{setting} to one "
-                f"of them. Columns are separated by {self._separator!r}, and the first row is the header."
+                f"{self._file.called}: no column {name!r}; its header: {said}. Set "
+                f"{self._fields.at}.{setting} to one of them. Columns are separated by {self._separator!r}, "
+                "and the first row is the header."
             )
         return tuple(columns)
 
@@ -143,7 +151,7 @@ class DelimitedFile(Records):
         while line := file.readline(2 * _FIELD_BYTES):
             if len(line) == 2 * _FIELD_BYTES:
                 raise UserError(
-                    f"{self._file.called}: a line of more than {len(line):,} bytes. Split it, or leave the file out of "
-                    f"{self._fields.at}.path."
+                    f"{self._file.called}: a line of more than {len(line):,} bytes. Split it, or leave the "
+                    f"file out of {self._fields.at}.path."
                 )
             yield line

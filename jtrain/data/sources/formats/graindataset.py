@@ -7,7 +7,8 @@ from jtrain.runtime.user_code import load_function
 
 
 class GrainDataset(Records):
-    """Grain dataset in which element n is record n; elements that the dataset filters out are empty documents.
+    """Grain dataset in which element n is record n; elements that the dataset filters out are empty
+    documents.
 
     Raises:
       UserError: there is no such function, or it returns another type or a dataset without an end.
@@ -22,11 +23,13 @@ class GrainDataset(Records):
         self._dataset = make()
         if not isinstance(self._dataset, grain.MapDataset):
             raise UserError(
-                f"{where}: returned a {type(self._dataset).__name__}, not a grain.MapDataset; records are read by "
-                "number. Return the dataset before `to_iter_dataset`."
+                f"{where}: returned a {type(self._dataset).__name__}, not a grain.MapDataset; records are "
+                "read by number. Return the dataset before `to_iter_dataset`."
             )
         if len(self._dataset) >= 1 << 62:
-            raise UserError(f"{where}: the dataset has no end. Leave out `repeat()`; the run repeats it by itself.")
+            raise UserError(
+                f"{where}: the dataset has no end. Leave out `repeat()`; the run repeats it by itself."
+            )
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -33,7 +33,8 @@ _SCALAR = re.compile(rb'"(?:[^"\\]|\\.)*+"|[^\s,]+', re.DOTALL)
 
 
 def open_json(file: StoredFile, fields: TextFields, *, cache_dir: Path) -> Records:
-    """Opens a .json file: JSON lines if its first line is a whole object and is not the last, otherwise `JsonValues`.
+    """Opens a .json file: JSON lines if its first line is a whole object and is not the last, otherwise
+    `JsonValues`.
 
     Raises:
       UserError: the file is JSON of no such form, or is cut short.
@@ -58,8 +59,8 @@ def _is_json_lines(file: StoredFile) -> bool:
 class JsonValues(Records):
     """JSON file of one object, or an array of objects: one document per object, its text in a field.
 
-    Opening finds the ends of the objects at about 0.1 GB/s and parses nothing. For files above 1 MiB that index, 16
-    bytes per record, is kept in the cache folder.
+    Opening finds the ends of the objects at about 0.1 GB/s and parses nothing. For files above 1 MiB that
+    index, 16 bytes per record, is kept in the cache folder.
 
     Raises:
       UserError: the file does not begin with an object or array, or is cut short.
@@ -101,8 +102,8 @@ class JsonValues(Records):
                 return np.zeros((0, 2), np.int64)
             if first.group() not in (b"{", b"["):
                 raise self._refusal(
-                    f"begins with {bytes(view[first.start() : first.start() + 40])!r}, not with an object or an array "
-                    "of objects"
+                    f"begins with {bytes(view[first.start() : first.start() + 40])!r}, not with an object or "
+                    "an array of objects"
                 )
             in_array = first.group() == b"["
             spans, top_end = self._spans(view, base=1 if in_array else 0)
@@ -112,7 +113,9 @@ class JsonValues(Records):
                     raise self._refusal(f"goes on after the end of its array, at byte {stray.start():,}")
                 begin, end = begin + 1, top_end - 1
             gaps = itertools.pairwise(itertools.chain([begin], map(int, spans.flat), [end]))
-            scalars = array.array("q")  # 16 bytes per scalar: tuples of a list would take 60 times those of `1,1,1`
+            scalars = array.array(
+                "q"
+            )  # 16 bytes per scalar: tuples of a list would take 60 times those of `1,1,1`
             for gap in itertools.islice(gaps, 0, None, 2):
                 for match in _SCALAR.finditer(view, *gap):
                     scalars.extend(match.span())
@@ -122,7 +125,9 @@ class JsonValues(Records):
         return spans
 
     def _spans(self, view: mmap.mmap, *, base: int) -> tuple[Int[np.ndarray, "values 2"], int]:
-        """Returns start and end of each value that lies in `base` brackets, and the end of the first outermost one."""
+        """Returns start and end of each value that lies in `base` brackets, and the end of the first
+        outermost one.
+        """
         starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         depth, top_end = 0, len(view)
         for position, step in _brackets(view):
@@ -141,13 +146,14 @@ class JsonValues(Records):
 
     def _refusal(self, why: str) -> UserError:
         return UserError(
-            f"{self._file.called}: not a whole JSON file: it {why}. A .json file is one object, an array of objects, "
-            f"or JSON lines. Replace it, or leave it out of {self._fields.at}.path."
+            f"{self._file.called}: not a whole JSON file: it {why}. A .json file is one object, an array of "
+            f"objects, or JSON lines. Replace it, or leave it out of {self._fields.at}.path."
         )
 
 
 def _brackets(view: mmap.mmap) -> Iterator[tuple[Int[np.ndarray, " brackets"], Int[np.ndarray, " brackets"]]]:
-    """Yields, block by block, the positions of brackets outside of strings, and +1 (opening) or -1 (closing) for each.
+    """Yields, block by block, the positions of brackets outside of strings, and +1 (opening) or -1 (closing)
+    for each.
 
     Bytes suffice: no byte of a character beyond ASCII equals a bracket, a quote or a backslash.
     """

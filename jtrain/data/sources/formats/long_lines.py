@@ -1,8 +1,9 @@
 """Marks within long JSON lines, so that a part of a text is read without parsing the whole line again.
 
-The chunks of a long document are read at different times, in the order of a shuffle. Without marks each of them parses
-the line that holds the whole document: a line of 64 KiB eight times for chunks of 8 KiB. The first time, the line is
-parsed as a whole, and marks are kept: at some places of the text, the byte of the line that stands for it.
+The chunks of a long document are read at different times, in the order of a shuffle. Without marks each of
+them parses the line that holds the whole document: a line of 64 KiB eight times for chunks of 8 KiB. The
+first time, the line is parsed as a whole, and marks are kept: at some places of the text, the byte of the
+line that stands for it.
 """
 
 import collections
@@ -20,12 +21,15 @@ _MARK_BYTES = 1 << 11
 """Bytes of text between two marks, which take 16 bytes."""
 
 _MOST_MARKS = 1 << 20
-"""Marks that a process keeps: of 2 GiB of text, in 16 MiB. The lines that were marked or read the longest ago go."""
+"""Marks that a process keeps: of 2 GiB of text, in 16 MiB. The lines that were marked or read the longest ago
+go."""
 
 _MOST_CANDIDATES = 4
 """Places of a line that are looked at for its text, since other strings may hold the same words."""
 
-_ESCAPE = re.compile(rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL
+)
 
 
 class TextPart(NamedTuple):
@@ -37,7 +41,8 @@ class TextPart(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Marks of one line: bytes of text before each mark, ascending, and the byte of the line where that text begins.
+    """Marks of one line: bytes of text before each mark, ascending, and the byte of the line where that text
+    begins.
 
     The first mark is the begin of the text, the last one its end.
     """
@@ -46,7 +51,9 @@ class Marks(NamedTuple):
     line: Int64[np.ndarray, " marks"]
 
     def around(self, start: int, stop: int) -> tuple[int, int, int]:
-        """Returns the bytes of text before the last mark at or before `start`, and its byte and the end in the line."""
+        """Returns the bytes of text before the last mark at or before `start`, and its byte and the end in
+        the line.
+        """
         low = int(np.searchsorted(self.text, start, side="right")) - 1
         high = min(int(np.searchsorted(self.text, stop)), len(self.text) - 1)
         return int(self.text[low]), int(self.line[low]), int(self.line[max(high, low)])
@@ -58,7 +65,9 @@ class Marks(NamedTuple):
 
 
 class KeptMarks:
-    """Marks of the lines read last, over all files of a process. A line is known by its file's key and its number."""
+    """Marks of the lines read last, over all files of a process. A line is known by its file's key and its
+    number.
+    """
 
     def __init__(self, most_marks: int = _MOST_MARKS) -> None:
         self._marks: collections.OrderedDict[tuple[object, int], Marks] = collections.OrderedDict()
@@ -86,7 +95,9 @@ class KeptMarks:
 
 
 def marks_of(line: bytes, text: str, text_field: str) -> Marks | None:
-    """Returns the marks of a JSON line whose `text_field` holds `text`; None if the text is not found in the line."""
+    """Returns the marks of a JSON line whose `text_field` holds `text`; None if the text is not found in the
+    line.
+    """
     content = text.encode("utf-8")
     key = json.dumps(text_field.rpartition(".")[2], ensure_ascii=False).encode()
     for number, found in enumerate(re.finditer(re.escape(key) + rb'\s*:\s*"', line)):
@@ -112,14 +123,19 @@ def _marks_from(line: bytes, begin: int, content: bytes) -> Marks | None:
     return Marks(places, places + begin + before[np.searchsorted(text_at, places)])
 
 
-def _escapes(line: bytes, begin: int, size: int) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n_and_1"]]:
-    """Returns the bytes of text before each escape, and by how many bytes the line is longer before each, and in all.
+def _escapes(
+    line: bytes, begin: int, size: int
+) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n_and_1"]]:
+    """Returns the bytes of text before each escape, and by how many bytes the line is longer before each, and
+    in all.
 
     Args:
       begin: byte of the line at which the string begins.
       size: bytes of its text.
     """
-    if line.find(b"\\u", begin) < 0 and line.find(b"\\\\", begin) < 0:  # each backslash stands before one letter
+    if (
+        line.find(b"\\u", begin) < 0 and line.find(b"\\\\", begin) < 0
+    ):  # each backslash stands before one letter
         at = np.flatnonzero(np.frombuffer(line, np.uint8)[begin:] == ord("\\"))
         at -= np.arange(len(at))
         at = at[: np.searchsorted(at, size)]
@@ -151,7 +167,9 @@ def _spells(quoted: bytes, content: bytes) -> bool:
 
 
 def text_of_part(part: bytes) -> bytes:
-    """Returns the text of a part of a JSON string between two marks, as UTF-8; raises ValueError if it is none."""
+    """Returns the text of a part of a JSON string between two marks, as UTF-8; raises ValueError if it is
+    none.
+    """
     if b"\\" not in part:
         part.decode("utf-8")
         return part

@@ -1,4 +1,6 @@
-"""Loss masks in records: a prompt before the text, or a column with the spans of the text that are learned."""
+"""Loss masks in records: a prompt before the text, or a column with the spans of the text that are
+learned.
+"""
 
 import dataclasses
 import json
@@ -18,8 +20,8 @@ _WITHOUT_LISTS = ("csv", "tsv")
 class MaskedText(str):
     """Text of which only some spans are learned. It is the text itself to everything that knows no masks.
 
-    learned: spans (start, end) in characters, ascending and apart. The end of the document is learned if the last span
-      reaches the end of the text.
+    learned: spans (start, end) in characters, ascending and apart. The end of the document is learned if the
+      last span reaches the end of the text.
     """
 
     learned: tuple[tuple[int, int], ...]
@@ -32,7 +34,8 @@ class MaskedText(str):
 
 @dataclasses.dataclass(frozen=True)
 class MaskFields:
-    """Field of a record that says, with the text in `text_field` or without it, what is learned; see `Source`.
+    """Field of a record that says, with the text in `text_field` or without it, what is learned; see
+    `Source`.
 
     field: name of the field of the prompt, the mask or the messages.
     setting: name of the setting that names it.
@@ -61,19 +64,25 @@ class MaskFields:
         """Returns the text to train on, of a record's text and the value in `field`.
 
         Raises:
-          ValueError: the value is no prompt, no mask of this text, or no chat; the message goes on after the field's
-            name.
+          ValueError: the value is no prompt, no mask of this text, or no chat; the message goes on after the
+            field's name.
         """
         if self.is_chat:
             return MaskedText(*chat.render(value, mask_prompt=self.mask_prompt))
         if not self.is_prompt:
             return MaskedText(text, _spans(value, len(text)))
         if not isinstance(value, str):
-            kind = "a list of messages, and a prompt is text" if is_chat(value) else f"{type(value).__name__}, not text"
+            kind = (
+                "a list of messages, and a prompt is text"
+                if is_chat(value)
+                else f"{type(value).__name__}, not text"
+            )
             raise ValueError(f"is {kind}")
         value.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
         border, end = len(value), len(value) + len(text)
-        return MaskedText(value + text, ((border, end),) if self.mask_prompt else ((0, border), (border, end)))
+        return MaskedText(
+            value + text, ((border, end),) if self.mask_prompt else ((0, border), (border, end))
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +112,8 @@ class TextFields:
 
 
 def check_format(format: str, *, what: str, setting: str, name: str) -> None:
-    """Raises UserError if only the text is read of this format's records, or if they hold no lists of messages.
+    """Raises UserError if only the text is read of this format's records, or if they hold no lists of
+    messages.
 
     Args:
       what: file or setting that has the format, for the message.
@@ -111,13 +121,13 @@ def check_format(format: str, *, what: str, setting: str, name: str) -> None:
     """
     if format in _WITHOUT_FIELDS:
         raise UserError(
-            f"{what}: of {format} records only the text is read, but {setting}={name!r}. Write them as JSON lines, CSV "
-            f"or Parquet, or remove {setting}."
+            f"{what}: of {format} records only the text is read, but {setting}={name!r}. Write them as JSON "
+            f"lines, CSV or Parquet, or remove {setting}."
         )
     if format in _WITHOUT_LISTS and setting.endswith(".messages_field"):
         raise UserError(
-            f"{what}: a field of {format} is text and no list of messages, but {setting}={name!r}. Write them as JSON "
-            f"lines or Parquet, or remove {setting}."
+            f"{what}: a field of {format} is text and no list of messages, but {setting}={name!r}. Write "
+            f"them as JSON lines or Parquet, or remove {setting}."
         )
 
 
@@ -139,24 +149,32 @@ def is_chat(value: Any) -> bool:
 
 
 def _spans(value: Any, characters: int) -> tuple[tuple[int, int], ...]:
-    """Returns the spans of a mask, a list of [start, end] or the JSON of one, for a text of so many characters."""
+    """Returns the spans of a mask, a list of [start, end] or the JSON of one, for a text of so many
+    characters.
+    """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is no JSON: {error}") from error
     if not isinstance(value, list):
-        raise ValueError(f"is {type(value).__name__}, not a list of spans [start, end] in characters of the text")
+        raise ValueError(
+            f"is {type(value).__name__}, not a list of spans [start, end] in characters of the text"
+        )
     before = 0
     for span in value:
         if not (isinstance(span, list) and [type(n) for n in span] == [int, int]):
-            raise ValueError(f"holds {reprlib.repr(span)} where a span [start, end] in characters of the text belongs")
+            raise ValueError(
+                f"holds {reprlib.repr(span)} where a span [start, end] in characters of the text belongs"
+            )
         start, end = span
         if not 0 <= start < end <= characters:
             raise ValueError(
                 f"holds {span}, which is no span of the text's {characters:,} characters (0 <= start < end)"
             )
         if start < before:
-            raise ValueError(f"holds {span} after a span that ends at {before}: spans ascend and do not overlap")
+            raise ValueError(
+                f"holds {span} after a span that ends at {before}: spans ascend and do not overlap"
+            )
         before = end
     return tuple((start, end) for start, end in value)

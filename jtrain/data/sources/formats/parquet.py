@@ -14,7 +14,16 @@ from jtrain.data.sources.formats.row_group_cache import DecodedColumns, RowGroup
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
 
-DAMAGE = (pa.ArrowException, OSError, EOFError, ValueError, LookupError, TypeError, OverflowError, MemoryError)
+DAMAGE = (
+    pa.ArrowException,
+    OSError,
+    EOFError,
+    ValueError,
+    LookupError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+)
 """Errors of pyarrow for a damaged file, also for names that are not UTF-8 and numbers too large."""
 
 _MOST_ROWS = (1 << 31) - 1
@@ -31,7 +40,8 @@ class ParquetFile(Records):
 
     `fields.text` may name a field of a struct column: `meta.text`.
 
-    Between reads it keeps only two numbers per row group; an open file with its schema would take 34 KB or more.
+    Between reads it keeps only two numbers per row group; an open file with its schema would take 34 KB or
+    more.
 
     Raises:
       UserError: the file is not a Parquet file, or has no text column of that name.
@@ -57,17 +67,18 @@ class ParquetFile(Records):
                 if isinstance(error, UserError) or file.called in str(error):
                     raise  # of the columns, or an error of the store, already translated
                 raise UserError(
-                    f"{file.called}: not a readable Parquet file ({error}): cut short, or of another format. Replace "
-                    f"it, or leave it out of {fields.at}.path."
+                    f"{file.called}: not a readable Parquet file ({error}): cut short, or of another format. "
+                    f"Replace it, or leave it out of {fields.at}.path."
                 ) from error
-        # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes both.
+        # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes
+        # both.
         read = fields.read
         columns = [i for i, path in enumerate(paths) if path in read or path.startswith(f"{read[-1]}.list.")]
         rows = [group.num_rows for group in row_groups]
         if rows and not 0 <= min(rows) <= max(rows) <= _MOST_ROWS:
             raise UserError(
-                f"{file.called}: a row group of {max(rows, key=abs):,} rows, and row groups have 0 to {_MOST_ROWS:,}: "
-                f"damaged. Replace it, or leave it out of {fields.at}.path."
+                f"{file.called}: a row group of {max(rows, key=abs):,} rows, and row groups have 0 to "
+                f"{_MOST_ROWS:,}: damaged. Replace it, or leave it out of {fields.at}.path."
             )
         self._group_starts = np.cumsum([0, *rows], dtype=np.int64)
         sizes = [sum(group.column(i).total_uncompressed_size for i in columns) for group in row_groups]
@@ -79,7 +90,9 @@ class ParquetFile(Records):
 
     @property
     def group_bytes(self) -> Int[np.ndarray, " groups"]:
-        """Decoded size of each row group's text by the file's metadata; with dictionaries it takes more memory."""
+        """Decoded size of each row group's text by the file's metadata; with dictionaries it takes more
+        memory.
+        """
         return self._group_bytes
 
     def __len__(self) -> int:
@@ -96,7 +109,9 @@ class ParquetFile(Records):
         self._groups.drop(self._file.key)
 
     def hold(self, record: int) -> object:
-        return self._groups.hold(self._decoded(int(np.searchsorted(self._group_starts, record, side="right")) - 1))
+        return self._groups.hold(
+            self._decoded(int(np.searchsorted(self._group_starts, record, side="right")) - 1)
+        )
 
     def _column(self, group: int, name: str) -> Any:
         return self._decoded(group)[name]
@@ -114,7 +129,9 @@ class ParquetFile(Records):
                 with pq.ParquetFile(opened) as parquet:
                     table = decoded_group(parquet, group, names, called=self._file.called)
                 columns = {name: column_at(table, name) for name in names}
-                whole = {n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()}
+                whole = {
+                    n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()
+                }
             except DAMAGE as error:
                 if self._file.called in str(error):
                     raise  # an error of the store, already translated
@@ -126,7 +143,8 @@ class ParquetFile(Records):
 
 
 def decoded_group(parquet: Any, group: int, names: list[str], *, called: str) -> Any:
-    """Returns columns of a row group as a table, decoded piece by piece: a few bytes can stand for any number of rows.
+    """Returns columns of a row group as a table, decoded piece by piece: a few bytes can stand for any number
+    of rows.
 
     Raises:
       FileError: the row group decodes to 2 GiB or more, or has not as many rows as the file says.
@@ -137,22 +155,25 @@ def decoded_group(parquet: Any, group: int, names: list[str], *, called: str) ->
         size_bytes += batch.nbytes
         if size_bytes >= _MOST_DECODED_BYTES:
             raise FileError(
-                f"{called}: row group {group} decodes to {_MOST_DECODED_BYTES >> 30} GiB or more, which Arrow's "
-                "text columns cannot hold. Write the file again with smaller row groups."
+                f"{called}: row group {group} decodes to {_MOST_DECODED_BYTES >> 30} GiB or more, which "
+                "Arrow's text columns cannot hold. Write the file again with smaller row groups."
             )
     if not batches:
         batches = parquet.read_row_group(group, columns=names, use_threads=False).to_batches()
     rows = sum(batch.num_rows for batch in batches)
     if rows != (wanted := parquet.metadata.row_group(group).num_rows):
-        raise FileError(f"{called}: row group {group} has {rows:,} rows, and the file says {wanted:,}. Replace it.")
+        raise FileError(
+            f"{called}: row group {group} has {rows:,} rows, and the file says {wanted:,}. Replace it."
+        )
     return pa.Table.from_batches(batches, batches[0].schema if batches else parquet.schema_arrow)
 
 
 def _arrow_file(file: StoredFile) -> Any:
     """Opens a file for Arrow, whose own threads read it.
 
-    A local file is Arrow's own: over a Python file such a thread needs the interpreter, and aborts the process if it
-    asks while the interpreter ends (apache/arrow issue 34314). A remote file is read by Python, and has that risk.
+    A local file is Arrow's own: over a Python file such a thread needs the interpreter, and aborts the
+    process if it asks while the interpreter ends (apache/arrow issue 34314). A remote file is read by Python,
+    and has that risk.
     """
     opened = file.open()
     if file.is_remote:
@@ -172,8 +193,8 @@ def check_columns(schema: Any, fields: TextFields, *, called: str) -> None:
         kind = _type_at(schema, mask.field, called=called, field=field, setting=mask.setting)
         if why := _no_chat(kind):
             raise UserError(
-                f"{called}: column {mask.field!r} is {kind}, not lists of messages: {why}. Set {field}.messages_field "
-                "to a column of list<struct<role: string, content: string>>."
+                f"{called}: column {mask.field!r} is {kind}, not lists of messages: {why}. Set "
+                f"{field}.messages_field to a column of list<struct<role: string, content: string>>."
             )
         return
     for name, setting in [(fields.text, "text_field"), *([(mask.field, mask.setting)] if mask else [])]:
@@ -183,15 +204,18 @@ def check_columns(schema: Any, fields: TextFields, *, called: str) -> None:
         if setting == "mask_field":
             if not _is_spans(kind):
                 raise UserError(
-                    f"{called}: column {name!r} is {kind}, not lists of spans [start, end] in characters of the text. "
-                    f"Set {field}.mask_field to a column of list<list<int64>>, or of such lists as JSON."
+                    f"{called}: column {name!r} is {kind}, not lists of spans [start, end] in characters of "
+                    f"the text. Set {field}.mask_field to a column of list<list<int64>>, or of such lists as "
+                    "JSON."
                 )
         elif setting == "text_field" and not _no_chat(kind):
-            raise UserError(f"{called}: column {name!r} is of lists of messages. {set_messages(field, name)}.")
+            raise UserError(
+                f"{called}: column {name!r} is of lists of messages. {set_messages(field, name)}."
+            )
         else:
             raise UserError(
-                f"{called}: column {name!r} is {kind}, not text. Set {field}.{setting} to a text column; in a struct, "
-                "as 'column.field'."
+                f"{called}: column {name!r} is {kind}, not text. Set {field}.{setting} to a text column; in "
+                "a struct, as 'column.field'."
             )
 
 
@@ -203,7 +227,9 @@ def _type_at(schema: Any, name: str, *, called: str, field: str, setting: str) -
         if key not in fields:
             there = ", ".join(path + name for name in fields)
             said = f"its columns: {there}" if fields else f"column {path[:-1]!r} is {kind} and has no fields"
-            chats = [set_messages(field, other) for other in schema.names if not _no_chat(schema.field(other).type)]
+            chats = [
+                set_messages(field, other) for other in schema.names if not _no_chat(schema.field(other).type)
+            ]
             advice = [*(chats if setting == "text_field" else []), f"Set {field}.{setting} to one of them"]
             raise UserError(f"{called}: no column {name!r}; {said}. {advice[0]}.")
         kind = fields[key]
@@ -225,7 +251,9 @@ def _is_spans(kind: Any) -> bool:
 
 def _no_chat(kind: Any) -> str:
     """Returns why a type is not that of lists of messages; empty if it is."""
-    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(kind.value_type):
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)) or not pa.types.is_struct(
+        kind.value_type
+    ):
         return "no list of structs"
     fields = {field.name: field.type for field in kind.value_type.fields}
     for key in ("role", "content"):
@@ -243,7 +271,9 @@ def grouped_sizes(
     column_of: Callable[[int, str], Any],
     fields: TextFields,
 ) -> Int[np.ndarray, " n"]:
-    """Returns the bytes of the texts of rows `first` to `end` - 1, summed over columns; 0 where there is none."""
+    """Returns the bytes of the texts of rows `first` to `end` - 1, summed over columns; 0 where there is
+    none.
+    """
     import pyarrow.compute as pc
 
     is_chat = fields.mask is not None and fields.mask.is_chat
@@ -310,7 +340,8 @@ def read_grouped(
     for group, places in places_of.items():
         start = int(group_starts[group])
         rows = [records[place] - start for place in places]
-        # Not `take`: its first call imports pyarrow.compute, 80 ms in each loader, and it is no faster for few rows.
+        # Not `take`: its first call imports pyarrow.compute, 80 ms in each loader, and it is no faster for
+        # few rows.
         found: list[Any] = [""] * len(rows)
         if mask is None or not mask.is_chat:
             found = _values(column_of(group, fields.text), rows, fields.text)
@@ -326,7 +357,11 @@ def read_grouped(
 
 def _values(column: Any, rows: list[int], name: str) -> list[Any]:
     """Returns the values of a column's rows; a ValueError that says why for each that cannot be read."""
-    texts = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+    texts = {
+        pa.string(): pa.binary(),
+        pa.large_string(): pa.large_binary(),
+        pa.string_view(): pa.binary_view(),
+    }
     content = column.view(texts[column.type]) if column.type in texts else None
     return [_value_or_why(column, content, row, name) for row in rows]
 
@@ -335,7 +370,9 @@ def _value_or_why(column: Any, content: Any, row: int, name: str) -> Any:
     """Returns the value of a row, or a ValueError; `content` is a column of texts as bytes."""
     try:
         if content is not None:
-            content.slice(row, 1).validate(full=True)  # 1 us: nothing else checks the offsets of a file that is mapped
+            content.slice(row, 1).validate(
+                full=True
+            )  # 1 us: nothing else checks the offsets of a file that is mapped
         value = column[row].as_py()
     except UnicodeDecodeError as error:
         return ValueError(f"not UTF-8 at byte {error.start} of its text ({error.reason})")

@@ -39,7 +39,9 @@ class Records(abc.ABC):
 
     @abc.abstractmethod
     def read(self, records: list[int]) -> list[str | BadRecord]:
-        """Returns texts in the given order, BadRecord for each bad record; raises OSError if the file itself fails."""
+        """Returns texts in the given order, BadRecord for each bad record; raises OSError if the file itself
+        fails.
+        """
 
     def __getitem__(self, record: int) -> str:
         """Returns one text; raises BadRecord, or OSError if the file itself fails."""
@@ -55,7 +57,9 @@ class Records(abc.ABC):
     """True if a file without the fields that are read cannot be opened."""
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
-        """Returns the UTF-8 bytes of the texts of records `first` to `end` - 1, or a few more; 0 for a bad record."""
+        """Returns the UTF-8 bytes of the texts of records `first` to `end` - 1, or a few more; 0 for a bad
+        record.
+        """
         texts = self.read(list(range(first, end)))
         found = [0 if isinstance(text, BadRecord) else len(text.encode("utf-8")) for text in texts]
         return np.asarray(found, np.int64)
@@ -71,7 +75,9 @@ class Records(abc.ABC):
         return np.zeros(1, np.int64)
 
     def hold(self, record: int) -> object:
-        """Returns what is decoded to read a record: while it lives, its group is not decoded again; or None."""
+        """Returns what is decoded to read a record: while it lives, its group is not decoded again; or
+        None.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 (most formats keep nothing)
@@ -91,7 +97,9 @@ def plain_text_of_json(line: bytes, text_field: str) -> str | None:
 
 
 class LostFile(Records):
-    """File of a corpus that is opened as it is read, and was gone by then: one bad record, since nobody knows more."""
+    """File of a corpus that is opened as it is read, and was gone by then: one bad record, since nobody knows
+    more.
+    """
 
     __slots__ = ("_why",)
 
@@ -105,10 +113,13 @@ class LostFile(Records):
         return [BadRecord(self._why) for _ in records]
 
 
-def text_of_json(line: bytes, fields: TextFields, *, what: str, way_out: str, place: str = "") -> str | BadRecord:
+def text_of_json(
+    line: bytes, fields: TextFields, *, what: str, way_out: str, place: str = ""
+) -> str | BadRecord:
     """Returns the text in a JSON object; a `MaskedText` if `fields.mask` is set.
 
-    Returns a BadRecord if `line` is not UTF-8, not JSON or not an object, or a field is missing or not of its kind.
+    Returns a BadRecord if `line` is not UTF-8, not JSON or not an object, or a field is missing or not of its
+    kind.
 
     Args:
       line: the object, as UTF-8.
@@ -143,7 +154,9 @@ def text_of_json(line: bytes, fields: TextFields, *, what: str, way_out: str, pl
             return bad(f"field {text_field!r} is a list of messages. {set_messages(fields.at, text_field)}")
         if not isinstance(text, str):
             return bad(f"field {text_field!r} is {type(text).__name__}, not text")
-    if b"\\u" in line and b"\\ud" in line.lower():  # an escape may spell half a surrogate pair, which cannot be encoded
+    if (
+        b"\\u" in line and b"\\ud" in line.lower()
+    ):  # an escape may spell half a surrogate pair, which cannot be encoded
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:

@@ -10,9 +10,9 @@ from typing import Any
 _HELD_OVER_KEPT = 4
 """Most bytes of row groups that `RowGroupCache.hold` keeps decoded, over those of the cache.
 
-With the default window that is 1 GiB, enough for 8 sources whose row groups have a million short texts. What is more is
-decoded again when it is read: hundreds of sources may have row groups, of which windows are never smaller, far beyond
-what the user has given them.
+With the default window that is 1 GiB, enough for 8 sources whose row groups have a million short texts. What
+is more is decoded again when it is read: hundreds of sources may have row groups, of which windows are never
+smaller, far beyond what the user has given them.
 """
 
 
@@ -31,11 +31,14 @@ class RowGroupCache:
         self._max_bytes = max_bytes
         self._bytes = 0
         self._groups: collections.OrderedDict[tuple[Any, ...], DecodedColumns] = collections.OrderedDict()
-        self._alive: weakref.WeakValueDictionary[tuple[Any, ...], DecodedColumns] = weakref.WeakValueDictionary()
+        self._alive: weakref.WeakValueDictionary[tuple[Any, ...], DecodedColumns] = (
+            weakref.WeakValueDictionary()
+        )
         self._lock = threading.Lock()
 
     def get(self, key: tuple[Any, ...], read: Callable[[], "DecodedColumns"]) -> "DecodedColumns":
-        """Returns the columns under `key`, calling `read` if none are alive; the latest are kept whatever their size.
+        """Returns the columns under `key`, calling `read` if none are alive; the latest are kept whatever
+        their size.
 
         The bytes that are kept include those of row groups held elsewhere, so that both share one limit.
         """
@@ -53,7 +56,9 @@ class RowGroupCache:
             return columns
 
     def hold(self, columns: "DecodedColumns") -> "Held | None":
-        """Returns what keeps the columns from being decoded again while it lives; None where too much is held."""
+        """Returns what keeps the columns from being decoded again while it lives; None where too much is
+        held.
+        """
         if self._held_bytes + columns.nbytes > _HELD_OVER_KEPT * self._max_bytes:
             return None
         held = Held(columns)
@@ -88,5 +93,7 @@ class DecodedColumns(dict[str, Any]):
 
 @functools.cache
 def shared_cache(max_bytes: int) -> RowGroupCache:
-    """Returns this process's cache of that size, shared by its sources so that one limit bounds their memory."""
+    """Returns this process's cache of that size, shared by its sources so that one limit bounds their
+    memory.
+    """
     return RowGroupCache(max_bytes)

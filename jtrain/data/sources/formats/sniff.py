@@ -50,8 +50,8 @@ def check_content(file: StoredFile, *, kind: str, field: str) -> None:
         return
     way_out = _WAYS_OUT.get(seen, "Decompress it")
     raise UserError(
-        f"{file.called}: read as {kind}, but it begins like {seen} ({head[:12]!r}). {way_out}, or leave it out of "
-        f"{field}.path."
+        f"{file.called}: read as {kind}, but it begins like {seen} ({head[:12]!r}). {way_out}, or leave it "
+        f"out of {field}.path."
     )
 
 

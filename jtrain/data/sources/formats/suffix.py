@@ -29,15 +29,17 @@ def split_suffix(name: str, *, field: str) -> tuple[str, str | None]:
     stem, suffix = _splitext(name)
     if suffix in _OTHER_COMPRESSIONS:
         raise UserError(
-            f"{field}: {name} is compressed as {suffix}; only {' and '.join(COMPRESSIONS)} are read. Decompress it "
-            "first."
+            f"{field}: {name} is compressed as {suffix}; only {' and '.join(COMPRESSIONS)} are read. "
+            "Decompress it first."
         )
     compression = COMPRESSIONS.get(suffix)
     return _splitext(stem)[1] if compression else suffix, compression
 
 
 def _splitext(name: str) -> tuple[str, str]:
-    """Returns what `os.path.splitext` returns, five times as fast: folders have hundreds of thousands of files."""
+    """Returns what `os.path.splitext` returns, five times as fast: folders have hundreds of thousands of
+    files.
+    """
     stem, dot, suffix = name.rpartition(".")
     if not dot or "/" in suffix or not stem.rpartition("/")[2].strip("."):
         return name, ""

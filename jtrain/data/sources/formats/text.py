@@ -10,7 +10,13 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
-from jtrain.data.sources.formats.long_lines import LONG_LINE_BYTES, KeptMarks, TextPart, marks_of, text_of_part
+from jtrain.data.sources.formats.long_lines import (
+    LONG_LINE_BYTES,
+    KeptMarks,
+    TextPart,
+    marks_of,
+    text_of_part,
+)
 from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, plain_text_of_json, text_of_json
 from jtrain.data.sources.storage import StoredFile
@@ -23,14 +29,15 @@ _MOST_READ_IN_VAIN = 8
 """Bytes read per byte of the lines wanted where all lines are read at once: a read of its own takes 1 us."""
 
 _LINES_COUNTED_BYTES = 1 << 24
-"""Largest offset at which a bad line is named by its number: counting takes 5 ms, and there may be thousands."""
+"""Largest offset at which a bad line is named by its number: counting takes 5 ms, and there may be
+thousands."""
 
 
 class TextFile(Records):
     """Text file: one document, or several of about `piece_bytes` each if it is longer.
 
-    Pieces end after a line, or between two characters if no line ends within 4 KiB. Without pieces, a book in one file
-    could be neither shuffled nor partly held out, and would be held in memory as a whole.
+    Pieces end after a line, or between two characters if no line ends within 4 KiB. Without pieces, a book in
+    one file could be neither shuffled nor partly held out, and would be held in memory as a whole.
     """
 
     __slots__ = ("_file", "_piece_bytes")
@@ -45,7 +52,9 @@ class TextFile(Records):
     sizes_need_reading = False
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
-        """Returns the most bytes that each piece can have: a piece ends within 4 KiB after its nominal end."""
+        """Returns the most bytes that each piece can have: a piece ends within 4 KiB after its nominal
+        end.
+        """
         nominal = np.arange(first, end + 1, dtype=np.int64) * self._piece_bytes
         stop = np.minimum(nominal[1:] + min(_LINE_SEARCH_BYTES, self._piece_bytes), self._file.size_bytes)
         return stop - nominal[:-1]
@@ -65,8 +74,8 @@ class TextFile(Records):
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
             return BadRecord(
-                f"{self._file.called}: not UTF-8 at byte {end - len(content) + error.start} ({error.reason}). Convert "
-                f"the file to UTF-8, leave it out, {SKIP}"
+                f"{self._file.called}: not UTF-8 at byte {end - len(content) + error.start} "
+                f"({error.reason}). Convert the file to UTF-8, leave it out, {SKIP}"
             )
 
     def _cut(self, file: Any, index: int) -> int:
@@ -79,7 +88,8 @@ class TextFile(Records):
         line_end = ahead.find(b"\n") + 1
         if line_end:
             return nominal + line_end
-        # After the character that the cut falls into: at most 3 bytes further, which may be the end of the file.
+        # After the character that the cut falls into: at most 3 bytes further, which may be the end of the
+        # file.
         inside = ahead[:4]
         return nominal + next((i for i, byte in enumerate(inside) if byte & 0xC0 != 0x80), len(inside) % 4)
 
@@ -90,8 +100,9 @@ _KEPT_MARKS = KeptMarks()
 class JsonLines(Records):
     """JSON lines file: one object per line, its text in a field; blank lines are not records.
 
-    Opening finds the line starts at about 1 GB/s and parses nothing. For files above 1 MiB that index, 16 bytes per
-    record, is kept in the cache folder; for a part of a file, which has the lines that start in it, in memory.
+    Opening finds the line starts at about 1 GB/s and parses nothing. For files above 1 MiB that index, 16
+    bytes per record, is kept in the cache folder; for a part of a file, which has the lines that start in it,
+    in memory.
     """
 
     __slots__ = ("_fields", "_file", "_key", "_lines")
@@ -107,7 +118,9 @@ class JsonLines(Records):
         self._file = file
         self._fields = fields
         self._key = object()  # of the marks: it does not hold the lines, as this object does
-        self._lines = NumberTable(file, "lines", lambda: _lines(file, told), cache_dir, in_memory=file.span is not None)
+        self._lines = NumberTable(
+            file, "lines", lambda: _lines(file, told), cache_dir, in_memory=file.span is not None
+        )
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -117,7 +130,9 @@ class JsonLines(Records):
         low, high = 0, len(self._lines)
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if self._lines.span(middle, middle + 1)[0, 0] < place else (low, middle)
+            low, high = (
+                (middle + 1, high) if self._lines.span(middle, middle + 1)[0, 0] < place else (low, middle)
+            )
         return low
 
     sizes_need_reading = False
@@ -131,18 +146,25 @@ class JsonLines(Records):
         with self._file.open() as file:
             rows = self._lines.rows(records)
             for (start, _), line in zip(rows, _contents(file.fileno(), rows), strict=True):
-                if self._fields.mask is None and (plain := plain_text_of_json(line, self._fields.text)) is not None:
+                if (
+                    self._fields.mask is None
+                    and (plain := plain_text_of_json(line, self._fields.text)) is not None
+                ):
                     texts.append(plain)
                     continue
                 content, what = line.removeprefix(BOM), self._file.called
-                text = text_of_json(content, self._fields, what=what, way_out="Mend the line", place=" of the line")
+                text = text_of_json(
+                    content, self._fields, what=what, way_out="Mend the line", place=" of the line"
+                )
                 if isinstance(text, BadRecord):  # to find the number of a line takes long
                     text = BadRecord(str(text).replace(what, self._place(start), 1))
                 texts.append(text)
         return texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Keeps marks of the record with this text, if its line is long, so that `parts` can read it from there."""
+        """Keeps marks of the record with this text, if its line is long, so that `parts` can read it from
+        there.
+        """
         [[start, end]] = self._lines.rows([record])
         if (
             end - start < LONG_LINE_BYTES
@@ -183,7 +205,9 @@ class JsonLines(Records):
 
 
 def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
-    """Yields the bytes from start to end of each row; read at once if they lie close together, which is quicker."""
+    """Yields the bytes from start to end of each row; read at once if they lie close together, which is
+    quicker.
+    """
     if not rows:
         return
     first, last = min(start for start, _ in rows), max(end for _, end in rows)
@@ -199,13 +223,17 @@ def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
 def _content(file: int, start: int, end: int) -> bytes:
     """Returns bytes `start` to `end` of an open file; fewer if it ends before."""
     content = os.pread(file, end - start, start)
-    while start + len(content) < end and (more := os.pread(file, end - start - len(content), start + len(content))):
+    while start + len(content) < end and (
+        more := os.pread(file, end - start - len(content), start + len(content))
+    ):
         content += more
     return content
 
 
 def _lines(file: StoredFile, told: Callable[[int], None]) -> Int[np.ndarray, "records 2"]:
-    """Returns the start of each non-blank line, in a part of those that start there, and the start of the next line."""
+    """Returns the start of each non-blank line, in a part of those that start there, and the start of the
+    next line.
+    """
     size = file.size_bytes
     if size == 0:
         return np.zeros((0, 2), np.int64)

@@ -15,7 +15,8 @@ from jtrain.errors import UserError
 _BLOCK = 512
 
 _MOST_NAME_BYTES = 1 << 20
-"""Longest header that holds the next member's name: it is read into memory, and Linux has names of 4,096 bytes."""
+"""Longest header that holds the next member's name: it is read into memory, and Linux has names of 4,096
+bytes."""
 
 _MOST_LENGTH_DIGITS = 20
 """Bytes of an extended header's record that are searched for the end of its length."""
@@ -57,19 +58,25 @@ class TarFile(Records):
                 file.seek(abs(start) - _BLOCK)
                 name = _printable(_name(file.read(_BLOCK)))
                 if start < 0:
-                    texts.append(self._bad(record, f"{name} and what follows hold no member .{self._fields.text}"))
+                    texts.append(
+                        self._bad(record, f"{name} and what follows hold no member .{self._fields.text}")
+                    )
                     continue
                 try:
                     texts.append(file.read(size).decode("utf-8"))
                 except UnicodeDecodeError as error:
-                    texts.append(self._bad(record, f"{name} is not UTF-8 at byte {error.start} ({error.reason})"))
+                    texts.append(
+                        self._bad(record, f"{name} is not UTF-8 at byte {error.start} ({error.reason})")
+                    )
         return texts
 
     def _bad(self, record: int, why: str) -> BadRecord:
         return BadRecord(f"{self._file.called}, sample {record}: {why}. Mend it, {SKIP}")
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
-        """Returns start and size of each sample's text; without text, minus the start of its first member, and 0."""
+        """Returns start and size of each sample's text; without text, minus the start of its first member,
+        and 0.
+        """
         places: list[tuple[int, int]] = []
         suffixes: set[str] = set()
         last = None
@@ -84,8 +91,9 @@ class TarFile(Records):
             found = [f".{_printable(suffix)}" for suffix in sorted(suffixes)[:_MOST_NAMED]]
             more = [f"and {len(suffixes) - _MOST_NAMED:,} more"] if len(suffixes) > _MOST_NAMED else []
             raise UserError(
-                f"{self._file.called}: no member ends in .{self._fields.text}; suffixes: {', '.join(found + more)}. "
-                f"Set {self._fields.at}.text_field to one of them, without its dot."
+                f"{self._file.called}: no member ends in .{self._fields.text}; suffixes: "
+                f"{', '.join(found + more)}. Set {self._fields.at}.text_field to one of them, without its "
+                "dot."
             )
         return np.asarray(places, np.int64).reshape(-1, 2)
 
@@ -106,15 +114,20 @@ class TarFile(Records):
                         raise UserError("the header's checksum is wrong")
                     if start + size > self._file.size_bytes:
                         raise UserError(f"its {size:,} bytes go beyond the end of the file")
-                    if (kind := header[156:157]) in (b"L", b"x"):  # the next member's long name, by GNU and by POSIX
+                    if (kind := header[156:157]) in (
+                        b"L",
+                        b"x",
+                    ):  # the next member's long name, by GNU and by POSIX
                         if size > _MOST_NAME_BYTES:
-                            raise UserError(f"a name of {size:,} bytes; names have at most {_MOST_NAME_BYTES:,}")
+                            raise UserError(
+                                f"a name of {size:,} bytes; names have at most {_MOST_NAME_BYTES:,}"
+                            )
                         content = file.read(size)
                         long_name = _gnu_name(content) if kind == b"L" else _posix_name(content)
                 except ValueError as error:
                     raise UserError(
-                        f"{self._file.called}: not a whole tar file: at byte {position:,}, {error}. Replace it, or "
-                        f"leave it out of {self._fields.at}.path."
+                        f"{self._file.called}: not a whole tar file: at byte {position:,}, {error}. Replace "
+                        f"it, or leave it out of {self._fields.at}.path."
                     ) from error
                 position = start + -(-size // _BLOCK) * _BLOCK
                 if kind in (b"0", b"\0", b"7"):
@@ -126,13 +139,15 @@ class TarFile(Records):
                 elif kind not in (b"L", b"x", b"g"):
                     long_name = ""
         raise UserError(
-            f"{self._file.called}: the tar file ends without its end mark: cut short. Replace it, or leave it out of "
-            f"{self._fields.at}.path."
+            f"{self._file.called}: the tar file ends without its end mark: cut short. Replace it, or leave "
+            f"it out of {self._fields.at}.path."
         )
 
 
 def _number(field: bytes) -> int:
-    """Parses octal digits, or GNU's binary form for larger numbers; a sign, which `int` would take, is none of them."""
+    """Parses octal digits, or GNU's binary form for larger numbers; a sign, which `int` would take, is none
+    of them.
+    """
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:])
     digits = field.strip(b" \0") or b"0"
@@ -143,7 +158,11 @@ def _number(field: bytes) -> int:
 
 def _name(header: bytes) -> str:
     name = header[:100].rstrip(b"\0").decode("utf-8", "surrogateescape")
-    prefix = header[345:500].rstrip(b"\0").decode("utf-8", "surrogateescape") if header[257:263] == b"ustar\0" else ""
+    prefix = (
+        header[345:500].rstrip(b"\0").decode("utf-8", "surrogateescape")
+        if header[257:263] == b"ustar\0"
+        else ""
+    )
     return f"{prefix}/{name}" if prefix else name
 
 
@@ -157,7 +176,9 @@ def _gnu_name(content: bytes) -> str:
 
 
 def _posix_name(content: bytes) -> str:
-    """Returns `path` of records of the form `length key=value` that each end in a line feed; empty if there is none."""
+    """Returns `path` of records of the form `length key=value` that each end in a line feed; empty if there
+    is none.
+    """
     while content:
         digits, space, _ = content[:_MOST_LENGTH_DIGITS].partition(b" ")
         length = int(digits) if space and digits.isdigit() else 0

@@ -1,16 +1,18 @@
 """All-gather-matmul and matmul-reduce-scatter as one Hopper kernel each, from the schedule.
 
-A persistent grid is split in two. Computing blocks execute the schedule's jobs tile by tile (`wgmma_tile.multiply`):
-they wait for the rows of x that a tile needs, add the partial sums that arrived for it in registers, and write the sum
-straight into the memory of the rank that the schedule names. Sending blocks copy gathered rows onwards with TMA through
-shared memory and increment a counter at the receiver, one counter per block of rows. A rank thus computes with one
-block of rows while the next ones are in flight, at the granularity of a tile.
+A persistent grid is split in two. Computing blocks execute the schedule's jobs tile by tile
+(`wgmma_tile.multiply`): they wait for the rows of x that a tile needs, add the partial sums that arrived for
+it in registers, and write the sum straight into the memory of the rank that the schedule names. Sending
+blocks copy gathered rows onwards with TMA through shared memory and increment a counter at the receiver, one
+counter per block of rows. A rank thus computes with one block of rows while the next ones are in flight, at
+the granularity of a tile.
 
-Peers' memory is symmetric memory, which XLA allocates. XLA starts no rank before all are ready, which replaces the
-schedule's opening barrier. Sums over ranks are rounded to x's dtype each time they are sent, and added in the
-schedule's order: the same bits in every run.
+Peers' memory is symmetric memory, which XLA allocates. XLA starts no rank before all are ready, which
+replaces the schedule's opening barrier. Sums over ranks are rounded to x's dtype each time they are sent, and
+added in the schedule's order: the same bits in every run.
 
-Sources: arXiv:2406.06858 (FLUX: fuse at the tile, write from the epilogue), arXiv:2503.20313 (TileLink: counters per
+Sources: arXiv:2406.06858 (FLUX: fuse at the tile, write from the epilogue), arXiv:2503.20313 (TileLink:
+  counters per
 tile, separate blocks for copies), JAX's `pallas/ops/gpu/collective_matmul_mgpu.py`.
 """
 
@@ -28,7 +30,13 @@ from jtrain_kernels.overlap.mosaic_gpu import wgmma_tile
 from jtrain_kernels.overlap.mosaic_gpu.launch_params import Call, LaunchSizes
 from jtrain_kernels.overlap.mosaic_gpu.peer_access import PeerAccess, when
 from jtrain_kernels.overlap.mosaic_gpu.send_blocks import SENDERS, send
-from jtrain_kernels.overlap.mosaic_gpu.tables import OWN, GpuProgram, OverlapConfig, default_config, op_does_not_fit
+from jtrain_kernels.overlap.mosaic_gpu.tables import (
+    OWN,
+    GpuProgram,
+    OverlapConfig,
+    default_config,
+    op_does_not_fit,
+)
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import THREADS, WARPGROUPS
 
 
@@ -56,8 +64,8 @@ def fused(
       interpret: `plgpu.InterpretGPUParams()` runs the kernel on a CPU, together with `EmulatedRanks`.
 
     Returns:
-      The result [sequences, rows, n] (all rows, or for reduce-scatter this rank's), and the array into which other
-      ranks wrote: with `keep_gathered` the gathered x.
+      The result [sequences, rows, n] (all rows, or for reduce-scatter this rank's), and the array into which
+      other ranks wrote: with `keep_gathered` the gathered x.
 
     Raises:
       UserError: the tiles do not fit the shapes or the dtype; the message has the reason.
@@ -67,11 +75,15 @@ def fused(
     (batch, own_rows, k), n = x.shape[-3:], kernel.shape[-1]
     m = own_rows * schedule.num_ranks if gathers else own_rows
     if kernel.shape[-2] != k or kernel.dtype != x.dtype:
-        raise UserError(f"x is {x.dtype}{x.shape} and the kernel {kernel.dtype}{kernel.shape}: they do not multiply.")
+        raise UserError(
+            f"x is {x.dtype}{x.shape} and the kernel {kernel.dtype}{kernel.shape}: they do not multiply."
+        )
     blocks, grid = peers.blocks(num_cores)
     config = config or default_config(program, m, n, k)
     if reason := op_does_not_fit(program, m, n, k, str(x.dtype), blocks, config):
-        raise UserError(f"mosaic_gpu {schedule.op}: {reason}. Choose other tiles, or kernels.{schedule.op}=xla.")
+        raise UserError(
+            f"mosaic_gpu {schedule.op}: {reason}. Choose other tiles, or kernels.{schedule.op}=xla."
+        )
     of_one, tiles = schedule.piece_rows(m) // config.tiles.tile_m, config.tiles
     width = k if gathers else n
     if keep_gathered:
@@ -126,7 +138,9 @@ class _Kernel(Call):
     def run(self, x: Any, kernel: Any, jobs: Any, moves: Any, *rest: Any) -> None:
         *given, out, inbox = rest
         shapes = self.counter_shapes
-        rows_here, landed = (self.peers.counters(s, g) for s, g in zip(shapes, given or (None, None), strict=True))
+        rows_here, landed = (
+            self.peers.counters(s, g) for s, g in zip(shapes, given or (None, None), strict=True)
+        )
         x, kernel, out_ = (self.peers.mine(ref) for ref in (x, kernel, out))
         block, senders = self.peers.block(self.blocks), self.config.sending_blocks
 
@@ -190,7 +204,8 @@ class _Kernel(Call):
                 peers.signal(landed, (at.slot, at.row, at.column), at.peer)
 
         def before_store(i: Any, at: _Tile) -> None:
-            # TMA got the previous tile before this tile's product began, so its writes are done and waiting is free.
+            # TMA got the previous tile before this tile's product began, so its writes are done and waiting
+            # is free.
             plgpu.wait_smem_to_gmem(0)
 
             @pl.when(i > 0)
@@ -233,7 +248,9 @@ class _Kernel(Call):
 
                 return lax.fori_loop(0, jobs[rank, at.turn, 3], one, sums)
 
-            do = wgmma_tile.TileSteps(tile=tile, load=load, store=store, ready=ready, before_store=before_store)
+            do = wgmma_tile.TileSteps(
+                tile=tile, load=load, store=store, ready=ready, before_store=before_store
+            )
             if in_smem is not None:
                 do = dataclasses.replace(do, add=add)
             wgmma_tile.multiply(do, share, sizes.steps, tiles, **smem)
@@ -247,6 +264,8 @@ class _Kernel(Call):
         extra: dict[str, Any] = {}
         if self.program.max_slots:
             layout = wgmma_tile.transforms(tiles.out_columns, jnp.dtype(dtype).itemsize)
-            extra["in_smem"] = plgpu.SMEM((WARPGROUPS, tiles.out_rows, tiles.out_columns), dtype, transforms=layout)
+            extra["in_smem"] = plgpu.SMEM(
+                (WARPGROUPS, tiles.out_rows, tiles.out_columns), dtype, transforms=layout
+            )
             extra["in_barrier"] = plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS)
         pl.run_scoped(body, **wgmma_tile.scratch(tiles, dtype, dtype), **extra, collective_axes="wg")

@@ -33,7 +33,9 @@ class LaunchSizes:
         return self.rows * self.columns
 
     def row(self, piece: Any, row: Any, pieces: int) -> Any:
-        """Index of a piece's row of tiles in an array [sequences, rows of `pieces` pieces], in rows of tiles."""
+        """Index of a piece's row of tiles in an array [sequences, rows of `pieces` pieces], in rows of
+        tiles.
+        """
         sequence, within = lax.div(row, self.of_one), lax.rem(row, self.of_one)
         return (sequence * pieces + piece) * self.of_one + within
 
@@ -57,12 +59,16 @@ class Call:
 
     @property
     def counter_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of the counters of delivered parts: per row of tiles of each piece, and per tile of each slot."""
+        """Shapes of the counters of delivered parts: per row of tiles of each piece, and per tile of each
+        slot.
+        """
         schedule, sizes = self.program.schedule, self.sizes
         return (schedule.num_pieces, sizes.rows), (max(schedule.num_slots, 1), sizes.rows, sizes.columns)
 
     def own_row(self, piece: Any, row: Any) -> Any:
-        """Index of a row of tiles of one of this rank's pieces, in an array that holds only this rank's pieces."""
+        """Index of a row of tiles of one of this rank's pieces, in an array that holds only this rank's
+        pieces.
+        """
         each = self.program.schedule.pieces_per_rank
         return self.sizes.row(lax.rem(piece, each), row, each)
 

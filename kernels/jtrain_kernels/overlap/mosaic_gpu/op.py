@@ -9,9 +9,10 @@ Pallas is imported when a kernel is traced, because it is slow to import.
 
 No GPUs have run these kernels yet, so a predicted cost never chooses them: force them, or tune.
 
-A block of these kernels fills a core, the grid fills all cores, and blocks wait for other ranks. A collective that XLA
-starts before such a kernel and ends after it could deadlock with it: one rank runs the kernel, which leaves no core for
-the collective, while another rank runs the collective, and the two wait for each other. `IN_ORDER` rules that out.
+A block of these kernels fills a core, the grid fills all cores, and blocks wait for other ranks. A collective
+that XLA starts before such a kernel and ends after it could deadlock with it: one rank runs the kernel, which
+leaves no core for the collective, while another rank runs the collective, and the two wait for each other.
+`IN_ORDER` rules that out.
 """
 
 import functools
@@ -38,11 +39,14 @@ from jtrain_kernels.overlap.swizzle import SWIZZLES, Swizzle
 from jtrain_kernels.registry import Avals, Implementation
 
 IN_ORDER: Mapping[str, Any] = MappingProxyType(
-    {"xla_gpu_disable_async_collectives": "ALLCOLLECTIVES", "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE"}
+    {
+        "xla_gpu_disable_async_collectives": "ALLCOLLECTIVES",
+        "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",
+    }
 )
-"""Compiler options of programs with these kernels: all collectives run on the kernels' own stream, in the order of the
-program, which is the same on all ranks. Reserving cores for NCCL instead would depend on its number of channels, which
-environment variables and other programs of the process set."""
+"""Compiler options of programs with these kernels: all collectives run on the kernels' own stream, in the
+order of the program, which is the same on all ranks. Reserving cores for NCCL instead would depend on its
+number of channels, which environment variables and other programs of the process set."""
 
 
 class FusedPlan(NamedTuple):
@@ -66,7 +70,9 @@ def _cut(op: OpName, plan: FusedPlan, m: int, n: int, k: int) -> tuple[GpuProgra
     return program, default_config(program, m, n, k, plan.sending_blocks)
 
 
-def _fused(op: OpName, x_BRK: Array, kernel_KN: Array, plan: FusedPlan, *, keep: bool = False) -> tuple[Array, Array]:
+def _fused(
+    op: OpName, x_BRK: Array, kernel_KN: Array, plan: FusedPlan, *, keep: bool = False
+) -> tuple[Array, Array]:
     from jtrain_kernels.overlap.mosaic_gpu.kernel import fused
     from jtrain_kernels.overlap.mosaic_gpu.peer_access import PeerDevices
 
@@ -76,7 +82,9 @@ def _fused(op: OpName, x_BRK: Array, kernel_KN: Array, plan: FusedPlan, *, keep:
     rows = x_BRK.shape[1] * (plan.axis_size if op == "all_gather_matmul" else 1)
     program, config = _cut(op, plan, rows, kernel_KN.shape[1], x_BRK.shape[2])
     peers = PeerDevices(plan.axis_size, plan.axis_name)
-    return fused(program, peers, x_BRK, kernel_KN, num_cores=plan.num_cores, config=config, keep_gathered=keep)
+    return fused(
+        program, peers, x_BRK, kernel_KN, num_cores=plan.num_cores, config=config, keep_gathered=keep
+    )
 
 
 def _alone(x_BRK: Array, kernel_KN: Array, plan: FusedPlan) -> Array:
@@ -111,7 +119,9 @@ def _gather_backward(plan: FusedPlan, saved: tuple[Array, Array], dy_BRN: Array)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul_reduce_scatter(x_BRK: Float[Array, "B _ K"], kernel_KN: Float[Array, "K N"], plan: FusedPlan) -> Array:
+def matmul_reduce_scatter(
+    x_BRK: Float[Array, "B _ K"], kernel_KN: Float[Array, "K N"], plan: FusedPlan
+) -> Array:
     """This rank's rows of `x @ kernel` summed over ranks, [B, R / ranks, N]."""
     return _fused("matmul_reduce_scatter", x_BRK, kernel_KN, plan)[0]
 
@@ -131,7 +141,13 @@ matmul_reduce_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def _gather(
-    x: Array, axis_name: str, axis_size: int, swizzle: int, sending_blocks: int, num_cores: int, **kernels: Array
+    x: Array,
+    axis_name: str,
+    axis_size: int,
+    swizzle: int,
+    sending_blocks: int,
+    num_cores: int,
+    **kernels: Array,
 ) -> tuple[Array, ...]:
     """One fused kernel over the concatenated columns of all kernels, so x is sent once."""
     plan = FusedPlan(axis_name, axis_size, SWIZZLES[swizzle], sending_blocks, num_cores)
@@ -150,10 +166,15 @@ def _scatter(
 
 
 def _configs(device: DeviceSpec, avals: Avals) -> Sequence[Mapping[str, int]]:
-    """Candidates: a full mesh, as a switch joins all GPUs; tuning on a GPU finds the best number of sending blocks."""
+    """Candidates: a full mesh, as a switch joins all GPUs; tuning on a GPU finds the best number of sending
+    blocks.
+    """
     del avals
     at = SWIZZLES.index("full_mesh")
-    return [{"swizzle": at, "sending_blocks": blocks, "num_cores": device.num_cores or 0} for blocks in (8, 4, 16, 24)]
+    return [
+        {"swizzle": at, "sending_blocks": blocks, "num_cores": device.num_cores or 0}
+        for blocks in (8, 4, 16, 24)
+    ]
 
 
 def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
@@ -165,14 +186,18 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
         if reason := unsupported(device):
             return reason
         if size > device.linked:
-            return f"{size} ranks write into each other's memory, but links join {device.linked} {device.name}"
+            return (
+                f"{size} ranks write into each other's memory, but links join {device.linked} {device.name}"
+            )
         n = sum(kernel.shape[1] for kernel in kernels if isinstance(kernel, jax.ShapeDtypeStruct))
         gathers = op == "all_gather_matmul"
         rows, k = x.shape[1] * (size if gathers else 1), x.shape[2]
         backward: OpName = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
         passes: tuple[tuple[OpName, int, int], ...] = ((op, n, k), (backward, k, n))
         for name, columns, depth in passes:
-            plan = FusedPlan("", size, "full_mesh", _configs(device, avals)[0]["sending_blocks"], device.num_cores or 0)
+            plan = FusedPlan(
+                "", size, "full_mesh", _configs(device, avals)[0]["sending_blocks"], device.num_cores or 0
+            )
             program, config = _cut(name, plan, rows, columns, depth)
             if reason := op_does_not_fit(program, rows, columns, depth, str(x.dtype), plan.num_cores, config):
                 return reason if name == op else f"in the backward pass, {reason}"

@@ -1,8 +1,8 @@
 """Access to the memory and counters of peers: other GPUs, or virtual ranks that share one GPU.
 
-The kernels of `mosaic_gpu` are written once, against `PeerAccess`. Virtual ranks are groups of blocks of
-one GPU, where every array and counter has a leading rank dimension: the same tables, waits and copies without a second
-GPU.
+The kernels of `mosaic_gpu` are written once, against `PeerAccess`. Virtual ranks are groups of blocks of one
+GPU, where every array and counter has a leading rank dimension: the same tables, waits and copies without a
+second GPU.
 """
 
 import abc
@@ -30,7 +30,9 @@ class PeerAccess(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self, num_cores: int) -> tuple[int, int]:
-        """Blocks of one rank and of the whole grid on a chip with `num_cores` cores, so that all run at once."""
+        """Blocks of one rank and of the whole grid on a chip with `num_cores` cores, so that all run at
+        once.
+        """
 
     def grid(self, blocks: int) -> dict[str, Any]:
         """Arguments of `plgpu.kernel` for a grid of `blocks` blocks."""
@@ -45,7 +47,9 @@ class PeerAccess(abc.ABC):
         return ()
 
     def counters(self, shape: tuple[int, ...], given: Any) -> Any:
-        """Counters of shape `shape` per rank, 0 when the kernel starts; `given` is their extra input or None."""
+        """Counters of shape `shape` per rank, 0 when the kernel starts; `given` is their extra input or
+        None.
+        """
         return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
 
     @abc.abstractmethod
@@ -61,7 +65,9 @@ class PeerAccess(abc.ABC):
         """This rank's part of `ref`."""
 
     @abc.abstractmethod
-    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+    def to_peer(
+        self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]
+    ) -> None:
         """Calls `copy` with the ref of the same array on a peer, to be written.
 
         offsets: (peer - rank) % num_ranks for every peer that this rank writes to.
@@ -78,7 +84,8 @@ class PeerAccess(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class PeerDevices(PeerAccess):
-    """Ranks as the GPUs along a mesh axis, in one process or with NVSHMEM; arrays that peers write are symmetric.
+    """Ranks as the GPUs along a mesh axis, in one process or with NVSHMEM; arrays that peers write are
+    symmetric.
 
     axis: mesh axis over which the kernel is traced in shard_map.
     """
@@ -97,10 +104,12 @@ class PeerDevices(PeerAccess):
     def mine(self, ref: Any) -> Any:
         return ref
 
-    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
-        # TMA writes through a descriptor that the host makes before the launch, so the host must know the peer as well:
-        # one branch per offset. Reading the peer from a table works from JAX 0.12 on, for at most 8 devices in a mesh
-        # and without NVSHMEM.
+    def to_peer(
+        self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]
+    ) -> None:
+        # TMA writes through a descriptor that the host makes before the launch, so the host must know the
+        # peer as well: one branch per offset. Reading the peer from a table works from JAX 0.12 on, for at
+        # most 8 devices in a mesh and without NVSHMEM.
         rank, size = self.rank(), jnp.int32(self.num_ranks)
         for offset in offsets:
             named = lax.rem(rank + jnp.int32(offset), size)
@@ -136,7 +145,9 @@ class VirtualRanks(PeerAccess):
     def mine(self, ref: Any) -> Any:
         return ref.at[self.rank()]
 
-    def to_peer(self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]) -> None:
+    def to_peer(
+        self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]
+    ) -> None:
         copy(ref.at[peer])
 
     def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
@@ -148,9 +159,11 @@ class VirtualRanks(PeerAccess):
 
 @dataclasses.dataclass(frozen=True)
 class EmulatedRanks(VirtualRanks):
-    """`VirtualRanks` for `plgpu.InterpretGPUParams`, without semaphores: every warpgroup counts in a cell of its own.
+    """`VirtualRanks` for `plgpu.InterpretGPUParams`, without semaphores: every warpgroup counts in a cell of
+    its own.
 
-    The grid is one cluster of blocks, because the interpreter runs only the blocks of a cluster concurrently. Not for a
+    The grid is one cluster of blocks, because the interpreter runs only the blocks of a cluster concurrently.
+    Not for a
     GPU: nothing orders the counting.
     """
 

@@ -19,7 +19,8 @@ BOX_ROWS, BOX_COLUMNS, BOXES, AHEAD = 32, 256, 4, 2
 
 
 def send(call: Call, block: Any, x: Any, moves: Any, inbox: Any, rows_here: Any) -> None:
-    """Executes this block's share of the moves: in every move, each `sending_blocks`-th row of tiles from `block` on.
+    """Executes this block's share of the moves: in every move, each `sending_blocks`-th row of tiles from
+    `block` on.
 
     Args:
       call: constants of the call.

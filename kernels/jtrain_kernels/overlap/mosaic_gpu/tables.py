@@ -1,15 +1,16 @@
-"""Tables that a fused GPU kernel reads: a schedule split into the work of computing blocks and of sending blocks.
+"""Tables that a fused GPU kernel reads: a schedule split into the work of computing blocks and of sending
+blocks.
 
-On a GPU a rank is not one program but a grid of blocks. A schedule's program is split into two streams, each in the
-schedule's order. They synchronise through counters in memory, one per row of tiles or per tile:
+On a GPU a rank is not one program but a grid of blocks. A schedule's program is split into two streams, each
+in the schedule's order. They synchronise through counters in memory, one per row of tiles or per tile:
 
 | stream | made of | waits for |
 |---|---|---|
 | jobs (computing blocks) | Compute with the Reduces and the Send of the same sum | its rows and slots to arrive |
 | moves (sending blocks) | Sends of gathered rows | its rows to arrive |
 
-A job keeps its sum in registers from the first product to the send, so the schedule's accumulators need no memory here
-and nobody waits for "sent".
+A job keeps its sum in registers from the first product to the send, so the schedule's accumulators need no
+memory here and nobody waits for "sent".
 """
 
 import dataclasses
@@ -26,7 +27,9 @@ OWN = -1
 
 @dataclasses.dataclass(frozen=True)
 class PieceJob:
-    """Computes `x[rows of piece] @ kernel` plus the sums in `slots`, into `slot` of `peer` or this rank's output."""
+    """Computes `x[rows of piece] @ kernel` plus the sums in `slots`, into `slot` of `peer` or this rank's
+    output.
+    """
 
     piece: int
     slots: tuple[int, ...] = ()
@@ -63,11 +66,15 @@ class GpuProgram:
         """(peer - rank) % num_ranks for all peers that a rank writes to."""
         size = self.schedule.num_ranks
         both = zip(self.jobs, self.moves, strict=True)
-        peers = ((rank, turn.peer) for rank, streams in enumerate(both) for stream in streams for turn in stream)
+        peers = (
+            (rank, turn.peer) for rank, streams in enumerate(both) for stream in streams for turn in stream
+        )
         return tuple(sorted({(peer - rank) % size for rank, peer in peers if peer not in (OWN, rank)}))
 
     def keeping_own(self) -> "GpuProgram":
-        """Program with additional last moves of each rank's own pieces to itself, so the gathered x is one array."""
+        """Program with additional last moves of each rank's own pieces to itself, so the gathered x is one
+        array.
+        """
         each = self.schedule.pieces_per_rank
         moves = tuple(
             (*moves, *(Move(piece, rank) for piece in range(rank * each, (rank + 1) * each)))
@@ -84,7 +91,9 @@ class GpuProgram:
         )
 
     def move_table(self) -> np.ndarray:
-        """Table int32 [rank, turn, 2]: piece, peer. At least one turn, which is unused if there is no move."""
+        """Table int32 [rank, turn, 2]: piece, peer. At least one turn, which is unused if there is no
+        move.
+        """
         return _table(((m.piece, m.peer) for m in moves or (Move(0, 0),)) for moves in self.moves)
 
 
@@ -171,5 +180,8 @@ def op_does_not_fit(
     if reason := does_not_fit(m // pieces, n, k, dtype, config.tiles):
         return f"for each of {pieces} pieces {reason}" if reason.startswith("m=") else reason
     if program.moves[0] and not 0 < config.sending_blocks < num_cores:
-        return f"sending_blocks={config.sending_blocks} must be above 0 and below the {num_cores} blocks of a rank"
+        return (
+            f"sending_blocks={config.sending_blocks} must be above 0 and below the {num_cores} blocks of "
+            "a rank"
+        )
     return None

@@ -52,7 +52,9 @@ class TileConfig:
     def pieces(self) -> list[tuple[int, int]]:
         """First row and column, within a warpgroup's half of a tile, of each piece that is written."""
         return list(
-            itertools.product(range(0, self.tile_m, self.out_rows), range(0, self.warpgroup_n, self.out_columns))
+            itertools.product(
+                range(0, self.tile_m, self.out_rows), range(0, self.warpgroup_n, self.out_columns)
+            )
         )
 
 

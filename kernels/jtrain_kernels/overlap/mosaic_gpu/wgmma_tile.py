@@ -1,9 +1,11 @@
-"""Tiled matmul on Hopper's tensor cores: the core of every fused kernel, and a kernel of its own at axis size 1.
+"""Tiled matmul on Hopper's tensor cores: the core of every fused kernel, and a kernel of its own at axis size
+1.
 
-The grid is persistent: each block of three warpgroups takes every num_cores-th tile. One warpgroup loads by TMA into a
-ring buffer of `stages` pairs of tiles in shared memory, and runs ahead into the next tile while the last one is
-written. Two warpgroups multiply (wgmma, float32 accumulators in registers) and write the result through shared memory.
-The design follows JAX's Pallas Mosaic GPU guide and CUTLASS's persistent "ping" kernels.
+The grid is persistent: each block of three warpgroups takes every num_cores-th tile. One warpgroup loads by
+TMA into a ring buffer of `stages` pairs of tiles in shared memory, and runs ahead into the next tile while
+the last one is written. Two warpgroups multiply (wgmma, float32 accumulators in registers) and write the
+result through shared memory. The design follows JAX's Pallas Mosaic GPU guide and CUTLASS's persistent "ping"
+kernels.
 """
 
 import dataclasses
@@ -42,9 +44,13 @@ def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
     c = config
     return {
         "a_smem": plgpu.SMEM((c.stages, c.tile_m, c.tile_k), dtype, transforms=transforms(c.tile_k, size)),
-        "b_smem": plgpu.SMEM((c.stages, c.tile_k, c.tile_n), dtype, transforms=transforms(c.warpgroup_n, size)),
+        "b_smem": plgpu.SMEM(
+            (c.stages, c.tile_k, c.tile_n), dtype, transforms=transforms(c.warpgroup_n, size)
+        ),
         "out_smem": plgpu.SMEM(
-            (WARPGROUPS, 2, c.out_rows, c.out_columns), out_dtype, transforms=transforms(c.out_columns, out_size)
+            (WARPGROUPS, 2, c.out_rows, c.out_columns),
+            out_dtype,
+            transforms=transforms(c.out_columns, out_size),
         ),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages),
@@ -146,7 +152,9 @@ def multiply(
                 plgpu.barrier_arrive(free.at[lax.rem((i + 1) * steps - 1, config.stages)])
                 return acc_ref[...]
 
-            acc = pl.run_scoped(sum_up, plgpu.WGMMAAccumulatorRef((config.tile_m, config.warpgroup_n), jnp.float32))
+            acc = pl.run_scoped(
+                sum_up, plgpu.WGMMAAccumulatorRef((config.tile_m, config.warpgroup_n), jnp.float32)
+            )
             do.before_store(i, tile)
             pieces = config.pieces()
             for count, (row, column) in enumerate(pieces):
@@ -183,7 +191,9 @@ def matmul(
     config = config or TileConfig()
     (m, k), (k2, n) = a_MK.shape, b_KN.shape
     if k != k2 or a_MK.dtype != b_KN.dtype:
-        raise UserError(f"a is {a_MK.dtype}[{m}, {k}] and b {b_KN.dtype}[{k2}, {n}]: they do not multiply here.")
+        raise UserError(
+            f"a is {a_MK.dtype}[{m}, {k}] and b {b_KN.dtype}[{k2}, {n}]: they do not multiply here."
+        )
     if reason := does_not_fit(m, n, k, str(a_MK.dtype), config):
         raise UserError(f"mosaic_gpu matmul: {reason}. Choose other tiles, or kernels.<op>=xla.")
     tiles_m, tiles_n = m // config.tile_m, n // config.tile_n
@@ -199,7 +209,9 @@ def matmul(
         do = TileSteps(
             tile=lambda i: plgpu.planar_snake(block + i * blocks, (tiles_m, tiles_n), 0, config.group),
             load=load,
-            store=lambda at, piece, smem: plgpu.copy_smem_to_gmem(smem, out_ref.at[piece_of(at, piece, config)]),
+            store=lambda at, piece, smem: plgpu.copy_smem_to_gmem(
+                smem, out_ref.at[piece_of(at, piece, config)]
+            ),
         )
         share = lax.div(tiles_m * tiles_n - block + blocks - 1, blocks)
         pl.run_scoped(

@@ -1,7 +1,7 @@
 """Lowers a schedule to JAX: each send becomes a `ppermute`, each computation a call of the caller's function.
 
-All ranks run one traced program, rank 0's; the rows of a piece, which differ between ranks, are computed from the rank.
-Waits and barriers become data dependences, so XLA may keep permutes in flight while it multiplies.
+All ranks run one traced program, rank 0's; the rows of a piece, which differ between ranks, are computed from
+the rank. Waits and barriers become data dependences, so XLA may keep permutes in flight while it multiplies.
 """
 
 from collections import deque
@@ -21,11 +21,12 @@ def gather[C](
     visit: Callable[[C, Int[Array, ""], Array], C],
     carry: C,
 ) -> C:
-    """Calls `visit` with every piece of x on every rank, the rank's own first; inside `shard_map` over `axis_name`.
+    """Calls `visit` with every piece of x on every rank, the rank's own first; inside `shard_map` over
+    `axis_name`.
 
-    Ring swizzles become a loop, whose body holds one permute per ring and the matmuls of the pieces that arrived
-    before, so the two overlap. With the loop unrolled, XLA:TPU was seen to send the first half of all pieces at once
-    and to wait for them.
+    Ring swizzles become a loop, whose body holds one permute per ring and the matmuls of the pieces that
+    arrived before, so the two overlap. With the loop unrolled, XLA:TPU was seen to send the first half of all
+    pieces at once and to wait for them.
 
     Args:
       shard: this rank's rows, [B, rows of a shard, K].
@@ -73,7 +74,9 @@ def _around[C](
 
 
 def _neighbours(schedule: Schedule) -> list[int]:
-    """Distance to the neighbour to which a ring swizzle sends each piece of a shard, the same for every owner."""
+    """Distance to the neighbour to which a ring swizzle sends each piece of a shard, the same for every
+    owner.
+    """
     found = {i.piece % schedule.pieces_per_rank: i.peer for i in schedule.programs[0] if isinstance(i, Send)}
     return [found[index] for index in range(schedule.pieces_per_rank)]
 
@@ -95,8 +98,8 @@ def reduce(
 
     Args:
       compute: number of a piece -> this rank's summand.
-      wire_dtype: dtype of partial sums while they are sent; they are added in the dtype that `compute` returns. Around
-        a ring it is the dtype of the results too.
+      wire_dtype: dtype of partial sums while they are sent; they are added in the dtype that `compute`
+        returns. Around a ring it is the dtype of the results too.
     """
     rank = jax.lax.axis_index(axis_name)
     if schedule.swizzle in ("ring", "bidirectional") and schedule.num_ranks > 1:
@@ -122,7 +125,9 @@ def _reduce_around(
     compute: Callable[[Int[Array, ""]], Float[Array, "B _ N"]],
     wire_dtype: jax.typing.DTypeLike,
 ) -> list[Array]:
-    """Reduction around rings: a piece starts at its owner's neighbour, and each rank adds its summand on the way."""
+    """Reduction around rings: a piece starts at its owner's neighbour, and each rank adds its summand on the
+    way.
+    """
     n, each, peers = schedule.num_ranks, schedule.pieces_per_rank, _neighbours(schedule)
     rank = jax.lax.axis_index(axis_name)
 
@@ -131,17 +136,22 @@ def _reduce_around(
 
     def one(turn: Int[Array, ""], sums: list[Array]) -> list[Array]:
         arrived = [_passed_on(s, axis_name, n, peer) for s, peer in zip(sums, peers, strict=True)]
-        # Without the barrier XLA:TPU fuses the matmul with the sum after it, and waits for the permute before it
-        # multiplies.
+        # Without the barrier XLA:TPU fuses the matmul with the sum after it, and waits for the permute before
+        # it multiplies.
         own, arrived = jax.lax.optimization_barrier((computed(turn), arrived))
         return [(a + b.astype(a.dtype)).astype(wire_dtype) for a, b in zip(own, arrived, strict=True)]
 
-    # The loop carries sums as they travel: carried wider, each turn would write them, read them and round them.
+    # The loop carries sums as they travel: carried wider, each turn would write them, read them and round
+    # them.
     return jax.lax.fori_loop(1, n, one, [s.astype(wire_dtype) for s in computed(0)])
 
 
-def _permute(schedule: Schedule, step: int, axis_name: str, value: Array, arriving: dict[Place, deque[Array]]) -> None:
-    """Sends of all ranks at this step as one permute; queues the result under the place where rank 0 receives it."""
+def _permute(
+    schedule: Schedule, step: int, axis_name: str, value: Array, arriving: dict[Place, deque[Array]]
+) -> None:
+    """Sends of all ranks at this step as one permute; queues the result under the place where rank 0 receives
+    it.
+    """
     same = [program[step] for program in schedule.programs]
     pairs = [(sender, send.peer) for sender, send in enumerate(same) if isinstance(send, Send)]
     target = next(send.target for send in same if isinstance(send, Send) and send.peer == 0)
@@ -168,13 +178,17 @@ def piece_of(numbers: Sequence[int], schedule: Schedule, rank: Int[Array, ""]) -
 
 
 def by_rank(numbers: Sequence[int], rank: Int[Array, ""]) -> Int[Array, ""]:
-    """Entry for this rank of `numbers`, one per rank, by arithmetic alone: a kernel has no table for a look-up."""
+    """Entry for this rank of `numbers`, one per rank, by arithmetic alone: a kernel has no table for a
+    look-up.
+    """
     n = len(numbers)
     if all(number == (numbers[0] + r) % n for r, number in enumerate(numbers)):
         return (rank + numbers[0]) % n
     if n == 1:
         return jnp.int32(numbers[0])
-    return jnp.where(rank < n // 2, by_rank(numbers[: n // 2], rank), by_rank(numbers[n // 2 :], rank - n // 2))
+    return jnp.where(
+        rank < n // 2, by_rank(numbers[: n // 2], rank), by_rank(numbers[n // 2 :], rank - n // 2)
+    )
 
 
 def rows_of(x_BRK: Float[Array, "B _ K"], number: Int[Array, ""], each: int) -> Float[Array, "B _ K"]:

@@ -5,8 +5,8 @@
 | all_gather_matmul | matmul_reduce_scatter of dy and the transposed kernel | x is gathered again, piece by piece |
 | matmul_reduce_scatter | all_gather_matmul of dy and the transposed kernel | from the pieces of dy as they arrive |
 
-A layer therefore keeps its shard of x for the backward pass, never the gathered x. Sums over ranks and over pieces are
-float32, rounded to x's dtype only to be sent; gradients of kernels are rounded once.
+A layer therefore keeps its shard of x for the backward pass, never the gathered x. Sums over ranks and over
+pieces are float32, rounded to x's dtype only to be sent; gradients of kernels are rounded once.
 """
 
 import functools
@@ -50,12 +50,16 @@ def _dot(x_BRK: Array, kernel: Array, kernel_dim: int, dtype: jax.typing.DTypeLi
 
 def _kernel_part(x_BRK: Array, dy_BRN: Array) -> Float[Array, "K N"]:
     """Contribution of these rows to a kernel's gradient."""
-    return jax.lax.dot_general(x_BRK, dy_BRN, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(
+        x_BRK, dy_BRN, (((0, 1), (0, 1)), ((), ())), preferred_element_type=jnp.float32
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def all_gather_matmul(x_BRK: Float[Array, "B _ K"], kernels: KernelTuple, plan: OverlapPlan) -> KernelTuple:
-    """`gathered x @ kernel` for each kernel [K, N]: [B, ranks * R, N] each; x is gathered along its rows, once."""
+    """`gathered x @ kernel` for each kernel [K, N]: [B, ranks * R, N] each; x is gathered along its rows,
+    once.
+    """
 
     def visit(outputs: KernelTuple, number: Array, rows: Array) -> KernelTuple:
         return tuple(put(y, number, _dot(rows, k, 0, y.dtype)) for y, k in zip(outputs, kernels, strict=True))
@@ -71,20 +75,26 @@ def _gather_forward(
     return all_gather_matmul(x_BRK, kernels, plan), (x_BRK, kernels)
 
 
-def gather_backward(plan: OverlapPlan, saved: tuple[Array, KernelTuple], dys: KernelTuple) -> tuple[Array, KernelTuple]:
+def gather_backward(
+    plan: OverlapPlan, saved: tuple[Array, KernelTuple], dys: KernelTuple
+) -> tuple[Array, KernelTuple]:
     """Gradients of `all_gather_matmul` with respect to its saved arguments."""
     x_BRK, kernels = saved
     schedule = plan.schedule("all_gather_matmul")
     each = schedule.piece_rows(dys[0].shape[1])
 
     def kernel_parts(totals: KernelTuple, number: Array, rows: Array) -> KernelTuple:
-        return tuple(t + _kernel_part(rows, rows_of(dy, number, each)) for t, dy in zip(totals, dys, strict=True))
+        return tuple(
+            t + _kernel_part(rows, rows_of(dy, number, each)) for t, dy in zip(totals, dys, strict=True)
+        )
 
     zeros = tuple(jnp.zeros(kernel.shape, jnp.float32) for kernel in kernels)
     totals = gather(schedule, plan.axis_name, x_BRK, kernel_parts, zeros)
 
     def rows(number: Array) -> Array:
-        products = [_dot(rows_of(dy, number, each), k, 1, jnp.float32) for dy, k in zip(dys, kernels, strict=True)]
+        products = [
+            _dot(rows_of(dy, number, each), k, 1, jnp.float32) for dy, k in zip(dys, kernels, strict=True)
+        ]
         return functools.reduce(jnp.add, products)
 
     dx_BRK = reduce_scattered(plan, rows, x_BRK.dtype)
@@ -94,7 +104,9 @@ def gather_backward(plan: OverlapPlan, saved: tuple[Array, KernelTuple], dys: Ke
 all_gather_matmul.defvjp(_gather_forward, gather_backward)
 
 
-def reduce_scattered(plan: OverlapPlan, rows: Callable[[Array], Array], dtype: jnp.dtype) -> Float[Array, "B _ _"]:
+def reduce_scattered(
+    plan: OverlapPlan, rows: Callable[[Array], Array], dtype: jnp.dtype
+) -> Float[Array, "B _ _"]:
     """This rank's rows, summed over ranks.
 
     Args:
@@ -106,7 +118,9 @@ def reduce_scattered(plan: OverlapPlan, rows: Callable[[Array], Array], dtype: j
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def matmul_reduce_scatter(x_BRK: Float[Array, "B _ K"], kernel_KN: Float[Array, "K N"], plan: OverlapPlan) -> Array:
+def matmul_reduce_scatter(
+    x_BRK: Float[Array, "B _ K"], kernel_KN: Float[Array, "K N"], plan: OverlapPlan
+) -> Array:
     """This rank's rows of `x @ kernel` summed over ranks, [B, R / ranks, N]."""
     each = plan.schedule("matmul_reduce_scatter").piece_rows(x_BRK.shape[1])
 

@@ -30,7 +30,9 @@ def execute(
     """
     n = schedule.num_ranks
     if len(x) != n or len(kernel) != n:
-        raise UserError(f"{schedule.op}: {len(x)} x and {len(kernel)} kernels for {n} ranks. Give each rank one.")
+        raise UserError(
+            f"{schedule.op}: {len(x)} x and {len(kernel)} kernels for {n} ranks. Give each rank one."
+        )
     gathers = schedule.op == "all_gather_matmul"
     num_rows = x[0].shape[0] * (n if gathers else 1)
     schedule.piece_rows(num_rows)

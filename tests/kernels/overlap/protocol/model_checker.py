@@ -1,7 +1,8 @@
 """Model checker: verifies a schedule in every order of events that hardware may choose, for a few ranks.
 
-Values are symbols: the piece, and the ranks whose partial sums are in it. Among orders that differ only in events that
-commute, one is checked (`partial_order.py`); checking all of them takes millions of states even for a few ranks.
+Values are symbols: the piece, and the ranks whose partial sums are in it. Among orders that differ only in
+events that commute, one is checked (`partial_order.py`); checking all of them takes millions of states even
+for a few ranks.
 """
 
 import dataclasses
@@ -14,7 +15,9 @@ from tests.kernels.overlap.protocol.simulator import Algebra, Event, Fault, Prot
 
 
 class Symbol(NamedTuple):
-    """Symbolic rows of a piece: rows of x if `ranks` is empty, else rows of the output summed over those ranks."""
+    """Symbolic rows of a piece: rows of x if `ranks` is empty, else rows of the output summed over those
+    ranks.
+    """
 
     piece: int
     ranks: frozenset[int]
@@ -77,8 +80,8 @@ def check(schedule: Schedule, *, reduced: bool = True, max_states: int = 1_000_0
             return Broken(error.fault, str(error), tuple(lines))
         if len(came_from) > max_states:
             raise UserError(
-                f"{schedule.op}, {schedule.swizzle}, {schedule.num_ranks} ranks: more than {max_states} states. Check "
-                "fewer ranks or parts, or raise max_states."
+                f"{schedule.op}, {schedule.swizzle}, {schedule.num_ranks} ranks: more than {max_states} "
+                "states. Check fewer ranks or parts, or raise max_states."
             )
     return Checked(len(came_from))
 

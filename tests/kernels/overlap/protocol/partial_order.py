@@ -1,9 +1,10 @@
 """Partial-order reduction: finds events that the model checker needs to try in one order only.
 
-An event commutes if nothing that could still happen without it touches the same places. Every order of events is then
-equivalent to one in which that event comes next (a persistent set of one event; doi:10.1007/3-540-60761-7, chapter 4).
-To find everything that could happen without the event, the schedule's control flow (signals and counters) runs with the
-event held back. Each signal is taken by one rank in the order of its program, so no choice on the way excludes another.
+An event commutes if nothing that could still happen without it touches the same places. Every order of events
+is then equivalent to one in which that event comes next (a persistent set of one event;
+doi:10.1007/3-540-60761-7, chapter 4). To find everything that could happen without the event, the schedule's
+control flow (signals and counters) runs with the event held back. Each signal is taken by one rank in the
+order of its program, so no choice on the way excludes another.
 """
 
 from typing import Any, NamedTuple
@@ -127,7 +128,9 @@ class _Run:
             return False
         if counter >= 0:
             instruction = self._programs[rank][counter]
-            if isinstance(instruction, Barrier) and any(self._counters[peer] < 0 for peer in instruction.peers):
+            if isinstance(instruction, Barrier) and any(
+                self._counters[peer] < 0 for peer in instruction.peers
+            ):
                 return False
             if isinstance(instruction, Wait):
                 index = self._simulator.signal(rank, instruction.place, instruction.until, instruction.peer)

@@ -1,7 +1,9 @@
-"""Simulator of a schedule: executes its instructions one event at a time, in any order that hardware may choose.
+"""Simulator of a schedule: executes its instructions one event at a time, in any order that hardware may
+choose.
 
-Ranks run in parallel. A copy has two events of its own: its source is read, then it lands; both happen at any time
-after the `Send`. The caller chooses the type of values: arrays for the executor, symbols for the model checker.
+Ranks run in parallel. A copy has two events of its own: its source is read, then it lands; both happen at any
+time after the `Send`. The caller chooses the type of values: arrays for the executor, symbols for the model
+checker.
 """
 
 import dataclasses
@@ -44,7 +46,8 @@ class Algebra[V]:
     """Operations on values.
 
     shard: (rank, piece) -> rows of x that the rank has from the start.
-    compute: (rank, piece, rows of x that arrived, or None where the rank's own x has them) -> rows of the output.
+    compute: (rank, piece, rows of x that arrived, or None where the rank's own x has them) -> rows of the
+      output.
     add: sum of two partial sums.
     """
 
@@ -61,7 +64,8 @@ class State(NamedTuple):
     """State of all ranks; hashable if values are.
 
     counters: index of each rank's next instruction; -1 before the rank has entered.
-    memory: value in each place of each rank, and the value that each copy in flight has read; None where empty.
+    memory: value in each place of each rank, and the value that each copy in flight has read; None where
+      empty.
     signals: signals that were given and not yet taken.
     flights: numbers of the copies in flight.
     """
@@ -93,7 +97,9 @@ class Simulator[V]:
         self._num_ranks = schedule.num_ranks
         self.sends: list[tuple[int, Send]] = []
         self.send_number: dict[tuple[int, int], int] = {}  # (rank, counter) -> number of the copy
-        self._cell: dict[tuple[int, Place] | int, int] = {}  # a place, or the number of a copy -> index in memory
+        self._cell: dict[
+            tuple[int, Place] | int, int
+        ] = {}  # a place, or the number of a copy -> index in memory
         self._signal: dict[_Signal, int] = {}
         for rank, program in enumerate(self._programs):
             for counter, instruction in enumerate(program):
@@ -146,7 +152,9 @@ class Simulator[V]:
             return False
         for (rank, place, until, peer), index in self._signal.items():
             if state.signals[index]:
-                raise ProtocolError(Fault.LOST_SIGNAL, f"rank {rank} never took `{until}` of {_name(place)}, {peer=}")
+                raise ProtocolError(
+                    Fault.LOST_SIGNAL, f"rank {rank} never took `{until}` of {_name(place)}, {peer=}"
+                )
         return True
 
     def events(self, state: State) -> list[Event]:
@@ -197,7 +205,9 @@ class Simulator[V]:
 
     def _may_run(self, state: State, rank: int, instruction: ScheduleInstruction) -> bool:
         if isinstance(instruction, Wait):
-            return state.signals[self.signal(rank, instruction.place, instruction.until, instruction.peer)] > 0
+            return (
+                state.signals[self.signal(rank, instruction.place, instruction.until, instruction.peer)] > 0
+            )
         if isinstance(instruction, Barrier):
             return all(state.counters[peer] >= 0 for peer in instruction.peers)
         return True
@@ -210,7 +220,9 @@ class Simulator[V]:
             return state._replace(flights=state.flights | {self.send_number[rank, counter]})
         if isinstance(instruction, Compute):
             x = self._read(state, rank, Place("shard", instruction.piece)) if self._gathers else None
-            return self._write(state, rank, instruction.into, self._algebra.compute(rank, instruction.piece, x))
+            return self._write(
+                state, rank, instruction.into, self._algebra.compute(rank, instruction.piece, x)
+            )
         if isinstance(instruction, Reduce):
             arrived = self._read(state, rank, instruction.slot)
             total = self._algebra.add(self._read(state, rank, instruction.into), arrived)
