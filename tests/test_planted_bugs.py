@@ -76,7 +76,7 @@ BUGS = {
     ),
     "stages: what a worker computes without a microbatch goes into a slot": Bug(
         "jtrain/step/pipeline_chunks.py",
-        "one = jnp.where(present, one, _take(all_, slot, place))",
+        "leaf = jnp.where(present, leaf, _take(slots, slot, index))",
         "pass",
         "tests/pipeline/test_executor.py::test_what_workers_compute_without_a_microbatch_is_not_kept",
     ),
@@ -113,8 +113,8 @@ BUGS = {
     ),
     "offload: noise of a layer's first slice for all of its slices": Bug(
         "jtrain/step/optimizer_update.py",
-        "first = (start[stacked] + part * grad.shape[0], *start[stacked + 1 :])",
-        "first = (start[stacked], *start[stacked + 1 :])",
+        "first = (start[is_stacked] + part * grad.shape[0], *start[is_stacked + 1 :])",
+        "first = (start[is_stacked], *start[is_stacked + 1 :])",
         "tests/step/test_host_offload.py::test_every_form_of_state_streams",
     ),
     # Noise that two arrays share.
@@ -181,14 +181,14 @@ BUGS = {
     # An option or an axis that is forgotten in one combination.
     "8 bits: largest values not shared over context": Bug(
         "jtrain/step/train_step.py",
-        'shared = tuple(axis for axis in axes if axis != "stage")',
-        'shared = tuple(axis for axis in axes if axis not in ("stage", "context"))',
+        'amax_axes = tuple(axis for axis in axes if axis != "stage")',
+        'amax_axes = tuple(axis for axis in axes if axis not in ("stage", "context"))',
         IN_8_BITS,
     ),
     "8 bits: largest values of the last microbatch alone": Bug(
         "jtrain/step/train_step.py",
-        "jax.tree.map(jnp.maximum, carry[1], seen)",
-        "jax.tree.map(lambda _, new: new, carry[1], seen)",
+        "jax.tree.map(jnp.maximum, carry[1], amax)",
+        "jax.tree.map(lambda _, new: new, carry[1], amax)",
         IN_8_BITS,
     ),
     "tokens of a batch not counted over context": Bug(
@@ -206,21 +206,22 @@ BUGS = {
     # A rejected step that leaves traces.
     "8 bits: histories advance in a rejected step": Bug(
         "jtrain/step/train_step.py",
-        "lambda new, old: jnp.where(scalars.applied, new, old), advanced(",
-        "lambda new, old: new, advanced(",
+        "lambda new, old: jnp.where(scalars.applied, new, old),",
+        "lambda new, old: new,",
         IN_8_BITS,
     ),
     "the host's cores apply a rejected update": Bug(
         "jtrain/step/optimizer_update.py",
-        'optimizer.update_param(scalars, p.info, grad, state["param"], of_leaf)',
+        'optimizer.update_param(scalars, p.info, grad, state["param"], new_state)',
         'optimizer.update_param(scalars.__class__(**vars(scalars) | {"applied": scalars.step >= 0}), '
-        'p.info, grad, state["param"], of_leaf)',
+        'p.info, grad, state["param"], new_state)',
         HOSTS_CORES,
     ),
     "moments advance in a rejected step": Bug(
         "jtrain/optim/optimizer.py",
-        "new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), "
-        "(param, leaf))",
+        "new_param, new = jax.tree.map(\n"
+        "            lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf)\n"
+        "        )",
         "new_param = jnp.where(update.applied, new_param, param)",
         LAYOUT,
     ),
