@@ -61,10 +61,10 @@ def check_host_memory(kinds: set[str], platform: str, name: str) -> None:
       UserError: the device has no `pinned_host` memory; lists the memories that it has.
     """
     if "pinned_host" not in kinds and not (platform == "gpu" and not kinds):
-        there = ", ".join(sorted(kinds)) or "none"
+        memories = ", ".join(sorted(kinds)) or "none"
         raise UserError(
-            f"layout.offload: {name} ({platform}) has no memory `pinned_host` to offload to; it has {there}. "
-            "Set layout.offload.optimizer, .params, .activations and .gradients to `none`."
+            f"layout.offload: {name} ({platform}) has no memory `pinned_host` to offload to; it has "
+            f"{memories}. Set layout.offload.optimizer, .params, .activations and .gradients to `none`."
         )
 
 
@@ -84,11 +84,11 @@ def on_host_cores[R](fn: Callable[..., R], *args: Any) -> R:
 
     XLA's host programs do not alias buffers: `args` and the result are all in host memory at the same time.
     """
-    there = jax.tree.map(
-        lambda x: x if jax.typeof(x).memory_space is jax.memory.Space.Host else to_host(x), args
+    host_args = jax.tree.map(
+        lambda arg: arg if jax.typeof(arg).memory_space is jax.memory.Space.Host else to_host(arg), args
     )
-    on_cores: Any = compute_on(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
-    return on_cores(*there)
+    host_fn: Any = compute_on(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return host_fn(*host_args)
 
 
 class Slices:
@@ -102,12 +102,15 @@ class Slices:
         self.stacked = stacked
         lengths = [x.shape[stacked] for x in arrays.values()]
         layer_elements = max(math.prod(x.shape[stacked:]) for x in arrays.values())
-        ways = [n for n in range(1, math.gcd(*lengths) + 1) if math.gcd(*lengths) % n == 0]
-        self.parts = next((n for n in ways if layer_elements <= n * SLICE_ELEMENTS), ways[-1])
+        divisors = [n for n in range(1, math.gcd(*lengths) + 1) if math.gcd(*lengths) % n == 0]
+        # The fewest parts whose slices fit; if even the most parts do not, the slices are larger than the
+        # bound.
+        self.parts = next((n for n in divisors if layer_elements <= n * SLICE_ELEMENTS), divisors[-1])
         self.count = self.parts * (next(iter(arrays.values())).shape[0] if stacked else 1)
 
     def place(self, index: SliceIndex) -> tuple[SliceIndex, SliceIndex]:
         """Returns the layer of a slice and its part within the layer."""
+        # No division in the program where the index is the layer itself.
         if self.parts == 1:
             return index, 0
         return index // self.parts, index % self.parts
@@ -153,6 +156,7 @@ class StreamedParam:
             name: self.arrays[name].size * self.arrays[name].dtype.itemsize for name in sorted(self.on_host)
         }
         for name, size in sorted(bytes_of.items(), key=lambda item: -item[1]):
+            # Largest first into the smaller half: with Adam's two moments, one in each.
             smaller = int(sizes[1] < sizes[0])
             groups[smaller].append(name)
             sizes[smaller] += size
@@ -164,6 +168,7 @@ class StreamedParam:
 
     def written(self, state: Arrays, half: int, new: Arrays, index: SliceIndex) -> Arrays:
         """Writes a new slice of one half of the host arrays back; returns the new `state`."""
+        # Arrays that are only read, as the gradient, have no new slice.
         names = [name for name in self.halves[half] if name in new]
         return state | {name: self.slices.put(state[name], to_host(new[name]), index) for name in names}
 
@@ -171,12 +176,14 @@ class StreamedParam:
         """Updates one slice; returns `state` with new device arrays, and the new slices of the host
         arrays.
         """
-        here = [name for name in self.arrays if name not in self.on_host]
-        pieces = {name: self.slices.take(state[name], index) for name in here}
+        device_names = [name for name in self.arrays if name not in self.on_host]
+        pieces = {name: self.slices.take(state[name], index) for name in device_names}
         # A pass of its own: XLA:TPU would count what is not finite from the old parameters once more, and
         # copy all of them first, because they are updated in place.
         new = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
-        state = state | {name: self.slices.put(state[name], new[name], index) for name in here if name in new}
+        state = state | {
+            name: self.slices.put(state[name], new[name], index) for name in device_names if name in new
+        }
         return state, {name: new[name] for name in self.on_host if name in new}
 
     def advanced(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
@@ -204,8 +211,8 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
       after: norm, at least 0, that must be computed before the first fetch, so that no slice waits in device
         memory.
     """
-    done: list[Arrays] = []
-    before: tuple[StreamedParam, Arrays] | None = None
+    updated: list[Arrays] = []
+    previous: tuple[StreamedParam, Arrays] | None = None
     new: Any = after
     # Zero, as a norm is not negative. Compilers fetch across barriers, but not before they know which slice
     # to fetch.
@@ -215,26 +222,27 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
         state = leaf.arrays | on_host
         # Fetch the first slices while the last ones of the previous leaf are written, as within a leaf.
         fetched = leaf.fetched(state, 0, first)
-        if before is not None:
-            old, rest = before
-            rest, fetched = jax.lax.optimization_barrier(
-                (old.written(rest, 1, new, old.slices.count - 1), fetched)
+        if previous is not None:
+            old, old_state = previous
+            old_state, fetched = jax.lax.optimization_barrier(
+                (old.written(old_state, 1, new, old.slices.count - 1), fetched)
             )
-            done.append(old.written(rest, 0, new, old.slices.count - 1))
+            updated.append(old.written(old_state, 0, new, old.slices.count - 1))
         fetched |= leaf.fetched(state, 1, first)
         # Fetch before the loop writes the same array, as in `advanced`: `first` is a number only when the
         # program runs.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
         state, new = leaf.computed(state, fetched, 0)
+        # Only the first leaf must wait for the norm; later ones follow the leaf before them.
         first = 0
         if leaf.slices.count > 1:
             state, new = jax.lax.fori_loop(0, leaf.slices.count - 1, leaf.advanced, (state, new))
-        before = leaf, state
-    if before is not None:
-        old, state = before
+        previous = leaf, state
+    if previous is not None:
+        old, state = previous
         state = old.written(state, 1, new, old.slices.count - 1)
-        done.append(old.written(state, 0, new, old.slices.count - 1))
-    return done
+        updated.append(old.written(state, 0, new, old.slices.count - 1))
+    return updated
 
 
 def global_start(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[SliceIndex, ...]:

@@ -49,7 +49,10 @@ class Ends:
         with jax.named_scope("embed"):
             dx_BLD = jax.lax.psum(self._only_of(self.embed_worker, dx_BLD), "stage")
         # Every stage adds its rows to the sum, so each row's gradient is that of the sum.
-        _, vjp = jax.vjp(lambda t: self.model.embed(self._weights(t), token_BL, self.placement), trained)
+        # Embedding is linear in the table, so its forward pass here is unused and XLA drops it.
+        _, vjp = jax.vjp(
+            lambda weights: self.model.embed(self._weights(weights), token_BL, self.placement), trained
+        )
         return vjp(dx_BLD)[0]
 
     def loss(
@@ -71,6 +74,8 @@ class Ends:
         Returns:
           The gradient of y is the same on every stage.
         """
+        # Each stage takes 1 / stages of the tokens through the norm; the op itself gathers them for every
+        # part of V.
         own_TD, own_target_T = self._own_tokens(y_BLD), self._targets_by_owner(target_BL, y_BLD)
 
         def objective(trained: Params, x_TD: Array) -> tuple[Array, Array]:
@@ -80,6 +85,7 @@ class Ends:
             return total * unit, nats * unit
 
         differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        # The head keeps nothing from tick to tick: its gradients are taken in the tick of its loss.
         (_, nats), (grads, dx_TD) = differentiate(trained, own_TD)
         return nats, grads, self._of_all_owners(dx_TD, y_BLD)
 
@@ -103,6 +109,7 @@ class Ends:
         """This stage's part of the tokens of `head_worker`."""
         y_TD = _padded(y_BLD.reshape(-1, y_BLD.shape[-1]), self.placement.stage)
         with jax.named_scope("loss"):
+            # A sum of one stage's values and zeros: a scatter from `head_worker` that SPMD can express.
             return jax.lax.psum_scatter(self._only_of(self.head_worker, y_TD), "stage", tiled=True)
 
     def _of_all_owners(self, x_TD: Shaped[Array, "T D"], like_BLD: Array) -> Shaped[Array, "B _ D"]:
@@ -115,12 +122,16 @@ class Ends:
     def _targets_by_owner(self, target_BL: Int[Array, "B L"], like_BLD: Any) -> Int[Array, " T"]:
         """Targets of all tokens, by the device along (stage, tensor) that has the token."""
         tensor, stage, rows = self.placement.tensor, self.placement.stage, target_BL.shape[0]
+        # Tokens lie [tensor][stage] after the sequence split, but the op numbers devices (stage, tensor).
         by_tensor = target_BL.reshape(rows, tensor, like_BLD.shape[1]).swapaxes(0, 1).reshape(tensor, -1)
+        # Padded tokens have no target and add no loss.
         padded = jnp.stack([_padded(target_T, stage, IGNORE) for target_T in by_tensor])
         return padded.reshape(tensor, stage, -1).swapaxes(0, 1).reshape(-1)
 
 
 def _padded(x: Shaped[Array, "T ..."], stage: int, fill: int = 0) -> Shaped[Array, "_ ..."]:
     """Tokens with as many more as make them split evenly over stages."""
-    missing = -x.shape[0] % stage
-    return jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill) if missing else x
+    num_padding = -x.shape[0] % stage
+    return (
+        jnp.pad(x, ((0, num_padding), *((0, 0),) * (x.ndim - 1)), constant_values=fill) if num_padding else x
+    )

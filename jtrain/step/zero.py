@@ -51,6 +51,7 @@ def placement_of(layout: Layout) -> Placement:
             if gathers_in_8_bits(layout) and _splits_data(layout, layouts[path]):
                 with jax.named_scope(path.replace(".", "/")):
                     return _gather_in_8_bits(layout, layouts[path], tree)
+            # Otherwise the matmul rounds the weight after it is gathered.
             return dataclasses.replace(tree, value=fetch(path, tree.value))
         # Profiles use these names to tell which weight of which layer a collective moves.
         with jax.named_scope(path.replace(".", "/")):
@@ -80,6 +81,7 @@ def along_torus(layout: Layout, mesh: Mesh) -> Layout:
     one torus dimension at a time it does not, and the total bytes equal those of one collective over all
     chips.
     """
+    # One line of devices along the axes of ZeRO stands for all: the others lie parallel to it.
     line = mesh.devices[tuple(slice(None) if axis in ZERO_AXES else 0 for axis in mesh.axis_names)].ravel()
     if line[0].platform != "tpu" or layout.rings:
         return layout
@@ -87,29 +89,37 @@ def along_torus(layout: Layout, mesh: Mesh) -> Layout:
     return dataclasses.replace(layout, rings=rings) if len(rings) > 1 else layout
 
 
-def torus_rings(place_NK: np.ndarray) -> tuple[int, ...]:
+def torus_rings(coordinates_NK: np.ndarray) -> tuple[int, ...]:
     """Returns the length of each torus dimension that N devices in a row run through, the slowest first.
 
     Args:
-      place_NK: K coordinates of each device.
+      coordinates_NK: K coordinates of each device.
 
     Returns:
       Lengths whose product is N; (N,) if the devices do not run through a torus in order.
+
+    Example: devices at (0,0), (1,0), (0,1), (1,1), (0,2), (1,2) give (3, 2): their second coordinate is the
+    slower one and takes 3 values.
     """
-    num, dims = place_NK.shape
-    steps = {
-        k: int(np.argmax(place_NK[:, k] != place_NK[0, k])) for k in range(dims) if np.ptp(place_NK[:, k])
+    num_devices, num_coordinates = coordinates_NK.shape
+    first_changes = {
+        dim: int(np.argmax(coordinates_NK[:, dim] != coordinates_NK[0, dim]))
+        for dim in range(num_coordinates)
+        if np.ptp(coordinates_NK[:, dim])
     }
-    order = sorted(
-        steps, key=lambda k: -steps[k]
-    )  # the slower a dimension, the later its coordinate first changes
-    rings = tuple(len(np.unique(place_NK[:, k])) for k in order)
-    if math.prod(rings) != num:
-        return (num,)
-    for index, k in enumerate(order):
-        place = np.moveaxis(place_NK[:, k].reshape(rings), index, 0).reshape(rings[index], -1)
-        if np.ptp(place, axis=1).any():
-            return (num,)
+    # The slower a dimension, the later its coordinate first changes.
+    slowest_first = sorted(first_changes, key=lambda dim: -first_changes[dim])
+    rings = tuple(len(np.unique(coordinates_NK[:, dim])) for dim in slowest_first)
+    # A torus in order has every combination of coordinates once.
+    if math.prod(rings) != num_devices:
+        return (num_devices,)
+    for index, dim in enumerate(slowest_first):
+        ring_coordinates = np.moveaxis(coordinates_NK[:, dim].reshape(rings), index, 0).reshape(
+            rings[index], -1
+        )
+        # Along ring `index` all devices of one position must share that coordinate.
+        if np.ptp(ring_coordinates, axis=1).any():
+            return (num_devices,)
     return rings
 
 
@@ -130,6 +140,7 @@ def own_heads(layout: Layout, params: Params) -> Params:
             # One copy of a head for each device that computes it.
             value = jnp.repeat(value, p.shared_by, axis=heads)
             value = jax.lax.all_to_all(value, "tensor", split_axis=heads, concat_axis=width, tiled=True)
+            # Stage 3 gathers D over ZeRO's axes later, layer by layer.
             if layout.spec.zero_stage in (1, 2) and _splits_data(layout, p):
                 value = gather_shards(layout, value, width)
             return value
@@ -144,6 +155,7 @@ def _sum_shared(p: ParamLayout, grad: Array) -> Array:
     heads, width = p.info.dims.index("K"), p.info.dims.index("D")
     parts = jax.lax.all_to_all(grad, "tensor", split_axis=width, concat_axis=heads, tiled=True)
     shape = parts.shape
+    # The all-to-all left one copy of each head per device that computed it, side by side.
     parts = parts.reshape(*shape[:heads], -1, p.shared_by, *shape[heads + 1 :])
     return jnp.sum(parts, axis=heads + 1, dtype=jnp.float32)
 
@@ -176,6 +188,7 @@ def trained_part(layout: Layout, params: Params) -> Params:
         if layout.spec.zero_stage == 2 and _splits_data(layout, p):
             assert p.zero_dim is not None
             shape[p.zero_dim] //= layout.mesh.zero_shards
+        # The value is never read: JAX differentiates by it, and the forward pass reads the real parameter.
         return jnp.zeros(shape, value.dtype)
 
     return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
@@ -217,6 +230,7 @@ def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
 
     Layers then gather nothing, and their gradients are whole until `scattered_once`.
     """
+    # Stage 1 has whole weights and whole gradients in the layers, which is the state between the two calls.
     spec = dataclasses.replace(layout.spec, zero_stage=1)
 
     def leaf(p: ParamLayout, value: Array) -> Array:
@@ -226,8 +240,8 @@ def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
         with jax.named_scope(p.info.path.replace(".", "/")):
             return gather_shards(layout, value.astype(layout.precision.compute_dtype), p.zero_dim)
 
-    whole = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
-    return dataclasses.replace(layout, spec=spec), whole
+    full_params = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
+    return dataclasses.replace(layout, spec=spec), full_params
 
 
 def scattered_once(layout: Layout, grads: Params) -> Params:
@@ -270,6 +284,7 @@ def _attached(leaf: Array | Detached) -> Array:
         del trained
         return value
 
+    # None for `value`: a parameter in host memory gets no gradient there.
     value_of.defvjp(lambda trained, value: (value, None), lambda _, grad: (grad, None))
     return value_of(leaf.trained, leaf.value)
 
@@ -288,41 +303,44 @@ def _gather_in_8_bits(layout: Layout, p: ParamLayout, kernel: ops.Fp8Kernel) -> 
     """Gathers the shards of a weight after rounding them; the backward pass reduce-scatters its gradient."""
     assert p.zero_dim is not None
     shard, dim = _attached(kernel.value), p.zero_dim - p.info.dims.startswith("Y")
-    whole = [
+    full_shape = [
         size * (layout.mesh.zero_shards if index == dim else 1) for index, size in enumerate(shard.shape)
     ]
     dtype = layout.precision.compute_dtype
-    in_8_bits, amax = ops.rounded_weight(jax.lax.stop_gradient(shard).astype(dtype), kernel.scale_3[1])
-    value = _scattering(layout, shard, dim, lambda _: jnp.zeros(whole, dtype))
-    return dataclasses.replace(kernel, value=value, rounded=(gather_shards(layout, in_8_bits, dim), amax))
+    # One scale for all shards, so rounding before the gather gives the bits of rounding after it.
+    fp8_shard, amax = ops.rounded_weight(jax.lax.stop_gradient(shard).astype(dtype), kernel.scale_3[1])
+    # Zeros that products do not read: they carry the gradient of the full weight back to the shard.
+    value = _scattering(layout, shard, dim, lambda _: jnp.zeros(full_shape, dtype))
+    return dataclasses.replace(kernel, value=value, rounded=(gather_shards(layout, fp8_shard, dim), amax))
 
 
-def _scattering(layout: Layout, shard: Array, dim: int, whole_of: Callable[[Array], Array]) -> Array:
-    """Returns `whole_of(shard)`; the backward pass reduce-scatters its gradient into the shard's."""
-    use = jax.custom_vjp(whole_of)
+def _scattering(layout: Layout, shard: Array, dim: int, forward_value: Callable[[Array], Array]) -> Array:
+    """Returns `forward_value(shard)`; the backward pass reduce-scatters its gradient into the shard's."""
+    use = jax.custom_vjp(forward_value)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
+        # Summed in the reduce dtype, then cast, because a cotangent must have its primal's dtype.
         return (scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(shard.dtype),)
 
     use.defvjp(lambda shard: (use(shard), None), backward)
     return use(shard)
 
 
-def _use_whole(layout: Layout, shard: Array, whole: Array, dim: int) -> Array:
-    """Returns `whole` in the compute dtype; the backward pass reduce-scatters its gradient into `shard`."""
+def _use_whole(layout: Layout, shard: Array, full_weight: Array, dim: int) -> Array:
+    """Returns the full weight in the compute dtype; its gradient is reduce-scattered into `shard`'s."""
 
     @jax.custom_vjp
-    def use(shard: Array, whole: Array) -> Array:
+    def use(shard: Array, full_weight: Array) -> Array:
         del shard
-        return whole.astype(layout.precision.compute_dtype)
+        return full_weight.astype(layout.precision.compute_dtype)
 
     def backward(_: None, grad: Array) -> tuple[Array, None]:
         return scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(
             shard.dtype
         ), None
 
-    use.defvjp(lambda shard, whole: (use(shard, whole), None), backward)
-    return use(shard, whole)
+    use.defvjp(lambda shard, full_weight: (use(shard, full_weight), None), backward)
+    return use(shard, full_weight)
 
 
 def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
@@ -332,6 +350,7 @@ def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
     all columns of its own tokens. The network carries B * L * D elements; gathering the table would take V *
     D. The gradient of the table is summed in float32 on the device that needs it.
     """
+    # 4 bytes per token, against D elements per token on the way back.
     token_BL = jax.lax.all_gather(token_BL, layout.mesh.zero_axes, axis=0, tiled=True)
     x_BLd = ops.embedding_lookup(table_Vd, token_BL).astype(layout.precision.compute_dtype)
     return jax.lax.all_to_all(x_BLd, layout.mesh.zero_axes, split_axis=0, concat_axis=2, tiled=True)
@@ -341,24 +360,24 @@ def gather_shards(layout: Layout, shard: Array, dim: int) -> Array:
     """Gathers the shards of all devices along `ZERO_AXES` along `dim`, in device order."""
     axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
     shard = jnp.moveaxis(shard, dim, lead)
-    for groups in reversed(
-        _ring_groups(layout.rings)
-    ):  # fastest dimension first: each step joins adjacent parts
+    # Fastest dimension first: each step joins adjacent parts.
+    for groups in reversed(_ring_groups(layout.rings)):
         shard = jax.lax.all_gather(shard, axes, axis=lead, tiled=True, axis_index_groups=groups)
     return jnp.moveaxis(shard, lead, dim)
 
 
-def scatter_shards(layout: Layout, whole: Array, dim: int) -> Array:
+def scatter_shards(layout: Layout, full_grad: Array, dim: int) -> Array:
     """Returns this device's shard of the sum over `ZERO_AXES`, in the input dtype; transpose of
     `gather_shards`.
     """
     axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
-    whole = jnp.moveaxis(whole, dim, lead)
+    full_grad = jnp.moveaxis(full_grad, dim, lead)
+    # Slowest dimension first, the reverse of `gather_shards`: its transpose.
     for groups in _ring_groups(layout.rings):
-        whole = jax.lax.psum_scatter(
-            whole, axes, scatter_dimension=lead, tiled=True, axis_index_groups=groups
+        full_grad = jax.lax.psum_scatter(
+            full_grad, axes, scatter_dimension=lead, tiled=True, axis_index_groups=groups
         )
-    return jnp.moveaxis(whole, lead, dim)
+    return jnp.moveaxis(full_grad, lead, dim)
 
 
 def _lead(layout: Layout, dim: int) -> int:
@@ -376,8 +395,8 @@ def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
     """
     if not rings:
         return [None]
-    place = np.arange(math.prod(rings)).reshape(rings)
-    return [np.moveaxis(place, k, -1).reshape(-1, size).tolist() for k, size in enumerate(rings)]
+    numbers = np.arange(math.prod(rings)).reshape(rings)
+    return [np.moveaxis(numbers, dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(rings)]
 
 
 def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
@@ -392,6 +411,7 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
         grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.zero_dim)
     if p.shared_by > 1:
         grad = _sum_shared(p, grad.astype(layout.precision.reduce_dtype))
+    # An axis that splits the gradient has been summed already, by a reduce-scatter or in the layer.
     axes = unsplit_axes(p.optimizer, layout.mesh.shape)
     if not axes:
         return grad
@@ -405,13 +425,15 @@ def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array
     dim = p.zero_dim
     assert dim is not None
 
-    def local(whole: Array) -> Array:
-        size = whole.shape[dim] // layout.mesh.zero_shards
+    def slice_shard(full_param: Array) -> Array:
+        size = full_param.shape[dim] // layout.mesh.zero_shards
         return jax.lax.dynamic_slice_in_dim(
-            whole, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim
+            full_param, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim
         )
 
-    return jax.shard_map(local, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(param)
+    return jax.shard_map(slice_shard, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(
+        param
+    )
 
 
 def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
@@ -426,11 +448,13 @@ def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard
     dim = p.zero_dim
     assert dim is not None
 
-    def local(shard: Array) -> Array:
+    def gather_param(shard: Array) -> Array:
         parts = gather_shards(layout, shard, 0).reshape(layout.mesh.zero_shards, *shard.shape)
         return jnp.moveaxis(parts, 0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
 
-    return jax.shard_map(local, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(shard)
+    return jax.shard_map(gather_param, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(
+        shard
+    )
 
 
 def psum_batch(layout: Layout, x: Array) -> Array:
