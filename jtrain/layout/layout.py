@@ -127,7 +127,7 @@ class Layout:
 
     rings: length of each torus dimension that the devices along `ZERO_AXES` run through, the slowest first;
       ZeRO's collectives go along one dimension after another. Empty for a single collective;
-      `step.zero.along_torus` sets it.
+      `step.torus_collectives.along_torus` sets it.
     context_order: assignment of a row's positions to devices along `context`
       (`jtrain.data.constructor.context_order`).
     precision: number formats, which decide the bytes of every array.

@@ -22,10 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
-from jtrain.model.forward_placement import Placement, by_rows
-from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
+from jtrain.model.forward_placement import by_rows
 from jtrain.model.param import Params
-from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.tick_grid import NONE
@@ -33,13 +31,12 @@ from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arri
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
+from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
 from jtrain.step.zero import (
     gathered_once,
     gathers_once,
-    placement_of,
     scattered_once,
     trained_part,
-    with_whole,
 )
 
 
@@ -63,13 +60,6 @@ class _Carry:
     layers: Gradients
     ends: Params
     nats: Any
-
-
-def pipeline_placement(layout: Layout) -> Placement:
-    """Placement of a pipelined model: layers keep named values and no weights, and stages share the
-    vocabulary.
-    """
-    return dataclasses.replace(placement_of(layout), stage=layout.mesh.stage, regather=True)
 
 
 def pipelined_gradients(
@@ -123,46 +113,6 @@ def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Ba
     chunks = chunks_of(model, layout, placement, params, trained, None, jnp.float32(0))
     worker = _Worker(model, layout, ticks, ends, chunks)
     return worker.evaluated({key: value for key, value in trained.items() if key != "layers"}, parts)
-
-
-def chunks_of(
-    model: Transformer,
-    layout: Layout,
-    placement: Placement,
-    params: Params,
-    trained: Params,
-    scaling: dict[str, Any] | None,
-    unit: Float[Array, ""],
-) -> StageChunks:
-    """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None."""
-    assert layout.pipeline is not None
-    pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
-    weights = with_whole(layout, trained, params)
-    if scaling is not None and layout.precision.matmul_dtype != "compute":
-        weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
-    # -1 in the order is an identity layer; row p has the places of worker p.
-    real_PY = (jnp.asarray(pipeline.order) >= 0).reshape(pipeline.stages, -1)
-    router = None
-    if model.moe is not None:
-        loss_weights_2 = (
-            jnp.stack([model.moe.balance_loss * unit, model.moe.router_z_loss * unit]) / model.num_layers
-        )
-        # Cotangents of each layer's losses: the coefficients, divided as `Transformer.loss` divides them.
-        router = RouterLosses(*loss_weights_2)
-    split_paths = frozenset[str]()
-    # Of the same matrices that could multiply in 8 bits: norm scales, routers and experts are not split.
-    if ticks_of(layout).schedule.splits_backward:
-        split_paths = frozenset(info.path.removeprefix("layers.") for info in fp8_weights(infos))
-    return StageChunks(
-        model.layer(placement),
-        placement.fetch,
-        weights["layers"],
-        split_paths,
-        pipeline.layers_per_chunk,
-        real_PY[jax.lax.axis_index("stage")],
-        router,
-        1 if model.scan_layers else pipeline.layers_per_chunk,
-    )
 
 
 @dataclasses.dataclass(frozen=True)

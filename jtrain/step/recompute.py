@@ -33,11 +33,11 @@ from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.checksums import sum_of_bits
 from jtrain.step.pipeline_ends import Ends
-from jtrain.step.pipelined import pipeline_placement
+from jtrain.step.pipeline_weights import pipeline_placement
+from jtrain.step.torus_collectives import along_torus
 from jtrain.step.train_step import BATCH_SPEC, microbatches
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
-    along_torus,
     own_heads,
     param_tree,
     placement_of,

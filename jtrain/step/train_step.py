@@ -41,9 +41,9 @@ from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
 from jtrain.step.state import TrainState, abstract_state, shardings_of
+from jtrain.step.torus_collectives import along_torus
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
-    along_torus,
     finish_gradient,
     own_heads,
     param_tree,

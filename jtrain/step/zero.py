@@ -1,30 +1,29 @@
 """ZeRO: gathers each weight for the matmul that uses it, and reduces and scatters its gradient.
 
 All collectives run inside the step's fully-manual `jax.shard_map`. Shards lie along `data` and `context`
-together (`jtrain.layout.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other.
-One rule finishes every gradient: it is summed over each axis that does not split its parameter.
+together (`jtrain.layout.mesh.ZERO_AXES`); `torus_collectives.py` gathers and scatters them. One rule finishes
+every gradient: it is summed over each axis that does not split its parameter.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from jtrain.layout.layout import Layout, ParamLayout
-from jtrain.layout.mesh import BATCH_AXES, ZERO_AXES, unsplit_axes
+from jtrain.layout.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Detached
 from jtrain.model.param import Params, map_params
 from jtrain.model.saved_activations import offloaded_names
 from jtrain.model.split_backward import SplitKernel
+from jtrain.step.torus_collectives import gather_shards, scatter_shards
 
 
 def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
@@ -72,55 +71,6 @@ def placement_of(layout: Layout) -> Placement:
         lookup=functools.partial(_lookup, layout) if layout.gathers_weights else None,
         on_torus=bool(layout.rings),
     )
-
-
-def along_torus(layout: Layout, mesh: Mesh) -> Layout:
-    """Returns the layout with ZeRO's collectives split by torus dimension, if the devices form a TPU torus.
-
-    XLA:TPU turns an all-gather or reduce-scatter over 128 chips into an all-reduce of twice the bytes. Along
-    one torus dimension at a time it does not, and the total bytes equal those of one collective over all
-    chips.
-    """
-    # One line of devices along the axes of ZeRO stands for all: the others lie parallel to it.
-    line = mesh.devices[tuple(slice(None) if axis in ZERO_AXES else 0 for axis in mesh.axis_names)].ravel()
-    if line[0].platform != "tpu" or layout.rings:
-        return layout
-    rings = torus_rings(np.array([(*device.coords, device.core_on_chip) for device in line]))
-    return dataclasses.replace(layout, rings=rings) if len(rings) > 1 else layout
-
-
-def torus_rings(coordinates_NK: np.ndarray) -> tuple[int, ...]:
-    """Returns the length of each torus dimension that N devices in a row run through, the slowest first.
-
-    Args:
-      coordinates_NK: K coordinates of each device.
-
-    Returns:
-      Lengths whose product is N; (N,) if the devices do not run through a torus in order.
-
-    Example: devices at (0,0), (1,0), (0,1), (1,1), (0,2), (1,2) give (3, 2): their second coordinate is the
-    slower one and takes 3 values.
-    """
-    num_devices, num_coordinates = coordinates_NK.shape
-    first_changes = {
-        dim: int(np.argmax(coordinates_NK[:, dim] != coordinates_NK[0, dim]))
-        for dim in range(num_coordinates)
-        if np.ptp(coordinates_NK[:, dim])
-    }
-    # The slower a dimension, the later its coordinate first changes.
-    slowest_first = sorted(first_changes, key=lambda dim: -first_changes[dim])
-    rings = tuple(len(np.unique(coordinates_NK[:, dim])) for dim in slowest_first)
-    # A torus in order has every combination of coordinates once.
-    if math.prod(rings) != num_devices:
-        return (num_devices,)
-    for index, dim in enumerate(slowest_first):
-        ring_coordinates = np.moveaxis(coordinates_NK[:, dim].reshape(rings), index, 0).reshape(
-            rings[index], -1
-        )
-        # Along ring `index` all devices of one position must share that coordinate.
-        if np.ptp(ring_coordinates, axis=1).any():
-            return (num_devices,)
-    return rings
 
 
 def own_heads(layout: Layout, params: Params) -> Params:
@@ -354,49 +304,6 @@ def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
     token_BL = jax.lax.all_gather(token_BL, layout.mesh.zero_axes, axis=0, tiled=True)
     x_BLd = ops.embedding_lookup(table_Vd, token_BL).astype(layout.precision.compute_dtype)
     return jax.lax.all_to_all(x_BLd, layout.mesh.zero_axes, split_axis=0, concat_axis=2, tiled=True)
-
-
-def gather_shards(layout: Layout, shard: Array, dim: int) -> Array:
-    """Gathers the shards of all devices along `ZERO_AXES` along `dim`, in device order."""
-    axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
-    shard = jnp.moveaxis(shard, dim, lead)
-    # Fastest dimension first: each step joins adjacent parts.
-    for groups in reversed(_ring_groups(layout.rings)):
-        shard = jax.lax.all_gather(shard, axes, axis=lead, tiled=True, axis_index_groups=groups)
-    return jnp.moveaxis(shard, lead, dim)
-
-
-def scatter_shards(layout: Layout, full_grad: Array, dim: int) -> Array:
-    """Returns this device's shard of the sum over `ZERO_AXES`, in the input dtype; transpose of
-    `gather_shards`.
-    """
-    axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
-    full_grad = jnp.moveaxis(full_grad, dim, lead)
-    # Slowest dimension first, the reverse of `gather_shards`: its transpose.
-    for groups in _ring_groups(layout.rings):
-        full_grad = jax.lax.psum_scatter(
-            full_grad, axes, scatter_dimension=lead, tiled=True, axis_index_groups=groups
-        )
-    return jnp.moveaxis(full_grad, lead, dim)
-
-
-def _lead(layout: Layout, dim: int) -> int:
-    """Returns the position of `dim` during a collective: in front on a TPU torus.
-
-    XLA:TPU gathers and scatters along the slowest dimension in memory. Asked for another, it keeps the shards
-    with that dimension last, where 32 elements take a tile's 128 lanes; and it copies what it has gathered.
-    """
-    return 0 if layout.rings else dim
-
-
-def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
-    """Returns for each torus dimension, slowest first, the groups of devices along ZERO_AXES that differ only
-    in it.
-    """
-    if not rings:
-        return [None]
-    numbers = np.arange(math.prod(rings)).reshape(rings)
-    return [np.moveaxis(numbers, dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(rings)]
 
 
 def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:

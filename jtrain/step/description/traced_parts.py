@@ -28,7 +28,7 @@ from jtrain.step.description.traced_work import Kind, TracedProduct, TracedWork,
 from jtrain.step.gradient_sums import GradientSums, no_sums, sums_gradients
 from jtrain.step.pipeline_chunks import ChunkPass
 from jtrain.step.pipeline_ends import Ends
-from jtrain.step.pipelined import chunks_of, pipeline_placement
+from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
 from jtrain.step.train_step import everywhere, finished, weights_of
 from jtrain.step.zero import (
     gathered_once,
