@@ -120,8 +120,8 @@ BUGS = {
     # Noise that two arrays share.
     "int8: second moments rounded with the noise of the first": Bug(
         "jtrain/optim/state.py",
-        'encode(value, split, signed=name == "mu", bits=noise.bits(name, value.shape))',
-        'encode(value, split, signed=name == "mu", bits=noise.bits("mu", value.shape))',
+        'encode(value, blocking, signed=name == "mu", bits=noise.bits(name, value.shape))',
+        'encode(value, blocking, signed=name == "mu", bits=noise.bits("mu", value.shape))',
         NOISE,
     ),
     "parameters rounded with the noise of their first moments": Bug(

@@ -29,7 +29,7 @@ from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.layout.precision import MatmulDtype, PrecisionSpec
 from jtrain.model import ops
 from jtrain.model.forward_placement import checkpointed
-from jtrain.model.fp8_scaling import advanced, first_scaling, unseen, with_fp8
+from jtrain.model.fp8_scaling import advance_scaling, amax_probes, first_scaling, with_fp8
 from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import init_params
 from jtrain.model.tensor_parallel import TensorAxis
@@ -135,9 +135,9 @@ def layers(
             return scan_layers(kept, x_BLD, params["layers"], shared, unroll=1)
 
         with kernels_for(layout, mesh):
-            y_BLD, backward = jax.vjp(forward, x_BLD, params, unseen(scaling))
+            y_BLD, backward = jax.vjp(forward, x_BLD, params, amax_probes(scaling))
             dx_BLD, gradients, seen = backward(dy_BLD)
-            return y_BLD, dx_BLD, gradients, advanced(scaling, seen)
+            return y_BLD, dx_BLD, gradients, advance_scaling(scaling, seen)
 
     def arrays() -> tuple[Any, ...]:
         x_BLD, dy_BLD = (

@@ -82,12 +82,12 @@ def first_scaling(infos: Sequence[ParamInfo], params: Params | None = None) -> T
     return map_params(first, fp8_weights(infos), *([] if params is None else [params]))
 
 
-def unseen(scaling: Tree) -> Tree:
+def amax_probes(scaling: Tree) -> Tree:
     """Zeros, [Y, 3] per weight, whose gradients are the largest absolute values that this step sees."""
     return jax.tree.map(lambda history_Y3S: jnp.zeros(history_Y3S.shape[:2], jnp.float32), scaling)
 
 
-def advanced(scaling: Tree, seen: Tree) -> Tree:
+def advance_scaling(scaling: Tree, seen: Tree) -> Tree:
     """The histories after a step that saw these largest values."""
     return jax.tree.map(ops.amax_pushed, scaling, seen)
 
@@ -101,7 +101,7 @@ def with_fp8(
       weights: stacked. A leaf may be a wrapper around an array: `fetch` later replaces the array and keeps
         the wrapper.
       scaling: amax histories; empty if every tensor is scaled by its own current largest value.
-      seen: from `unseen`; its gradients extend the histories.
+      seen: from `amax_probes`; its gradients extend the histories.
       unit: order of magnitude of the first step's gradients: 1 / tokens of the batch.
     """
     if not scaling:

@@ -38,8 +38,9 @@ class Cosine:
 
     def decay(self, step: Int[Array, ""], *, warmup: int, num_steps: int) -> Float[Array, ""]:
         """Fraction of the peak at `step`, without warm-up; all arguments in steps."""
-        done = jnp.clip((step - warmup) / max(num_steps - warmup, 1), 0.0, 1.0)
-        return self.final_fraction + (1.0 - self.final_fraction) * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+        # max(.., 1): a run that is all warm-up has no step to divide by.
+        progress = jnp.clip((step - warmup) / max(num_steps - warmup, 1), 0.0, 1.0)
+        return self.final_fraction + (1.0 - self.final_fraction) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,7 @@ class WarmupStableDecay:
         """Fraction of the peak at `step`, without warm-up; all arguments in steps."""
         del warmup
         steps = whole_steps(self.decay_steps, num_steps)
-        done = jnp.clip((step - (num_steps - steps)) / max(steps, 1), 0.0, 1.0)
-        gone = done if self.shape == "linear" else jnp.sqrt(done)
-        return 1.0 - (1.0 - self.final_fraction) * gone
+        # Negative before the decay starts; the clip makes that the plateau.
+        progress = jnp.clip((step - (num_steps - steps)) / max(steps, 1), 0.0, 1.0)
+        decayed = progress if self.shape == "linear" else jnp.sqrt(progress)
+        return 1.0 - (1.0 - self.final_fraction) * decayed

@@ -25,6 +25,7 @@ def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
             f"Muon cannot tell inputs from outputs of {info.path} with dimensions {info.dims}: the model's "
             "width D must come first (inputs) or last (outputs). Use optimizer=AdamW."
         )
+    # D first: the inputs are D and all else are outputs (q is DNH); otherwise D is the output (o is NHD).
     return (matrix[:1], matrix[1:]) if dims[matrix[0]] == "D" else (matrix[:-1], matrix[-1:])
 
 
@@ -41,7 +42,9 @@ def orthogonal_step(
         beta=spec.momentum,
         weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(inputs, outputs),
     )
+    # A scalar stands for the parameter: the moment and the count are replaced before use.
     initial: Any = muon.init(jnp.zeros(()))  # for the Newton-Schulz coefficients
     result: Any = muon.update(grad, initial._replace(count=step, mu=mu))
     direction, state = result
+    # An orthogonal m x n matrix has root mean square 1 / sqrt(max(m, n)).
     return spec.update_rms * math.sqrt(max(fan_in, fan_out)) * direction, state.mu

@@ -95,7 +95,7 @@ def first_guard() -> GuardState:
     return GuardState(jnp.full((2, WINDOW), jnp.nan, jnp.float32), zero, jnp.zeros(LEFT_OUT, jnp.int32), zero)
 
 
-def judged(
+def judge_update(
     guard: GuardState,
     step: Int[Array, ""],
     loss: Float[Array, ""],

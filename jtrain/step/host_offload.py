@@ -186,7 +186,7 @@ class StreamedParam:
         }
         return state, {name: new[name] for name in self.on_host if name in new}
 
-    def advanced(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+    def advance(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         """Computes the next slice, fetching it while the previous one is written; returns state and new
         slices.
         """
@@ -229,14 +229,14 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
             )
             updated.append(old.written(old_state, 0, new, old.slices.count - 1))
         fetched |= leaf.fetched(state, 1, first)
-        # Fetch before the loop writes the same array, as in `advanced`: `first` is a number only when the
+        # Fetch before the loop writes the same array, as in `advance`: `first` is a number only when the
         # program runs.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
         state, new = leaf.computed(state, fetched, 0)
         # Only the first leaf must wait for the norm; later ones follow the leaf before them.
         first = 0
         if leaf.slices.count > 1:
-            state, new = jax.lax.fori_loop(0, leaf.slices.count - 1, leaf.advanced, (state, new))
+            state, new = jax.lax.fori_loop(0, leaf.slices.count - 1, leaf.advance, (state, new))
         previous = leaf, state
     if previous is not None:
         old, state = previous

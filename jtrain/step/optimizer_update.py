@@ -30,7 +30,7 @@ from jtrain.step.host_offload import (
     to_device,
     to_host,
 )
-from jtrain.step.zero import own_shard, whole_again
+from jtrain.step.zero import gather_updated, own_shard
 
 _COUNT = "not_finite"
 """Array of a streamed parameter beside its own ones: NaN and infinite elements of each of its new slices."""
@@ -113,7 +113,7 @@ def make_update(
         for p in layout.params:
             path = p.info.path
             if not _streams(p, optimizer):
-                device_param = whole_again(layout, p, mesh, param[path])
+                device_param = gather_updated(layout, p, mesh, param[path])
                 param[path] = to_host(device_param) if p.param_memory == "pinned_host" else device_param
         return nested(optimizer.params, param), optimizer.state(leaves), counts
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from jtrain.layout.layout import Layout
 from jtrain.model.forward_placement import Placement
-from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
+from jtrain.model.fp8_scaling import amax_probes, fp8_weights, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
@@ -39,7 +39,7 @@ def chunks_of(
     pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
     weights = with_whole(layout, trained, params)
     if scaling is not None and layout.precision.matmul_dtype != "compute":
-        weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
+        weights = with_fp8(weights, infos, scaling, amax_probes(scaling), unit)
     # -1 in the order is an identity layer; row p has the places of worker p.
     real_PY = (jnp.asarray(pipeline.order) >= 0).reshape(pipeline.stages, -1)
     router = None

@@ -26,7 +26,7 @@ from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import AXES
 from jtrain.model import ops
-from jtrain.model.fp8_scaling import unseen, with_fp8
+from jtrain.model.fp8_scaling import amax_probes, with_fp8
 from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
@@ -176,7 +176,7 @@ def _local_signature(
     def objective(probes: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
         weights = {**forward_weights, "layers": jax.tree.map(_Probed, probes, forward_weights["layers"])}
         if layout.precision.matmul_dtype != "compute":
-            weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
+            weights = with_fp8(weights, infos, scaling, amax_probes(scaling), unit)
         probed = dataclasses.replace(placement, fetch=fetch)
         if layout.pipeline is not None:
             # Workers that embed and that have the head; the others' parts of both are masked inside `Ends`.

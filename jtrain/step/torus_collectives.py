@@ -1,4 +1,4 @@
-"""Gathers and scatters shards along `ZERO_AXES`, one torus dimension after another where the devices form a torus.
+"""Collectives over shards along `ZERO_AXES`, one torus dimension after another where devices form a torus.
 
 `gather_shards` and `scatter_shards` are transposes of each other, and run inside the step's `jax.shard_map`.
 """

@@ -29,14 +29,14 @@ from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.offload_spec import OFFLOADABLE
-from jtrain.model.fp8_scaling import advanced, check_matmul_dtype, unseen, with_fp8
+from jtrain.model.fp8_scaling import advance_scaling, amax_probes, check_matmul_dtype, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
 from jtrain.step.gradient_sums import GradientSums, no_sums, streamed_norm, sums_gradients
-from jtrain.step.guard import GuardState, judged, not_finite
+from jtrain.step.guard import GuardState, judge_update, not_finite
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
@@ -73,8 +73,8 @@ def make_train_step(
 
     Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss),
     grad_norm (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
-    `guard.judged`, and by_device: [devices, 2] f32, in the order of the mesh, each device's share of the loss
-    before any sum, and the NaN and infinite elements of its shard of the new state.
+    `guard.judge_update`, and by_device: [devices, 2] f32, in the order of the mesh, each device's share of
+    the loss before any sum, and the NaN and infinite elements of its shard of the new state.
 
     Args:
       sigmas: `GuardSpec.sigmas`.
@@ -111,13 +111,13 @@ def make_train_step(
             with jax.named_scope("optimizer"):
                 # First of all: the sums must be of the state as it came, and the update waits for them.
                 state, grads, sums_before = (
-                    state_sums.given(state, grads) if state_sums else (state, grads, None)
+                    state_sums.sum_before_update(state, grads) if state_sums else (state, grads, None)
                 )
                 # The norm needs every gradient, so it precedes the update of the first parameter.
                 scalars = optimizer.begin(grads, state.step, norm=streamed_norm(layout, mesh, grads))
                 with jax.named_scope("guard"):
                     assert isinstance(state.guard, GuardState)
-                    guard, guard_metrics = judged(
+                    guard, guard_metrics = judge_update(
                         state.guard, state.step, metrics["loss_nats"], scalars.grad_norm, sigmas=sigmas
                     )
                 # Each leaf selects its old or new value inside its own update: a select out here would hold
@@ -128,14 +128,14 @@ def make_train_step(
                 # steps.
                 scaling = jax.tree.map(
                     lambda new, old: jnp.where(scalars.applied, new, old),
-                    advanced(state.scaling, amax),
+                    advance_scaling(state.scaling, amax),
                     state.scaling,
                 )
                 with jax.named_scope("guard"):
                     # The histories are replicated but for `stage`, so every device counts them as part of its
                     # own state.
                     num_bad = num_bad + not_finite(scaling).astype(jnp.float32)
-                    guard_metrics["by_device"] = everywhere(mesh, jnp.stack([loss_share, num_bad], axis=1))
+                    guard_metrics["by_device"] = gather_rows(mesh, jnp.stack([loss_share, num_bad], axis=1))
                 # Skipped updates count as steps: batch k belongs to step k, whatever the guard decides.
                 new = TrainState(state.step + 1, params, opt_state, scaling, guard)
                 checksum_metrics = state_sums.metric(sums_before, new) if state_sums else {}
@@ -200,7 +200,7 @@ def make_eval_step(
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=options)
 
 
-def everywhere(mesh: Mesh | AbstractMesh, rows: Float[Array, "devices 2"]) -> Float[Array, "devices 2"]:
+def gather_rows(mesh: Mesh | AbstractMesh, rows: Float[Array, "devices 2"]) -> Float[Array, "devices 2"]:
     """Gives every device the row of each, in one all-gather of 8 bytes per device."""
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     if not axes:
@@ -256,7 +256,9 @@ def _local_gradients(
         part, index = part_and_index
         # Numbers the microbatches of the whole run: none shares its random bits of rounding with another.
         sums = GradientSums(layout, trained, step * spec.microbatches + index, index)
-        (_, loss), (grads, amax) = differentiate(sums.differentiated(carry[0]), unseen(scaling), part, sums)
+        (_, loss), (grads, amax) = differentiate(
+            sums.differentiated(carry[0]), amax_probes(scaling), part, sums
+        )
         return (sums.added(carry[0], grads), jax.tree.map(jnp.maximum, carry[1], amax), carry[2] + loss), None
 
     # `add_microbatch` reads `trained` when it is traced, which is below this line.
@@ -266,13 +268,13 @@ def _local_gradients(
         grads, amax, loss = pipelined_gradients(model, layout, params, scaling, parts, weight)
     # A single microbatch needs no float32 sums beside its gradients, 4 bytes per parameter.
     elif not sums_gradients(layout):
-        (_, loss), (grads, amax) = differentiate(trained, unseen(scaling), batch, None)
+        (_, loss), (grads, amax) = differentiate(trained, amax_probes(scaling), batch, None)
     else:
         parts = microbatches(layout, batch)
-        carry = (no_sums(layout, trained), unseen(scaling), jnp.zeros((), jnp.float32))
+        carry = (no_sums(layout, trained), amax_probes(scaling), jnp.zeros((), jnp.float32))
         (grads, amax, loss), _ = jax.lax.scan(add_microbatch, carry, (parts, jnp.arange(spec.microbatches)))
 
-    return finished(layout, grads, amax, loss, batch, num_tokens)
+    return reduce_step(layout, grads, amax, loss, batch, num_tokens)
 
 
 def weights_of(
@@ -296,7 +298,7 @@ def weights_of(
     return with_fp8(weights, tuple(p.info for p in layout.params), scaling, probes, unit)
 
 
-def finished(
+def reduce_step(
     layout: Layout, grads: Params, amax: Any, loss: Float[Array, ""], batch: Batch, num_tokens: Int[Array, ""]
 ) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
     """Sums over devices at the end of a step: gradients, largest values, loss and the hash of the batch.

@@ -343,7 +343,7 @@ def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array
     )
 
 
-def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
+def gather_updated(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
     """Gathers the parameter that `own_shard` sliced.
 
     Shards are gathered along a new leading dimension and then moved into place. With a gather directly into

@@ -21,7 +21,7 @@ from jtrain.step.guard import (
     GuardSpec,
     GuardState,
     first_guard,
-    judged,
+    judge_update,
     not_finite,
     not_finite_on_cpu,
 )
@@ -47,7 +47,7 @@ def scanned(guard: GuardState, first: Any, values: Any, sigmas: float | None) ->
 
     def one(carry: tuple[GuardState, Any], value_2: Any) -> Any:
         guard, step = carry
-        guard, found = judged(guard, step, value_2[0], value_2[1], sigmas=sigmas)
+        guard, found = judge_update(guard, step, value_2[0], value_2[1], sigmas=sigmas)
         return (guard, step + 1), (guard, found)
 
     return jax.lax.scan(one, (guard, first), values)[1]

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.layout.mesh import AXES, local_shape
-from jtrain.model.fp8_scaling import fp8_weights, history_shape, unseen
+from jtrain.model.fp8_scaling import amax_probes, fp8_weights, history_shape
 from jtrain.model.param import Params, map_params
 from jtrain.model.transformer import Transformer
 from jtrain.step.description.labelled_sizes import Labelled, LayoutClass, Monomial, labelled
@@ -29,8 +29,9 @@ from jtrain.step.gradient_sums import GradientSums, no_sums, sums_gradients
 from jtrain.step.pipeline_chunks import ChunkPass
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
-from jtrain.step.train_step import everywhere, finished, weights_of
+from jtrain.step.train_step import gather_rows, reduce_step, weights_of
 from jtrain.step.zero import (
+    gather_updated,
     gathered_once,
     gathers_once,
     own_heads,
@@ -39,7 +40,6 @@ from jtrain.step.zero import (
     psum_batch,
     scattered_once,
     trained_part,
-    whole_again,
     with_whole,
 )
 from jtrain_kernels import registry
@@ -251,7 +251,7 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
             x_BLD, losses = model.through_layers(weights["layers"], x_BLD, batch, placement_of(layout))
             return x_BLD, losses
 
-        (y_BLD, losses), vjp = jax.vjp(forward, differentiated, unseen(scaling), x_BLD)
+        (y_BLD, losses), vjp = jax.vjp(forward, differentiated, amax_probes(scaling), x_BLD)
         return y_BLD, vjp((dy_BLD, jax.tree.map(jnp.ones_like, losses)))
 
     def chunks(params: Params, scaling: Any, batch: Batch, x_BLD: Any, dy_BLD: Any) -> Any:
@@ -327,19 +327,19 @@ def _end(sizes: Labelled, mesh: AbstractMesh) -> Any:
                 found = gathered_once(layout, own)[1]
             grads = scattered_once(layout, grads)
         loss, num_tokens = jnp.float32(0), psum_batch(layout, jnp.sum(batch.target_BL))
-        return own, found, finished(layout, grads, seen, loss, batch, num_tokens)
+        return own, found, reduce_step(layout, grads, seen, loss, batch, num_tokens)
 
     def update(params: Params, rows: Any) -> Any:
         with jax.named_scope(UPDATE):
             again = jax.tree.map(
-                lambda p, x: whole_again(layout, p, mesh, x), param_tree(layout, lambda p: p), params
+                lambda p, x: gather_updated(layout, p, mesh, x), param_tree(layout, lambda p: p), params
             )
         with jax.named_scope(METRICS):
-            return again, everywhere(mesh, rows)
+            return again, gather_rows(mesh, rows)
 
     whole = gathers_once(layout)
     summed = _blocks(layout, lambda p: p.spec(zero_sharded=False) if whole else p.accumulator)
-    seen = jax.eval_shape(unseen, _scaling(layout))
+    seen = jax.eval_shape(amax_probes, _scaling(layout))
     params = param_tree(layout, lambda p: _array(p.info.shape, layout.precision.param_dtype))
     gradients = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
