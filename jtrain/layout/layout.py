@@ -30,7 +30,7 @@ from jtrain.layout.head_splits import check_context_heads, devices_per_key_head
 from jtrain.layout.layout_spec import LayoutSpec as LayoutSpec
 from jtrain.layout.layout_spec import check_batch as check_batch
 from jtrain.layout.mesh import ZERO_AXES, MeshSpec, local_shape, shard_size, unsplit_axes
-from jtrain.layout.offload_spec import OFFLOADABLE, largest_first, moved
+from jtrain.layout.offload_spec import OFFLOADABLE, check_not_empty, largest_first
 from jtrain.layout.offload_spec import OffloadSpec as OffloadSpec
 from jtrain.layout.precision import PrecisionSpec
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
@@ -103,6 +103,7 @@ class ParamLayout:
     def param(self) -> P:
         """Partition of the parameter between steps."""
         if self.shared_by > 1:
+            # Shared key heads lie split by D between steps, parameter and optimizer state alike.
             return self.optimizer
         return self.spec(zero_sharded=self.zero_stage >= 3)
 
@@ -110,6 +111,8 @@ class ParamLayout:
     def optimizer(self) -> P:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
         if self.shared_by > 1:
+            # `tensor` splits D and not K here: K is shorter than the axis, and whole heads would be stored
+            # twice.
             split = (*ZERO_AXES, "tensor") if self.zero_stage >= 1 else "tensor"
             of_letter = {"D": split, "Y": "stage" if self.staged else None}
             return P(*(of_letter.get(letter) for letter in self.info.dims))
@@ -200,16 +203,20 @@ class Layout:
           sizes: bytes of every optimizer array, by path of its parameter and name (`mu`, `nu`, ...).
         """
         total = sum(sizes.values())
+        # Norm scales stay: copying them costs more time than their memory is worth.
         matrices = {p.info.path for p in self.params if p.info.is_matrix}
         movable = {key: size for key, size in sizes.items() if key[0] in matrices}
         share = self.spec.offload.share("optimizer")
+        # A share of all state, although only matrices can move: 1.0 then moves all of them.
         budget = share * total
         if self.spec.offload.update == "device":
-            return moved("optimizer", share, total, largest_first(budget, movable), movable)
-        together: dict[str, int] = {}  # the host's cores update all state of a parameter or none
+            return check_not_empty("optimizer", share, total, largest_first(budget, movable), movable)
+        bytes_by_path: dict[str, int] = {}  # the host's cores update all state of a parameter or none
         for (path, _), size in movable.items():
-            together[path] = together.get(path, 0) + size
-        chosen = moved("optimizer", share, total, largest_first(budget, together), together)
+            bytes_by_path[path] = bytes_by_path.get(path, 0) + size
+        chosen = check_not_empty(
+            "optimizer", share, total, largest_first(budget, bytes_by_path), bytes_by_path
+        )
         return frozenset(key for key in movable if key[0] in chosen)
 
 
@@ -230,19 +237,21 @@ def make_layout(
         needs an axis that is 1; attention cannot be split over `context` so; more stages than layers; or a
         share is `as_needed`.
     """
-    placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
-    if placed is not None:
-        _check_stages(spec, placed, precision)
-        infos = tuple(info.placed(placed.order) for info in infos)
+    stage_layout = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
+    if stage_layout is not None:
+        _check_stages(spec, stage_layout, precision)
+        # From here on the stacks are in placed order, longer than the model where identity layers pad them.
+        infos = tuple(info.placed(stage_layout.order) for info in infos)
     shared_by = devices_per_key_head(mesh, infos)
     check_context_heads(mesh, infos, attention=spec.context_attention, order=context_order)
+    # Raises for `as_needed`: a plan must have chosen a share before anything is laid out.
     shares = {name: spec.offload.share(name) for name in OFFLOADABLE}
     # Shared kernels are exchanged once per step, all layers at once, so they stay on the device.
-    stays = "K" if shared_by > 1 else "-"
+    kept_letter = "K" if shared_by > 1 else "-"
     layers = [info for info in infos if info.is_matrix and info.is_stacked]
-    stacked = {info.path: info.size for info in layers if stays not in info.dims}
+    stacked = {info.path: info.size for info in layers if kept_letter not in info.dims}
     total = sum(stacked.values())
-    on_host = moved(
+    on_host = check_not_empty(
         "params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked
     )
     if mesh.expert != 1 and not any(info.is_experts for info in infos):
@@ -259,10 +268,11 @@ def make_layout(
     if spec.sequence_groups > 1:
         _check_groups(spec, mesh, infos, precision)
     layouts: list[ParamLayout] = []
-    split_over = {"D": mesh.zero_axes, "V": VOCABULARY_AXES if placed else ("tensor",)}
+    split_over = {"D": mesh.zero_axes, "V": VOCABULARY_AXES if stage_layout else ("tensor",)}
     for info in infos:
         dims: dict[str, int | None] = dict.fromkeys(("data", "tensor", "expert"))
-        shared = shared_by if "K" in info.dims else 1
+        # Only kernels of key and value heads are shared; query heads always split evenly.
+        devices_per_head = shared_by if "K" in info.dims else 1
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
@@ -270,19 +280,23 @@ def make_layout(
                     continue
                 if axis == "expert" and not info.is_experts:
                     continue  # a router scores all experts on every device
+                # K was checked by `devices_per_key_head`, which allows fewer heads than devices.
                 if letter != "K":
                     shard_size(FIELDS[letter], info.shape[index], mesh.shape, split_over.get(letter, (axis,)))
+                # Each axis splits one dimension of a parameter: no parameter has N and F, or D twice.
                 dims[axis] = index
-        if shared > 1:
+        if devices_per_head > 1:
             axes = (*mesh.zero_axes, "tensor") if spec.zero_stage else ("tensor",)
             shard_size(FIELDS["D"], info.shape[info.dims.index("D")], mesh.shape, axes)
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
-        split: Any = dict(expert_dim=dims["expert"], shared_by=shared, staged=placed is not None)
-        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **split))
+        placing: Any = dict(
+            expert_dim=dims["expert"], shared_by=devices_per_head, staged=stage_layout is not None
+        )
+        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **placing))
     if shares["gradients"] > 0:
         layouts = _with_gradients_on_host(spec, mesh, layouts)
-    more: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
-    return Layout(spec, mesh, tuple(layouts), pipeline=placed, pipeline_spec=pipeline, **more)
+    shared_fields: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
+    return Layout(spec, mesh, tuple(layouts), pipeline=stage_layout, pipeline_spec=pipeline, **shared_fields)
 
 
 def _with_gradients_on_host(
@@ -291,14 +305,17 @@ def _with_gradients_on_host(
     """Chooses the layers' gradients to keep in host memory, among those that need no sum over devices at the
     end.
     """
+    # Only gradients of stacked layers are summed layer by layer, and only those can stream.
     layers = [p for p in layouts if p.info.is_matrix and p.info.is_stacked]
-    ready = [
+    # Final once a layer is summed: nothing is left to reduce at the end of the step.
+    offloadable = [
         p
         for p in layers
         if p.accumulator == p.optimizer and p.shared_by == 1 and not unsplit_axes(p.optimizer, mesh.shape)
     ]
+    # The share counts all layers' gradients, also those that must stay on the device.
     share = spec.offload.share("gradients")
-    if not (ready and spec.sums_within_layers(mesh)):
+    if not (offloadable and spec.sums_within_layers(mesh)):
         raise UserError(
             f"layout.offload.gradients={share:g} with layout.zero_stage={spec.zero_stage}, "
             f"mesh.replica={mesh.replica} and mesh.data={mesh.data}: gradients of layers would be summed "
@@ -306,33 +323,33 @@ def _with_gradients_on_host(
             "mesh.replica=1, or layout.offload.gradients=none."
         )
     total = sum(p.info.size for p in layers)
-    sizes = {p.info.path: p.info.size for p in ready}
-    chosen = moved("gradients", share, total, largest_first(share * total, sizes), sizes)
+    sizes = {p.info.path: p.info.size for p in offloadable}
+    chosen = check_not_empty("gradients", share, total, largest_first(share * total, sizes), sizes)
     return [
         dataclasses.replace(p, gradient_memory="pinned_host") if p.info.path in chosen else p for p in layouts
     ]
 
 
-def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: PrecisionSpec) -> None:
+def _check_stages(spec: LayoutSpec, pipeline: PipelineLayout, precision: PrecisionSpec) -> None:
     """Refuses options that a pipelined step does not have."""
     offload = spec.offload
     if (dtype := precision.grad_accum_dtype) != "float32":
         raise UserError(
-            f"precision.grad_accum_dtype={dtype} with mesh.stage={placed.stages}: stages sum gradients in "
+            f"precision.grad_accum_dtype={dtype} with mesh.stage={pipeline.stages}: stages sum gradients in "
             "float32. Set precision.grad_accum_dtype=float32, or mesh.stage=1."
         )
     if offload.share("gradients") > 0:
         raise UserError(
-            f"layout.offload.gradients={offload.gradients} with mesh.stage={placed.stages}: stages sum "
+            f"layout.offload.gradients={offload.gradients} with mesh.stage={pipeline.stages}: stages sum "
             "gradients on the device. Set layout.offload.gradients=none, or mesh.stage=1."
         )
     if offload.share("activations") > 0:
         raise UserError(
-            f"layout.offload.activations={offload.activations} with mesh.stage={placed.stages}: what the "
+            f"layout.offload.activations={offload.activations} with mesh.stage={pipeline.stages}: what the "
             "layers of a stage keep does not stream through host memory. Set "
             "layout.offload.activations=none, or mesh.stage=1."
         )
-    if offload.share("params") > 0 and placed.spec.gather == "step":
+    if offload.share("params") > 0 and pipeline.spec.gather == "step":
         raise UserError(
             f"layout.offload.params={offload.params} with pipeline.gather=step: all weights of a stage would "
             "be on the device for the whole step. Set pipeline.gather=tick, or layout.offload.params=none."
@@ -341,6 +358,7 @@ def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: Precision
 
 def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> PipelineLayout:
     """Places the layers on stages; refuses a model without stacked layers."""
+    # One length: all stacked parameters belong to the same layers.
     stacks = {info.shape[0] for info in infos if info.is_stacked}
     if len(stacks) != 1:
         raise UserError(
@@ -356,13 +374,16 @@ def _check_groups(
     """Refuses groups of sequences where there is nothing to overlap, or where all sequences belong
     together.
     """
-    bits = precision.matmul_dtype
-    for other, found in (
+    dtype = precision.matmul_dtype
+    for conflict, applies in (
         (f"mesh.tensor={mesh.tensor}: there are no collectives over `tensor` to overlap", mesh.tensor == 1),
         ("layout.tensor_overlap=True: it overlaps the same collectives another way", spec.tensor_overlap),
-        (f"precision.matmul_dtype={bits}: 8-bit matmuls have one scale for all sequences", bits != "compute"),
+        (
+            f"precision.matmul_dtype={dtype}: 8-bit matmuls have one scale for all sequences",
+            dtype != "compute",
+        ),
         ("model.moe: a router balances all sequences together", any(info.is_experts for info in infos)),
     ):
-        if found:
+        if applies:
             groups = f"layout.sequence_groups={spec.sequence_groups}"
-            raise UserError(f"{groups} with {other}. Set layout.sequence_groups=1, or change the other.")
+            raise UserError(f"{groups} with {conflict}. Set layout.sequence_groups=1, or change the other.")

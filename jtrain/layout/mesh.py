@@ -43,13 +43,14 @@ class MeshSpec:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.settled(1).shape.items() if self.data == "auto" else self.shape.items():
+        # `auto` counts as 1 here: the other axes can be checked before the devices are known.
+        for axis, size in self.resolve_data(1).shape.items() if self.data == "auto" else self.shape.items():
             if size < 1:
                 raise UserError(
                     f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused."
                 )
 
-    def settled(self, data: int) -> "MeshSpec":
+    def resolve_data(self, data: int) -> "MeshSpec":
         """Returns the mesh with `data` devices along that axis if it is `auto`; else the mesh as it is."""
         return dataclasses.replace(self, data=data) if self.data == "auto" else self
 
@@ -109,6 +110,7 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
         grid = mesh_utils.create_device_mesh(shape, devices)
     else:
         grid = np.asarray(devices).reshape(shape)
+    # Auto axes: XLA partitions the optimizer's global arrays; everything else is manual.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -138,6 +140,7 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, in
     sizes = list(shape)
     for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
         if axes is not None:
+            # At least 1: with more devices than key heads each device computes one head.
             sizes[dim] = max(1, sizes[dim] // math.prod([mesh[axis] for axis in axis_names(axes)]))
     return tuple(sizes)
 
@@ -151,5 +154,6 @@ def unsplit_axes(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[str, ...
     """Returns the axes with several devices over which an array is replicated: its gradient is summed over
     each.
     """
+    # One entry of a partition may name several axes: D over (data, context).
     used = {name for axis in spec for name in axis_names(axis)}
     return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in used)
