@@ -45,6 +45,7 @@ def named_bytes(layout: Layout) -> dict[str, int]:
     wide = wide_per_token(layout)
     compute = itemsize(layout.precision.compute_dtype)
     query = size["N"] * size["H"] * compute
+    # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy.
     key = kv_heads_in_use(size["K"], layout.mesh.tensor) * size["H"] * compute
     return {
         LAYER_INPUT: size["D"] * compute,
@@ -64,6 +65,7 @@ def wide_per_token(layout: Layout) -> int:
     For a mixture of experts: its whole dispatch buffer, sized for the worst case, plus the shared experts.
     """
     wide = 0
+    # gate and up have the same width, so gate stands for both.
     for info in (p.info for p in layout.params if p.info.path.rpartition(".")[2] in ("gate_DF", "gate_XDF")):
         wide += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
     return wide
@@ -75,6 +77,7 @@ def rows_per_token(layout: Layout) -> int:
     """
     for info in (p.info for p in layout.params if p.info.is_experts):
         sizes = dict(num_experts=info.shape[info.dims.index("X")], expert=layout.mesh.expert)
+        # One token has top_k pairs; the buffer grows linearly with them.
         return buffer_rows(info.top_k, info.top_k, **sizes)
     return 0
 
@@ -91,6 +94,7 @@ def offloaded_names(layout: Layout) -> tuple[str, ...]:
     share = layout.spec.offload.share("activations")
     if share == 0:
         return ()
+    # The input is saved under every remat, so it is always a candidate.
     candidates = (LAYER_INPUT, *(kept_names(layout) or ()))
     sizes = {name: n for name, n in named_bytes(layout).items() if name in candidates}
     chosen = largest_first(share * sum(sizes.values()), sizes)

@@ -28,6 +28,7 @@ class TensorAxis:
         self, x_BLD: Float[Array, "B _ D"], *kernels: ops.Kernel | SplitKernel
     ) -> tuple[Array, ...]:
         """This device's columns of each product, [B, L, ...], from its positions of x."""
+        # One product for all kernels of one x: q, k and v share a single gather.
         return multiplied(self._in, x_BLD, kernels)
 
     def project_out(
@@ -46,11 +47,13 @@ class TensorAxis:
     def _out(self, y: Array, kernel: ops.Kernel) -> tuple[Array]:
         if self.overlap:
             return (ops.linear_reduce_scatter(y, kernel, axis_name="tensor", axis_size=self.size),)
+        # y is [B, L, ...]: all dimensions after the first two are contracted.
         return (scatter_sequence(ops.linear(y, kernel, num_in=y.ndim - 2), self.size),)
 
 
 def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "B L D"]:
     """All positions of a residual stream split by sequence over `tensor`."""
+    # Its transpose is the reduce-scatter below, so the backward pass needs no code of its own.
     return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True) if tensor > 1 else x_BLD
 
 
