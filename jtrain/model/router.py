@@ -105,8 +105,8 @@ def route(
     # int32, so that counts of long sequences are exact; they carry no gradient.
     chosen_BLSX = jax.nn.one_hot(expert_BLS, spec.num_experts, dtype=jnp.int32)
     chosen_BX = jnp.sum(jnp.where(valid_BL[..., None, None], chosen_BLSX, 0), axis=(1, 2))
+    # The fractions are of whole sequences, so every device needs the counts of the others' positions.
     if axes:
-        # The fractions are of whole sequences, so every device needs the counts of the others' positions.
         chosen_BX = jax.lax.psum(chosen_BX, axes)
     # At least 1: a sequence of padding alone has no tokens to divide by.
     tokens_B1 = jnp.maximum(jnp.sum(chosen_BX, axis=-1, keepdims=True) // spec.top_k, 1)

@@ -108,7 +108,7 @@ def token_nats_in_parts(
     Arguments are those of `loss_in_parts`.
     """
     shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
-    # With one shard the axis has size 1 or does not exist in this mesh.
+    # With one shard nothing is summed over an axis.
     split = axis if shards > 1 else None
     if num_parts(shard_dW.shape[1] * shards, shards) == 1:
         return ops.token_cross_entropy(
