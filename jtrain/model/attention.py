@@ -58,6 +58,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K H"]]:
         """Queries and keys, rotated to their positions, and values."""
         q_BLNH, k_BLKH, v_BLKH = tensor.project_in(x_BLD, self.q_DNH[...], self.k_DKH[...], self.v_DKH[...])
+        # Before the rotation: a norm over H commutes with it only without its scale.
         if self.qk_norm:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         return ops.rope(q_BLNH, cos_BLR, sin_BLR), ops.rope(k_BLKH, cos_BLR, sin_BLR), v_BLKH
@@ -75,6 +76,7 @@ class Attention(nnx.Module):
         that the `tensor` axis gathers.
         """
         q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR, tensor)
+        # Named after the rotation, so that a saved q or k is not rotated again.
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")
         v_BLKH = checkpoint_name(v_BLKH, "attention_v")

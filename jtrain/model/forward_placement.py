@@ -81,8 +81,8 @@ def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
     # With remat=none, a policy that refuses only the weights would still save values one step away from them
     # (results of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls
     # instead.
-    kept = SAVEABLE if placement.remat == "none" else placement.remat_save
-    policy = jax.checkpoint_policies.save_only_these_names(*kept, GROUP_ORDER, ops.AMAX)
+    saved_names = SAVEABLE if placement.remat == "none" else placement.remat_save
+    policy = jax.checkpoint_policies.save_only_these_names(*saved_names, GROUP_ORDER, ops.AMAX)
     # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes
     # remat.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)

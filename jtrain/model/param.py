@@ -56,14 +56,15 @@ def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
     infos: list[ParamInfo] = []
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         meta = variable.get_metadata()
-        shape, of = variable.get_value().shape, (meta[name] for name in ("dims", "init", "std", "top_k"))
-        infos.append(ParamInfo(".".join(map(str, path)), shape, *of))
+        shape, rules = variable.get_value().shape, (meta[name] for name in ("dims", "init", "std", "top_k"))
+        infos.append(ParamInfo(".".join(map(str, path)), shape, *rules))
+    # By path: the order in which modules are built must not order the state.
     return tuple(sorted(infos, key=lambda info: info.path))
 
 
 def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Mapping[str, Any]) -> Params:
     """Nested dict of `fn(info, leaf of each tree)` for every parameter."""
-    out: Params = {}
+    mapped: Params = {}
     for info in infos:
         *parents, name = info.path.split(".")
         leaves: list[Any] = []
@@ -72,11 +73,11 @@ def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Map
             for key in (*parents, name):
                 node = node[key]
             leaves.append(node)
-        branch = out
+        branch = mapped
         for key in parents:
             branch = branch.setdefault(key, {})
         branch[name] = fn(info, *leaves)
-    return out
+    return mapped
 
 
 def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Params:
@@ -121,6 +122,7 @@ def _draw_keys(info: ParamInfo, seed: int, *, layers: int | None) -> UInt32[np.n
     as long. In numpy, because jax's own function outside of a program has to be compiled as well, for half a
     second.
     """
+    # `jax.random.key(seed)` is the pair (0, seed) for seeds below 2^32.
     key = _fold_in(np.array([0, seed], np.uint32), zlib.crc32(info.path.encode()))
     if layers is not None:
         key = _fold_in(key, np.arange(layers))
@@ -136,9 +138,9 @@ def _fold_in(key: UInt32[np.ndarray, "*n 2"], data: Any) -> UInt32[np.ndarray, "
     with np.errstate(over="ignore"):  # sums are modulo 2^32
         x, y = first, np.asarray(data, np.uint32) + second
         for group in range(5):
-            for left in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
                 x = x + y
-                y = x ^ (y << np.uint32(left) | y >> np.uint32(32 - left))
+                y = x ^ (y << np.uint32(rotation) | y >> np.uint32(32 - rotation))
             x = x + words[(group + 1) % 3]
             y = y + words[(group + 2) % 3] + np.uint32(group + 1)
     return np.stack([x, y], axis=-1)
