@@ -30,6 +30,7 @@ class PipelineSpec:
 
     def __post_init__(self) -> None:
         name = self.schedule
+        # A path is told by its ending alone: the file is read when the layout is made.
         if name not in FAMILIES and not self.is_file:
             raise UserError(
                 f"pipeline.schedule={name!r} is not a schedule: {did_you_mean(name, FAMILIES)}there are "
@@ -40,12 +41,13 @@ class PipelineSpec:
                 f"pipeline.chunks={self.chunks} with pipeline.schedule=interleaved: it alternates between "
                 "the chunks of a worker, at least two. Set pipeline.chunks=2, or pipeline.schedule=1f1b."
             )
+        # Refused and not ignored: the number would change nothing.
         if name != "interleaved" and self.chunks != 1:
-            decides = (
+            reason = (
                 "the file says the number of chunks" if self.is_file else f"{name} always has {self._always}"
             )
             raise UserError(
-                f"pipeline.chunks={self.chunks} with pipeline.schedule={name}: {decides} per worker. Leave "
+                f"pipeline.chunks={self.chunks} with pipeline.schedule={name}: {reason} per worker. Leave "
                 "pipeline.chunks at 1, or set pipeline.schedule=interleaved."
             )
 
