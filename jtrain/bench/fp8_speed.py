@@ -28,7 +28,7 @@ from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.layout.precision import MatmulDtype, PrecisionSpec
 from jtrain.model import ops
-from jtrain.model.forward_placement import checkpointed
+from jtrain.model.forward_placement import checkpoint_layer
 from jtrain.model.fp8_scaling import advance_scaling, amax_probes, first_scaling, with_fp8
 from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import init_params
@@ -127,7 +127,7 @@ def layers(
     def step(x_BLD: Array, dy_BLD: Array, params: Any, scaling: Any) -> Any:
         position_BL = jnp.arange(length)[None]
         shared = (*model.rope.tables(position_BL, model.head_dim), jnp.ones_like(position_BL))
-        kept = checkpointed(layer, placement, scanned=True)
+        kept = checkpoint_layer(layer, placement, scanned=True)
 
         def forward(x_BLD: Array, params: Any, seen: Any) -> Array:
             if mode != "compute":

@@ -8,8 +8,8 @@ gradients from stage 2, parameters from stage 3. Norm scales are always replicat
 of a model, and gathering each would cost a collective.
 
 Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of
-its kernels is split over `tensor` instead of K, so that nothing is stored twice; `jtrain.step.zero.own_heads`
-gives each device the kernels of its head once per step.
+its kernels is split over `tensor` instead of K, so that nothing is stored twice;
+`jtrain.step.zero.exchange_heads` gives each device the kernels of its head once per step.
 
 Offloaded arrays are in `pinned_host` memory between uses. Only whole arrays are offloaded, so the state's
 tree and the checkpoints do not depend on it. Norm scales stay on the device: the copies would cost more than

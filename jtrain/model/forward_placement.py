@@ -72,7 +72,7 @@ def single_device(dtype: str) -> Placement:
     return Placement(fetch=lambda path, tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
 
 
-def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
+def checkpoint_layer(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
     """`layer` under `jax.checkpoint`, saving the activations that the placement names; `scan_layers` offloads
     them.
     """

@@ -108,18 +108,18 @@ def with_fp8(
     # Current scaling has no history and no probes: each matmul finds its own maxima.
     if not scaling:
         wrapped = map_params(lambda info, weight: ops.Fp8Kernel(weight), fp8_weights(infos), weights)
-        return _merged(weights, wrapped)
+        return _merge(weights, wrapped)
 
     def kernel(info: ParamInfo, weight: Any, history_Y3S: Array, probe_Y3: Array) -> ops.Fp8Kernel:
         # Scales are constants of a step, from the histories before it.
         return ops.Fp8Kernel(weight, jax.lax.stop_gradient(ops.amax_scales(history_Y3S, unit)), probe_Y3)
 
-    return _merged(weights, map_params(kernel, fp8_weights(infos), weights, scaling, probes))
+    return _merge(weights, map_params(kernel, fp8_weights(infos), weights, scaling, probes))
 
 
-def _merged(weights: Params, wrapped: Params) -> Params:
+def _merge(weights: Params, wrapped: Params) -> Params:
     """`weights` with the leaves of `wrapped` replacing their own."""
     merged = dict(weights)
     for key, value in wrapped.items():
-        merged[key] = _merged(weights[key], value) if isinstance(value, dict) else value
+        merged[key] = _merge(weights[key], value) if isinstance(value, dict) else value
     return merged

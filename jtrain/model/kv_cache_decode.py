@@ -28,7 +28,7 @@ DECODE_CHUNK = 16
 """Tokens generated per call. Text appears in chunks of this size, and an end token is seen up to this many
 late."""
 
-_AS_THEY_ARE = Placement(fetch=lambda path, tree: tree)
+_UNSHARDED = Placement(fetch=lambda path, tree: tree)
 
 
 @jax.tree_util.register_dataclass
@@ -140,7 +140,7 @@ def extend(
     # Logits of one position only: V floats instead of L * V.
     last_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, count - 1, 1, axis=1)
     norm = nnx.merge(nnx.split(model.final_norm)[0], params["final_norm"])
-    kernel_DV = model.unembed(params, _AS_THEY_ARE)
+    kernel_DV = model.unembed(params, _UNSHARDED)
     logits_BV = jnp.einsum("bd,dv->bv", norm(last_B1D)[:, 0], kernel_DV, preferred_element_type=jnp.float32)
     return logits_BV, KVCache(k_YBMKH, v_YBMKH, cache.length + count)
 

@@ -85,7 +85,7 @@ def scan_layers(
     """`x = layer(x, weights[y], shared)` for every y of the stacked weights, differentiable in x and weights.
 
     Args:
-      layer: must not save values derived from streamed weights: see `placement.checkpointed`.
+      layer: must not save values derived from streamed weights: see `placement.checkpoint_layer`.
       weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed, the gradient of a
         `Summed` is added to its sum.
       shared: values passed to every layer; not differentiated.
@@ -97,7 +97,7 @@ def scan_layers(
     streams = offload or any(map(_streams, leaves))
     if streams or any(isinstance(leaf, Summed) for leaf in leaves):
         check_scanned(unroll == 1 or not streams)
-        return _looped(layer, x, weights, shared, unroll=unroll, offload=offload)
+        return _streaming_loop(layer, x, weights, shared, unroll=unroll, offload=offload)
     return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x, weights, unroll=unroll)[0]
 
 
@@ -115,7 +115,7 @@ def check_scanned(scan_layers: bool) -> None:
         )
 
 
-def _looped(
+def _streaming_loop(
     layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int, offload: tuple[str, ...]
 ) -> LayerCarry:
     wrapped, tree = jax.tree.flatten(weights, is_leaf=_is_leaf)
@@ -155,7 +155,7 @@ def _looped(
             # Asked for before the layer computes, so that the copy runs beside it; the last layer fetches
             # itself.
             following = fetch(streamed, jnp.minimum(y + 1, num_layers - 1))
-            x, saved = compute(x, trained, _either(resident, current))
+            x, saved = compute(x, trained, _fill_missing(resident, current))
             return (x, following), saved
 
         return jax.lax.scan(body, (x, fetch(streamed, 0)), (steps, trained, resident), unroll=unroll)
@@ -249,10 +249,10 @@ def _looped(
             ) = carry, xs
             *previous, previous_sum = fetch((streamed, saved, streamed_sums), jnp.maximum(y - 1, 0))
             # None marks what went to host memory: its copy came back during the layer before.
-            layer_input, *vjp.opaque_residuals = _either(
+            layer_input, *vjp.opaque_residuals = _fill_missing(
                 [vjp.args_res[0], *vjp.opaque_residuals], current_saved
             )
-            vjp.args_res[:] = [layer_input, trained, _either(resident, current), shared]
+            vjp.args_res[:] = [layer_input, trained, _fill_missing(resident, current), shared]
             grad, trained_grad, _, _ = vjp(grad)
             if any(total is not None for total in streamed_sums):
                 # Fetch before writing the same array: XLA does not know that the layers differ, and would
@@ -266,7 +266,7 @@ def _looped(
             layer_sums = jax.tree.map(
                 lambda total: jax.lax.dynamic_index_in_dim(total, y, keepdims=False), resident_sums
             )
-            sums_and_grads = zip(wrapped, _either(layer_sums, current_sum), trained_grad, strict=True)
+            sums_and_grads = zip(wrapped, _fill_missing(layer_sums, current_sum), trained_grad, strict=True)
             added = [
                 leaf.add(total, g, y) if isinstance(leaf, Summed) else None
                 for leaf, total, g in sums_and_grads
@@ -329,7 +329,7 @@ def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
     return [names.get(var) for var in jaxpr.outvars]
 
 
-def _either(resident: list[Any], fetched: list[Any]) -> list[Any]:
+def _fill_missing(resident: list[Any], fetched: list[Any]) -> list[Any]:
     return [
         fetched_value if value is None else value
         for value, fetched_value in zip(resident, fetched, strict=True)

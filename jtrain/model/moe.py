@@ -88,7 +88,7 @@ class MoE(nnx.Module):
             wide_PF = self._wide(x_PDs[0], count_X, weights, expected_rows=x_PDs[0].shape[0])
             y_PDs = [weights[2].multiply(wide_PF, count_X)]
         else:
-            y_PDs = self._exchanged(x_PDs, orders, expert=expert)
+            y_PDs = self._exchange_and_multiply(x_PDs, orders, expert=expert)
         with jax.named_scope("combine"):
             parts = zip(y_PDs, jnp.split(weight_TS, pieces), orders, strict=True)
             y_BLD = jnp.concatenate([from_rows(*part) for part in parts]).reshape(*rows, width)
@@ -97,7 +97,9 @@ class MoE(nnx.Module):
                 y_BLD += self.shared(x_BLD)
         return y_BLD
 
-    def _exchanged(self, x_PDs: list[Array], orders: list[ExpertOrder], *, expert: int) -> list[Array]:
+    def _exchange_and_multiply(
+        self, x_PDs: list[Array], orders: list[ExpertOrder], *, expert: int
+    ) -> list[Array]:
         """Results of the experts for each piece of the tokens, with exchanges beside the matmuls of other
         pieces.
 

@@ -5,7 +5,7 @@ A zero-bubble pipeline fills its gaps with gradients of weights (arXiv:2401.1024
 only the input of its product and the gradient of its result. Where a weight is a `SplitKernel`, the backward
 pass computes the gradient of the input alone, and hands out those two arrays as the gradients of two
 arguments that the forward pass does not read (`Taps`). `jtrain.step.pipeline_chunks` later makes the weight's
-gradient of them: it differentiates `Site.again` by the kernels.
+gradient of them: it differentiates `Site.replay` by the kernels.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class Site:
         zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in (self.x, *self.results)]
         return Taps(zeros[0], tuple(zeros[1:]))
 
-    def again(self, taps: Taps, kernels: Sequence[Any]) -> tuple[Array, ...]:
+    def replay(self, taps: Taps, kernels: Sequence[Any]) -> tuple[Array, ...]:
         """The product from the gradients of its taps; only its derivative by the kernels is ever used."""
         return self.product(taps.x, *kernels)
 
@@ -83,7 +83,7 @@ _sites: contextvars.ContextVar[dict[str, Site] | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[dict[str, Site]]:
+def record_sites() -> Iterator[dict[str, Site]]:
     """Collects the products with `SplitKernel`s that are traced inside, by the path of their first kernel."""
     sites_by_path: dict[str, Site] = {}
     # A context variable: products are deep in the model, whose calls do not know about recording.
@@ -94,7 +94,7 @@ def recorded() -> Iterator[dict[str, Site]]:
         _sites.reset(token)
 
 
-def multiplied(product: Product, x: Float[Array, "..."], kernels: Sequence[ops.Kernel | SplitKernel]) -> Any:
+def multiply(product: Product, x: Float[Array, "..."], kernels: Sequence[ops.Kernel | SplitKernel]) -> Any:
     """`product(x, *kernels)`, with the backward pass that the kernels ask for; all are split or none is."""
     split_kernels = [kernel for kernel in kernels if isinstance(kernel, SplitKernel)]
     if not split_kernels:

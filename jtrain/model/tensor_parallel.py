@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jtrain.model import ops
-from jtrain.model.split_backward import SplitKernel, multiplied
+from jtrain.model.split_backward import SplitKernel, multiply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TensorAxis:
     ) -> tuple[Array, ...]:
         """This device's columns of each product, [B, L, ...], from its positions of x."""
         # One product for all kernels of one x: q, k and v share a single gather.
-        return multiplied(self._in, x_BLD, kernels)
+        return multiply(self._in, x_BLD, kernels)
 
     def project_out(
         self, y: Float[Array, "B L ..."], kernel: ops.Kernel | SplitKernel
@@ -37,7 +37,7 @@ class TensorAxis:
         """This device's positions of the product, summed over all devices' parts of the contracted
         dimensions.
         """
-        return multiplied(self._out, y, (kernel,))[0]
+        return multiply(self._out, y, (kernel,))[0]
 
     def _in(self, x_BLD: Array, *kernels: ops.Kernel) -> tuple[Array, ...]:
         if self.overlap:

@@ -20,7 +20,7 @@ from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import Attention, AttentionSizes
-from jtrain.model.forward_placement import Placement, by_rows, checkpointed, single_device
+from jtrain.model.forward_placement import Placement, by_rows, checkpoint_layer, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
@@ -254,7 +254,7 @@ class Transformer(nnx.Module):
             # Summed in the carry, so that a scan stacks nothing; None for a dense model adds to None.
             return x_BLD, jax.tree.map(jnp.add, losses_so_far, losses)
 
-        return checkpointed(layer, placement, scanned=self.scan_layers)
+        return checkpoint_layer(layer, placement, scanned=self.scan_layers)
 
     def normed(
         self, params: Params, x_BLD: Float[Array, "B _ D"], placement: Placement

@@ -26,10 +26,10 @@ from jtrain.optim.state import (
     blocks,
     by_muon,
     by_path,
-    load,
+    load_moment,
     nested,
     select_params,
-    stored,
+    store_moment,
 )
 
 
@@ -202,7 +202,9 @@ class Optimizer:
         # model.
         by_layer = by_muon(self.spec, info) or blocks(self.spec, info) is not None
         if layer is not None or not by_layer or not info.dims.startswith("Y"):
-            return self._updated(update, info, grad, param, leaf, Noise(info, update.step, layer, start))
+            return self._update_arrays(
+                update, info, grad, param, leaf, Noise(info, update.step, layer, start)
+            )
         # The stack's own start along Y is the number of its first layer in the whole parameter.
         first, *inner = start or (0,) * grad.ndim
 
@@ -212,7 +214,7 @@ class Optimizer:
             )
             # Reads come before writes: otherwise XLA copies the whole stack once per layer (seen on the CPU).
             layer_grad, layer_param, layer_state = jax.lax.optimization_barrier(layer_arrays)
-            new = self._updated(
+            new = self._update_arrays(
                 update,
                 info,
                 layer_grad,
@@ -255,18 +257,18 @@ class Optimizer:
             param[path], leaves[path] = self.update_param(update, info, grad[path], param[path], leaves[path])
         return nested(self.params, param), self.state(leaves), update.metrics
 
-    def _updated(
+    def _update_arrays(
         self, update: Update, info: ParamInfo, grad: Array, param: Array, leaf: ParamState, noise: Noise
     ) -> tuple[Array, ParamState]:
         spec = self.spec
-        mu = load(spec, info, leaf, "mu")
+        mu = load_moment(spec, info, leaf, "mu")
         clipped = _f32(grad) * update.grad_scale
         if by_muon(spec, info):
             assert isinstance(spec, Muon)
             direction, new_mu = orthogonal_step(spec, info, clipped, mu, update.step)
             moments = {"mu": new_mu}
         else:
-            nu = load(spec, info, leaf, "nu")
+            nu = load_moment(spec, info, leaf, "nu")
             # Moments average the gradient after clipping.
             moments = {"mu": _mean(clipped, mu, spec.b1), "nu": _mean(clipped**2, nu, spec.b2)}
             # Selected as they will be written: otherwise XLA:CPU computes them twice, from copies of the old
@@ -278,7 +280,7 @@ class Optimizer:
         new: ParamState = {}
         # Rounded only for storage: the direction above used the unrounded moments.
         for name, value in moments.items():
-            new |= stored(spec, info, name, value, noise)
+            new |= store_moment(spec, info, name, value, noise)
         # Master weights accumulate what bfloat16 would lose; the parameter is their rounded copy.
         p = _f32(leaf.get("master", param))
         # Norm scales are vectors and never decay.

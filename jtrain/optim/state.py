@@ -99,7 +99,7 @@ def state_bytes(spec: AdamW | Muon, info: ParamInfo, elements: int) -> int:
     return per_parameter * elements // info.size
 
 
-def load(spec: AdamW | Muon, info: ParamInfo, leaf: ParamState, name: str) -> Array:
+def load_moment(spec: AdamW | Muon, info: ParamInfo, leaf: ParamState, name: str) -> Array:
     """Reads a moment as f32."""
     blocking = blocks(spec, info)
     if blocking is None:
@@ -107,7 +107,7 @@ def load(spec: AdamW | Muon, info: ParamInfo, leaf: ParamState, name: str) -> Ar
     return decode(leaf[name], leaf[f"{name}_scale"], blocking)
 
 
-def stored(spec: AdamW | Muon, info: ParamInfo, name: str, value: Array, noise: Noise) -> ParamState:
+def store_moment(spec: AdamW | Muon, info: ParamInfo, name: str, value: Array, noise: Noise) -> ParamState:
     """Converts an f32 moment to the arrays that store it."""
     blocking = blocks(spec, info)
     if blocking is not None:

@@ -135,14 +135,14 @@ class PipelineSchedule:
     @functools.cached_property
     def activation_hops(self) -> tuple[StageHop, ...]:
         """Ways that activations take."""
-        return self._ways(self.activation_hop)
+        return self._used_hops(self.activation_hop)
 
     @functools.cached_property
     def cotangent_hops(self) -> tuple[StageHop, ...]:
         """Ways that cotangents take; none if there are forward passes only."""
-        return self._ways(self.cotangent_hop) if self.trains else ()
+        return self._used_hops(self.cotangent_hop) if self.trains else ()
 
-    def _ways(self, hop_of: Callable[[int], StageHop | None]) -> tuple[StageHop, ...]:
+    def _used_hops(self, hop_of: Callable[[int], StageHop | None]) -> tuple[StageHop, ...]:
         used_hops = {hop_of(stage) for stage in range(self.virtual_stages)}
         # A set has no order, and the order of the hops is part of the program.
         return tuple(hop for hop in StageHop if hop in used_hops)

@@ -44,7 +44,9 @@ class PipelineSpec:
         # Refused and not ignored: the number would change nothing.
         if name != "interleaved" and self.chunks != 1:
             reason = (
-                "the file says the number of chunks" if self.is_file else f"{name} always has {self._always}"
+                "the file says the number of chunks"
+                if self.is_file
+                else f"{name} always has {self._fixed_chunks}"
             )
             raise UserError(
                 f"pipeline.chunks={self.chunks} with pipeline.schedule={name}: {reason} per worker. Leave "
@@ -57,10 +59,10 @@ class PipelineSpec:
         return self.schedule.endswith(".csv")
 
     @property
-    def _always(self) -> int:
+    def _fixed_chunks(self) -> int:
         return 2 if self.schedule in V_SHAPED else 1
 
     @property
     def chunks_per_worker(self) -> int:
         """Number of chunks that each worker has; only for schedules by name."""
-        return self.chunks if self.schedule == "interleaved" else self._always
+        return self.chunks if self.schedule == "interleaved" else self._fixed_chunks

@@ -98,7 +98,7 @@ def count_ticks(grid: TickGrid) -> TickCounts:
     for bits, count in zip(*np.unique(work_bits, return_counts=True), strict=True):
         worker_codes = (code for code in range(1, 12) if bits >> code & 1)
         works[frozenset((code % 2, code // 2 % 2, code // 4) for code in worker_codes)] += int(count)
-    inputs, cotangents, stashes = (_most_alive(schedule, lives, grid.num_ticks) for lives in grid.lives)
+    inputs, cotangents, stashes = (_peak_alive(schedule, lives, grid.num_ticks) for lives in grid.lives)
     return TickCounts(
         schedule.stages,
         schedule.microbatches,
@@ -114,7 +114,7 @@ def count_ticks(grid: TickGrid) -> TickCounts:
     )
 
 
-def _most_alive(schedule: PipelineSchedule, lives: Lives, num_ticks: int) -> int:
+def _peak_alive(schedule: PipelineSchedule, lives: Lives, num_ticks: int) -> int:
     """Largest number of values that are alive at once on one worker: the slots that they need."""
     if not lives.start.size:
         return 0

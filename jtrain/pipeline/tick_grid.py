@@ -169,7 +169,7 @@ class _Streams:
             np.concatenate([np.concatenate(parts).ravel(), end_markers]) for parts in (first, second)
         )
 
-    def done(self) -> npt.NDArray[np.bool_]:
+    def initially_done(self) -> npt.NDArray[np.bool_]:
         """For each number whether it is done before the first tick: those that the schedule does not have."""
         is_done = np.ones(3 * self.size + 2, np.bool_)
         for stream in self.streams:
@@ -182,7 +182,7 @@ class _Streams:
         """For each worker its operations of one kind, in order."""
         return [stream[stream // self.size == kind] for stream in self.streams]
 
-    def padded(self, streams: list[OpNumbers], end: int | None = None) -> OpNumbers:
+    def pad_rows(self, streams: list[OpNumbers], end: int | None = None) -> OpNumbers:
         """Rows of equal length, each with at least one `end` (default: `never`) after its last number."""
         rows = np.full((len(streams), 1 + max(map(len, streams))), self.never if end is None else end)
         for row, stream in zip(rows, streams, strict=True):
@@ -203,7 +203,11 @@ class _Streams:
 
 def _single(streams: _Streams) -> list[OpNumbers]:
     """The next operation of each stream, if it is ready."""
-    rows, is_done, workers = streams.padded(streams.streams), streams.done(), np.arange(len(streams.streams))
+    rows, is_done, workers = (
+        streams.pad_rows(streams.streams),
+        streams.initially_done(),
+        np.arange(len(streams.streams)),
+    )
     position = np.zeros_like(workers)
     ticks: list[OpNumbers] = []
     while True:
@@ -223,15 +227,15 @@ def _fused(streams: _Streams, *, weights: bool) -> list[OpNumbers]:
     """The next forward pass, backward pass and W that are ready; a pass may use what was just computed
     there.
     """
-    is_done, workers = streams.done(), np.arange(len(streams.streams))
+    is_done, workers = streams.initially_done(), np.arange(len(streams.streams))
     by_kind = [streams.of_kind(kind) for kind in (FORWARD, BACKWARD, WEIGHT)]
     # `_aligned` places the W itself; here they count as done and as not there.
     if not weights:
         is_done[2 * streams.size : 3 * streams.size] = True
         by_kind[WEIGHT] = [ops[:0] for ops in by_kind[WEIGHT]]
-    forward, backward, weight = map(streams.padded, by_kind)
+    forward, backward, weight = map(streams.pad_rows, by_kind)
     # For each backward pass the number of forward passes that come before it in the stream.
-    forwards_before = streams.padded(
+    forwards_before = streams.pad_rows(
         [np.cumsum(stream < streams.size)[stream // streams.size == BACKWARD] for stream in streams.streams],
         0,
     )
@@ -272,7 +276,7 @@ def _aligned(streams: _Streams) -> OpNumbers:
     """Fused ticks in which all workers do their k-th W at once, as early as the last of them can."""
     grid = streams.in_grid(_fused(streams, weights=False))
     # Without the end mark; rows of workers with fewer W are padded with `never`.
-    weights = streams.padded(streams.of_kind(WEIGHT))[:, :-1]
+    weights = streams.pad_rows(streams.of_kind(WEIGHT))[:, :-1]
     exists = weights != streams.never
     # Two entries for `never` and `always`, as in `first`.
     ready_tick = np.append(_tick_of_ops(grid, streams.size), [NONE, NONE])[streams.first[weights]]

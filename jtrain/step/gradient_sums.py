@@ -21,7 +21,7 @@ from jtrain.model.param import Params
 from jtrain.optim.rounding import Noise, to_bfloat16
 from jtrain.optim.state import by_path
 from jtrain.step.host_offload import SliceIndex, Slices, global_start, to_device, to_host
-from jtrain.step.zero import param_tree, with_whole
+from jtrain.step.zero import attach_values, param_tree
 
 
 def sums_gradients(layout: Layout) -> bool:
@@ -34,7 +34,7 @@ def sums_gradients(layout: Layout) -> bool:
     return summed or on_host or layout.pipeline is not None
 
 
-def no_sums(layout: Layout, trained: Params) -> Params:
+def zero_sums(layout: Layout, trained: Params) -> Params:
     """Returns the sums before the first microbatch: zeros with the shapes of `trained`, from
     `zero.trained_part`.
 
@@ -114,17 +114,17 @@ class GradientSums:
     seed: Int[Array, ""]
     index: Int[Array, ""]
 
-    def differentiated(self, sums: Params) -> Params:
+    def trained_arrays(self, sums: Params) -> Params:
         """Returns the arrays that JAX differentiates: for layers the sums, whose gradients are the new
         sums.
         """
-        # Ends are differentiated by value and added in `added`; layers add in place, so their sums stand in
-        # for them.
+        # Ends are differentiated by value and added in `add_ends`; layers add in place, so sums stand for
+        # them.
         return {**self.trained, "layers": sums["layers"]}
 
     def weights(self, differentiated: Params, params: Params) -> Params:
         """Returns the weights that the forward pass reads; those of layers carry their sums."""
-        weights = with_whole(self.layout, {**differentiated, "layers": self.trained["layers"]}, params)
+        weights = attach_values(self.layout, {**differentiated, "layers": self.trained["layers"]}, params)
         add = param_tree(self.layout, self._add)["layers"]
         # `Summed` carries the sum into the backward pass, which returns the new sum as its gradient.
         layers = jax.tree.map(
@@ -135,11 +135,11 @@ class GradientSums:
         )
         return {**weights, "layers": layers}
 
-    def added(self, sums: Params, grads: Params) -> Params:
+    def add_ends(self, sums: Params, grads: Params) -> Params:
         """Returns the new sums.
 
         Args:
-          grads: gradients of `differentiated`.
+          grads: gradients of `trained_arrays`.
         """
         add = {
             path: adders for path, adders in param_tree(self.layout, self._add).items() if path != "layers"

@@ -24,7 +24,7 @@ from jtrain.errors import UserError
 WINDOW = 128
 """Number of recent steps whose losses and gradient norms are the history."""
 
-ENOUGH = 64
+MIN_HISTORY = 64
 """Values that the history needs before its bounds hold."""
 
 FLOORS = (0.02, 1.5)
@@ -144,7 +144,7 @@ def _bounds(guard: GuardState, number: Int[Array, ""], sigmas: float) -> Float[A
     middle = _median(value_2W)
     spread = 1.4826 * _median(jnp.abs(value_2W - middle[:, None]))
     bound = middle + sigmas * jnp.maximum(spread, jnp.asarray(FLOORS, jnp.float32) * middle)
-    return jnp.where(jnp.sum(jnp.isfinite(value_2W), axis=1) >= ENOUGH, bound, jnp.inf)
+    return jnp.where(jnp.sum(jnp.isfinite(value_2W), axis=1) >= MIN_HISTORY, bound, jnp.inf)
 
 
 def _median(value: Float[Array, "2 W"]) -> Float[Array, "2"]:

@@ -134,7 +134,7 @@ class Slices:
 
 @dataclasses.dataclass(frozen=True)
 class StreamedParam:
-    """One parameter and its optimizer state for `streamed`; arrays by name.
+    """One parameter and its optimizer state for `stream_updates`; arrays by name.
 
     arrays: the parameter, its gradient and its state; those named in `on_host` (at least one) are in host
       memory and stay there.
@@ -162,17 +162,17 @@ class StreamedParam:
             sizes[smaller] += size
         return groups
 
-    def fetched(self, state: Arrays, half: int, index: SliceIndex) -> Arrays:
+    def fetch_half(self, state: Arrays, half: int, index: SliceIndex) -> Arrays:
         """Copies a slice of one half of the host arrays to device memory."""
         return {name: to_device(self.slices.take(state[name], index)) for name in self.halves[half]}
 
-    def written(self, state: Arrays, half: int, new: Arrays, index: SliceIndex) -> Arrays:
+    def write_half(self, state: Arrays, half: int, new: Arrays, index: SliceIndex) -> Arrays:
         """Writes a new slice of one half of the host arrays back; returns the new `state`."""
         # Arrays that are only read, as the gradient, have no new slice.
         names = [name for name in self.halves[half] if name in new]
         return state | {name: self.slices.put(state[name], to_host(new[name]), index) for name in names}
 
-    def computed(self, state: Arrays, fetched: Arrays, index: SliceIndex) -> tuple[Arrays, Arrays]:
+    def update_slice(self, state: Arrays, fetched: Arrays, index: SliceIndex) -> tuple[Arrays, Arrays]:
         """Updates one slice; returns `state` with new device arrays, and the new slices of the host
         arrays.
         """
@@ -194,14 +194,14 @@ class StreamedParam:
         # The barrier computes the next index before anything is written. Otherwise XLA:GPU schedules that
         # kernel, and the fetch that needs it, after the write.
         following, new = jax.lax.optimization_barrier((index + 1, new)) if new else (index + 1, new)
-        fetched = self.fetched(state, 0, following)
-        state = self.written(state, 1, new, index)
+        fetched = self.fetch_half(state, 0, following)
+        state = self.write_half(state, 1, new, index)
         # Fetch before writing the same array. XLA does not know that the slices differ, and would copy the
         # whole array.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
-        fetched |= self.fetched(state, 1, following)
-        state = self.written(state, 0, new, index)
-        return self.computed(state, fetched, following)
+        fetched |= self.fetch_half(state, 1, following)
+        state = self.write_half(state, 0, new, index)
+        return self.update_slice(state, fetched, following)
 
 
 def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[Arrays]:
@@ -221,18 +221,18 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
         on_host, new = jax.lax.optimization_barrier(({name: leaf.arrays[name] for name in leaf.on_host}, new))
         state = leaf.arrays | on_host
         # Fetch the first slices while the last ones of the previous leaf are written, as within a leaf.
-        fetched = leaf.fetched(state, 0, first)
+        fetched = leaf.fetch_half(state, 0, first)
         if previous is not None:
             old, old_state = previous
             old_state, fetched = jax.lax.optimization_barrier(
-                (old.written(old_state, 1, new, old.slices.count - 1), fetched)
+                (old.write_half(old_state, 1, new, old.slices.count - 1), fetched)
             )
-            updated.append(old.written(old_state, 0, new, old.slices.count - 1))
-        fetched |= leaf.fetched(state, 1, first)
+            updated.append(old.write_half(old_state, 0, new, old.slices.count - 1))
+        fetched |= leaf.fetch_half(state, 1, first)
         # Fetch before the loop writes the same array, as in `advance`: `first` is a number only when the
         # program runs.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
-        state, new = leaf.computed(state, fetched, 0)
+        state, new = leaf.update_slice(state, fetched, 0)
         # Only the first leaf must wait for the norm; later ones follow the leaf before them.
         first = 0
         if leaf.slices.count > 1:
@@ -240,8 +240,8 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
         previous = leaf, state
     if previous is not None:
         old, state = previous
-        state = old.written(state, 1, new, old.slices.count - 1)
-        updated.append(old.written(state, 0, new, old.slices.count - 1))
+        state = old.write_half(state, 1, new, old.slices.count - 1)
+        updated.append(old.write_half(state, 0, new, old.slices.count - 1))
     return updated
 
 

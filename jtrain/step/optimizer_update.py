@@ -26,7 +26,7 @@ from jtrain.step.host_offload import (
     StreamedParam,
     global_start,
     on_host_cores,
-    streamed,
+    stream_updates,
     to_device,
     to_host,
 )
@@ -222,7 +222,7 @@ def _streamed_update(
         ]
         new_states |= {
             p.info.path: new
-            for p, new in zip(streamed_params, streamed(leaves, scalars.grad_norm), strict=True)
+            for p, new in zip(streamed_params, stream_updates(leaves, scalars.grad_norm), strict=True)
         }
         # Gradients were only read; their buffers are the caller's.
         for new in new_states.values():

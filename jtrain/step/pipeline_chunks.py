@@ -31,7 +31,7 @@ from jtrain.model.forward_placement import by_rows
 from jtrain.model.layer_scan import Detached, Layer
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
-from jtrain.model.split_backward import Site, SplitKernel, recorded
+from jtrain.model.split_backward import Site, SplitKernel, record_sites
 
 type LayerSlots = list[Array]
 """Arrays [slots, k, ...], one per value that a layer keeps."""
@@ -81,7 +81,7 @@ class StageChunks:
     real_Y: True where a place holds a layer of the model, False for an identity layer; [chunks * k].
     router: cotangents of the router losses of every layer; None for a dense model.
     unroll: layers per iteration of the compiled loops.
-    sites, saved_shapes: set by `traced`: products whose weights get their gradients later, and shapes of what
+    sites, saved_shapes: set by `trace`: products whose weights get their gradients later, and shapes of what
       a layer keeps.
     """
 
@@ -96,10 +96,10 @@ class StageChunks:
     sites: Mapping[str, Site] = dataclasses.field(default_factory=dict)
     saved_shapes: Any = None
 
-    def traced(self, x_BLD: Any, shared: Any) -> "StageChunks":
+    def trace(self, x_BLD: Any, shared: Any) -> "StageChunks":
         """The chunks for a residual stream of this shape."""
         # Sites first: `_vjp` below passes their taps, without which split kernels cannot be differentiated.
-        with recorded() as sites:
+        with record_sites() as sites:
             if self.split:
                 jax.eval_shape(
                     lambda x, w, shared: self._run_layer(x, w, shared, None),
@@ -179,7 +179,11 @@ class StageChunks:
             unsplit_grads = {
                 path: grad for path, grad in flatten_dict(dweights, sep=".").items() if path not in self.split
             }
-            return (dx_BLD, stashes, self._added(gradients, unsplit_grads, row, chunk_pass.present)), None
+            return (
+                dx_BLD,
+                stashes,
+                self._add_gradients(gradients, unsplit_grads, row, chunk_pass.present),
+            ), None
 
         # The last layer of the chunk first, at the same index as in the forward pass.
         return self._loop(body, (dx_BLD, stashes, gradients), reverse=True)
@@ -203,13 +207,13 @@ class StageChunks:
             def products(weights: dict[str, Any]) -> dict[str, tuple[Array, ...]]:
                 kernels = {path: self.fetch(f"layers.{path}", weight) for path, weight in weights.items()}
                 return {
-                    name: site.again(taps[name], [kernels[path] for path in site.paths])
+                    name: site.replay(taps[name], [kernels[path] for path in site.paths])
                     for name, site in self.sites.items()
                 }
 
             _, vjp = jax.vjp(products, weights)  # XLA drops the products themselves
             (dweights,) = vjp({name: product_taps.results for name, product_taps in taps.items()})
-            return self._added(gradients, dweights, row, chunk_pass.present), None
+            return self._add_gradients(gradients, dweights, row, chunk_pass.present), None
 
         return self._loop(body, gradients)
 
@@ -223,7 +227,7 @@ class StageChunks:
         """`body` for every place of a chunk."""
         return jax.lax.scan(body, carry, jnp.arange(self.per_chunk), reverse=reverse, unroll=self.unroll)[0]
 
-    def _added(
+    def _add_gradients(
         self, gradients: Gradients, dweights: dict[str, Any], row: Array, present: Present
     ) -> Gradients:
         # The largest values of an identity layer, whose weights are zeros, are no one's.

@@ -64,7 +64,7 @@ def ticks_of(layout: Layout, *, trains: bool = True) -> Ticks:
     assert layout.pipeline is not None
     # Forward passes alone give the same ticks under every packing.
     packing = counts_of(layout).packing if trains else "fused"
-    return _lowered(layout.pipeline, layout.spec.microbatches, packing, trains)
+    return _lower(layout.pipeline, layout.spec.microbatches, packing, trains)
 
 
 def relative_costs(layout: Layout) -> tuple[float, float, float]:
@@ -92,6 +92,6 @@ def _counts(
 
 
 @functools.cache
-def _lowered(pipeline: PipelineLayout, microbatches: int, packing: Packing, trains: bool) -> Ticks:
+def _lower(pipeline: PipelineLayout, microbatches: int, packing: Packing, trains: bool) -> Ticks:
     schedule = schedule_of(pipeline, microbatches)
     return make_ticks(schedule if trains else schedule.forward_only, packing)

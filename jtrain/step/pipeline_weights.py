@@ -15,7 +15,7 @@ from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.pipeline_chunks import StageChunks
 from jtrain.step.pipeline_ticks import ticks_of
-from jtrain.step.zero import placement_of, with_whole
+from jtrain.step.zero import attach_values, placement_of
 
 
 def pipeline_placement(layout: Layout) -> Placement:
@@ -37,7 +37,7 @@ def chunks_of(
     """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None."""
     assert layout.pipeline is not None
     pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
-    weights = with_whole(layout, trained, params)
+    weights = attach_values(layout, trained, params)
     if scaling is not None and layout.precision.matmul_dtype != "compute":
         weights = with_fp8(weights, infos, scaling, amax_probes(scaling), unit)
     # -1 in the order is an identity layer; row p has the places of worker p.

@@ -33,9 +33,9 @@ from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
 from jtrain.step.zero import (
-    gathered_once,
+    gather_once,
     gathers_once,
-    scattered_once,
+    scatter_once,
     trained_part,
 )
 
@@ -84,9 +84,9 @@ def pipelined_gradients(
     assert layout.pipeline is not None
     if gathers_once(layout):
         # Once per step: inside the ticks layers then see stage 1, and nothing is gathered or scattered there.
-        whole_layout, params = gathered_once(layout, params)
+        whole_layout, params = gather_once(layout, params)
         grads, amax, nats = pipelined_gradients(model, whole_layout, params, scaling, parts, unit)
-        return scattered_once(layout, grads), amax, nats
+        return scatter_once(layout, grads), amax, nats
     trained = trained_part(layout, params)
     ticks = ticks_of(layout)
     placement = pipeline_placement(layout)
@@ -112,7 +112,7 @@ def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Ba
     # Evaluation multiplies in the compute dtype, and there is no gradient whose size `unit` would estimate.
     chunks = chunks_of(model, layout, placement, params, trained, None, jnp.float32(0))
     worker = _Worker(model, layout, ticks, ends, chunks)
-    return worker.evaluated({key: value for key, value in trained.items() if key != "layers"}, parts)
+    return worker.evaluate({key: value for key, value in trained.items() if key != "layers"}, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +132,14 @@ class _Worker:
           trained: what JAX differentiates, without the layers.
         """
         ticks, x_BLD = self.ticks, self._residual_stream(trained, parts)
-        worker = dataclasses.replace(
-            self, chunks=self.chunks.traced(x_BLD, self._shared(parts, jnp.int32(0)))
-        )
+        worker = dataclasses.replace(self, chunks=self.chunks.trace(x_BLD, self._shared(parts, jnp.int32(0))))
         chunks = worker.chunks
         start = _Carry(
             jnp.zeros((ticks.num_inputs, *x_BLD.shape), x_BLD.dtype),
             jnp.zeros((ticks.num_cotangents, *x_BLD.shape), x_BLD.dtype),
             chunks.kept_slots(ticks.num_inputs),
             # The additional slot is the one that unsplit passes use within their own tick.
-            chunks.stash_slots(ticks.num_stashes + self._mixed),
+            chunks.stash_slots(ticks.num_stashes + self._mixes_splits),
             chunks.no_gradients(),
             jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained),
             jnp.zeros((), jnp.float32),
@@ -153,7 +151,7 @@ class _Worker:
         # One scan over all ticks: the program has the code of one tick, however long the schedule is.
         return jax.lax.scan(tick, start, self._rows())[0]
 
-    def evaluated(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
+    def evaluate(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
         """Runs the ticks of a schedule that has only forward passes; returns the cross entropy of each
         token.
         """
@@ -161,11 +159,11 @@ class _Worker:
 
         def tick(carry: tuple[Array, Array], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Array], None]:
             inputs, nats_MBL = carry
-            inputs = self._embedded(inputs, row_F, trained, parts)
-            y_BLD = self._applied(inputs, row_F, parts)
-            nats_MBL = self._evaluated(nats_MBL, y_BLD, row_F, trained, parts)
+            inputs = self._embed_next(inputs, row_F, trained, parts)
+            y_BLD = self._apply_chunk(inputs, row_F, parts)
+            nats_MBL = self._evaluate_head(nats_MBL, y_BLD, row_F, trained, parts)
             for hop in self.ticks.schedule.activation_hops:
-                inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
+                inputs = _store(inputs, row_F[arriving_input(hop)], self._send(y_BLD, hop, back=False))
             return (inputs, nats_MBL), None
 
         inputs = jnp.zeros((self.ticks.num_inputs, *x_BLD.shape), x_BLD.dtype)
@@ -184,7 +182,7 @@ class _Worker:
         self, carry: _Carry, row_F: Int[Array, " F"], trained: Params, parts: Batch, unit: Float[Array, ""]
     ) -> _Carry:
         # The order of a tick is that of `jtrain.pipeline.ticks`: slots are assigned for it.
-        inputs = self._embedded(carry.inputs, row_F, trained, parts)
+        inputs = self._embed_next(carry.inputs, row_F, trained, parts)
         y_BLD, layer_slots = self._forward(inputs, carry.layer_slots, row_F, parts)
         is_single, head_sums = self.ticks.packing == "single", (carry.cotangents, carry.ends, carry.nats)
         if not is_single:
@@ -202,21 +200,21 @@ class _Worker:
         ends = self._embedding_gradient(ends, dx_BLD, row_F, trained, parts)
         # Moves come last: slots that were freed above may be filled here.
         for hop in self.ticks.schedule.activation_hops:
-            inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
+            inputs = _store(inputs, row_F[arriving_input(hop)], self._send(y_BLD, hop, back=False))
         for hop in self.ticks.schedule.cotangent_hops:
-            cotangents = _stored(
-                cotangents, row_F[arriving_cotangent(hop)], self._sent(dx_BLD, hop, back=True)
+            cotangents = _store(
+                cotangents, row_F[arriving_cotangent(hop)], self._send(dx_BLD, hop, back=True)
             )
         return _Carry(inputs, cotangents, layer_slots, stashes, layers, ends, nats)
 
-    def _embedded(self, inputs: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
+    def _embed_next(self, inputs: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
         """`inputs` with the embedding of the microbatch that enters the pipeline."""
 
         def embed(inputs: Array) -> Array:
             x_BLD = self.ends.embed(trained, parts.token_BL[row_F[Field.EMBED_MICROBATCH]])
             # All workers compute the embedding, which sums over `stage`; one of them stores it.
             slot = jnp.where(row_F[Field.FORWARD_EMBEDS] == 1, row_F[Field.FORWARD_INPUT], NONE)
-            return _stored(inputs, slot, x_BLD)
+            return _store(inputs, slot, x_BLD)
 
         # The column is the same on all workers, so a collective may lie in this branch.
         return jax.lax.cond(row_F[Field.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
@@ -236,9 +234,9 @@ class _Worker:
             return jnp.zeros(inputs.shape[1:], inputs.dtype), layer_slots
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
-            return self._alone(chunk != NONE, forward, idle, layer_slots)
+            return self._compute_alone(chunk != NONE, forward, idle, layer_slots)
 
-    def _applied(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
+    def _apply_chunk(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
         chunk = row_F[Field.FORWARD_CHUNK]
 
         def forward(inputs: Array, _: Present) -> Array:
@@ -246,13 +244,17 @@ class _Worker:
             return self.chunks.apply(ChunkPass(chunk, shared), by_rows(inputs[row_F[Field.FORWARD_INPUT]]))
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
-            return self._alone(chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
+            return self._compute_alone(
+                chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs
+            )
 
-    def _evaluated(self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
+    def _evaluate_head(
+        self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch
+    ) -> Array:
         microbatch = row_F[Field.HEAD_MICROBATCH]
 
         def evaluate(nats_MBL: Array) -> Array:
-            return _stored(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
+            return _store(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
 
         # Again equal on all workers: the loss sums over `stage`.
         return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
@@ -272,7 +274,7 @@ class _Worker:
             cotangents, end_grads, nats = head_sums
             target_BL = parts.target_BL[row_F[Field.HEAD_MICROBATCH]]
             nats_part, grads, dy_BLD = self.ends.loss(trained, y_BLD, target_BL, unit)
-            cotangents = _stored(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
+            cotangents = _store(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
             return cotangents, _sum(end_grads, grads), nats + nats_part
 
         return jax.lax.cond(
@@ -299,7 +301,7 @@ class _Worker:
                 chunk_pass, by_rows(cotangents[row_F[Field.BACKWARD_COTANGENT]]), layer_slots, *accumulated
             )
             # All passes alike: either none leaves a stash, or each W has its own field in the table.
-            if not self._mixed:
+            if not self._mixes_splits:
                 return chunk_output
             dx_BLD, stashes, layers = chunk_output
 
@@ -308,16 +310,20 @@ class _Worker:
                     dataclasses.replace(chunk_pass, present=present), stashes, layers
                 )
 
-            return dx_BLD, stashes, self._alone(is_unsplit & present, add, lambda layers: layers, layers)
+            return (
+                dx_BLD,
+                stashes,
+                self._compute_alone(is_unsplit & present, add, lambda layers: layers, layers),
+            )
 
         def idle(accumulated: tuple[LayerSlots, Gradients]) -> tuple[Array, LayerSlots, Gradients]:
             return jnp.zeros(cotangents.shape[1:], cotangents.dtype), *accumulated
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[1]):
-            return self._alone(chunk != NONE, backward, idle, (carry.stashes, carry.layers))
+            return self._compute_alone(chunk != NONE, backward, idle, (carry.stashes, carry.layers))
 
     @property
-    def _mixed(self) -> bool:
+    def _mixes_splits(self) -> bool:
         """True if some backward passes are split and others not; those use one more slot, for a moment."""
         streams = self.ticks.schedule.streams
         return bool(self.chunks.split) and any(op.kind == "B" for stream in streams for op in stream)
@@ -333,7 +339,7 @@ class _Worker:
             )
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[2]):
-            return self._alone(chunk != NONE, add, lambda layers: layers, layers)
+            return self._compute_alone(chunk != NONE, add, lambda layers: layers, layers)
 
     def _embedding_gradient(
         self, end_grads: Params, dx_BLD: Array, row_F: Array, trained: Params, parts: Batch
@@ -348,7 +354,7 @@ class _Worker:
     def _shared(self, parts: Batch, microbatch: Array) -> Any:
         return self.model.shared(jax.tree.map(lambda x: x[microbatch], parts))
 
-    def _alone[T](
+    def _compute_alone[T](
         self, has_work: Array, work: Callable[[T, Present], Any], idle: Callable[[T], Any], operand: T
     ) -> Any:
         """`work` where this worker has it in this tick, otherwise `idle`.
@@ -361,7 +367,7 @@ class _Worker:
             return work(operand, has_work)
         return jax.lax.cond(has_work, lambda operand: work(operand, True), idle, operand)
 
-    def _sent(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
+    def _send(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
         """The array that arrives over `hop`."""
         stages = self.ticks.schedule.stages
         # Both virtual stages are on this worker: nothing is sent.
@@ -377,7 +383,7 @@ class _Worker:
             return jax.lax.ppermute(x_BLD, "stage", pairs)
 
 
-def _stored(slots: Array, slot: Array, x: Array) -> Array:
+def _store(slots: Array, slot: Array, x: Array) -> Array:
     """`slots` with x in one of them; as they are if it is NONE."""
     # NONE is -1: slot 0 is then rewritten with its own value, which costs no branch.
     index = jnp.maximum(slot, 0)

@@ -38,12 +38,12 @@ from jtrain.step.torus_collectives import along_torus
 from jtrain.step.train_step import BATCH_SPEC, microbatches
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
-    own_heads,
+    attach_values,
+    exchange_heads,
     param_tree,
     placement_of,
     psum_batch,
     trained_part,
-    with_whole,
 )
 
 WORDS = ("loss", "loss", "gradient")
@@ -156,9 +156,9 @@ def _local_signature(
     placement = placement_of(layout) if layout.pipeline is None else pipeline_placement(layout)
     num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
     unit = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    params = own_heads(layout, params)
+    params = exchange_heads(layout, params)
     trained = trained_part(layout, params)
-    forward_weights = with_whole(layout, trained, params)
+    forward_weights = attach_values(layout, trained, params)
     # One microbatch, so that the signature takes no more memory than the step.
     first_microbatch = jax.tree.map(lambda x: x[0], microbatches(layout, batch))
 

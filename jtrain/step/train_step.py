@@ -35,7 +35,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
-from jtrain.step.gradient_sums import GradientSums, no_sums, streamed_norm, sums_gradients
+from jtrain.step.gradient_sums import GradientSums, streamed_norm, sums_gradients, zero_sums
 from jtrain.step.guard import GuardState, judge_update, not_finite
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import counts_of
@@ -44,13 +44,13 @@ from jtrain.step.state import TrainState, abstract_state, shardings_of
 from jtrain.step.torus_collectives import along_torus
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
+    attach_values,
+    exchange_heads,
     finish_gradient,
-    own_heads,
     param_tree,
     placement_of,
     psum_batch,
     trained_part,
-    with_whole,
 )
 
 BATCH_SPEC = P(BATCH_AXES, "context")
@@ -174,11 +174,11 @@ def make_eval_step(
     placement = placement_of(layout)
 
     def local_nats(params: Params, batch: Batch) -> Float[Array, "B _"]:
-        params = own_heads(layout, params)
+        params = exchange_heads(layout, params)
         if layout.pipeline is not None:
             nats = pipelined_nats(model, layout, params, microbatches(layout, batch))
             return nats.reshape(-1, nats.shape[-1])
-        weights = with_whole(layout, trained_part(layout, params), params)
+        weights = attach_values(layout, trained_part(layout, params), params)
 
         def microbatch(_: None, part: Batch) -> tuple[None, Array]:
             return None, model.token_nats(weights, part, placement)
@@ -235,7 +235,7 @@ def _local_gradients(
     spec = layout.spec
     placement = placement_of(layout)
     # Once per step and not per microbatch: the exchange carries all layers' key heads.
-    params = own_heads(layout, params)
+    params = exchange_heads(layout, params)
     with jax.named_scope("batch"):
         num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
         # Accumulation is exact because each microbatch is divided by the token count of the whole batch, not
@@ -257,9 +257,13 @@ def _local_gradients(
         # Numbers the microbatches of the whole run: none shares its random bits of rounding with another.
         sums = GradientSums(layout, trained, step * spec.microbatches + index, index)
         (_, loss), (grads, amax) = differentiate(
-            sums.differentiated(carry[0]), amax_probes(scaling), part, sums
+            sums.trained_arrays(carry[0]), amax_probes(scaling), part, sums
         )
-        return (sums.added(carry[0], grads), jax.tree.map(jnp.maximum, carry[1], amax), carry[2] + loss), None
+        return (
+            sums.add_ends(carry[0], grads),
+            jax.tree.map(jnp.maximum, carry[1], amax),
+            carry[2] + loss,
+        ), None
 
     # `add_microbatch` reads `trained` when it is traced, which is below this line.
     trained = trained_part(layout, params)
@@ -271,7 +275,7 @@ def _local_gradients(
         (_, loss), (grads, amax) = differentiate(trained, amax_probes(scaling), batch, None)
     else:
         parts = microbatches(layout, batch)
-        carry = (no_sums(layout, trained), amax_probes(scaling), jnp.zeros((), jnp.float32))
+        carry = (zero_sums(layout, trained), amax_probes(scaling), jnp.zeros((), jnp.float32))
         (grads, amax, loss), _ = jax.lax.scan(add_microbatch, carry, (parts, jnp.arange(spec.microbatches)))
 
     return reduce_step(layout, grads, amax, loss, batch, num_tokens)
@@ -292,7 +296,7 @@ def weights_of(
       trained: from `zero.trained_part`; of layers the sums of their gradients, if there are any.
       unit: 1 / tokens of the batch.
     """
-    weights = with_whole(layout, trained, params) if sums is None else sums.weights(trained, params)
+    weights = attach_values(layout, trained, params) if sums is None else sums.weights(trained, params)
     if layout.precision.matmul_dtype == "compute":
         return weights
     return with_fp8(weights, tuple(p.info for p in layout.params), scaling, probes, unit)

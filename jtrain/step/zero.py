@@ -73,7 +73,7 @@ def placement_of(layout: Layout) -> Placement:
     )
 
 
-def own_heads(layout: Layout, params: Params) -> Params:
+def exchange_heads(layout: Layout, params: Params) -> Params:
     """Returns the parameters with each shared key head's kernels on the devices that compute it; others as
     they are.
 
@@ -100,7 +100,7 @@ def own_heads(layout: Layout, params: Params) -> Params:
 
 def _sum_shared(p: ParamLayout, grad: Array) -> Array:
     """Sums the gradients of shared key heads over the devices that computed them; the transpose of
-    `own_heads`.
+    `exchange_heads`.
     """
     heads, width = p.info.dims.index("K"), p.info.dims.index("D")
     parts = jax.lax.all_to_all(grad, "tensor", split_axis=width, concat_axis=heads, tiled=True)
@@ -144,7 +144,7 @@ def trained_part(layout: Layout, params: Params) -> Params:
     return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
 
 
-def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
+def attach_values(layout: Layout, trained: Params, params: Params) -> Params:
     """Pairs each array of `trained` with the one that the forward pass reads, where the two differ."""
     layouts = param_tree(layout, lambda p: p)
     return jax.tree.map(
@@ -175,10 +175,10 @@ def gathers_in_8_bits(layout: Layout) -> bool:
     )
 
 
-def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
+def gather_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
     """Returns whole parameters, in the compute dtype, and the layout that uses them as ZeRO-1 does.
 
-    Layers then gather nothing, and their gradients are whole until `scattered_once`.
+    Layers then gather nothing, and their gradients are whole until `scatter_once`.
     """
     # Stage 1 has whole weights and whole gradients in the layers, which is the state between the two calls.
     spec = dataclasses.replace(layout.spec, zero_stage=1)
@@ -194,7 +194,7 @@ def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
     return dataclasses.replace(layout, spec=spec), full_params
 
 
-def scattered_once(layout: Layout, grads: Params) -> Params:
+def scatter_once(layout: Layout, grads: Params) -> Params:
     """Returns this device's shards of the sums over `ZERO_AXES` of whole gradients, in float32."""
 
     def leaf(p: ParamLayout, grad: Array) -> Array:
@@ -216,15 +216,15 @@ def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
     if not p.info.is_matrix:
         return leaf  # scales multiply in float32
     if not _splits_data(layout, p) or spec.zero_stage < 2:
-        return _attached(leaf).astype(layout.precision.compute_dtype)
+        return _attach(leaf).astype(layout.precision.compute_dtype)
     assert p.zero_dim is not None
     dim = p.zero_dim - p.info.dims.startswith("Y")  # the loop over layers has removed Y
     if spec.zero_stage == 2:
-        return _use_whole(layout, leaf.trained, leaf.value, dim)
-    return _gather(layout, _attached(leaf), dim)
+        return _use_full(layout, leaf.trained, leaf.value, dim)
+    return _gather(layout, _attach(leaf), dim)
 
 
-def _attached(leaf: Array | Detached) -> Array:
+def _attach(leaf: Array | Detached) -> Array:
     """Returns the value for the forward pass; its gradient goes to the array that JAX differentiates."""
     if not isinstance(leaf, Detached):
         return leaf
@@ -252,7 +252,7 @@ def _gather(layout: Layout, shard: Array, dim: int) -> Array:
 def _gather_in_8_bits(layout: Layout, p: ParamLayout, kernel: ops.Fp8Kernel) -> ops.Fp8Kernel:
     """Gathers the shards of a weight after rounding them; the backward pass reduce-scatters its gradient."""
     assert p.zero_dim is not None
-    shard, dim = _attached(kernel.value), p.zero_dim - p.info.dims.startswith("Y")
+    shard, dim = _attach(kernel.value), p.zero_dim - p.info.dims.startswith("Y")
     full_shape = [
         size * (layout.mesh.zero_shards if index == dim else 1) for index, size in enumerate(shard.shape)
     ]
@@ -276,7 +276,7 @@ def _scattering(layout: Layout, shard: Array, dim: int, forward_value: Callable[
     return use(shard)
 
 
-def _use_whole(layout: Layout, shard: Array, full_weight: Array, dim: int) -> Array:
+def _use_full(layout: Layout, shard: Array, full_weight: Array, dim: int) -> Array:
     """Returns the full weight in the compute dtype; its gradient is reduce-scattered into `shard`'s."""
 
     @jax.custom_vjp
