@@ -84,8 +84,8 @@ def pipelined_gradients(
     assert layout.pipeline is not None
     if gathers_once(layout):
         # Once per step: inside the ticks layers then see stage 1, and nothing is gathered or scattered there.
-        whole_layout, params = gather_once(layout, params)
-        grads, amax, nats = pipelined_gradients(model, whole_layout, params, scaling, parts, unit)
+        full_layout, params = gather_once(layout, params)
+        grads, amax, nats = pipelined_gradients(model, full_layout, params, scaling, parts, unit)
         return scatter_once(layout, grads), amax, nats
     trained = trained_part(layout, params)
     ticks = ticks_of(layout)
@@ -96,7 +96,7 @@ def pipelined_gradients(
     )
     # Everything but the layers: their gradients are summed chunk by chunk in the carry.
     final = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
-    amax = {"layers": unflatten_dict(final.layers.seen, sep=".")} if scaling else {}
+    amax = {"layers": unflatten_dict(final.layers.amax, sep=".")} if scaling else {}
     return {**final.ends, "layers": unflatten_dict(final.layers.trained, sep=".")}, amax, final.nats
 
 
@@ -297,13 +297,13 @@ class _Worker:
             chunk_pass = ChunkPass(
                 chunk, shared, slot, jnp.where(is_unsplit, self.ticks.num_stashes, stash), present
             )
-            chunk_output = self.chunks.backward(
+            outputs = self.chunks.backward(
                 chunk_pass, by_rows(cotangents[row_F[Field.BACKWARD_COTANGENT]]), layer_slots, *accumulated
             )
             # All passes alike: either none leaves a stash, or each W has its own field in the table.
             if not self._mixes_splits:
-                return chunk_output
-            dx_BLD, stashes, layers = chunk_output
+                return outputs
+            dx_BLD, stashes, layers = outputs
 
             def add(layers: Gradients, present: Present) -> Gradients:
                 return self.chunks.weight_gradients(
