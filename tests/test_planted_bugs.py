@@ -318,8 +318,8 @@ BUGS = {
     ),
     "accelerators: rows exchanged from where they go to where they are": Bug(
         "jtrain/model/expert_dispatch.py",
-        "jax.lax.ragged_all_to_all(x, out, first, count, first_there, arriving,",
-        "jax.lax.ragged_all_to_all(x, out, first_there, count, first, arriving,",
+        "jax.lax.ragged_all_to_all(x, output, first, count, first_there, arriving,",
+        "jax.lax.ragged_all_to_all(x, output, first_there, count, first, arriving,",
         ELSEWHERE,
     ),
     "groups: the last row of a group counts to the group, and the first of the next as well": Bug(

@@ -48,10 +48,10 @@ def check_context_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, attenti
     # Of one device along `tensor`: ulysses splits what that device has once more, over `context`.
     heads, kv_heads = (n // mesh.tensor for n in (size["N"], kv_heads_in_use(size["K"], mesh.tensor)))
     if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
-        over = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
+        suffix = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""
         raise UserError(
             f"layout.context_attention=ulysses gives each of mesh.context={mesh.context} devices a part of "
-            f"the heads, but model.num_heads={size['N']}{over} is {heads}, and "
-            f"model.num_kv_heads={size['K']}{over} is {kv_heads}. mesh.context must divide the former, and "
+            f"the heads, but model.num_heads={size['N']}{suffix} is {heads}, and "
+            f"model.num_kv_heads={size['K']}{suffix} is {kv_heads}. mesh.context must divide the former, and "
             "divide or be a multiple of the latter: change it, or set layout.context_attention=ring."
         )

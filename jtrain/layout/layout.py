@@ -93,8 +93,8 @@ class ParamLayout:
         if self.expert_dim is not None:
             axes[self.expert_dim] = "expert"
         if self.tensor_dim is not None:
-            of_vocabulary = self.staged and self.info.dims[self.tensor_dim] == "V"
-            axes[self.tensor_dim] = VOCABULARY_AXES if of_vocabulary else "tensor"
+            is_vocabulary = self.staged and self.info.dims[self.tensor_dim] == "V"
+            axes[self.tensor_dim] = VOCABULARY_AXES if is_vocabulary else "tensor"
         if zero_sharded and self.zero_dim is not None:
             axes[self.zero_dim] = ZERO_AXES
         return P(*axes)
@@ -114,8 +114,8 @@ class ParamLayout:
             # `tensor` splits D and not K here: K is shorter than the axis, and whole heads would be stored
             # twice.
             split = (*ZERO_AXES, "tensor") if self.zero_stage >= 1 else "tensor"
-            of_letter = {"D": split, "Y": "stage" if self.staged else None}
-            return P(*(of_letter.get(letter) for letter in self.info.dims))
+            axis_by_letter = {"D": split, "Y": "stage" if self.staged else None}
+            return P(*(axis_by_letter.get(letter) for letter in self.info.dims))
         return self.spec(zero_sharded=self.zero_stage >= 1)
 
     @functools.cached_property
@@ -247,9 +247,9 @@ def make_layout(
     # Raises for `as_needed`: a plan must have chosen a share before anything is laid out.
     shares = {name: spec.offload.share(name) for name in OFFLOADABLE}
     # Shared kernels are exchanged once per step, all layers at once, so they stay on the device.
-    kept_letter = "K" if shared_by > 1 else "-"
+    resident_letter = "K" if shared_by > 1 else "-"
     layers = [info for info in infos if info.is_matrix and info.is_stacked]
-    stacked = {info.path: info.size for info in layers if kept_letter not in info.dims}
+    stacked = {info.path: info.size for info in layers if resident_letter not in info.dims}
     total = sum(stacked.values())
     on_host = check_not_empty(
         "params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked

@@ -137,12 +137,12 @@ def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, in
     """Returns the shape of one device's block of an array; a dimension shorter than its axes has one on each
     device.
     """
-    sizes = list(shape)
+    lengths = list(shape)
     for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
         if axes is not None:
             # At least 1: with more devices than key heads each device computes one head.
-            sizes[dim] = max(1, sizes[dim] // math.prod([mesh[axis] for axis in axis_names(axes)]))
-    return tuple(sizes)
+            lengths[dim] = max(1, lengths[dim] // math.prod([mesh[axis] for axis in axis_names(axes)]))
+    return tuple(lengths)
 
 
 def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -155,5 +155,5 @@ def unsplit_axes(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[str, ...
     each.
     """
     # One entry of a partition may name several axes: D over (data, context).
-    used = {name for axis in spec for name in axis_names(axis)}
-    return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in used)
+    split_axes = {name for axis in spec for name in axis_names(axis)}
+    return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in split_axes)

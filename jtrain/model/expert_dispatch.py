@@ -244,8 +244,8 @@ def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], 
     first, count, first_there, arriving = slices
 
     def ragged(x: Array) -> Array:
-        out = jnp.zeros((num_rows, *x.shape[1:]), x.dtype)
-        return jax.lax.ragged_all_to_all(x, out, first, count, first_there, arriving, axis_name="expert")
+        output = jnp.zeros((num_rows, *x.shape[1:]), x.dtype)
+        return jax.lax.ragged_all_to_all(x, output, first, count, first_there, arriving, axis_name="expert")
 
     def padded(x: Array) -> Array:
         return _padded(x, num_rows, first, count, first_there, arriving, devices)

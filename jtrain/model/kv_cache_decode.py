@@ -93,8 +93,8 @@ class TokenSampler:
             p_BV = jax.nn.softmax(sorted_BV, axis=-1)
             # A token stays while the more likely tokens sum to less than p; the most likely token always
             # stays.
-            kept_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < self.top_p
-            least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+            in_nucleus_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < self.top_p
+            least_B1 = jnp.min(jnp.where(in_nucleus_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
             logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
         return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
 

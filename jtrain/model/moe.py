@@ -115,40 +115,40 @@ class MoE(nnx.Module):
         with jax.named_scope("exchange"):
             exchanges = exchanges_of([order.count_X for order in orders])
 
-        def sent(piece: int) -> Array:
+        def send_piece(piece: int) -> Array:
             with jax.named_scope("exchange"):
                 # An array of width 0 carries the number of rows into the traced function.
                 return send(x_PDs[piece], exchanges[piece], jnp.zeros((max_rows, 0)))
 
-        def returned(piece: int, y_RD: Array) -> Array:
+        def return_piece(piece: int, y_RD: Array) -> Array:
             with jax.named_scope("exchange"):
                 return send_back(y_RD, exchanges[piece], x_PDs[piece][:, :0])
 
         # As many rows arrive as leave, on average.
         weights, expected = self._weights(pieces), x_PDs[0].shape[0]
-        x_RD: Any = sent(0)
+        x_RD: Any = send_piece(0)
         y_RD: Any = None
         y_PDs: list[Array] = []
         for piece in range(pieces):
             group_size = exchanges[piece].group_size
-            next_RD = sent(piece + 1) if piece + 1 < pieces else None
+            next_RD = send_piece(piece + 1) if piece + 1 < pieces else None
             wide_RF = self._wide(x_RD, group_size, weights, expected_rows=expected)
             # Gate and up of this piece, the sending of the next, the down of the last: all before what
             # follows.
             if pieces > 1:
                 wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
-            returning = [] if y_RD is None else [returned(piece - 1, y_RD)]
+            returned_PDs = [] if y_RD is None else [return_piece(piece - 1, y_RD)]
             y_RD = weights[2].multiply(wide_RF, group_size)
             if pieces > 1:
                 # The piece after the next is sent after this one, so that buffers of few pieces exist at a
                 # time.
-                y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3] = in_order(
-                    y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3]
+                y_RD, next_RD, returned_PDs, x_PDs[piece + 2 : piece + 3] = in_order(
+                    y_RD, next_RD, returned_PDs, x_PDs[piece + 2 : piece + 3]
                 )
             x_RD = next_RD
-            y_PDs += returning
+            y_PDs += returned_PDs
         # The last return has no other piece's matmul beside it.
-        return [*y_PDs, returned(pieces - 1, y_RD)]
+        return [*y_PDs, return_piece(pieces - 1, y_RD)]
 
     def _weights(self, pieces: int) -> "tuple[ExpertWeight, ...]":
         """Gate, up and down, each used once per piece."""

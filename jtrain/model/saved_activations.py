@@ -43,19 +43,19 @@ def named_bytes(layout: Layout) -> dict[str, int]:
     """
     size = {letter: n for p in layout.params for letter, n in zip(p.info.dims, p.info.shape, strict=True)}
     wide = wide_per_token(layout)
-    compute = itemsize(layout.precision.compute_dtype)
-    query = size["N"] * size["H"] * compute
+    compute_bytes = itemsize(layout.precision.compute_dtype)
+    query_bytes = size["N"] * size["H"] * compute_bytes
     # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy.
-    key = kv_heads_in_use(size["K"], layout.mesh.tensor) * size["H"] * compute
+    key_bytes = kv_heads_in_use(size["K"], layout.mesh.tensor) * size["H"] * compute_bytes
     return {
-        LAYER_INPUT: size["D"] * compute,
-        "attention_q": query,
-        "attention_k": key,
-        "attention_v": key,
-        "attention": query + size["N"] * _F32,  # plus the log-partition of each head
-        "attention_out": size["D"] * compute,
-        "mlp_gate": wide * compute,
-        "mlp_up": wide * compute,
+        LAYER_INPUT: size["D"] * compute_bytes,
+        "attention_q": query_bytes,
+        "attention_k": key_bytes,
+        "attention_v": key_bytes,
+        "attention": query_bytes + size["N"] * _F32,  # plus the log-partition of each head
+        "attention_out": size["D"] * compute_bytes,
+        "mlp_gate": wide * compute_bytes,
+        "mlp_up": wide * compute_bytes,
     }
 
 
@@ -64,11 +64,11 @@ def wide_per_token(layout: Layout) -> int:
 
     For a mixture of experts: its whole dispatch buffer, sized for the worst case, plus the shared experts.
     """
-    wide = 0
+    elements = 0
     # gate and up have the same width, so gate stands for both.
     for info in (p.info for p in layout.params if p.info.path.rpartition(".")[2] in ("gate_DF", "gate_XDF")):
-        wide += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
-    return wide
+        elements += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
+    return elements
 
 
 def rows_per_token(layout: Layout) -> int:

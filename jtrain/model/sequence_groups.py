@@ -55,29 +55,29 @@ def layer_in_groups(
     definition, weights = nnx.split(block)
     # A copy per group: gradients of shared weights would be added group by group, and rounded each time.
     blocks = [nnx.merge(definition, copy) for copy in _copies(weights, groups)]
-    split = [jnp.split(array, groups) for array in (x_BLD, cos_BLR, sin_BLR, segment_BL)]
+    split_inputs = [jnp.split(array, groups) for array in (x_BLD, cos_BLR, sin_BLR, segment_BL)]
     zeros: list[Array] = []
 
-    def scattered(y_BLD: Array) -> Array:
+    def scatter(y_BLD: Array) -> Array:
         # Saved by name, or the recomputation would multiply once more to learn the order.
         zeros.append(checkpoint_name(_zero_after(y_BLD), GROUP_ORDER))
         return scatter_sequence(y_BLD, tensor)
 
-    middle: list[Array] = []
-    for block_copy, x, cos, sin, segment in zip(blocks, *split, strict=True):
+    after_attention: list[Array] = []
+    for block_copy, x, cos, sin, segment in zip(blocks, *split_inputs, strict=True):
         with jax.named_scope("attention"):
             x, h = block_copy.attention_norm.branch(x)
             # The first group waits for nothing. The cosines are read by the rotation, inside a fusion.
             ordered = cos + zeros[-1].astype(cos.dtype) if zeros else cos
             h = block_copy.attention(gather_sequence(h, tensor), ordered, sin, segment, TensorAxis(), context)
-            middle.append(checkpoint_name(x + scattered(h), "attention_out"))
+            after_attention.append(checkpoint_name(x + scatter(h), "attention_out"))
     outputs: list[Array] = []
-    for block_copy, x in zip(blocks, middle, strict=True):
+    for block_copy, x in zip(blocks, after_attention, strict=True):
         with jax.named_scope("mlp"):
             x, h = block_copy.mlp_norm.branch(x)
             # -2 and not -1: the product just before is still being scattered, and must not be waited for.
             h = gather_sequence(h + zeros[-2].astype(h.dtype), tensor)
-            outputs.append(x + scattered(block_copy.mlp(h, TensorAxis())))
+            outputs.append(x + scatter(block_copy.mlp(h, TensorAxis())))
     return jnp.concatenate(outputs)
 
 

@@ -176,11 +176,11 @@ def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Pipelin
         if number:
             starts = [
                 # Chain permutes: p - 1, p and p + 1 must have ended the tick.
-                (max(ends) if meeting == "all" else max(ends[max(0, p - 1) : p + 2])) + message
-                for p in range(stages)
+                (max(ends) if meeting == "all" else max(ends[max(0, worker - 1) : worker + 2])) + message
+                for worker in range(stages)
             ]
-        for p, ops in enumerate(row):
-            ends[p] = _run_tick(ops, starts[p], costs, spans[p])
+        for worker, ops in enumerate(row):
+            ends[worker] = _run_tick(ops, starts[worker], costs, spans[worker])
     return PipelineTimeline(tuple(map(tuple, spans)))
 
 

@@ -100,9 +100,9 @@ class TickGrid:
         arrives = np.concatenate([forward[:1] + _EMBED, forward[:-1] + _MOVE])
         # Without backward passes an input lives until its F, and nothing else waits.
         if not self.schedule.trains:
-            nothing = np.zeros_like(self.unsplit)
-            inputs = _lives(~nothing, arrives, forward + _FORWARD)
-            return inputs, _lives(nothing, arrives, arrives), _lives(nothing, arrives, arrives)
+            no_values = np.zeros_like(self.unsplit)
+            inputs = _lives(~no_values, arrives, forward + _FORWARD)
+            return inputs, _lives(no_values, arrives, arrives), _lives(no_values, arrives, arrives)
         cotangent_start = np.concatenate([backward[1:] + _MOVE, forward[-1:] + _HEAD])
         return (
             _lives(np.ones_like(self.unsplit), arrives, backward + _BACKWARD),
@@ -203,11 +203,8 @@ class _Streams:
 
 def _single(streams: _Streams) -> list[OpNumbers]:
     """The next operation of each stream, if it is ready."""
-    rows, is_done, workers = (
-        streams.pad_rows(streams.streams),
-        streams.initially_done(),
-        np.arange(len(streams.streams)),
-    )
+    rows, is_done = streams.pad_rows(streams.streams), streams.initially_done()
+    workers = np.arange(len(streams.streams))
     position = np.zeros_like(workers)
     ticks: list[OpNumbers] = []
     while True:
@@ -243,25 +240,27 @@ def _fused(streams: _Streams, *, weights: bool) -> list[OpNumbers]:
     ticks: list[OpNumbers] = []
     while True:
         ops = np.stack([forward[workers, f], backward[workers, b], weight[workers, w]], 1)
-        of_forward, of_backward, _ = ops.T
-        runs: Any = np.empty(ops.shape, np.bool_)
+        forward_ops, backward_ops, _ = ops.T
+        will_run: Any = np.empty(ops.shape, np.bool_)
         needs = streams.first[ops]
-        runs[:, FORWARD] = is_done[needs[:, FORWARD]]
-        f += runs[:, FORWARD]
+        will_run[:, FORWARD] = is_done[needs[:, FORWARD]]
+        f += will_run[:, FORWARD]
         # On the last virtual stage F and its B may share a tick: the loss lies between them.
-        is_same_tick = runs[:, FORWARD] & (needs[:, BACKWARD] == of_forward)
-        runs[:, BACKWARD] = (is_done[needs[:, BACKWARD]] | is_same_tick) & is_done[
-            streams.second[of_backward]
+        is_same_tick = will_run[:, FORWARD] & (needs[:, BACKWARD] == forward_ops)
+        will_run[:, BACKWARD] = (is_done[needs[:, BACKWARD]] | is_same_tick) & is_done[
+            streams.second[backward_ops]
         ]
         # No backward pass overtakes a forward pass of its stream: GPipe would become 1F1B.
-        runs[:, BACKWARD] &= f >= forwards_before[workers, b]
-        b += runs[:, BACKWARD]
-        runs[:, WEIGHT] = is_done[needs[:, WEIGHT]] | (runs[:, BACKWARD] & (needs[:, WEIGHT] == of_backward))
-        w += runs[:, WEIGHT]
-        if not runs.any():
+        will_run[:, BACKWARD] &= f >= forwards_before[workers, b]
+        b += will_run[:, BACKWARD]
+        will_run[:, WEIGHT] = is_done[needs[:, WEIGHT]] | (
+            will_run[:, BACKWARD] & (needs[:, WEIGHT] == backward_ops)
+        )
+        w += will_run[:, WEIGHT]
+        if not will_run.any():
             break
-        ticks.append(np.where(runs, ops, NONE))
-        is_done[ops[runs]] = True
+        ticks.append(np.where(will_run, ops, NONE))
+        is_done[ops[will_run]] = True
     _check_all_done(streams, len(ticks), is_done)
     return ticks
 

@@ -82,8 +82,8 @@ class StateSums:
         axes = tuple(axis for axis in AXES if self._mesh.shape[axis] > 1)
 
         def gather_sums(sums_before: Array, returned: Array) -> Array:
-            both = jnp.stack([sums_before, returned], axis=1)
-            return jax.lax.all_gather(both, axes, axis=0, tiled=True) if axes else both
+            stacked_sums = jnp.stack([sums_before, returned], axis=1)
+            return jax.lax.all_gather(stacked_sums, axes, axis=0, tiled=True) if axes else stacked_sums
 
         gather_all = jax.shard_map(
             gather_sums, mesh=self._mesh, in_specs=(P(AXES), P(AXES)), out_specs=P(), check_vma=False
@@ -174,7 +174,9 @@ def differing_copies(
             if len(values) > 1:
                 # With two copies none is in the majority: both are suspects.
                 outvoted = bool(counts.max() > math.floor(len(group) / 2))
-                right = values[counts.argmax()]
-                wrong = [int(device) for device in group if not outvoted or sums[device, array] != right]
-                differing.append((array, wrong, outvoted))
+                majority_value = values[counts.argmax()]
+                suspects = [
+                    int(device) for device in group if not outvoted or sums[device, array] != majority_value
+                ]
+                differing.append((array, suspects, outvoted))
     return differing

@@ -156,8 +156,8 @@ class GradientSums:
                 if p.gradient_memory == "pinned_host":
                     # Host sums start with any bits, even NaN, so the first microbatch selects zeros instead
                     # of multiplying.
-                    first = self.layout.spec.microbatches == 1 or self.index == 0
-                    total = jnp.where(first, jnp.zeros_like(total), total)
+                    is_first = self.layout.spec.microbatches == 1 or self.index == 0
+                    total = jnp.where(is_first, jnp.zeros_like(total), total)
                 if self.layout.precision.grad_accum_dtype == "float32":
                     return total + grad.astype(total.dtype)
                 # Noise is indexed by the global position, so that sums are the same bits on every mesh.

@@ -166,11 +166,11 @@ class StreamedParam:
         """Copies a slice of one half of the host arrays to device memory."""
         return {name: to_device(self.slices.take(state[name], index)) for name in self.halves[half]}
 
-    def write_half(self, state: Arrays, half: int, new: Arrays, index: SliceIndex) -> Arrays:
+    def write_half(self, state: Arrays, half: int, pending: Arrays, index: SliceIndex) -> Arrays:
         """Writes a new slice of one half of the host arrays back; returns the new `state`."""
         # Arrays that are only read, as the gradient, have no new slice.
-        names = [name for name in self.halves[half] if name in new]
-        return state | {name: self.slices.put(state[name], to_host(new[name]), index) for name in names}
+        names = [name for name in self.halves[half] if name in pending]
+        return state | {name: self.slices.put(state[name], to_host(pending[name]), index) for name in names}
 
     def update_slice(self, state: Arrays, fetched: Arrays, index: SliceIndex) -> tuple[Arrays, Arrays]:
         """Updates one slice; returns `state` with new device arrays, and the new slices of the host
@@ -180,31 +180,35 @@ class StreamedParam:
         pieces = {name: self.slices.take(state[name], index) for name in device_names}
         # A pass of its own: XLA:TPU would count what is not finite from the old parameters once more, and
         # copy all of them first, because they are updated in place.
-        new = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
+        pending = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
         state = state | {
-            name: self.slices.put(state[name], new[name], index) for name in device_names if name in new
+            name: self.slices.put(state[name], pending[name], index)
+            for name in device_names
+            if name in pending
         }
-        return state, {name: new[name] for name in self.on_host if name in new}
+        return state, {name: pending[name] for name in self.on_host if name in pending}
 
     def advance(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         """Computes the next slice, fetching it while the previous one is written; returns state and new
         slices.
         """
-        state, new = carry
+        state, pending = carry
         # The barrier computes the next index before anything is written. Otherwise XLA:GPU schedules that
         # kernel, and the fetch that needs it, after the write.
-        following, new = jax.lax.optimization_barrier((index + 1, new)) if new else (index + 1, new)
+        following, pending = (
+            jax.lax.optimization_barrier((index + 1, pending)) if pending else (index + 1, pending)
+        )
         fetched = self.fetch_half(state, 0, following)
-        state = self.write_half(state, 1, new, index)
+        state = self.write_half(state, 1, pending, index)
         # Fetch before writing the same array. XLA does not know that the slices differ, and would copy the
         # whole array.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
         fetched |= self.fetch_half(state, 1, following)
-        state = self.write_half(state, 0, new, index)
+        state = self.write_half(state, 0, pending, index)
         return self.update_slice(state, fetched, following)
 
 
-def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[Arrays]:
+def stream_updates(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[Arrays]:
     """Updates all leaves, one after another, slice by slice; returns the new `arrays` of each.
 
     Args:
@@ -213,35 +217,37 @@ def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[A
     """
     updated: list[Arrays] = []
     previous: tuple[StreamedParam, Arrays] | None = None
-    new: Any = after
+    pending: Any = after
     # Zero, as a norm is not negative. Compilers fetch across barriers, but not before they know which slice
     # to fetch.
-    first: SliceIndex = (after < 0).astype(jnp.int32)
+    first_slice: SliceIndex = (after < 0).astype(jnp.int32)
     for leaf in leaves:
-        on_host, new = jax.lax.optimization_barrier(({name: leaf.arrays[name] for name in leaf.on_host}, new))
+        on_host, pending = jax.lax.optimization_barrier(
+            ({name: leaf.arrays[name] for name in leaf.on_host}, pending)
+        )
         state = leaf.arrays | on_host
         # Fetch the first slices while the last ones of the previous leaf are written, as within a leaf.
-        fetched = leaf.fetch_half(state, 0, first)
+        fetched = leaf.fetch_half(state, 0, first_slice)
         if previous is not None:
-            old, old_state = previous
+            previous_leaf, old_state = previous
             old_state, fetched = jax.lax.optimization_barrier(
-                (old.write_half(old_state, 1, new, old.slices.count - 1), fetched)
+                (previous_leaf.write_half(old_state, 1, pending, previous_leaf.slices.count - 1), fetched)
             )
-            updated.append(old.write_half(old_state, 0, new, old.slices.count - 1))
-        fetched |= leaf.fetch_half(state, 1, first)
-        # Fetch before the loop writes the same array, as in `advance`: `first` is a number only when the
-        # program runs.
+            updated.append(previous_leaf.write_half(old_state, 0, pending, previous_leaf.slices.count - 1))
+        fetched |= leaf.fetch_half(state, 1, first_slice)
+        # Fetch before the loop writes the same array, as in `advance`: `first_slice` is a number only when
+        # the program runs.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
-        state, new = leaf.update_slice(state, fetched, 0)
+        state, pending = leaf.update_slice(state, fetched, 0)
         # Only the first leaf must wait for the norm; later ones follow the leaf before them.
-        first = 0
+        first_slice = 0
         if leaf.slices.count > 1:
-            state, new = jax.lax.fori_loop(0, leaf.slices.count - 1, leaf.advance, (state, new))
+            state, pending = jax.lax.fori_loop(0, leaf.slices.count - 1, leaf.advance, (state, pending))
         previous = leaf, state
     if previous is not None:
-        old, state = previous
-        state = old.write_half(state, 1, new, old.slices.count - 1)
-        updated.append(old.write_half(state, 0, new, old.slices.count - 1))
+        previous_leaf, state = previous
+        state = previous_leaf.write_half(state, 1, pending, previous_leaf.slices.count - 1)
+        updated.append(previous_leaf.write_half(state, 0, pending, previous_leaf.slices.count - 1))
     return updated
 
 

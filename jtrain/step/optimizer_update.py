@@ -129,11 +129,13 @@ def _not_finite_by_device(
     specs = {p.info.path: p.optimizer for p in layout.params if p.info.path in arrays}
     count = not_finite_on_cpu if mesh.devices.flat[0].platform == "cpu" else not_finite
 
-    def local(arrays: dict[str, tuple[Array, Arrays]]) -> Array:
+    def count_shards(arrays: dict[str, tuple[Array, Arrays]]) -> Array:
         return count(arrays)[None].astype(jnp.float32)
 
-    out = P(mesh.axis_names)
-    return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
+    by_device = P(mesh.axis_names)
+    return jax.shard_map(count_shards, mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)(
+        arrays
+    )
 
 
 def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:

@@ -121,8 +121,8 @@ class StageChunks:
         """Empty slots for what the gradients of a chunk's weights need."""
         return self._slots(jax.eval_shape(self._taps), num_slots)
 
-    def _slots(self, like: Any, num_slots: int) -> LayerSlots:
-        return [jnp.zeros((num_slots, self.per_chunk, *x.shape), x.dtype) for x in jax.tree.leaves(like)]
+    def _slots(self, shapes: Any, num_slots: int) -> LayerSlots:
+        return [jnp.zeros((num_slots, self.per_chunk, *x.shape), x.dtype) for x in jax.tree.leaves(shapes)]
 
     def forward(
         self, chunk_pass: ChunkPass, x_BLD: Float[Array, "B _ D"], layer_slots: LayerSlots

@@ -183,7 +183,7 @@ def _local_signature(
             first, last = (
                 layout.pipeline.where(virtual)[0] for virtual in (0, layout.pipeline.num_virtual - 1)
             )
-            return _own_layers(
+            return _run_stage_layers(
                 Ends(model, layout, probed, params, first, last),
                 trained,
                 weights["layers"],
@@ -204,7 +204,7 @@ def _local_signature(
     return jnp.stack([sum_of_bits(total), sum_of_bits(nats), gradient])
 
 
-def _own_layers(
+def _run_stage_layers(
     ends: Ends, trained: Params, layers: Params, part: Batch, unit: Float[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum of the output of this stage's layers, and the loss of the last stage's output.
@@ -212,15 +212,15 @@ def _own_layers(
     Args:
       layers: weights of this stage's layers, with probes.
     """
-    model, outside = ends.model, {path: value for path, value in trained.items() if path != "layers"}
+    model, end_weights = ends.model, {path: value for path, value in trained.items() if path != "layers"}
     losses = None if model.moe is None else RouterLosses(*jnp.zeros((2,)))
-    x_BLD = ends.embed(outside, part.token_BL)
+    x_BLD = ends.embed(end_weights, part.token_BL)
     # Identity layers count: the stack holds every place of this stage.
     unroll = 1 if model.scan_layers else len(jax.tree.leaves(layers)[0])
     layer, shared = model.layer(ends.placement), model.shared(part)
     x_BLD, _ = scan_layers(layer, (x_BLD, losses), layers, shared, unroll=unroll)
     # The layers are differentiated by the sum of their output alone; the loss is only recorded.
-    nats, _, _ = ends.loss(outside, jax.lax.stop_gradient(x_BLD), part.target_BL, unit)
+    nats, _, _ = ends.loss(end_weights, jax.lax.stop_gradient(x_BLD), part.target_BL, unit)
     return jnp.sum(x_BLD.astype(jnp.float32)) * unit, nats
 
 

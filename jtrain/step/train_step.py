@@ -205,14 +205,14 @@ def gather_rows(mesh: Mesh | AbstractMesh, rows: Float[Array, "devices 2"]) -> F
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     if not axes:
         return rows
-    gathered = jax.shard_map(
+    gather = jax.shard_map(
         lambda row: jax.lax.all_gather(row, axes, axis=0, tiled=True),
         mesh=mesh,
         in_specs=P(mesh.axis_names),
         out_specs=P(),
         check_vma=False,
     )
-    return gathered(rows)
+    return gather(rows)
 
 
 def _local_gradients(
