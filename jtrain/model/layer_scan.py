@@ -121,7 +121,7 @@ def _streaming_loop(
     wrapped, tree = jax.tree.flatten(weights, is_leaf=_is_leaf)
     num_layers = jax.tree.leaves(weights)[0].shape[0]
     # Layer numbers, and not a counter in the carry: a reverse scan then counts down by itself.
-    steps = jnp.arange(num_layers)
+    layer_numbers = jnp.arange(num_layers)
     # Each list has one entry per weight: None where the weight has no such array.
     leaves = [leaf.weight if isinstance(leaf, Summed) else leaf for leaf in wrapped]
     sums = [leaf.total if isinstance(leaf, Summed) else None for leaf in wrapped]
@@ -158,7 +158,7 @@ def _streaming_loop(
             x, saved = compute(x, trained, _fill_missing(resident, current))
             return (x, following), saved
 
-        return jax.lax.scan(body, (x, fetch(streamed, 0)), (steps, trained, resident), unroll=unroll)
+        return jax.lax.scan(body, (x, fetch(streamed, 0)), (layer_numbers, trained, resident), unroll=unroll)
 
     @jax.custom_vjp
     def run(
@@ -294,7 +294,7 @@ def _streaming_loop(
 
         # The last layer's old sum stands for a pending one: it is written back unchanged.
         start = (grad, current, current_saved, resident_sums, streamed_sums, current_sum, current_sum)
-        xs = (steps, vjps, trained, resident)
+        xs = (layer_numbers, vjps, trained, resident)
         (grad, *_, resident_sums, streamed_sums, _, pending), trained_grad = jax.lax.scan(
             body, start, xs, reverse=True, unroll=unroll
         )

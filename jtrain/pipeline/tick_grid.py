@@ -94,7 +94,7 @@ class TickGrid:
     @functools.cached_property
     def lives(self) -> tuple[Lives, Lives, Lives]:
         """Values of the three arrays of slots: inputs, cotangents, stashes."""
-        # Moments order what happens within a tick, so that one comparison covers both.
+        # Moments also order what happens within one tick.
         forward, backward, weight = (ticks * MOMENTS for ticks in self.tick_of)
         # An input appears by embedding in its own tick, or by a move at the end of the sender's tick.
         arrives = np.concatenate([forward[:1] + _EMBED, forward[:-1] + _MOVE])

@@ -25,13 +25,13 @@ from jtrain.layout.layout import Layout
 from jtrain.model.forward_placement import by_rows
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
-from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.tick_grid import NONE
 from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
 from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
+from jtrain.step.stage_moves import send, store
 from jtrain.step.zero import (
     gather_once,
     gathers_once,
@@ -163,7 +163,11 @@ class _Worker:
             y_BLD = self._apply_chunk(inputs, row_F, parts)
             nats_MBL = self._evaluate_head(nats_MBL, y_BLD, row_F, trained, parts)
             for hop in self.ticks.schedule.activation_hops:
-                inputs = _store(inputs, row_F[arriving_input(hop)], self._send(y_BLD, hop, back=False))
+                inputs = store(
+                    inputs,
+                    row_F[arriving_input(hop)],
+                    send(y_BLD, hop, self.ticks.schedule.stages, back=False),
+                )
             return (inputs, nats_MBL), None
 
         inputs = jnp.zeros((self.ticks.num_inputs, *x_BLD.shape), x_BLD.dtype)
@@ -200,10 +204,14 @@ class _Worker:
         ends = self._embedding_gradient(ends, dx_BLD, row_F, trained, parts)
         # Moves come last: slots that were freed above may be filled here.
         for hop in self.ticks.schedule.activation_hops:
-            inputs = _store(inputs, row_F[arriving_input(hop)], self._send(y_BLD, hop, back=False))
+            inputs = store(
+                inputs, row_F[arriving_input(hop)], send(y_BLD, hop, self.ticks.schedule.stages, back=False)
+            )
         for hop in self.ticks.schedule.cotangent_hops:
-            cotangents = _store(
-                cotangents, row_F[arriving_cotangent(hop)], self._send(dx_BLD, hop, back=True)
+            cotangents = store(
+                cotangents,
+                row_F[arriving_cotangent(hop)],
+                send(dx_BLD, hop, self.ticks.schedule.stages, back=True),
             )
         return _Carry(inputs, cotangents, layer_slots, stashes, layers, ends, nats)
 
@@ -214,7 +222,7 @@ class _Worker:
             x_BLD = self.ends.embed(trained, parts.token_BL[row_F[Field.EMBED_MICROBATCH]])
             # All workers compute the embedding, which sums over `stage`; one of them stores it.
             slot = jnp.where(row_F[Field.FORWARD_EMBEDS] == 1, row_F[Field.FORWARD_INPUT], NONE)
-            return _store(inputs, slot, x_BLD)
+            return store(inputs, slot, x_BLD)
 
         # The column is the same on all workers, so a collective may lie in this branch.
         return jax.lax.cond(row_F[Field.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
@@ -254,7 +262,7 @@ class _Worker:
         microbatch = row_F[Field.HEAD_MICROBATCH]
 
         def evaluate(nats_MBL: Array) -> Array:
-            return _store(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
+            return store(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
 
         # Again equal on all workers: the loss sums over `stage`.
         return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
@@ -274,7 +282,7 @@ class _Worker:
             cotangents, end_grads, nats = head_sums
             target_BL = parts.target_BL[row_F[Field.HEAD_MICROBATCH]]
             nats_part, grads, dy_BLD = self.ends.loss(trained, y_BLD, target_BL, unit)
-            cotangents = _store(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
+            cotangents = store(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
             return cotangents, _sum(end_grads, grads), nats + nats_part
 
         return jax.lax.cond(
@@ -366,29 +374,6 @@ class _Worker:
         if layers_permute(self.layout):
             return work(operand, has_work)
         return jax.lax.cond(has_work, lambda operand: work(operand, True), idle, operand)
-
-    def _send(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
-        """The array that arrives over `hop`."""
-        stages = self.ticks.schedule.stages
-        # Both virtual stages are on this worker: nothing is sent.
-        if hop == StageHop.LOCAL:
-            return x_BLD
-        if hop == StageHop.WRAP:
-            pairs = [(0, stages - 1)] if back else [(stages - 1, 0)]
-        else:
-            down_chain = [(worker, worker + 1) for worker in range(stages - 1)]
-            # Chains over all workers; receivers without a slot for what arrives drop it.
-            pairs = down_chain if hop == StageHop.DOWN else [(upper, lower) for lower, upper in down_chain]
-        with jax.named_scope("pipeline"):
-            return jax.lax.ppermute(x_BLD, "stage", pairs)
-
-
-def _store(slots: Array, slot: Array, x: Array) -> Array:
-    """`slots` with x in one of them; as they are if it is NONE."""
-    # NONE is -1: slot 0 is then rewritten with its own value, which costs no branch.
-    index = jnp.maximum(slot, 0)
-    current = jax.lax.dynamic_index_in_dim(slots, index, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(slots, jnp.where(slot == NONE, current, x), index, 0)
 
 
 def _sum(total: Params, addend: Params) -> Params:
