@@ -155,19 +155,16 @@ class _Worker:
         """Runs the ticks of a schedule that has only forward passes; returns the cross entropy of each
         token.
         """
-        x_BLD = self._residual_stream(trained, parts)
+        schedule, x_BLD = self.ticks.schedule, self._residual_stream(trained, parts)
 
         def tick(carry: tuple[Array, Array], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Array], None]:
             inputs, nats_MBL = carry
             inputs = self._embed_next(inputs, row_F, trained, parts)
             y_BLD = self._apply_chunk(inputs, row_F, parts)
             nats_MBL = self._evaluate_head(nats_MBL, y_BLD, row_F, trained, parts)
-            for hop in self.ticks.schedule.activation_hops:
-                inputs = store(
-                    inputs,
-                    row_F[arriving_input(hop)],
-                    send(y_BLD, hop, self.ticks.schedule.stages, back=False),
-                )
+            for hop in schedule.activation_hops:
+                slot = row_F[arriving_input(hop)]
+                inputs = store(inputs, slot, send(y_BLD, hop, schedule.stages, back=False))
             return (inputs, nats_MBL), None
 
         inputs = jnp.zeros((self.ticks.num_inputs, *x_BLD.shape), x_BLD.dtype)
@@ -203,16 +200,13 @@ class _Worker:
         cotangents, ends, nats = head_sums
         ends = self._embedding_gradient(ends, dx_BLD, row_F, trained, parts)
         # Moves come last: slots that were freed above may be filled here.
-        for hop in self.ticks.schedule.activation_hops:
-            inputs = store(
-                inputs, row_F[arriving_input(hop)], send(y_BLD, hop, self.ticks.schedule.stages, back=False)
-            )
-        for hop in self.ticks.schedule.cotangent_hops:
-            cotangents = store(
-                cotangents,
-                row_F[arriving_cotangent(hop)],
-                send(dx_BLD, hop, self.ticks.schedule.stages, back=True),
-            )
+        schedule = self.ticks.schedule
+        for hop in schedule.activation_hops:
+            slot = row_F[arriving_input(hop)]
+            inputs = store(inputs, slot, send(y_BLD, hop, schedule.stages, back=False))
+        for hop in schedule.cotangent_hops:
+            slot = row_F[arriving_cotangent(hop)]
+            cotangents = store(cotangents, slot, send(dx_BLD, hop, schedule.stages, back=True))
         return _Carry(inputs, cotangents, layer_slots, stashes, layers, ends, nats)
 
     def _embed_next(self, inputs: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
