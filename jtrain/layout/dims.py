@@ -114,7 +114,5 @@ def kv_heads_in_use(num_kv_heads: int, tensor: int) -> int:
 
 
 def splits_heads(num_heads: int, num_kv_heads: int, tensor: int) -> bool:
-    """True if each of `tensor` devices can compute whole query heads with whole key heads, or share one key
-    head.
-    """
+    """True if each of `tensor` devices computes whole query heads with whole or shared key heads."""
     return num_heads % tensor == 0 and (num_kv_heads % tensor == 0 or tensor % num_kv_heads == 0)

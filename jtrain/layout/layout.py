@@ -82,8 +82,7 @@ class ParamLayout:
     gradient_memory: MemoryKind = "device"
 
     def spec(self, *, zero_sharded: bool) -> P:
-        """Returns the partition over `stage`, `tensor` and `expert`, and if `zero_sharded` over `ZERO_AXES`
-        too.
+        """Returns the partition over `stage`, `tensor` and `expert`, and `ZERO_AXES` if `zero_sharded`.
 
         With shared key heads K is shorter than `tensor`, and each device has one head.
         """
@@ -150,9 +149,7 @@ class Layout:
     pipeline_spec: PipelineSpec = PipelineSpec()  # noqa: RUF009 - frozen
 
     def relaid(self, spec: LayoutSpec, mesh: MeshSpec, pipeline: PipelineSpec | None = None) -> "Layout":
-        """Lays the same model out with other settings, in the same precision; raises UserError as
-        `make_layout`.
-        """
+        """Lays the same model out with other settings; raises UserError as `make_layout`."""
         return make_layout(
             spec,
             mesh,
@@ -175,16 +172,12 @@ class Layout:
 
     @property
     def layer_order(self) -> tuple[int, ...] | None:
-        """Layer of the model at each place of the state, -1 for none; None if they are in the model's
-        order.
-        """
+        """Layer of the model at each place of the state, -1 for none; None in the model's order."""
         return None if self.pipeline is None or self.pipeline.in_order else self.pipeline.order
 
     @property
     def per_layer(self) -> P:
-        """Partition of state with one entry per layer that no other axis splits: the scales of 8-bit
-        matmuls.
-        """
+        """Partition of state with one entry per layer, such as the scales of 8-bit matmuls."""
         return P("stage") if self.pipeline else P()
 
     @property
@@ -302,9 +295,7 @@ def make_layout(
 def _with_gradients_on_host(
     spec: LayoutSpec, mesh: MeshSpec, layouts: list[ParamLayout]
 ) -> list[ParamLayout]:
-    """Chooses the layers' gradients to keep in host memory, among those that need no sum over devices at the
-    end.
-    """
+    """Chooses layers' gradients to keep in host memory, of those without a sum at the end of a step."""
     # Only gradients of stacked layers are summed layer by layer, and only those can stream.
     layers = [p for p in layouts if p.info.is_matrix and p.info.is_stacked]
     # Final once a layer is summed: nothing is left to reduce at the end of the step.
@@ -371,9 +362,7 @@ def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, .
 def _check_groups(
     spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec
 ) -> None:
-    """Refuses groups of sequences where there is nothing to overlap, or where all sequences belong
-    together.
-    """
+    """Refuses groups of sequences without anything to overlap, or that belong together."""
     dtype = precision.matmul_dtype
     for conflict, applies in (
         (f"mesh.tensor={mesh.tensor}: there are no collectives over `tensor` to overlap", mesh.tensor == 1),

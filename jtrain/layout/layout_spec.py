@@ -57,9 +57,7 @@ class LayoutSpec:
             )
 
     def sums_within_layers(self, mesh: MeshSpec) -> bool:
-        """True if layers' gradients are summed over devices as each layer computes them, not all at once at
-        the end.
-        """
+        """True if gradients are summed over devices layer by layer, not all at once at the end."""
         return mesh.replica == 1 and (self.zero_stage >= 2 or mesh.zero_shards == 1)
 
 

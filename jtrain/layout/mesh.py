@@ -56,8 +56,7 @@ class MeshSpec:
 
     @functools.cached_property
     def shape(self) -> dict[str, int]:
-        """Number of devices along each axis, in the order of `AXES`; kept, because a search reads it 100,000
-        times.
+        """Number of devices along each axis of `AXES`, cached: a search reads it 100,000 times.
 
         Raises:
           UserError: `data` is still `auto`.
@@ -134,9 +133,7 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
 
 
 def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of one device's block of an array; a dimension shorter than its axes has one on each
-    device.
-    """
+    """Returns the shape of one device's block; a dimension shorter than its axes has one on each device."""
     lengths = list(shape)
     for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
         if axes is not None:
@@ -151,9 +148,7 @@ def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def unsplit_axes(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes with several devices over which an array is replicated: its gradient is summed over
-    each.
-    """
+    """Returns the axes of several devices over which an array is replicated, so its gradient is summed."""
     # One entry of a partition may name several axes: D over (data, context).
     split_axes = {name for axis in spec for name in axis_names(axis)}
     return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in split_axes)

@@ -23,8 +23,7 @@ from jaxtyping import Array, Float, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ExpertOrder:
-    """Permutation that sorts (token, slot) pairs by expert; int32 arrays, or other leaves when used as a
-    pytree.
+    """Permutation that sorts (token, slot) pairs by expert: int32 arrays, or other leaves of a pytree.
 
     pair_P: the pair of each row, t * S + s. Rows of pairs without an expert come last.
     row_TS: the row of each pair.
@@ -56,9 +55,7 @@ def order_of(expert_TS: Int[Array, "T S"], num_experts: int) -> ExpertOrder:
 
 @jax.custom_vjp
 def to_rows(x_TD: Float[Array, "T D"], order: ExpertOrder) -> Float[Array, "P D"]:
-    """Copies each token to its rows. The gradient of a token is the sum over its experts' rows, in
-    float32.
-    """
+    """Copies each token to its rows; a token's gradient is the float32 sum over its rows."""
     # pair // S is the token.
     return x_TD[order.pair_P // order.row_TS.shape[1]]
 
@@ -105,9 +102,7 @@ from_rows.defvjp(_from_rows_forward, _from_rows_backward)
 
 
 def _sum_of_slots(y_PD: Array, order: ExpertOrder, weight_TS: Array | None) -> Array:
-    """Sum over slots, one slot at a time, so that XLA fuses the reads and no array of T * S * D elements
-    exists.
-    """
+    """Sum over slots, one at a time: XLA fuses the reads, and no array has T * S * D elements."""
     row_TS = order.row_TS
     # Rows from the sum of the counts on belong to no expert.
     used_TS = row_TS < jnp.sum(order.count_X)
@@ -138,9 +133,7 @@ class Exchange:
 
     @property
     def _first_row_EX(self) -> Array:
-        """First row of each (device, expert) block on the expert's device, by expert, then by sending
-        device.
-        """
+        """First row on the expert's device of each (device, expert) block, by expert, then by sender."""
         count_EX = self.count_EX
         # Rows of the same expert that lower-numbered devices send.
         before_EX = jnp.cumsum(count_EX, axis=0) - count_EX
@@ -161,8 +154,7 @@ class Exchange:
         return jax.lax.dynamic_slice_in_dim(x_EX, self._me * local, local, axis=1)
 
     def sent(self) -> tuple[Array, Array, Array, Array]:
-        """Slices of the all-to-all to the experts: first row here, rows, first row there, and rows that
-        arrive here.
+        """Slices of the all-to-all to the experts: first row here, rows, first row there, rows to come.
 
         The first three have one entry per expert, by device; the last has one per sending device and local
         expert.
@@ -195,18 +187,14 @@ exchange: an estimate, not measured."""
 
 
 def num_pieces(num_tokens: int, top_k: int) -> int:
-    """Pieces of equal size into which a layer's tokens are cut: one is exchanged while another is
-    multiplied.
-    """
+    """Number of equal pieces of a layer's tokens: one is exchanged while another is multiplied."""
     max_pieces = max(1, min(MAX_PIECES, num_tokens * top_k // MIN_PIECE_ROWS))
     # `jnp.split` cuts tokens into equal pieces only.
     return max(pieces for pieces in range(1, max_pieces + 1) if num_tokens % pieces == 0)
 
 
 def buffer_rows(num_pairs: int, top_k: int, *, num_experts: int, expert: int) -> int:
-    """Largest number of rows that a device can receive: all tokens of all devices, each for min(S, X / n)
-    experts.
-    """
+    """Most rows that a device can receive: all tokens of all devices, min(S, X / n) experts each."""
     # num_pairs // top_k tokens per device; a token chooses an expert at most once.
     return expert * num_pairs // top_k * min(top_k, num_experts // expert)
 
@@ -238,9 +226,7 @@ send_back.defvjp(
 
 
 def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], devices: int) -> Array:
-    """Ragged all-to-all. XLA:CPU has none: there each pair of devices exchanges blocks of the largest
-    possible size.
-    """
+    """Ragged all-to-all; XLA:CPU has none and exchanges blocks of the largest possible size."""
     first, count, first_there, arriving = slices
 
     def ragged(x: Array) -> Array:
@@ -256,9 +242,7 @@ def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], 
 def _padded(
     x: Array, num_rows: int, first: Array, count: Array, first_there: Array, arriving: Array, devices: int
 ) -> Float[Array, "..."]:
-    """Result of the ragged all-to-all by an all-to-all of equal blocks, each as long as the longest
-    possible.
-    """
+    """Result of the ragged all-to-all by one of equal blocks, each of the largest possible size."""
     block_rows = max(x.shape[0], num_rows) // devices
 
     def slice_of(count: Array) -> tuple[Array, Array, Array]:

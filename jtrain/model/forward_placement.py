@@ -73,9 +73,7 @@ def single_device(dtype: str) -> Placement:
 
 
 def checkpoint_layer(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
-    """`layer` under `jax.checkpoint`, saving the activations that the placement names; `scan_layers` offloads
-    them.
-    """
+    """`layer` under `jax.checkpoint`, which saves the activations that the placement names."""
     if placement.remat == "none" and not (placement.regather or placement.streams or placement.offload):
         return layer
     # With remat=none, a policy that refuses only the weights would still save values one step away from them

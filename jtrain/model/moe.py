@@ -29,10 +29,10 @@ from jtrain.model.router import MoESpec, RouterLosses, Routing, route
 
 
 class MoE(nnx.Module):
-    """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))`, plus shared experts
-    (arXiv:2401.06066).
+    """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))` (arXiv:2401.06066).
 
-    Experts are split over `expert`, the hidden width of each over `tensor`. No token is dropped.
+    Experts are split over `expert`, the hidden width of each over `tensor`; shared experts are added. No token is
+    dropped.
     """
 
     def __init__(self, *, d_model: int, d_ff: int, spec: MoESpec, layers: int) -> None:
@@ -100,8 +100,7 @@ class MoE(nnx.Module):
     def _exchange_and_multiply(
         self, x_PDs: list[Array], orders: list[ExpertOrder], *, expert: int
     ) -> list[Array]:
-        """Results of the experts for each piece of the tokens, with exchanges beside the matmuls of other
-        pieces.
+        """Results of the experts for each piece of the tokens, with exchanges beside other pieces' matmuls.
 
         While one piece is multiplied with gate and up, the next is sent to its experts; while it is
         multiplied with down, the results of the piece before return. Only the first sending and the last

@@ -77,9 +77,7 @@ bits."""
 
 
 def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Array, "..."]:
-    """`x @ kernel` in the kernel's precision; contracts the last `num_in` dimensions of x with the kernel's
-    first.
-    """
+    """`x @ kernel` in the kernel's precision, over the last `num_in` dimensions of x."""
     if isinstance(kernel, Fp8Kernel):
         # The weight's type selects the precision, so layers have one call for both.
         return linear_fp8(x, kernel, num_in)
@@ -113,9 +111,7 @@ def all_gather_linear(
 def linear_reduce_scatter(
     y: Float[Array, "B L ..."], kernel: Kernel, *, axis_name: str, axis_size: int
 ) -> Float[Array, "B _ D"]:
-    """This device's rows of `y @ kernel`, summed over the axis; contracts all dimensions of `kernel` but the
-    last.
-    """
+    """This device's rows of `y @ kernel`, summed over the axis; contracts all dimensions but the last."""
     if isinstance(kernel, Fp8Kernel):
         return matmul_reduce_scatter_fp8(y, kernel, axis_name=axis_name, axis_size=axis_size)
     return matmul_reduce_scatter(y, kernel, axis_name=axis_name, axis_size=axis_size)

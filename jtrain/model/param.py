@@ -28,8 +28,7 @@ DRAWS = 4
 def weight(
     dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0, top_k: int = 0
 ) -> nnx.Param[Any]:
-    """A matrix drawn from a normal of standard deviation `std`; with `layers`, a stack with one matrix per
-    layer.
+    """A matrix drawn from a normal of standard deviation `std`; with `layers`, one for each layer.
 
     Args:
       top_k: for a stack of experts, the number of experts per token.
@@ -99,8 +98,7 @@ def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Param
 
 
 def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = None) -> Array:
-    """Initial values of one parameter in `dtype`; with `layer`, only that logical layer of a stacked
-    parameter.
+    """Initial values of one parameter in `dtype`; with `layer`, of that logical layer alone.
 
     A layer of -1 is an identity layer, of zeros. The random key is folded from the seed, a checksum of the
     parameter's path and, for a stacked parameter, the layer, so values depend neither on the order in which
@@ -130,9 +128,7 @@ def _draw_keys(info: ParamInfo, seed: int, *, layers: int | None) -> UInt32[np.n
 
 
 def _fold_in(key: UInt32[np.ndarray, "*n 2"], data: Any) -> UInt32[np.ndarray, "*m 2"]:
-    """`jax.random.fold_in` in numpy: Threefry-2x32 with 20 rounds (Salmon et al. 2011) of the words 0 and
-    `data`.
-    """
+    """`jax.random.fold_in` in numpy: Threefry-2x32 with 20 rounds (Salmon et al. 2011) of 0 and `data`."""
     first, second = key[..., 0], key[..., 1]
     words = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
     with np.errstate(over="ignore"):  # sums are modulo 2^32

@@ -16,8 +16,7 @@ from jtrain.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class MoESpec:
-    """Mixture of experts that replaces every feed-forward layer; `model.d_ff` is then the hidden width of one
-    expert.
+    """Mixture of experts of hidden width `model.d_ff` that replaces every feed-forward layer.
 
     No token is ever dropped. Padding goes to no expert.
 

@@ -23,9 +23,7 @@ def keeps_by_name(layout: Layout) -> bool:
 
 
 def copies_weights(layout: Layout) -> bool:
-    """True if a layer computes with temporary copies of its weights: gathered (ZeRO-3) or fetched from host
-    memory.
-    """
+    """True if a layer computes with copies of its weights: gathered (ZeRO-3), or fetched from the host."""
     return layout.gathers_weights or any(p.param_memory == "pinned_host" for p in layout.params)
 
 
@@ -72,9 +70,7 @@ def wide_per_token(layout: Layout) -> int:
 
 
 def rows_per_token(layout: Layout) -> int:
-    """Rows in a device's dispatch buffer per token (see `jtrain.model.expert_dispatch`); 0 without
-    experts.
-    """
+    """Rows of a device's dispatch buffer per token (`jtrain.model.expert_dispatch`); 0 without experts."""
     for info in (p.info for p in layout.params if p.info.is_experts):
         sizes = dict(num_experts=info.shape[info.dims.index("X")], expert=layout.mesh.expert)
         # One token has top_k pairs; the buffer grows linearly with them.
@@ -83,8 +79,7 @@ def rows_per_token(layout: Layout) -> int:
 
 
 def offloaded_names(layout: Layout) -> tuple[str, ...]:
-    """Saved activations that go to host memory: at most the share `layout.offload.activations` of their
-    bytes.
+    """Saved activations that go to host memory: at most the share `layout.offload.activations`.
 
     Takes the largest activations first and skips those that no longer fit.
 

@@ -59,9 +59,7 @@ class SplitKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A product of a layer: what computes it, the paths of its kernels, and the shapes of input and
-    results.
-    """
+    """A product of a layer: its function, the paths of its kernels, the shapes of input and results."""
 
     product: Product
     paths: tuple[str, ...]

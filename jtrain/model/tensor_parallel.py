@@ -34,9 +34,7 @@ class TensorAxis:
     def project_out(
         self, y: Float[Array, "B L ..."], kernel: ops.Kernel | SplitKernel
     ) -> Float[Array, "B _ D"]:
-        """This device's positions of the product, summed over all devices' parts of the contracted
-        dimensions.
-        """
+        """This device's positions of the product, summed over all devices' parts."""
         return multiply(self._out, y, (kernel,))[0]
 
     def _in(self, x_BLD: Array, *kernels: ops.Kernel) -> tuple[Array, ...]:

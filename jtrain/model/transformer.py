@@ -34,9 +34,7 @@ from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembed
 
 
 class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is a mixture of experts with
-    `moe`.
-    """
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; with `moe` the mlp has experts."""
 
     def __init__(self, sizes: AttentionSizes, *, d_ff: int, moe: MoESpec | None, layers: int) -> None:
         d_model, eps = sizes.d_model, sizes.norm_eps
@@ -203,9 +201,7 @@ class Transformer(nnx.Module):
     def through_layers(
         self, weights: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
-        """Residual stream after all layers, and the router losses summed over them (None for a dense
-        model).
-        """
+        """Residual stream after all layers, and the sum of their router losses (None if dense)."""
         # Unrolled layers are one iteration of the same scan: one path for both.
         layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_layers
         shared = self.shared(batch)
@@ -218,9 +214,7 @@ class Transformer(nnx.Module):
     def embed(
         self, params: Params, token_BL: Int[Array, "B L"], placement: Placement
     ) -> Float[Array, "B _ D"]:
-        """Embedding rows of the tokens at this device's positions; of its stage's part of the vocabulary,
-        others 0.
-        """
+        """Embedding rows of this device's positions; 0 for tokens of another stage's vocabulary."""
         with jax.named_scope("embed"):
             # The table's columns are split: lookups come to the shards instead of the table to the tokens.
             if placement.lookup is not None:
@@ -353,9 +347,7 @@ def _embed(
     placement: Placement,
     lookup: Callable[[Array, Array], Array],
 ) -> Float[Array, "B _ D"]:
-    """Embedding rows of the tokens; with `tensor`, each device adds the rows of its block of the
-    vocabulary.
-    """
+    """Embedding rows of the tokens; each device adds the rows of its block of the vocabulary."""
     # Stage is the outer axis: a pipeline splits V over stages first, then over `tensor`.
     axis, shards = placement.vocabulary.values()
     if shards == 1:

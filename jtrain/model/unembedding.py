@@ -57,8 +57,7 @@ def loss_in_parts(
     chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The same loss as `unembedding_loss`, holding only one part of the columns and of their gradient at a
-    time.
+    """Loss of `unembedding_loss` with one part of the columns and of their gradient at a time.
 
     A single part is gathered once; with several, each part is gathered twice.
 

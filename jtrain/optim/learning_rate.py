@@ -22,8 +22,7 @@ def whole_steps(value: StepsOrFraction, num_steps: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from the peak, right after warm-up, to `final_fraction` of the peak at update
-    `num_steps`.
+    """Half a cosine after warm-up, from the peak to `final_fraction` of it at update `num_steps`.
 
     Update `num_steps` is the first one after the run: with `final_fraction=0.0` the last update has a rate
     above 0.
@@ -45,8 +44,7 @@ class Cosine:
 
 @dataclasses.dataclass(frozen=True)
 class WarmupStableDecay:
-    """Constant peak until `decay_steps` before the end, then decay to `final_fraction` of the peak at
-    `num_steps`.
+    """Constant peak, then decay over `decay_steps` to `final_fraction` of the peak at `num_steps`.
 
     A run can be lengthened from any checkpoint of the plateau, since nothing before the decay depends on
     `num_steps` (if `warmup_steps` is an int).

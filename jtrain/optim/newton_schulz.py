@@ -32,9 +32,7 @@ def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def orthogonal_step(
     spec: Muon, info: ParamInfo, grad: Array, mu: Array, step: Int[Array, ""]
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Update direction of root mean square `update_rms`, and new momentum; all f32, in the shape of one
-    layer.
-    """
+    """Update direction of root mean square `update_rms`, and new momentum; f32, of one layer."""
     inputs, outputs = matrix_dims(info)
     fan_in, fan_out = (math.prod(info.shape[1:][i] for i in axes) for axes in (inputs, outputs))
     muon = optax.contrib.scale_by_muon(

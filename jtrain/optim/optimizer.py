@@ -93,9 +93,7 @@ class Optimizer:
         return (self.spec.peak_lr * rise * decay).astype(jnp.float32)
 
     def placed(self, layout: Layout) -> "Optimizer":
-        """Returns the optimizer of the parameters as a layout places them: a pipeline may reorder and pad
-        layers.
-        """
+        """Returns the optimizer of the parameters in a layout's order, with a pipeline's padding."""
         if layout.pipeline is None:
             return self
         return dataclasses.replace(
@@ -108,9 +106,7 @@ class Optimizer:
         return by_path(self.params, self.params)
 
     def state_map(self, fn: Callable[[ParamInfo, str], Any]) -> Moments:
-        """State tree with `fn(info, name)` in place of every array; `name` is the array's field of
-        `Moments`.
-        """
+        """State tree with `fn(info, name)` in place of every array; `name` is a field of `Moments`."""
         return self.state(
             {path: {n: fn(i, n) for n in arrays(self.spec, i)} for path, i in self.infos.items()}
         )
@@ -154,8 +150,7 @@ class Optimizer:
     def begin(
         self, grads: ParamTree, step: int | Int[Array, ""], *, norm: Float[Array, ""] | None = None
     ) -> Update:
-        """Computes the scalars of update `step` that need all gradients; `update_param` may follow one by
-        one.
+        """Computes the scalars of update `step` that need all gradients, before any `update_param`.
 
         Args:
           norm: global norm of the gradients, if they cannot be read all at once because some are in host

@@ -97,8 +97,7 @@ def top(signed: bool) -> float:
 
 
 def encode(x: Array, blocks: Blocks, *, signed: bool, bits: Array | None) -> tuple[Array, Array]:
-    """Quantizes `x`, f32, to codes and f32 scales: a first moment to int8 (signed), the root of a second one
-    to uint8.
+    """Quantizes f32 `x` to codes and scales: a first moment to int8, the root of a second one to uint8.
 
     bits: random uint32s of the shape of `x` for stochastic rounding, so that `decode` returns `x` on average
       (the second moment itself, not its root). None rounds to the value of the cell that holds `x`.

@@ -109,8 +109,7 @@ class AdamW:
 
 @dataclasses.dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon for the layers' matrices, AdamW for embedding, unembedding and norm scales; adds three fields to
-    `AdamW`.
+    """Muon for the layers' matrices, AdamW for all else; adds three fields to `AdamW`.
 
         m = momentum m + (1 - momentum) g,   o = orthogonalize(Nesterov(m, g))
         p = p - lr(k) (update_rms sqrt(max(fan_in, fan_out)) o + weight_decay p)
@@ -141,9 +140,7 @@ class Muon(AdamW):
 
 
 def _check_decay_rate(field: str, rate: float, moment_dtype: str) -> None:
-    """Refuses a decay rate whose updates, (1 - rate) of the distance, round to nothing in the moment's
-    dtype.
-    """
+    """Refuses a decay rate whose updates round to nothing in the moment's dtype."""
     check_number(field, rate, "of at least 0 and below 1", lambda x: 0 <= x < 1)
     # An update moves a moment by (1 - b) of its distance: below half a unit it rounds back.
     stall = _STALL[moment_dtype] / (1.0 - rate)

@@ -52,9 +52,7 @@ NAMES = tuple(field.name for field in dataclasses.fields(Moments))
 
 
 def by_muon(spec: AdamW | Muon, info: ParamInfo) -> bool:
-    """True if Muon updates the parameter: a matrix of the layers (stacked, Y), not the embedding or
-    unembedding.
-    """
+    """True if Muon updates the parameter: a matrix of the layers (stacked, Y)."""
     # `Muon` is a subclass of `AdamW`, so the test is for the narrower one.
     return isinstance(spec, Muon) and info.is_matrix and info.dims.startswith("Y")
 
@@ -66,9 +64,7 @@ def blocks(spec: AdamW | Muon, info: ParamInfo) -> Blocks | None:
 
 @functools.cache
 def arrays(spec: AdamW | Muon, info: ParamInfo) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every state array of a parameter, by name. Cached: the planner's search calls it
-    often.
-    """
+    """Shape and dtype of a parameter's state arrays by name, cached for the planner's search."""
     blocking = blocks(spec, info)
     float_dtype = {"bfloat16": "bfloat16", "bfloat16_sr": "bfloat16"}.get(spec.moment_dtype, "float32")
     arrays_by_name: dict[str, jax.ShapeDtypeStruct] = {}
@@ -91,9 +87,7 @@ def arrays(spec: AdamW | Muon, info: ParamInfo) -> Mapping[str, jax.ShapeDtypeSt
 
 
 def state_bytes(spec: AdamW | Muon, info: ParamInfo, elements: int) -> int:
-    """Bytes of state for `elements` of a parameter (a shard, or `info.size`), which must fill whole
-    blocks.
-    """
+    """Bytes of state for `elements` of a parameter (a shard, or `info.size`), in whole blocks."""
     # Bytes of the whole parameter; scales make it a fraction per element, so the division comes last.
     per_parameter = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays(spec, info).values())
     return per_parameter * elements // info.size

@@ -133,9 +133,7 @@ def _check_order(schedule: PipelineSchedule) -> None:
 def _stuck_workers(
     program: PipelineProgram, capacity: int | None
 ) -> list[tuple[int, WorkerInstruction, str]]:
-    """Passes messages until nobody can go on; returns each worker that waits, its instruction and what that
-    needs.
-    """
+    """Passes messages until no worker can go on; returns those that wait, with instruction and reason."""
     channels: dict[tuple[int, int, str], set[tuple[int, int | None]]] = collections.defaultdict(set)
     position = [0] * len(program.workers)
 

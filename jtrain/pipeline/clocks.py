@@ -97,8 +97,7 @@ class PipelineTimeline:
         return (total_time - sum(self.busy)) / total_time
 
     def in_flight(self) -> tuple[tuple[tuple[float, int], ...], ...]:
-        """For each worker (time, chunks and microbatches in flight from then on), from the first F to the
-        end.
+        """For each worker (time, chunks and microbatches in flight from then on).
 
         In flight: from the start of F to the end of W or B.
         """
@@ -106,9 +105,7 @@ class PipelineTimeline:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """For each worker the most chunks and microbatches in flight at once, as papers give a schedule's
-        memory.
-        """
+        """For each worker the most chunks and microbatches in flight, the memory that papers give."""
         return tuple(max(count for _, count in steps) for steps in self.in_flight())
 
 

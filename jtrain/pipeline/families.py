@@ -27,9 +27,7 @@ from jtrain.pipeline.schedule import ChunkPlacement, PassKind, PipelineSchedule,
 
 
 class _Stream:
-    """Operations of one worker, built in order: microbatches of a chunk are counted separately for F and I or
-    B.
-    """
+    """Operations of one worker, in order; a chunk's F are counted apart from its I and B."""
 
     def __init__(self, worker: int, stages: int, placement: ChunkPlacement) -> None:
         self.ops: list[StageOp] = []
@@ -38,9 +36,7 @@ class _Stream:
         self._stashed: list[StageOp] = []
 
     def add(self, kinds: str, chunk: int) -> None:
-        """Adds one operation of each kind for the next microbatch of a chunk; W takes the oldest I of the
-        chunk.
-        """
+        """Adds an operation of each kind for a chunk's next microbatch; W takes the chunk's oldest I."""
         stage = self._stages[chunk]
         for kind in kinds:
             if kind == "W":
@@ -98,8 +94,7 @@ def one_f_one_b(stages: int, microbatches: int, chunks: int = 1) -> PipelineSche
 
 
 def interleaved(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """1F1B over `chunks` virtual stages per worker: each step of the pipeline is shorter, so the bubble is as
-    well.
+    """1F1B over `chunks` virtual stages per worker: shorter steps of the pipeline, and a shorter bubble.
 
     Microbatches go in groups of P: a worker runs a group through one chunk, then through the next. Worker p
     runs 2 (P - p - 1) + (v - 1) P forward passes ahead.
@@ -163,8 +158,7 @@ def zbh1(stages: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
 
 
 def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """Zero bubble over a V of virtual stages: no worker waits between its first and last operation if F = I =
-    W.
+    """Zero bubble over a V: no worker waits between its first and last operation if F = I = W.
 
     The last virtual stage is of the first worker, so backward passes start early; 2P chunks are in flight,
     the memory of 1F1B. Worker p starts at the time of p forward passes of a chunk and ends as much later than
@@ -207,8 +201,7 @@ def zbv(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
 
 
 def dualpipev(stages: int, microbatches: int, chunks: int = 2) -> PipelineSchedule:
-    """DualPipe's two directions folded into a V: forward passes of one chunk stand beside backward passes of
-    the other.
+    """DualPipe folded into a V: forward passes of one chunk stand beside backward passes of the other.
 
     A pair of F and B that stand side by side can hide each other's communication; only the ends are split
     into I and W. Compared with DualPipe, each worker holds one copy of its weights.

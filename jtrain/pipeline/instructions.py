@@ -57,9 +57,7 @@ ARRAYS: tuple[Array, ...] = ("inputs", "cotangents", "stashes")
 
 
 class Value(NamedTuple):
-    """Something that waits in a slot: the input, the cotangent or the stash of one virtual stage and
-    microbatch.
-    """
+    """Input, cotangent or stash of one virtual stage and microbatch, which waits in a slot."""
 
     array: Array
     stage: int
@@ -99,9 +97,7 @@ class PipelineProgram:
 
 
 def make_program(schedule: PipelineSchedule) -> PipelineProgram:
-    """Derives the instructions of a schedule, which keep the gathered weights of a chunk from first to last
-    use.
-    """
+    """Derives a schedule's instructions, which keep a chunk's gathered weights from first to last use."""
     workers, peaks = [], []
     for worker in range(schedule.stages):
         without_slots = _with_chunk_work(schedule, worker)
@@ -119,9 +115,7 @@ def _pass_instruction(
     microbatch: int,
     peer: int | None = None,
 ) -> WorkerInstruction:
-    """An instruction of one microbatch, with the values that it reads, writes and frees; slots are still
-    0.
-    """
+    """An instruction of one microbatch, with what it reads, writes and frees; slots are still 0."""
     input_value, cotangent, stash = ((Value(array, stage, microbatch), 0) for array in ARRAYS)
     instruction = WorkerInstruction(kind, stage, microbatch, peer)
     match kind:

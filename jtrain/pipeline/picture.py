@@ -92,8 +92,7 @@ def svg(
     buffer_bytes: int | None = None,
     workers: Sequence[int] | None = None,
 ) -> str:
-    """A standalone SVG: a lane of operations per worker, and below it what the worker has in flight over
-    time.
+    """A standalone SVG: a lane of operations per worker, and below it the worker's memory over time.
 
     Args:
       stages: workers of the whole pipeline: a virtual stage from this number on is a later chunk.

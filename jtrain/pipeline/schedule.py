@@ -116,16 +116,12 @@ class PipelineSchedule:
         return stage_of(worker, chunk, self.stages, self.placement)
 
     def needs(self, op: StageOp) -> tuple[StageOp, ...]:
-        """Operations whose results `op` uses, as far as this schedule has them; a backward pass may be an I
-        or a B.
-        """
+        """Operations whose results `op` uses, as far as this schedule has them."""
         # A schedule has I or B, and evaluation neither: what it lacks cannot be waited for.
         return tuple(need for need in self._possible_needs(op) if need in self._ops)
 
     def activation_hop(self, stage: int) -> StageHop | None:
-        """Way of the activation that virtual stage `stage` computes; None for the last one, which gives the
-        loss.
-        """
+        """Way of the activation that virtual stage `stage` computes; None for the last one."""
         return None if stage == self.virtual_stages - 1 else self._hop(stage, stage + 1)
 
     def cotangent_hop(self, stage: int) -> StageHop | None:

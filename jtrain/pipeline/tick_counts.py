@@ -48,9 +48,7 @@ class TickCounts:
         return sum(self.works.values())
 
     def makespan(self, forward: float, by_input: float, by_weight: float) -> float:
-        """Time of all ticks if each takes as long as its slowest worker, by those of F, I and W of every
-        chunk.
-        """
+        """Time of all ticks, each as long as its slowest worker, by the times of F, I and W of a chunk."""
         # One meeting per tick: every worker waits for the slowest.
         longest = (
             count * max(f * forward + i * by_input + w * by_weight for f, i, w in work)
@@ -128,8 +126,7 @@ def _peak_alive(schedule: PipelineSchedule, lives: Lives, num_ticks: int) -> int
 
 @functools.cache
 def family_counts(name: str, stages: int, microbatches: int, chunks: int, packing: Packing) -> TickCounts:
-    """Sizes of a published schedule; see `tests/pipeline/test_tick_counts.py` for where they become straight
-    lines.
+    """Sizes of a published schedule; `tests/pipeline/test_tick_counts.py` shows where they become lines.
 
     Raises:
       UserError: the schedule does not exist for these numbers, as `make_schedule`.

@@ -190,9 +190,7 @@ class _Streams:
         return rows
 
     def in_grid(self, ticks: list[OpNumbers]) -> OpNumbers:
-        """The grid of a packing, from the numbers of the operations in each tick, [workers] or [workers,
-        kinds].
-        """
+        """Grid of a packing, from the numbers of each tick's operations, [workers] or [workers, kinds]."""
         numbers_TPK = np.stack(ticks).reshape(len(ticks), len(self.streams), -1)
         grid = np.full((len(ticks), len(self.streams), 3), NONE)
         tick, worker, column = np.nonzero(numbers_TPK != NONE)
@@ -221,9 +219,7 @@ def _single(streams: _Streams) -> list[OpNumbers]:
 
 
 def _fused(streams: _Streams, *, weights: bool) -> list[OpNumbers]:
-    """The next forward pass, backward pass and W that are ready; a pass may use what was just computed
-    there.
-    """
+    """Next F, backward pass and W of each worker, if ready; they may use each other's results."""
     is_done, workers = streams.initially_done(), np.arange(len(streams.streams))
     by_kind = [streams.of_kind(kind) for kind in (FORWARD, BACKWARD, WEIGHT)]
     # `_aligned` places the W itself; here they count as done and as not there.

@@ -82,9 +82,7 @@ class TickOps(NamedTuple):
 
 
 class Field(enum.IntEnum):
-    """Columns of the table. Chunks are numbers on the worker, slots are indices of one of its three
-    arrays.
-    """
+    """Columns of the table. Chunks count from 0 on each worker; slots are indices of its three arrays."""
 
     EMBED_MICROBATCH = 0
     FORWARD_CHUNK = 1

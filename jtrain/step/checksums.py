@@ -73,8 +73,7 @@ class StateSums:
         return jax.tree.unflatten(tree, merged), grads, sums
 
     def metric(self, sums_before: Any, state: Any) -> dict[str, Array]:
-        """Sums the state that the step returns; returns `METRIC`, in which every process has the sums of all
-        devices.
+        """Sums the state that the step returns; gives every process `METRIC`, the sums of all devices.
 
         Args:
           sums_before: the sums from `sum_before_update`.
@@ -135,8 +134,7 @@ def _folded_sum(x: Array) -> UInt32[Array, ""]:
 
 
 def copies(abstract: Any, mesh: Mesh) -> np.ndarray:
-    """Returns int [devices, arrays]: the number of the first device that holds the same part of the same
-    array.
+    """Returns int [devices, arrays]: number of the first device with the same part of the same array.
 
     Devices are numbered in the order of `mesh.devices.flat`.
     """

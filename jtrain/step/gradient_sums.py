@@ -25,9 +25,7 @@ from jtrain.step.zero import attach_values, param_tree
 
 
 def sums_gradients(layout: Layout) -> bool:
-    """True if the backward pass adds gradients to sums; False if a step has one set, in the parameters'
-    dtype.
-    """
+    """True if the backward pass adds gradients to sums; False if it makes one set, unsummed."""
     # bfloat16 sums save memory with one microbatch too: 2 bytes per parameter instead of 4.
     summed = layout.spec.microbatches > 1 or layout.precision.grad_accum_dtype != "float32"
     on_host = any(p.gradient_memory == "pinned_host" for p in layout.params)
@@ -35,8 +33,7 @@ def sums_gradients(layout: Layout) -> bool:
 
 
 def zero_sums(layout: Layout, trained: Params) -> Params:
-    """Returns the sums before the first microbatch: zeros with the shapes of `trained`, from
-    `zero.trained_part`.
+    """Returns the sums before the first microbatch: zeros with the shapes of `zero.trained_part`.
 
     What is in host memory has any value, which XLA never writes: `GradientSums` reads none in the first
     microbatch. Equal values of one shape would share a buffer and be copied apart.
@@ -115,9 +112,7 @@ class GradientSums:
     index: Int[Array, ""]
 
     def trained_arrays(self, sums: Params) -> Params:
-        """Returns the arrays that JAX differentiates: for layers the sums, whose gradients are the new
-        sums.
-        """
+        """Returns what JAX differentiates: of layers the sums, whose gradients are the new sums."""
         # Ends are differentiated by value and added in `add_ends`; layers add in place, so sums stand for
         # them.
         return {**self.trained, "layers": sums["layers"]}

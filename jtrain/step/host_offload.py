@@ -79,8 +79,7 @@ def to_host(x: Array) -> Array:
 
 
 def on_host_cores[R](fn: Callable[..., R], *args: Any) -> R:
-    """Computes `fn(*args)` on the host's cores; copies `args` to host memory if needed and leaves the result
-    there.
+    """Computes `fn(*args)` on the host's cores; leaves the result in host memory.
 
     XLA's host programs do not alias buffers: `args` and the result are all in host memory at the same time.
     """
@@ -173,9 +172,7 @@ class StreamedParam:
         return state | {name: self.slices.put(state[name], to_host(pending[name]), index) for name in names}
 
     def update_slice(self, state: Arrays, fetched: Arrays, index: SliceIndex) -> tuple[Arrays, Arrays]:
-        """Updates one slice; returns `state` with new device arrays, and the new slices of the host
-        arrays.
-        """
+        """Updates one slice; returns the new `state`, and the new slices of the host arrays."""
         device_names = [name for name in self.arrays if name not in self.on_host]
         pieces = {name: self.slices.take(state[name], index) for name in device_names}
         # A pass of its own: XLA:TPU would count what is not finite from the old parameters once more, and
@@ -189,9 +186,7 @@ class StreamedParam:
         return state, {name: pending[name] for name in self.on_host if name in pending}
 
     def advance(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        """Computes the next slice, fetching it while the previous one is written; returns state and new
-        slices.
-        """
+        """Computes the next slice, fetched while the last one is written; returns state and new slices."""
         state, pending = carry
         # The barrier computes the next index before anything is written. Otherwise XLA:GPU schedules that
         # kernel, and the fetch that needs it, after the write.
@@ -252,9 +247,7 @@ def stream_updates(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> 
 
 
 def global_start(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[SliceIndex, ...]:
-    """Returns the index in the global array of the first element of this device's shard, which has
-    `shape`.
-    """
+    """Returns the global index of the first element of this device's shard, which has `shape`."""
     axes = (*spec, *[None] * (len(shape) - len(spec)))
     return tuple(
         0 if axis is None else jax.lax.axis_index(axis) * jnp.int32(length)

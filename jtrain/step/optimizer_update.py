@@ -40,9 +40,7 @@ _GRAD = "grad"
 
 
 def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str]]:
-    """Returns the optimizer arrays kept in host memory, as pairs (path of the parameter, name of the
-    array).
-    """
+    """Returns the optimizer arrays in host memory, as pairs (path of the parameter, name of the array)."""
     state_arrays = {path: arrays(optimizer.spec, info) for path, info in optimizer.infos.items()}
     return layout.host_state(
         {
@@ -56,8 +54,7 @@ def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str
 def make_update(
     optimizer: Optimizer, layout: Layout, mesh: Mesh
 ) -> Callable[[Update, Params, Params, Moments], tuple[Params, Moments, Array]]:
-    """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be called while
-    tracing.
+    """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be traced.
 
     `scalars` come from `optimizer.begin`. `counts` is [devices] f32, in the order of the mesh: the elements
     of each device's shard of the new parameters and state that are NaN or infinite. Parameters and scales are
@@ -123,9 +120,7 @@ def make_update(
 def _not_finite_by_device(
     layout: Layout, mesh: Mesh, arrays: dict[str, tuple[Array, Arrays]]
 ) -> Float[Array, " devices"]:
-    """Counts the NaN and infinite elements of each device's shards; `arrays` are sharded like the optimizer
-    state.
-    """
+    """Counts the NaN and infinite elements of each device's shards of the optimizer's arrays."""
     specs = {p.info.path: p.optimizer for p in layout.params if p.info.path in arrays}
     count = not_finite_on_cpu if mesh.devices.flat[0].platform == "cpu" else not_finite
 
@@ -156,8 +151,7 @@ def _streamed_update(
     grads: dict[str, Array],
     states: dict[str, Arrays],
 ) -> tuple[dict[str, Arrays], Float[Array, " devices"]]:
-    """Updates the parameters that have arrays in host memory, each device its own shard; dicts are keyed by
-    path.
+    """Updates the parameters that have arrays in host memory, by path; each device its own shard.
 
     Returns the new states, and how many elements of each device's shards are NaN or infinite.
     """

@@ -155,9 +155,7 @@ class StageChunks:
         stashes: LayerSlots,
         gradients: Gradients,
     ) -> tuple[Float[Array, "B _ D"], LayerSlots, Gradients]:
-        """Gradient of a chunk's input, `stashes` with a slot filled, and `gradients` with those of its
-        weights.
-        """
+        """Gradient of a chunk's input, `stashes` with a slot filled, and the new `gradients`."""
         if chunk_pass.present is not True:
             dx_BLD = jnp.where(chunk_pass.present, dx_BLD, 0)  # all gradients are then zero
 
@@ -278,9 +276,7 @@ class StageChunks:
         return {name: site.taps() for name, site in self.sites.items()}
 
     def _vjp(self, x_BLD: Array, weights: Params, shared: Any) -> tuple[Array, Any]:
-        """Output of a layer, and its `jax.vjp` with what it keeps: not its arguments, which `backward` has
-        again.
-        """
+        """Output of a layer, and its `jax.vjp` without the arguments, which `backward` has again."""
         # Only the layer's input is an argument that the slots must hold.
         keep = (True, False, False, False)
         (x_BLD, _), vjp = jax.vjp(self._run_layer, x_BLD, weights, shared, self._taps(), saveable_args=keep)

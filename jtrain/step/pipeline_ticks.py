@@ -77,9 +77,7 @@ def relative_costs(layout: Layout) -> tuple[float, float, float]:
 def _counts(
     pipeline: PipelineLayout, microbatches: int, times: tuple[float, float, float] | None
 ) -> TickCounts:
-    """Sizes of the packing that takes the least time, by those of F, I and W of every chunk; None: the fused
-    one.
-    """
+    """Sizes of the packing that is fastest by the times of F, I and W; of the fused one without times."""
     spec = pipeline.spec
 
     def count_packing(packing: Packing) -> TickCounts:

@@ -19,9 +19,7 @@ from jtrain.step.zero import attach_values, placement_of
 
 
 def pipeline_placement(layout: Layout) -> Placement:
-    """Placement of a pipelined model: layers keep named values and no weights, and stages share the
-    vocabulary.
-    """
+    """Placement of a pipelined model: layers keep named values, and stages share the vocabulary."""
     return dataclasses.replace(placement_of(layout), stage=layout.mesh.stage, regather=True)
 
 

@@ -70,8 +70,7 @@ def pipelined_gradients(
     parts: Batch,
     unit: Float[Array, ""],
 ) -> tuple[Params, dict[str, Any], Float[Array, ""]]:
-    """Gradients of one worker summed over microbatches, largest values in 8-bit matmuls, and its share of the
-    loss.
+    """Gradients of one worker over all microbatches, its largest values in 8 bits, its share of the loss.
 
     Args:
       params, scaling: this worker's.
@@ -101,9 +100,7 @@ def pipelined_gradients(
 
 
 def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Batch) -> Float[Array, "M B _"]:
-    """Cross entropy of each token at this device's positions, in nats, the same on every stage; 0 without a
-    target.
-    """
+    """Cross entropy in nats of this device's tokens, equal on all stages; 0 without a target."""
     assert layout.pipeline is not None
     ticks = ticks_of(layout, trains=False)
     placement = pipeline_placement(layout)
@@ -152,9 +149,7 @@ class _Worker:
         return jax.lax.scan(tick, start, self._rows())[0]
 
     def evaluate(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
-        """Runs the ticks of a schedule that has only forward passes; returns the cross entropy of each
-        token.
-        """
+        """Runs the ticks of a schedule of forward passes; returns each token's cross entropy."""
         schedule, x_BLD = self.ticks.schedule, self._residual_stream(trained, parts)
 
         def tick(carry: tuple[Array, Array], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Array], None]:

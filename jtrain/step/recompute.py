@@ -53,9 +53,7 @@ WORDS = ("loss", "loss", "gradient")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Probed:
-    """Weight with a probe: zeros [Y, 2] or [2] that get the bits of the weight's gradient as their own
-    gradient.
-    """
+    """Weight with a probe: zeros [Y, 2] or [2] whose gradient is the bits of the weight's gradient."""
 
     probe: Any
     weight: Any
@@ -226,9 +224,7 @@ def _run_stage_layers(
 
 @jax.custom_vjp
 def _tapped(weight: Array, probe: Float[Array, "2"]) -> Array:
-    """Returns the weight; the gradient of `probe` is the sum of bits of the weight's gradient, in two
-    halves.
-    """
+    """Returns the weight; `probe` gets the sum of bits of its gradient, in two halves."""
     del probe
     return weight
 

@@ -78,8 +78,7 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
 
 
 def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
-    """Creates the state before the first step in its final sharding: no device ever holds more than its
-    share.
+    """Creates the state before the first step, sharded: no device ever holds more than its share.
 
     Offloaded arrays start as zeros in host memory; random values overwrite them layer by layer.
     """
@@ -118,9 +117,7 @@ def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -
 
 
 def _first_on_host(abstract: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int) -> Array:
-    """Creates an array in host memory: zeros, or a parameter's first values, drawn on the device layer by
-    layer.
-    """
+    """Creates an array in host memory: zeros, or first values, drawn on the device layer by layer."""
     shape = abstract.sharding.shard_shape(abstract.shape)
     # Every shard has the same shape, so one callback serves all of them.
     zeros = jax.make_array_from_callback(
@@ -152,9 +149,7 @@ def shardings_of(state: TrainState) -> TrainState:
 
 
 def _drawn_dtype(layout: Layout, optimizer: Optimizer) -> str:
-    """Master weights start in float32. Parameters get the same bits whether they are rounded now or when
-    drawn.
-    """
+    """Dtype of first values: float32 for master weights, whose rounding gives the parameters' own bits."""
     return "float32" if optimizer.spec.master_dtype != "none" else layout.precision.param_dtype
 
 

@@ -76,9 +76,7 @@ def gather_shards(layout: Layout, shard: Array, dim: int) -> Array:
 
 
 def scatter_shards(layout: Layout, full_grad: Array, dim: int) -> Array:
-    """Returns this device's shard of the sum over `ZERO_AXES`, in the input dtype; transpose of
-    `gather_shards`.
-    """
+    """Returns this device's shard of the sum over `ZERO_AXES`; the transpose of `gather_shards`."""
     axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
     full_grad = jnp.moveaxis(full_grad, dim, lead)
     # Slowest dimension first, the reverse of `gather_shards`: its transpose.
@@ -99,9 +97,7 @@ def _lead(layout: Layout, dim: int) -> int:
 
 
 def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
-    """Returns for each torus dimension, slowest first, the groups of devices along ZERO_AXES that differ only
-    in it.
-    """
+    """Returns for each torus dimension, slowest first, the groups of devices that differ only in it."""
     if not rings:
         return [None]
     numbers = np.arange(math.prod(rings)).reshape(rings)

@@ -140,7 +140,5 @@ def compiler_options(
 
 
 def kernels_for(layout: Layout, mesh: Mesh) -> AbstractContextManager[None]:
-    """Context in which ops trace for the mesh's devices, present or compile-only, with the layout's forced
-    kernels.
-    """
+    """Context in which ops trace for the mesh's devices, with the layout's forced kernels."""
     return registry.on(live(mesh.devices.flat[0]), forced=dict(layout.kernels))

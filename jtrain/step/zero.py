@@ -74,8 +74,7 @@ def placement_of(layout: Layout) -> Placement:
 
 
 def exchange_heads(layout: Layout, params: Params) -> Params:
-    """Returns the parameters with each shared key head's kernels on the devices that compute it; others as
-    they are.
+    """Returns the parameters with each shared key head's kernels on the devices that compute it.
 
     Between steps device i along `tensor` holds the i-th part of D of all heads. An all-to-all gives each
     device all of D of its own head. Under stages 1 and 2 the shards are gathered too, because then weights
@@ -99,9 +98,7 @@ def exchange_heads(layout: Layout, params: Params) -> Params:
 
 
 def _sum_shared(p: ParamLayout, grad: Array) -> Array:
-    """Sums the gradients of shared key heads over the devices that computed them; the transpose of
-    `exchange_heads`.
-    """
+    """Sums gradients of shared key heads over their devices; the transpose of `exchange_heads`."""
     heads, width = p.info.dims.index("K"), p.info.dims.index("D")
     parts = jax.lax.all_to_all(grad, "tensor", split_axis=width, concat_axis=heads, tiled=True)
     shape = parts.shape
@@ -123,8 +120,7 @@ def _is_detached(layout: Layout, p: ParamLayout) -> bool:
 
 
 def trained_part(layout: Layout, params: Params) -> Params:
-    """Returns the arrays that JAX differentiates: on the device, with the shapes in which gradients
-    accumulate.
+    """Returns what JAX differentiates: arrays on the device, in the shapes of accumulated gradients.
 
     Under stage 2 parameters are whole but gradients are sharded, and a parameter in host memory accumulates
     its gradient on the device. Both get a placeholder of zeros with the gradient's shape; XLA removes it, as
@@ -153,17 +149,14 @@ def attach_values(layout: Layout, trained: Params, params: Params) -> Params:
 
 
 def gathers_once(layout: Layout) -> bool:
-    """True if a step gathers all weights of a stage once, and reduces their gradients once:
-    `pipeline.gather=step`.
-    """
+    """True if a step gathers a stage's weights and reduces their gradients once: `pipeline.gather=step`."""
     return (
         layout.pipeline is not None and layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2
     )
 
 
 def gathers_in_8_bits(layout: Layout) -> bool:
-    """True if weights of 8-bit matmuls are rounded before they are gathered: half of the bytes, the same
-    numbers.
+    """True if 8-bit weights are rounded before they are gathered: half of the bytes, equal numbers.
 
     Only delayed scaling knows the scale of a whole weight before it is gathered.
     """
@@ -209,9 +202,7 @@ def scatter_once(layout: Layout, grads: Params) -> Params:
 
 
 def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
-    """Returns one layer's weight for the forward pass: gathered from its shards, matrices in the compute
-    dtype.
-    """
+    """Returns one layer's weight for the forward pass: gathered, and matrices in the compute dtype."""
     spec = layout.spec
     if not p.info.is_matrix:
         return leaf  # scales multiply in float32
@@ -307,8 +298,7 @@ def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
 
 
 def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
-    """Sums a gradient over the axes that do not split its parameter; returns it sharded like the optimizer
-    state.
+    """Sums a gradient over the axes that do not split its parameter, into the optimizer's sharding.
 
     The sum is float32. A gradient that needs no sum keeps its dtype: the optimizer computes in float32
     anyway, and a float32 copy of a whole model's bfloat16 gradients would take twice their bytes.
