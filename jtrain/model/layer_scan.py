@@ -98,6 +98,7 @@ def scan_layers(
     if streams or any(isinstance(leaf, Summed) for leaf in leaves):
         check_scanned(unroll == 1 or not streams)
         return _streaming_loop(layer, x, weights, shared, unroll=unroll, offload=offload)
+    # Nothing streams and nothing is summed: JAX's own backward pass of the scan suffices.
     return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x, weights, unroll=unroll)[0]
 
 
@@ -134,6 +135,7 @@ def _streaming_loop(
 
     def run_layer(x: LayerCarry, trained: list[Array], values: list[Array | None], shared: Any) -> LayerCarry:
         pairs = zip(trained, values, strict=True)
+        # Back to the leaves that the layer's `fetch` knows.
         merged = [t if value is None else Detached(t, value) for t, value in pairs]
         return layer(x, jax.tree.unflatten(tree, merged), shared)
 
@@ -310,6 +312,7 @@ def _put(totals: Any, new: Any, y: Array | int) -> Any:
 
     def put(total: Array, new: Array) -> Array:
         if _on_host(total):
+            # By rows, as it lies in host memory.
             new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
             new = jax.device_put(new, jax.memory.Space.Host)
         return jax.lax.dynamic_update_index_in_dim(total, new, y, 0)
@@ -319,6 +322,7 @@ def _put(totals: Any, new: Any, y: Array | int) -> Any:
 
 def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
     """Returns the `checkpoint_name` of each array that `fn` returns; None for one without."""
+    # Arrays carry no names: only the trace knows which `checkpoint_name` made each.
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     names: dict[Any, str] = {}
     for eqn in jaxpr.eqns:

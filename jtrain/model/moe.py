@@ -31,8 +31,8 @@ from jtrain.model.router import MoESpec, RouterLosses, Routing, route
 class MoE(nnx.Module):
     """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))` (arXiv:2401.06066).
 
-    Experts are split over `expert`, the hidden width of each over `tensor`; shared experts are added. No token is
-    dropped.
+    Experts are split over `expert`, the hidden width of each over `tensor`; shared experts are added. No
+    token is dropped.
     """
 
     def __init__(self, *, d_model: int, d_ff: int, spec: MoESpec, layers: int) -> None:

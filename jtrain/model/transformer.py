@@ -226,6 +226,7 @@ class Transformer(nnx.Module):
     def shared(self, batch: Batch) -> tuple[Array, Array, Array]:
         """Values that every layer reads: cosine and sine of the rotations, and the documents' numbers."""
         with jax.named_scope("rope"):
+            # Once per microbatch and outside the loop: all layers rotate alike.
             return *self.rope.tables(batch.position_BL, self.head_dim), batch.segment_BL
 
     def layer(self, placement: Placement) -> Layer:

@@ -142,6 +142,7 @@ def _in_parts(
     # 128,256 columns over 4 shards: 32,064 each, in 2 parts of 16,032.
     parts = num_parts(local_columns * shards, shards)
     num_padding = -local_columns % parts
+    # Every device's own block is cut, so that all gather in each part, and equally much.
     part_dZw = jnp.pad(shard_dW, ((0, 0), (0, num_padding))).reshape(d, parts, -1)
     # Blocks of the vocabulary follow the device's index along the axes, outermost first.
     first = jax.lax.axis_index(axis) * local_columns if shards > 1 else 0

@@ -157,6 +157,7 @@ def _with_messages(schedule: PipelineSchedule, worker: int) -> Iterator[WorkerIn
             yield _pass_instruction(schedule, "FREE_W", stage, m)
             continue
         forward = kind == "F"
+        # Activations go up the virtual stages, cotangents down.
         source, target = (stage - 1, stage + 1) if forward else (stage + 1, stage - 1)
         if 0 <= source <= last and (peer := schedule.worker(source)) != worker:
             yield _pass_instruction(schedule, "RECV_F" if forward else "RECV_B", stage, m, peer)
@@ -203,6 +204,7 @@ def _with_slots(
     counts: dict[Array, int] = dict.fromkeys(ARRAYS, 0)
     slots: dict[Value, int] = {}
 
+    # Of a value that has one already, the same: reads, writes and the free agree.
     def slot(value: Value) -> int:
         if value not in slots:
             if not free_slots[value.array]:

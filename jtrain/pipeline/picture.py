@@ -138,8 +138,8 @@ def _box(span: Span, top: int, scale: float, stages: int) -> str:
     pale = 0.55 if span.op.stage >= stages else 1.0
     box = (
         f'<g><title>{span.op}: {span.start:.6g} to {span.end:.6g}</title><rect x="{x:.2f}" y="{top}" '
-        f'width="{width:.2f}" height="{_LANE}" fill="{COLOURS[span.op.kind]}" fill-opacity="{pale}" stroke="white" '
-        'stroke-width="0.5"/>'
+        f'width="{width:.2f}" height="{_LANE}" fill="{COLOURS[span.op.kind]}" fill-opacity="{pale}" '
+        'stroke="white" stroke-width="0.5"/>'
     )
     # 9 units of width per digit, at the font's size of 12.
     if width > 9 * len(str(span.op.microbatch)):

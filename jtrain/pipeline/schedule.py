@@ -176,6 +176,7 @@ class PipelineSchedule:
         kind, stage, microbatch = op
         if kind == "W":
             return (StageOp("I", stage, microbatch),)
+        # Virtual stage 0 needs none: what its F would need is in no schedule and is filtered by `needs`.
         if kind == "F":
             return (StageOp("F", stage - 1, microbatch),)
         next_backward = (StageOp("I", stage + 1, microbatch), StageOp("B", stage + 1, microbatch))

@@ -65,4 +65,5 @@ class PipelineSpec:
     @property
     def chunks_per_worker(self) -> int:
         """Number of chunks that each worker has; only for schedules by name."""
+        # The field counts for interleaved alone; elsewhere the schedule decides.
         return self.chunks if self.schedule == "interleaved" else self._fixed_chunks

@@ -154,6 +154,7 @@ class Ticks:
 
     def _ops(self, forward: int, backward: int, weight: int) -> TickOps:
         microbatches, unsplit = self.schedule.microbatches, self.grid.unsplit
+        # A number is stage * microbatches + microbatch.
         return TickOps(
             None if forward == NONE else StageOp("F", *divmod(forward, microbatches)),
             None
@@ -196,6 +197,7 @@ class Ticks:
 def make_ticks(schedule: PipelineSchedule, packing: Packing = "fused") -> Ticks:
     """Packs a valid schedule (`checker.check`) and lowers it to the table."""
     grid = pack(schedule, packing)
+    # Slots first: nearly every column of the table is one.
     inputs, cotangents, stashes = (_assign(schedule, lives) for lives in grid.lives)
     # NONE everywhere, so that a column without work reads as nothing to do.
     table = np.full((grid.num_ticks, schedule.stages, len(Field)), NONE, np.int32)
@@ -285,6 +287,7 @@ def _fill_backward(
     is_first = stage == 0
     # dx of virtual stage 0 is the gradient of the embedded tokens.
     table[tick[is_first], :, Field.EMBED_GRADIENT_MICROBATCH] = microbatch[is_first, None]
+    # Virtual stage 0 sends no cotangent: its dx is the embedding's gradient.
     for source in range(1, schedule.virtual_stages):
         hop, is_source = schedule.cotangent_hop(source), stage == source
         assert hop is not None

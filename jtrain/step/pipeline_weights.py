@@ -35,6 +35,7 @@ def chunks_of(
     """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None."""
     assert layout.pipeline is not None
     pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
+    # 8-bit kernels wrap what `fetch` reads, so values are attached first.
     weights = attach_values(layout, trained, params)
     if scaling is not None and layout.precision.matmul_dtype != "compute":
         weights = with_fp8(weights, infos, scaling, amax_probes(scaling), unit)
