@@ -31,7 +31,7 @@ FLOORS = (0.02, 1.5)
 """Smallest spread, as a share of the median, of the loss and of the gradient norm. A smooth loss has a very
 small MAD, and its ordinary noise would exceed any multiple. Gradient norms are skewed far upwards: in 830
 steps of `tiny` with a falling loss one was 3.4 times the median, 27 deviations above it. Clipping handles
-those; 10 times the median is bad"""
+those; 10 times the median is bad."""
 
 LEFT_OUT = 32
 """Steps whose batch can be left out ahead of time."""

@@ -113,7 +113,7 @@ class StageChunks:
         )
         return dataclasses.replace(with_sites, saved_shapes=saved_shapes)
 
-    def kept_slots(self, num_slots: int) -> LayerSlots:
+    def layer_slots(self, num_slots: int) -> LayerSlots:
         """Empty slots for what the layers of a chunk keep."""
         return self._slots(self.saved_shapes, num_slots)
 

@@ -134,7 +134,7 @@ class _Worker:
         start = _Carry(
             jnp.zeros((ticks.num_inputs, *x_BLD.shape), x_BLD.dtype),
             jnp.zeros((ticks.num_cotangents, *x_BLD.shape), x_BLD.dtype),
-            chunks.kept_slots(ticks.num_inputs),
+            chunks.layer_slots(ticks.num_inputs),
             # The additional slot is the one that unsplit passes use within their own tick.
             chunks.stash_slots(ticks.num_stashes + self._mixes_splits),
             chunks.no_gradients(),

@@ -263,7 +263,7 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
         )
         worker = worker.trace(x_BLD, shared)
         work = ChunkPass(zero, shared, zero, zero)
-        y_BLD, kept = worker.forward(work, x_BLD, worker.kept_slots(1))
+        y_BLD, kept = worker.forward(work, x_BLD, worker.layer_slots(1))
         given = jax.lax.optimization_barrier((kept, worker.stash_slots(1), worker.no_gradients()))
         dx_BLD, stashes, gradients = worker.backward(work, dy_BLD, *given)
         if worker.split:
