@@ -15,7 +15,7 @@ from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.optim import AdamW, Moments, Muon, Optimizer, build, check_layout, state_bytes
-from jtrain.optim.state import arrays, by_path, load
+from jtrain.optim.state import arrays, by_path, load_moment
 from tests.layouts import layout_from
 
 SHAPES = {  # over 4 shards of F whole blocks of 128 are left
@@ -314,7 +314,7 @@ def test_no_two_roundings_share_their_noise() -> None:
         params, state, _ = update(grads, opt.init(masters), masters, step)
         leaves = opt.leaves(state)
         for path in paths:
-            got = {name: load(opt.spec, BY_PATH[path], leaves[path], name) for name in ("mu", "nu")}
+            got = {name: load_moment(opt.spec, BY_PATH[path], leaves[path], name) for name in ("mu", "nu")}
             got["param"] = by_path(opt.params, params)[path].astype(jnp.float32)
             right = exact.leaves(want)[path] | {"param": by_path(opt.params, want_params)[path]}
             for name, layer in itertools.product(got, (0, 1)):
@@ -371,7 +371,7 @@ def test_a_second_moment_falls_at_any_rate(moment_dtype: Any) -> None:
         return jax.lax.fori_loop(0, 7000, one, (params, state))[1]
 
     state = run()
-    got = np.asarray(load(spec, info, opt.leaves(state)["layers.w_DF"], "nu") / g**2, np.float64)
+    got = np.asarray(load_moment(spec, info, opt.leaves(state)["layers.w_DF"], "nu") / g**2, np.float64)
     assert abs(got.mean() - (1 + 99 * 0.999**7000)) < 0.05
     assert np.quantile(got, 0.95) < (1.2 if moment_dtype == "bfloat16_sr" else 2.5)
 
