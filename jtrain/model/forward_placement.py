@@ -62,7 +62,7 @@ class Placement:
         return dict(axis=axis, shards=self.stage * self.tensor)
 
 
-def by_rows(x: Array) -> Array:
+def row_major(x: Array) -> Array:
     """The same array, contiguous by rows."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 

@@ -228,7 +228,7 @@ def in_order(*arrays: Any) -> Any:
     Rows stay contiguous: XLA would give the barrier the layout that one of its users prefers, with a
     transposing copy on both sides.
     """
-    by_rows = functools.partial(
+    row_major = functools.partial(
         jax.tree.map, lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim))))
     )
-    return by_rows(jax.lax.optimization_barrier(by_rows(arrays)))
+    return row_major(jax.lax.optimization_barrier(row_major(arrays)))

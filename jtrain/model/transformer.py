@@ -20,7 +20,7 @@ from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import Attention, AttentionSizes
-from jtrain.model.forward_placement import Placement, by_rows, checkpoint_layer, single_device
+from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
@@ -239,7 +239,7 @@ class Transformer(nnx.Module):
             x_BLD, losses_so_far = carry
             block = nnx.merge(block_def, placement.fetch("layers", weights))
             # See `Placement.on_torus`: without it every layer transposes the residual stream.
-            x_BLD = by_rows(x_BLD) if placement.on_torus else x_BLD
+            x_BLD = row_major(x_BLD) if placement.on_torus else x_BLD
             if (groups := placement.sequence_groups) > 1:
                 group_options: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
                 return layer_in_groups(block, x_BLD, *shared, **group_options), losses_so_far

@@ -24,12 +24,12 @@ from jtrain.optim.state import (
     ParamTree,
     arrays,
     blocks,
-    by_muon,
-    by_path,
+    flatten_by_path,
     load_moment,
-    nested,
+    nest,
     select_params,
     store_moment,
+    uses_muon,
 )
 
 
@@ -97,13 +97,13 @@ class Optimizer:
         if layout.pipeline is None:
             return self
         return dataclasses.replace(
-            self, params=nested(self.params, {p.info.path: p.info for p in layout.params})
+            self, params=nest(self.params, {p.info.path: p.info for p in layout.params})
         )
 
     @property
     def infos(self) -> dict[str, ParamInfo]:
         """All parameters by path."""
-        return by_path(self.params, self.params)
+        return flatten_by_path(self.params, self.params)
 
     def state_map(self, fn: Callable[[ParamInfo, str], Any]) -> Moments:
         """State tree with `fn(info, name)` in place of every array; `name` is a field of `Moments`."""
@@ -115,16 +115,14 @@ class Optimizer:
         """State of each parameter by path, as `update_param` takes it."""
         leaves_by_path: dict[str, dict[str, Any]] = {path: {} for path in self.infos}
         for name in NAMES:
-            for path, value in by_path(self._with(name), getattr(state, name)).items():
+            for path, value in flatten_by_path(self._with(name), getattr(state, name)).items():
                 leaves_by_path[path][name] = value
         return leaves_by_path
 
     def state(self, leaves: dict[str, dict[str, Any]]) -> Moments:
         """Inverse of `leaves`."""
         fields = {
-            name: nested(
-                self._with(name), {path: leaf[name] for path, leaf in leaves.items() if name in leaf}
-            )
+            name: nest(self._with(name), {path: leaf[name] for path, leaf in leaves.items() if name in leaf})
             for name in NAMES
         }
         return Moments(**fields)
@@ -135,7 +133,7 @@ class Optimizer:
         With master weights, pass f32 `params` and round them afterwards. Under `jax.jit` with `out_shardings`
         nothing else is allocated.
         """
-        values = by_path(self.params, params)
+        values = flatten_by_path(self.params, params)
 
         def first_value(info: ParamInfo, name: str) -> Array:
             shape = arrays(self.spec, info)[name]
@@ -158,7 +156,7 @@ class Optimizer:
         """
         step = jnp.asarray(step, jnp.int32)
         if norm is None:
-            norm = optax.tree.norm({path: _f32(g) for path, g in by_path(self.params, grads).items()})
+            norm = optax.tree.norm({path: _f32(g) for path, g in flatten_by_path(self.params, grads).items()})
         clip = self.spec.clip_norm
         # A NaN norm makes a NaN scale: the guard sees the norm and does not apply the update.
         scale = jnp.float32(1.0) if clip is None else jnp.minimum(1.0, clip / norm)
@@ -195,7 +193,7 @@ class Optimizer:
         # An elementwise update of a stack is one fusion. Other updates loop over layers and overwrite one at
         # a time: vmap and map hold one or several f32 copies of the stack, 7 GiB for the gates of an 8B
         # model.
-        by_layer = by_muon(self.spec, info) or blocks(self.spec, info) is not None
+        by_layer = uses_muon(self.spec, info) or blocks(self.spec, info) is not None
         if layer is not None or not by_layer or not info.dims.startswith("Y"):
             return self._update_arrays(
                 update, info, grad, param, leaf, Noise(info, update.step, layer, start)
@@ -246,11 +244,11 @@ class Optimizer:
           norm before clipping, and `learning_rate`.
         """
         update = self.begin(grads, step)
-        grad, param = (by_path(self.params, tree) for tree in (grads, params))
+        grad, param = (flatten_by_path(self.params, tree) for tree in (grads, params))
         leaves = self.leaves(state)
         for path, info in self.infos.items():
             param[path], leaves[path] = self.update_param(update, info, grad[path], param[path], leaves[path])
-        return nested(self.params, param), self.state(leaves), update.metrics
+        return nest(self.params, param), self.state(leaves), update.metrics
 
     def _update_arrays(
         self, update: Update, info: ParamInfo, grad: Array, param: Array, leaf: ParamState, noise: Noise
@@ -258,7 +256,7 @@ class Optimizer:
         spec = self.spec
         mu = load_moment(spec, info, leaf, "mu")
         clipped = _f32(grad) * update.grad_scale
-        if by_muon(spec, info):
+        if uses_muon(spec, info):
             assert isinstance(spec, Muon)
             direction, new_mu = orthogonal_step(spec, info, clipped, mu, update.step)
             moments = {"mu": new_mu}
@@ -343,7 +341,7 @@ def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer
         )
     # Refused here, before anything is compiled.
     for info in jax.tree.leaves(params):
-        if by_muon(spec, info):
+        if uses_muon(spec, info):
             matrix_dims(info)
     return Optimizer(spec, num_steps, warmup, params)
 

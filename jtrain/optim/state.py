@@ -51,7 +51,7 @@ class Moments:
 NAMES = tuple(field.name for field in dataclasses.fields(Moments))
 
 
-def by_muon(spec: AdamW | Muon, info: ParamInfo) -> bool:
+def uses_muon(spec: AdamW | Muon, info: ParamInfo) -> bool:
     """True if Muon updates the parameter: a matrix of the layers (stacked, Y)."""
     # `Muon` is a subclass of `AdamW`, so the test is for the narrower one.
     return isinstance(spec, Muon) and info.is_matrix and info.dims.startswith("Y")
@@ -71,7 +71,7 @@ def arrays(spec: AdamW | Muon, info: ParamInfo) -> Mapping[str, jax.ShapeDtypeSt
     # First moments have a sign; second moments are stored as their roots, which have none.
     for name, int8_dtype in (("mu", "int8"), ("nu", "uint8")):
         # Muon normalises by its matrix iteration and keeps no second moment.
-        if name == "nu" and by_muon(spec, info):
+        if name == "nu" and uses_muon(spec, info):
             continue
         arrays_by_name[name] = jax.ShapeDtypeStruct(
             info.shape, jnp.dtype(int8_dtype if blocking else float_dtype)
@@ -112,13 +112,13 @@ def store_moment(spec: AdamW | Muon, info: ParamInfo, name: str, value: Array, n
     return {name: value.astype(arrays(spec, info)[name].dtype)}
 
 
-def by_path(infos: ParamTree, values: ParamTree) -> dict[str, Any]:
+def flatten_by_path(infos: ParamTree, values: ParamTree) -> dict[str, Any]:
     """Flattens `values`, nested like `infos`, to a dict by path."""
     leaves, structure = jax.tree.flatten(infos)
     return {info.path: value for info, value in zip(leaves, structure.flatten_up_to(values), strict=True)}
 
 
-def nested(infos: ParamTree, values: Mapping[str, Any]) -> ParamTree:
+def nest(infos: ParamTree, values: Mapping[str, Any]) -> ParamTree:
     """Nests values given by path like `infos`."""
     return jax.tree.map(lambda info: values[info.path], infos)
 

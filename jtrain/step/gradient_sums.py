@@ -19,7 +19,7 @@ from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.model.layer_scan import Summed
 from jtrain.model.param import Params
 from jtrain.optim.rounding import Noise, to_bfloat16
-from jtrain.optim.state import by_path
+from jtrain.optim.state import flatten_by_path
 from jtrain.step.host_offload import SliceIndex, Slices, global_start, to_device, to_host
 from jtrain.step.zero import attach_values, param_tree
 
@@ -59,7 +59,7 @@ def streamed_norm(layout: Layout, mesh: Mesh, grads: Params) -> Float[Array, ""]
     on_host = {p.info.path: p for p in layout.params if p.gradient_memory == "pinned_host"}
     if not on_host:
         return None
-    grad_by_path = by_path(param_tree(layout, lambda p: p.info), grads)
+    grad_by_path = flatten_by_path(param_tree(layout, lambda p: p.info), grads)
     device_grads = {
         path: grad.astype(jnp.float32) for path, grad in grad_by_path.items() if path not in on_host
     }

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.model.param import Params
 from jtrain.optim import Moments, Optimizer, Update
-from jtrain.optim.state import arrays, by_muon, by_path, nested
+from jtrain.optim.state import arrays, flatten_by_path, nest, uses_muon
 from jtrain.step.guard import not_finite, not_finite_on_cpu
 from jtrain.step.host_offload import (
     Arrays,
@@ -73,7 +73,7 @@ def make_update(
     def update(
         scalars: Update, grads: Params, params: Params, opt_state: Moments
     ) -> tuple[Params, Moments, Float[Array, " devices"]]:
-        grad, param = (by_path(optimizer.params, tree) for tree in (grads, params))
+        grad, param = (flatten_by_path(optimizer.params, tree) for tree in (grads, params))
         leaves = optimizer.leaves(opt_state)
         for p in layout.params:
             path = p.info.path
@@ -112,7 +112,7 @@ def make_update(
             if not _streams(p, optimizer):
                 device_param = gather_updated(layout, p, mesh, param[path])
                 param[path] = to_host(device_param) if p.param_memory == "pinned_host" else device_param
-        return nested(optimizer.params, param), optimizer.state(leaves), counts
+        return nest(optimizer.params, param), optimizer.state(leaves), counts
 
     return update
 
@@ -139,7 +139,9 @@ def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
     A parameter that is gathered after the update cannot stream, because the device then holds all of it.
     Neither can one that Muon updates, because Muon needs whole matrices.
     """
-    return p.param_memory == "pinned_host" and p.param == p.optimizer and not by_muon(optimizer.spec, p.info)
+    return (
+        p.param_memory == "pinned_host" and p.param == p.optimizer and not uses_muon(optimizer.spec, p.info)
+    )
 
 
 def _streamed_update(

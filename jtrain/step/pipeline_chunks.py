@@ -27,7 +27,7 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.model import ops
-from jtrain.model.forward_placement import by_rows
+from jtrain.model.forward_placement import row_major
 from jtrain.model.layer_scan import Detached, Layer
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
@@ -252,7 +252,7 @@ class StageChunks:
             on_host = jax.typeof(x).memory_space is jax.memory.Space.Host
             layer = jax.lax.dynamic_index_in_dim(x, row, keepdims=False)
             # By rows, as it lies there: XLA:TPU aborts if the copy is to change the layout too.
-            return by_rows(jax.device_put(layer, jax.memory.Space.Device)) if on_host else layer
+            return row_major(jax.device_put(layer, jax.memory.Space.Device)) if on_host else layer
 
         return jax.tree.map(layer_slice, self.weights)
 
@@ -304,7 +304,7 @@ def _take(slots: Array, slot: Any, index: Array) -> Array:
     one of them prefers.
     """
     sizes = (1, 1, *slots.shape[2:])
-    return by_rows(jax.lax.dynamic_slice(slots, (slot, index, *[0] * (slots.ndim - 2)), sizes)).reshape(
+    return row_major(jax.lax.dynamic_slice(slots, (slot, index, *[0] * (slots.ndim - 2)), sizes)).reshape(
         slots.shape[2:]
     )
 

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
-from jtrain.model.forward_placement import by_rows
+from jtrain.model.forward_placement import row_major
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.tick_grid import NONE
@@ -224,7 +224,7 @@ class _Worker:
         def forward(layer_slots: LayerSlots, present: Present) -> tuple[Array, LayerSlots]:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
             return self.chunks.forward(
-                ChunkPass(chunk, shared, slot, present=present), by_rows(inputs[slot]), layer_slots
+                ChunkPass(chunk, shared, slot, present=present), row_major(inputs[slot]), layer_slots
             )
 
         def idle(layer_slots: LayerSlots) -> tuple[Array, LayerSlots]:
@@ -238,7 +238,7 @@ class _Worker:
 
         def forward(inputs: Array, _: Present) -> Array:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.apply(ChunkPass(chunk, shared), by_rows(inputs[row_F[Field.FORWARD_INPUT]]))
+            return self.chunks.apply(ChunkPass(chunk, shared), row_major(inputs[row_F[Field.FORWARD_INPUT]]))
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
             return self._compute_alone(
@@ -295,7 +295,7 @@ class _Worker:
                 chunk, shared, slot, jnp.where(is_unsplit, self.ticks.num_stashes, stash), present
             )
             outputs = self.chunks.backward(
-                chunk_pass, by_rows(cotangents[row_F[Field.BACKWARD_COTANGENT]]), layer_slots, *accumulated
+                chunk_pass, row_major(cotangents[row_F[Field.BACKWARD_COTANGENT]]), layer_slots, *accumulated
             )
             # All passes alike: either none leaves a stash, or each W has its own field in the table.
             if not self._mixes_splits:
