@@ -76,7 +76,7 @@ BUGS = {
     ),
     "stages: what a worker computes without a microbatch goes into a slot": Bug(
         "jtrain/step/pipeline_chunks.py",
-        "one = jnp.where(present, one, _take(all_, slot, place))",
+        "leaf = jnp.where(present, leaf, _take(slots, slot, index))",
         "pass",
         "tests/pipeline/test_executor.py::test_what_workers_compute_without_a_microbatch_is_not_kept",
     ),
@@ -113,15 +113,15 @@ BUGS = {
     ),
     "offload: noise of a layer's first slice for all of its slices": Bug(
         "jtrain/step/optimizer_update.py",
-        "first = (start[stacked] + part * grad.shape[0], *start[stacked + 1 :])",
-        "first = (start[stacked], *start[stacked + 1 :])",
+        "first = (start[is_stacked] + part * grad.shape[0], *start[is_stacked + 1 :])",
+        "first = (start[is_stacked], *start[is_stacked + 1 :])",
         "tests/step/test_host_offload.py::test_every_form_of_state_streams",
     ),
     # Noise that two arrays share.
     "int8: second moments rounded with the noise of the first": Bug(
         "jtrain/optim/state.py",
-        'encode(value, split, signed=name == "mu", bits=noise.bits(name, value.shape))',
-        'encode(value, split, signed=name == "mu", bits=noise.bits("mu", value.shape))',
+        'encode(value, blocking, signed=name == "mu", bits=noise.bits(name, value.shape))',
+        'encode(value, blocking, signed=name == "mu", bits=noise.bits("mu", value.shape))',
         NOISE,
     ),
     "parameters rounded with the noise of their first moments": Bug(
@@ -174,21 +174,21 @@ BUGS = {
     # What counts to nothing.
     "stages: padding of a split head as targets": Bug(
         "jtrain/step/pipeline_ends.py",
-        "_padded(target_T, stage, IGNORE)",
-        "_padded(target_T, stage)",
+        "_pad_tokens(target_T, stage, IGNORE)",
+        "_pad_tokens(target_T, stage)",
         STAGES,
     ),
     # An option or an axis that is forgotten in one combination.
     "8 bits: largest values not shared over context": Bug(
         "jtrain/step/train_step.py",
-        'shared = tuple(axis for axis in axes if axis != "stage")',
-        'shared = tuple(axis for axis in axes if axis not in ("stage", "context"))',
+        'amax_axes = tuple(axis for axis in axes if axis != "stage")',
+        'amax_axes = tuple(axis for axis in axes if axis not in ("stage", "context"))',
         IN_8_BITS,
     ),
     "8 bits: largest values of the last microbatch alone": Bug(
         "jtrain/step/train_step.py",
-        "jax.tree.map(jnp.maximum, carry[1], seen)",
-        "jax.tree.map(lambda _, new: new, carry[1], seen)",
+        "jax.tree.map(jnp.maximum, carry[1], amax)",
+        "jax.tree.map(lambda _, new: new, carry[1], amax)",
         IN_8_BITS,
     ),
     "tokens of a batch not counted over context": Bug(
@@ -206,21 +206,22 @@ BUGS = {
     # A rejected step that leaves traces.
     "8 bits: histories advance in a rejected step": Bug(
         "jtrain/step/train_step.py",
-        "lambda new, old: jnp.where(scalars.applied, new, old), advanced(",
-        "lambda new, old: new, advanced(",
+        "lambda new, old: jnp.where(scalars.applied, new, old),",
+        "lambda new, old: new,",
         IN_8_BITS,
     ),
     "the host's cores apply a rejected update": Bug(
         "jtrain/step/optimizer_update.py",
-        'optimizer.update_param(scalars, p.info, grad, state["param"], of_leaf)',
+        'optimizer.update_param(scalars, p.info, grad, state["param"], new_state)',
         'optimizer.update_param(scalars.__class__(**vars(scalars) | {"applied": scalars.step >= 0}), '
-        'p.info, grad, state["param"], of_leaf)',
+        'p.info, grad, state["param"], new_state)',
         HOSTS_CORES,
     ),
     "moments advance in a rejected step": Bug(
         "jtrain/optim/optimizer.py",
-        "new_param, new = jax.tree.map(lambda n, o: jnp.where(update.applied, n, o), (new_param, new), "
-        "(param, leaf))",
+        "new_param, new = jax.tree.map(\n"
+        "            lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf)\n"
+        "        )",
         "new_param = jnp.where(update.applied, new_param, param)",
         LAYOUT,
     ),
@@ -317,8 +318,8 @@ BUGS = {
     ),
     "accelerators: rows exchanged from where they go to where they are": Bug(
         "jtrain/model/expert_dispatch.py",
-        "jax.lax.ragged_all_to_all(x, out, first, count, place, coming,",
-        "jax.lax.ragged_all_to_all(x, out, place, count, first, coming,",
+        "jax.lax.ragged_all_to_all(x, output, first, count, first_there, arriving,",
+        "jax.lax.ragged_all_to_all(x, output, first_there, count, first, arriving,",
         ELSEWHERE,
     ),
     "groups: the last row of a group counts to the group, and the first of the next as well": Bug(

@@ -28,8 +28,8 @@ from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.layout.precision import MatmulDtype, PrecisionSpec
 from jtrain.model import ops
-from jtrain.model.forward_placement import checkpointed
-from jtrain.model.fp8_scaling import advanced, first_scaling, unseen, with_fp8
+from jtrain.model.forward_placement import checkpoint_layer
+from jtrain.model.fp8_scaling import advance_scaling, amax_probes, first_scaling, with_fp8
 from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import init_params
 from jtrain.model.tensor_parallel import TensorAxis
@@ -127,7 +127,7 @@ def layers(
     def step(x_BLD: Array, dy_BLD: Array, params: Any, scaling: Any) -> Any:
         position_BL = jnp.arange(length)[None]
         shared = (*model.rope.tables(position_BL, model.head_dim), jnp.ones_like(position_BL))
-        kept = checkpointed(layer, placement, scanned=True)
+        kept = checkpoint_layer(layer, placement, scanned=True)
 
         def forward(x_BLD: Array, params: Any, seen: Any) -> Array:
             if mode != "compute":
@@ -135,9 +135,9 @@ def layers(
             return scan_layers(kept, x_BLD, params["layers"], shared, unroll=1)
 
         with kernels_for(layout, mesh):
-            y_BLD, backward = jax.vjp(forward, x_BLD, params, unseen(scaling))
+            y_BLD, backward = jax.vjp(forward, x_BLD, params, amax_probes(scaling))
             dx_BLD, gradients, seen = backward(dy_BLD)
-            return y_BLD, dx_BLD, gradients, advanced(scaling, seen)
+            return y_BLD, dx_BLD, gradients, advance_scaling(scaling, seen)
 
     def arrays() -> tuple[Any, ...]:
         x_BLD, dy_BLD = (

@@ -84,16 +84,16 @@ class _Steps:
 def no_guard() -> Iterator[None]:
     """Context in which a step is traced without a guard: all updates are applied, and nothing is counted."""
 
-    def judged(guard: GuardState, *_: Any, **__: Any) -> tuple[GuardState, dict[str, Any]]:
+    def judge_update(guard: GuardState, *_: Any, **__: Any) -> tuple[GuardState, dict[str, Any]]:
         return guard, {"applied": True, "bounds": jnp.full(2, jnp.inf), "skipped_updates": guard.skipped}
 
     def none(_: Any) -> jax.Array:
         return jnp.zeros((), jnp.int32)
 
     with (
-        mock.patch.object(train_step, "judged", judged),
+        mock.patch.object(train_step, "judge_update", judge_update),
         mock.patch.object(train_step, "not_finite", none),
-        mock.patch.object(optimizer, "marked", lambda param, _: param),
+        mock.patch.object(optimizer, "mark_nonfinite", lambda param, _: param),
         mock.patch.object(optimizer_update, "not_finite", none),
         mock.patch.object(optimizer_update, "not_finite_on_cpu", none),
     ):

@@ -28,7 +28,7 @@ def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[ja
     if run.mesh.data != "auto":
         return list(devices), []
     processes = len({device.process_index for device in devices})
-    others = run.mesh.settled(1)
+    others = run.mesh.resolve_data(1)
     refusal = None
     for each in range(len(devices) // processes, 0, -1):
         data, left = divmod(each * processes, others.size)
@@ -53,7 +53,7 @@ def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[ja
 
 def _check(run: Run, data: int) -> None:
     """Checks the run with `data` devices along that axis."""
-    validate(dataclasses.replace(run, mesh=run.mesh.settled(data)))
+    validate(dataclasses.replace(run, mesh=run.mesh.resolve_data(data)))
 
 
 def _taken(

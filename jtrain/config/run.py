@@ -155,7 +155,7 @@ def validate(run: Run) -> None:
     """
     # Whatever does not fit one device along `data` fits none: `settle_mesh` checks again with the number it
     # chooses.
-    run = dataclasses.replace(run, mesh=run.mesh.settled(1))
+    run = dataclasses.replace(run, mesh=run.mesh.resolve_data(1))
     offload = run.layout.offload
     if {offload.params, offload.activations, offload.gradients} - {"none", 0}:
         check_scanned(run.model.scan_layers)

@@ -74,6 +74,7 @@ class ParamInfo:
 
     def placed(self, order: tuple[int, ...]) -> "ParamInfo":
         """Returns the parameter with its layers in another order, and padded; itself if nothing changes."""
+        # The same object where nothing moves, so that plain runs keep `layer_order=None`.
         if not self.is_stacked or order == tuple(range(self.shape[0])):
             return self
         return dataclasses.replace(self, shape=(len(order), *self.shape[1:]), layer_order=order)
@@ -83,6 +84,7 @@ class ParamInfo:
         """The parameter as the model declares it: `placed` undone."""
         if self.layer_order is None:
             return self
+        # Identity layers pad the stack; they are no layers of the model.
         layers = sum(layer >= 0 for layer in self.layer_order)
         return dataclasses.replace(self, shape=(layers, *self.shape[1:]), layer_order=None)
 
@@ -94,6 +96,7 @@ class ParamInfo:
     @property
     def is_experts(self) -> bool:
         """True for stacked matrices of X experts; False for a router, whose outputs are X."""
+        # A router is DX: its experts come last.
         return self.dims.removeprefix("Y").startswith("X")
 
     @property
@@ -106,11 +109,10 @@ class ParamInfo:
 
 def kv_heads_in_use(num_kv_heads: int, tensor: int) -> int:
     """Key heads that all devices along `tensor` compute, with repetition: every device has at least one."""
+    # tensor=8 with 2 key heads: 8 copies are computed, 4 of each.
     return max(num_kv_heads, tensor)
 
 
 def splits_heads(num_heads: int, num_kv_heads: int, tensor: int) -> bool:
-    """True if each of `tensor` devices can compute whole query heads with whole key heads, or share one key
-    head.
-    """
+    """True if each of `tensor` devices computes whole query heads with whole or shared key heads."""
     return num_heads % tensor == 0 and (num_kv_heads % tensor == 0 or tensor % num_kv_heads == 0)

@@ -8,8 +8,8 @@ gradients from stage 2, parameters from stage 3. Norm scales are always replicat
 of a model, and gathering each would cost a collective.
 
 Where `tensor` has more devices than the model has key heads, several devices share a head. Between steps D of
-its kernels is split over `tensor` instead of K, so that nothing is stored twice; `jtrain.step.zero.own_heads`
-gives each device the kernels of its head once per step.
+its kernels is split over `tensor` instead of K, so that nothing is stored twice;
+`jtrain.step.zero.exchange_heads` gives each device the kernels of its head once per step.
 
 Offloaded arrays are in `pinned_host` memory between uses. Only whole arrays are offloaded, so the state's
 tree and the checkpoints do not depend on it. Norm scales stay on the device: the copies would cost more than
@@ -30,7 +30,7 @@ from jtrain.layout.head_splits import check_context_heads, devices_per_key_head
 from jtrain.layout.layout_spec import LayoutSpec as LayoutSpec
 from jtrain.layout.layout_spec import check_batch as check_batch
 from jtrain.layout.mesh import ZERO_AXES, MeshSpec, local_shape, shard_size, unsplit_axes
-from jtrain.layout.offload_spec import OFFLOADABLE, largest_first, moved
+from jtrain.layout.offload_spec import OFFLOADABLE, check_not_empty, largest_first
 from jtrain.layout.offload_spec import OffloadSpec as OffloadSpec
 from jtrain.layout.precision import PrecisionSpec
 from jtrain.pipeline.pipeline_layout import PipelineLayout, place_layers
@@ -82,8 +82,7 @@ class ParamLayout:
     gradient_memory: MemoryKind = "device"
 
     def spec(self, *, zero_sharded: bool) -> P:
-        """Returns the partition over `stage`, `tensor` and `expert`, and if `zero_sharded` over `ZERO_AXES`
-        too.
+        """Returns the partition over `stage`, `tensor` and `expert`, and `ZERO_AXES` if `zero_sharded`.
 
         With shared key heads K is shorter than `tensor`, and each device has one head.
         """
@@ -93,8 +92,8 @@ class ParamLayout:
         if self.expert_dim is not None:
             axes[self.expert_dim] = "expert"
         if self.tensor_dim is not None:
-            of_vocabulary = self.staged and self.info.dims[self.tensor_dim] == "V"
-            axes[self.tensor_dim] = VOCABULARY_AXES if of_vocabulary else "tensor"
+            is_vocabulary = self.staged and self.info.dims[self.tensor_dim] == "V"
+            axes[self.tensor_dim] = VOCABULARY_AXES if is_vocabulary else "tensor"
         if zero_sharded and self.zero_dim is not None:
             axes[self.zero_dim] = ZERO_AXES
         return P(*axes)
@@ -103,6 +102,7 @@ class ParamLayout:
     def param(self) -> P:
         """Partition of the parameter between steps."""
         if self.shared_by > 1:
+            # Shared key heads lie split by D between steps, parameter and optimizer state alike.
             return self.optimizer
         return self.spec(zero_sharded=self.zero_stage >= 3)
 
@@ -110,9 +110,11 @@ class ParamLayout:
     def optimizer(self) -> P:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
         if self.shared_by > 1:
+            # `tensor` splits D and not K here: K is shorter than the axis, and whole heads would be stored
+            # twice.
             split = (*ZERO_AXES, "tensor") if self.zero_stage >= 1 else "tensor"
-            of_letter = {"D": split, "Y": "stage" if self.staged else None}
-            return P(*(of_letter.get(letter) for letter in self.info.dims))
+            axis_by_letter = {"D": split, "Y": "stage" if self.staged else None}
+            return P(*(axis_by_letter.get(letter) for letter in self.info.dims))
         return self.spec(zero_sharded=self.zero_stage >= 1)
 
     @functools.cached_property
@@ -127,7 +129,7 @@ class Layout:
 
     rings: length of each torus dimension that the devices along `ZERO_AXES` run through, the slowest first;
       ZeRO's collectives go along one dimension after another. Empty for a single collective;
-      `step.zero.along_torus` sets it.
+      `step.torus_collectives.along_torus` sets it.
     context_order: assignment of a row's positions to devices along `context`
       (`jtrain.data.constructor.context_order`).
     precision: number formats, which decide the bytes of every array.
@@ -147,9 +149,7 @@ class Layout:
     pipeline_spec: PipelineSpec = PipelineSpec()  # noqa: RUF009 - frozen
 
     def relaid(self, spec: LayoutSpec, mesh: MeshSpec, pipeline: PipelineSpec | None = None) -> "Layout":
-        """Lays the same model out with other settings, in the same precision; raises UserError as
-        `make_layout`.
-        """
+        """Lays the same model out with other settings; raises UserError as `make_layout`."""
         return make_layout(
             spec,
             mesh,
@@ -172,16 +172,12 @@ class Layout:
 
     @property
     def layer_order(self) -> tuple[int, ...] | None:
-        """Layer of the model at each place of the state, -1 for none; None if they are in the model's
-        order.
-        """
+        """Layer of the model at each place of the state, -1 for none; None in the model's order."""
         return None if self.pipeline is None or self.pipeline.in_order else self.pipeline.order
 
     @property
     def per_layer(self) -> P:
-        """Partition of state with one entry per layer that no other axis splits: the scales of 8-bit
-        matmuls.
-        """
+        """Partition of state with one entry per layer, such as the scales of 8-bit matmuls."""
         return P("stage") if self.pipeline else P()
 
     @property
@@ -200,16 +196,20 @@ class Layout:
           sizes: bytes of every optimizer array, by path of its parameter and name (`mu`, `nu`, ...).
         """
         total = sum(sizes.values())
+        # Norm scales stay: copying them costs more time than their memory is worth.
         matrices = {p.info.path for p in self.params if p.info.is_matrix}
         movable = {key: size for key, size in sizes.items() if key[0] in matrices}
         share = self.spec.offload.share("optimizer")
+        # A share of all state, although only matrices can move: 1.0 then moves all of them.
         budget = share * total
         if self.spec.offload.update == "device":
-            return moved("optimizer", share, total, largest_first(budget, movable), movable)
-        together: dict[str, int] = {}  # the host's cores update all state of a parameter or none
+            return check_not_empty("optimizer", share, total, largest_first(budget, movable), movable)
+        bytes_by_path: dict[str, int] = {}  # the host's cores update all state of a parameter or none
         for (path, _), size in movable.items():
-            together[path] = together.get(path, 0) + size
-        chosen = moved("optimizer", share, total, largest_first(budget, together), together)
+            bytes_by_path[path] = bytes_by_path.get(path, 0) + size
+        chosen = check_not_empty(
+            "optimizer", share, total, largest_first(budget, bytes_by_path), bytes_by_path
+        )
         return frozenset(key for key in movable if key[0] in chosen)
 
 
@@ -230,19 +230,21 @@ def make_layout(
         needs an axis that is 1; attention cannot be split over `context` so; more stages than layers; or a
         share is `as_needed`.
     """
-    placed = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
-    if placed is not None:
-        _check_stages(spec, placed, precision)
-        infos = tuple(info.placed(placed.order) for info in infos)
+    stage_layout = _placed_layers(pipeline, mesh, infos) if mesh.stage > 1 else None
+    if stage_layout is not None:
+        _check_stages(spec, stage_layout, precision)
+        # From here on the stacks are in placed order, longer than the model where identity layers pad them.
+        infos = tuple(info.placed(stage_layout.order) for info in infos)
     shared_by = devices_per_key_head(mesh, infos)
     check_context_heads(mesh, infos, attention=spec.context_attention, order=context_order)
+    # Raises for `as_needed`: a plan must have chosen a share before anything is laid out.
     shares = {name: spec.offload.share(name) for name in OFFLOADABLE}
     # Shared kernels are exchanged once per step, all layers at once, so they stay on the device.
-    stays = "K" if shared_by > 1 else "-"
+    resident_letter = "K" if shared_by > 1 else "-"
     layers = [info for info in infos if info.is_matrix and info.is_stacked]
-    stacked = {info.path: info.size for info in layers if stays not in info.dims}
+    stacked = {info.path: info.size for info in layers if resident_letter not in info.dims}
     total = sum(stacked.values())
-    on_host = moved(
+    on_host = check_not_empty(
         "params", shares["params"], total, largest_first(shares["params"] * total, stacked), stacked
     )
     if mesh.expert != 1 and not any(info.is_experts for info in infos):
@@ -259,10 +261,11 @@ def make_layout(
     if spec.sequence_groups > 1:
         _check_groups(spec, mesh, infos, precision)
     layouts: list[ParamLayout] = []
-    split_over = {"D": mesh.zero_axes, "V": VOCABULARY_AXES if placed else ("tensor",)}
+    split_over = {"D": mesh.zero_axes, "V": VOCABULARY_AXES if stage_layout else ("tensor",)}
     for info in infos:
         dims: dict[str, int | None] = dict.fromkeys(("data", "tensor", "expert"))
-        shared = shared_by if "K" in info.dims else 1
+        # Only kernels of key and value heads are shared; query heads always split evenly.
+        devices_per_head = shared_by if "K" in info.dims else 1
         if info.is_matrix:
             for index, letter in enumerate(info.dims):
                 axis = SPLITS.get(letter)
@@ -270,35 +273,40 @@ def make_layout(
                     continue
                 if axis == "expert" and not info.is_experts:
                     continue  # a router scores all experts on every device
+                # K was checked by `devices_per_key_head`, which allows fewer heads than devices.
                 if letter != "K":
                     shard_size(FIELDS[letter], info.shape[index], mesh.shape, split_over.get(letter, (axis,)))
+                # Each axis splits one dimension of a parameter: no parameter has N and F, or D twice.
                 dims[axis] = index
-        if shared > 1:
+        if devices_per_head > 1:
             axes = (*mesh.zero_axes, "tensor") if spec.zero_stage else ("tensor",)
             shard_size(FIELDS["D"], info.shape[info.dims.index("D")], mesh.shape, axes)
         memory: MemoryKind = "pinned_host" if info.path in on_host else "device"
-        split: Any = dict(expert_dim=dims["expert"], shared_by=shared, staged=placed is not None)
-        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **split))
+        placing: Any = dict(
+            expert_dim=dims["expert"], shared_by=devices_per_head, staged=stage_layout is not None
+        )
+        layouts.append(ParamLayout(info, spec.zero_stage, dims["data"], dims["tensor"], memory, **placing))
     if shares["gradients"] > 0:
         layouts = _with_gradients_on_host(spec, mesh, layouts)
-    more: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
-    return Layout(spec, mesh, tuple(layouts), pipeline=placed, pipeline_spec=pipeline, **more)
+    shared_fields: Any = dict(context_order=context_order, precision=precision, kernels=kernels)
+    return Layout(spec, mesh, tuple(layouts), pipeline=stage_layout, pipeline_spec=pipeline, **shared_fields)
 
 
 def _with_gradients_on_host(
     spec: LayoutSpec, mesh: MeshSpec, layouts: list[ParamLayout]
 ) -> list[ParamLayout]:
-    """Chooses the layers' gradients to keep in host memory, among those that need no sum over devices at the
-    end.
-    """
+    """Chooses layers' gradients to keep in host memory, of those without a sum at the end of a step."""
+    # Only gradients of stacked layers are summed layer by layer, and only those can stream.
     layers = [p for p in layouts if p.info.is_matrix and p.info.is_stacked]
-    ready = [
+    # Final once a layer is summed: nothing is left to reduce at the end of the step.
+    offloadable = [
         p
         for p in layers
         if p.accumulator == p.optimizer and p.shared_by == 1 and not unsplit_axes(p.optimizer, mesh.shape)
     ]
+    # The share counts all layers' gradients, also those that must stay on the device.
     share = spec.offload.share("gradients")
-    if not (ready and spec.sums_within_layers(mesh)):
+    if not (offloadable and spec.sums_within_layers(mesh)):
         raise UserError(
             f"layout.offload.gradients={share:g} with layout.zero_stage={spec.zero_stage}, "
             f"mesh.replica={mesh.replica} and mesh.data={mesh.data}: gradients of layers would be summed "
@@ -306,33 +314,33 @@ def _with_gradients_on_host(
             "mesh.replica=1, or layout.offload.gradients=none."
         )
     total = sum(p.info.size for p in layers)
-    sizes = {p.info.path: p.info.size for p in ready}
-    chosen = moved("gradients", share, total, largest_first(share * total, sizes), sizes)
+    sizes = {p.info.path: p.info.size for p in offloadable}
+    chosen = check_not_empty("gradients", share, total, largest_first(share * total, sizes), sizes)
     return [
         dataclasses.replace(p, gradient_memory="pinned_host") if p.info.path in chosen else p for p in layouts
     ]
 
 
-def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: PrecisionSpec) -> None:
+def _check_stages(spec: LayoutSpec, pipeline: PipelineLayout, precision: PrecisionSpec) -> None:
     """Refuses options that a pipelined step does not have."""
     offload = spec.offload
     if (dtype := precision.grad_accum_dtype) != "float32":
         raise UserError(
-            f"precision.grad_accum_dtype={dtype} with mesh.stage={placed.stages}: stages sum gradients in "
+            f"precision.grad_accum_dtype={dtype} with mesh.stage={pipeline.stages}: stages sum gradients in "
             "float32. Set precision.grad_accum_dtype=float32, or mesh.stage=1."
         )
     if offload.share("gradients") > 0:
         raise UserError(
-            f"layout.offload.gradients={offload.gradients} with mesh.stage={placed.stages}: stages sum "
+            f"layout.offload.gradients={offload.gradients} with mesh.stage={pipeline.stages}: stages sum "
             "gradients on the device. Set layout.offload.gradients=none, or mesh.stage=1."
         )
     if offload.share("activations") > 0:
         raise UserError(
-            f"layout.offload.activations={offload.activations} with mesh.stage={placed.stages}: what the "
+            f"layout.offload.activations={offload.activations} with mesh.stage={pipeline.stages}: what the "
             "layers of a stage keep does not stream through host memory. Set "
             "layout.offload.activations=none, or mesh.stage=1."
         )
-    if offload.share("params") > 0 and placed.spec.gather == "step":
+    if offload.share("params") > 0 and pipeline.spec.gather == "step":
         raise UserError(
             f"layout.offload.params={offload.params} with pipeline.gather=step: all weights of a stage would "
             "be on the device for the whole step. Set pipeline.gather=tick, or layout.offload.params=none."
@@ -341,6 +349,7 @@ def _check_stages(spec: LayoutSpec, placed: PipelineLayout, precision: Precision
 
 def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...]) -> PipelineLayout:
     """Places the layers on stages; refuses a model without stacked layers."""
+    # One length: all stacked parameters belong to the same layers.
     stacks = {info.shape[0] for info in infos if info.is_stacked}
     if len(stacks) != 1:
         raise UserError(
@@ -353,16 +362,17 @@ def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, .
 def _check_groups(
     spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec
 ) -> None:
-    """Refuses groups of sequences where there is nothing to overlap, or where all sequences belong
-    together.
-    """
-    bits = precision.matmul_dtype
-    for other, found in (
+    """Refuses groups of sequences without anything to overlap, or that belong together."""
+    dtype = precision.matmul_dtype
+    for conflict, applies in (
         (f"mesh.tensor={mesh.tensor}: there are no collectives over `tensor` to overlap", mesh.tensor == 1),
         ("layout.tensor_overlap=True: it overlaps the same collectives another way", spec.tensor_overlap),
-        (f"precision.matmul_dtype={bits}: 8-bit matmuls have one scale for all sequences", bits != "compute"),
+        (
+            f"precision.matmul_dtype={dtype}: 8-bit matmuls have one scale for all sequences",
+            dtype != "compute",
+        ),
         ("model.moe: a router balances all sequences together", any(info.is_experts for info in infos)),
     ):
-        if found:
+        if applies:
             groups = f"layout.sequence_groups={spec.sequence_groups}"
-            raise UserError(f"{groups} with {other}. Set layout.sequence_groups=1, or change the other.")
+            raise UserError(f"{groups} with {conflict}. Set layout.sequence_groups=1, or change the other.")

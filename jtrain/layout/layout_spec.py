@@ -49,6 +49,7 @@ class LayoutSpec:
             raise UserError(f"layout.microbatches={self.microbatches} must be at least 1.")
         if self.sequence_groups < 1:
             raise UserError(f"layout.sequence_groups={self.sequence_groups} must be at least 1.")
+        # An option that silently does nothing is refused in both directions.
         if (self.remat == "named") != bool(self.remat_save):
             raise UserError(
                 f"layout.remat={self.remat!r} with layout.remat_save={self.remat_save!r}: remat=named saves "
@@ -56,9 +57,7 @@ class LayoutSpec:
             )
 
     def sums_within_layers(self, mesh: MeshSpec) -> bool:
-        """True if layers' gradients are summed over devices as each layer computes them, not all at once at
-        the end.
-        """
+        """True if gradients are summed over devices layer by layer, not all at once at the end."""
         return mesh.replica == 1 and (self.zero_stage >= 2 or mesh.zero_shards == 1)
 
 
@@ -68,7 +67,9 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
     Raises:
       UserError: sequences or positions do not split evenly over the devices, or sequences into groups.
     """
+    # Sequences of one device per step, over all of its microbatches.
     rows = shard_size("data.global_batch", global_batch, mesh.shape, BATCH_AXES)
+    # `tensor` cuts positions too: the residual stream between layers is split by sequence.
     shard_size("data.seq_len", seq_len, mesh.shape, ("context", "tensor"))
     # ulysses needs this only in zig-zag order; the data checks it.
     if mesh.context > 1 and spec.context_attention == "ring" and seq_len % (2 * mesh.context):
@@ -85,11 +86,11 @@ def check_batch(spec: LayoutSpec, mesh: MeshSpec, *, global_batch: int, seq_len:
             f"layout.microbatches={spec.microbatches} does not divide. Set data.global_batch to a multiple "
             f"of {shards * spec.microbatches}, or layout.microbatches to a divisor of {rows}."
         )
-    each = rows // spec.microbatches
-    if each % spec.sequence_groups:
+    num_rows = rows // spec.microbatches
+    if num_rows % spec.sequence_groups:
         raise UserError(
-            f"layout.sequence_groups={spec.sequence_groups} does not divide the {each} sequences that a "
+            f"layout.sequence_groups={spec.sequence_groups} does not divide the {num_rows} sequences that a "
             "device computes at a time. Set it to a divisor of them, or change data.global_batch or "
             "layout.microbatches."
         )
-    return each
+    return num_rows

@@ -43,20 +43,20 @@ class MeshSpec:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.settled(1).shape.items() if self.data == "auto" else self.shape.items():
+        # `auto` counts as 1 here: the other axes can be checked before the devices are known.
+        for axis, size in self.resolve_data(1).shape.items() if self.data == "auto" else self.shape.items():
             if size < 1:
                 raise UserError(
                     f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused."
                 )
 
-    def settled(self, data: int) -> "MeshSpec":
+    def resolve_data(self, data: int) -> "MeshSpec":
         """Returns the mesh with `data` devices along that axis if it is `auto`; else the mesh as it is."""
         return dataclasses.replace(self, data=data) if self.data == "auto" else self
 
     @functools.cached_property
     def shape(self) -> dict[str, int]:
-        """Number of devices along each axis, in the order of `AXES`; kept, because a search reads it 100,000
-        times.
+        """Number of devices along each axis of `AXES`, cached: a search reads it 100,000 times.
 
         Raises:
           UserError: `data` is still `auto`.
@@ -109,6 +109,7 @@ def make_mesh(spec: MeshSpec, devices: Sequence[jax.Device]) -> Mesh:
         grid = mesh_utils.create_device_mesh(shape, devices)
     else:
         grid = np.asarray(devices).reshape(shape)
+    # Auto axes: XLA partitions the optimizer's global arrays; everything else is manual.
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -132,14 +133,13 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
 
 
 def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of one device's block of an array; a dimension shorter than its axes has one on each
-    device.
-    """
-    sizes = list(shape)
+    """Returns the shape of one device's block; a dimension shorter than its axes has one on each device."""
+    lengths = list(shape)
     for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
         if axes is not None:
-            sizes[dim] = max(1, sizes[dim] // math.prod([mesh[axis] for axis in axis_names(axes)]))
-    return tuple(sizes)
+            # At least 1: with more devices than key heads each device computes one head.
+            lengths[dim] = max(1, lengths[dim] // math.prod([mesh[axis] for axis in axis_names(axes)]))
+    return tuple(lengths)
 
 
 def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -148,8 +148,7 @@ def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def unsplit_axes(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes with several devices over which an array is replicated: its gradient is summed over
-    each.
-    """
-    used = {name for axis in spec for name in axis_names(axis)}
-    return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in used)
+    """Returns the axes of several devices over which an array is replicated, so its gradient is summed."""
+    # One entry of a partition may name several axes: D over (data, context).
+    split_axes = {name for axis in spec for name in axis_names(axis)}
+    return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in split_axes)

@@ -43,14 +43,16 @@ class OffloadSpec:
     def __post_init__(self) -> None:
         for name in OFFLOADABLE:
             value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if value not in ("none", "as_needed") and not (number and 0 <= value <= 1):
+            # True would pass as the number 1.
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value not in ("none", "as_needed") and not (is_number and 0 <= value <= 1):
                 raise UserError(
                     f"layout.offload.{name}={value!r} must be a share from 0.0 to 1.0, `none`, or "
                     "`as_needed`, which takes the smallest share that fits."
                 )
         if self.update not in ("device", "host"):
             raise UserError(f"layout.offload.update={self.update!r} must be `device` or `host`.")
+        # 0 and `none` mean the same share.
         if self.update == "host" and self.optimizer in ("none", 0):
             raise UserError(
                 "layout.offload.update=host updates optimizer state in host memory, but "
@@ -80,19 +82,18 @@ class OffloadSpec:
 
 
 def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K]:
-    """Returns keys whose sizes fit the budget together: goes from the largest down and takes each that still
-    fits.
-    """
-    left = budget_bytes + 1e-6 * sum(sizes.values())  # 0.3 of a sum is not exact
+    """Returns keys whose sizes fit the budget together, taken from the largest down."""
+    remaining_bytes = budget_bytes + 1e-6 * sum(sizes.values())  # 0.3 of a sum is not exact
     chosen: list[K] = []
+    # Goes on after the first that does not fit: a smaller array may fill the rest of the budget.
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        if size <= left:
+        if size <= remaining_bytes:
             chosen.append(key)
-            left -= size
+            remaining_bytes -= size
     return frozenset(chosen)
 
 
-def moved[K](
+def check_not_empty[K](
     name: str, share: float, total: int, chosen: frozenset[K], sizes: Mapping[K, int]
 ) -> frozenset[K]:
     """Returns `chosen`, the arrays to offload, after checking that it is not empty for a positive share.
@@ -101,6 +102,7 @@ def moved[K](
       UserError: the share is positive, but smaller than the smallest array.
     """
     if share > 0 and not chosen and sizes:
+        # The least share that moves anything; `total` has arrays that cannot move as well.
         smallest = min(sizes.values()) / total
         raise UserError(
             f"layout.offload.{name}={share:g} moves nothing: the smallest array is {smallest:.1%} of the "

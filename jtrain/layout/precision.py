@@ -47,4 +47,5 @@ class PrecisionSpec:
 
 def itemsize(dtype: str) -> int:
     """Bytes per element."""
+    # numpy has no bfloat16 of its own; ml_dtypes would be imported for this one number.
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

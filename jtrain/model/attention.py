@@ -29,8 +29,7 @@ class AttentionSizes:
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention (arXiv:2305.13245) with rotary positions; `qk_norm` normalises queries and keys
-    (Qwen3).
+    """Grouped-query attention (arXiv:2305.13245) with rotary positions; `qk_norm` as in Qwen3.
 
     Heads are split over `tensor`; each array here holds this device's heads.
     """
@@ -58,6 +57,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "B L N H"], Float[Array, "B L K H"], Float[Array, "B L K H"]]:
         """Queries and keys, rotated to their positions, and values."""
         q_BLNH, k_BLKH, v_BLKH = tensor.project_in(x_BLD, self.q_DNH[...], self.k_DKH[...], self.v_DKH[...])
+        # Before the rotation: a norm over H commutes with it only without its scale.
         if self.qk_norm:
             q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
         return ops.rope(q_BLNH, cos_BLR, sin_BLR), ops.rope(k_BLKH, cos_BLR, sin_BLR), v_BLKH
@@ -71,10 +71,9 @@ class Attention(nnx.Module):
         tensor: TensorAxis = TensorAxis(),  # noqa: B008 - frozen
         context: ops.RowSplit = ops.WHOLE_ROWS,
     ) -> Float[Array, "B _ D"]:
-        """Attention output at this device's positions. Inside, the device computes its heads at all positions
-        that the `tensor` axis gathers.
-        """
+        """Output at this device's positions; inside, its heads at all positions along `tensor`."""
         q_BLNH, k_BLKH, v_BLKH = self.project(x_BLD, cos_BLR, sin_BLR, tensor)
+        # Named after the rotation, so that a saved q or k is not rotated again.
         q_BLNH = checkpoint_name(q_BLNH, "attention_q")
         k_BLKH = checkpoint_name(k_BLKH, "attention_k")
         v_BLKH = checkpoint_name(v_BLKH, "attention_v")

@@ -62,7 +62,7 @@ class Placement:
         return dict(axis=axis, shards=self.stage * self.tensor)
 
 
-def by_rows(x: Array) -> Array:
+def row_major(x: Array) -> Array:
     """The same array, contiguous by rows."""
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
@@ -72,17 +72,15 @@ def single_device(dtype: str) -> Placement:
     return Placement(fetch=lambda path, tree: jax.tree.map(lambda leaf: leaf.astype(dtype), tree))
 
 
-def checkpointed(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
-    """`layer` under `jax.checkpoint`, saving the activations that the placement names; `scan_layers` offloads
-    them.
-    """
+def checkpoint_layer(layer: Layer, placement: Placement, *, scanned: bool) -> Layer:
+    """`layer` under `jax.checkpoint`, which saves the activations that the placement names."""
     if placement.remat == "none" and not (placement.regather or placement.streams or placement.offload):
         return layer
     # With remat=none, a policy that refuses only the weights would still save values one step away from them
     # (results of the gather, reshapes), which are all layers' whole weights. Save the results of matmuls
     # instead.
-    kept = SAVEABLE if placement.remat == "none" else placement.remat_save
-    policy = jax.checkpoint_policies.save_only_these_names(*kept, GROUP_ORDER, ops.AMAX)
+    saved_names = SAVEABLE if placement.remat == "none" else placement.remat_save
+    policy = jax.checkpoint_policies.save_only_these_names(*saved_names, GROUP_ORDER, ops.AMAX)
     # Inside a loop XLA cannot merge the recomputation with the forward pass; unrolled it would, which undoes
     # remat.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)

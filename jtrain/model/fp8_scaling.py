@@ -2,8 +2,7 @@
 
 The projections of attention and the dense feed-forward layers multiply in 8 bits. Attention itself, the
 embedding, the unembedding with its loss, the router and routed experts keep the compute dtype. The model's
-code is the same in both
-cases: an `ops.Fp8Kernel` takes the place of the weight's array.
+code is the same in both cases: an `ops.Fp8Kernel` takes the place of the weight's array.
 """
 
 import functools
@@ -70,30 +69,32 @@ def first_scaling(infos: Sequence[ParamInfo], params: Params | None = None) -> T
       params: the weights, if they were not drawn at random (imported weights).
     """
 
-    def first(info: ParamInfo, value: Any = None) -> Float[Array, "Y 3 S"]:
+    def first_history(info: ParamInfo, value: Any = None) -> Float[Array, "Y 3 S"]:
         num_layers = info.shape[0]
         if value is None:
+            # An upper bound for drawn weights: they are 4.9 deviations at most, whatever the seed.
             kernel_Y = jnp.full(num_layers, _LARGEST_NORMAL * info.std, jnp.float32)
         else:
             kernel_Y = jnp.max(jnp.abs(value).reshape(num_layers, -1), axis=1).astype(jnp.float32)
-        none_Y = jnp.zeros_like(kernel_Y)
-        return ops.amax_pushed(ops.no_amax(num_layers), jnp.stack([none_Y, kernel_Y, none_Y], axis=-1))
+        # Entries are (activation, weight, gradient); 0 means none yet.
+        zero_Y = jnp.zeros_like(kernel_Y)
+        return ops.amax_pushed(ops.no_amax(num_layers), jnp.stack([zero_Y, kernel_Y, zero_Y], axis=-1))
 
-    return map_params(first, fp8_weights(infos), *([] if params is None else [params]))
+    return map_params(first_history, fp8_weights(infos), *([] if params is None else [params]))
 
 
-def unseen(scaling: Tree) -> Tree:
+def amax_probes(scaling: Tree) -> Tree:
     """Zeros, [Y, 3] per weight, whose gradients are the largest absolute values that this step sees."""
     return jax.tree.map(lambda history_Y3S: jnp.zeros(history_Y3S.shape[:2], jnp.float32), scaling)
 
 
-def advanced(scaling: Tree, seen: Tree) -> Tree:
+def advance_scaling(scaling: Tree, amax: Tree) -> Tree:
     """The histories after a step that saw these largest values."""
-    return jax.tree.map(ops.amax_pushed, scaling, seen)
+    return jax.tree.map(ops.amax_pushed, scaling, amax)
 
 
 def with_fp8(
-    weights: Params, infos: Sequence[ParamInfo], scaling: Tree, seen: Tree, unit: Float[Array, ""]
+    weights: Params, infos: Sequence[ParamInfo], scaling: Tree, probes: Tree, unit: Float[Array, ""]
 ) -> Params:
     """The weights, with an `ops.Fp8Kernel` in place of each one that multiplies in 8 bits.
 
@@ -101,22 +102,24 @@ def with_fp8(
       weights: stacked. A leaf may be a wrapper around an array: `fetch` later replaces the array and keeps
         the wrapper.
       scaling: amax histories; empty if every tensor is scaled by its own current largest value.
-      seen: from `unseen`; its gradients extend the histories.
+      probes: from `amax_probes`; its gradients extend the histories.
       unit: order of magnitude of the first step's gradients: 1 / tokens of the batch.
     """
+    # Current scaling has no history and no probes: each matmul finds its own maxima.
     if not scaling:
         wrapped = map_params(lambda info, weight: ops.Fp8Kernel(weight), fp8_weights(infos), weights)
-        return _merged(weights, wrapped)
+        return _merge(weights, wrapped)
 
-    def kernel(info: ParamInfo, weight: Any, history_Y3S: Array, seen_Y3: Array) -> ops.Fp8Kernel:
-        return ops.Fp8Kernel(weight, jax.lax.stop_gradient(ops.amax_scales(history_Y3S, unit)), seen_Y3)
+    def kernel(info: ParamInfo, weight: Any, history_Y3S: Array, probe_Y3: Array) -> ops.Fp8Kernel:
+        # Scales are constants of a step, from the histories before it.
+        return ops.Fp8Kernel(weight, jax.lax.stop_gradient(ops.amax_scales(history_Y3S, unit)), probe_Y3)
 
-    return _merged(weights, map_params(kernel, fp8_weights(infos), weights, scaling, seen))
+    return _merge(weights, map_params(kernel, fp8_weights(infos), weights, scaling, probes))
 
 
-def _merged(weights: Params, wrapped: Params) -> Params:
+def _merge(weights: Params, wrapped: Params) -> Params:
     """`weights` with the leaves of `wrapped` replacing their own."""
-    out = dict(weights)
+    merged = dict(weights)
     for key, value in wrapped.items():
-        out[key] = _merged(weights[key], value) if isinstance(value, dict) else value
-    return out
+        merged[key] = _merge(weights[key], value) if isinstance(value, dict) else value
+    return merged

@@ -28,7 +28,7 @@ DECODE_CHUNK = 16
 """Tokens generated per call. Text appears in chunks of this size, and an end token is seen up to this many
 late."""
 
-_AS_THEY_ARE = Placement(fetch=lambda path, tree: tree)
+_UNSHARDED = Placement(fetch=lambda path, tree: tree)
 
 
 @jax.tree_util.register_dataclass
@@ -77,12 +77,15 @@ class TokenSampler:
     def draw(self, logits_BV: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:
         """The next token of each sequence."""
         if self.vocab_size is not None:
-            known_V = jnp.arange(logits_BV.shape[1]) < self.vocab_size
-            logits_BV = jnp.where(known_V[None, :], logits_BV, -jnp.inf)
+            # Before anything else: padding of the table must not take part in top_k or top_p.
+            in_vocab_V = jnp.arange(logits_BV.shape[1]) < self.vocab_size
+            logits_BV = jnp.where(in_vocab_V[None, :], logits_BV, -jnp.inf)
+        # The most likely token needs no random number, and dividing by 0 is not defined.
         if self.temperature == 0:
             return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         logits_BV = logits_BV / self.temperature
         if self.top_k is not None:
+            # Ties with the k-th largest logit stay, so there may be more than k tokens.
             least_B1 = jax.lax.top_k(logits_BV, min(self.top_k, logits_BV.shape[1]))[0][:, -1:]
             logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
         if self.top_p is not None:
@@ -90,8 +93,8 @@ class TokenSampler:
             p_BV = jax.nn.softmax(sorted_BV, axis=-1)
             # A token stays while the more likely tokens sum to less than p; the most likely token always
             # stays.
-            kept_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < self.top_p
-            least_B1 = jnp.min(jnp.where(kept_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+            in_nucleus_BV = jnp.cumsum(p_BV, axis=-1) - p_BV < self.top_p
+            least_B1 = jnp.min(jnp.where(in_nucleus_BV, sorted_BV, jnp.inf), axis=-1, keepdims=True)
             logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, -jnp.inf)
         return jax.random.categorical(key, logits_BV, axis=-1).astype(jnp.int32)
 
@@ -119,22 +122,25 @@ def extend(
     cos_BLR, sin_BLR = model.rope.tables(position_BL, model.head_dim)
     block_def, _ = nnx.split(model.layers)
 
-    def layer(x_BLD: Array, of_layer: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
-        weights, k_BMKH, v_BMKH = of_layer
+    def layer(x_BLD: Array, layer_state: tuple[Params, Array, Array]) -> tuple[Array, tuple[Array, Array]]:
+        weights, k_BMKH, v_BMKH = layer_state
         block: Block = nnx.merge(block_def, weights)
         q_BLNH, k_BLKH, v_BLKH = block.attention.project(block.attention_norm(x_BLD), cos_BLR, sin_BLR)
+        # Keys are rotated before they are stored: positions never change.
         k_BMKH = jax.lax.dynamic_update_slice_in_dim(k_BMKH, k_BLKH, cache.length, axis=1)
         v_BMKH = jax.lax.dynamic_update_slice_in_dim(v_BMKH, v_BLKH, cache.length, axis=1)
         y_BLNH = _attend(q_BLNH, k_BMKH, v_BMKH, position_BL)
         x_BLD = x_BLD + ops.linear(y_BLNH, block.attention.o_NHD[...], num_in=2)
+        # All tokens are valid, also padding: it changes no other token, and its keys are overwritten.
         y_BLD, _ = block.feed_forward(block.mlp_norm(x_BLD), jnp.ones(token_BL.shape, bool))
         return x_BLD + y_BLD, (k_BMKH, v_BMKH)
 
     x_BLD = ops.embedding_lookup(params["embed_VD"], token_BL)
     x_BLD, (k_YBMKH, v_YBMKH) = jax.lax.scan(layer, x_BLD, (params["layers"], cache.k_YBMKH, cache.v_YBMKH))
+    # Logits of one position only: V floats instead of L * V.
     last_B1D = jax.lax.dynamic_slice_in_dim(x_BLD, count - 1, 1, axis=1)
     norm = nnx.merge(nnx.split(model.final_norm)[0], params["final_norm"])
-    kernel_DV = model.unembed(params, _AS_THEY_ARE)
+    kernel_DV = model.unembed(params, _UNSHARDED)
     logits_BV = jnp.einsum("bd,dv->bv", norm(last_B1D)[:, 0], kernel_DV, preferred_element_type=jnp.float32)
     return logits_BV, KVCache(k_YBMKH, v_YBMKH, cache.length + count)
 
@@ -146,14 +152,14 @@ def _attend(
     position_BL: Int[Array, "B L"],
 ) -> Float[Array, "B L N H"]:
     """Attention of queries at `position_BL` to all keys up to the same position; softmax in float32."""
-    *rest, heads, size = q_BLNH.shape
+    *batch_dims, heads, size = q_BLNH.shape
     kv_heads = k_BMKH.shape[2]
-    q_BLKGH = q_BLNH.reshape(*rest, kv_heads, heads // kv_heads, size)
+    q_BLKGH = q_BLNH.reshape(*batch_dims, kv_heads, heads // kv_heads, size)
     s_BKGLM = (
         jnp.einsum("blkgh,bmkh->bkglm", q_BLKGH, k_BMKH, preferred_element_type=jnp.float32) * size**-0.5
     )
-    seen_BLM = jnp.arange(k_BMKH.shape[1])[None, None, :] <= position_BL[:, :, None]
-    p_BKGLM = jax.nn.softmax(jnp.where(seen_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
+    visible_BLM = jnp.arange(k_BMKH.shape[1])[None, None, :] <= position_BL[:, :, None]
+    p_BKGLM = jax.nn.softmax(jnp.where(visible_BLM[:, None, None], s_BKGLM, -jnp.inf), axis=-1)
     return jnp.einsum("bkglm,bmkh->blkgh", p_BKGLM.astype(v_BMKH.dtype), v_BMKH).reshape(q_BLNH.shape)
 
 
@@ -184,22 +190,24 @@ def generate_ids(
     max_len = _round_up(num_prompt, PROMPT_CHUNK) + _round_up(max_tokens, PROMPT_CHUNK)
     cache = empty_cache(model, batch=1, max_len=max_len, dtype=params["embed_VD"].dtype.name)
     logits_BV: Array | None = None
+    # Every chunk has the same shape, so one compiled program reads any prompt.
     for start in range(0, num_prompt, PROMPT_CHUNK):
         chunk = prompt_ids[start : start + PROMPT_CHUNK]
         token_BL = np.pad(chunk, (0, PROMPT_CHUNK - len(chunk)))[None]
         logits_BV, cache = _read(
             model, params, jnp.asarray(token_BL, jnp.int32), jnp.int32(len(chunk)), cache
         )
-    left = max_tokens
-    while left > 0:
+    remaining = max_tokens
+    while remaining > 0:
         assert logits_BV is not None
         tokens_LB, logits_BV, cache = _write(model, sampler, params, logits_BV, cache, jax.random.key(seed))
-        ids = np.asarray(tokens_LB)[:left, 0].tolist()
+        # The last chunk draws all its tokens; those beyond max_tokens are cut here.
+        ids = np.asarray(tokens_LB)[:remaining, 0].tolist()
         if end_id in ids:
             yield ids[: ids.index(end_id)]
             return
         yield ids
-        left -= len(ids)
+        remaining -= len(ids)
 
 
 def _round_up(size: int, multiple: int) -> int:
@@ -213,6 +221,7 @@ def _read(
     return extend(model, params, token_BL, count, cache)
 
 
+# The cache is donated: each call extends it in place instead of copying 2 Y B M K H elements.
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
 def _write(
     model: Transformer,
@@ -226,6 +235,7 @@ def _write(
 
     def step(carry: tuple[Array, KVCache], _: None) -> tuple[tuple[Array, KVCache], Array]:
         logits_BV, cache = carry
+        # Folded with the position, so that the token does not depend on the chunk size.
         token_B = sampler.draw(logits_BV, jax.random.fold_in(key, cache.length))
         return extend(model, params, token_B[:, None], jnp.int32(1), cache), token_B
 

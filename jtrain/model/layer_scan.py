@@ -12,8 +12,14 @@ layer, while those of the next layer are being copied: the arrays of two layers 
 | forward | Y + 1: each layer once, and the last layer a second time, for the backward pass | 1: the last layer's |
 | backward | Y: the previous layer each time, and the first layer a second time, unused | Y, the same |
 
+Example, Y = 3 with weights in host memory: forward fetches layer 0, then computes layer 0 beside the fetch of
+layer 1, layer 1 beside that of 2, and layer 2 beside that of 2 again: 4 fetches. Backward starts with that
+copy and computes layer 2 beside the fetch of 1, layer 1 beside that of 0, layer 0 beside that of 0 again: 3
+fetches.
+
 Sums of gradients in host memory are fetched and written back Y + 1 times per microbatch, those of a layer
-while the layers beside it compute: the sums of three layers are on the device at a time.
+while the layers beside it compute: the sums of three layers are on the device at a time. With Y = 3 the
+backward pass of layer 1 adds to sum 1 while sum 0 is fetched and sum 2 is written back.
 """
 
 import dataclasses
@@ -79,7 +85,7 @@ def scan_layers(
     """`x = layer(x, weights[y], shared)` for every y of the stacked weights, differentiable in x and weights.
 
     Args:
-      layer: must not save values derived from streamed weights: see `placement.checkpointed`.
+      layer: must not save values derived from streamed weights: see `placement.checkpoint_layer`.
       weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed, the gradient of a
         `Summed` is added to its sum.
       shared: values passed to every layer; not differentiated.
@@ -91,7 +97,8 @@ def scan_layers(
     streams = offload or any(map(_streams, leaves))
     if streams or any(isinstance(leaf, Summed) for leaf in leaves):
         check_scanned(unroll == 1 or not streams)
-        return _looped(layer, x, weights, shared, unroll=unroll, offload=offload)
+        return _streaming_loop(layer, x, weights, shared, unroll=unroll, offload=offload)
+    # Nothing streams and nothing is summed: JAX's own backward pass of the scan suffices.
     return jax.lax.scan(lambda x, w: (layer(x, w, shared), None), x, weights, unroll=unroll)[0]
 
 
@@ -109,24 +116,26 @@ def check_scanned(scan_layers: bool) -> None:
         )
 
 
-def _looped(
+def _streaming_loop(
     layer: Layer, x: LayerCarry, weights: Params, shared: Any, *, unroll: int, offload: tuple[str, ...]
 ) -> LayerCarry:
-    given, tree = jax.tree.flatten(weights, is_leaf=_is_leaf)
+    wrapped, tree = jax.tree.flatten(weights, is_leaf=_is_leaf)
     num_layers = jax.tree.leaves(weights)[0].shape[0]
-    steps = jnp.arange(num_layers)
+    # Layer numbers, and not a counter in the carry: a reverse scan then counts down by itself.
+    layer_numbers = jnp.arange(num_layers)
     # Each list has one entry per weight: None where the weight has no such array.
-    leaves = [leaf.weight if isinstance(leaf, Summed) else leaf for leaf in given]
-    sums = [leaf.total if isinstance(leaf, Summed) else None for leaf in given]
-    near_sums = [None if total is None or _on_host(total) else total for total in sums]
-    far_sums = [total if total is not None and _on_host(total) else None for total in sums]
+    leaves = [leaf.weight if isinstance(leaf, Summed) else leaf for leaf in wrapped]
+    sums = [leaf.total if isinstance(leaf, Summed) else None for leaf in wrapped]
+    resident_sums = [None if total is None or _on_host(total) else total for total in sums]
+    streamed_sums = [total if total is not None and _on_host(total) else None for total in sums]
     trained = [leaf.trained if _is_detached(leaf) else leaf for leaf in leaves]
     values = [leaf.value if _is_detached(leaf) else None for leaf in leaves]
-    near = [None if value is None or _on_host(value) else value for value in values]
-    far = [value if value is not None and _on_host(value) else None for value in values]
+    resident = [None if value is None or _on_host(value) else value for value in values]
+    streamed = [value if value is not None and _on_host(value) else None for value in values]
 
-    def one(x: LayerCarry, trained: list[Array], values: list[Array | None], shared: Any) -> LayerCarry:
+    def run_layer(x: LayerCarry, trained: list[Array], values: list[Array | None], shared: Any) -> LayerCarry:
         pairs = zip(trained, values, strict=True)
+        # Back to the leaves that the layer's `fetch` knows.
         merged = [t if value is None else Detached(t, value) for t, value in pairs]
         return layer(x, jax.tree.unflatten(tree, merged), shared)
 
@@ -137,34 +146,56 @@ def _looped(
         return jax.device_put(slices, jax.memory.Space.Device)
 
     def loop(
-        compute: Callable[..., tuple[LayerCarry, Any]], x: LayerCarry, trained: Any, near: Any, far: Any
+        compute: Callable[..., tuple[LayerCarry, Any]],
+        x: LayerCarry,
+        trained: Any,
+        resident: Any,
+        streamed: Any,
     ) -> Any:
-        def body(carry: Any, now: Any) -> Any:
-            (x, held), (y, trained, near) = carry, now
-            ahead = fetch(far, jnp.minimum(y + 1, num_layers - 1))
-            x, kept = compute(x, trained, _either(near, held))
-            return (x, ahead), kept
+        def body(carry: Any, xs: Any) -> Any:
+            (x, current), (y, trained, resident) = carry, xs
+            # Asked for before the layer computes, so that the copy runs beside it; the last layer fetches
+            # itself.
+            following = fetch(streamed, jnp.minimum(y + 1, num_layers - 1))
+            x, saved = compute(x, trained, _fill_missing(resident, current))
+            return (x, following), saved
 
-        return jax.lax.scan(body, (x, fetch(far, 0)), (steps, trained, near), unroll=unroll)
+        return jax.lax.scan(body, (x, fetch(streamed, 0)), (layer_numbers, trained, resident), unroll=unroll)
 
     @jax.custom_vjp
     def run(
-        x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, near_sums: Any, far_sums: Any
+        x: LayerCarry,
+        trained: Any,
+        resident: Any,
+        streamed: Any,
+        shared: Any,
+        resident_sums: Any,
+        streamed_sums: Any,
     ) -> LayerCarry:
-        del near_sums, far_sums
+        del resident_sums, streamed_sums
         (x, _), _ = loop(
-            lambda x, trained, values: (one(x, trained, values, shared), None), x, trained, near, far
+            lambda x, trained, values: (run_layer(x, trained, values, shared), None),
+            x,
+            trained,
+            resident,
+            streamed,
         )
         return x
 
     def forward(
-        x: LayerCarry, trained: Any, near: Any, far: Any, shared: Any, near_sums: Any, far_sums: Any
+        x: LayerCarry,
+        trained: Any,
+        resident: Any,
+        streamed: Any,
+        shared: Any,
+        resident_sums: Any,
+        streamed_sums: Any,
     ) -> Any:
         # Only the layer's input is saved; the backward pass gets weights and shared values again.
         keep = (True, False, False, False)
 
         def differentiate(*args: Any) -> tuple[LayerCarry, Any]:
-            return jax.vjp(one, *args, shared, saveable_args=keep)
+            return jax.vjp(run_layer, *args, shared, saveable_args=keep)
 
         def compute(*args: Any) -> tuple[LayerCarry, Any]:
             x, vjp = differentiate(*args)
@@ -174,57 +205,106 @@ def _looped(
             names: list[str | None] = [LAYER_INPUT]
             if offload:
                 names += _names(lambda *args: differentiate(*args)[1].opaque_residuals, *args)
-            goes = [name in offload for name, _ in itertools.zip_longest(names, saved)]
+            is_offloaded = [name in offload for name, _ in itertools.zip_longest(names, saved)]
             vjp.args_res[0], *vjp.opaque_residuals = (
-                None if go else x for go, x in zip(goes, saved, strict=True)
+                None if offloads else x for offloads, x in zip(is_offloaded, saved, strict=True)
             )
-            on_host = [x if go else None for go, x in zip(goes, saved, strict=True)]
+            on_host = [x if offloads else None for offloads, x in zip(is_offloaded, saved, strict=True)]
             return x, (vjp, jax.device_put(on_host, jax.memory.Space.Host))
 
-        (x, held), (vjps, saved) = loop(compute, x, trained, near, far)
+        (x, current), (vjps, saved) = loop(compute, x, trained, resident, streamed)
         # Of the last layer, while the loss computes.
-        back, sum_back = fetch((saved, far_sums), num_layers - 1)
-        return x, (vjps, saved, held, back, trained, near, far, shared, near_sums, far_sums, sum_back)
+        last_saved, last_sum = fetch((saved, streamed_sums), num_layers - 1)
+        return x, (
+            vjps,
+            saved,
+            current,
+            last_saved,
+            trained,
+            resident,
+            streamed,
+            shared,
+            resident_sums,
+            streamed_sums,
+            last_sum,
+        )
 
-    def backward(kept: Any, grad: LayerCarry) -> Any:
-        vjps, saved, held, back, trained, near, far, shared, near_sums, far_sums, sum_back = kept
+    def backward(residuals: Any, grad: LayerCarry) -> Any:
+        (
+            vjps,
+            saved,
+            current,
+            current_saved,
+            trained,
+            resident,
+            streamed,
+            shared,
+            resident_sums,
+            streamed_sums,
+            current_sum,
+        ) = residuals
 
-        def body(carry: Any, now: Any) -> Any:
-            (grad, held, back, near_sums, far_sums, sum_back, new), (y, vjp, trained, near) = carry, now
-            *ahead, sum_ahead = fetch((far, saved, far_sums), jnp.maximum(y - 1, 0))
-            x, *vjp.opaque_residuals = _either([vjp.args_res[0], *vjp.opaque_residuals], back)
-            vjp.args_res[:] = [x, trained, _either(near, held), shared]
+        def body(carry: Any, xs: Any) -> Any:
+            (
+                (grad, current, current_saved, resident_sums, streamed_sums, current_sum, pending),
+                (y, vjp, trained, resident),
+            ) = carry, xs
+            *previous, previous_sum = fetch((streamed, saved, streamed_sums), jnp.maximum(y - 1, 0))
+            # None marks what went to host memory: its copy came back during the layer before.
+            layer_input, *vjp.opaque_residuals = _fill_missing(
+                [vjp.args_res[0], *vjp.opaque_residuals], current_saved
+            )
+            vjp.args_res[:] = [layer_input, trained, _fill_missing(resident, current), shared]
             grad, trained_grad, _, _ = vjp(grad)
-            if any(far_sum is not None for far_sum in far_sums):
+            if any(total is not None for total in streamed_sums):
                 # Fetch before writing the same array: XLA does not know that the layers differ, and would
                 # copy all of it. The largest gradient is known halfway: fetches run in the first half, writes
                 # in the second.
-                half = max(range(len(given)), key=lambda i: trained_grad[i].size)
-                together = far_sums, sum_ahead, trained_grad[half]
-                far_sums, sum_ahead, trained_grad[half] = jax.lax.optimization_barrier(together)
+                largest = max(range(len(wrapped)), key=lambda i: trained_grad[i].size)
+                ordered = streamed_sums, previous_sum, trained_grad[largest]
+                streamed_sums, previous_sum, trained_grad[largest] = jax.lax.optimization_barrier(ordered)
                 # Of the layer after this one; the first time of this layer, unchanged.
-                far_sums = _put(far_sums, new, jnp.minimum(y + 1, num_layers - 1))
-            of_layer = jax.tree.map(
-                lambda total: jax.lax.dynamic_index_in_dim(total, y, keepdims=False), near_sums
+                streamed_sums = _put(streamed_sums, pending, jnp.minimum(y + 1, num_layers - 1))
+            layer_sums = jax.tree.map(
+                lambda total: jax.lax.dynamic_index_in_dim(total, y, keepdims=False), resident_sums
             )
-            found = zip(given, _either(of_layer, sum_back), trained_grad, strict=True)
-            added = [leaf.add(total, g, y) if isinstance(leaf, Summed) else None for leaf, total, g in found]
-            here = [None if total is None else one for total, one in zip(near_sums, added, strict=True)]
-            new = [None if total is None else one for total, one in zip(far_sums, added, strict=True)]
-            rest = [
-                None if isinstance(leaf, Summed) else g for leaf, g in zip(given, trained_grad, strict=True)
+            sums_and_grads = zip(wrapped, _fill_missing(layer_sums, current_sum), trained_grad, strict=True)
+            added = [
+                leaf.add(total, g, y) if isinstance(leaf, Summed) else None
+                for leaf, total, g in sums_and_grads
             ]
-            return (grad, *ahead, _put(near_sums, here, y), far_sums, sum_ahead, new), rest
+            new_resident = [
+                None if total is None else new_sum
+                for total, new_sum in zip(resident_sums, added, strict=True)
+            ]
+            pending = [
+                None if total is None else new_sum
+                for total, new_sum in zip(streamed_sums, added, strict=True)
+            ]
+            # Summed gradients must not leave the loop as well: stacked they would be all layers' at once.
+            direct_grads = [
+                None if isinstance(leaf, Summed) else g for leaf, g in zip(wrapped, trained_grad, strict=True)
+            ]
+            return (
+                grad,
+                *previous,
+                _put(resident_sums, new_resident, y),
+                streamed_sums,
+                previous_sum,
+                pending,
+            ), direct_grads
 
-        first = (grad, held, back, near_sums, far_sums, sum_back, sum_back)
-        xs = (steps, vjps, trained, near)
-        (grad, *_, near_sums, far_sums, _, new), trained_grad = jax.lax.scan(
-            body, first, xs, reverse=True, unroll=unroll
+        # The last layer's old sum stands for a pending one: it is written back unchanged.
+        start = (grad, current, current_saved, resident_sums, streamed_sums, current_sum, current_sum)
+        xs = (layer_numbers, vjps, trained, resident)
+        (grad, *_, resident_sums, streamed_sums, _, pending), trained_grad = jax.lax.scan(
+            body, start, xs, reverse=True, unroll=unroll
         )
-        return grad, trained_grad, None, None, None, near_sums, _put(far_sums, new, 0)
+        # Values and shared inputs are not differentiated; the gradients of sums are the new sums.
+        return grad, trained_grad, None, None, None, resident_sums, _put(streamed_sums, pending, 0)
 
     run.defvjp(forward, backward)
-    return run(x, trained, near, far, shared, near_sums, far_sums)
+    return run(x, trained, resident, streamed, shared, resident_sums, streamed_sums)
 
 
 def _put(totals: Any, new: Any, y: Array | int) -> Any:
@@ -232,6 +312,7 @@ def _put(totals: Any, new: Any, y: Array | int) -> Any:
 
     def put(total: Array, new: Array) -> Array:
         if _on_host(total):
+            # By rows, as it lies in host memory.
             new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
             new = jax.device_put(new, jax.memory.Space.Host)
         return jax.lax.dynamic_update_index_in_dim(total, new, y, 0)
@@ -241,6 +322,7 @@ def _put(totals: Any, new: Any, y: Array | int) -> Any:
 
 def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
     """Returns the `checkpoint_name` of each array that `fn` returns; None for one without."""
+    # Arrays carry no names: only the trace knows which `checkpoint_name` made each.
     jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
     names: dict[Any, str] = {}
     for eqn in jaxpr.eqns:
@@ -251,8 +333,11 @@ def _names(fn: Callable[..., list[Array]], *args: Any) -> list[str | None]:
     return [names.get(var) for var in jaxpr.outvars]
 
 
-def _either(near: list[Any], held: list[Any]) -> list[Any]:
-    return [b if a is None else a for a, b in zip(near, held, strict=True)]
+def _fill_missing(resident: list[Any], fetched: list[Any]) -> list[Any]:
+    return [
+        fetched_value if value is None else value
+        for value, fetched_value in zip(resident, fetched, strict=True)
+    ]
 
 
 def _is_leaf(leaf: Any) -> bool:
@@ -265,8 +350,8 @@ def _is_detached(leaf: Any) -> bool:
 
 def _streams(leaf: Any) -> bool:
     weight = leaf.weight if isinstance(leaf, Summed) else leaf
-    far_sum = isinstance(leaf, Summed) and _on_host(leaf.total)
-    return far_sum or (_is_detached(weight) and _on_host(weight.value))
+    sum_streams = isinstance(leaf, Summed) and _on_host(leaf.total)
+    return sum_streams or (_is_detached(weight) and _on_host(weight.value))
 
 
 def _on_host(value: Array) -> bool:

@@ -29,10 +29,10 @@ from jtrain.model.router import MoESpec, RouterLosses, Routing, route
 
 
 class MoE(nnx.Module):
-    """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))`, plus shared experts
-    (arXiv:2401.06066).
+    """Sum over a token's experts of `weight * down(silu(gate(x)) * up(x))` (arXiv:2401.06066).
 
-    Experts are split over `expert`, the hidden width of each over `tensor`. No token is dropped.
+    Experts are split over `expert`, the hidden width of each over `tensor`; shared experts are added. No
+    token is dropped.
     """
 
     def __init__(self, *, d_model: int, d_ff: int, spec: MoESpec, layers: int) -> None:
@@ -41,9 +41,8 @@ class MoE(nnx.Module):
         self.router_DX = weight("DX", (d_model, experts), std=std, layers=layers)
         self.gate_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         self.up_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
-        out_std = (
-            d_ff * 2 * layers
-        ) ** -0.5  # the same as a dense layer's: the weights of a token's experts add up to one
+        # The same as a dense layer's: the weights of a token's experts add up to one.
+        out_std = (d_ff * 2 * layers) ** -0.5
         self.down_XFD = weight("XFD", (experts, d_ff, d_model), std=out_std, layers=layers, top_k=spec.top_k)
         if spec.shared_experts:
             self.shared = SwiGLU(d_model=d_model, d_ff=spec.shared_experts * d_ff, layers=layers)
@@ -61,6 +60,7 @@ class MoE(nnx.Module):
             logits_BLX = jnp.einsum("bld,dx->blx", x_BLD, kernel_DX, preferred_element_type=jnp.float32)
             axes = tuple(axis for axis, size in (("context", context), ("tensor", tensor)) if size > 1)
             routing, losses = route(logits_BLX, valid_BL, self.spec, axes=axes)
+            # Each device multiplies the rows of all positions with its part of F, so it needs their experts.
             if tensor > 1:
                 routing = jax.tree.map(lambda a: jax.lax.all_gather(a, "tensor", axis=1, tiled=True), routing)
             return routing, losses
@@ -74,6 +74,7 @@ class MoE(nnx.Module):
         expert_TS, weight_TS = (
             a.reshape(x_TD.shape[0], -1) for a in (routing.expert_BLS, routing.weight_BLS)
         )
+        # Pieces only hide an exchange; without one they would make smaller matmuls.
         pieces = 1 if expert == 1 else num_pieces(x_TD.shape[0], self.spec.top_k)
         with jax.named_scope("dispatch"):
             orders = [
@@ -87,7 +88,7 @@ class MoE(nnx.Module):
             wide_PF = self._wide(x_PDs[0], count_X, weights, expected_rows=x_PDs[0].shape[0])
             y_PDs = [weights[2].multiply(wide_PF, count_X)]
         else:
-            y_PDs = self._exchanged(x_PDs, orders, expert=expert)
+            y_PDs = self._exchange_and_multiply(x_PDs, orders, expert=expert)
         with jax.named_scope("combine"):
             parts = zip(y_PDs, jnp.split(weight_TS, pieces), orders, strict=True)
             y_BLD = jnp.concatenate([from_rows(*part) for part in parts]).reshape(*rows, width)
@@ -96,9 +97,10 @@ class MoE(nnx.Module):
                 y_BLD += self.shared(x_BLD)
         return y_BLD
 
-    def _exchanged(self, x_PDs: list[Array], orders: list[ExpertOrder], *, expert: int) -> list[Array]:
-        """Results of the experts for each piece of the tokens, with exchanges beside the matmuls of other
-        pieces.
+    def _exchange_and_multiply(
+        self, x_PDs: list[Array], orders: list[ExpertOrder], *, expert: int
+    ) -> list[Array]:
+        """Results of the experts for each piece of the tokens, with exchanges beside other pieces' matmuls.
 
         While one piece is multiplied with gate and up, the next is sent to its experts; while it is
         multiplied with down, the results of the piece before return. Only the first sending and the last
@@ -106,44 +108,46 @@ class MoE(nnx.Module):
         pass: XLA:GPU would multiply all pieces side by side, after their exchanges.
         """
         pieces = len(x_PDs)
-        most = buffer_rows(
+        max_rows = buffer_rows(
             x_PDs[0].shape[0], self.spec.top_k, num_experts=self.spec.num_experts, expert=expert
         )
         with jax.named_scope("exchange"):
             exchanges = exchanges_of([order.count_X for order in orders])
 
-        def sent(piece: int) -> Array:
+        def send_piece(piece: int) -> Array:
             with jax.named_scope("exchange"):
-                return send(x_PDs[piece], exchanges[piece], jnp.zeros((most, 0)))
+                # An array of width 0 carries the number of rows into the traced function.
+                return send(x_PDs[piece], exchanges[piece], jnp.zeros((max_rows, 0)))
 
-        def returned(piece: int, y_RD: Array) -> Array:
+        def return_piece(piece: int, y_RD: Array) -> Array:
             with jax.named_scope("exchange"):
                 return send_back(y_RD, exchanges[piece], x_PDs[piece][:, :0])
 
-        weights, expected = (
-            self._weights(pieces),
-            x_PDs[0].shape[0],
-        )  # as many rows arrive as leave, on average
-        x_RD: Any = sent(0)
+        # As many rows arrive as leave, on average.
+        weights, expected = self._weights(pieces), x_PDs[0].shape[0]
+        x_RD: Any = send_piece(0)
         y_RD: Any = None
         y_PDs: list[Array] = []
         for piece in range(pieces):
             group_size = exchanges[piece].group_size
-            next_RD = sent(piece + 1) if piece + 1 < pieces else None
+            next_RD = send_piece(piece + 1) if piece + 1 < pieces else None
             wide_RF = self._wide(x_RD, group_size, weights, expected_rows=expected)
+            # Gate and up of this piece, the sending of the next, the down of the last: all before what
+            # follows.
             if pieces > 1:
                 wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
-            returning = [] if y_RD is None else [returned(piece - 1, y_RD)]
+            returned_PDs = [] if y_RD is None else [return_piece(piece - 1, y_RD)]
             y_RD = weights[2].multiply(wide_RF, group_size)
             if pieces > 1:
                 # The piece after the next is sent after this one, so that buffers of few pieces exist at a
                 # time.
-                y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3] = in_order(
-                    y_RD, next_RD, returning, x_PDs[piece + 2 : piece + 3]
+                y_RD, next_RD, returned_PDs, x_PDs[piece + 2 : piece + 3] = in_order(
+                    y_RD, next_RD, returned_PDs, x_PDs[piece + 2 : piece + 3]
                 )
             x_RD = next_RD
-            y_PDs += returning
-        return [*y_PDs, returned(pieces - 1, y_RD)]
+            y_PDs += returned_PDs
+        # The last return has no other piece's matmul beside it.
+        return [*y_PDs, return_piece(pieces - 1, y_RD)]
 
     def _weights(self, pieces: int) -> "tuple[ExpertWeight, ...]":
         """Gate, up and down, each used once per piece."""
@@ -183,10 +187,12 @@ class ExpertWeight:
         if uses == 1:
             return cls(kernel_XIO, None)
         wide = jnp.promote_types(kernel_XIO.dtype, jnp.float32)
+        # The float32 copy is never computed: it is a cotangent's way back to the weight.
         return cls(jax.lax.stop_gradient(kernel_XIO), kernel_XIO.astype(wide))
 
     def multiply(self, x_PI: Float[Array, "P _"], group_size_X: Array) -> Float[Array, "P _"]:
         """Multiplies the rows of each expert with its matrix."""
+        # One use: its gradient is rounded once anyway.
         if self.trained is None:
             return ops.grouped_matmul(x_PI, self.value, group_size_X)
         return _multiply(x_PI, self.trained, self.value, group_size_X)
@@ -206,9 +212,8 @@ def _multiply_forward(
 
 def _multiply_backward(saved: Any, dy_PO: Array) -> tuple[Array, Array, None, None]:
     x_PI, value_XIO, group_size_X = saved
-    wide_XIO = value_XIO.astype(
-        jnp.promote_types(value_XIO.dtype, jnp.float32)
-    )  # its gradient has the same dtype
+    # Its gradient has the same dtype.
+    wide_XIO = value_XIO.astype(jnp.promote_types(value_XIO.dtype, jnp.float32))
     _, vjp = jax.vjp(lambda x, kernel: ops.grouped_matmul(x, kernel, group_size_X), x_PI, wide_XIO)
     # In order, or XLA:GPU may leave the weights' gradients of all pieces to the end, with all that they read.
     return *in_order(*vjp(dy_PO)), None, None
@@ -223,7 +228,7 @@ def in_order(*arrays: Any) -> Any:
     Rows stay contiguous: XLA would give the barrier the layout that one of its users prefers, with a
     transposing copy on both sides.
     """
-    by_rows = functools.partial(
+    row_major = functools.partial(
         jax.tree.map, lambda a: with_layout_constraint(a, Layout(tuple(range(a.ndim))))
     )
-    return by_rows(jax.lax.optimization_barrier(by_rows(arrays)))
+    return row_major(jax.lax.optimization_barrier(row_major(arrays)))

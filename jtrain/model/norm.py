@@ -11,6 +11,7 @@ class RMSNorm(nnx.Module):
     """`x / rms(x) * scale` over the last dimension, in float32, back in x's dtype (arXiv:1910.07467)."""
 
     def __init__(self, dim: str, size: int, *, eps: float, layers: int = 0) -> None:
+        # Named by its dimension, as all parameters are: scale_D, scale_H.
         setattr(self, f"scale_{dim}", scale(dim, (size,), layers=layers))
         self.dim = dim
         self.eps = eps

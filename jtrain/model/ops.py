@@ -77,10 +77,9 @@ bits."""
 
 
 def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Array, "..."]:
-    """`x @ kernel` in the kernel's precision; contracts the last `num_in` dimensions of x with the kernel's
-    first.
-    """
+    """`x @ kernel` in the kernel's precision, over the last `num_in` dimensions of x."""
     if isinstance(kernel, Fp8Kernel):
+        # The weight's type selects the precision, so layers have one call for both.
         return linear_fp8(x, kernel, num_in)
     return linear_in_dtype(x, kernel, num_in)
 
@@ -88,6 +87,7 @@ def linear(x: Float[Array, "..."], kernel: Kernel, num_in: int = 1) -> Float[Arr
 def linears(x: Float[Array, "..."], kernels: Sequence[Kernel]) -> tuple[Float[Array, "..."], ...]:
     """Products of one x with each kernel, as `linear`; kernels in 8 bits share what is made of x."""
     in_8_bits = [kernel for kernel in kernels if isinstance(kernel, Fp8Kernel)]
+    # x is rounded to 8 bits once for all of them: q, k and v, or gate and up.
     shared = of_one_x(in_8_bits) if len(in_8_bits) == len(kernels) else kernels
     return tuple(linear(x, kernel) for kernel in shared)
 
@@ -100,6 +100,7 @@ def all_gather_linear(
     Kernels are all arrays or all `Fp8Kernel`s.
     """
     in_8_bits = [kernel for kernel in kernels if isinstance(kernel, Fp8Kernel)]
+    # 8-bit kernels gather x after rounding it, half of the bytes, in an op of their own.
     if not in_8_bits:
         arrays = (kernel for kernel in kernels if not isinstance(kernel, Fp8Kernel))
         return all_gather_matmul(x, *arrays, axis_name=axis_name, axis_size=axis_size)
@@ -110,9 +111,7 @@ def all_gather_linear(
 def linear_reduce_scatter(
     y: Float[Array, "B L ..."], kernel: Kernel, *, axis_name: str, axis_size: int
 ) -> Float[Array, "B _ D"]:
-    """This device's rows of `y @ kernel`, summed over the axis; contracts all dimensions of `kernel` but the
-    last.
-    """
+    """This device's rows of `y @ kernel`, summed over the axis; contracts all dimensions but the last."""
     if isinstance(kernel, Fp8Kernel):
         return matmul_reduce_scatter_fp8(y, kernel, axis_name=axis_name, axis_size=axis_size)
     return matmul_reduce_scatter(y, kernel, axis_name=axis_name, axis_size=axis_size)

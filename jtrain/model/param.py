@@ -28,8 +28,7 @@ DRAWS = 4
 def weight(
     dims: str, shape: tuple[int, ...], *, std: float, layers: int = 0, top_k: int = 0
 ) -> nnx.Param[Any]:
-    """A matrix drawn from a normal of standard deviation `std`; with `layers`, a stack with one matrix per
-    layer.
+    """A matrix drawn from a normal of standard deviation `std`; with `layers`, one for each layer.
 
     Args:
       top_k: for a stack of experts, the number of experts per token.
@@ -56,14 +55,15 @@ def param_infos(module: nnx.Module) -> tuple[ParamInfo, ...]:
     infos: list[ParamInfo] = []
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         meta = variable.get_metadata()
-        shape, of = variable.get_value().shape, (meta[name] for name in ("dims", "init", "std", "top_k"))
-        infos.append(ParamInfo(".".join(map(str, path)), shape, *of))
+        shape, rules = variable.get_value().shape, (meta[name] for name in ("dims", "init", "std", "top_k"))
+        infos.append(ParamInfo(".".join(map(str, path)), shape, *rules))
+    # By path: the order in which modules are built must not order the state.
     return tuple(sorted(infos, key=lambda info: info.path))
 
 
 def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Mapping[str, Any]) -> Params:
     """Nested dict of `fn(info, leaf of each tree)` for every parameter."""
-    out: Params = {}
+    mapped: Params = {}
     for info in infos:
         *parents, name = info.path.split(".")
         leaves: list[Any] = []
@@ -72,11 +72,11 @@ def map_params(fn: Callable[..., Any], infos: tuple[ParamInfo, ...], *trees: Map
             for key in (*parents, name):
                 node = node[key]
             leaves.append(node)
-        branch = out
+        branch = mapped
         for key in parents:
             branch = branch.setdefault(key, {})
         branch[name] = fn(info, *leaves)
-    return out
+    return mapped
 
 
 def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Params:
@@ -98,8 +98,7 @@ def init_params(infos: tuple[ParamInfo, ...], *, seed: int, dtype: str) -> Param
 
 
 def init_param(info: ParamInfo, *, seed: int, dtype: str, layer: Array | None = None) -> Array:
-    """Initial values of one parameter in `dtype`; with `layer`, only that logical layer of a stacked
-    parameter.
+    """Initial values of one parameter in `dtype`; with `layer`, of that logical layer alone.
 
     A layer of -1 is an identity layer, of zeros. The random key is folded from the seed, a checksum of the
     parameter's path and, for a stacked parameter, the layer, so values depend neither on the order in which
@@ -121,6 +120,7 @@ def _draw_keys(info: ParamInfo, seed: int, *, layers: int | None) -> UInt32[np.n
     as long. In numpy, because jax's own function outside of a program has to be compiled as well, for half a
     second.
     """
+    # `jax.random.key(seed)` is the pair (0, seed) for seeds below 2^32.
     key = _fold_in(np.array([0, seed], np.uint32), zlib.crc32(info.path.encode()))
     if layers is not None:
         key = _fold_in(key, np.arange(layers))
@@ -128,17 +128,15 @@ def _draw_keys(info: ParamInfo, seed: int, *, layers: int | None) -> UInt32[np.n
 
 
 def _fold_in(key: UInt32[np.ndarray, "*n 2"], data: Any) -> UInt32[np.ndarray, "*m 2"]:
-    """`jax.random.fold_in` in numpy: Threefry-2x32 with 20 rounds (Salmon et al. 2011) of the words 0 and
-    `data`.
-    """
+    """`jax.random.fold_in` in numpy: Threefry-2x32 with 20 rounds (Salmon et al. 2011) of 0 and `data`."""
     first, second = key[..., 0], key[..., 1]
     words = (first, second, first ^ second ^ np.uint32(0x1BD11BDA))
     with np.errstate(over="ignore"):  # sums are modulo 2^32
         x, y = first, np.asarray(data, np.uint32) + second
         for group in range(5):
-            for left in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            for rotation in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
                 x = x + y
-                y = x ^ (y << np.uint32(left) | y >> np.uint32(32 - left))
+                y = x ^ (y << np.uint32(rotation) | y >> np.uint32(32 - rotation))
             x = x + words[(group + 1) % 3]
             y = y + words[(group + 2) % 3] + np.uint32(group + 1)
     return np.stack([x, y], axis=-1)

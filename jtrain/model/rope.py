@@ -32,13 +32,15 @@ class RopeSpec:
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Angles per position, float32 [H / 2]."""
+        # float64 until the last line, so that each frequency is rounded once.
         freq = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.scaling is not None:
             s = self.scaling
             wavelengths_in_context = s.original_seq_len * freq / (2 * math.pi)
-            kept = (wavelengths_in_context - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
-            kept = np.clip(kept, 0.0, 1.0)
-            freq = kept * freq + (1 - kept) * freq / s.factor
+            unscaled = (wavelengths_in_context - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)
+            # 1: the wavelength is short and its frequency stays; 0: it is long and divided by `factor`.
+            unscaled = np.clip(unscaled, 0.0, 1.0)
+            freq = unscaled * freq + (1 - unscaled) * freq / s.factor
         return freq.astype(np.float32)
 
     def tables(

@@ -16,8 +16,7 @@ from jtrain.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class MoESpec:
-    """Mixture of experts that replaces every feed-forward layer; `model.d_ff` is then the hidden width of one
-    expert.
+    """Mixture of experts of hidden width `model.d_ff` that replaces every feed-forward layer.
 
     No token is ever dropped. Padding goes to no expert.
 
@@ -102,14 +101,18 @@ def route(
     weight_BLS = jnp.take_along_axis(p_BLX, expert_BLS, axis=-1)
     if spec.normalize_top_k:
         weight_BLS /= jnp.sum(weight_BLS, axis=-1, keepdims=True)
+    # int32, so that counts of long sequences are exact; they carry no gradient.
     chosen_BLSX = jax.nn.one_hot(expert_BLS, spec.num_experts, dtype=jnp.int32)
     chosen_BX = jnp.sum(jnp.where(valid_BL[..., None, None], chosen_BLSX, 0), axis=(1, 2))
+    # The fractions are of whole sequences, so every device needs the counts of the others' positions.
     if axes:
         chosen_BX = jax.lax.psum(chosen_BX, axes)
+    # At least 1: a sequence of padding alone has no tokens to divide by.
     tokens_B1 = jnp.maximum(jnp.sum(chosen_BX, axis=-1, keepdims=True) // spec.top_k, 1)
     share_BX = chosen_BX * (spec.num_experts / spec.top_k) / tokens_B1
     p_BX = jnp.sum(jnp.where(valid_BL[..., None], p_BLX, 0.0), axis=1)
     z_BL = jax.nn.logsumexp(logits_BLX, axis=-1) ** 2
     losses = RouterLosses(jnp.sum(share_BX * p_BX), jnp.sum(jnp.where(valid_BL, z_BL, 0.0)))
+    # Last, so that indices above are valid: `num_experts` is out of range.
     expert_BLS = jnp.where(valid_BL[..., None], expert_BLS, spec.num_experts)
     return Routing(expert_BLS, weight_BLS), losses

@@ -23,9 +23,7 @@ def keeps_by_name(layout: Layout) -> bool:
 
 
 def copies_weights(layout: Layout) -> bool:
-    """True if a layer computes with temporary copies of its weights: gathered (ZeRO-3) or fetched from host
-    memory.
-    """
+    """True if a layer computes with copies of its weights: gathered (ZeRO-3), or fetched from the host."""
     return layout.gathers_weights or any(p.param_memory == "pinned_host" for p in layout.params)
 
 
@@ -43,18 +41,19 @@ def named_bytes(layout: Layout) -> dict[str, int]:
     """
     size = {letter: n for p in layout.params for letter, n in zip(p.info.dims, p.info.shape, strict=True)}
     wide = wide_per_token(layout)
-    compute = itemsize(layout.precision.compute_dtype)
-    query = size["N"] * size["H"] * compute
-    key = kv_heads_in_use(size["K"], layout.mesh.tensor) * size["H"] * compute
+    compute_bytes = itemsize(layout.precision.compute_dtype)
+    query_bytes = size["N"] * size["H"] * compute_bytes
+    # Repeated heads count: where `tensor` exceeds the key heads, every device saves a copy.
+    key_bytes = kv_heads_in_use(size["K"], layout.mesh.tensor) * size["H"] * compute_bytes
     return {
-        LAYER_INPUT: size["D"] * compute,
-        "attention_q": query,
-        "attention_k": key,
-        "attention_v": key,
-        "attention": query + size["N"] * _F32,  # plus the log-partition of each head
-        "attention_out": size["D"] * compute,
-        "mlp_gate": wide * compute,
-        "mlp_up": wide * compute,
+        LAYER_INPUT: size["D"] * compute_bytes,
+        "attention_q": query_bytes,
+        "attention_k": key_bytes,
+        "attention_v": key_bytes,
+        "attention": query_bytes + size["N"] * _F32,  # plus the log-partition of each head
+        "attention_out": size["D"] * compute_bytes,
+        "mlp_gate": wide * compute_bytes,
+        "mlp_up": wide * compute_bytes,
     }
 
 
@@ -63,25 +62,24 @@ def wide_per_token(layout: Layout) -> int:
 
     For a mixture of experts: its whole dispatch buffer, sized for the worst case, plus the shared experts.
     """
-    wide = 0
+    elements = 0
+    # gate and up have the same width, so gate stands for both.
     for info in (p.info for p in layout.params if p.info.path.rpartition(".")[2] in ("gate_DF", "gate_XDF")):
-        wide += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
-    return wide
+        elements += info.shape[info.dims.index("F")] * (rows_per_token(layout) if info.is_experts else 1)
+    return elements
 
 
 def rows_per_token(layout: Layout) -> int:
-    """Rows in a device's dispatch buffer per token (see `jtrain.model.expert_dispatch`); 0 without
-    experts.
-    """
+    """Rows of a device's dispatch buffer per token (`jtrain.model.expert_dispatch`); 0 without experts."""
     for info in (p.info for p in layout.params if p.info.is_experts):
         sizes = dict(num_experts=info.shape[info.dims.index("X")], expert=layout.mesh.expert)
+        # One token has top_k pairs; the buffer grows linearly with them.
         return buffer_rows(info.top_k, info.top_k, **sizes)
     return 0
 
 
 def offloaded_names(layout: Layout) -> tuple[str, ...]:
-    """Saved activations that go to host memory: at most the share `layout.offload.activations` of their
-    bytes.
+    """Saved activations that go to host memory: at most the share `layout.offload.activations`.
 
     Takes the largest activations first and skips those that no longer fit.
 
@@ -91,6 +89,7 @@ def offloaded_names(layout: Layout) -> tuple[str, ...]:
     share = layout.spec.offload.share("activations")
     if share == 0:
         return ()
+    # The input is saved under every remat, so it is always a candidate.
     candidates = (LAYER_INPUT, *(kept_names(layout) or ()))
     sizes = {name: n for name, n in named_bytes(layout).items() if name in candidates}
     chosen = largest_first(share * sum(sizes.values()), sizes)

@@ -7,10 +7,13 @@ included, with matmuls of the same shape but for their rows (arXiv:2409.15241).
 
 XLA schedules every collective as early as it can. Left alone it gathers all groups first and computes them in
 step, so that all of them are on the wire at the same time. Zeros that depend on the product of an earlier
-group keep the groups
-apart: attention of a group begins after the group before it was multiplied, the gather of a feed-forward
-  layer's input
-after the second group before it. They cost nothing, for they are added to arrays that a fusion reads anyway.
+group keep the groups apart: attention of a group begins after the group before it was multiplied, the gather
+of a feed-forward layer's input after the second group before it. They cost nothing, for they are added to
+arrays that a fusion reads anyway.
+
+Example: with groups a and b the products appear in the order attention(a), attention(b), mlp(a), mlp(b), so
+zeros are [a, b, a', b']. attention(b) waits for zeros[-1] = a; the gather of mlp(a) waits for zeros[-2] = a,
+that of mlp(b) for zeros[-2] = b: while one group's result is on the wire, the other is multiplied.
 """
 
 import functools
@@ -50,33 +53,38 @@ def layer_in_groups(
     assert groups > 1, "one group has no order"
     assert x_BLD.shape[0] % groups == 0, "check_batch refuses it"
     definition, weights = nnx.split(block)
+    # A copy per group: gradients of shared weights would be added group by group, and rounded each time.
     blocks = [nnx.merge(definition, copy) for copy in _copies(weights, groups)]
-    split = [jnp.split(array, groups) for array in (x_BLD, cos_BLR, sin_BLR, segment_BL)]
+    split_inputs = [jnp.split(array, groups) for array in (x_BLD, cos_BLR, sin_BLR, segment_BL)]
     zeros: list[Array] = []
 
-    def scattered(y_BLD: Array) -> Array:
+    def scatter(y_BLD: Array) -> Array:
+        # Saved by name, or the recomputation would multiply once more to learn the order.
         zeros.append(checkpoint_name(_zero_after(y_BLD), GROUP_ORDER))
         return scatter_sequence(y_BLD, tensor)
 
-    middle: list[Array] = []
-    for one, x, cos, sin, segment in zip(blocks, *split, strict=True):
+    after_attention: list[Array] = []
+    for block_copy, x, cos, sin, segment in zip(blocks, *split_inputs, strict=True):
         with jax.named_scope("attention"):
-            x, h = one.attention_norm.branch(x)
+            x, h = block_copy.attention_norm.branch(x)
+            # The first group waits for nothing. The cosines are read by the rotation, inside a fusion.
             ordered = cos + zeros[-1].astype(cos.dtype) if zeros else cos
-            h = one.attention(gather_sequence(h, tensor), ordered, sin, segment, TensorAxis(), context)
-            middle.append(checkpoint_name(x + scattered(h), "attention_out"))
+            h = block_copy.attention(gather_sequence(h, tensor), ordered, sin, segment, TensorAxis(), context)
+            after_attention.append(checkpoint_name(x + scatter(h), "attention_out"))
     outputs: list[Array] = []
-    for one, x in zip(blocks, middle, strict=True):
+    for block_copy, x in zip(blocks, after_attention, strict=True):
         with jax.named_scope("mlp"):
-            x, h = one.mlp_norm.branch(x)
+            x, h = block_copy.mlp_norm.branch(x)
+            # -2 and not -1: the product just before is still being scattered, and must not be waited for.
             h = gather_sequence(h + zeros[-2].astype(h.dtype), tensor)
-            outputs.append(x + scattered(one.mlp(h, TensorAxis())))
+            outputs.append(x + scatter(block_copy.mlp(h, TensorAxis())))
     return jnp.concatenate(outputs)
 
 
 def _zero_after(y_BLD: Float[Array, "B L D"]) -> Float[Array, ""]:
     """0 that XLA knows only once y is there: it does not assume that nothing exceeds infinity."""
     first = jax.lax.stop_gradient(y_BLD[0, 0, 0])
+    # Nothing exceeds infinity and NaN compares false: always 0, which XLA cannot prove.
     return jnp.where(first > jnp.inf, 1.0, 0.0)
 
 

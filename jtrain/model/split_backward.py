@@ -5,7 +5,7 @@ A zero-bubble pipeline fills its gaps with gradients of weights (arXiv:2401.1024
 only the input of its product and the gradient of its result. Where a weight is a `SplitKernel`, the backward
 pass computes the gradient of the input alone, and hands out those two arrays as the gradients of two
 arguments that the forward pass does not read (`Taps`). `jtrain.step.pipeline_chunks` later makes the weight's
-gradient of them: it differentiates `Site.again` by the kernels.
+gradient of them: it differentiates `Site.replay` by the kernels.
 """
 
 import contextlib
@@ -59,9 +59,7 @@ class SplitKernel:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A product of a layer: what computes it, the paths of its kernels, and the shapes of input and
-    results.
-    """
+    """A product of a layer: its function, the paths of its kernels, the shapes of input and results."""
 
     product: Product
     paths: tuple[str, ...]
@@ -70,10 +68,11 @@ class Site:
 
     def taps(self) -> Taps:
         """Arguments for the forward pass."""
+        # Never read, so XLA drops them.
         zeros = [jnp.zeros(shape.shape, shape.dtype) for shape in (self.x, *self.results)]
         return Taps(zeros[0], tuple(zeros[1:]))
 
-    def again(self, taps: Taps, kernels: Sequence[Any]) -> tuple[Array, ...]:
+    def replay(self, taps: Taps, kernels: Sequence[Any]) -> tuple[Array, ...]:
         """The product from the gradients of its taps; only its derivative by the kernels is ever used."""
         return self.product(taps.x, *kernels)
 
@@ -82,31 +81,36 @@ _sites: contextvars.ContextVar[dict[str, Site] | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[dict[str, Site]]:
+def record_sites() -> Iterator[dict[str, Site]]:
     """Collects the products with `SplitKernel`s that are traced inside, by the path of their first kernel."""
-    found: dict[str, Site] = {}
-    token = _sites.set(found)
+    sites_by_path: dict[str, Site] = {}
+    # A context variable: products are deep in the model, whose calls do not know about recording.
+    token = _sites.set(sites_by_path)
     try:
-        yield found
+        yield sites_by_path
     finally:
         _sites.reset(token)
 
 
-def multiplied(product: Product, x: Float[Array, "..."], kernels: Sequence[ops.Kernel | SplitKernel]) -> Any:
+def multiply(product: Product, x: Float[Array, "..."], kernels: Sequence[ops.Kernel | SplitKernel]) -> Any:
     """`product(x, *kernels)`, with the backward pass that the kernels ask for; all are split or none is."""
-    split = [kernel for kernel in kernels if isinstance(kernel, SplitKernel)]
-    if not split:
+    split_kernels = [kernel for kernel in kernels if isinstance(kernel, SplitKernel)]
+    if not split_kernels:
         return product(x, *kernels)
-    assert len(split) == len(kernels)
-    values = tuple(kernel.value for kernel in split)
+    # One product shares its x and its taps, so it is split as a whole.
+    assert len(split_kernels) == len(kernels)
+    values = tuple(kernel.value for kernel in split_kernels)
+    # Recording runs before any taps exist: shapes are all that it needs.
     if (sites := _sites.get()) is not None:
         results = product(x, *values)
         shapes = tuple(jax.ShapeDtypeStruct(y.shape, y.dtype) for y in results)
-        of_x = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        sites[split[0].path] = Site(product, tuple(kernel.path for kernel in split), of_x, shapes)
+        x_shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        sites[split_kernels[0].path] = Site(
+            product, tuple(kernel.path for kernel in split_kernels), x_shape, shapes
+        )
         return results
-    assert split[0].taps is not None, split[0].path
-    return _multiplied(product, x, values, split[0].taps)
+    assert split_kernels[0].taps is not None, split_kernels[0].path
+    return _multiplied(product, x, values, split_kernels[0].taps)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -123,7 +127,9 @@ def _forward(
 
 def _backward(product: Product, saved: Any, gradients: tuple[Array, ...]) -> tuple[Array, None, Taps]:
     x, values = saved
+    # By x alone: kernels are constants here, so their products are not computed.
     _, vjp = jax.vjp(lambda x: product(x, *values), x)
+    # The two arrays leave as `gradients` of taps: the only way out of a backward pass.
     return vjp(gradients)[0], None, Taps(x, gradients)
 
 

@@ -11,7 +11,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jtrain.model import ops
-from jtrain.model.split_backward import SplitKernel, multiplied
+from jtrain.model.split_backward import SplitKernel, multiply
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,15 +28,14 @@ class TensorAxis:
         self, x_BLD: Float[Array, "B _ D"], *kernels: ops.Kernel | SplitKernel
     ) -> tuple[Array, ...]:
         """This device's columns of each product, [B, L, ...], from its positions of x."""
-        return multiplied(self._in, x_BLD, kernels)
+        # One product for all kernels of one x: q, k and v share a single gather.
+        return multiply(self._in, x_BLD, kernels)
 
     def project_out(
         self, y: Float[Array, "B L ..."], kernel: ops.Kernel | SplitKernel
     ) -> Float[Array, "B _ D"]:
-        """This device's positions of the product, summed over all devices' parts of the contracted
-        dimensions.
-        """
-        return multiplied(self._out, y, (kernel,))[0]
+        """This device's positions of the product, summed over all devices' parts."""
+        return multiply(self._out, y, (kernel,))[0]
 
     def _in(self, x_BLD: Array, *kernels: ops.Kernel) -> tuple[Array, ...]:
         if self.overlap:
@@ -46,11 +45,13 @@ class TensorAxis:
     def _out(self, y: Array, kernel: ops.Kernel) -> tuple[Array]:
         if self.overlap:
             return (ops.linear_reduce_scatter(y, kernel, axis_name="tensor", axis_size=self.size),)
+        # y is [B, L, ...]: all dimensions after the first two are contracted.
         return (scatter_sequence(ops.linear(y, kernel, num_in=y.ndim - 2), self.size),)
 
 
 def gather_sequence(x_BLD: Float[Array, "B _ D"], tensor: int) -> Float[Array, "B L D"]:
     """All positions of a residual stream split by sequence over `tensor`."""
+    # Its transpose is the reduce-scatter below, so the backward pass needs no code of its own.
     return jax.lax.all_gather(x_BLD, "tensor", axis=1, tiled=True) if tensor > 1 else x_BLD
 
 

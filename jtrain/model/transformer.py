@@ -20,7 +20,7 @@ from jtrain.errors import UserError
 from jtrain.layout.dims import Batch, ParamInfo
 from jtrain.model import ops
 from jtrain.model.attention import Attention, AttentionSizes
-from jtrain.model.forward_placement import Placement, by_rows, checkpointed, single_device
+from jtrain.model.forward_placement import Placement, checkpoint_layer, row_major, single_device
 from jtrain.model.layer_scan import Layer, LayerCarry, scan_layers
 from jtrain.model.mlp import SwiGLU
 from jtrain.model.moe import MoE
@@ -34,9 +34,7 @@ from jtrain.model.unembedding import loss_in_parts, token_nats_in_parts, unembed
 
 
 class Block(nnx.Module):
-    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; the mlp is a mixture of experts with
-    `moe`.
-    """
+    """One layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`; with `moe` the mlp has experts."""
 
     def __init__(self, sizes: AttentionSizes, *, d_ff: int, moe: MoESpec | None, layers: int) -> None:
         d_model, eps = sizes.d_model, sizes.norm_eps
@@ -62,8 +60,10 @@ class Block(nnx.Module):
         with jax.named_scope("attention"):
             x_BLD, h_BLD = self.attention_norm.branch(x_BLD)
             h_BLD = self.attention(h_BLD, cos_BLR, sin_BLR, segment_BL, tensor, context)
+            # Where this is saved, the backward pass recomputes the mlp without attention.
             x_BLD = checkpoint_name(x_BLD + h_BLD, "attention_out")
         with jax.named_scope("mlp"):
+            # Segment 0 is padding. Segments are whole along `tensor`, the residual stream is not.
             valid_BL = local_sequence(segment_BL, tensor.size) > 0
             x_BLD, h_BLD = self.mlp_norm.branch(x_BLD)
             h_BLD, losses = self.feed_forward(
@@ -88,8 +88,11 @@ class Block(nnx.Module):
           valid_BL: at the same positions as x; False for padding, which goes to no expert.
         """
         if isinstance(self.mlp, SwiGLU):
+            # A dense mlp gathers and scatters inside its projections, where they can overlap with the
+            # matmuls.
             return self.mlp(x_BLD, tensor), None
         routing, losses = self.mlp.route(x_BLD, valid_BL, tensor=tensor.size, context=context)
+        # Experts see all positions along `tensor`: each device multiplies with its part of F.
         h_BLD = self.mlp(gather_sequence(x_BLD, tensor.size), routing, expert=expert)
         return scatter_sequence(h_BLD, tensor.size), losses
 
@@ -141,10 +144,12 @@ class Transformer(nnx.Module):
             qk_norm=self.qk_norm,
             chunk=self.attention_chunk,
         )
+        # Logits of a normed hidden state then have variance 1 at the start.
         std = self.d_model**-0.5
         self.embed_VD = weight("VD", (self.vocab_size, self.d_model), std=std)
         self.layers = Block(sizes, d_ff=self.d_ff, moe=self.moe, layers=self.num_layers)
         self.final_norm = RMSNorm("D", self.d_model, eps=self.norm_eps)
+        # A tied model has one table: its gradient is the sum of both uses.
         if not self.tie_embeddings:
             self.unembed_DV = weight("DV", (self.d_model, self.vocab_size), std=std)
 
@@ -153,6 +158,7 @@ class Transformer(nnx.Module):
         fields += ["attention_chunk"] + ["loss_chunk_tokens"] * (self.loss_chunk_tokens != "auto")
         for field in fields:
             size = getattr(self, field)
+            # A float from a config would fail much later, in a shape.
             if not isinstance(size, int) or size < 1:
                 raise UserError(f"model.{field}={size} must be at least 1.")
         if self.num_heads % self.num_kv_heads:
@@ -195,9 +201,8 @@ class Transformer(nnx.Module):
     def through_layers(
         self, weights: Params, x_BLD: Float[Array, "B _ D"], batch: Batch, placement: Placement
     ) -> tuple[Float[Array, "B _ D"], RouterLosses | None]:
-        """Residual stream after all layers, and the router losses summed over them (None for a dense
-        model).
-        """
+        """Residual stream after all layers, and the sum of their router losses (None if dense)."""
+        # Unrolled layers are one iteration of the same scan: one path for both.
         layer, unroll = self.layer(placement), 1 if self.scan_layers else self.num_layers
         shared = self.shared(batch)
         with jax.named_scope("layers"):
@@ -209,10 +214,9 @@ class Transformer(nnx.Module):
     def embed(
         self, params: Params, token_BL: Int[Array, "B L"], placement: Placement
     ) -> Float[Array, "B _ D"]:
-        """Embedding rows of the tokens at this device's positions; of its stage's part of the vocabulary,
-        others 0.
-        """
+        """Embedding rows of this device's positions; 0 for tokens of another stage's vocabulary."""
         with jax.named_scope("embed"):
+            # The table's columns are split: lookups come to the shards instead of the table to the tokens.
             if placement.lookup is not None:
                 return _embed(params["embed_VD"], token_BL, placement, placement.lookup)
             return _embed(
@@ -222,26 +226,30 @@ class Transformer(nnx.Module):
     def shared(self, batch: Batch) -> tuple[Array, Array, Array]:
         """Values that every layer reads: cosine and sine of the rotations, and the documents' numbers."""
         with jax.named_scope("rope"):
+            # Once per microbatch and outside the loop: all layers rotate alike.
             return *self.rope.tables(batch.position_BL, self.head_dim), batch.segment_BL
 
     def layer(self, placement: Placement) -> Layer:
         """One layer as a function of (residual stream, router losses so far), its weights, and `shared`."""
+        # The structure without values: weights of a layer are merged in while it is traced.
         block_def, _ = nnx.split(self.layers)
         axis = TensorAxis(placement.tensor, placement.tensor_overlap)
 
         def layer(carry: LayerCarry, weights: Params, shared: tuple[Array, Array, Array]) -> LayerCarry:
-            x_BLD, before = carry
+            x_BLD, losses_so_far = carry
             block = nnx.merge(block_def, placement.fetch("layers", weights))
-            x_BLD = by_rows(x_BLD) if placement.on_torus else x_BLD
+            # See `Placement.on_torus`: without it every layer transposes the residual stream.
+            x_BLD = row_major(x_BLD) if placement.on_torus else x_BLD
             if (groups := placement.sequence_groups) > 1:
-                split: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
-                return layer_in_groups(block, x_BLD, *shared, **split), before
+                group_options: Any = dict(groups=groups, tensor=placement.tensor, context=placement.context)
+                return layer_in_groups(block, x_BLD, *shared, **group_options), losses_so_far
             x_BLD, losses = block(
                 x_BLD, *shared, tensor=axis, context=placement.context, expert=placement.expert
             )
-            return x_BLD, jax.tree.map(jnp.add, before, losses)
+            # Summed in the carry, so that a scan stacks nothing; None for a dense model adds to None.
+            return x_BLD, jax.tree.map(jnp.add, losses_so_far, losses)
 
-        return checkpointed(layer, placement, scanned=self.scan_layers)
+        return checkpoint_layer(layer, placement, scanned=self.scan_layers)
 
     def normed(
         self, params: Params, x_BLD: Float[Array, "B _ D"], placement: Placement
@@ -272,14 +280,16 @@ class Transformer(nnx.Module):
         total, nats = self.cross_entropy(params, x_BLD, batch.target_BL, placement)
         if self.moe is None or losses is None:
             return total, nats
-        of_router = self.moe.balance_loss * losses.balance + self.moe.router_z_loss * losses.z
-        return total + of_router / self.num_layers, nats
+        router_loss = self.moe.balance_loss * losses.balance + self.moe.router_z_loss * losses.z
+        # The router losses are means over layers, so a coefficient means the same at any depth.
+        return total + router_loss / self.num_layers, nats
 
     def cross_entropy(
         self, params: Params, x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], placement: Placement
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
         """Result of `loss` from what `normed` returns, without the router losses."""
         with jax.named_scope("loss"):
+            # `auto` leaves the choice to the op, which knows the device.
             chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
             sizes: Any = dict(placement.vocabulary, chunk_tokens=chunk, z_loss=self.z_loss)
             if placement.lookup is not None:
@@ -297,18 +307,18 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B _"]:
         """Result of `token_nats` from what `normed` returns."""
         chunk = self.loss_chunk_tokens if isinstance(self.loss_chunk_tokens, int) else None
-        split, tied = placement.vocabulary, self.tie_embeddings
+        vocabulary, tied = placement.vocabulary, self.tie_embeddings
         with jax.named_scope("loss"):
             if placement.lookup is None:
                 unembed, axis = (
                     self.unembed(params, placement),
-                    split["axis"] if split["shards"] > 1 else None,
+                    vocabulary["axis"] if vocabulary["shards"] > 1 else None,
                 )
                 return ops.token_cross_entropy(x_BLD, unembed, target_BL, chunk_tokens=chunk, axis=axis)
             path = "embed_VD" if tied else "unembed_DV"
             fetch = functools.partial(placement.fetch, path)
             return token_nats_in_parts(
-                x_BLD, params[path], target_BL, fetch, tied=tied, chunk_tokens=chunk, **split
+                x_BLD, params[path], target_BL, fetch, tied=tied, chunk_tokens=chunk, **vocabulary
             )
 
     @property
@@ -338,14 +348,14 @@ def _embed(
     placement: Placement,
     lookup: Callable[[Array, Array], Array],
 ) -> Float[Array, "B _ D"]:
-    """Embedding rows of the tokens; with `tensor`, each device adds the rows of its block of the
-    vocabulary.
-    """
+    """Embedding rows of the tokens; each device adds the rows of its block of the vocabulary."""
+    # Stage is the outer axis: a pipeline splits V over stages first, then over `tensor`.
     axis, shards = placement.vocabulary.values()
     if shards == 1:
         return lookup(table_VD, token_BL)
     rows = table_VD.shape[0]
     local_BL = token_BL - jax.lax.axis_index(axis) * rows
     mine_BL = (local_BL >= 0) & (local_BL < rows)
+    # Row 0 for tokens of other devices, masked below: exactly one device has a term for each token.
     x_BLD = lookup(table_VD, jnp.where(mine_BL, local_BL, 0))
     return scatter_sequence(jnp.where(mine_BL[..., None], x_BLD, 0), placement.tensor)

@@ -57,8 +57,7 @@ def loss_in_parts(
     chunk_tokens: int | None,
     z_loss: float,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """The same loss as `unembedding_loss`, holding only one part of the columns and of their gradient at a
-    time.
+    """Loss of `unembedding_loss` with one part of the columns and of their gradient at a time.
 
     A single part is gathered once; with several, each part is gathered twice.
 
@@ -67,11 +66,12 @@ def loss_in_parts(
       target_BL: targets at all positions.
       fetch: gathers columns (tied: rows) of all shards, in the compute dtype.
     """
-    shard_dW, whole = _columns(shard, fetch, tied=tied)
+    shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
+    # One part: the gathered block is held from the forward to the backward pass, and gathered once.
     if num_parts(shard_dW.shape[1] * shards, shards) == 1:
         return unembedding_loss(
             x_BLD,
-            whole(shard_dW),
+            gather_columns(shard_dW),
             target_BL,
             axis=axis,
             shards=shards,
@@ -84,7 +84,7 @@ def loss_in_parts(
         part_Zdw,
         column_Zw,
         target_BL,
-        fetch=whole,
+        fetch=gather_columns,
         chunk_tokens=chunk_tokens,
         z_loss=z_loss,
         axis=axis if shards > 1 else None,
@@ -106,15 +106,16 @@ def token_nats_in_parts(
 
     Arguments are those of `loss_in_parts`.
     """
-    shard_dW, whole = _columns(shard, fetch, tied=tied)
+    shard_dW, gather_columns = _columns(shard, fetch, tied=tied)
+    # With one shard nothing is summed over an axis.
     split = axis if shards > 1 else None
     if num_parts(shard_dW.shape[1] * shards, shards) == 1:
         return ops.token_cross_entropy(
-            x_BLD, whole(shard_dW), target_BL, chunk_tokens=chunk_tokens, axis=split
+            x_BLD, gather_columns(shard_dW), target_BL, chunk_tokens=chunk_tokens, axis=split
         )
     part_Zdw, column_Zw = _in_parts(shard_dW, axis, shards)
     return ops.token_cross_entropy_in_parts(
-        x_BLD, part_Zdw, column_Zw, target_BL, fetch=whole, chunk_tokens=chunk_tokens, axis=split
+        x_BLD, part_Zdw, column_Zw, target_BL, fetch=gather_columns, chunk_tokens=chunk_tokens, axis=split
     )
 
 
@@ -123,10 +124,11 @@ def _columns(
 ) -> tuple[Float[Array, "d W"], Callable[[Array], Float[Array, "D _"]]]:
     """Returns this device's block of the unembedding, and the function that gathers some of its columns."""
 
-    def whole(part_dw: Array) -> Float[Array, "D W"]:
+    def gather_columns(part_dw: Array) -> Float[Array, "D W"]:
+        # A tied table is [V, D]: ZeRO gathers its second dimension, so parts travel transposed.
         return fetch(part_dw.T).T if tied else fetch(part_dw)
 
-    return (shard.T if tied else shard), whole
+    return (shard.T if tied else shard), gather_columns
 
 
 def _in_parts(
@@ -136,10 +138,14 @@ def _in_parts(
 
     Columns come last: the few rows of a shard would be padded to a TPU's 128 lanes.
     """
-    d, local = shard_dW.shape
-    parts = num_parts(local * shards, shards)
-    missing = -local % parts
-    part_dZw = jnp.pad(shard_dW, ((0, 0), (0, missing))).reshape(d, parts, -1)
-    first = jax.lax.axis_index(axis) * local if shards > 1 else 0
-    column_W = jnp.pad(first + jnp.arange(local), (0, missing), constant_values=ops.NO_COLUMN)
+    d, local_columns = shard_dW.shape
+    # 128,256 columns over 4 shards: 32,064 each, in 2 parts of 16,032.
+    parts = num_parts(local_columns * shards, shards)
+    num_padding = -local_columns % parts
+    # Every device's own block is cut, so that all gather in each part, and equally much.
+    part_dZw = jnp.pad(shard_dW, ((0, 0), (0, num_padding))).reshape(d, parts, -1)
+    # Blocks of the vocabulary follow the device's index along the axes, outermost first.
+    first = jax.lax.axis_index(axis) * local_columns if shards > 1 else 0
+    # NO_COLUMN keeps padding out of the softmax, and no target has that id.
+    column_W = jnp.pad(first + jnp.arange(local_columns), (0, num_padding), constant_values=ops.NO_COLUMN)
     return jnp.moveaxis(part_dZw, 1, 0), column_W.reshape(parts, -1)

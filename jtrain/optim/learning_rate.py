@@ -22,8 +22,7 @@ def whole_steps(value: StepsOrFraction, num_steps: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from the peak, right after warm-up, to `final_fraction` of the peak at update
-    `num_steps`.
+    """Half a cosine after warm-up, from the peak to `final_fraction` of it at update `num_steps`.
 
     Update `num_steps` is the first one after the run: with `final_fraction=0.0` the last update has a rate
     above 0.
@@ -38,14 +37,14 @@ class Cosine:
 
     def decay(self, step: Int[Array, ""], *, warmup: int, num_steps: int) -> Float[Array, ""]:
         """Fraction of the peak at `step`, without warm-up; all arguments in steps."""
-        done = jnp.clip((step - warmup) / max(num_steps - warmup, 1), 0.0, 1.0)
-        return self.final_fraction + (1.0 - self.final_fraction) * 0.5 * (1.0 + jnp.cos(jnp.pi * done))
+        # max(.., 1): a run that is all warm-up has no step to divide by.
+        progress = jnp.clip((step - warmup) / max(num_steps - warmup, 1), 0.0, 1.0)
+        return self.final_fraction + (1.0 - self.final_fraction) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmupStableDecay:
-    """Constant peak until `decay_steps` before the end, then decay to `final_fraction` of the peak at
-    `num_steps`.
+    """Constant peak, then decay over `decay_steps` to `final_fraction` of the peak at `num_steps`.
 
     A run can be lengthened from any checkpoint of the plateau, since nothing before the decay depends on
     `num_steps` (if `warmup_steps` is an int).
@@ -68,6 +67,7 @@ class WarmupStableDecay:
         """Fraction of the peak at `step`, without warm-up; all arguments in steps."""
         del warmup
         steps = whole_steps(self.decay_steps, num_steps)
-        done = jnp.clip((step - (num_steps - steps)) / max(steps, 1), 0.0, 1.0)
-        gone = done if self.shape == "linear" else jnp.sqrt(done)
-        return 1.0 - (1.0 - self.final_fraction) * gone
+        # Negative before the decay starts; the clip makes that the plateau.
+        progress = jnp.clip((step - (num_steps - steps)) / max(steps, 1), 0.0, 1.0)
+        decayed = progress if self.shape == "linear" else jnp.sqrt(progress)
+        return 1.0 - (1.0 - self.final_fraction) * decayed

@@ -25,15 +25,14 @@ def matrix_dims(info: ParamInfo) -> tuple[tuple[int, ...], tuple[int, ...]]:
             f"Muon cannot tell inputs from outputs of {info.path} with dimensions {info.dims}: the model's "
             "width D must come first (inputs) or last (outputs). Use optimizer=AdamW."
         )
+    # D first: the inputs are D and all else are outputs (q is DNH); otherwise D is the output (o is NHD).
     return (matrix[:1], matrix[1:]) if dims[matrix[0]] == "D" else (matrix[:-1], matrix[-1:])
 
 
 def orthogonal_step(
     spec: Muon, info: ParamInfo, grad: Array, mu: Array, step: Int[Array, ""]
 ) -> tuple[Array, Float[Array, "..."]]:
-    """Update direction of root mean square `update_rms`, and new momentum; all f32, in the shape of one
-    layer.
-    """
+    """Update direction of root mean square `update_rms`, and new momentum; f32, of one layer."""
     inputs, outputs = matrix_dims(info)
     fan_in, fan_out = (math.prod(info.shape[1:][i] for i in axes) for axes in (inputs, outputs))
     muon = optax.contrib.scale_by_muon(
@@ -41,7 +40,9 @@ def orthogonal_step(
         beta=spec.momentum,
         weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(inputs, outputs),
     )
+    # A scalar stands for the parameter: the moment and the count are replaced before use.
     initial: Any = muon.init(jnp.zeros(()))  # for the Newton-Schulz coefficients
     result: Any = muon.update(grad, initial._replace(count=step, mu=mu))
     direction, state = result
+    # An orthogonal m x n matrix has root mean square 1 / sqrt(max(m, n)).
     return spec.update_rms * math.sqrt(max(fan_in, fan_out)) * direction, state.mu

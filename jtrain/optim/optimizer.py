@@ -15,7 +15,7 @@ from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import FIELDS, Layout, LayoutSpec
 from jtrain.optim.learning_rate import whole_steps
 from jtrain.optim.newton_schulz import matrix_dims, orthogonal_step
-from jtrain.optim.rounding import Noise, apart, to_bfloat16
+from jtrain.optim.rounding import Noise, round_alone, to_bfloat16
 from jtrain.optim.spec import AdamW, Muon
 from jtrain.optim.state import (
     NAMES,
@@ -24,12 +24,12 @@ from jtrain.optim.state import (
     ParamTree,
     arrays,
     blocks,
-    by_muon,
-    by_path,
-    kept,
-    load,
-    nested,
-    stored,
+    flatten_by_path,
+    load_moment,
+    nest,
+    select_params,
+    store_moment,
+    uses_muon,
 )
 
 
@@ -61,10 +61,12 @@ class Update:
         return {"grad_norm": self.grad_norm, "learning_rate": self.learning_rate}
 
 
-def marked(param: Array, leaf: ParamState) -> Array:
+def mark_nonfinite(param: Array, leaf: ParamState) -> Array:
     """Returns `param`, NaN where its state is not finite: a count of its NaN then covers the moments too."""
-    alike = [x for x in leaf.values() if x.shape == param.shape and jnp.issubdtype(x.dtype, jnp.floating)]
-    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, alike), jnp.asarray(True))
+    same_shape = [
+        x for x in leaf.values() if x.shape == param.shape and jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    finite = functools.reduce(jnp.logical_and, map(jnp.isfinite, same_shape), jnp.asarray(True))
     nan = param * jnp.nan  # a constant would not be in host memory where the rest is
     return jnp.where(finite, param, nan)
 
@@ -85,47 +87,42 @@ class Optimizer:
     def learning_rate(self, step: int | Int[Array, ""]) -> Float[Array, ""]:
         """Learning rate of update `step` (0-based), f32; above 0 from the first update on."""
         step = jnp.asarray(step, jnp.int32)
+        # Update 0 has rate peak / warmup, not 0: every update moves the parameters.
         rise = jnp.where(step + 1 < self.warmup, (step + 1) / max(self.warmup, 1), 1.0)
         decay = self.spec.schedule.decay(step, warmup=self.warmup, num_steps=self.num_steps)
         return (self.spec.peak_lr * rise * decay).astype(jnp.float32)
 
     def placed(self, layout: Layout) -> "Optimizer":
-        """Returns the optimizer of the parameters as a layout places them: a pipeline may reorder and pad
-        layers.
-        """
+        """Returns the optimizer of the parameters in a layout's order, with a pipeline's padding."""
         if layout.pipeline is None:
             return self
         return dataclasses.replace(
-            self, params=nested(self.params, {p.info.path: p.info for p in layout.params})
+            self, params=nest(self.params, {p.info.path: p.info for p in layout.params})
         )
 
     @property
     def infos(self) -> dict[str, ParamInfo]:
         """All parameters by path."""
-        return by_path(self.params, self.params)
+        return flatten_by_path(self.params, self.params)
 
     def state_map(self, fn: Callable[[ParamInfo, str], Any]) -> Moments:
-        """State tree with `fn(info, name)` in place of every array; `name` is the array's field of
-        `Moments`.
-        """
+        """State tree with `fn(info, name)` in place of every array; `name` is a field of `Moments`."""
         return self.state(
             {path: {n: fn(i, n) for n in arrays(self.spec, i)} for path, i in self.infos.items()}
         )
 
     def leaves(self, state: Moments) -> dict[str, dict[str, Any]]:
         """State of each parameter by path, as `update_param` takes it."""
-        found: dict[str, dict[str, Any]] = {path: {} for path in self.infos}
+        leaves_by_path: dict[str, dict[str, Any]] = {path: {} for path in self.infos}
         for name in NAMES:
-            for path, value in by_path(self._with(name), getattr(state, name)).items():
-                found[path][name] = value
-        return found
+            for path, value in flatten_by_path(self._with(name), getattr(state, name)).items():
+                leaves_by_path[path][name] = value
+        return leaves_by_path
 
     def state(self, leaves: dict[str, dict[str, Any]]) -> Moments:
         """Inverse of `leaves`."""
         fields = {
-            name: nested(
-                self._with(name), {path: leaf[name] for path, leaf in leaves.items() if name in leaf}
-            )
+            name: nest(self._with(name), {path: leaf[name] for path, leaf in leaves.items() if name in leaf})
             for name in NAMES
         }
         return Moments(**fields)
@@ -136,23 +133,22 @@ class Optimizer:
         With master weights, pass f32 `params` and round them afterwards. Under `jax.jit` with `out_shardings`
         nothing else is allocated.
         """
-        values = by_path(self.params, params)
+        values = flatten_by_path(self.params, params)
 
-        def first(info: ParamInfo, name: str) -> Array:
-            like = arrays(self.spec, info)[name]
+        def first_value(info: ParamInfo, name: str) -> Array:
+            shape = arrays(self.spec, info)[name]
             return (
-                values[info.path].astype(like.dtype)
+                values[info.path].astype(shape.dtype)
                 if name == "master"
-                else jnp.zeros(like.shape, like.dtype)
+                else jnp.zeros(shape.shape, shape.dtype)
             )
 
-        return self.state_map(first)
+        return self.state_map(first_value)
 
     def begin(
         self, grads: ParamTree, step: int | Int[Array, ""], *, norm: Float[Array, ""] | None = None
     ) -> Update:
-        """Computes the scalars of update `step` that need all gradients; `update_param` may follow one by
-        one.
+        """Computes the scalars of update `step` that need all gradients, before any `update_param`.
 
         Args:
           norm: global norm of the gradients, if they cannot be read all at once because some are in host
@@ -160,9 +156,11 @@ class Optimizer:
         """
         step = jnp.asarray(step, jnp.int32)
         if norm is None:
-            norm = optax.tree.norm({path: _f32(g) for path, g in by_path(self.params, grads).items()})
+            norm = optax.tree.norm({path: _f32(g) for path, g in flatten_by_path(self.params, grads).items()})
         clip = self.spec.clip_norm
+        # A NaN norm makes a NaN scale: the guard sees the norm and does not apply the update.
         scale = jnp.float32(1.0) if clip is None else jnp.minimum(1.0, clip / norm)
+        # With b1=0.9 the first update scales its moment by 1 / (1 - 0.9^1) = 10.
         mu_scale, nu_scale = (1.0 / (1.0 - b ** (step + 1)) for b in (self.spec.b1, self.spec.b2))
         return Update(step, self.learning_rate(step), norm, scale, mu_scale, nu_scale, jnp.asarray(True))
 
@@ -195,23 +193,31 @@ class Optimizer:
         # An elementwise update of a stack is one fusion. Other updates loop over layers and overwrite one at
         # a time: vmap and map hold one or several f32 copies of the stack, 7 GiB for the gates of an 8B
         # model.
-        by_layer = by_muon(self.spec, info) or blocks(self.spec, info) is not None
+        by_layer = uses_muon(self.spec, info) or blocks(self.spec, info) is not None
         if layer is not None or not by_layer or not info.dims.startswith("Y"):
-            return self._updated(update, info, grad, param, leaf, Noise(info, update.step, layer, start))
+            return self._update_arrays(
+                update, info, grad, param, leaf, Noise(info, update.step, layer, start)
+            )
+        # The stack's own start along Y is the number of its first layer in the whole parameter.
         first, *inner = start or (0,) * grad.ndim
 
-        def one(y: Int[Array, ""], carry: tuple[Array, ParamState]) -> tuple[Array, ParamState]:
-            of_layer = jax.tree.map(
+        def update_layer(y: Int[Array, ""], carry: tuple[Array, ParamState]) -> tuple[Array, ParamState]:
+            layer_arrays = jax.tree.map(
                 lambda x: jax.lax.dynamic_index_in_dim(x, y, keepdims=False), (grad, *carry)
             )
             # Reads come before writes: otherwise XLA copies the whole stack once per layer (seen on the CPU).
-            g, p, kept_of_it = jax.lax.optimization_barrier(of_layer)
-            new = self._updated(
-                update, info, g, p, kept_of_it, Noise(info, update.step, first + y, tuple(inner))
+            layer_grad, layer_param, layer_state = jax.lax.optimization_barrier(layer_arrays)
+            new = self._update_arrays(
+                update,
+                info,
+                layer_grad,
+                layer_param,
+                layer_state,
+                Noise(info, update.step, first + y, tuple(inner)),
             )
             return jax.tree.map(lambda x, n: jax.lax.dynamic_update_index_in_dim(x, n, y, 0), carry, new)
 
-        return jax.lax.fori_loop(0, grad.shape[0], one, (param, leaf))
+        return jax.lax.fori_loop(0, grad.shape[0], update_layer, (param, leaf))
 
     def update(
         self, grads: ParamTree, state: Moments, params: ParamTree, step: int | Int[Array, ""]
@@ -220,13 +226,11 @@ class Optimizer:
 
         Runs at jit level on global arrays. Except for the norm and Muon's matrix products the result is
         bitwise independent of the layout: operations are elementwise and each is rounded by itself
-        (`jtrain.optim.rounding.apart`).
+        (`jtrain.optim.rounding.round_alone`).
 
         With params and state donated the update runs in place, if they are passed in the order in which they
-        are
-        returned: JAX pairs buffers of one shape by order, and another order costs a copy of each. Check
-          `grad_norm` for
-        non-finite gradients: the new parameters may be finite and still wrong.
+        are returned: JAX pairs buffers of one shape by order, and another order costs a copy of each. Check
+        `grad_norm` for non-finite gradients: the new parameters may be finite and still wrong.
 
         Args:
           grads: f32 or bf16, already averaged over the global batch.
@@ -240,24 +244,25 @@ class Optimizer:
           norm before clipping, and `learning_rate`.
         """
         update = self.begin(grads, step)
-        grad, param = (by_path(self.params, tree) for tree in (grads, params))
+        grad, param = (flatten_by_path(self.params, tree) for tree in (grads, params))
         leaves = self.leaves(state)
         for path, info in self.infos.items():
             param[path], leaves[path] = self.update_param(update, info, grad[path], param[path], leaves[path])
-        return nested(self.params, param), self.state(leaves), update.metrics
+        return nest(self.params, param), self.state(leaves), update.metrics
 
-    def _updated(
+    def _update_arrays(
         self, update: Update, info: ParamInfo, grad: Array, param: Array, leaf: ParamState, noise: Noise
     ) -> tuple[Array, ParamState]:
         spec = self.spec
-        mu = load(spec, info, leaf, "mu")
+        mu = load_moment(spec, info, leaf, "mu")
         clipped = _f32(grad) * update.grad_scale
-        if by_muon(spec, info):
+        if uses_muon(spec, info):
             assert isinstance(spec, Muon)
             direction, new_mu = orthogonal_step(spec, info, clipped, mu, update.step)
             moments = {"mu": new_mu}
         else:
-            nu = load(spec, info, leaf, "nu")
+            nu = load_moment(spec, info, leaf, "nu")
+            # Moments average the gradient after clipping.
             moments = {"mu": _mean(clipped, mu, spec.b1), "nu": _mean(clipped**2, nu, spec.b2)}
             # Selected as they will be written: otherwise XLA:CPU computes them twice, from copies of the old
             # moments.
@@ -266,11 +271,14 @@ class Optimizer:
             )
             direction = new_mu * update.mu_scale / (jnp.sqrt(new_nu * update.nu_scale) + spec.eps)
         new: ParamState = {}
+        # Rounded only for storage: the direction above used the unrounded moments.
         for name, value in moments.items():
-            new |= stored(spec, info, name, value, noise)
+            new |= store_moment(spec, info, name, value, noise)
+        # Master weights accumulate what bfloat16 would lose; the parameter is their rounded copy.
         p = _f32(leaf.get("master", param))
+        # Norm scales are vectors and never decay.
         decay = spec.weight_decay if info.is_matrix else 0.0
-        p = p - apart(update.learning_rate * (direction + apart(decay * p)))
+        p = p - round_alone(update.learning_rate * (direction + round_alone(decay * p)))
         if "master" in leaf:
             new["master"] = p
         if spec.param_rounding == "stochastic":
@@ -281,11 +289,12 @@ class Optimizer:
         new_param, new = jax.tree.map(
             lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf)
         )
-        return marked(new_param, new), new
+        # After the select: a rejected update must not mark the old parameter.
+        return mark_nonfinite(new_param, new), new
 
     def _with(self, name: str) -> ParamTree:
         """Parameters whose state has the array `name`."""
-        return kept(self.params, lambda info: name in arrays(self.spec, info))
+        return select_params(self.params, lambda info: name in arrays(self.spec, info))
 
 
 def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
@@ -297,16 +306,17 @@ def check_layout(spec: AdamW | Muon, layout: Layout) -> None:
     """
     spec.check_param_dtype(layout.precision.param_dtype)
     for p in layout.params:
-        split = blocks(spec, p.info)
-        axis = None if split is None else p.optimizer[len(p.info.shape) + split.dim]
-        if split is None or axis is None:
+        blocking = blocks(spec, p.info)
+        # Blocks lie along H or F: only F can be split, and by `tensor` alone.
+        axis = None if blocking is None else p.optimizer[len(p.info.shape) + blocking.dim]
+        if blocking is None or axis is None:
             continue
-        length, shards = p.info.shape[split.dim], layout.mesh.shape[axis]
-        if length // shards % split.length:
+        length, shards = p.info.shape[blocking.dim], layout.mesh.shape[axis]
+        if length // shards % blocking.length:
             raise UserError(
-                f"optimizer.moment_dtype=int8 keeps {p.info.path} in blocks of {split.length} along "
-                f"{FIELDS[split.letter]}={length}, and mesh.{axis}={shards} would cut them: a shard has "
-                f"{length // shards}. Set mesh.{axis} to a divisor of {length // split.length}, or "
+                f"optimizer.moment_dtype=int8 keeps {p.info.path} in blocks of {blocking.length} along "
+                f"{FIELDS[blocking.letter]}={length}, and mesh.{axis}={shards} would cut them: a shard has "
+                f"{length // shards}. Set mesh.{axis} to a divisor of {length // blocking.length}, or "
                 "optimizer.moment_dtype=bfloat16_sr."
             )
 
@@ -323,13 +333,15 @@ def build(spec: AdamW | Muon, *, num_steps: int, params: ParamTree) -> Optimizer
     warmup = whole_steps(spec.warmup_steps, num_steps)
     decay = whole_steps(getattr(spec.schedule, "decay_steps", 0), num_steps)
     if warmup + decay > num_steps:
-        after = f" and optimizer.schedule.decay_steps={decay}" if decay else ""
+        with_decay = f" and optimizer.schedule.decay_steps={decay}" if decay else ""
         raise UserError(
-            f"optimizer.warmup_steps={warmup}{after} do not fit in num_steps={num_steps}. Set num_steps to "
-            f"at least {warmup + decay}, or give them as fractions of the run: optimizer.warmup_steps=0.01."
+            f"optimizer.warmup_steps={warmup}{with_decay} do not fit in num_steps={num_steps}. Set num_steps "
+            f"to at least {warmup + decay}, or give them as fractions of the run: "
+            "optimizer.warmup_steps=0.01."
         )
+    # Refused here, before anything is compiled.
     for info in jax.tree.leaves(params):
-        if by_muon(spec, info):
+        if uses_muon(spec, info):
             matrix_dims(info)
     return Optimizer(spec, num_steps, warmup, params)
 
@@ -338,8 +350,8 @@ def _f32(x: Array) -> Array:
     return x.astype(jnp.float32)
 
 
-def _mean(new: Array, old: Array, b: float) -> Array:
-    return apart((1.0 - b) * new) + apart(b * old)
+def _mean(new: Array, old: Array, rate: float) -> Array:
+    return round_alone((1.0 - rate) * new) + round_alone(rate * old)
 
 
 def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:
@@ -348,8 +360,10 @@ def check_offload(spec: LayoutSpec, optimizer: AdamW | Muon) -> None:
     Raises:
       UserError: offloaded state of Muon, or stochastic rounding on the host's cores.
     """
-    by_chance = optimizer.moment_dtype in ("int8", "bfloat16_sr") or optimizer.param_rounding == "stochastic"
-    if spec.offload.update == "host" and by_chance:
+    rounds_stochastically = (
+        optimizer.moment_dtype in ("int8", "bfloat16_sr") or optimizer.param_rounding == "stochastic"
+    )
+    if spec.offload.update == "host" and rounds_stochastically:
         raise UserError(
             f"layout.offload.update=host with optimizer.moment_dtype={optimizer.moment_dtype} and "
             f"optimizer.param_rounding={optimizer.param_rounding}: stochastic rounding does not run on the "

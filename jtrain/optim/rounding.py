@@ -37,17 +37,20 @@ class Noise:
         start = self.start or (0,) * len(shape)
         layer = self.layer
         order = info.layer_order
-        within = list(range(len(shape)))  # dimensions of the array that lie within a layer
+        inner_dims = list(range(len(shape)))  # dimensions of the array that lie within a layer
         if stacked and layer is None:
             layer = _iota(shape, 0) + _uint32(start[0]) if order is None else _layers(order, start[0], shape)
-            within = within[1:]
+            inner_dims = inner_dims[1:]
         elif layer is not None and order is not None:
+            # Bits belong to the logical layer, so a pipeline's order does not change them.
             layer = jnp.asarray(order)[layer]
-        assert len(within) == len(lengths), (info.path, shape, "is neither all layers nor one")
+        assert len(inner_dims) == len(lengths), (info.path, shape, "is neither all layers nor one")
         index = jnp.zeros(shape, jnp.uint32)
-        for place, dim in enumerate(within):
-            stride = math.prod(lengths[place + 1 :]) % 2**32
+        for position, dim in enumerate(inner_dims):
+            # Row-major index within one whole layer, modulo 2^32, however the array is cut.
+            stride = math.prod(lengths[position + 1 :]) % 2**32
             index += (_iota(shape, dim) + _uint32(start[dim])) * jnp.uint32(stride)
+        # Path and purpose make the noise of two arrays independent in the same step.
         key = _mix(_uint32(self.step) ^ jnp.uint32(zlib.crc32(f"{info.path}:{purpose}".encode())))
         key = _mix(key + jnp.uint32(0x9E3779B9) * (_uint32(layer) if layer is not None else jnp.uint32(0)))
         return _mix(index ^ key)
@@ -61,11 +64,12 @@ def to_bfloat16(x: Array, bits: Array) -> Array:
     Values that bfloat16 represents exactly and non-finite values stay unchanged.
     """
     word = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    # A carry out of the lower 16 bits rounds up, with the probability of what they hold.
     word = (word + (bits >> 16)) & jnp.uint32(0xFFFF0000)
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(word, jnp.float32), x).astype(jnp.bfloat16)
 
 
-def apart(product: Array) -> Array:
+def round_alone(product: Array) -> Array:
     """`product`, f32, protected from contraction into a fused multiply-add.
 
     Compilers round one, none or both products of `a x + b y`, depending on the rest of the loop and on where

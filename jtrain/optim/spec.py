@@ -74,8 +74,10 @@ class AdamW:
         check_choice("moment_dtype", self.moment_dtype, tuple(_STALL))
         check_choice("master_dtype", self.master_dtype, ("none", "float32"))
         check_choice("param_rounding", self.param_rounding, ("nearest", "stochastic"))
+        # After `check_choice`: `_STALL` has no entry for a dtype that does not exist.
         _check_decay_rate("b1", self.b1, self.moment_dtype)
         _check_decay_rate("b2", self.b2, self.moment_dtype)
+        # Both keep small changes, so asking for two is a mistake, not a stronger setting.
         if self.master_dtype != "none" and self.param_rounding != "nearest":
             raise UserError(
                 f"optimizer.param_rounding={self.param_rounding} with "
@@ -89,6 +91,7 @@ class AdamW:
         Raises:
           UserError: master weights of float32 parameters, or stochastic rounding to float32.
         """
+        # Both options below exist to make up for bfloat16 parameters.
         if param_dtype == "bfloat16":
             return
         if self.master_dtype != "none":
@@ -106,8 +109,7 @@ class AdamW:
 
 @dataclasses.dataclass(frozen=True)
 class Muon(AdamW):
-    """Muon for the layers' matrices, AdamW for embedding, unembedding and norm scales; adds three fields to
-    `AdamW`.
+    """Muon for the layers' matrices, AdamW for all else; adds three fields to `AdamW`.
 
         m = momentum m + (1 - momentum) g,   o = orthogonalize(Nesterov(m, g))
         p = p - lr(k) (update_rms sqrt(max(fan_in, fan_out)) o + weight_decay p)
@@ -127,20 +129,20 @@ class Muon(AdamW):
     newton_schulz_steps: int = 5
 
     def __post_init__(self) -> None:
+        # AdamW's fields still rule embedding, unembedding and norm scales.
         super().__post_init__()
         _check_decay_rate("momentum", self.momentum, self.moment_dtype)
         check_number("update_rms", self.update_rms, "above 0", lambda x: x > 0)
-        whole = isinstance(self.newton_schulz_steps, int)
+        is_int = isinstance(self.newton_schulz_steps, int)
         check_number(
-            "newton_schulz_steps", self.newton_schulz_steps, "(int) above 0", lambda x: whole and x > 0
+            "newton_schulz_steps", self.newton_schulz_steps, "(int) above 0", lambda x: is_int and x > 0
         )
 
 
 def _check_decay_rate(field: str, rate: float, moment_dtype: str) -> None:
-    """Refuses a decay rate whose updates, (1 - rate) of the distance, round to nothing in the moment's
-    dtype.
-    """
+    """Refuses a decay rate whose updates round to nothing in the moment's dtype."""
     check_number(field, rate, "of at least 0 and below 1", lambda x: 0 <= x < 1)
+    # An update moves a moment by (1 - b) of its distance: below half a unit it rounds back.
     stall = _STALL[moment_dtype] / (1.0 - rate)
     if stall > _MAX_STALL:
         raise UserError(

@@ -51,10 +51,9 @@ class Moments:
 NAMES = tuple(field.name for field in dataclasses.fields(Moments))
 
 
-def by_muon(spec: AdamW | Muon, info: ParamInfo) -> bool:
-    """True if Muon updates the parameter: a matrix of the layers (stacked, Y), not the embedding or
-    unembedding.
-    """
+def uses_muon(spec: AdamW | Muon, info: ParamInfo) -> bool:
+    """True if Muon updates the parameter: a matrix of the layers (stacked, Y)."""
+    # `Muon` is a subclass of `AdamW`, so the test is for the narrower one.
     return isinstance(spec, Muon) and info.is_matrix and info.dims.startswith("Y")
 
 
@@ -65,68 +64,73 @@ def blocks(spec: AdamW | Muon, info: ParamInfo) -> Blocks | None:
 
 @functools.cache
 def arrays(spec: AdamW | Muon, info: ParamInfo) -> Mapping[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of every state array of a parameter, by name. Cached: the planner's search calls it
-    often.
-    """
-    split = blocks(spec, info)
-    plain = {"bfloat16": "bfloat16", "bfloat16_sr": "bfloat16"}.get(spec.moment_dtype, "float32")
-    kept: dict[str, jax.ShapeDtypeStruct] = {}
-    for name, eight_bits in (("mu", "int8"), ("nu", "uint8")):
-        if name == "nu" and by_muon(spec, info):
+    """Shape and dtype of a parameter's state arrays by name, cached for the planner's search."""
+    blocking = blocks(spec, info)
+    float_dtype = {"bfloat16": "bfloat16", "bfloat16_sr": "bfloat16"}.get(spec.moment_dtype, "float32")
+    arrays_by_name: dict[str, jax.ShapeDtypeStruct] = {}
+    # First moments have a sign; second moments are stored as their roots, which have none.
+    for name, int8_dtype in (("mu", "int8"), ("nu", "uint8")):
+        # Muon normalises by its matrix iteration and keeps no second moment.
+        if name == "nu" and uses_muon(spec, info):
             continue
-        kept[name] = jax.ShapeDtypeStruct(info.shape, jnp.dtype(eight_bits if split else plain))
-        if split:
-            kept[f"{name}_scale"] = jax.ShapeDtypeStruct(split.scale_shape(info.shape), jnp.dtype("float32"))
+        arrays_by_name[name] = jax.ShapeDtypeStruct(
+            info.shape, jnp.dtype(int8_dtype if blocking else float_dtype)
+        )
+        if blocking:
+            arrays_by_name[f"{name}_scale"] = jax.ShapeDtypeStruct(
+                blocking.scale_shape(info.shape), jnp.dtype("float32")
+            )
     if spec.master_dtype != "none":
-        kept["master"] = jax.ShapeDtypeStruct(info.shape, jnp.dtype(spec.master_dtype))
-    return types.MappingProxyType(kept)
+        arrays_by_name["master"] = jax.ShapeDtypeStruct(info.shape, jnp.dtype(spec.master_dtype))
+    # Read-only, because the cache returns the same mapping to every caller.
+    return types.MappingProxyType(arrays_by_name)
 
 
 def state_bytes(spec: AdamW | Muon, info: ParamInfo, elements: int) -> int:
-    """Bytes of state for `elements` of a parameter (a shard, or `info.size`), which must fill whole
-    blocks.
-    """
+    """Bytes of state for `elements` of a parameter (a shard, or `info.size`), in whole blocks."""
+    # Bytes of the whole parameter; scales make it a fraction per element, so the division comes last.
     per_parameter = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays(spec, info).values())
     return per_parameter * elements // info.size
 
 
-def load(spec: AdamW | Muon, info: ParamInfo, leaf: ParamState, name: str) -> Array:
+def load_moment(spec: AdamW | Muon, info: ParamInfo, leaf: ParamState, name: str) -> Array:
     """Reads a moment as f32."""
-    split = blocks(spec, info)
-    if split is None:
+    blocking = blocks(spec, info)
+    if blocking is None:
         return leaf[name].astype(jnp.float32)
-    return decode(leaf[name], leaf[f"{name}_scale"], split)
+    return decode(leaf[name], leaf[f"{name}_scale"], blocking)
 
 
-def stored(spec: AdamW | Muon, info: ParamInfo, name: str, value: Array, noise: Noise) -> ParamState:
+def store_moment(spec: AdamW | Muon, info: ParamInfo, name: str, value: Array, noise: Noise) -> ParamState:
     """Converts an f32 moment to the arrays that store it."""
-    split = blocks(spec, info)
-    if split is not None:
-        codes, scale = encode(value, split, signed=name == "mu", bits=noise.bits(name, value.shape))
+    blocking = blocks(spec, info)
+    if blocking is not None:
+        codes, scale = encode(value, blocking, signed=name == "mu", bits=noise.bits(name, value.shape))
         return {name: codes, f"{name}_scale": scale}
     if spec.moment_dtype == "bfloat16_sr":
         return {name: to_bfloat16(value, noise.bits(name, value.shape))}
     return {name: value.astype(arrays(spec, info)[name].dtype)}
 
 
-def by_path(infos: ParamTree, values: ParamTree) -> dict[str, Any]:
+def flatten_by_path(infos: ParamTree, values: ParamTree) -> dict[str, Any]:
     """Flattens `values`, nested like `infos`, to a dict by path."""
     leaves, structure = jax.tree.flatten(infos)
     return {info.path: value for info, value in zip(leaves, structure.flatten_up_to(values), strict=True)}
 
 
-def nested(infos: ParamTree, values: Mapping[str, Any]) -> ParamTree:
+def nest(infos: ParamTree, values: Mapping[str, Any]) -> ParamTree:
     """Nests values given by path like `infos`."""
     return jax.tree.map(lambda info: values[info.path], infos)
 
 
-def kept(infos: ParamTree, wanted: Callable[[ParamInfo], bool]) -> ParamTree:
-    """`infos` restricted to the wanted parameters, without empty branches."""
-    found = {}
+def select_params(infos: ParamTree, is_selected: Callable[[ParamInfo], bool]) -> ParamTree:
+    """`infos` restricted to the selected parameters, without empty branches."""
+    selected = {}
     for key, value in infos.items():
         if isinstance(value, Mapping):
-            if branch := kept(dict(value), wanted):
-                found[key] = branch
-        elif wanted(value):
-            found[key] = value
-    return found
+            # An empty branch would be a leafless node that a checkpoint's tree does not have.
+            if branch := select_params(dict(value), is_selected):
+                selected[key] = branch
+        elif is_selected(value):
+            selected[key] = value
+    return selected

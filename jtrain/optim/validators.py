@@ -6,24 +6,22 @@ from collections.abc import Callable
 from jtrain.errors import UserError
 
 
-def check_number(field: str, value: object, wanted: str, good: Callable[[float], bool]) -> None:
-    """Raises UserError unless `value` is a finite number for which `good` is true; `wanted` describes the
-    range.
-    """
+def check_number(field: str, value: object, allowed: str, is_allowed: Callable[[float], bool]) -> None:
+    """Raises UserError unless `value` is a finite number that `is_allowed`; `allowed` describes it."""
     if (
         not isinstance(value, int | float)
+        # True is an int in Python, but no number that a user meant.
         or isinstance(value, bool)
         or not math.isfinite(value)
-        or not good(value)
+        or not is_allowed(value)
     ):
-        raise UserError(f"optimizer.{field}={value!r} must be a number {wanted}.")
+        raise UserError(f"optimizer.{field}={value!r} must be a number {allowed}.")
 
 
 def check_steps(field: str, value: object) -> None:
-    """Raises UserError unless `value` is a number of steps (int) or a fraction of the run (float below
-    1.0).
-    """
+    """Raises UserError unless `value` is a number of steps (int) or a fraction of the run (float)."""
     steps = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    # 1.0 is refused: one step or the whole run?
     fraction = isinstance(value, float) and 0.0 <= value < 1.0
     if not (steps or fraction):
         raise UserError(

@@ -21,6 +21,7 @@ from jtrain.pipeline.schedule import ChunkPlacement, PipelineSchedule, StageOp, 
 def to_csv(schedule: PipelineSchedule) -> str:
     """The schedule as CSV, each operation in the column of its start with unit costs; B takes two columns."""
     timeline = dataflow(schedule, unit_costs(schedule))
+    # Unit costs make all times whole numbers.
     width = int(timeline.makespan)
     rows: list[list[str]] = []
     for spans in timeline.workers:
@@ -46,8 +47,8 @@ def read_csv(path: Path, *, stages: int | None = None, microbatches: int | None 
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise FileError(f"schedule {path} cannot be read: {why}.") from error
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise FileError(f"schedule {path} cannot be read: {reason}.") from error
     return parse_csv(text, str(path), stages=stages, microbatches=microbatches)
 
 
@@ -55,6 +56,7 @@ def parse_csv(
     text: str, name: str, *, stages: int | None = None, microbatches: int | None = None
 ) -> PipelineSchedule:
     """The schedule of a CSV text, named `name` in messages; otherwise as `read_csv`."""
+    # Line numbers of the file, for messages: empty lines are skipped but counted.
     lines = [
         (number, cells) for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if any(cells)
     ]
@@ -66,6 +68,7 @@ def parse_csv(
             f"schedule {name} is for {len(streams)} stages, one per row, but stages={stages}. Set stages to "
             f"{len(streams)} (mesh.stage of a config), or write another schedule."
         )
+    # Microbatches are numbered from 0; a missing one is found later, by `checker.check`.
     count = 1 + max(op.microbatch for stream in streams for op in stream)
     if microbatches is not None and count != microbatches:
         raise UserError(
@@ -78,15 +81,16 @@ def parse_csv(
 
 def _row(name: str, number: int, cells: list[str]) -> list[StageOp]:
     """The operations of one line."""
-    found: list[StageOp] = []
-    for place, cell in enumerate(cells, start=1):
+    ops: list[StageOp] = []
+    for column, cell in enumerate(cells, start=1):
+        # Idle time, written for the eye.
         if not cell.strip():
             continue
         try:
-            found.append(parse_op(cell.strip()))
+            ops.append(parse_op(cell.strip()))
         except UserError as error:
-            raise UserError(f"schedule {name}, line {number}, cell {place}: {error}") from error
-    return found
+            raise UserError(f"schedule {name}, line {number}, cell {column}: {error}") from error
+    return ops
 
 
 def _placement(
@@ -101,15 +105,18 @@ def _placement(
             f"as the others: their number must be a multiple of {stages}."
         )
     chunks = total // stages
+    # A V has exactly two chunks per worker.
     placements: tuple[ChunkPlacement, ...] = ("round_robin", "v") if chunks == 2 else ("round_robin",)
-    wrong: list[tuple[int, int, StageOp, ChunkPlacement]] = []
+    misfits: list[tuple[int, int, StageOp, ChunkPlacement]] = []
     for placement in placements:
         ops = itertools.chain.from_iterable(((p, op) for op in stream) for p, stream in enumerate(streams))
         misplaced = next(((p, op) for p, op in ops if worker_of(op.stage, stages, placement) != p), None)
         if misplaced is None:
             return chunks, placement
-        wrong.append((lines[misplaced[0]][0], *misplaced, placement))
-    number, p, op, placement = max(wrong, key=lambda one: one[:2])
+        misfits.append((lines[misplaced[0]][0], *misplaced, placement))
+    # The placement that holds the furthest is the one that the user meant.
+    number, p, op, placement = max(misfits, key=lambda misfit: misfit[:2])
+    # Cells are counted from 1, as spreadsheets do.
     cell = next(i for i, cell in enumerate(lines[p][1], start=1) if cell.strip() == str(op))
     row = lines[worker_of(op.stage, stages, placement)][0]
     raise UserError(

@@ -32,27 +32,32 @@ def check(schedule: PipelineSchedule, *, capacity: int | None = None) -> Pipelin
         raise UserError(
             f"capacity={capacity} must be at least 1: a channel holds a message between send and receive."
         )
+    # In this order: each check relies on the ones before it.
     _check_numbers(schedule)
     _check_each_once(schedule)
     _check_order(schedule)
     program = make_program(schedule)
-    if waiting := _waiting(program, capacity):
-        worker, one, why = waiting[0]
-        others = ", ".join(f"worker {p} at {other}" for p, other, _ in waiting[1:])
-        also = f" Also waiting: {others}." if others else ""
-        raise _refuse(schedule, worker, one, f"it waits for ever: {why}.{also}")
+    if stuck := _stuck_workers(program, capacity):
+        # The lowest worker that waits; the others are listed, since a deadlock is a ring of them.
+        worker, instruction, reason = stuck[0]
+        other_waits = ", ".join(
+            f"worker {p} at {waiting_instruction}" for p, waiting_instruction, _ in stuck[1:]
+        )
+        and_others = f" Also waiting: {other_waits}." if other_waits else ""
+        raise _refuse(schedule, worker, instruction, f"it waits for ever: {reason}.{and_others}")
     return program
 
 
 def needed_capacity(schedule: PipelineSchedule) -> int:
     """Smallest capacity of the channels with which a valid schedule ends."""
     program = make_program(schedule)
-    most = schedule.microbatches * schedule.chunks
-    return next(capacity for capacity in range(1, most + 1) if not _waiting(program, capacity))
+    # A channel never holds more messages than one step sends.
+    max_messages = schedule.microbatches * schedule.chunks
+    return next(capacity for capacity in range(1, max_messages + 1) if not _stuck_workers(program, capacity))
 
 
-def _refuse(schedule: PipelineSchedule, worker: int, what: object, why: str) -> UserError:
-    return UserError(f"schedule {schedule.name}, worker {worker}, {what}: {why}")
+def _refuse(schedule: PipelineSchedule, worker: int, subject: object, reason: str) -> UserError:
+    return UserError(f"schedule {schedule.name}, worker {worker}, {subject}: {reason}")
 
 
 def _check_numbers(schedule: PipelineSchedule) -> None:
@@ -73,15 +78,15 @@ def _check_numbers(schedule: PipelineSchedule) -> None:
                     schedule, worker, op, f"virtual stage {op.stage} {holder}; this worker holds {held}."
                 )
             if op.microbatch >= schedule.microbatches:
-                why = f"there are {schedule.microbatches} microbatches, from 0."
-                raise _refuse(schedule, worker, op, why)
+                reason = f"there are {schedule.microbatches} microbatches, from 0."
+                raise _refuse(schedule, worker, op, reason)
 
 
 def _check_each_once(schedule: PipelineSchedule) -> None:
     """Each virtual stage has one F per microbatch, and one B or one I and one W."""
     for worker, stream in enumerate(schedule.streams):
-        seen = collections.Counter(stream)
-        for op, times in seen.items():
+        op_counts = collections.Counter(stream)
+        for op, times in op_counts.items():
             if times > 1:
                 raise _refuse(
                     schedule, worker, op, f"it is there {times} times; each gradient must be added once."
@@ -89,79 +94,85 @@ def _check_each_once(schedule: PipelineSchedule) -> None:
         for chunk in range(schedule.chunks):
             stage = schedule.stage(worker, chunk)
             for m in range(schedule.microbatches):
-                _check_passes(schedule, worker, seen, stage, m)
+                _check_passes(schedule, worker, op_counts, stage, m)
 
 
 def _check_passes(
-    schedule: PipelineSchedule, worker: int, seen: Iterable[StageOp], stage: int, m: int
+    schedule: PipelineSchedule, worker: int, ops: Iterable[StageOp], stage: int, m: int
 ) -> None:
-    forward, whole, by_input, by_weight = (StageOp(kind, stage, m) for kind in ("F", "B", "I", "W"))
-    if forward not in seen:
+    forward, unsplit, by_input, by_weight = (StageOp(kind, stage, m) for kind in ("F", "B", "I", "W"))
+    if forward not in ops:
         raise _refuse(
             schedule, worker, forward, "it is missing: every microbatch passes every virtual stage."
         )
-    if whole in seen:
+    # B is I and W at once: either of them beside it would add the gradient twice.
+    if unsplit in ops:
         for half in (by_input, by_weight):
-            if half in seen:
-                raise _refuse(schedule, worker, half, f"{whole} has the same gradient; keep one of them.")
-    elif by_input not in seen and by_weight not in seen:
-        raise _refuse(schedule, worker, whole, f"it is missing, and so are {by_input} and {by_weight}.")
-    elif by_input not in seen or by_weight not in seen:
-        there, missing = (by_weight, by_input) if by_weight in seen else (by_input, by_weight)
+            if half in ops:
+                raise _refuse(schedule, worker, half, f"{unsplit} has the same gradient; keep one of them.")
+    elif by_input not in ops and by_weight not in ops:
+        raise _refuse(schedule, worker, unsplit, f"it is missing, and so are {by_input} and {by_weight}.")
+    elif by_input not in ops or by_weight not in ops:
+        present, missing = (by_weight, by_input) if by_weight in ops else (by_input, by_weight)
         raise _refuse(
-            schedule, worker, missing, f"it is missing, but {there} is there; a split pass needs both."
+            schedule, worker, missing, f"it is missing, but {present} is there; a split pass needs both."
         )
 
 
 def _check_order(schedule: PipelineSchedule) -> None:
     """On each worker, whatever an operation needs of the same worker comes before it."""
     for worker, stream in enumerate(schedule.streams):
-        place = {op: i for i, op in enumerate(stream)}
+        position = {op: i for i, op in enumerate(stream)}
         for i, op in enumerate(stream):
             for need in schedule.needs(op):
-                if place.get(need, -1) > i:
+                # -1: what another worker computes is a message and is checked with the instructions.
+                if position.get(need, -1) > i:
                     raise _refuse(schedule, worker, op, f"it needs {need}, which comes later on this worker.")
 
 
-def _waiting(program: PipelineProgram, capacity: int | None) -> list[tuple[int, WorkerInstruction, str]]:
-    """Passes messages until nobody can go on; returns each worker that waits, its instruction and what that
-    needs.
-    """
+def _stuck_workers(
+    program: PipelineProgram, capacity: int | None
+) -> list[tuple[int, WorkerInstruction, str]]:
+    """Passes messages until no worker can go on; returns those that wait, with instruction and reason."""
     channels: dict[tuple[int, int, str], set[tuple[int, int | None]]] = collections.defaultdict(set)
-    place = [0] * len(program.workers)
+    position = [0] * len(program.workers)
 
     def current(worker: int) -> WorkerInstruction | None:
         instructions = program.workers[worker]
-        return instructions[place[worker]] if place[worker] < len(instructions) else None
+        return instructions[position[worker]] if position[worker] < len(instructions) else None
 
-    def blocked(worker: int, one: WorkerInstruction) -> str | None:
-        """What a send or receive waits for, in words; None if it can run."""
-        if one.peer is None:
+    def blocked(worker: int, step: WorkerInstruction) -> str | None:
+        """Returns the reason why a send or receive must wait; None if it can run."""
+        if step.peer is None:
             return None
-        letter = one.kind[-1]
-        if one.kind.startswith("SEND"):
-            if capacity is None or len(channels[worker, one.peer, letter]) < capacity:
+        # F for activations and B for cotangents: each kind has a channel of its own.
+        letter = step.kind[-1]
+        if step.kind.startswith("SEND"):
+            # Without a capacity a send never waits, so only receives can be stuck.
+            if capacity is None or len(channels[worker, step.peer, letter]) < capacity:
                 return None
-            return f"its channel to worker {one.peer} holds capacity={capacity} messages that are not taken"
-        if (_sender(one), one.microbatch) in channels[one.peer, worker, letter]:
+            return f"its channel to worker {step.peer} holds capacity={capacity} messages that are not taken"
+        if (_sender(step), step.microbatch) in channels[step.peer, worker, letter]:
             return None
-        return f"worker {one.peer} does not send {_sender(one)}SEND_{letter}{one.microbatch} before"
+        return f"worker {step.peer} does not send {_sender(step)}SEND_{letter}{step.microbatch} before"
 
+    # Rounds over all workers until none can move: the order of workers does not change the end.
     moved = True
     while moved:
         moved = False
-        for worker in range(len(place)):
-            while (one := current(worker)) is not None and blocked(worker, one) is None:
-                if one.peer is not None and one.kind.startswith("SEND"):
-                    channels[worker, one.peer, one.kind[-1]].add((one.stage, one.microbatch))
-                elif one.peer is not None:
-                    channels[one.peer, worker, one.kind[-1]].remove((_sender(one), one.microbatch))
-                place[worker] += 1
+        for worker in range(len(position)):
+            while (step := current(worker)) is not None and blocked(worker, step) is None:
+                if step.peer is not None and step.kind.startswith("SEND"):
+                    channels[worker, step.peer, step.kind[-1]].add((step.stage, step.microbatch))
+                elif step.peer is not None:
+                    # By its own name: a message is found whatever was sent before it.
+                    channels[step.peer, worker, step.kind[-1]].remove((_sender(step), step.microbatch))
+                position[worker] += 1
                 moved = True
-    ends = ((worker, one) for worker in range(len(place)) if (one := current(worker)) is not None)
-    return [(worker, one, blocked(worker, one) or "") for worker, one in ends]
+    stuck = ((worker, step) for worker in range(len(position)) if (step := current(worker)) is not None)
+    return [(worker, step, blocked(worker, step) or "") for worker, step in stuck]
 
 
-def _sender(one: WorkerInstruction) -> int:
+def _sender(receive: WorkerInstruction) -> int:
     """Virtual stage that computes what a receive takes."""
-    return one.stage - 1 if one.kind == "RECV_F" else one.stage + 1
+    return receive.stage - 1 if receive.kind == "RECV_F" else receive.stage + 1

@@ -8,6 +8,14 @@
 The bubble is the fraction of all workers' time in which they compute nothing: 1 - busy / (workers x
 makespan). Costs are in any unit of time; with `unit_costs` F, I and W of a chunk take 1 each and B takes 2,
 times are whole numbers, and the closed forms of the papers hold exactly.
+
+Example: 1F1B over P = 2 workers with 2 microbatches and unit costs, F = 1 and B = 2,
+
+    time       0   1   2   3   4   5   6   7   8   9
+    worker 0   0F0 0F1 .   .   0B0 0B0 .   0B1 0B1
+    worker 1   .   1F0 1B0 1B0 1F1 1B1 1B1 .   .
+
+ends at 9. Each worker computes for 6, so the bubble is 1 - 12 / 18 = 1/3: it waits for (P - 1)(F + B) = 3.
 """
 
 import collections
@@ -85,12 +93,11 @@ class PipelineTimeline:
     @property
     def bubble(self) -> float:
         """Fraction of all workers' time in which they compute nothing."""
-        everything = self.makespan * len(self.workers)
-        return (everything - sum(self.busy)) / everything
+        total_time = self.makespan * len(self.workers)
+        return (total_time - sum(self.busy)) / total_time
 
     def in_flight(self) -> tuple[tuple[tuple[float, int], ...], ...]:
-        """For each worker (time, chunks and microbatches in flight from then on), from the first F to the
-        end.
+        """For each worker (time, chunks and microbatches in flight from then on).
 
         In flight: from the start of F to the end of W or B.
         """
@@ -98,48 +105,52 @@ class PipelineTimeline:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """For each worker the most chunks and microbatches in flight at once, as papers give a schedule's
-        memory.
-        """
-        return tuple(max(count for _, count in kept) for kept in self.in_flight())
+        """For each worker the most chunks and microbatches in flight, the memory that papers give."""
+        return tuple(max(count for _, count in steps) for steps in self.in_flight())
 
 
 def _in_flight(spans: tuple[Span, ...]) -> tuple[tuple[float, int], ...]:
     changes: collections.Counter[float] = collections.Counter()
+    # A microbatch counts from the start of its F to the end of its last backward part.
     for span in spans:
         if span.op.kind == "F":
             changes[span.start] += 1
         elif span.op.kind in "WB":
             changes[span.end] -= 1
-    found: list[tuple[float, int]] = []
-    now = 0
+    steps: list[tuple[float, int]] = []
+    in_flight = 0
     for time in sorted(changes):
-        now += changes[time]
-        found.append((time, now))
-    return tuple(found)
+        # At one time ends and starts cancel: a freed slot is used again at once.
+        in_flight += changes[time]
+        steps.append((time, in_flight))
+    return tuple(steps)
 
 
 def dataflow(schedule: PipelineSchedule, costs: Costs) -> PipelineTimeline:
     """The timeline of workers that run on their own, for a valid schedule (`checker.check`)."""
     ends: dict[StageOp, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.streams]
-    moved = True
-    while moved:
-        moved = False
+    has_moved = True
+    while has_moved:
+        has_moved = False
         for worker, stream in enumerate(schedule.streams):
-            mine = spans[worker]
-            while len(mine) < len(stream):
-                op = stream[len(mine)]
+            own_spans = spans[worker]
+            # As far as this worker can go; the outer loop returns when others have moved on.
+            while len(own_spans) < len(stream):
+                op = stream[len(own_spans)]
                 needs = schedule.needs(op)
                 if any(need not in ends for need in needs):
                     break
-                ready = [
-                    ends[need] + costs.message * (schedule.worker(need.stage) != worker) for need in needs
+                arrivals = [
+                    # A message takes time between two workers only.
+                    ends[need] + costs.message * (schedule.worker(need.stage) != worker)
+                    for need in needs
                 ]
-                start = max([mine[-1].end if mine else 0.0, *ready])
+                # The worker must be free and every input there.
+                start = max([own_spans[-1].end if own_spans else 0.0, *arrivals])
                 ends[op] = start + costs.of(op)
-                mine.append(Span(op, start, ends[op]))
-                moved = True
+                own_spans.append(Span(op, start, ends[op]))
+                has_moved = True
     assert len(ends) == sum(map(len, schedule.streams)), f"{schedule.name} ends in a deadlock: check it first"
     return PipelineTimeline(tuple(map(tuple, spans)))
 
@@ -157,14 +168,16 @@ def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Pipelin
     spans: list[list[Span]] = [[] for _ in range(stages)]
     message = costs.message if stages > 1 else 0.0
     for number, row in enumerate(ticks.ops):
+        # In the first tick nothing has to arrive.
         starts = list(ends)
         if number:
             starts = [
-                (max(ends) if meeting == "all" else max(ends[max(0, p - 1) : p + 2])) + message
-                for p in range(stages)
+                # Chain permutes: p - 1, p and p + 1 must have ended the tick.
+                (max(ends) if meeting == "all" else max(ends[max(0, worker - 1) : worker + 2])) + message
+                for worker in range(stages)
             ]
-        for p, ops in enumerate(row):
-            ends[p] = _run_tick(ops, starts[p], costs, spans[p])
+        for worker, ops in enumerate(row):
+            ends[worker] = _run_tick(ops, starts[worker], costs, spans[worker])
     return PipelineTimeline(tuple(map(tuple, spans)))
 
 
@@ -179,10 +192,11 @@ def _run_tick(ops: TickOps, start: float, costs: Costs, spans: list[Span]) -> fl
 
 def messages(schedule: PipelineSchedule) -> dict[tuple[int, int], int]:
     """(sender, receiver) -> messages of one step, each an activation or a cotangent of one microbatch."""
-    found: collections.Counter[tuple[int, int]] = collections.Counter()
+    message_counts: collections.Counter[tuple[int, int]] = collections.Counter()
     for worker, stream in enumerate(schedule.streams):
         for op in stream:
             target = op.stage + 1 if op.kind == "F" else op.stage - 1
+            # W sends nothing; the ends of the model have no peer.
             if op.kind != "W" and 0 <= target < schedule.virtual_stages and schedule.worker(target) != worker:
-                found[worker, schedule.worker(target)] += 1
-    return dict(sorted(found.items()))
+                message_counts[worker, schedule.worker(target)] += 1
+    return dict(sorted(message_counts.items()))

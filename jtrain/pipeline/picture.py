@@ -32,18 +32,19 @@ def text_rows(
     scale, columns = _columns(timeline, width)
     rows: list[Text] = []
     names = range(len(timeline.workers)) if workers is None else workers
-    for worker, spans, kept in zip(names, timeline.workers, timeline.in_flight(), strict=True):
+    for worker, spans, steps in zip(names, timeline.workers, timeline.in_flight(), strict=True):
         line = Text(f"worker {worker:<3}")
-        at = 0
+        column = 0
         for span in spans:
             start, end = round(span.start * scale), round(span.end * scale)
-            if end <= at:
+            # Rounding both ends keeps all rows aligned in time, at the price of very short operations.
+            if end <= column:
                 continue  # shorter than a column
-            line.append("." * (start - at), style="dim")
-            line.append(_label(span, end - max(start, at), stages), style=_STYLES[span.op.kind])
-            at = end
-        line.append("." * (columns - at), style="dim")
-        line.append(f" {max(count for _, count in kept):>4} in flight")
+            line.append("." * (start - column), style="dim")
+            line.append(_label(span, end - max(start, column), stages), style=_STYLES[span.op.kind])
+            column = end
+        line.append("." * (columns - column), style="dim")
+        line.append(f" {max(count for _, count in steps):>4} in flight")
         rows.append(line)
     return rows
 
@@ -51,24 +52,28 @@ def text_rows(
 def memory_rows(timeline: PipelineTimeline, *, width: int) -> list[Text]:
     """A line per worker with the height of what it has in flight over time."""
     columns = _columns(timeline, width)[1]
-    most = max(timeline.peaks)
+    max_peak = max(timeline.peaks)
     rows: list[Text] = []
-    for worker, kept in enumerate(timeline.in_flight()):
+    for worker, steps in enumerate(timeline.in_flight()):
         line = Text(f"worker {worker:<3}")
         for column in range(columns):
-            now = timeline.makespan * (column + 0.5) / columns
-            count = max((step for step in kept if step[0] <= now), default=(0.0, 0))[1]
-            line.append(_LEVELS[-(-count * (len(_LEVELS) - 1) // most)])
+            # The middle of the column, as the count there stands for the whole column.
+            time = timeline.makespan * (column + 0.5) / columns
+            count = max((step for step in steps if step[0] <= time), default=(0.0, 0))[1]
+            # Rounded up: anything in flight shows.
+            line.append(_LEVELS[-(-count * (len(_LEVELS) - 1) // max_peak)])
         rows.append(line)
     return rows
 
 
 def _columns(timeline: PipelineTimeline, width: int) -> tuple[float, int]:
     """Columns per unit of time, and of the whole time; the shortest operation takes up to 4 whole columns."""
+    # 26 columns for `worker 123`, the number in flight and its words.
     room = max(20, width - 26)
     shortest = min(span.end - span.start for spans in timeline.workers for span in spans)
-    whole = min(4, int(room * shortest / timeline.makespan))
-    scale = whole / shortest if whole else room / timeline.makespan
+    # Whole columns per operation keep equal operations equally wide.
+    columns_per_op = min(4, int(room * shortest / timeline.makespan))
+    scale = columns_per_op / shortest if columns_per_op else room / timeline.makespan
     return scale, round(timeline.makespan * scale)
 
 
@@ -87,8 +92,7 @@ def svg(
     buffer_bytes: int | None = None,
     workers: Sequence[int] | None = None,
 ) -> str:
-    """A standalone SVG: a lane of operations per worker, and below it what the worker has in flight over
-    time.
+    """A standalone SVG: a lane of operations per worker, and below it the worker's memory over time.
 
     Args:
       stages: workers of the whole pipeline: a virtual stage from this number on is a later chunk.
@@ -98,24 +102,26 @@ def svg(
     """
     names = range(len(timeline.workers)) if workers is None else workers
     height = _ROW * len(names) + 60
+    # All lanes on one scale, so that vertical lines are moments.
     scale = _WIDTH / timeline.makespan
-    most = max(timeline.peaks)
+    highest = max(timeline.peaks)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_LEFT + _WIDTH + 110} {height}" '
         f'font-family="sans-serif" font-size="12" role="img" aria-label="{text(title)}">',
         f'<text x="0" y="16" font-size="14">{text(title)}</text>',
     ]
-    for lane, (worker, spans, kept) in enumerate(
+    for lane, (worker, spans, steps) in enumerate(
         zip(names, timeline.workers, timeline.in_flight(), strict=True)
     ):
         top = 30 + _ROW * lane
         parts.append(f'<text x="0" y="{top + 17}">worker {worker}</text>')
         parts.append(f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_LANE}" fill="#eeeeee"/>')
         parts += [_box(span, top, scale, stages) for span in spans]
-        peak = max(count for _, count in kept)
+        peak = max(count for _, count in steps)
         size = f"{peak} kept" if buffer_bytes is None else f"{peak * buffer_bytes / 2**30:.2f} GiB"
         parts.append(
-            f'<path d="{_in_flight(kept, timeline.makespan, top + _ROW - 8, scale, most)}" fill="#b0b0b0"/>'
+            f'<path d="{_in_flight(steps, timeline.makespan, top + _ROW - 8, scale, highest)}" '
+            'fill="#b0b0b0"/>'
         )
         parts.append(f'<text x="{_LEFT + _WIDTH + 6}" y="{top + _ROW - 10}">{size}</text>')
     for index, (kind, meaning) in enumerate(MEANINGS.items()):
@@ -128,12 +134,14 @@ def svg(
 def _box(span: Span, top: int, scale: float, stages: int) -> str:
     """An operation with its name, if there is room, and times as a tooltip."""
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
+    # The chunk, as the lower case does in text.
     pale = 0.55 if span.op.stage >= stages else 1.0
     box = (
         f'<g><title>{span.op}: {span.start:.6g} to {span.end:.6g}</title><rect x="{x:.2f}" y="{top}" '
-        f'width="{width:.2f}" height="{_LANE}" fill="{COLOURS[span.op.kind]}" fill-opacity="{pale}" stroke="white" '
-        'stroke-width="0.5"/>'
+        f'width="{width:.2f}" height="{_LANE}" fill="{COLOURS[span.op.kind]}" fill-opacity="{pale}" '
+        'stroke="white" stroke-width="0.5"/>'
     )
+    # 9 units of width per digit, at the font's size of 12.
     if width > 9 * len(str(span.op.microbatch)):
         box += (
             f'<text x="{x + width / 2:.2f}" y="{top + 17}" text-anchor="middle">{span.op.microbatch}</text>'
@@ -141,8 +149,8 @@ def _box(span: Span, top: int, scale: float, stages: int) -> str:
     return f"{box}</g>"
 
 
-def _in_flight(kept: Sequence[tuple[float, int]], end: float, base: int, scale: float, most: int) -> str:
-    """Area of what a worker has in flight, `most` being as high as there is room."""
-    x = [_LEFT, *(_LEFT + time * scale for time, _ in kept)]
-    high = [base, *(base - count * (_ROW - _LANE - 12) / most for _, count in kept)]
+def _in_flight(steps: Sequence[tuple[float, int]], end: float, base: int, scale: float, max_peak: int) -> str:
+    """Area of what a worker has in flight, `max_peak` being as high as there is room."""
+    x = [_LEFT, *(_LEFT + time * scale for time, _ in steps)]
+    high = [base, *(base - count * (_ROW - _LANE - 12) / max_peak for _, count in steps)]
     return step_area(x, [base] * len(x), high, _LEFT + end * scale)

@@ -36,6 +36,8 @@ def virtual_stages(spec: PipelineSpec, stages: int) -> VirtualStages:
       UserError: a CSV file cannot be read, or is for another number of stages.
     """
     if spec.is_file:
+        # Only the file knows its chunks and placement; the number of microbatches is checked in
+        # `schedule_of`.
         schedule = read_csv(Path(spec.schedule), stages=stages)
         chunks, placement = schedule.chunks, schedule.placement
     else:
@@ -77,6 +79,7 @@ class PipelineLayout:
     @property
     def layers_per_chunk(self) -> int:
         """Number of places for layers in each chunk, k."""
+        # Rounded up: every chunk has as many places as the fullest, since all run the same program.
         return -(-self.num_layers // self.num_virtual)
 
     @property
@@ -88,15 +91,17 @@ class PipelineLayout:
     def order(self) -> tuple[int, ...]:
         """Logical layer of every place, `IDENTITY` where there is none.
 
-        Place (worker * chunks + chunk) * k + i is layer i of that chunk.
+        Place (worker * chunks + chunk) * k + i is layer i of that chunk. Example: 7 layers in a V over 2
+        workers have virtual stages ((0, 3), (1, 2)) of 2, 2, 2 and 1 layers, so the order is
+        (0, 1, 6, -1, 2, 3, 4, 5).
         """
         k = self.layers_per_chunk
-        found: list[int] = []
+        layer_of_place: list[int] = []
         for worker in self.virtual:
             for virtual in worker:
                 first, count = self.layers_of(virtual)
-                found += [first + i if i < count else IDENTITY for i in range(k)]
-        return tuple(found)
+                layer_of_place += [first + i if i < count else IDENTITY for i in range(k)]
+        return tuple(layer_of_place)
 
     @property
     def in_order(self) -> bool:
@@ -113,8 +118,9 @@ class PipelineLayout:
 
         Early virtual stages have the larger counts.
         """
-        base, more = divmod(self.num_layers, self.num_virtual)
-        return virtual * base + min(virtual, more), base + (virtual < more)
+        # 7 layers over 4 virtual stages: 2, 2, 2, 1.
+        base, remainder = divmod(self.num_layers, self.num_virtual)
+        return virtual * base + min(virtual, remainder), base + (virtual < remainder)
 
     def where(self, virtual: int) -> tuple[int, int]:
         """Returns the worker and the chunk that compute a virtual stage."""
@@ -123,7 +129,7 @@ class PipelineLayout:
                 return worker, chunks.index(virtual)
         raise AssertionError(f"no worker has virtual stage {virtual}")
 
-    def said(self) -> str | None:
+    def identity_message(self) -> str | None:
         """Returns the line of the run's plan about identity layers; None where the layers fill all places."""
         if not self.num_identity:
             return None
@@ -146,6 +152,7 @@ def schedule_of(pipeline: PipelineLayout, microbatches: int) -> PipelineSchedule
     if not spec.is_file:
         return make_schedule(spec.schedule, pipeline.stages, microbatches, pipeline.chunks)
     schedule = read_csv(Path(spec.schedule), stages=pipeline.stages, microbatches=microbatches)
+    # Published schedules are right by construction and tested; a user's file is checked here.
     check(schedule)
     return schedule
 
@@ -156,15 +163,18 @@ def place_layers(spec: PipelineSpec, *, stages: int, num_layers: int) -> Pipelin
     Raises:
       UserError: there are more chunks than layers, or as `virtual_stages`.
     """
+    # One stage has no pipeline: its layout has `pipeline=None`.
     assert stages > 1
-    placed = PipelineLayout(spec, num_layers, virtual_stages(spec, stages))
-    if placed.num_virtual > num_layers:
-        each = f" of {placed.chunks} chunks each" if placed.chunks > 1 else ""
-        most = num_layers // placed.chunks
-        way = f"Set mesh.stage to at most {most}" if most > 1 else "Set mesh.stage=1"
-        other = ", or a schedule with one chunk (pipeline.schedule=1f1b)" if placed.chunks > 1 else ""
+    pipeline = PipelineLayout(spec, num_layers, virtual_stages(spec, stages))
+    # A chunk of identity layers alone would cost a layer and compute nothing.
+    if pipeline.num_virtual > num_layers:
+        per_worker = f" of {pipeline.chunks} chunks each" if pipeline.chunks > 1 else ""
+        max_stages = num_layers // pipeline.chunks
+        advice = f"Set mesh.stage to at most {max_stages}" if max_stages > 1 else "Set mesh.stage=1"
+        or_chunks = ", or a schedule with one chunk (pipeline.schedule=1f1b)" if pipeline.chunks > 1 else ""
         raise UserError(
-            f"mesh.stage={stages}{each} (pipeline.schedule={spec.schedule}) needs at least "
-            f"{placed.num_virtual} layers, but model.num_layers={num_layers}. {way}{other}, or add layers."
+            f"mesh.stage={stages}{per_worker} (pipeline.schedule={spec.schedule}) needs at least "
+            f"{pipeline.num_virtual} layers, but model.num_layers={num_layers}. {advice}{or_chunks}, or add "
+            "layers."
         )
-    return placed
+    return pipeline

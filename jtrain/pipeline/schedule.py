@@ -11,8 +11,7 @@ The layers of a model are cut into virtual stages, numbered 0 (next to the embed
 
 A user writes compute operations only. Sends, receives, frees, gathers, reductions, updates and buffer slots
 follow from them (`instructions.py`, `ticks.py`). An operation is written as in torchtitan's CSV files,
-virtual stage, kind and
-microbatch: `0F0`, `2I0`, `2W0`, `3B1`.
+virtual stage, kind and microbatch: `0F0`, `2I0`, `2W0`, `3B1`.
 
 | kind | computes | needs | gives |
 |---|---|---|---|
@@ -56,12 +55,12 @@ def parse_op(text: str) -> StageOp:
     Raises:
       UserError: the text is not an operation.
     """
-    found = _CELL.fullmatch(text)
-    if found is None:
+    match = _CELL.fullmatch(text)
+    if match is None:
         raise UserError(
             f"{text!r} is not an operation. Write virtual stage, F, I, W or B, and microbatch, as in 2I0."
         )
-    return StageOp(cast(PassKind, found[2]), int(found[1]), int(found[3]))
+    return StageOp(cast(PassKind, match[2]), int(match[1]), int(match[3]))
 
 
 class StageHop(enum.IntEnum):
@@ -109,6 +108,7 @@ class PipelineSchedule:
 
     def chunk(self, stage: int) -> int:
         """Number of a virtual stage on its worker, from 0."""
+        # Holds for both placements: in a V, too, chunk 1 has the virtual stages from P on.
         return stage // self.stages
 
     def stage(self, worker: int, chunk: int) -> int:
@@ -116,15 +116,12 @@ class PipelineSchedule:
         return stage_of(worker, chunk, self.stages, self.placement)
 
     def needs(self, op: StageOp) -> tuple[StageOp, ...]:
-        """Operations whose results `op` uses, as far as this schedule has them; a backward pass may be an I
-        or a B.
-        """
+        """Operations whose results `op` uses, as far as this schedule has them."""
+        # A schedule has I or B, and evaluation neither: what it lacks cannot be waited for.
         return tuple(need for need in self._possible_needs(op) if need in self._ops)
 
     def activation_hop(self, stage: int) -> StageHop | None:
-        """Way of the activation that virtual stage `stage` computes; None for the last one, which gives the
-        loss.
-        """
+        """Way of the activation that virtual stage `stage` computes; None for the last one."""
         return None if stage == self.virtual_stages - 1 else self._hop(stage, stage + 1)
 
     def cotangent_hop(self, stage: int) -> StageHop | None:
@@ -134,16 +131,17 @@ class PipelineSchedule:
     @functools.cached_property
     def activation_hops(self) -> tuple[StageHop, ...]:
         """Ways that activations take."""
-        return self._ways(self.activation_hop)
+        return self._used_hops(self.activation_hop)
 
     @functools.cached_property
     def cotangent_hops(self) -> tuple[StageHop, ...]:
         """Ways that cotangents take; none if there are forward passes only."""
-        return self._ways(self.cotangent_hop) if self.trains else ()
+        return self._used_hops(self.cotangent_hop) if self.trains else ()
 
-    def _ways(self, hop_of: Callable[[int], StageHop | None]) -> tuple[StageHop, ...]:
-        found = {hop_of(stage) for stage in range(self.virtual_stages)}
-        return tuple(hop for hop in StageHop if hop in found)
+    def _used_hops(self, hop_of: Callable[[int], StageHop | None]) -> tuple[StageHop, ...]:
+        used_hops = {hop_of(stage) for stage in range(self.virtual_stages)}
+        # A set has no order, and the order of the hops is part of the program.
+        return tuple(hop for hop in StageHop if hop in used_hops)
 
     @functools.cached_property
     def trains(self) -> bool:
@@ -164,6 +162,7 @@ class PipelineSchedule:
     def _hop(self, source: int, target: int) -> StageHop:
         a, b = self.worker(source), self.worker(target)
         return (
+            # Neighbours first: with two workers, worker 1 to worker 0 is an UP and no WRAP.
             StageHop.LOCAL
             if a == b
             else StageHop.DOWN
@@ -177,10 +176,11 @@ class PipelineSchedule:
         kind, stage, microbatch = op
         if kind == "W":
             return (StageOp("I", stage, microbatch),)
+        # Virtual stage 0 needs none: what its F would need is in no schedule and is filtered by `needs`.
         if kind == "F":
             return (StageOp("F", stage - 1, microbatch),)
-        after = (StageOp("I", stage + 1, microbatch), StageOp("B", stage + 1, microbatch))
-        return (StageOp("F", stage, microbatch), *after)
+        next_backward = (StageOp("I", stage + 1, microbatch), StageOp("B", stage + 1, microbatch))
+        return (StageOp("F", stage, microbatch), *next_backward)
 
     @functools.cached_property
     def _workers(self) -> tuple[int, ...]:
@@ -193,10 +193,11 @@ class PipelineSchedule:
 
 def worker_of(stage: int, stages: int, placement: ChunkPlacement) -> int:
     """The worker that holds a virtual stage, of `stages` workers."""
-    place = stage % stages
-    return 2 * stages - 1 - stage if placement == "v" and stage >= stages else place
+    # On the way up the V comes back: with 4 workers virtual stage 5 is on worker 2.
+    return 2 * stages - 1 - stage if placement == "v" and stage >= stages else stage % stages
 
 
 def stage_of(worker: int, chunk: int, stages: int, placement: ChunkPlacement) -> int:
     """The virtual stage that is chunk `chunk` of `worker`, of `stages` workers."""
+    # Chunk 1 of worker p is the p-th virtual stage from the end.
     return 2 * stages - 1 - worker if placement == "v" and chunk else chunk * stages + worker

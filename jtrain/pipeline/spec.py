@@ -30,6 +30,7 @@ class PipelineSpec:
 
     def __post_init__(self) -> None:
         name = self.schedule
+        # A path is told by its ending alone: the file is read when the layout is made.
         if name not in FAMILIES and not self.is_file:
             raise UserError(
                 f"pipeline.schedule={name!r} is not a schedule: {did_you_mean(name, FAMILIES)}there are "
@@ -40,12 +41,15 @@ class PipelineSpec:
                 f"pipeline.chunks={self.chunks} with pipeline.schedule=interleaved: it alternates between "
                 "the chunks of a worker, at least two. Set pipeline.chunks=2, or pipeline.schedule=1f1b."
             )
+        # Refused and not ignored: the number would change nothing.
         if name != "interleaved" and self.chunks != 1:
-            decides = (
-                "the file says the number of chunks" if self.is_file else f"{name} always has {self._always}"
+            reason = (
+                "the file says the number of chunks"
+                if self.is_file
+                else f"{name} always has {self._fixed_chunks}"
             )
             raise UserError(
-                f"pipeline.chunks={self.chunks} with pipeline.schedule={name}: {decides} per worker. Leave "
+                f"pipeline.chunks={self.chunks} with pipeline.schedule={name}: {reason} per worker. Leave "
                 "pipeline.chunks at 1, or set pipeline.schedule=interleaved."
             )
 
@@ -55,10 +59,11 @@ class PipelineSpec:
         return self.schedule.endswith(".csv")
 
     @property
-    def _always(self) -> int:
+    def _fixed_chunks(self) -> int:
         return 2 if self.schedule in V_SHAPED else 1
 
     @property
     def chunks_per_worker(self) -> int:
         """Number of chunks that each worker has; only for schedules by name."""
-        return self.chunks if self.schedule == "interleaved" else self._always
+        # The field counts for interleaved alone; elsewhere the schedule decides.
+        return self.chunks if self.schedule == "interleaved" else self._fixed_chunks

@@ -48,9 +48,8 @@ class TickCounts:
         return sum(self.works.values())
 
     def makespan(self, forward: float, by_input: float, by_weight: float) -> float:
-        """Time of all ticks if each takes as long as its slowest worker, by those of F, I and W of every
-        chunk.
-        """
+        """Time of all ticks, each as long as its slowest worker, by the times of F, I and W of a chunk."""
+        # One meeting per tick: every worker waits for the slowest.
         longest = (
             count * max(f * forward + i * by_input + w * by_weight for f, i, w in work)
             for work, count in self.works.items()
@@ -62,33 +61,42 @@ class TickCounts:
         busy = self.microbatches * self.chunks * (forward + by_input + by_weight)
         return 1 - busy / self.makespan(forward, by_input, by_weight)
 
-    def later(self, other: "TickCounts", times: int) -> "TickCounts":
-        """The sizes as far again beyond `other` as `other` is beyond these, `times` times."""
+    def extrapolate(self, second: "TickCounts", times: int) -> "TickCounts":
+        """Sizes as far again beyond `second` as `second` is beyond these, `times` times.
 
-        def line(here: int, there: int) -> int:
-            return there + times * (there - here)
+        Example: 1F1B over 2 stages takes 6 ticks for 4 microbatches and 7 for 5. For 100 that is
+        7 + 95 * (7 - 6) = 102.
+        """
 
-        kinds = dict.fromkeys((*self.works, *other.works))
-        works = {work: line(self.works.get(work, 0), other.works.get(work, 0)) for work in kinds}
+        def extend(first_size: int, second_size: int) -> int:
+            return second_size + times * (second_size - first_size)
+
+        # A kind of tick that only one of the two has starts or ends at 0.
+        kinds = dict.fromkeys((*self.works, *second.works))
+        works = {work: extend(self.works.get(work, 0), second.works.get(work, 0)) for work in kinds}
         sizes = ("microbatches", "num_inputs", "num_cotangents", "num_stashes")
-        more = {name: line(getattr(self, name), getattr(other, name)) for name in sizes}
-        return dataclasses.replace(other, **more, works=works)
+        new_sizes = {name: extend(getattr(self, name), getattr(second, name)) for name in sizes}
+        return dataclasses.replace(second, **new_sizes, works=works)
 
 
 def count_ticks(grid: TickGrid) -> TickCounts:
     """Counts a packed schedule."""
     schedule = grid.schedule
-    there = grid.numbers != NONE
-    whole = np.zeros(there.shape[:2], np.int64)
-    whole[there[:, :, BACKWARD]] = grid.whole.ravel()[grid.numbers[:, :, BACKWARD][there[:, :, BACKWARD]]]
+    exists = grid.numbers != NONE
+    is_unsplit_TP = np.zeros(exists.shape[:2], np.int64)
+    is_unsplit_TP[exists[:, :, BACKWARD]] = grid.unsplit.ravel()[
+        grid.numbers[:, :, BACKWARD][exists[:, :, BACKWARD]]
+    ]
     # A worker's work is a number below 12, that of all workers in a tick a set of bits.
-    codes = there[:, :, FORWARD] + 2 * there[:, :, BACKWARD] + 4 * (there[:, :, WEIGHT] + whole)
-    ticks = np.bitwise_or.reduce(1 << codes, axis=1)
+    codes = exists[:, :, FORWARD] + 2 * exists[:, :, BACKWARD] + 4 * (exists[:, :, WEIGHT] + is_unsplit_TP)
+    # Equal work of several workers is one bit: a tick lasts as long as its slowest worker, however many there
+    # are.
+    work_bits = np.bitwise_or.reduce(1 << codes, axis=1)
     works = collections.Counter[TickWork]()
-    for bits, count in zip(*np.unique(ticks, return_counts=True), strict=True):
-        each = (code for code in range(1, 12) if bits >> code & 1)
-        works[frozenset((code % 2, code // 2 % 2, code // 4) for code in each)] += int(count)
-    inputs, cotangents, stashes = (_most_alive(schedule, lives, grid.num_ticks) for lives in grid.lives)
+    for bits, count in zip(*np.unique(work_bits, return_counts=True), strict=True):
+        worker_codes = (code for code in range(1, 12) if bits >> code & 1)
+        works[frozenset((code % 2, code // 2 % 2, code // 4) for code in worker_codes)] += int(count)
+    inputs, cotangents, stashes = (_peak_alive(schedule, lives, grid.num_ticks) for lives in grid.lives)
     return TickCounts(
         schedule.stages,
         schedule.microbatches,
@@ -104,30 +112,34 @@ def count_ticks(grid: TickGrid) -> TickCounts:
     )
 
 
-def _most_alive(schedule: PipelineSchedule, lives: Lives, num_ticks: int) -> int:
+def _peak_alive(schedule: PipelineSchedule, lives: Lives, num_ticks: int) -> int:
     """Largest number of values that are alive at once on one worker: the slots that they need."""
     if not lives.start.size:
         return 0
     changes = np.zeros((schedule.stages, num_ticks * MOMENTS + 1), np.int64)
     worker = np.array([schedule.worker(stage) for stage in range(schedule.virtual_stages)])[lives.stage]
     np.add.at(changes, (worker, lives.start), 1)
+    # + 1, since a value is alive through its last moment.
     np.add.at(changes, (worker, lives.end + 1), -1)
     return int(np.cumsum(changes, axis=1).max())
 
 
 @functools.cache
 def family_counts(name: str, stages: int, microbatches: int, chunks: int, packing: Packing) -> TickCounts:
-    """Sizes of a published schedule; see `tests/pipeline/test_tick_counts.py` for where they become straight
-    lines.
+    """Sizes of a published schedule; `tests/pipeline/test_tick_counts.py` shows where they become lines.
 
     Raises:
       UserError: the schedule does not exist for these numbers, as `make_schedule`.
     """
-    settled, step = 2 * stages, stages if name == "interleaved" else 1
-    if microbatches <= settled + step or microbatches % step:
+    linear_from, step = 2 * stages, stages if name == "interleaved" else 1
+    # Too few for the straight part, or a number that the family does not have: counted in full.
+    if microbatches <= linear_from + step or microbatches % step:
         return count_ticks(pack(make_schedule(name, stages, microbatches, chunks), packing))
-    first, second = (family_counts(name, stages, of, chunks, packing) for of in (settled, settled + step))
-    return first.later(second, (microbatches - settled) // step - 1)
+    # Both lie on the straight part; `step` apart, because interleaved schedules have multiples of P only.
+    first, second = (
+        family_counts(name, stages, count, chunks, packing) for count in (linear_from, linear_from + step)
+    )
+    return first.extrapolate(second, (microbatches - linear_from) // step - 1)
 
 
 def shortest(
@@ -143,7 +155,7 @@ def shortest(
         slots = counts.num_inputs + counts.num_cotangents + counts.num_stashes
         return counts.makespan(forward, by_input, by_weight), slots, counts.num_ticks
 
-    found = [counts_of("single"), counts_of("fused")]
-    if found[0].splits_backward:  # otherwise it has no W to align
-        found.append(counts_of("aligned"))
-    return min(found, key=rank)
+    candidates = [counts_of("single"), counts_of("fused")]
+    if candidates[0].splits_backward:  # otherwise it has no W to align
+        candidates.append(counts_of("aligned"))
+    return min(candidates, key=rank)

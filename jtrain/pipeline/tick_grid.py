@@ -17,6 +17,14 @@ worker p, not P - p. In an aligned packing the fewest ticks contain a W, for a s
 
 Operations are numbers here, (kind * virtual stages + stage) * microbatches + microbatch, because all workers
 of a tick are computed at once in arrays: a search packs hundreds of schedules.
+
+Example, ZB-H1 over 2 workers with 3 microbatches: 10 ticks of one operation; fused 5 ticks,
+
+    worker 0:  0F0 | 0F1         | 0F2 0I0 0W0 | 0I1 0W1     | 0I2 0W2
+    worker 1:      | 1F0 1I0 1W0 | 1F1 1I1 1W1 | 1F2 1I2 1W2 |
+
+Aligned, worker 1 does its W one tick later, when worker 0 has one as well: 3 ticks contain a W instead of 4.
+With 2 virtual stages and 3 microbatches 1I2 is operation (1 * 2 + 1) * 3 + 2 = 11.
 """
 
 import dataclasses
@@ -65,13 +73,13 @@ class TickGrid:
 
     numbers: [T, P, 3], for each tick, worker and kind the operation, as stage * microbatches + microbatch, or
       NONE.
-    whole: [virtual stages, microbatches], True if the backward pass is a B.
+    unsplit: [virtual stages, microbatches], True if the backward pass is a B.
     """
 
     schedule: PipelineSchedule
     packing: Packing
     numbers: OpNumbers
-    whole: npt.NDArray[np.bool_]
+    unsplit: npt.NDArray[np.bool_]
 
     @property
     def num_ticks(self) -> int:
@@ -79,38 +87,41 @@ class TickGrid:
         return len(self.numbers)
 
     @functools.cached_property
-    def when(self) -> OpNumbers:
+    def tick_of(self) -> OpNumbers:
         """Tick of each operation, [kinds, virtual stages, microbatches]; NONE if it does not exist."""
-        return _when(self.numbers, self.whole.size).reshape(3, *self.whole.shape)
+        return _tick_of_ops(self.numbers, self.unsplit.size).reshape(3, *self.unsplit.shape)
 
     @functools.cached_property
     def lives(self) -> tuple[Lives, Lives, Lives]:
         """Values of the three arrays of slots: inputs, cotangents, stashes."""
-        forward, backward, weight = (ticks * MOMENTS for ticks in self.when)
+        # Moments also order what happens within one tick.
+        forward, backward, weight = (ticks * MOMENTS for ticks in self.tick_of)
+        # An input appears by embedding in its own tick, or by a move at the end of the sender's tick.
         arrives = np.concatenate([forward[:1] + _EMBED, forward[:-1] + _MOVE])
+        # Without backward passes an input lives until its F, and nothing else waits.
         if not self.schedule.trains:
-            nothing = np.zeros_like(self.whole)
-            inputs = _lives(~nothing, arrives, forward + _FORWARD)
-            return inputs, _lives(nothing, arrives, arrives), _lives(nothing, arrives, arrives)
-        of_loss = np.concatenate([backward[1:] + _MOVE, forward[-1:] + _HEAD])
+            no_values = np.zeros_like(self.unsplit)
+            inputs = _lives(~no_values, arrives, forward + _FORWARD)
+            return inputs, _lives(no_values, arrives, arrives), _lives(no_values, arrives, arrives)
+        cotangent_start = np.concatenate([backward[1:] + _MOVE, forward[-1:] + _HEAD])
         return (
-            _lives(np.ones_like(self.whole), arrives, backward + _BACKWARD),
-            _lives(np.ones_like(self.whole), of_loss, backward + _BACKWARD),
-            _lives(~self.whole, backward + _BACKWARD, weight + _WEIGHT),
+            _lives(np.ones_like(self.unsplit), arrives, backward + _BACKWARD),
+            _lives(np.ones_like(self.unsplit), cotangent_start, backward + _BACKWARD),
+            _lives(~self.unsplit, backward + _BACKWARD, weight + _WEIGHT),
         )
 
 
-def _when(grid: OpNumbers, size: int) -> OpNumbers:
+def _tick_of_ops(grid: OpNumbers, size: int) -> OpNumbers:
     """Tick of each operation, [kinds, virtual stages * microbatches]."""
-    found = np.full((3, size), NONE)
+    tick_by_op = np.full((3, size), NONE)
     tick, _, kind = np.nonzero(grid != NONE)
-    found[kind, grid[grid != NONE]] = tick
-    return found
+    tick_by_op[kind, grid[grid != NONE]] = tick
+    return tick_by_op
 
 
-def _lives(there: npt.NDArray[np.bool_], start: OpNumbers, end: OpNumbers) -> Lives:
-    stage, microbatch = np.nonzero(there)
-    return Lives(stage, microbatch, start[there], end[there])
+def _lives(exists: npt.NDArray[np.bool_], start: OpNumbers, end: OpNumbers) -> Lives:
+    stage, microbatch = np.nonzero(exists)
+    return Lives(stage, microbatch, start[exists], end[exists])
 
 
 def pack(schedule: PipelineSchedule, packing: Packing) -> TickGrid:
@@ -120,7 +131,7 @@ def pack(schedule: PipelineSchedule, packing: Packing) -> TickGrid:
         grid = _aligned(streams)
     else:
         grid = streams.in_grid(_single(streams) if packing == "single" else _fused(streams, weights=True))
-    return TickGrid(schedule, packing, grid, streams.whole)
+    return TickGrid(schedule, packing, grid, streams.unsplit)
 
 
 class _Streams:
@@ -136,36 +147,42 @@ class _Streams:
         size = schedule.virtual_stages * schedule.microbatches
         self.schedule, self.size, self.never, self.always = schedule, size, 3 * size, 3 * size + 1
         self.streams: list[OpNumbers] = [
-            np.array([_KINDS[kind] * size + stage * shape[1] + m for kind, stage, m in stream], np.int64)
+            np.array(
+                [_KINDS[kind] * size + stage * shape[1] + microbatch for kind, stage, microbatch in stream],
+                np.int64,
+            )
             for stream in schedule.streams
         ]
-        self.whole = np.zeros(shape, np.bool_)
+        self.unsplit = np.zeros(shape, np.bool_)
         for stream in schedule.streams:
-            for kind, stage, m in stream:
+            for kind, stage, microbatch in stream:
                 if kind == "B":
-                    self.whole[stage, m] = True
+                    self.unsplit[stage, microbatch] = True
         forward, backward, _ = np.arange(3 * size).reshape(3, *shape)
-        nothing = np.full((1, shape[1]), self.always)
-        first = [nothing, forward[:-1], forward, backward]
-        second = [np.repeat(nothing, shape[0], 0), backward[1:], nothing, np.repeat(nothing, shape[0], 0)]
-        ends = [self.never, self.always]
+        no_need = np.full((1, shape[1]), self.always)
+        # By kind: F0 needs nothing and F the F before it; I or B its F; W its I.
+        first = [no_need, forward[:-1], forward, backward]
+        second = [np.repeat(no_need, shape[0], 0), backward[1:], no_need, np.repeat(no_need, shape[0], 0)]
+        end_markers = [self.never, self.always]
+        # Two more numbers at the end, so that indexing with `never` and `always` stays in bounds.
         self.first, self.second = (
-            np.concatenate([np.concatenate(of).ravel(), ends]) for of in (first, second)
+            np.concatenate([np.concatenate(parts).ravel(), end_markers]) for parts in (first, second)
         )
 
-    def done(self) -> npt.NDArray[np.bool_]:
+    def initially_done(self) -> npt.NDArray[np.bool_]:
         """For each number whether it is done before the first tick: those that the schedule does not have."""
-        found = np.ones(3 * self.size + 2, np.bool_)
+        is_done = np.ones(3 * self.size + 2, np.bool_)
         for stream in self.streams:
-            found[stream] = False
-        found[self.never] = False
-        return found
+            is_done[stream] = False
+        # `always` keeps its True.
+        is_done[self.never] = False
+        return is_done
 
     def of_kind(self, kind: int) -> list[OpNumbers]:
         """For each worker its operations of one kind, in order."""
         return [stream[stream // self.size == kind] for stream in self.streams]
 
-    def padded(self, streams: list[OpNumbers], end: int | None = None) -> OpNumbers:
+    def pad_rows(self, streams: list[OpNumbers], end: int | None = None) -> OpNumbers:
         """Rows of equal length, each with at least one `end` (default: `never`) after its last number."""
         rows = np.full((len(streams), 1 + max(map(len, streams))), self.never if end is None else end)
         for row, stream in zip(rows, streams, strict=True):
@@ -173,73 +190,79 @@ class _Streams:
         return rows
 
     def in_grid(self, ticks: list[OpNumbers]) -> OpNumbers:
-        """The grid of a packing, from the numbers of the operations in each tick, [workers] or [workers,
-        kinds].
-        """
-        found = np.stack(ticks).reshape(len(ticks), len(self.streams), -1)
+        """Grid of a packing, from the numbers of each tick's operations, [workers] or [workers, kinds]."""
+        numbers_TPK = np.stack(ticks).reshape(len(ticks), len(self.streams), -1)
         grid = np.full((len(ticks), len(self.streams), 3), NONE)
-        tick, worker, place = np.nonzero(found != NONE)
-        taken = found[tick, worker, place]
-        grid[tick, worker, taken // self.size] = taken % self.size
+        tick, worker, column = np.nonzero(numbers_TPK != NONE)
+        ops = numbers_TPK[tick, worker, column]
+        grid[tick, worker, ops // self.size] = ops % self.size
         return grid
 
 
 def _single(streams: _Streams) -> list[OpNumbers]:
     """The next operation of each stream, if it is ready."""
-    rows, done, workers = streams.padded(streams.streams), streams.done(), np.arange(len(streams.streams))
-    place = np.zeros_like(workers)
+    rows, is_done = streams.pad_rows(streams.streams), streams.initially_done()
+    workers = np.arange(len(streams.streams))
+    position = np.zeros_like(workers)
     ticks: list[OpNumbers] = []
     while True:
-        ops = rows[workers, place]
-        ready = done[streams.first[ops]] & done[streams.second[ops]]
-        if not ready.any():
+        ops = rows[workers, position]
+        is_ready = is_done[streams.first[ops]] & is_done[streams.second[ops]]
+        if not is_ready.any():
             break
-        ticks.append(np.where(ready, ops, NONE))
-        done[ops[ready]] = True
-        place += ready
-    _check_all_done(streams, len(ticks), done)
+        # Marked done after all workers were asked: what a tick computes is ready for others in the next.
+        ticks.append(np.where(is_ready, ops, NONE))
+        is_done[ops[is_ready]] = True
+        position += is_ready
+    _check_all_done(streams, len(ticks), is_done)
     return ticks
 
 
 def _fused(streams: _Streams, *, weights: bool) -> list[OpNumbers]:
-    """The next forward pass, backward pass and W that are ready; a pass may use what was just computed
-    there.
-    """
-    done, workers = streams.done(), np.arange(len(streams.streams))
+    """Next F, backward pass and W of each worker, if ready; they may use each other's results."""
+    is_done, workers = streams.initially_done(), np.arange(len(streams.streams))
     by_kind = [streams.of_kind(kind) for kind in (FORWARD, BACKWARD, WEIGHT)]
+    # `_aligned` places the W itself; here they count as done and as not there.
     if not weights:
-        done[2 * streams.size : 3 * streams.size] = True
-        by_kind[WEIGHT] = [of[:0] for of in by_kind[WEIGHT]]
-    forward, backward, weight = map(streams.padded, by_kind)
+        is_done[2 * streams.size : 3 * streams.size] = True
+        by_kind[WEIGHT] = [ops[:0] for ops in by_kind[WEIGHT]]
+    forward, backward, weight = map(streams.pad_rows, by_kind)
     # For each backward pass the number of forward passes that come before it in the stream.
-    after = streams.padded(
-        [np.cumsum(s < streams.size)[s // streams.size == BACKWARD] for s in streams.streams], 0
+    forwards_before = streams.pad_rows(
+        [np.cumsum(stream < streams.size)[stream // streams.size == BACKWARD] for stream in streams.streams],
+        0,
     )
     f, b, w = (np.zeros_like(workers) for _ in range(3))
     ticks: list[OpNumbers] = []
     while True:
         ops = np.stack([forward[workers, f], backward[workers, b], weight[workers, w]], 1)
-        of_forward, of_backward, _ = ops.T
-        runs: Any = np.empty(ops.shape, np.bool_)
-        needed = streams.first[ops]
-        runs[:, FORWARD] = done[needed[:, FORWARD]]
-        f += runs[:, FORWARD]
-        just = runs[:, FORWARD] & (needed[:, BACKWARD] == of_forward)
-        runs[:, BACKWARD] = (done[needed[:, BACKWARD]] | just) & done[streams.second[of_backward]]
-        runs[:, BACKWARD] &= f >= after[workers, b]
-        b += runs[:, BACKWARD]
-        runs[:, WEIGHT] = done[needed[:, WEIGHT]] | (runs[:, BACKWARD] & (needed[:, WEIGHT] == of_backward))
-        w += runs[:, WEIGHT]
-        if not runs.any():
+        forward_ops, backward_ops, _ = ops.T
+        will_run: Any = np.empty(ops.shape, np.bool_)
+        needs = streams.first[ops]
+        will_run[:, FORWARD] = is_done[needs[:, FORWARD]]
+        f += will_run[:, FORWARD]
+        # On the last virtual stage F and its B may share a tick: the loss lies between them.
+        is_same_tick = will_run[:, FORWARD] & (needs[:, BACKWARD] == forward_ops)
+        will_run[:, BACKWARD] = (is_done[needs[:, BACKWARD]] | is_same_tick) & is_done[
+            streams.second[backward_ops]
+        ]
+        # No backward pass overtakes a forward pass of its stream: GPipe would become 1F1B.
+        will_run[:, BACKWARD] &= f >= forwards_before[workers, b]
+        b += will_run[:, BACKWARD]
+        will_run[:, WEIGHT] = is_done[needs[:, WEIGHT]] | (
+            will_run[:, BACKWARD] & (needs[:, WEIGHT] == backward_ops)
+        )
+        w += will_run[:, WEIGHT]
+        if not will_run.any():
             break
-        ticks.append(np.where(runs, ops, NONE))
-        done[ops[runs]] = True
-    _check_all_done(streams, len(ticks), done)
+        ticks.append(np.where(will_run, ops, NONE))
+        is_done[ops[will_run]] = True
+    _check_all_done(streams, len(ticks), is_done)
     return ticks
 
 
-def _check_all_done(streams: _Streams, num_ticks: int, done: npt.NDArray[np.bool_]) -> None:
-    assert done[: streams.never].all(), (
+def _check_all_done(streams: _Streams, num_ticks: int, is_done: npt.NDArray[np.bool_]) -> None:
+    assert is_done[: streams.never].all(), (
         f"{streams.schedule.name} cannot go on after tick {num_ticks}: check it first"
     )
 
@@ -247,14 +270,17 @@ def _check_all_done(streams: _Streams, num_ticks: int, done: npt.NDArray[np.bool
 def _aligned(streams: _Streams) -> OpNumbers:
     """Fused ticks in which all workers do their k-th W at once, as early as the last of them can."""
     grid = streams.in_grid(_fused(streams, weights=False))
-    weights = streams.padded(streams.of_kind(WEIGHT))[:, :-1]
-    there = weights != streams.never
-    ready = np.append(_when(grid, streams.size), [NONE, NONE])[streams.first[weights]]
+    # Without the end mark; rows of workers with fewer W are padded with `never`.
+    weights = streams.pad_rows(streams.of_kind(WEIGHT))[:, :-1]
+    exists = weights != streams.never
+    # Two entries for `never` and `always`, as in `first`.
+    ready_tick = np.append(_tick_of_ops(grid, streams.size), [NONE, NONE])[streams.first[weights]]
     order = np.arange(weights.shape[1])
     # W number k is after number k - 1, and not before the last I that it needs.
-    at = np.maximum.accumulate(ready.max(0) - order) + order
-    more = max(0, int(at.max(initial=NONE)) + 1 - len(grid))
-    grid = np.concatenate([grid, np.full((more, *grid.shape[1:]), NONE)])
-    worker, k = np.nonzero(there)
-    grid[at[k], worker, WEIGHT] = weights[there] - WEIGHT * streams.size
+    weight_tick = np.maximum.accumulate(ready_tick.max(0) - order) + order
+    # The last W may come after the last tick of F and I.
+    num_added = max(0, int(weight_tick.max(initial=NONE)) + 1 - len(grid))
+    grid = np.concatenate([grid, np.full((num_added, *grid.shape[1:]), NONE)])
+    worker, k = np.nonzero(exists)
+    grid[weight_tick[k], worker, WEIGHT] = weights[exists] - WEIGHT * streams.size
     return grid

@@ -27,6 +27,20 @@ on all workers. One tick, in this order:
    for activations and (0, P - 1) for cotangents. FORWARD_TO and BACKWARD_TO have the hop for the sender; an
    executor of chains does not need them, since receivers drop the rest.
 
+Example, 1F1B over P = 2 workers with 2 microbatches, fused:
+
+| tick | worker 0 | worker 1 |
+|---|---|---|
+| 0 | 0F0 of inputs[0] | |
+| 1 | 0F1 of inputs[1] | 1F0 of inputs[0], loss of microbatch 0, 1B0 |
+| 2 | 0B0 of inputs[0] and cotangents[0] | 1F1 of inputs[0], loss of microbatch 1, 1B1 |
+| 3 | 0B1 of inputs[1] and cotangents[0] | |
+
+In tick 1 EMBED_MICROBATCH is 1 and HEAD_MICROBATCH 0 on both workers. Worker 1 has HEAD_COTANGENT 0 and
+BACKWARD_COTANGENT 0: it uses the loss's gradient in the tick that computes it. In step 7 y of worker 0 goes
+DOWN into inputs[0] of worker 1 (ARRIVING_INPUT_DOWN 0), which 1B0 has just freed, and dx of worker 1 goes UP
+into cotangents[0] of worker 0 (ARRIVING_COTANGENT_UP 0). So worker 0 needs two input slots and worker 1 one.
+
 A slot that is freed in step 4 or 5 may be filled in step 7 of the same tick. In a single packing step 3 may
 come after step 5, so that workers that have an I or a W in this tick do not wait in the loss for another
 worker's F.
@@ -68,9 +82,7 @@ class TickOps(NamedTuple):
 
 
 class Field(enum.IntEnum):
-    """Columns of the table. Chunks are numbers on the worker, slots are indices of one of its three
-    arrays.
-    """
+    """Columns of the table. Chunks count from 0 on each worker; slots are indices of its three arrays."""
 
     EMBED_MICROBATCH = 0
     FORWARD_CHUNK = 1
@@ -90,6 +102,7 @@ class Field(enum.IntEnum):
     WEIGHT_CHUNK = 15
     WEIGHT_MICROBATCH = 16
     WEIGHT_STASH = 17
+    # Four columns per array, in the order of `StageHop`: `arriving_input` adds the hop to the first.
     ARRIVING_INPUT_DOWN = 18
     ARRIVING_INPUT_UP = 19
     ARRIVING_INPUT_LOCAL = 20
@@ -140,13 +153,14 @@ class Ticks:
         return tuple(tuple(self._ops(*numbers) for numbers in row) for row in self.grid.numbers.tolist())
 
     def _ops(self, forward: int, backward: int, weight: int) -> TickOps:
-        of, whole = self.schedule.microbatches, self.grid.whole
+        microbatches, unsplit = self.schedule.microbatches, self.grid.unsplit
+        # A number is stage * microbatches + microbatch.
         return TickOps(
-            None if forward == NONE else StageOp("F", *divmod(forward, of)),
+            None if forward == NONE else StageOp("F", *divmod(forward, microbatches)),
             None
             if backward == NONE
-            else StageOp("B" if whole.flat[backward] else "I", *divmod(backward, of)),
-            None if weight == NONE else StageOp("W", *divmod(weight, of)),
+            else StageOp("B" if unsplit.flat[backward] else "I", *divmod(backward, microbatches)),
+            None if weight == NONE else StageOp("W", *divmod(weight, microbatches)),
         )
 
     @property
@@ -183,11 +197,14 @@ class Ticks:
 def make_ticks(schedule: PipelineSchedule, packing: Packing = "fused") -> Ticks:
     """Packs a valid schedule (`checker.check`) and lowers it to the table."""
     grid = pack(schedule, packing)
+    # Slots first: nearly every column of the table is one.
     inputs, cotangents, stashes = (_assign(schedule, lives) for lives in grid.lives)
+    # NONE everywhere, so that a column without work reads as nothing to do.
     table = np.full((grid.num_ticks, schedule.stages, len(Field)), NONE, np.int32)
     _fill_forward(grid, table, inputs.slots, cotangents.slots)
     _fill_backward(grid, table, inputs.slots, cotangents.slots, stashes.slots)
     tick, worker, stage, microbatch = _of_kind(grid, WEIGHT)
+    # W has no input and no hop, so it is filled in here.
     table[tick, worker, Field.WEIGHT_CHUNK] = stage // schedule.stages
     table[tick, worker, Field.WEIGHT_MICROBATCH] = microbatch
     table[tick, worker, Field.WEIGHT_STASH] = stashes.slots[stage, microbatch]
@@ -204,19 +221,22 @@ class _Slots(NamedTuple):
 def _assign(schedule: PipelineSchedule, lives: Lives) -> _Slots:
     """Gives each value the lowest slot of its worker that is free during its lifetime."""
     slots = np.full((schedule.virtual_stages, schedule.microbatches), NONE)
-    free: list[list[int]] = [[] for _ in range(schedule.stages)]
-    ending: list[list[tuple[int, int]]] = [[] for _ in range(schedule.stages)]
+    free_slots: list[list[int]] = [[] for _ in range(schedule.stages)]
+    slots_by_end: list[list[tuple[int, int]]] = [[] for _ in range(schedule.stages)]
     counts = [0] * schedule.stages
     values = np.stack([lives.start, lives.end, lives.stage, lives.microbatch], 1)
+    # In order of their starts: a greedy choice is then optimal, as for intervals on a line.
     for start, end, stage, microbatch in sorted(values.tolist()):
-        p = schedule.worker(stage)
-        while ending[p] and ending[p][0][0] < start:
-            heapq.heappush(free[p], heapq.heappop(ending[p])[1])
-        if not free[p]:
-            heapq.heappush(free[p], counts[p])
-            counts[p] += 1
-        slots[stage, microbatch] = slot = heapq.heappop(free[p])
-        heapq.heappush(ending[p], (end, slot))
+        worker = schedule.worker(stage)
+        # Both ends are included, so a slot is free only after the moment at which its value ends.
+        while slots_by_end[worker] and slots_by_end[worker][0][0] < start:
+            heapq.heappush(free_slots[worker], heapq.heappop(slots_by_end[worker])[1])
+        if not free_slots[worker]:
+            heapq.heappush(free_slots[worker], counts[worker])
+            counts[worker] += 1
+        # The lowest free slot: the number of slots is then the largest number of values alive at once.
+        slots[stage, microbatch] = slot = heapq.heappop(free_slots[worker])
+        heapq.heappush(slots_by_end[worker], (end, slot))
     return _Slots(slots, tuple(counts))
 
 
@@ -237,16 +257,19 @@ def _fill_forward(
     table[tick, worker, Field.FORWARD_MICROBATCH] = microbatch
     table[tick, worker, Field.FORWARD_INPUT] = inputs[stage, microbatch]
     table[tick, worker, Field.FORWARD_EMBEDS] = stage == 0
-    first, last = stage == 0, stage == schedule.virtual_stages - 1
-    table[tick[first], :, Field.EMBED_MICROBATCH] = microbatch[first, None]
-    table[tick[last], :, Field.HEAD_MICROBATCH] = microbatch[last, None]
-    table[tick[last], worker[last], Field.HEAD_COTANGENT] = cotangents[-1, microbatch[last]]
+    is_first, is_last = stage == 0, stage == schedule.virtual_stages - 1
+    # On all workers, for the embedding is split over them; so is the head below.
+    table[tick[is_first], :, Field.EMBED_MICROBATCH] = microbatch[is_first, None]
+    table[tick[is_last], :, Field.HEAD_MICROBATCH] = microbatch[is_last, None]
+    # Of the last virtual stage: its cotangent is the gradient of the loss.
+    table[tick[is_last], worker[is_last], Field.HEAD_COTANGENT] = cotangents[-1, microbatch[is_last]]
     for source in range(schedule.virtual_stages - 1):
-        hop, here = schedule.activation_hop(source), stage == source
+        hop, is_source = schedule.activation_hop(source), stage == source
         assert hop is not None
-        table[tick[here], worker[here], Field.FORWARD_TO] = hop
-        arrives = inputs[source + 1, microbatch[here]]
-        table[tick[here], schedule.worker(source + 1), arriving_input(hop)] = arrives
+        table[tick[is_source], worker[is_source], Field.FORWARD_TO] = hop
+        # The value lies in the receiver's slot for virtual stage source + 1, from this tick's step 7 on.
+        arriving_slots = inputs[source + 1, microbatch[is_source]]
+        table[tick[is_source], schedule.worker(source + 1), arriving_input(hop)] = arriving_slots
 
 
 def _fill_backward(
@@ -259,12 +282,15 @@ def _fill_backward(
     table[tick, worker, Field.BACKWARD_MICROBATCH] = microbatch
     table[tick, worker, Field.BACKWARD_INPUT] = inputs[stage, microbatch]
     table[tick, worker, Field.BACKWARD_COTANGENT] = cotangents[stage, microbatch]
+    # NONE for a B, which leaves no stash.
     table[tick, worker, Field.BACKWARD_STASH] = stashes[stage, microbatch]
-    first = stage == 0
-    table[tick[first], :, Field.EMBED_GRADIENT_MICROBATCH] = microbatch[first, None]
+    is_first = stage == 0
+    # dx of virtual stage 0 is the gradient of the embedded tokens.
+    table[tick[is_first], :, Field.EMBED_GRADIENT_MICROBATCH] = microbatch[is_first, None]
+    # Virtual stage 0 sends no cotangent: its dx is the embedding's gradient.
     for source in range(1, schedule.virtual_stages):
-        hop, here = schedule.cotangent_hop(source), stage == source
+        hop, is_source = schedule.cotangent_hop(source), stage == source
         assert hop is not None
-        table[tick[here], worker[here], Field.BACKWARD_TO] = hop
-        arrives = cotangents[source - 1, microbatch[here]]
-        table[tick[here], schedule.worker(source - 1), arriving_cotangent(hop)] = arrives
+        table[tick[is_source], worker[is_source], Field.BACKWARD_TO] = hop
+        arriving_slots = cotangents[source - 1, microbatch[is_source]]
+        table[tick[is_source], schedule.worker(source - 1), arriving_cotangent(hop)] = arriving_slots

@@ -19,16 +19,20 @@ def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
       column_L: index in the whole row of each of this device's positions.
     """
     rows, cols = batch.token_BL.shape
+    # Rows lie in the order of the batch axes; columns as `column_L` says, for zig-zag order is not
+    # contiguous.
     row = jnp.arange(rows) + rows * jax.lax.axis_index(BATCH_AXES)
     index_BL = row[:, None] * (cols * jax.lax.axis_size("context")) + column_L[None, :]
 
-    def one(seed: int) -> Array:
+    def hash_from(seed: int) -> Array:
         h = jnp.full((rows, cols), seed, jnp.uint32)
         for x_BL in (index_BL, batch.token_BL, batch.target_BL, batch.position_BL, batch.segment_BL):
+            # Each array is mixed before the next enters: equal values of two arrays would cancel in one xor.
             h = _mix(h ^ x_BL.astype(jnp.uint32))
         return jnp.sum(h, dtype=jnp.uint32)
 
-    return jnp.stack([one(0x9E3779B9), one(0x85EBCA6B)])
+    # Two seeds (the golden ratio, a constant of Murmur3) make 64 bits of two independent 32-bit hashes.
+    return jnp.stack([hash_from(0x9E3779B9), hash_from(0x85EBCA6B)])
 
 
 def _mix(h: Array) -> Array:

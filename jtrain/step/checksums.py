@@ -27,14 +27,15 @@ METRIC = "checksums"
 """Metric of a step: uint32 [devices, 2, arrays], the sums of the state that it was given and that it
 returned."""
 
+# A fold adds 16 equal parts as vectors; fewer than 4096 elements are summed directly.
 _FOLD, _SMALL = 16, 4096
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
-def summed_arrays(like: Any) -> list[tuple[str, Any]]:
+def summed_arrays(abstract: Any) -> list[tuple[str, Any]]:
     """Returns path and array of every array of a state in device memory, in the order of their sums."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(like)
-    named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in flat]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(abstract)
+    named = [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
     return [(name, leaf) for name, leaf in named if leaf.sharding.memory_kind != "pinned_host"]
 
 
@@ -42,16 +43,18 @@ class StateSums:
     """Sums of the arrays of a state, for use while a train step is traced.
 
     Args:
-      like: abstract state, whose shardings decide which part each device sums.
+      abstract: abstract state, whose shardings decide which part each device sums.
     """
 
-    def __init__(self, like: Any, mesh: Mesh) -> None:
+    def __init__(self, abstract: Any, mesh: Mesh) -> None:
         self._mesh = mesh
-        leaves = jax.tree.leaves(like)
+        leaves = jax.tree.leaves(abstract)
         self._summed = [leaf.sharding.memory_kind != "pinned_host" for leaf in leaves]
-        self._specs = [leaf.sharding.spec for leaf, here in zip(leaves, self._summed, strict=True) if here]
+        self._specs = [
+            leaf.sharding.spec for leaf, is_summed in zip(leaves, self._summed, strict=True) if is_summed
+        ]
 
-    def given(self, state: Any, grads: Any) -> tuple[Any, Any, UInt32[Array, "devices arrays"]]:
+    def sum_before_update(self, state: Any, grads: Any) -> tuple[Any, Any, UInt32[Array, "devices arrays"]]:
         """Sums the state that the update is about to overwrite; returns state, gradients and sums.
 
         The update must use the returned state and gradients. The sums wait for the gradients, so that they
@@ -59,45 +62,48 @@ class StateSums:
         sums: without that order XLA sums after the update has begun to overwrite the state, and copies all of
         it before (seen on GPUs and CPUs).
         """
-        here, grads = jax.lax.optimization_barrier((self._here(state), grads))
-        sums, here = jax.lax.optimization_barrier((self._of(here), here))
+        device_leaves, grads = jax.lax.optimization_barrier((self._device_leaves(state), grads))
+        # The second barrier orders the update after the sums; the first one the sums after the gradients.
+        sums, device_leaves = jax.lax.optimization_barrier((self._sums_of(device_leaves), device_leaves))
         leaves, tree = jax.tree.flatten(state)
-        rest = iter(here)
-        merged = [next(rest) if summed else leaf for leaf, summed in zip(leaves, self._summed, strict=True)]
+        device_iter = iter(device_leaves)
+        merged = [
+            next(device_iter) if summed else leaf for leaf, summed in zip(leaves, self._summed, strict=True)
+        ]
         return jax.tree.unflatten(tree, merged), grads, sums
 
-    def metric(self, given: Any, state: Any) -> dict[str, Array]:
-        """Sums the state that the step returns; returns `METRIC`, in which every process has the sums of all
-        devices.
+    def metric(self, sums_before: Any, state: Any) -> dict[str, Array]:
+        """Sums the state that the step returns; gives every process `METRIC`, the sums of all devices.
 
         Args:
-          given: the sums from `given`.
+          sums_before: the sums from `sum_before_update`.
         """
         axes = tuple(axis for axis in AXES if self._mesh.shape[axis] > 1)
 
-        def local(given: Array, returned: Array) -> Array:
-            both = jnp.stack([given, returned], axis=1)
-            return jax.lax.all_gather(both, axes, axis=0, tiled=True) if axes else both
+        def gather_sums(sums_before: Array, returned: Array) -> Array:
+            stacked_sums = jnp.stack([sums_before, returned], axis=1)
+            return jax.lax.all_gather(stacked_sums, axes, axis=0, tiled=True) if axes else stacked_sums
 
-        gather = jax.shard_map(
-            local, mesh=self._mesh, in_specs=(P(AXES), P(AXES)), out_specs=P(), check_vma=False
+        gather_all = jax.shard_map(
+            gather_sums, mesh=self._mesh, in_specs=(P(AXES), P(AXES)), out_specs=P(), check_vma=False
         )
-        return {METRIC: gather(given, self._of(self._here(state)))}
+        return {METRIC: gather_all(sums_before, self._sums_of(self._device_leaves(state)))}
 
-    def _here(self, state: Any) -> list[Array]:
+    def _device_leaves(self, state: Any) -> list[Array]:
         return [leaf for leaf, summed in zip(jax.tree.leaves(state), self._summed, strict=True) if summed]
 
-    def _of(self, leaves: list[Array]) -> UInt32[Array, "devices arrays"]:
+    def _sums_of(self, leaves: list[Array]) -> UInt32[Array, "devices arrays"]:
+        # Both give the same bits: addition modulo 2^32 may be regrouped.
         sum_words = _folded_sum if self._mesh.devices.flat[0].platform == "cpu" else sum_of_bits
 
-        def local(leaves: list[Array]) -> UInt32[Array, "1 arrays"]:
+        def local_sums(leaves: list[Array]) -> UInt32[Array, "1 arrays"]:
             with jax.named_scope("checksums"):
                 return jnp.stack([sum_words(x) for x in leaves])[None]
 
-        of_all: Callable[[list[Array]], Array] = jax.shard_map(
-            local, mesh=self._mesh, in_specs=(self._specs,), out_specs=P(AXES), check_vma=False
+        sharded_sums: Callable[[list[Array]], Array] = jax.shard_map(
+            local_sums, mesh=self._mesh, in_specs=(self._specs,), out_specs=P(AXES), check_vma=False
         )
-        return of_all(leaves)
+        return sharded_sums(leaves)
 
 
 def sum_of_bits(x: Array) -> UInt32[Array, ""]:
@@ -119,6 +125,7 @@ def _folded_sum(x: Array) -> UInt32[Array, ""]:
     """
     x, total = x.reshape(-1), jnp.uint32(0)
     while x.size >= _SMALL:
+        # The tail that does not fill 16 parts is summed at once; it has fewer than 16 elements.
         length = x.size // _FOLD
         total += sum_of_bits(x[length * _FOLD :])
         parts = (_words(jax.lax.slice(x, (part * length,), ((part + 1) * length,))) for part in range(_FOLD))
@@ -126,13 +133,14 @@ def _folded_sum(x: Array) -> UInt32[Array, ""]:
     return total + sum_of_bits(x)
 
 
-def copies(like: Any, mesh: Mesh) -> np.ndarray:
-    """Returns int [devices, arrays]: the number of the first device that holds the same part of the same
-    array.
+def copies(abstract: Any, mesh: Mesh) -> np.ndarray:
+    """Returns int [devices, arrays]: number of the first device with the same part of the same array.
 
     Devices are numbered in the order of `mesh.devices.flat`.
     """
-    return np.stack([_first_holder(leaf, list(mesh.devices.flat)) for _, leaf in summed_arrays(like)], axis=1)
+    return np.stack(
+        [_first_holder(leaf, list(mesh.devices.flat)) for _, leaf in summed_arrays(abstract)], axis=1
+    )
 
 
 def _first_holder(leaf: Any, devices: Sequence[jax.Device]) -> np.ndarray:
@@ -155,14 +163,18 @@ def differing_copies(
     """
     if (sums == np.take_along_axis(sums, first, axis=0)).all():
         return []
-    found: list[tuple[int, list[int], bool]] = []
+    differing: list[tuple[int, list[int], bool]] = []
     for array in range(sums.shape[1]):
+        # A group holds the same part of the array: its members must agree bit for bit.
         for holder in np.unique(first[:, array]):
             group = np.flatnonzero(first[:, array] == holder)
             values, counts = np.unique(sums[group, array], return_counts=True)
             if len(values) > 1:
+                # With two copies none is in the majority: both are suspects.
                 outvoted = bool(counts.max() > math.floor(len(group) / 2))
-                right = values[counts.argmax()]
-                wrong = [int(d) for d in group if not outvoted or sums[d, array] != right]
-                found.append((array, wrong, outvoted))
-    return found
+                majority_value = values[counts.argmax()]
+                suspects = [
+                    int(device) for device in group if not outvoted or sums[device, array] != majority_value
+                ]
+                differing.append((array, suspects, outvoted))
+    return differing

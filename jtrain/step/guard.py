@@ -24,14 +24,14 @@ from jtrain.errors import UserError
 WINDOW = 128
 """Number of recent steps whose losses and gradient norms are the history."""
 
-ENOUGH = 64
+MIN_HISTORY = 64
 """Values that the history needs before its bounds hold."""
 
 FLOORS = (0.02, 1.5)
 """Smallest spread, as a share of the median, of the loss and of the gradient norm. A smooth loss has a very
 small MAD, and its ordinary noise would exceed any multiple. Gradient norms are skewed far upwards: in 830
 steps of `tiny` with a falling loss one was 3.4 times the median, 27 deviations above it. Clipping handles
-those; 10 times the median is bad"""
+those; 10 times the median is bad."""
 
 LEFT_OUT = 32
 """Steps whose batch can be left out ahead of time."""
@@ -65,10 +65,10 @@ class GuardSpec:
                 f"guard.sigmas={self.sigmas} must be above 0 and finite, or None to check only for NaN and "
                 "infinity."
             )
-        for field, most in (("max_skips", WINDOW), ("max_rollbacks", LEFT_OUT)):
+        for field, maximum in (("max_skips", WINDOW), ("max_rollbacks", LEFT_OUT)):
             value = getattr(self, field)
-            if not 1 <= value <= most:
-                raise UserError(f"guard.{field}={value} must be from 1 to {most}.")
+            if not 1 <= value <= maximum:
+                raise UserError(f"guard.{field}={value} must be from 1 to {maximum}.")
 
 
 @jax.tree_util.register_dataclass
@@ -95,7 +95,7 @@ def first_guard() -> GuardState:
     return GuardState(jnp.full((2, WINDOW), jnp.nan, jnp.float32), zero, jnp.zeros(LEFT_OUT, jnp.int32), zero)
 
 
-def judged(
+def judge_update(
     guard: GuardState,
     step: Int[Array, ""],
     loss: Float[Array, ""],
@@ -113,36 +113,45 @@ def judged(
       The next state, and metrics: `applied`, True if the update is to be applied; `bounds`, of loss and
       gradient norm, infinite where there is none; `skipped_updates`, updates that were not applied so far.
     """
+    # A step is named by the updates completed after it: `left_out` and `since` hold such numbers.
     number = step + 1
     value_2 = jnp.stack([loss, norm]).astype(jnp.float32)
+    # Not finite is always bad: infinite bounds leave `isfinite` as the only test.
     bound_2 = jnp.full(2, jnp.inf, jnp.float32) if sigmas is None else _bounds(guard, number, sigmas)
-    good = jnp.all(jnp.isfinite(value_2) & (value_2 <= bound_2))
-    applied = good & ~jnp.any(guard.left_out == number)
-    kept_21 = jnp.where(jnp.isfinite(value_2), value_2, jnp.nan)[:, None]
-    history = jax.lax.dynamic_update_slice(guard.history, kept_21, (0, step % WINDOW))
+    is_normal = jnp.all(jnp.isfinite(value_2) & (value_2 <= bound_2))
+    applied = is_normal & ~jnp.any(guard.left_out == number)
+    # NaN marks a column without a value; an infinity in the history would make the MAD infinite.
+    recorded_21 = jnp.where(jnp.isfinite(value_2), value_2, jnp.nan)[:, None]
+    # Bad but finite values are recorded too, or a lasting change of level would be bad for ever.
+    history = jax.lax.dynamic_update_slice(guard.history, recorded_21, (0, step % WINDOW))
     skipped = guard.skipped + (~applied).astype(jnp.int32)
     new = dataclasses.replace(guard, history=history, skipped=skipped)
     return new, {"applied": applied, "bounds": bound_2, "skipped_updates": skipped}
 
 
 def _bounds(guard: GuardState, number: Int[Array, ""], sigmas: float) -> Float[Array, "2"]:
-    """Computes the bounds of step `number` from the values of the steps before it; infinite while there are
-    too few.
+    """Bounds of step `number` from the values of earlier steps; infinite while there are too few.
+
+    Example: losses around 2.50 with median 2.50 and MAD 0.01 have a spread of max(1.4826 * 0.01, 0.02 * 2.50)
+    = 0.05; with sigmas=6 a loss above 2.80 is bad.
     """
     column = jnp.arange(WINDOW)
+    # Step k is in column (k - 1) % WINDOW: the latest step before `number` that wrote each column.
     recorded = number - 1 - (number - 2 - column) % WINDOW
-    counts = (recorded > guard.since) | (number <= guard.since)
-    value = jnp.where(counts[None], guard.history, jnp.nan)
-    middle = _median(value)
-    spread = 1.4826 * _median(jnp.abs(value - middle[:, None]))
+    # The second term: steps up to `since` that a rollback repeats still use the whole history.
+    is_recent = (recorded > guard.since) | (number <= guard.since)
+    value_2W = jnp.where(is_recent[None], guard.history, jnp.nan)
+    middle = _median(value_2W)
+    spread = 1.4826 * _median(jnp.abs(value_2W - middle[:, None]))
     bound = middle + sigmas * jnp.maximum(spread, jnp.asarray(FLOORS, jnp.float32) * middle)
-    return jnp.where(jnp.sum(jnp.isfinite(value), axis=1) >= ENOUGH, bound, jnp.inf)
+    return jnp.where(jnp.sum(jnp.isfinite(value_2W), axis=1) >= MIN_HISTORY, bound, jnp.inf)
 
 
 def _median(value: Float[Array, "2 W"]) -> Float[Array, "2"]:
     """Median of the values of each row that are not NaN."""
     ordered = jnp.sort(value, axis=1)  # NaN comes last
     count = jnp.sum(~jnp.isnan(value), axis=1, keepdims=True)
+    # The two middle values, equal for an odd count; clipped so that an empty row indexes NaN.
     middle = jnp.concatenate(
         [jnp.maximum(count - 1, 0) // 2, jnp.minimum(count // 2, value.shape[1] - 1)], axis=1
     )
@@ -166,5 +175,6 @@ def not_finite_on_cpu(tree: Any) -> Int[Array, ""]:
     element is not finite, so the elements are counted only if a sum is not.
     """
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+    # A sum of finite values may overflow to infinity: then they are counted, for nothing.
     suspicious = not_finite([jnp.sum(x, dtype=jnp.float32) for x in floats]) > 0
     return jax.lax.cond(suspicious, not_finite, lambda _: jnp.zeros((), jnp.int32), floats)

@@ -61,10 +61,10 @@ def check_host_memory(kinds: set[str], platform: str, name: str) -> None:
       UserError: the device has no `pinned_host` memory; lists the memories that it has.
     """
     if "pinned_host" not in kinds and not (platform == "gpu" and not kinds):
-        there = ", ".join(sorted(kinds)) or "none"
+        memories = ", ".join(sorted(kinds)) or "none"
         raise UserError(
-            f"layout.offload: {name} ({platform}) has no memory `pinned_host` to offload to; it has {there}. "
-            "Set layout.offload.optimizer, .params, .activations and .gradients to `none`."
+            f"layout.offload: {name} ({platform}) has no memory `pinned_host` to offload to; it has "
+            f"{memories}. Set layout.offload.optimizer, .params, .activations and .gradients to `none`."
         )
 
 
@@ -79,16 +79,15 @@ def to_host(x: Array) -> Array:
 
 
 def on_host_cores[R](fn: Callable[..., R], *args: Any) -> R:
-    """Computes `fn(*args)` on the host's cores; copies `args` to host memory if needed and leaves the result
-    there.
+    """Computes `fn(*args)` on the host's cores; leaves the result in host memory.
 
     XLA's host programs do not alias buffers: `args` and the result are all in host memory at the same time.
     """
-    there = jax.tree.map(
-        lambda x: x if jax.typeof(x).memory_space is jax.memory.Space.Host else to_host(x), args
+    host_args = jax.tree.map(
+        lambda arg: arg if jax.typeof(arg).memory_space is jax.memory.Space.Host else to_host(arg), args
     )
-    on_cores: Any = compute_on(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
-    return on_cores(*there)
+    host_fn: Any = compute_on(fn, compute_type="device_host", out_memory_spaces=jax.memory.Space.Host)
+    return host_fn(*host_args)
 
 
 class Slices:
@@ -102,12 +101,15 @@ class Slices:
         self.stacked = stacked
         lengths = [x.shape[stacked] for x in arrays.values()]
         layer_elements = max(math.prod(x.shape[stacked:]) for x in arrays.values())
-        ways = [n for n in range(1, math.gcd(*lengths) + 1) if math.gcd(*lengths) % n == 0]
-        self.parts = next((n for n in ways if layer_elements <= n * SLICE_ELEMENTS), ways[-1])
+        divisors = [n for n in range(1, math.gcd(*lengths) + 1) if math.gcd(*lengths) % n == 0]
+        # The fewest parts whose slices fit; if even the most parts do not, the slices are larger than the
+        # bound.
+        self.parts = next((n for n in divisors if layer_elements <= n * SLICE_ELEMENTS), divisors[-1])
         self.count = self.parts * (next(iter(arrays.values())).shape[0] if stacked else 1)
 
     def place(self, index: SliceIndex) -> tuple[SliceIndex, SliceIndex]:
         """Returns the layer of a slice and its part within the layer."""
+        # No division in the program where the index is the layer itself.
         if self.parts == 1:
             return index, 0
         return index // self.parts, index % self.parts
@@ -131,7 +133,7 @@ class Slices:
 
 @dataclasses.dataclass(frozen=True)
 class StreamedParam:
-    """One parameter and its optimizer state for `streamed`; arrays by name.
+    """One parameter and its optimizer state for `stream_updates`; arrays by name.
 
     arrays: the parameter, its gradient and its state; those named in `on_host` (at least one) are in host
       memory and stay there.
@@ -153,94 +155,99 @@ class StreamedParam:
             name: self.arrays[name].size * self.arrays[name].dtype.itemsize for name in sorted(self.on_host)
         }
         for name, size in sorted(bytes_of.items(), key=lambda item: -item[1]):
+            # Largest first into the smaller half: with Adam's two moments, one in each.
             smaller = int(sizes[1] < sizes[0])
             groups[smaller].append(name)
             sizes[smaller] += size
         return groups
 
-    def fetched(self, state: Arrays, half: int, index: SliceIndex) -> Arrays:
+    def fetch_half(self, state: Arrays, half: int, index: SliceIndex) -> Arrays:
         """Copies a slice of one half of the host arrays to device memory."""
         return {name: to_device(self.slices.take(state[name], index)) for name in self.halves[half]}
 
-    def written(self, state: Arrays, half: int, new: Arrays, index: SliceIndex) -> Arrays:
+    def write_half(self, state: Arrays, half: int, pending: Arrays, index: SliceIndex) -> Arrays:
         """Writes a new slice of one half of the host arrays back; returns the new `state`."""
-        names = [name for name in self.halves[half] if name in new]
-        return state | {name: self.slices.put(state[name], to_host(new[name]), index) for name in names}
+        # Arrays that are only read, as the gradient, have no new slice.
+        names = [name for name in self.halves[half] if name in pending]
+        return state | {name: self.slices.put(state[name], to_host(pending[name]), index) for name in names}
 
-    def computed(self, state: Arrays, fetched: Arrays, index: SliceIndex) -> tuple[Arrays, Arrays]:
-        """Updates one slice; returns `state` with new device arrays, and the new slices of the host
-        arrays.
-        """
-        here = [name for name in self.arrays if name not in self.on_host]
-        pieces = {name: self.slices.take(state[name], index) for name in here}
+    def update_slice(self, state: Arrays, fetched: Arrays, index: SliceIndex) -> tuple[Arrays, Arrays]:
+        """Updates one slice; returns the new `state`, and the new slices of the host arrays."""
+        device_names = [name for name in self.arrays if name not in self.on_host]
+        pieces = {name: self.slices.take(state[name], index) for name in device_names}
         # A pass of its own: XLA:TPU would count what is not finite from the old parameters once more, and
         # copy all of them first, because they are updated in place.
-        new = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
-        state = state | {name: self.slices.put(state[name], new[name], index) for name in here if name in new}
-        return state, {name: new[name] for name in self.on_host if name in new}
+        pending = jax.lax.optimization_barrier(self.update(index, pieces | fetched))
+        state = state | {
+            name: self.slices.put(state[name], pending[name], index)
+            for name in device_names
+            if name in pending
+        }
+        return state, {name: pending[name] for name in self.on_host if name in pending}
 
-    def advanced(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
-        """Computes the next slice, fetching it while the previous one is written; returns state and new
-        slices.
-        """
-        state, new = carry
+    def advance(self, index: Array, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+        """Computes the next slice, fetched while the last one is written; returns state and new slices."""
+        state, pending = carry
         # The barrier computes the next index before anything is written. Otherwise XLA:GPU schedules that
         # kernel, and the fetch that needs it, after the write.
-        following, new = jax.lax.optimization_barrier((index + 1, new)) if new else (index + 1, new)
-        fetched = self.fetched(state, 0, following)
-        state = self.written(state, 1, new, index)
+        following, pending = (
+            jax.lax.optimization_barrier((index + 1, pending)) if pending else (index + 1, pending)
+        )
+        fetched = self.fetch_half(state, 0, following)
+        state = self.write_half(state, 1, pending, index)
         # Fetch before writing the same array. XLA does not know that the slices differ, and would copy the
         # whole array.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
-        fetched |= self.fetched(state, 1, following)
-        state = self.written(state, 0, new, index)
-        return self.computed(state, fetched, following)
+        fetched |= self.fetch_half(state, 1, following)
+        state = self.write_half(state, 0, pending, index)
+        return self.update_slice(state, fetched, following)
 
 
-def streamed(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[Arrays]:
+def stream_updates(leaves: Sequence[StreamedParam], after: Float[Array, ""]) -> list[Arrays]:
     """Updates all leaves, one after another, slice by slice; returns the new `arrays` of each.
 
     Args:
       after: norm, at least 0, that must be computed before the first fetch, so that no slice waits in device
         memory.
     """
-    done: list[Arrays] = []
-    before: tuple[StreamedParam, Arrays] | None = None
-    new: Any = after
+    updated: list[Arrays] = []
+    previous: tuple[StreamedParam, Arrays] | None = None
+    pending: Any = after
     # Zero, as a norm is not negative. Compilers fetch across barriers, but not before they know which slice
     # to fetch.
-    first: SliceIndex = (after < 0).astype(jnp.int32)
+    first_slice: SliceIndex = (after < 0).astype(jnp.int32)
     for leaf in leaves:
-        on_host, new = jax.lax.optimization_barrier(({name: leaf.arrays[name] for name in leaf.on_host}, new))
+        on_host, pending = jax.lax.optimization_barrier(
+            ({name: leaf.arrays[name] for name in leaf.on_host}, pending)
+        )
         state = leaf.arrays | on_host
         # Fetch the first slices while the last ones of the previous leaf are written, as within a leaf.
-        fetched = leaf.fetched(state, 0, first)
-        if before is not None:
-            old, rest = before
-            rest, fetched = jax.lax.optimization_barrier(
-                (old.written(rest, 1, new, old.slices.count - 1), fetched)
+        fetched = leaf.fetch_half(state, 0, first_slice)
+        if previous is not None:
+            previous_leaf, old_state = previous
+            old_state, fetched = jax.lax.optimization_barrier(
+                (previous_leaf.write_half(old_state, 1, pending, previous_leaf.slices.count - 1), fetched)
             )
-            done.append(old.written(rest, 0, new, old.slices.count - 1))
-        fetched |= leaf.fetched(state, 1, first)
-        # Fetch before the loop writes the same array, as in `advanced`: `first` is a number only when the
-        # program runs.
+            updated.append(previous_leaf.write_half(old_state, 0, pending, previous_leaf.slices.count - 1))
+        fetched |= leaf.fetch_half(state, 1, first_slice)
+        # Fetch before the loop writes the same array, as in `advance`: `first_slice` is a number only when
+        # the program runs.
         state, fetched = jax.lax.optimization_barrier((state, fetched))
-        state, new = leaf.computed(state, fetched, 0)
-        first = 0
+        state, pending = leaf.update_slice(state, fetched, 0)
+        # Only the first leaf must wait for the norm; later ones follow the leaf before them.
+        first_slice = 0
         if leaf.slices.count > 1:
-            state, new = jax.lax.fori_loop(0, leaf.slices.count - 1, leaf.advanced, (state, new))
-        before = leaf, state
-    if before is not None:
-        old, state = before
-        state = old.written(state, 1, new, old.slices.count - 1)
-        done.append(old.written(state, 0, new, old.slices.count - 1))
-    return done
+            state, pending = jax.lax.fori_loop(0, leaf.slices.count - 1, leaf.advance, (state, pending))
+        previous = leaf, state
+    if previous is not None:
+        previous_leaf, state = previous
+        state = previous_leaf.write_half(state, 1, pending, previous_leaf.slices.count - 1)
+        updated.append(previous_leaf.write_half(state, 0, pending, previous_leaf.slices.count - 1))
+    return updated
 
 
 def global_start(spec: PartitionSpec, shape: tuple[int, ...]) -> tuple[SliceIndex, ...]:
-    """Returns the index in the global array of the first element of this device's shard, which has
-    `shape`.
-    """
+    """Returns the global index of the first element of this device's shard, which has `shape`."""
     axes = (*spec, *[None] * (len(shape) - len(spec)))
     return tuple(
         0 if axis is None else jax.lax.axis_index(axis) * jnp.int32(length)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.model.param import Params
 from jtrain.optim import Moments, Optimizer, Update
-from jtrain.optim.state import arrays, by_muon, by_path, nested
+from jtrain.optim.state import arrays, flatten_by_path, nest, uses_muon
 from jtrain.step.guard import not_finite, not_finite_on_cpu
 from jtrain.step.host_offload import (
     Arrays,
@@ -26,11 +26,11 @@ from jtrain.step.host_offload import (
     StreamedParam,
     global_start,
     on_host_cores,
-    streamed,
+    stream_updates,
     to_device,
     to_host,
 )
-from jtrain.step.zero import own_shard, whole_again
+from jtrain.step.zero import gather_updated, own_shard
 
 _COUNT = "not_finite"
 """Array of a streamed parameter beside its own ones: NaN and infinite elements of each of its new slices."""
@@ -40,15 +40,13 @@ _GRAD = "grad"
 
 
 def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str]]:
-    """Returns the optimizer arrays kept in host memory, as pairs (path of the parameter, name of the
-    array).
-    """
-    kept = {path: arrays(optimizer.spec, info) for path, info in optimizer.infos.items()}
+    """Returns the optimizer arrays in host memory, as pairs (path of the parameter, name of the array)."""
+    state_arrays = {path: arrays(optimizer.spec, info) for path, info in optimizer.infos.items()}
     return layout.host_state(
         {
             (path, name): math.prod(x.shape) * x.dtype.itemsize
-            for path, of in kept.items()
-            for name, x in of.items()
+            for path, param_arrays in state_arrays.items()
+            for name, x in param_arrays.items()
         }
     )
 
@@ -56,17 +54,16 @@ def host_state(layout: Layout, optimizer: Optimizer) -> frozenset[tuple[str, str
 def make_update(
     optimizer: Optimizer, layout: Layout, mesh: Mesh
 ) -> Callable[[Update, Params, Params, Moments], tuple[Params, Moments, Array]]:
-    """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be called while
-    tracing.
+    """Returns `update(scalars, grads, params, opt_state) -> (params, opt_state, counts)`, to be traced.
 
     `scalars` come from `optimizer.begin`. `counts` is [devices] f32, in the order of the mesh: the elements
     of each device's shard of the new parameters and state that are NaN or infinite. Parameters and scales are
     counted; a moment that is not finite has made its parameter NaN. Arrays that stream through host memory
     are counted slice by slice.
     """
-    kept_on_host = host_state(layout, optimizer)
+    host_arrays = host_state(layout, optimizer)
     on_host: dict[str, frozenset[str]] = {
-        p.info.path: frozenset(name for path, name in kept_on_host if path == p.info.path)
+        p.info.path: frozenset(name for path, name in host_arrays if path == p.info.path)
         | ({"param"} if _streams(p, optimizer) else frozenset())
         | ({_GRAD} if p.gradient_memory == "pinned_host" else frozenset())
         for p in layout.params
@@ -76,15 +73,15 @@ def make_update(
     def update(
         scalars: Update, grads: Params, params: Params, opt_state: Moments
     ) -> tuple[Params, Moments, Float[Array, " devices"]]:
-        grad, param = (by_path(optimizer.params, tree) for tree in (grads, params))
+        grad, param = (flatten_by_path(optimizer.params, tree) for tree in (grads, params))
         leaves = optimizer.leaves(opt_state)
         for p in layout.params:
             path = p.info.path
             if not _streams(p, optimizer):
-                here = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
+                device_param = to_device(param[path]) if p.param_memory == "pinned_host" else param[path]
                 # The update reads and writes only this device's shard of the parameter, which is gathered
                 # afterwards.
-                param[path] = own_shard(layout, p, mesh, here)
+                param[path] = own_shard(layout, p, mesh, device_param)
             if not on_host[path]:
                 new = optimizer.update_param(scalars, p.info, grad[path], param[path], leaves[path])
                 param[path], leaves[path] = new
@@ -102,9 +99,9 @@ def make_update(
         counts = _not_finite_by_device(layout, mesh, resident)
         if streaming:
             states = {p.info.path: {"param": param[p.info.path], **leaves[p.info.path]} for p in streaming}
-            given = {p.info.path: grad[p.info.path] for p in streaming}
+            streamed_grads = {p.info.path: grad[p.info.path] for p in streaming}
             streamed_states, streamed_counts = _streamed_update(
-                optimizer, layout, on_host, mesh, scalars, given, states
+                optimizer, layout, on_host, mesh, scalars, streamed_grads, states
             )
             counts += streamed_counts
             for path, new in streamed_states.items():
@@ -113,9 +110,9 @@ def make_update(
         for p in layout.params:
             path = p.info.path
             if not _streams(p, optimizer):
-                here = whole_again(layout, p, mesh, param[path])
-                param[path] = to_host(here) if p.param_memory == "pinned_host" else here
-        return nested(optimizer.params, param), optimizer.state(leaves), counts
+                device_param = gather_updated(layout, p, mesh, param[path])
+                param[path] = to_host(device_param) if p.param_memory == "pinned_host" else device_param
+        return nest(optimizer.params, param), optimizer.state(leaves), counts
 
     return update
 
@@ -123,17 +120,17 @@ def make_update(
 def _not_finite_by_device(
     layout: Layout, mesh: Mesh, arrays: dict[str, tuple[Array, Arrays]]
 ) -> Float[Array, " devices"]:
-    """Counts the NaN and infinite elements of each device's shards; `arrays` are sharded like the optimizer
-    state.
-    """
+    """Counts the NaN and infinite elements of each device's shards of the optimizer's arrays."""
     specs = {p.info.path: p.optimizer for p in layout.params if p.info.path in arrays}
     count = not_finite_on_cpu if mesh.devices.flat[0].platform == "cpu" else not_finite
 
-    def local(arrays: dict[str, tuple[Array, Arrays]]) -> Array:
+    def count_shards(arrays: dict[str, tuple[Array, Arrays]]) -> Array:
         return count(arrays)[None].astype(jnp.float32)
 
-    out = P(mesh.axis_names)
-    return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out, check_vma=False)(arrays)
+    by_device = P(mesh.axis_names)
+    return jax.shard_map(count_shards, mesh=mesh, in_specs=(specs,), out_specs=by_device, check_vma=False)(
+        arrays
+    )
 
 
 def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
@@ -142,7 +139,9 @@ def _streams(p: ParamLayout, optimizer: Optimizer) -> bool:
     A parameter that is gathered after the update cannot stream, because the device then holds all of it.
     Neither can one that Muon updates, because Muon needs whole matrices.
     """
-    return p.param_memory == "pinned_host" and p.param == p.optimizer and not by_muon(optimizer.spec, p.info)
+    return (
+        p.param_memory == "pinned_host" and p.param == p.optimizer and not uses_muon(optimizer.spec, p.info)
+    )
 
 
 def _streamed_update(
@@ -154,72 +153,83 @@ def _streamed_update(
     grads: dict[str, Array],
     states: dict[str, Arrays],
 ) -> tuple[dict[str, Arrays], Float[Array, " devices"]]:
-    """Updates the parameters that have arrays in host memory, each device its own shard; dicts are keyed by
-    path.
+    """Updates the parameters that have arrays in host memory, by path; each device its own shard.
 
     Returns the new states, and how many elements of each device's shards are NaN or infinite.
     """
     layouts = [p for p in layout.params if on_host[p.info.path]]
 
-    def leaf(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> StreamedParam:
-        stacked = p.info.dims.startswith("Y")
-        slices = Slices({_GRAD: grad, **state}, stacked=stacked)
+    def streamed_param(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> StreamedParam:
+        is_stacked = p.info.dims.startswith("Y")
+        slices = Slices({_GRAD: grad, **state}, stacked=is_stacked)
         start = global_start(p.optimizer, grad.shape)
         # One count per slice, sliced like every other array.
-        counts = jnp.zeros((grad.shape[0], slices.parts) if stacked else (slices.parts,), jnp.int32)
+        counts = jnp.zeros((grad.shape[0], slices.parts) if is_stacked else (slices.parts,), jnp.int32)
 
         def update(index: SliceIndex, pieces: Arrays) -> Arrays:
             layer, part = slices.place(index)
+            # Only the count's old slice: the new one is computed below.
             del pieces[_COUNT]
-            if stacked:
+            if is_stacked:
                 pieces = {name: x[0] for name, x in pieces.items()}
             grad, param = pieces.pop(_GRAD), pieces.pop("param")
-            first = (start[stacked] + part * grad.shape[0], *start[stacked + 1 :])
-            param, of_leaf = optimizer.update_param(
-                scalars, p.info, grad, param, pieces, layer=layer if stacked else None, start=first
+            # Noise depends on the global index, so slices round as the whole array would.
+            first = (start[is_stacked] + part * grad.shape[0], *start[is_stacked + 1 :])
+            param, new_state = optimizer.update_param(
+                scalars, p.info, grad, param, pieces, layer=layer if is_stacked else None, start=first
             )
-            new = {"param": param, **of_leaf}
+            new = {"param": param, **new_state}
             new[_COUNT] = not_finite(new)[None]
-            return {name: x[None] for name, x in new.items()} if stacked else new
+            return {name: x[None] for name, x in new.items()} if is_stacked else new
 
         return StreamedParam(state | {_GRAD: grad, _COUNT: counts}, on_host[p.info.path], slices, update)
 
-    def by_host(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Arrays:
+    def update_on_host(p: ParamLayout, scalars: Update, grad: Array, state: Arrays) -> Arrays:
         def update(scalars: Update, grad: Array, state: Arrays) -> Arrays:
-            of_leaf = {name: x for name, x in state.items() if name != "param"}
-            param, of_leaf = optimizer.update_param(scalars, p.info, grad, state["param"], of_leaf)
-            new = {"param": param, **of_leaf}
+            new_state = {name: x for name, x in state.items() if name != "param"}
+            param, new_state = optimizer.update_param(scalars, p.info, grad, state["param"], new_state)
+            new = {"param": param, **new_state}
             return new | {_COUNT: not_finite(new)}
 
         new = on_host_cores(update, scalars, grad, state)
-        here = {_COUNT} if "param" in on_host[p.info.path] else {_COUNT, "param"}
-        return new | {name: to_device(new[name]) for name in here}
+        # Only the count goes back to the device, and a parameter that lives there.
+        device_names = {_COUNT} if "param" in on_host[p.info.path] else {_COUNT, "param"}
+        return new | {name: to_device(new[name]) for name in device_names}
 
-    def local(
+    def update_shards(
         scalars: Update, grads: dict[str, Array], states: dict[str, Arrays]
     ) -> tuple[dict[str, Arrays], Array]:
         # If update=host, the host's cores update parameters whose state is in host memory. A parameter in
         # host memory whose state is on the device streams, and so does one with only its gradient in host
         # memory.
-        cores = [
+        host_params = [
             p
             for p in layouts
             if layout.spec.offload.update == "host" and on_host[p.info.path] - {"param", _GRAD}
         ]
-        found = {p.info.path: by_host(p, scalars, grads[p.info.path], states[p.info.path]) for p in cores}
-        # Stacks first: an array of one slice needs no index that the first fetch could wait for.
-        others = sorted((p for p in layouts if p not in cores), key=lambda p: not p.info.is_stacked)
-        leaves = [leaf(p, scalars, grads[p.info.path], states[p.info.path]) for p in others]
-        found |= {
-            p.info.path: new for p, new in zip(others, streamed(leaves, scalars.grad_norm), strict=True)
+        new_states = {
+            p.info.path: update_on_host(p, scalars, grads[p.info.path], states[p.info.path])
+            for p in host_params
         }
-        for new in found.values():
+        # Stacks first: an array of one slice needs no index that the first fetch could wait for.
+        streamed_params = sorted(
+            (p for p in layouts if p not in host_params), key=lambda p: not p.info.is_stacked
+        )
+        leaves = [
+            streamed_param(p, scalars, grads[p.info.path], states[p.info.path]) for p in streamed_params
+        ]
+        new_states |= {
+            p.info.path: new
+            for p, new in zip(streamed_params, stream_updates(leaves, scalars.grad_norm), strict=True)
+        }
+        # Gradients were only read; their buffers are the caller's.
+        for new in new_states.values():
             new.pop(_GRAD, None)
-        count = sum((jnp.sum(new.pop(_COUNT)) for new in found.values()), jnp.zeros((), jnp.int32))
-        return found, count[None].astype(jnp.float32)
+        count = sum((jnp.sum(new.pop(_COUNT)) for new in new_states.values()), jnp.zeros((), jnp.int32))
+        return new_states, count[None].astype(jnp.float32)
 
     specs = {p.info.path: p.optimizer for p in layouts}
     out_specs = (specs, P(mesh.axis_names))
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(P(), specs, specs), out_specs=out_specs, check_vma=False
+        update_shards, mesh=mesh, in_specs=(P(), specs, specs), out_specs=out_specs, check_vma=False
     )(scalars, grads, states)

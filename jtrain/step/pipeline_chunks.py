@@ -9,6 +9,10 @@ and fills a slot of stashes instead, from which `weight_gradients` makes them la
 (`jtrain.model.split_backward`). Norm scales, routers and routed experts get their gradients in `backward`
 always.
 
+Example: 8 layers on 2 workers with 2 chunks each make k = 2. Worker 0 has rows 0 to 3 of its stacks: chunk 0
+is rows 0 and 1, chunk 1 rows 2 and 3. With 3 input slots, one value [B, L, D] of a layer takes an array [3,
+2, B, L, D], and the pass of chunk 1 in slot 2 fills [2, 0] and [2, 1].
+
 `ChunkPass.present` is True, or an array that is False where the worker only keeps its neighbours company.
 Then nothing changes but the output, which nobody reads.
 """
@@ -23,11 +27,11 @@ from flax.traverse_util import flatten_dict
 from jaxtyping import Array, Bool, Float, Int
 
 from jtrain.model import ops
-from jtrain.model.forward_placement import by_rows
+from jtrain.model.forward_placement import row_major
 from jtrain.model.layer_scan import Detached, Layer
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
-from jtrain.model.split_backward import Site, SplitKernel, recorded
+from jtrain.model.split_backward import Site, SplitKernel, record_sites
 
 type LayerSlots = list[Array]
 """Arrays [slots, k, ...], one per value that a layer keeps."""
@@ -42,11 +46,11 @@ class Gradients:
     """Sums over microbatches for this worker's layers, float32, [chunks * k, ...], by path below `layers`.
 
     trained: gradients of the weights, in the shapes that JAX differentiates.
-    seen: largest absolute values in 8-bit matmuls, for each such weight [chunks * k, 3]; empty without them.
+    amax: largest absolute values in 8-bit matmuls, for each such weight [chunks * k, 3]; empty without them.
     """
 
     trained: dict[str, Any]
-    seen: dict[str, Any]
+    amax: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +81,8 @@ class StageChunks:
     real_Y: True where a place holds a layer of the model, False for an identity layer; [chunks * k].
     router: cotangents of the router losses of every layer; None for a dense model.
     unroll: layers per iteration of the compiled loops.
-    sites, kept: set by `traced`: products whose weights get their gradients later, and shapes of what a layer
-      keeps.
+    sites, saved_shapes: set by `trace`: products whose weights get their gradients later, and shapes of what
+      a layer keeps.
     """
 
     layer: Layer
@@ -90,105 +94,124 @@ class StageChunks:
     router: RouterLosses | None
     unroll: int
     sites: Mapping[str, Site] = dataclasses.field(default_factory=dict)
-    kept: Any = None
+    saved_shapes: Any = None
 
-    def traced(self, x_BLD: Any, shared: Any) -> "StageChunks":
+    def trace(self, x_BLD: Any, shared: Any) -> "StageChunks":
         """The chunks for a residual stream of this shape."""
-        with recorded() as sites:
+        # Sites first: `_vjp` below passes their taps, without which split kernels cannot be differentiated.
+        with record_sites() as sites:
             if self.split:
-                jax.eval_shape(lambda x, w, shared: self._one(x, w, shared, None), x_BLD, self._at(0), shared)
-        found = dataclasses.replace(self, sites=sites)
-        kept = jax.eval_shape(lambda x, w, shared: found._vjp(x, w, shared)[1], x_BLD, self._at(0), shared)
-        return dataclasses.replace(found, kept=kept)
+                jax.eval_shape(
+                    lambda x, w, shared: self._run_layer(x, w, shared, None),
+                    x_BLD,
+                    self._weights_at(0),
+                    shared,
+                )
+        with_sites = dataclasses.replace(self, sites=sites)
+        saved_shapes = jax.eval_shape(
+            lambda x, w, shared: with_sites._vjp(x, w, shared)[1], x_BLD, self._weights_at(0), shared
+        )
+        return dataclasses.replace(with_sites, saved_shapes=saved_shapes)
 
-    def kept_slots(self, num_slots: int) -> LayerSlots:
+    def layer_slots(self, num_slots: int) -> LayerSlots:
         """Empty slots for what the layers of a chunk keep."""
-        return self._slots(self.kept, num_slots)
+        return self._slots(self.saved_shapes, num_slots)
 
     def stash_slots(self, num_slots: int) -> LayerSlots:
         """Empty slots for what the gradients of a chunk's weights need."""
         return self._slots(jax.eval_shape(self._taps), num_slots)
 
-    def _slots(self, like: Any, num_slots: int) -> LayerSlots:
-        return [jnp.zeros((num_slots, self.per_chunk, *x.shape), x.dtype) for x in jax.tree.leaves(like)]
+    def _slots(self, shapes: Any, num_slots: int) -> LayerSlots:
+        return [jnp.zeros((num_slots, self.per_chunk, *x.shape), x.dtype) for x in jax.tree.leaves(shapes)]
 
     def forward(
-        self, work: ChunkPass, x_BLD: Float[Array, "B _ D"], kept: LayerSlots
+        self, chunk_pass: ChunkPass, x_BLD: Float[Array, "B _ D"], layer_slots: LayerSlots
     ) -> tuple[Float[Array, "B _ D"], LayerSlots]:
-        """Output of a chunk, and `kept` with a slot filled."""
+        """Output of a chunk, and `layer_slots` with a slot filled."""
 
-        def body(carry: tuple[Array, LayerSlots], place: Array) -> tuple[tuple[Array, LayerSlots], None]:
-            x_BLD, kept = carry
-            x_BLD, vjp = self._vjp(x_BLD, self._at(self._row(work, place)), work.shared)
-            return (x_BLD, _put_all(kept, vjp, work.slot, place, work.present)), None
+        def body(carry: tuple[Array, LayerSlots], index: Array) -> tuple[tuple[Array, LayerSlots], None]:
+            x_BLD, layer_slots = carry
+            # A vjp is a pytree: its arrays go into the slots, its structure is the same for every layer.
+            x_BLD, vjp = self._vjp(x_BLD, self._weights_at(self._row(chunk_pass, index)), chunk_pass.shared)
+            return (x_BLD, _put_all(layer_slots, vjp, chunk_pass.slot, index, chunk_pass.present)), None
 
-        return self._loop(body, (x_BLD, kept))
+        return self._loop(body, (x_BLD, layer_slots))
 
-    def apply(self, work: ChunkPass, x_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
+    def apply(self, chunk_pass: ChunkPass, x_BLD: Float[Array, "B _ D"]) -> Float[Array, "B _ D"]:
         """Output of a chunk, keeping nothing."""
 
-        def body(x_BLD: Array, place: Array) -> tuple[Array, None]:
-            return self.layer((x_BLD, self._no_losses()), self._at(self._row(work, place)), work.shared)[
-                0
-            ], None
+        def body(x_BLD: Array, index: Array) -> tuple[Array, None]:
+            return self.layer(
+                (x_BLD, self._no_losses()), self._weights_at(self._row(chunk_pass, index)), chunk_pass.shared
+            )[0], None
 
         return self._loop(body, x_BLD)
 
     def backward(
         self,
-        work: ChunkPass,
+        chunk_pass: ChunkPass,
         dx_BLD: Float[Array, "B _ D"],
-        kept: LayerSlots,
+        layer_slots: LayerSlots,
         stashes: LayerSlots,
         gradients: Gradients,
     ) -> tuple[Float[Array, "B _ D"], LayerSlots, Gradients]:
-        """Gradient of a chunk's input, `stashes` with a slot filled, and `gradients` with those of its
-        weights.
-        """
-        if work.present is not True:
-            dx_BLD = jnp.where(work.present, dx_BLD, 0)  # all gradients are then zero
+        """Gradient of a chunk's input, `stashes` with a slot filled, and the new `gradients`."""
+        if chunk_pass.present is not True:
+            dx_BLD = jnp.where(chunk_pass.present, dx_BLD, 0)  # all gradients are then zero
 
         def body(
-            carry: tuple[Array, LayerSlots, Gradients], place: Array
+            carry: tuple[Array, LayerSlots, Gradients], index: Array
         ) -> tuple[tuple[Array, LayerSlots, Gradients], None]:
             dx_BLD, stashes, gradients = carry
-            row = self._row(work, place)
+            row = self._row(chunk_pass, index)
             vjp = jax.tree.unflatten(
-                jax.tree.structure(self.kept), [_take(all_, work.slot, place) for all_ in kept]
+                jax.tree.structure(self.saved_shapes),
+                [_take(slots, chunk_pass.slot, index) for slots in layer_slots],
             )
-            vjp.args_res[1:] = [self._at(row), work.shared, self._taps()]
-            dx_BLD, dweights, _, taps = vjp((dx_BLD, self._of_router(row, work.present)))
-            stashes = _put_all(stashes, taps, work.stash, place, work.present)
-            whole = {path: d for path, d in flatten_dict(dweights, sep=".").items() if path not in self.split}
-            return (dx_BLD, stashes, self._added(gradients, whole, row, work.present)), None
+            # The arguments that `saveable_args` left out: weights, shared values and taps, fetched or made
+            # anew.
+            vjp.args_res[1:] = [self._weights_at(row), chunk_pass.shared, self._taps()]
+            dx_BLD, dweights, _, taps = vjp((dx_BLD, self._router_cotangents(row, chunk_pass.present)))
+            stashes = _put_all(stashes, taps, chunk_pass.stash, index, chunk_pass.present)
+            # Split weights have zero gradients here: `weight_gradients` makes theirs from the taps.
+            unsplit_grads = {
+                path: grad for path, grad in flatten_dict(dweights, sep=".").items() if path not in self.split
+            }
+            return (
+                dx_BLD,
+                stashes,
+                self._add_gradients(gradients, unsplit_grads, row, chunk_pass.present),
+            ), None
 
+        # The last layer of the chunk first, at the same index as in the forward pass.
         return self._loop(body, (dx_BLD, stashes, gradients), reverse=True)
 
-    def weight_gradients(self, work: ChunkPass, stashes: LayerSlots, gradients: Gradients) -> Gradients:
+    def weight_gradients(self, chunk_pass: ChunkPass, stashes: LayerSlots, gradients: Gradients) -> Gradients:
         """`gradients` with those that `backward` left out, from a slot of stashes."""
-        like = jax.tree.structure(jax.eval_shape(self._taps))
+        taps_tree = jax.tree.structure(jax.eval_shape(self._taps))
 
-        def body(gradients: Gradients, place: Array) -> tuple[Gradients, None]:
-            taps = jax.tree.unflatten(like, [_take(all_, work.stash, place) for all_ in stashes])
-            if work.present is not True:
-                taps = jax.tree.map(lambda x: jnp.where(work.present, x, 0), taps)
-            row = self._row(work, place)
+        def body(gradients: Gradients, index: Array) -> tuple[Gradients, None]:
+            taps = jax.tree.unflatten(taps_tree, [_take(slots, chunk_pass.stash, index) for slots in stashes])
+            if chunk_pass.present is not True:
+                # A slot that nobody wrote may hold anything; zeros add zero gradients.
+                taps = jax.tree.map(lambda x: jnp.where(chunk_pass.present, x, 0), taps)
+            row = self._row(chunk_pass, index)
             weights = {
                 path: weight
-                for path, weight in flatten_dict(self._at(row), sep=".").items()
+                for path, weight in flatten_dict(self._weights_at(row), sep=".").items()
                 if path in self.split
             }
 
             def products(weights: dict[str, Any]) -> dict[str, tuple[Array, ...]]:
                 kernels = {path: self.fetch(f"layers.{path}", weight) for path, weight in weights.items()}
                 return {
-                    name: site.again(taps[name], [kernels[path] for path in site.paths])
+                    name: site.replay(taps[name], [kernels[path] for path in site.paths])
                     for name, site in self.sites.items()
                 }
 
             _, vjp = jax.vjp(products, weights)  # XLA drops the products themselves
-            (dweights,) = vjp({name: of.results for name, of in taps.items()})
-            return self._added(gradients, dweights, row, work.present), None
+            (dweights,) = vjp({name: product_taps.results for name, product_taps in taps.items()})
+            return self._add_gradients(gradients, dweights, row, chunk_pass.present), None
 
         return self._loop(body, gradients)
 
@@ -202,37 +225,38 @@ class StageChunks:
         """`body` for every place of a chunk."""
         return jax.lax.scan(body, carry, jnp.arange(self.per_chunk), reverse=reverse, unroll=self.unroll)[0]
 
-    def _added(
+    def _add_gradients(
         self, gradients: Gradients, dweights: dict[str, Any], row: Array, present: Present
     ) -> Gradients:
         # The largest values of an identity layer, whose weights are zeros, are no one's.
-        highest = jnp.where(self.real_Y[row] & present, jnp.inf, 0.0)
-        more = _parts(dweights)
+        limit = jnp.where(self.real_Y[row] & present, jnp.inf, 0.0)
+        # A weight in 8 bits has two gradients: of its values, and of the probe that carries the amax.
+        parts = _parts(dweights)
         with jax.named_scope("reduce_gradients"):
-            trained = {path: _add(gradients.trained[path], row, one) for path, one in more.trained.items()}
-            seen = {
-                path: _highest(gradients.seen[path], row, one, highest) for path, one in more.seen.items()
+            trained = {path: _add(gradients.trained[path], row, grad) for path, grad in parts.trained.items()}
+            amax = {
+                path: _highest(gradients.amax[path], row, grad, limit) for path, grad in parts.amax.items()
             }
-        return Gradients(gradients.trained | trained, gradients.seen | seen)
+        return Gradients(gradients.trained | trained, gradients.amax | amax)
 
-    def _of_router(self, row: Array, present: Present) -> RouterLosses | None:
+    def _router_cotangents(self, row: Array, present: Present) -> RouterLosses | None:
         return jax.tree.map(lambda weight: jnp.where(self.real_Y[row] & present, weight, 0.0), self.router)
 
     def _no_losses(self) -> RouterLosses | None:
         return None if self.router is None else RouterLosses(*jnp.zeros((2,)))
 
-    def _at(self, row: Array | int) -> Params:
+    def _weights_at(self, row: Array | int) -> Params:
         """Weights of one layer, on the device."""
 
-        def one(x: Array) -> Array:
+        def layer_slice(x: Array) -> Array:
             on_host = jax.typeof(x).memory_space is jax.memory.Space.Host
             layer = jax.lax.dynamic_index_in_dim(x, row, keepdims=False)
             # By rows, as it lies there: XLA:TPU aborts if the copy is to change the layout too.
-            return by_rows(jax.device_put(layer, jax.memory.Space.Device)) if on_host else layer
+            return row_major(jax.device_put(layer, jax.memory.Space.Device)) if on_host else layer
 
-        return jax.tree.map(one, self.weights)
+        return jax.tree.map(layer_slice, self.weights)
 
-    def _one(
+    def _run_layer(
         self, x_BLD: Array, weights: Params, shared: Any, taps: Any
     ) -> tuple[Array, RouterLosses | None]:
         def split(path: str, tree: Any) -> Any:
@@ -240,22 +264,22 @@ class StageChunks:
                 return {key: split(f"{path}.{key}" if path else key, value) for key, value in tree.items()}
             if path not in self.split:
                 return tree
+            # Taps belong to a product's first kernel; its other kernels have none.
             return SplitKernel(tree, (taps or {}).get(path), path)
 
         return self.layer((x_BLD, self._no_losses()), split("", weights), shared)
 
-    def _row(self, work: ChunkPass, place: Array) -> Array:
-        return work.chunk * self.per_chunk + place
+    def _row(self, chunk_pass: ChunkPass, index: Array) -> Array:
+        return chunk_pass.chunk * self.per_chunk + index
 
     def _taps(self) -> dict[str, Any]:
         return {name: site.taps() for name, site in self.sites.items()}
 
     def _vjp(self, x_BLD: Array, weights: Params, shared: Any) -> tuple[Array, Any]:
-        """Output of a layer, and its `jax.vjp` with what it keeps: not its arguments, which `backward` has
-        again.
-        """
+        """Output of a layer, and its `jax.vjp` without the arguments, which `backward` has again."""
+        # Only the layer's input is an argument that the slots must hold.
         keep = (True, False, False, False)
-        (x_BLD, _), vjp = jax.vjp(self._one, x_BLD, weights, shared, self._taps(), saveable_args=keep)
+        (x_BLD, _), vjp = jax.vjp(self._run_layer, x_BLD, weights, shared, self._taps(), saveable_args=keep)
         return x_BLD, vjp
 
 
@@ -266,46 +290,48 @@ def _parts(weights: dict[str, Any]) -> Gradients:
         inner = leaf.value if isinstance(leaf, ops.Fp8Kernel) else leaf
         return inner.trained if isinstance(inner, Detached) else inner
 
-    seen = {path: leaf.seen_3 for path, leaf in weights.items() if isinstance(leaf, ops.Fp8Kernel)}
+    probes = {path: leaf.seen_3 for path, leaf in weights.items() if isinstance(leaf, ops.Fp8Kernel)}
     return Gradients(
         {path: trained(leaf) for path, leaf in weights.items()},
-        {path: amax for path, amax in seen.items() if amax is not None},
+        {path: probe for path, probe in probes.items() if probe is not None},
     )
 
 
-def _take(all_: Array, slot: Any, place: Array) -> Array:
+def _take(slots: Array, slot: Any, index: Array) -> Array:
     """Value of one layer, from [slots, k, ...].
 
     Contiguous by rows: without it XLA:TPU copies all slots in every tick, into the layout that a matmul of
     one of them prefers.
     """
-    sizes = (1, 1, *all_.shape[2:])
-    return by_rows(jax.lax.dynamic_slice(all_, (slot, place, *[0] * (all_.ndim - 2)), sizes)).reshape(
-        all_.shape[2:]
+    sizes = (1, 1, *slots.shape[2:])
+    return row_major(jax.lax.dynamic_slice(slots, (slot, index, *[0] * (slots.ndim - 2)), sizes)).reshape(
+        slots.shape[2:]
     )
 
 
-def _put_all(slots: LayerSlots, tree: Any, slot: Any, place: Array, present: Present) -> LayerSlots:
+def _put_all(slots: LayerSlots, tree: Any, slot: Any, index: Array, present: Present) -> LayerSlots:
     """`slots` with the values of one layer."""
-    leaves = map(
-        jnp.asarray, jax.tree.leaves(tree)
-    )  # attention on a GPU keeps a constant, which is no traced array
-    return [_put(all_, one, slot, place, present) for all_, one in zip(slots, leaves, strict=True)]
+    # Attention on a GPU keeps a constant, which is no traced array.
+    leaves = map(jnp.asarray, jax.tree.leaves(tree))
+    return [
+        _put(slot_array, leaf, slot, index, present) for slot_array, leaf in zip(slots, leaves, strict=True)
+    ]
 
 
-def _put(all_: Array, one: Array, slot: Any, place: Array, present: Present) -> Array:
+def _put(slots: Array, leaf: Array, slot: Any, index: Array, present: Present) -> Array:
+    # Without work the slot keeps its value: another microbatch may be waiting in it.
     if present is not True:
-        one = jnp.where(present, one, _take(all_, slot, place))
-    return jax.lax.dynamic_update_slice(all_, one[None, None], (slot, place, *[0] * one.ndim))
+        leaf = jnp.where(present, leaf, _take(slots, slot, index))
+    return jax.lax.dynamic_update_slice(slots, leaf[None, None], (slot, index, *[0] * leaf.ndim))
 
 
-def _add(total_Y: Array, row: Array, one: Array) -> Array:
-    old = jax.lax.dynamic_index_in_dim(total_Y, row, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(total_Y, old + one.astype(total_Y.dtype), row, 0)
+def _add(total_Y: Array, row: Array, grad: Array) -> Array:
+    current = jax.lax.dynamic_index_in_dim(total_Y, row, keepdims=False)
+    return jax.lax.dynamic_update_index_in_dim(total_Y, current + grad.astype(total_Y.dtype), row, 0)
 
 
-def _highest(total_Y3: Array, row: Array, one_3: Array, limit: Array) -> Array:
-    old_3 = jax.lax.dynamic_index_in_dim(total_Y3, row, keepdims=False)
+def _highest(total_Y3: Array, row: Array, amax_3: Array, limit: Array) -> Array:
+    current_3 = jax.lax.dynamic_index_in_dim(total_Y3, row, keepdims=False)
     return jax.lax.dynamic_update_index_in_dim(
-        total_Y3, jnp.maximum(old_3, jnp.minimum(one_3, limit)), row, 0
+        total_Y3, jnp.maximum(current_3, jnp.minimum(amax_3, limit)), row, 0
     )

@@ -45,6 +45,7 @@ def counts_of(layout: Layout) -> TickCounts:
     # If layers permute, all ticks take as long, and the fewest are the shortest.
     times = None if layers_permute(layout) else relative_costs(layout)
     counts = _counts(layout.pipeline, layout.spec.microbatches, times)
+    # Groups use each weight several times, but a split backward pass keeps one input per product.
     if counts.splits_backward and layout.spec.sequence_groups > 1:
         raise UserError(
             f"layout.sequence_groups={layout.spec.sequence_groups} with "
@@ -61,12 +62,14 @@ def ticks_of(layout: Layout, *, trains: bool = True) -> Ticks:
       UserError: as `counts_of`.
     """
     assert layout.pipeline is not None
+    # Forward passes alone give the same ticks under every packing.
     packing = counts_of(layout).packing if trains else "fused"
-    return _lowered(layout.pipeline, layout.spec.microbatches, packing, trains)
+    return _lower(layout.pipeline, layout.spec.microbatches, packing, trains)
 
 
 def relative_costs(layout: Layout) -> tuple[float, float, float]:
     """Times of F, I and W in units of F, for which the packing is chosen."""
+    # F, I and W have about the same matmuls; under remat=full I recomputes the forward pass, one F more.
     return 1.0, 2.0 if layout.spec.remat == "full" else 1.0, 1.0
 
 
@@ -74,20 +77,19 @@ def relative_costs(layout: Layout) -> tuple[float, float, float]:
 def _counts(
     pipeline: PipelineLayout, microbatches: int, times: tuple[float, float, float] | None
 ) -> TickCounts:
-    """Sizes of the packing that takes the least time, by those of F, I and W of every chunk; None: the fused
-    one.
-    """
+    """Sizes of the packing that is fastest by the times of F, I and W; of the fused one without times."""
     spec = pipeline.spec
 
-    def of(packing: Packing) -> TickCounts:
+    def count_packing(packing: Packing) -> TickCounts:
         if spec.is_file:
+            # A file may have any order: it is counted tick by tick, not continued from smaller numbers.
             return count_ticks(pack(schedule_of(pipeline, microbatches), packing))
         return family_counts(spec.schedule, pipeline.stages, microbatches, pipeline.chunks, packing)
 
-    return of("fused") if times is None else shortest(of, *times)
+    return count_packing("fused") if times is None else shortest(count_packing, *times)
 
 
 @functools.cache
-def _lowered(pipeline: PipelineLayout, microbatches: int, packing: Packing, trains: bool) -> Ticks:
+def _lower(pipeline: PipelineLayout, microbatches: int, packing: Packing, trains: bool) -> Ticks:
     schedule = schedule_of(pipeline, microbatches)
     return make_ticks(schedule if trains else schedule.forward_only, packing)

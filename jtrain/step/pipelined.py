@@ -22,24 +22,21 @@ from jaxtyping import Array, Float, Int
 
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
-from jtrain.model.forward_placement import Placement, by_rows
-from jtrain.model.fp8_scaling import fp8_weights, unseen, with_fp8
+from jtrain.model.forward_placement import row_major
 from jtrain.model.param import Params
-from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.pipeline.schedule import StageHop
 from jtrain.pipeline.tick_grid import NONE
 from jtrain.pipeline.ticks import SCOPES, Field, Ticks, arriving_cotangent, arriving_input
 from jtrain.step.pipeline_chunks import ChunkPass, Gradients, LayerSlots, Present, StageChunks
 from jtrain.step.pipeline_ends import Ends
 from jtrain.step.pipeline_ticks import layers_permute, ticks_of
+from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
+from jtrain.step.stage_moves import send, store
 from jtrain.step.zero import (
-    gathered_once,
+    gather_once,
     gathers_once,
-    placement_of,
-    scattered_once,
+    scatter_once,
     trained_part,
-    with_whole,
 )
 
 
@@ -49,7 +46,7 @@ class _Carry:
     """The values that pass from tick to tick.
 
     inputs, cotangents: [slots, B, L, D], of this worker's chunks.
-    kept: between forward and backward pass, in the slots of the inputs.
+    layer_slots: what layers keep between forward and backward pass, in the slots of the inputs.
     stashes: between the two parts of a backward pass.
     layers: sums of gradients of this worker's layers.
     ends: sums of gradients of everything else, float32.
@@ -58,18 +55,11 @@ class _Carry:
 
     inputs: Any
     cotangents: Any
-    kept: LayerSlots
+    layer_slots: LayerSlots
     stashes: LayerSlots
     layers: Gradients
     ends: Params
     nats: Any
-
-
-def pipeline_placement(layout: Layout) -> Placement:
-    """Placement of a pipelined model: layers keep named values and no weights, and stages share the
-    vocabulary.
-    """
-    return dataclasses.replace(placement_of(layout), stage=layout.mesh.stage, regather=True)
 
 
 def pipelined_gradients(
@@ -80,8 +70,7 @@ def pipelined_gradients(
     parts: Batch,
     unit: Float[Array, ""],
 ) -> tuple[Params, dict[str, Any], Float[Array, ""]]:
-    """Gradients of one worker summed over microbatches, largest values in 8-bit matmuls, and its share of the
-    loss.
+    """Gradients of one worker over all microbatches, its largest values in 8 bits, its share of the loss.
 
     Args:
       params, scaling: this worker's.
@@ -93,9 +82,10 @@ def pipelined_gradients(
     """
     assert layout.pipeline is not None
     if gathers_once(layout):
-        whole, params = gathered_once(layout, params)
-        grads, seen, nats = pipelined_gradients(model, whole, params, scaling, parts, unit)
-        return scattered_once(layout, grads), seen, nats
+        # Once per step: inside the ticks layers then see stage 1, and nothing is gathered or scattered there.
+        full_layout, params = gather_once(layout, params)
+        grads, amax, nats = pipelined_gradients(model, full_layout, params, scaling, parts, unit)
+        return scatter_once(layout, grads), amax, nats
     trained = trained_part(layout, params)
     ticks = ticks_of(layout)
     placement = pipeline_placement(layout)
@@ -103,60 +93,23 @@ def pipelined_gradients(
     worker = _Worker(
         model, layout, ticks, ends, chunks_of(model, layout, placement, params, trained, scaling, unit)
     )
-    end = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
-    seen = {"layers": unflatten_dict(end.layers.seen, sep=".")} if scaling else {}
-    return {**end.ends, "layers": unflatten_dict(end.layers.trained, sep=".")}, seen, end.nats
+    # Everything but the layers: their gradients are summed chunk by chunk in the carry.
+    final = worker.run({key: value for key, value in trained.items() if key != "layers"}, parts, unit)
+    amax = {"layers": unflatten_dict(final.layers.amax, sep=".")} if scaling else {}
+    return {**final.ends, "layers": unflatten_dict(final.layers.trained, sep=".")}, amax, final.nats
 
 
 def pipelined_nats(model: Transformer, layout: Layout, params: Params, parts: Batch) -> Float[Array, "M B _"]:
-    """Cross entropy of each token at this device's positions, in nats, the same on every stage; 0 without a
-    target.
-    """
+    """Cross entropy in nats of this device's tokens, equal on all stages; 0 without a target."""
     assert layout.pipeline is not None
     ticks = ticks_of(layout, trains=False)
     placement = pipeline_placement(layout)
     ends = Ends(model, layout, placement, params, ticks.embed_worker, ticks.head_worker)
     trained = trained_part(layout, params)
+    # Evaluation multiplies in the compute dtype, and there is no gradient whose size `unit` would estimate.
     chunks = chunks_of(model, layout, placement, params, trained, None, jnp.float32(0))
     worker = _Worker(model, layout, ticks, ends, chunks)
-    return worker.evaluated({key: value for key, value in trained.items() if key != "layers"}, parts)
-
-
-def chunks_of(
-    model: Transformer,
-    layout: Layout,
-    placement: Placement,
-    params: Params,
-    trained: Params,
-    scaling: dict[str, Any] | None,
-    unit: Float[Array, ""],
-) -> StageChunks:
-    """The worker's layers, ready to compute; without 8-bit matmuls if `scaling` is None."""
-    assert layout.pipeline is not None
-    pipeline, infos = layout.pipeline, tuple(p.info for p in layout.params)
-    weights = with_whole(layout, trained, params)
-    if scaling is not None and layout.precision.matmul_dtype != "compute":
-        weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
-    real_PY = (jnp.asarray(pipeline.order) >= 0).reshape(pipeline.stages, -1)
-    router = None
-    if model.moe is not None:
-        of_losses = (
-            jnp.stack([model.moe.balance_loss * unit, model.moe.router_z_loss * unit]) / model.num_layers
-        )
-        router = RouterLosses(*of_losses)
-    split = frozenset[str]()
-    if ticks_of(layout).schedule.splits_backward:
-        split = frozenset(info.path.removeprefix("layers.") for info in fp8_weights(infos))
-    return StageChunks(
-        model.layer(placement),
-        placement.fetch,
-        weights["layers"],
-        split,
-        pipeline.layers_per_chunk,
-        real_PY[jax.lax.axis_index("stage")],
-        router,
-        1 if model.scan_layers else pipeline.layers_per_chunk,
-    )
+    return worker.evaluate({key: value for key, value in trained.items() if key != "layers"}, parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,15 +129,14 @@ class _Worker:
           trained: what JAX differentiates, without the layers.
         """
         ticks, x_BLD = self.ticks, self._residual_stream(trained, parts)
-        worker = dataclasses.replace(
-            self, chunks=self.chunks.traced(x_BLD, self._shared(parts, jnp.int32(0)))
-        )
+        worker = dataclasses.replace(self, chunks=self.chunks.trace(x_BLD, self._shared(parts, jnp.int32(0))))
         chunks = worker.chunks
         start = _Carry(
             jnp.zeros((ticks.num_inputs, *x_BLD.shape), x_BLD.dtype),
             jnp.zeros((ticks.num_cotangents, *x_BLD.shape), x_BLD.dtype),
-            chunks.kept_slots(ticks.num_inputs),
-            chunks.stash_slots(ticks.num_stashes + self._mixed),
+            chunks.layer_slots(ticks.num_inputs),
+            # The additional slot is the one that unsplit passes use within their own tick.
+            chunks.stash_slots(ticks.num_stashes + self._mixes_splits),
             chunks.no_gradients(),
             jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), trained),
             jnp.zeros((), jnp.float32),
@@ -193,21 +145,21 @@ class _Worker:
         def tick(carry: _Carry, row_F: Int[Array, " F"]) -> tuple[_Carry, None]:
             return worker._tick(carry, row_F, trained, parts, unit), None
 
+        # One scan over all ticks: the program has the code of one tick, however long the schedule is.
         return jax.lax.scan(tick, start, self._rows())[0]
 
-    def evaluated(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
-        """Runs the ticks of a schedule that has only forward passes; returns the cross entropy of each
-        token.
-        """
-        x_BLD = self._residual_stream(trained, parts)
+    def evaluate(self, trained: Params, parts: Batch) -> Float[Array, "M B _"]:
+        """Runs the ticks of a schedule of forward passes; returns each token's cross entropy."""
+        schedule, x_BLD = self.ticks.schedule, self._residual_stream(trained, parts)
 
         def tick(carry: tuple[Array, Array], row_F: Int[Array, " F"]) -> tuple[tuple[Array, Array], None]:
             inputs, nats_MBL = carry
-            inputs = self._embedded(inputs, row_F, trained, parts)
-            y_BLD = self._applied(inputs, row_F, parts)
-            nats_MBL = self._evaluated(nats_MBL, y_BLD, row_F, trained, parts)
-            for hop in self.ticks.schedule.activation_hops:
-                inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
+            inputs = self._embed_next(inputs, row_F, trained, parts)
+            y_BLD = self._apply_chunk(inputs, row_F, parts)
+            nats_MBL = self._evaluate_head(nats_MBL, y_BLD, row_F, trained, parts)
+            for hop in schedule.activation_hops:
+                slot = row_F[arriving_input(hop)]
+                inputs = store(inputs, slot, send(y_BLD, hop, schedule.stages, back=False))
             return (inputs, nats_MBL), None
 
         inputs = jnp.zeros((self.ticks.num_inputs, *x_BLD.shape), x_BLD.dtype)
@@ -225,77 +177,88 @@ class _Worker:
     def _tick(
         self, carry: _Carry, row_F: Int[Array, " F"], trained: Params, parts: Batch, unit: Float[Array, ""]
     ) -> _Carry:
-        inputs = self._embedded(carry.inputs, row_F, trained, parts)
-        y_BLD, kept = self._forward(inputs, carry.kept, row_F, parts)
-        single, total = self.ticks.packing == "single", (carry.cotangents, carry.ends, carry.nats)
-        if not single:
-            total = self._loss(total, y_BLD, row_F, trained, parts, unit)
-        dx_BLD, stashes, layers = self._backward(total[0], kept, carry, row_F, parts)
+        # The order of a tick is that of `jtrain.pipeline.ticks`: slots are assigned for it.
+        inputs = self._embed_next(carry.inputs, row_F, trained, parts)
+        y_BLD, layer_slots = self._forward(inputs, carry.layer_slots, row_F, parts)
+        is_single, head_sums = self.ticks.packing == "single", (carry.cotangents, carry.ends, carry.nats)
+        if not is_single:
+            head_sums = self._loss(head_sums, y_BLD, row_F, trained, parts, unit)
+        # head_sums[0] and not carry.cotangents: the last stage may use this tick's own loss gradient.
+        dx_BLD, stashes, layers = self._backward(head_sums[0], layer_slots, carry, row_F, parts)
         layers = self._weight_gradients(stashes, layers, row_F)
-        if single:
+        if is_single:
             # Workers meet in the loss and in permutes. Where one of them came before a worker's only
             # operation of the tick, F, I and W of different workers took turns: ZB-H1 over 4 stages was half
             # as fast.
             y_BLD, dx_BLD, layers = jax.lax.optimization_barrier((y_BLD, dx_BLD, layers))
-            total = self._loss(total, y_BLD, row_F, trained, parts, unit)
-        cotangents, ends, nats = total
+            head_sums = self._loss(head_sums, y_BLD, row_F, trained, parts, unit)
+        cotangents, ends, nats = head_sums
         ends = self._embedding_gradient(ends, dx_BLD, row_F, trained, parts)
-        for hop in self.ticks.schedule.activation_hops:
-            inputs = _stored(inputs, row_F[arriving_input(hop)], self._sent(y_BLD, hop, back=False))
-        for hop in self.ticks.schedule.cotangent_hops:
-            cotangents = _stored(
-                cotangents, row_F[arriving_cotangent(hop)], self._sent(dx_BLD, hop, back=True)
-            )
-        return _Carry(inputs, cotangents, kept, stashes, layers, ends, nats)
+        # Moves come last: slots that were freed above may be filled here.
+        schedule = self.ticks.schedule
+        for hop in schedule.activation_hops:
+            slot = row_F[arriving_input(hop)]
+            inputs = store(inputs, slot, send(y_BLD, hop, schedule.stages, back=False))
+        for hop in schedule.cotangent_hops:
+            slot = row_F[arriving_cotangent(hop)]
+            cotangents = store(cotangents, slot, send(dx_BLD, hop, schedule.stages, back=True))
+        return _Carry(inputs, cotangents, layer_slots, stashes, layers, ends, nats)
 
-    def _embedded(self, inputs: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
+    def _embed_next(self, inputs: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
         """`inputs` with the embedding of the microbatch that enters the pipeline."""
 
         def embed(inputs: Array) -> Array:
             x_BLD = self.ends.embed(trained, parts.token_BL[row_F[Field.EMBED_MICROBATCH]])
+            # All workers compute the embedding, which sums over `stage`; one of them stores it.
             slot = jnp.where(row_F[Field.FORWARD_EMBEDS] == 1, row_F[Field.FORWARD_INPUT], NONE)
-            return _stored(inputs, slot, x_BLD)
+            return store(inputs, slot, x_BLD)
 
+        # The column is the same on all workers, so a collective may lie in this branch.
         return jax.lax.cond(row_F[Field.EMBED_MICROBATCH] != NONE, embed, lambda inputs: inputs, inputs)
 
     def _forward(
-        self, inputs: Array, kept: LayerSlots, row_F: Array, parts: Batch
+        self, inputs: Array, layer_slots: LayerSlots, row_F: Array, parts: Batch
     ) -> tuple[Array, LayerSlots]:
         chunk, slot = row_F[Field.FORWARD_CHUNK], row_F[Field.FORWARD_INPUT]
 
-        def forward(kept: LayerSlots, present: Present) -> tuple[Array, LayerSlots]:
+        def forward(layer_slots: LayerSlots, present: Present) -> tuple[Array, LayerSlots]:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
             return self.chunks.forward(
-                ChunkPass(chunk, shared, slot, present=present), by_rows(inputs[slot]), kept
+                ChunkPass(chunk, shared, slot, present=present), row_major(inputs[slot]), layer_slots
             )
 
-        def rest(kept: LayerSlots) -> tuple[Array, LayerSlots]:
-            return jnp.zeros(inputs.shape[1:], inputs.dtype), kept
+        def idle(layer_slots: LayerSlots) -> tuple[Array, LayerSlots]:
+            return jnp.zeros(inputs.shape[1:], inputs.dtype), layer_slots
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
-            return self._alone(chunk != NONE, forward, rest, kept)
+            return self._compute_alone(chunk != NONE, forward, idle, layer_slots)
 
-    def _applied(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
+    def _apply_chunk(self, inputs: Array, row_F: Array, parts: Batch) -> Array:
         chunk = row_F[Field.FORWARD_CHUNK]
 
         def forward(inputs: Array, _: Present) -> Array:
             shared = self._shared(parts, row_F[Field.FORWARD_MICROBATCH])
-            return self.chunks.apply(ChunkPass(chunk, shared), by_rows(inputs[row_F[Field.FORWARD_INPUT]]))
+            return self.chunks.apply(ChunkPass(chunk, shared), row_major(inputs[row_F[Field.FORWARD_INPUT]]))
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[0]):
-            return self._alone(chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs)
+            return self._compute_alone(
+                chunk != NONE, forward, lambda x: jnp.zeros(x.shape[1:], x.dtype), inputs
+            )
 
-    def _evaluated(self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch) -> Array:
+    def _evaluate_head(
+        self, nats_MBL: Array, y_BLD: Array, row_F: Array, trained: Params, parts: Batch
+    ) -> Array:
         microbatch = row_F[Field.HEAD_MICROBATCH]
 
         def evaluate(nats_MBL: Array) -> Array:
-            return _stored(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
+            return store(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
 
+        # Again equal on all workers: the loss sums over `stage`.
         return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
 
     def _loss(
         self,
-        total: tuple[Array, Params, Array],
+        head_sums: tuple[Array, Params, Array],
         y_BLD: Array,
         row_F: Array,
         trained: Params,
@@ -304,50 +267,60 @@ class _Worker:
     ) -> tuple[Array, Params, Array]:
         """Cotangents, gradients and loss with those of the microbatch that has passed the last layer."""
 
-        def loss(given: tuple[Array, Params, Array]) -> tuple[Array, Params, Array]:
-            cotangents, of_ends, nats = given
+        def loss(head_sums: tuple[Array, Params, Array]) -> tuple[Array, Params, Array]:
+            cotangents, end_grads, nats = head_sums
             target_BL = parts.target_BL[row_F[Field.HEAD_MICROBATCH]]
-            more, grads, dy_BLD = self.ends.loss(trained, y_BLD, target_BL, unit)
-            cotangents = _stored(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
-            return cotangents, _sum(of_ends, grads), nats + more
+            nats_part, grads, dy_BLD = self.ends.loss(trained, y_BLD, target_BL, unit)
+            cotangents = store(cotangents, row_F[Field.HEAD_COTANGENT], dy_BLD)
+            return cotangents, _sum(end_grads, grads), nats + nats_part
 
-        return jax.lax.cond(row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda given: given, total)
+        return jax.lax.cond(
+            row_F[Field.HEAD_MICROBATCH] != NONE, loss, lambda head_sums: head_sums, head_sums
+        )
 
     def _backward(
-        self, cotangents: Array, kept: LayerSlots, carry: _Carry, row_F: Array, parts: Batch
+        self, cotangents: Array, layer_slots: LayerSlots, carry: _Carry, row_F: Array, parts: Batch
     ) -> tuple[Array, LayerSlots, Gradients]:
         chunk, slot, stash = (
             row_F[field] for field in (Field.BACKWARD_CHUNK, Field.BACKWARD_INPUT, Field.BACKWARD_STASH)
         )
 
         def backward(
-            given: tuple[LayerSlots, Gradients], present: Present
+            accumulated: tuple[LayerSlots, Gradients], present: Present
         ) -> tuple[Array, LayerSlots, Gradients]:
             shared = self._shared(parts, row_F[Field.BACKWARD_MICROBATCH])
-            whole = stash == NONE
-            work = ChunkPass(chunk, shared, slot, jnp.where(whole, self.ticks.num_stashes, stash), present)
-            found = self.chunks.backward(
-                work, by_rows(cotangents[row_F[Field.BACKWARD_COTANGENT]]), kept, *given
+            is_unsplit = stash == NONE
+            # An unsplit pass writes its stash into the last slot, and reads it back in `add`.
+            chunk_pass = ChunkPass(
+                chunk, shared, slot, jnp.where(is_unsplit, self.ticks.num_stashes, stash), present
             )
-            if not self._mixed:
-                return found
-            dx_BLD, stashes, layers = found
+            outputs = self.chunks.backward(
+                chunk_pass, row_major(cotangents[row_F[Field.BACKWARD_COTANGENT]]), layer_slots, *accumulated
+            )
+            # All passes alike: either none leaves a stash, or each W has its own field in the table.
+            if not self._mixes_splits:
+                return outputs
+            dx_BLD, stashes, layers = outputs
 
             def add(layers: Gradients, present: Present) -> Gradients:
                 return self.chunks.weight_gradients(
-                    dataclasses.replace(work, present=present), stashes, layers
+                    dataclasses.replace(chunk_pass, present=present), stashes, layers
                 )
 
-            return dx_BLD, stashes, self._alone(whole & present, add, lambda layers: layers, layers)
+            return (
+                dx_BLD,
+                stashes,
+                self._compute_alone(is_unsplit & present, add, lambda layers: layers, layers),
+            )
 
-        def rest(given: tuple[LayerSlots, Gradients]) -> tuple[Array, LayerSlots, Gradients]:
-            return jnp.zeros(cotangents.shape[1:], cotangents.dtype), *given
+        def idle(accumulated: tuple[LayerSlots, Gradients]) -> tuple[Array, LayerSlots, Gradients]:
+            return jnp.zeros(cotangents.shape[1:], cotangents.dtype), *accumulated
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[1]):
-            return self._alone(chunk != NONE, backward, rest, (carry.stashes, carry.layers))
+            return self._compute_alone(chunk != NONE, backward, idle, (carry.stashes, carry.layers))
 
     @property
-    def _mixed(self) -> bool:
+    def _mixes_splits(self) -> bool:
         """True if some backward passes are split and others not; those use one more slot, for a moment."""
         streams = self.ticks.schedule.streams
         return bool(self.chunks.split) and any(op.kind == "B" for stream in streams for op in stream)
@@ -363,54 +336,35 @@ class _Worker:
             )
 
         with jax.named_scope("layers"), jax.named_scope(SCOPES[2]):
-            return self._alone(chunk != NONE, add, lambda layers: layers, layers)
+            return self._compute_alone(chunk != NONE, add, lambda layers: layers, layers)
 
     def _embedding_gradient(
-        self, of_ends: Params, dx_BLD: Array, row_F: Array, trained: Params, parts: Batch
+        self, end_grads: Params, dx_BLD: Array, row_F: Array, trained: Params, parts: Batch
     ) -> Params:
-        def add(of_ends: Params) -> Params:
+        def add(end_grads: Params) -> Params:
             token_BL = parts.token_BL[row_F[Field.EMBED_GRADIENT_MICROBATCH]]
-            return _sum(of_ends, self.ends.embed_gradient(trained, token_BL, dx_BLD))
+            return _sum(end_grads, self.ends.embed_gradient(trained, token_BL, dx_BLD))
 
-        present = row_F[Field.EMBED_GRADIENT_MICROBATCH] != NONE
-        return jax.lax.cond(present, add, lambda of_ends: of_ends, of_ends)
+        has_gradient = row_F[Field.EMBED_GRADIENT_MICROBATCH] != NONE
+        return jax.lax.cond(has_gradient, add, lambda end_grads: end_grads, end_grads)
 
     def _shared(self, parts: Batch, microbatch: Array) -> Any:
         return self.model.shared(jax.tree.map(lambda x: x[microbatch], parts))
 
-    def _alone[T](
-        self, present: Array, work: Callable[[T, Present], Any], rest: Callable[[T], Any], given: T
+    def _compute_alone[T](
+        self, has_work: Array, work: Callable[[T, Present], Any], idle: Callable[[T], Any], operand: T
     ) -> Any:
-        """`work` where this worker has it in this tick, otherwise `rest`.
+        """`work` where this worker has it in this tick, otherwise `idle`.
 
         Layers with permutes compute in every tick, and `work` hides what comes of nothing: see
         `layers_permute`.
         """
+        # Every worker must join its neighbours' permutes, so idle ones compute on zeros or old slots.
         if layers_permute(self.layout):
-            return work(given, present)
-        return jax.lax.cond(present, lambda given: work(given, True), rest, given)
-
-    def _sent(self, x_BLD: Array, hop: StageHop, *, back: bool) -> Array:
-        """The array that arrives over `hop`."""
-        stages = self.ticks.schedule.stages
-        if hop == StageHop.LOCAL:
-            return x_BLD
-        if hop == StageHop.WRAP:
-            pairs = [(0, stages - 1)] if back else [(stages - 1, 0)]
-        else:
-            down = [(p, p + 1) for p in range(stages - 1)]
-            pairs = down if hop == StageHop.DOWN else [(b, a) for a, b in down]
-        with jax.named_scope("pipeline"):
-            return jax.lax.ppermute(x_BLD, "stage", pairs)
+            return work(operand, has_work)
+        return jax.lax.cond(has_work, lambda operand: work(operand, True), idle, operand)
 
 
-def _stored(slots: Array, slot: Array, x: Array) -> Array:
-    """`slots` with x in one of them; as they are if it is NONE."""
-    index = jnp.maximum(slot, 0)
-    old = jax.lax.dynamic_index_in_dim(slots, index, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(slots, jnp.where(slot == NONE, old, x), index, 0)
-
-
-def _sum(total: Params, more: Params) -> Params:
+def _sum(total: Params, addend: Params) -> Params:
     with jax.named_scope("reduce_gradients"):
-        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, more)
+        return jax.tree.map(lambda a, g: a + g.astype(a.dtype), total, addend)

@@ -26,24 +26,24 @@ from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import AXES
 from jtrain.model import ops
-from jtrain.model.fp8_scaling import unseen, with_fp8
+from jtrain.model.fp8_scaling import amax_probes, with_fp8
 from jtrain.model.layer_scan import scan_layers
 from jtrain.model.param import Params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.checksums import sum_of_bits
 from jtrain.step.pipeline_ends import Ends
-from jtrain.step.pipelined import pipeline_placement
+from jtrain.step.pipeline_weights import pipeline_placement
+from jtrain.step.torus_collectives import along_torus
 from jtrain.step.train_step import BATCH_SPEC, microbatches
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
-    along_torus,
-    own_heads,
+    attach_values,
+    exchange_heads,
     param_tree,
     placement_of,
     psum_batch,
     trained_part,
-    with_whole,
 )
 
 WORDS = ("loss", "loss", "gradient")
@@ -53,9 +53,7 @@ WORDS = ("loss", "loss", "gradient")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Probed:
-    """Weight with a probe: zeros [Y, 2] or [2] that get the bits of the weight's gradient as their own
-    gradient.
-    """
+    """Weight with a probe: zeros [Y, 2] or [2] whose gradient is the bits of the weight's gradient."""
 
     probe: Any
     weight: Any
@@ -72,13 +70,14 @@ def roll_axis(mesh: Mesh) -> Literal["data", "replica"] | None:
 
 def neighbours(mesh: Mesh) -> Int[np.ndarray, " devices"]:
     """Returns for each device, by number in `mesh.devices.flat`, the device that recomputes its sequences."""
+    # ppermute sends from i to i + 1, so device i's sequences are recomputed one place further on.
     number = np.arange(mesh.size).reshape(mesh.devices.shape)
     axis = roll_axis(mesh)
     return number.ravel() if axis is None else np.roll(number, -1, axis=AXES.index(axis)).ravel()
 
 
 def suspects(
-    own: UInt32[np.ndarray, "devices words"], again: UInt32[np.ndarray, "devices words"], mesh: Mesh
+    own: UInt32[np.ndarray, "devices words"], moved: UInt32[np.ndarray, "devices words"], mesh: Mesh
 ) -> list[int]:
     """Returns the numbers of the devices that may compute wrongly; empty if all words agree.
 
@@ -87,13 +86,16 @@ def suspects(
     shares its layers with.
 
     Args:
-      own, again: signatures of the sequences as they lie, and moved.
+      own, moved: signatures of the sequences as they lie, and moved to the neighbour.
     """
     neighbour = neighbours(mesh)
-    times = np.zeros(mesh.size, int)
-    for device in np.flatnonzero((own != again[neighbour]).any(axis=1)):
-        times[list({int(device), int(neighbour[device])})] += 1
-    return np.flatnonzero(times == times.max()).tolist() if times.any() else []
+    num_differences = np.zeros(mesh.size, int)
+    # The same sequences: as they lay on `device`, and as its neighbour computed them.
+    for device in np.flatnonzero((own != moved[neighbour]).any(axis=1)):
+        # A set: without a batch axis the neighbour is the device itself, which counts once.
+        num_differences[list({int(device), int(neighbour[device])})] += 1
+    # The device that takes part in most differences is the suspect; equal counts leave several.
+    return np.flatnonzero(num_differences == num_differences.max()).tolist() if num_differences.any() else []
 
 
 def make_roll(mesh: Mesh) -> Callable[[Batch], Batch]:
@@ -101,6 +103,7 @@ def make_roll(mesh: Mesh) -> Callable[[Batch], Batch]:
     axis = roll_axis(mesh)
     if axis is None:
         return lambda batch: batch
+    # The same direction as `neighbours`.
     ring = [(i, (i + 1) % mesh.shape[axis]) for i in range(mesh.shape[axis])]
     roll = jax.shard_map(
         lambda batch: jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), batch),
@@ -123,17 +126,21 @@ def make_signature(
     layout = along_torus(layout, mesh)
     axes = tuple(axis for axis in AXES if mesh.shape[axis] > 1)
 
-    def local(params: Params, scaling: dict[str, Any], batch: Batch) -> UInt32[Array, "devices words"]:
+    def local_signature(
+        params: Params, scaling: dict[str, Any], batch: Batch
+    ) -> UInt32[Array, "devices words"]:
         words = _local_signature(model, layout, params, scaling, batch)[None]
         return jax.lax.all_gather(words, axes, axis=0, tiled=True) if axes else words
 
     params_spec = param_tree(layout, lambda p: p.param)
     specs = (params_spec, layout.per_layer, BATCH_SPEC)
-    each = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    sharded_signature = jax.shard_map(
+        local_signature, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+    )
 
     def signature(params: Params, scaling: dict[str, Any], batch: Batch) -> UInt32[Array, "devices words"]:
         with kernels_for(layout, mesh):
-            return each(params, scaling, batch)
+            return sharded_signature(params, scaling, batch)
 
     precision, groups = layout.precision, layout.spec.sequence_groups
     options = compiler_options(mesh, precision.matmul_dtype, layout.kernels, groups)
@@ -147,10 +154,11 @@ def _local_signature(
     placement = placement_of(layout) if layout.pipeline is None else pipeline_placement(layout)
     num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
     unit = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
-    params = own_heads(layout, params)
+    params = exchange_heads(layout, params)
     trained = trained_part(layout, params)
-    whole = with_whole(layout, trained, params)
-    part = jax.tree.map(lambda x: x[0], microbatches(layout, batch))
+    forward_weights = attach_values(layout, trained, params)
+    # One microbatch, so that the signature takes no more memory than the step.
+    first_microbatch = jax.tree.map(lambda x: x[0], microbatches(layout, batch))
 
     def fetch(path: str, tree: Any) -> Any:
         if isinstance(tree, dict):
@@ -158,34 +166,43 @@ def _local_signature(
         inner = tree.value if isinstance(tree, ops.Fp8Kernel) else tree
         if not isinstance(inner, _Probed):
             return placement.fetch(path, tree)
+        # Behind the fetch: the gradient must be seen before ZeRO's reduce-scatter mixes it with other
+        # devices'.
         weight = _tapped(placement.fetch(path, inner.weight), inner.probe)
         return weight if inner is tree else dataclasses.replace(tree, value=weight)
 
     def objective(probes: Params) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        weights = {**whole, "layers": jax.tree.map(_Probed, probes, whole["layers"])}
+        weights = {**forward_weights, "layers": jax.tree.map(_Probed, probes, forward_weights["layers"])}
         if layout.precision.matmul_dtype != "compute":
-            weights = with_fp8(weights, infos, scaling, unseen(scaling), unit)
+            weights = with_fp8(weights, infos, scaling, amax_probes(scaling), unit)
         probed = dataclasses.replace(placement, fetch=fetch)
         if layout.pipeline is not None:
+            # Workers that embed and that have the head; the others' parts of both are masked inside `Ends`.
             first, last = (
                 layout.pipeline.where(virtual)[0] for virtual in (0, layout.pipeline.num_virtual - 1)
             )
-            return _own_layers(
-                Ends(model, layout, probed, params, first, last), trained, weights["layers"], part, unit
+            return _run_stage_layers(
+                Ends(model, layout, probed, params, first, last),
+                trained,
+                weights["layers"],
+                first_microbatch,
+                unit,
             )
-        total, nats = model.loss(weights, part, probed)
+        total, nats = model.loss(weights, first_microbatch, probed)
         return total * unit, nats
 
+    # Per layer, because a scan over layers gives each its own gradient: [Y, 2].
     probes = jax.tree.map(lambda x: jnp.zeros((x.shape[0], 2), jnp.float32), params["layers"])
-    (total, nats), halves = jax.value_and_grad(objective, has_aux=True)(probes)
+    (total, nats), probe_grads = jax.value_and_grad(objective, has_aux=True)(probes)
     gradient = jnp.uint32(0)
-    for of_weight in jax.tree.leaves(halves):
-        low, high = jnp.sum(of_weight.astype(jnp.uint32), axis=0, dtype=jnp.uint32)
+    for halves_Y2 in jax.tree.leaves(probe_grads):
+        # Undoes the halves of `_tapped`; sums wrap at 2^32, as the words themselves do.
+        low, high = jnp.sum(halves_Y2.astype(jnp.uint32), axis=0, dtype=jnp.uint32)
         gradient += low + (high << 16)
     return jnp.stack([sum_of_bits(total), sum_of_bits(nats), gradient])
 
 
-def _own_layers(
+def _run_stage_layers(
     ends: Ends, trained: Params, layers: Params, part: Batch, unit: Float[Array, ""]
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Sum of the output of this stage's layers, and the loss of the last stage's output.
@@ -193,21 +210,21 @@ def _own_layers(
     Args:
       layers: weights of this stage's layers, with probes.
     """
-    model, outside = ends.model, {path: value for path, value in trained.items() if path != "layers"}
+    model, end_weights = ends.model, {path: value for path, value in trained.items() if path != "layers"}
     losses = None if model.moe is None else RouterLosses(*jnp.zeros((2,)))
-    x_BLD = ends.embed(outside, part.token_BL)
+    x_BLD = ends.embed(end_weights, part.token_BL)
+    # Identity layers count: the stack holds every place of this stage.
     unroll = 1 if model.scan_layers else len(jax.tree.leaves(layers)[0])
     layer, shared = model.layer(ends.placement), model.shared(part)
     x_BLD, _ = scan_layers(layer, (x_BLD, losses), layers, shared, unroll=unroll)
-    nats, _, _ = ends.loss(outside, jax.lax.stop_gradient(x_BLD), part.target_BL, unit)
+    # The layers are differentiated by the sum of their output alone; the loss is only recorded.
+    nats, _, _ = ends.loss(end_weights, jax.lax.stop_gradient(x_BLD), part.target_BL, unit)
     return jnp.sum(x_BLD.astype(jnp.float32)) * unit, nats
 
 
 @jax.custom_vjp
 def _tapped(weight: Array, probe: Float[Array, "2"]) -> Array:
-    """Returns the weight; the gradient of `probe` is the sum of bits of the weight's gradient, in two
-    halves.
-    """
+    """Returns the weight; `probe` gets the sum of bits of its gradient, in two halves."""
     del probe
     return weight
 

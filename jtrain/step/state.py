@@ -54,9 +54,14 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
     on_host = host_state(layout, optimizer)
     layouts = {p.info.path: p for p in layout.params}
     infos = tuple(p.info for p in layout.params)
-    drawn = map_params(lambda info: jax.ShapeDtypeStruct(info.shape, _drawn_dtype(layout, optimizer)), infos)
-    shapes = jax.eval_shape(lambda params: _first_state(layout, optimizer, params), drawn)
+    # The shapes of the scaling, guard and moments follow from tracing the first state, which allocates
+    # nothing.
+    drawn_shapes = map_params(
+        lambda info: jax.ShapeDtypeStruct(info.shape, _drawn_dtype(layout, optimizer)), infos
+    )
+    shapes = jax.eval_shape(lambda params: _first_state(layout, optimizer, params), drawn_shapes)
     params = param_tree(layout, lambda p: sharding(mesh, p.param, p.param_memory))
+    # Whole arrays are in one memory each, so the tree does not depend on the offload.
     opt_state = optimizer.state_map(
         lambda info, name: sharding(
             mesh, layouts[info.path].optimizer, "pinned_host" if (info.path, name) in on_host else "device"
@@ -65,65 +70,77 @@ def abstract_state(layout: Layout, optimizer: Optimizer, mesh: Mesh) -> TrainSta
     scaling = jax.tree.map(lambda _: NamedSharding(mesh, layout.per_layer), shapes.scaling)
     guard = jax.tree.map(lambda _: NamedSharding(mesh, P()), shapes.guard)
     shardings = TrainState(NamedSharding(mesh, P()), params, opt_state, scaling, guard)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    return jax.tree.map(
+        lambda leaf, leaf_sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf_sharding),
+        shapes,
+        shardings,
+    )
 
 
 def init_state(layout: Layout, optimizer: Optimizer, mesh: Mesh, *, seed: int) -> TrainState:
-    """Creates the state before the first step in its final sharding: no device ever holds more than its
-    share.
+    """Creates the state before the first step, sharded: no device ever holds more than its share.
 
     Offloaded arrays start as zeros in host memory; random values overwrite them layer by layer.
     """
-    like = abstract_state(layout, optimizer, mesh)
+    abstract = abstract_state(layout, optimizer, mesh)
     optimizer = optimizer.placed(layout)
+    # The same tree as `abstract`: a `ParamInfo` where values are drawn at random, None where they are zeros.
     drawn = TrainState(
         None,
         optimizer.params,
-        optimizer.state_map(lambda i, name: i if name == "master" else None),
-        jax.tree.map(lambda _: None, like.scaling),
-        jax.tree.map(lambda _: None, like.guard),
+        optimizer.state_map(lambda info, name: info if name == "master" else None),
+        jax.tree.map(lambda _: None, abstract.scaling),
+        jax.tree.map(lambda _: None, abstract.guard),
     )
-    leaves, structure = jax.tree.flatten(like)
-    infos = jax.tree.leaves(drawn, is_leaf=lambda x: x is None)
-    here = [x.sharding.memory_kind != "pinned_host" for x in leaves]
+    leaves, structure = jax.tree.flatten(abstract)
+    # None counts as a leaf here, or the lists would have different lengths.
+    infos = jax.tree.leaves(drawn, is_leaf=lambda leaf: leaf is None)
+    is_on_device = [leaf.sharding.memory_kind != "pinned_host" for leaf in leaves]
 
-    def first_here() -> list[Array]:
+    def first_device_values() -> list[Array]:
         drawn = init_params(
             tuple(p.info for p in layout.params), seed=seed, dtype=_drawn_dtype(layout, optimizer)
         )
         values = jax.tree.leaves(_first_state(layout, optimizer, drawn))
-        return [value for value, is_here in zip(values, here, strict=True) if is_here]
+        return [value for value, on_device in zip(values, is_on_device, strict=True) if on_device]
 
-    of_here = [x.sharding for x, is_here in zip(leaves, here, strict=True) if is_here]
-    made = iter(jax.jit(first_here, out_shardings=of_here)())
+    device_shardings = [
+        leaf.sharding for leaf, on_device in zip(leaves, is_on_device, strict=True) if on_device
+    ]
+    # One program for all arrays on the device: a parameter and its master weights are drawn once.
+    device_arrays = iter(jax.jit(first_device_values, out_shardings=device_shardings)())
     states = [
-        next(made) if h else _first_on_host(x, i, seed) for x, i, h in zip(leaves, infos, here, strict=True)
+        next(device_arrays) if on_device else _first_on_host(leaf, info, seed)
+        for leaf, info, on_device in zip(leaves, infos, is_on_device, strict=True)
     ]
     return jax.tree.unflatten(structure, states)
 
 
-def _first_on_host(like: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int) -> Array:
-    """Creates an array in host memory: zeros, or a parameter's first values, drawn on the device layer by
-    layer.
-    """
-    shape = like.sharding.shard_shape(like.shape)
-    zeros = jax.make_array_from_callback(like.shape, like.sharding, lambda _: np.zeros(shape, like.dtype))
+def _first_on_host(abstract: jax.ShapeDtypeStruct, info: ParamInfo | None, seed: int) -> Array:
+    """Creates an array in host memory: zeros, or first values, drawn on the device layer by layer."""
+    shape = abstract.sharding.shard_shape(abstract.shape)
+    # Every shard has the same shape, so one callback serves all of them.
+    zeros = jax.make_array_from_callback(
+        abstract.shape, abstract.sharding, lambda _: np.zeros(shape, abstract.dtype)
+    )
     if info is None:
         return zeros
-    dtype = like.dtype.name
+    dtype = abstract.dtype.name
 
-    def fill(x: Array) -> Array:
+    def fill(stack: Array) -> Array:
         if not info.dims.startswith("Y"):
             return to_host(init_param(info, seed=seed, dtype=dtype))
 
-        def layer(y: Array, x: Array) -> Array:
-            logical = y if info.layer_order is None else jnp.asarray(info.layer_order)[y]
+        def layer(place: Array, stack: Array) -> Array:
+            # A pipeline's place 5 may hold layer 2: random numbers belong to the layer, wherever it lies.
+            logical = place if info.layer_order is None else jnp.asarray(info.layer_order)[place]
             value = to_host(init_param(info, seed=seed, dtype=dtype, layer=logical))
-            return jax.lax.dynamic_update_index_in_dim(x, value, y, 0)
+            return jax.lax.dynamic_update_index_in_dim(stack, value, place, 0)
 
-        return jax.lax.fori_loop(0, info.shape[0], layer, x)
+        return jax.lax.fori_loop(0, info.shape[0], layer, stack)
 
-    return jax.jit(fill, donate_argnums=0, out_shardings=like.sharding)(zeros)
+    # Donated: the zeros and the values would otherwise be in host memory together.
+    return jax.jit(fill, donate_argnums=0, out_shardings=abstract.sharding)(zeros)
 
 
 def shardings_of(state: TrainState) -> TrainState:
@@ -132,15 +149,14 @@ def shardings_of(state: TrainState) -> TrainState:
 
 
 def _drawn_dtype(layout: Layout, optimizer: Optimizer) -> str:
-    """Master weights start in float32. Parameters get the same bits whether they are rounded now or when
-    drawn.
-    """
+    """Dtype of first values: float32 for master weights, whose rounding gives the parameters' own bits."""
     return "float32" if optimizer.spec.master_dtype != "none" else layout.precision.param_dtype
 
 
 def _first_state(layout: Layout, optimizer: Optimizer, drawn: Params) -> TrainState:
     """Returns the state before the first step; `drawn` are all parameters in `_drawn_dtype`."""
     opt_state = optimizer.init(drawn)
+    # `init` got the unrounded values: master weights start from them.
     params = jax.tree.map(lambda x: x.astype(layout.precision.param_dtype), drawn)
     delayed = layout.precision.matmul_dtype == "fp8_delayed"
     scaling = first_scaling(tuple(p.info for p in layout.params)) if delayed else {}

@@ -12,8 +12,7 @@ with respect to its own shards; `zero.py` gathers weights and reduces gradients.
 | 3 | all-gather of parameters (again in the backward pass), reduce-scatter of gradients | |
 
 The optimizer runs outside the shard_map, on global arrays: `optimizer_update.py`. An update from bad numbers
-is not
-applied: `guard.py`.
+is not applied: `guard.py`.
 """
 
 import dataclasses
@@ -30,28 +29,28 @@ from jtrain.layout.dims import IGNORE, Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.offload_spec import OFFLOADABLE
-from jtrain.model.fp8_scaling import advanced, check_matmul_dtype, unseen, with_fp8
+from jtrain.model.fp8_scaling import advance_scaling, amax_probes, check_matmul_dtype, with_fp8
 from jtrain.model.param import Params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import Optimizer
 from jtrain.step.batch_hash import hash_block
 from jtrain.step.checksums import StateSums
-from jtrain.step.gradient_sums import GradientSums, no_sums, streamed_norm, sums_gradients
-from jtrain.step.guard import GuardState, judged, not_finite
+from jtrain.step.gradient_sums import GradientSums, streamed_norm, sums_gradients, zero_sums
+from jtrain.step.guard import GuardState, judge_update, not_finite
 from jtrain.step.optimizer_update import make_update
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.pipelined import pipelined_gradients, pipelined_nats
 from jtrain.step.state import TrainState, abstract_state, shardings_of
+from jtrain.step.torus_collectives import along_torus
 from jtrain.step.xla_options import compiler_options, kernels_for
 from jtrain.step.zero import (
-    along_torus,
+    attach_values,
+    exchange_heads,
     finish_gradient,
-    own_heads,
     param_tree,
     placement_of,
     psum_batch,
     trained_part,
-    with_whole,
 )
 
 BATCH_SPEC = P(BATCH_AXES, "context")
@@ -74,10 +73,8 @@ def make_train_step(
 
     Metrics are scalars: loss_nats (cross entropy per valid target of the global batch, without z-loss),
     grad_norm (before clipping), learning_rate, tokens (valid targets), batch_hash (2 x uint32), those of
-    `guard.judged`, and
-    by_device: [devices, 2] f32, in the order of the mesh, each device's share of the loss before any sum, and
-      the NaN
-    and infinite elements of its shard of the new state.
+    `guard.judge_update`, and by_device: [devices, 2] f32, in the order of the mesh, each device's share of
+    the loss before any sum, and the NaN and infinite elements of its shard of the new state.
 
     Args:
       sigmas: `GuardSpec.sigmas`.
@@ -89,7 +86,9 @@ def make_train_step(
       UserError: these devices do not support precision.matmul_dtype; or as `counts_of`.
     """
     check_matmul_dtype(layout.precision, mesh)
+    # Only the mesh knows the devices' coordinates, by which ZeRO's collectives follow a torus.
     layout = along_torus(layout, mesh)
+    # A pipeline reorders and pads the layers, so the optimizer's state has other shapes than the model's.
     optimizer = optimizer.placed(layout)
     if layout.pipeline is not None:
         counts_of(layout)  # refuses what no pipelined step can do
@@ -102,36 +101,49 @@ def make_train_step(
     )
 
     update = make_update(optimizer, layout, mesh)
-    like = abstract_state(layout, optimizer, mesh)
-    sums = StateSums(like, mesh) if checksums else None
+    abstract = abstract_state(layout, optimizer, mesh)
+    state_sums = StateSums(abstract, mesh) if checksums else None
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        # Inside the jitted function: ops choose their kernels while they are traced.
         with kernels_for(layout, mesh):
-            grads, seen, metrics, share = gradients(state.params, state.scaling, batch, state.step)
+            grads, amax, metrics, loss_share = gradients(state.params, state.scaling, batch, state.step)
             with jax.named_scope("optimizer"):
-                state, grads, given = sums.given(state, grads) if sums else (state, grads, None)
+                # First of all: the sums must be of the state as it came, and the update waits for them.
+                state, grads, sums_before = (
+                    state_sums.sum_before_update(state, grads) if state_sums else (state, grads, None)
+                )
+                # The norm needs every gradient, so it precedes the update of the first parameter.
                 scalars = optimizer.begin(grads, state.step, norm=streamed_norm(layout, mesh, grads))
                 with jax.named_scope("guard"):
                     assert isinstance(state.guard, GuardState)
-                    guard, found = judged(
+                    guard, guard_metrics = judge_update(
                         state.guard, state.step, metrics["loss_nats"], scalars.grad_norm, sigmas=sigmas
                     )
-                scalars = dataclasses.replace(scalars, applied=found["applied"])
-                params, opt_state, counts = update(scalars, grads, state.params, state.opt_state)
+                # Each leaf selects its old or new value inside its own update: a select out here would hold
+                # two states.
+                scalars = dataclasses.replace(scalars, applied=guard_metrics["applied"])
+                params, opt_state, num_bad = update(scalars, grads, state.params, state.opt_state)
+                # The amax histories stay too: one infinite value in them would scale matmuls of later, good
+                # steps.
                 scaling = jax.tree.map(
                     lambda new, old: jnp.where(scalars.applied, new, old),
-                    advanced(state.scaling, seen),
+                    advance_scaling(state.scaling, amax),
                     state.scaling,
                 )
                 with jax.named_scope("guard"):
-                    counts = counts + not_finite(scaling).astype(jnp.float32)
-                    found["by_device"] = everywhere(mesh, jnp.stack([share, counts], axis=1))
+                    # The histories are replicated but for `stage`, so every device counts them as part of its
+                    # own state.
+                    num_bad = num_bad + not_finite(scaling).astype(jnp.float32)
+                    guard_metrics["by_device"] = gather_rows(mesh, jnp.stack([loss_share, num_bad], axis=1))
+                # Skipped updates count as steps: batch k belongs to step k, whatever the guard decides.
                 new = TrainState(state.step + 1, params, opt_state, scaling, guard)
-                of_bits = sums.metric(given, new) if sums else {}
-                return new, metrics | scalars.metrics | found | of_bits
+                checksum_metrics = state_sums.metric(sums_before, new) if state_sums else {}
+                return new, metrics | scalars.metrics | guard_metrics | checksum_metrics
 
     # Output shardings are explicit: if XLA inferred others, the second step would compile again.
-    state_shardings = shardings_of(like)
+    state_shardings = shardings_of(abstract)
+    # Donated, so that new parameters and moments take the memory of the old ones.
     return jax.jit(
         train_step,
         donate_argnums=0,
@@ -153,8 +165,7 @@ def make_train_step(
 def make_eval_step(
     model: Transformer, layout: Layout, mesh: Mesh
 ) -> Callable[[Params, Batch], Float[Array, "B L"]]:
-    """Returns the jitted `step(params, batch) -> nats_BL`, the cross entropy of each token, 0 where there is
-    no target.
+    """Returns the jitted `step(params, batch) -> nats_BL`: cross entropy of each token, 0 without a target.
 
     Every process gets all of it, 4 bytes per token, so that each can sum over documents. A device computes as
     many sequences at a time as in training, so evaluation needs no more memory.
@@ -162,12 +173,12 @@ def make_eval_step(
     layout = along_torus(layout, mesh)
     placement = placement_of(layout)
 
-    def local(params: Params, batch: Batch) -> Float[Array, "B _"]:
-        params = own_heads(layout, params)
+    def local_nats(params: Params, batch: Batch) -> Float[Array, "B _"]:
+        params = exchange_heads(layout, params)
         if layout.pipeline is not None:
             nats = pipelined_nats(model, layout, params, microbatches(layout, batch))
             return nats.reshape(-1, nats.shape[-1])
-        weights = with_whole(layout, trained_part(layout, params), params)
+        weights = attach_values(layout, trained_part(layout, params), params)
 
         def microbatch(_: None, part: Batch) -> tuple[None, Array]:
             return None, model.token_nats(weights, part, placement)
@@ -177,31 +188,31 @@ def make_eval_step(
 
     params_spec = param_tree(layout, lambda p: p.param)
     nats_spec = P(BATCH_AXES, ("context", "tensor"))
-    each = jax.shard_map(
-        local, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=nats_spec, check_vma=False
+    sharded_nats = jax.shard_map(
+        local_nats, mesh=mesh, in_specs=(params_spec, BATCH_SPEC), out_specs=nats_spec, check_vma=False
     )
 
     def eval_step(params: Params, batch: Batch) -> Float[Array, "B L"]:
         with kernels_for(layout, mesh):
-            return each(params, batch)
+            return sharded_nats(params, batch)
 
     options = compiler_options(mesh, kernels=layout.kernels, sequence_groups=layout.spec.sequence_groups)
     return jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()), compiler_options=options)
 
 
-def everywhere(mesh: Mesh | AbstractMesh, rows: Float[Array, "devices 2"]) -> Float[Array, "devices 2"]:
+def gather_rows(mesh: Mesh | AbstractMesh, rows: Float[Array, "devices 2"]) -> Float[Array, "devices 2"]:
     """Gives every device the row of each, in one all-gather of 8 bytes per device."""
     axes = tuple(axis for axis, size in mesh.shape.items() if size > 1)
     if not axes:
         return rows
-    gathered = jax.shard_map(
+    gather = jax.shard_map(
         lambda row: jax.lax.all_gather(row, axes, axis=0, tiled=True),
         mesh=mesh,
         in_specs=P(mesh.axis_names),
         out_specs=P(),
         check_vma=False,
     )
-    return gathered(rows)
+    return gather(rows)
 
 
 def _local_gradients(
@@ -223,7 +234,8 @@ def _local_gradients(
     """
     spec = layout.spec
     placement = placement_of(layout)
-    params = own_heads(layout, params)
+    # Once per step and not per microbatch: the exchange carries all layers' key heads.
+    params = exchange_heads(layout, params)
     with jax.named_scope("batch"):
         num_tokens = psum_batch(layout, jnp.sum(batch.target_BL != IGNORE))
         # Accumulation is exact because each microbatch is divided by the token count of the whole batch, not
@@ -231,33 +243,42 @@ def _local_gradients(
         weight = 1.0 / jnp.maximum(num_tokens, 1).astype(jnp.float32)
 
     def objective(
-        trained: Params, seen: Any, part: Batch, sums: GradientSums | None
+        trained: Params, probes: Any, part: Batch, sums: GradientSums | None
     ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-        weights = weights_of(layout, trained, params, scaling, seen, weight, sums)
+        weights = weights_of(layout, trained, params, scaling, probes, weight, sums)
         total, nats = model.loss(weights, part, placement)
         with jax.named_scope("loss"):
             return total * weight, nats * weight
 
     differentiate = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
 
-    def microbatch(carry: Any, now: tuple[Batch, Array]) -> tuple[Any, None]:
-        part, index = now
+    def add_microbatch(carry: Any, part_and_index: tuple[Batch, Array]) -> tuple[Any, None]:
+        part, index = part_and_index
+        # Numbers the microbatches of the whole run: none shares its random bits of rounding with another.
         sums = GradientSums(layout, trained, step * spec.microbatches + index, index)
-        (_, loss), (grads, seen) = differentiate(sums.differentiated(carry[0]), unseen(scaling), part, sums)
-        return (sums.added(carry[0], grads), jax.tree.map(jnp.maximum, carry[1], seen), carry[2] + loss), None
+        (_, loss), (grads, amax) = differentiate(
+            sums.trained_arrays(carry[0]), amax_probes(scaling), part, sums
+        )
+        return (
+            sums.add_ends(carry[0], grads),
+            jax.tree.map(jnp.maximum, carry[1], amax),
+            carry[2] + loss,
+        ), None
 
+    # `add_microbatch` reads `trained` when it is traced, which is below this line.
     trained = trained_part(layout, params)
     if layout.pipeline is not None:
         parts = microbatches(layout, batch)
-        grads, seen, loss = pipelined_gradients(model, layout, params, scaling, parts, weight)
+        grads, amax, loss = pipelined_gradients(model, layout, params, scaling, parts, weight)
+    # A single microbatch needs no float32 sums beside its gradients, 4 bytes per parameter.
     elif not sums_gradients(layout):
-        (_, loss), (grads, seen) = differentiate(trained, unseen(scaling), batch, None)
+        (_, loss), (grads, amax) = differentiate(trained, amax_probes(scaling), batch, None)
     else:
         parts = microbatches(layout, batch)
-        carry = (no_sums(layout, trained), unseen(scaling), jnp.zeros((), jnp.float32))
-        (grads, seen, loss), _ = jax.lax.scan(microbatch, carry, (parts, jnp.arange(spec.microbatches)))
+        carry = (zero_sums(layout, trained), amax_probes(scaling), jnp.zeros((), jnp.float32))
+        (grads, amax, loss), _ = jax.lax.scan(add_microbatch, carry, (parts, jnp.arange(spec.microbatches)))
 
-    return finished(layout, grads, seen, loss, batch, num_tokens)
+    return reduce_step(layout, grads, amax, loss, batch, num_tokens)
 
 
 def weights_of(
@@ -265,7 +286,7 @@ def weights_of(
     trained: Params,
     params: Params,
     scaling: dict[str, Any],
-    seen: Any,
+    probes: Any,
     unit: Float[Array, ""],
     sums: GradientSums | None,
 ) -> Params:
@@ -275,19 +296,19 @@ def weights_of(
       trained: from `zero.trained_part`; of layers the sums of their gradients, if there are any.
       unit: 1 / tokens of the batch.
     """
-    weights = with_whole(layout, trained, params) if sums is None else sums.weights(trained, params)
+    weights = attach_values(layout, trained, params) if sums is None else sums.weights(trained, params)
     if layout.precision.matmul_dtype == "compute":
         return weights
-    return with_fp8(weights, tuple(p.info for p in layout.params), scaling, seen, unit)
+    return with_fp8(weights, tuple(p.info for p in layout.params), scaling, probes, unit)
 
 
-def finished(
-    layout: Layout, grads: Params, seen: Any, loss: Float[Array, ""], batch: Batch, num_tokens: Int[Array, ""]
+def reduce_step(
+    layout: Layout, grads: Params, amax: Any, loss: Float[Array, ""], batch: Batch, num_tokens: Int[Array, ""]
 ) -> tuple[Params, dict[str, Any], StepMetrics, Float[Array, "1"]]:
     """Sums over devices at the end of a step: gradients, largest values, loss and the hash of the batch.
 
     Args:
-      grads, seen, loss: of this device's tokens; num_tokens: valid targets of the global batch.
+      grads, amax, loss: of this device's tokens; num_tokens: valid targets of the global batch.
 
     Returns:
       As `_local_gradients`.
@@ -296,15 +317,17 @@ def finished(
     with jax.named_scope("reduce_gradients"):
         layouts = param_tree(layout, lambda p: p)
         grads = jax.tree.map(lambda p, g: finish_gradient(layout, p, g), layouts, grads)
-        shared = tuple(
-            axis for axis in axes if axis != "stage"
-        )  # each stage has the scales of its own layers
-        seen = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, shared), seen)
+        # Each stage has the scales of its own layers.
+        amax_axes = tuple(axis for axis in axes if axis != "stage")
+        amax = jax.tree.map(lambda amax_Y3: jax.lax.pmax(amax_Y3, amax_axes), amax)
+        # The share before the sum tells which device went wrong; the summed loss is NaN on all of them.
         share, loss = loss, jax.lax.psum(loss, axes)
     with jax.named_scope("batch"):
+        # In zig-zag order a device has an early and a late piece of each row.
         position_L = placement_of(layout).context.position_L(batch.token_BL.shape[1])
         hash_2 = psum_batch(layout, hash_block(batch, position_L))
-    return grads, seen, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}, share[None]
+    # [None] adds the dimension along which the shard_map concatenates the devices' shares.
+    return grads, amax, {"loss_nats": loss, "tokens": num_tokens, "batch_hash": hash_2}, share[None]
 
 
 def microbatches(layout: Layout, batch: Batch) -> Batch:

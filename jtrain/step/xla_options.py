@@ -102,33 +102,43 @@ def compiler_options(
       plain_tensor: layers send over `tensor`, neither in pieces nor in groups of sequences.
     """
     device = mesh.devices.flat[0]
-    of_kernels = registry.compiler_options(dict(kernels))
+    kernel_options = registry.compiler_options(dict(kernels))
     if device.platform == "gpu":
-        in_8_bits = _IN_8_BITS if matmul_dtype != "compute" else {}
-        in_order = _COPIES_IN_ORDER if (plain_tensor or in_8_bits) and mesh.size > 1 and not offloaded else {}
-        in_groups = _GROUPS_OVERLAP if sequence_groups > 1 else {}
-        experts = _SCHEDULE_EXCHANGES if mesh.shape["expert"] > 1 else {}
-        together = _FETCH_TOGETHER if {"activations", "gradients"} & set(offloaded) else {}
-        return (
-            experts
-            | in_groups
-            | together
-            | in_8_bits
-            | in_order
-            | (_LAUNCH_EACH if traced else {})
-            | of_kernels
+        fp8_options = _IN_8_BITS if matmul_dtype != "compute" else {}
+        # Not with arrays in host memory: copies of their slices are to be asynchronous.
+        copy_order_options = (
+            _COPIES_IN_ORDER if (plain_tensor or fp8_options) and mesh.size > 1 and not offloaded else {}
         )
+        group_options = _GROUPS_OVERLAP if sequence_groups > 1 else {}
+        expert_options = _SCHEDULE_EXCHANGES if mesh.shape["expert"] > 1 else {}
+        copy_options = _FETCH_TOGETHER if {"activations", "gradients"} & set(offloaded) else {}
+        # Later options win: what kernels need comes last.
+        return (
+            expert_options
+            | group_options
+            | copy_options
+            | fp8_options
+            | copy_order_options
+            | (_LAUNCH_EACH if traced else {})
+            | kernel_options
+        )
+    # The options below are XLA:TPU's.
     if device.platform != "tpu":
-        return of_kernels
-    ahead = _FETCHED_AHEAD if "activations" in offloaded else {}
+        return kernel_options
+    fetch_options = _FETCHED_AHEAD if "activations" in offloaded else {}
+    # All other options are about collectives, which one device does not have.
     if mesh.size == 1:
-        return ahead | of_kernels
+        return fetch_options | kernel_options
+    # An unknown generation gets none of the per-chip options, since chips refuse each other's.
     spec = from_device(device)
-    return _KEEP_SUMS_SPLIT | ahead | (OPTIONS.get(spec.name, {}) if spec is not None else {}) | of_kernels
+    return (
+        _KEEP_SUMS_SPLIT
+        | fetch_options
+        | (OPTIONS.get(spec.name, {}) if spec is not None else {})
+        | kernel_options
+    )
 
 
 def kernels_for(layout: Layout, mesh: Mesh) -> AbstractContextManager[None]:
-    """Context in which ops trace for the mesh's devices, present or compile-only, with the layout's forced
-    kernels.
-    """
+    """Context in which ops trace for the mesh's devices, with the layout's forced kernels."""
     return registry.on(live(mesh.devices.flat[0]), forced=dict(layout.kernels))

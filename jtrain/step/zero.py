@@ -1,30 +1,29 @@
 """ZeRO: gathers each weight for the matmul that uses it, and reduces and scatters its gradient.
 
 All collectives run inside the step's fully-manual `jax.shard_map`. Shards lie along `data` and `context`
-together (`jtrain.layout.mesh.ZERO_AXES`). `gather_shards` and `scatter_shards` are transposes of each other.
-One rule finishes every gradient: it is summed over each axis that does not split its parameter.
+together (`jtrain.layout.mesh.ZERO_AXES`); `torus_collectives.py` gathers and scatters them. One rule finishes
+every gradient: it is summed over each axis that does not split its parameter.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array
 
 from jtrain.layout.layout import Layout, ParamLayout
-from jtrain.layout.mesh import BATCH_AXES, ZERO_AXES, unsplit_axes
+from jtrain.layout.mesh import BATCH_AXES, unsplit_axes
 from jtrain.model import ops
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Detached
 from jtrain.model.param import Params, map_params
 from jtrain.model.saved_activations import offloaded_names
 from jtrain.model.split_backward import SplitKernel
+from jtrain.step.torus_collectives import gather_shards, scatter_shards
 
 
 def param_tree(layout: Layout, fn: Callable[[ParamLayout], Any]) -> Params:
@@ -51,6 +50,7 @@ def placement_of(layout: Layout) -> Placement:
             if gathers_in_8_bits(layout) and _splits_data(layout, layouts[path]):
                 with jax.named_scope(path.replace(".", "/")):
                     return _gather_in_8_bits(layout, layouts[path], tree)
+            # Otherwise the matmul rounds the weight after it is gathered.
             return dataclasses.replace(tree, value=fetch(path, tree.value))
         # Profiles use these names to tell which weight of which layer a collective moves.
         with jax.named_scope(path.replace(".", "/")):
@@ -73,49 +73,8 @@ def placement_of(layout: Layout) -> Placement:
     )
 
 
-def along_torus(layout: Layout, mesh: Mesh) -> Layout:
-    """Returns the layout with ZeRO's collectives split by torus dimension, if the devices form a TPU torus.
-
-    XLA:TPU turns an all-gather or reduce-scatter over 128 chips into an all-reduce of twice the bytes. Along
-    one torus dimension at a time it does not, and the total bytes equal those of one collective over all
-    chips.
-    """
-    line = mesh.devices[tuple(slice(None) if axis in ZERO_AXES else 0 for axis in mesh.axis_names)].ravel()
-    if line[0].platform != "tpu" or layout.rings:
-        return layout
-    rings = torus_rings(np.array([(*device.coords, device.core_on_chip) for device in line]))
-    return dataclasses.replace(layout, rings=rings) if len(rings) > 1 else layout
-
-
-def torus_rings(place_NK: np.ndarray) -> tuple[int, ...]:
-    """Returns the length of each torus dimension that N devices in a row run through, the slowest first.
-
-    Args:
-      place_NK: K coordinates of each device.
-
-    Returns:
-      Lengths whose product is N; (N,) if the devices do not run through a torus in order.
-    """
-    num, dims = place_NK.shape
-    steps = {
-        k: int(np.argmax(place_NK[:, k] != place_NK[0, k])) for k in range(dims) if np.ptp(place_NK[:, k])
-    }
-    order = sorted(
-        steps, key=lambda k: -steps[k]
-    )  # the slower a dimension, the later its coordinate first changes
-    rings = tuple(len(np.unique(place_NK[:, k])) for k in order)
-    if math.prod(rings) != num:
-        return (num,)
-    for index, k in enumerate(order):
-        place = np.moveaxis(place_NK[:, k].reshape(rings), index, 0).reshape(rings[index], -1)
-        if np.ptp(place, axis=1).any():
-            return (num,)
-    return rings
-
-
-def own_heads(layout: Layout, params: Params) -> Params:
-    """Returns the parameters with each shared key head's kernels on the devices that compute it; others as
-    they are.
+def exchange_heads(layout: Layout, params: Params) -> Params:
+    """Returns the parameters with each shared key head's kernels on the devices that compute it.
 
     Between steps device i along `tensor` holds the i-th part of D of all heads. An all-to-all gives each
     device all of D of its own head. Under stages 1 and 2 the shards are gathered too, because then weights
@@ -130,6 +89,7 @@ def own_heads(layout: Layout, params: Params) -> Params:
             # One copy of a head for each device that computes it.
             value = jnp.repeat(value, p.shared_by, axis=heads)
             value = jax.lax.all_to_all(value, "tensor", split_axis=heads, concat_axis=width, tiled=True)
+            # Stage 3 gathers D over ZeRO's axes later, layer by layer.
             if layout.spec.zero_stage in (1, 2) and _splits_data(layout, p):
                 value = gather_shards(layout, value, width)
             return value
@@ -138,12 +98,11 @@ def own_heads(layout: Layout, params: Params) -> Params:
 
 
 def _sum_shared(p: ParamLayout, grad: Array) -> Array:
-    """Sums the gradients of shared key heads over the devices that computed them; the transpose of
-    `own_heads`.
-    """
+    """Sums gradients of shared key heads over their devices; the transpose of `exchange_heads`."""
     heads, width = p.info.dims.index("K"), p.info.dims.index("D")
     parts = jax.lax.all_to_all(grad, "tensor", split_axis=width, concat_axis=heads, tiled=True)
     shape = parts.shape
+    # The all-to-all left one copy of each head per device that computed it, side by side.
     parts = parts.reshape(*shape[:heads], -1, p.shared_by, *shape[heads + 1 :])
     return jnp.sum(parts, axis=heads + 1, dtype=jnp.float32)
 
@@ -161,8 +120,7 @@ def _is_detached(layout: Layout, p: ParamLayout) -> bool:
 
 
 def trained_part(layout: Layout, params: Params) -> Params:
-    """Returns the arrays that JAX differentiates: on the device, with the shapes in which gradients
-    accumulate.
+    """Returns what JAX differentiates: arrays on the device, in the shapes of accumulated gradients.
 
     Under stage 2 parameters are whole but gradients are sharded, and a parameter in host memory accumulates
     its gradient on the device. Both get a placeholder of zeros with the gradient's shape; XLA removes it, as
@@ -176,12 +134,13 @@ def trained_part(layout: Layout, params: Params) -> Params:
         if layout.spec.zero_stage == 2 and _splits_data(layout, p):
             assert p.zero_dim is not None
             shape[p.zero_dim] //= layout.mesh.zero_shards
+        # The value is never read: JAX differentiates by it, and the forward pass reads the real parameter.
         return jnp.zeros(shape, value.dtype)
 
     return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
 
 
-def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
+def attach_values(layout: Layout, trained: Params, params: Params) -> Params:
     """Pairs each array of `trained` with the one that the forward pass reads, where the two differ."""
     layouts = param_tree(layout, lambda p: p)
     return jax.tree.map(
@@ -190,17 +149,14 @@ def with_whole(layout: Layout, trained: Params, params: Params) -> Params:
 
 
 def gathers_once(layout: Layout) -> bool:
-    """True if a step gathers all weights of a stage once, and reduces their gradients once:
-    `pipeline.gather=step`.
-    """
+    """True if a step gathers a stage's weights and reduces their gradients once: `pipeline.gather=step`."""
     return (
         layout.pipeline is not None and layout.pipeline.spec.gather == "step" and layout.spec.zero_stage >= 2
     )
 
 
 def gathers_in_8_bits(layout: Layout) -> bool:
-    """True if weights of 8-bit matmuls are rounded before they are gathered: half of the bytes, the same
-    numbers.
+    """True if 8-bit weights are rounded before they are gathered: half of the bytes, equal numbers.
 
     Only delayed scaling knows the scale of a whole weight before it is gathered.
     """
@@ -212,11 +168,12 @@ def gathers_in_8_bits(layout: Layout) -> bool:
     )
 
 
-def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
+def gather_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
     """Returns whole parameters, in the compute dtype, and the layout that uses them as ZeRO-1 does.
 
-    Layers then gather nothing, and their gradients are whole until `scattered_once`.
+    Layers then gather nothing, and their gradients are whole until `scatter_once`.
     """
+    # Stage 1 has whole weights and whole gradients in the layers, which is the state between the two calls.
     spec = dataclasses.replace(layout.spec, zero_stage=1)
 
     def leaf(p: ParamLayout, value: Array) -> Array:
@@ -226,11 +183,11 @@ def gathered_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
         with jax.named_scope(p.info.path.replace(".", "/")):
             return gather_shards(layout, value.astype(layout.precision.compute_dtype), p.zero_dim)
 
-    whole = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
-    return dataclasses.replace(layout, spec=spec), whole
+    full_params = jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
+    return dataclasses.replace(layout, spec=spec), full_params
 
 
-def scattered_once(layout: Layout, grads: Params) -> Params:
+def scatter_once(layout: Layout, grads: Params) -> Params:
     """Returns this device's shards of the sums over `ZERO_AXES` of whole gradients, in float32."""
 
     def leaf(p: ParamLayout, grad: Array) -> Array:
@@ -245,22 +202,20 @@ def scattered_once(layout: Layout, grads: Params) -> Params:
 
 
 def _fetch(layout: Layout, p: ParamLayout, leaf: Any) -> Array:
-    """Returns one layer's weight for the forward pass: gathered from its shards, matrices in the compute
-    dtype.
-    """
+    """Returns one layer's weight for the forward pass: gathered, and matrices in the compute dtype."""
     spec = layout.spec
     if not p.info.is_matrix:
         return leaf  # scales multiply in float32
     if not _splits_data(layout, p) or spec.zero_stage < 2:
-        return _attached(leaf).astype(layout.precision.compute_dtype)
+        return _attach(leaf).astype(layout.precision.compute_dtype)
     assert p.zero_dim is not None
     dim = p.zero_dim - p.info.dims.startswith("Y")  # the loop over layers has removed Y
     if spec.zero_stage == 2:
-        return _use_whole(layout, leaf.trained, leaf.value, dim)
-    return _gather(layout, _attached(leaf), dim)
+        return _use_full(layout, leaf.trained, leaf.value, dim)
+    return _gather(layout, _attach(leaf), dim)
 
 
-def _attached(leaf: Array | Detached) -> Array:
+def _attach(leaf: Array | Detached) -> Array:
     """Returns the value for the forward pass; its gradient goes to the array that JAX differentiates."""
     if not isinstance(leaf, Detached):
         return leaf
@@ -270,6 +225,7 @@ def _attached(leaf: Array | Detached) -> Array:
         del trained
         return value
 
+    # None for `value`: a parameter in host memory gets no gradient there.
     value_of.defvjp(lambda trained, value: (value, None), lambda _, grad: (grad, None))
     return value_of(leaf.trained, leaf.value)
 
@@ -287,42 +243,45 @@ def _gather(layout: Layout, shard: Array, dim: int) -> Array:
 def _gather_in_8_bits(layout: Layout, p: ParamLayout, kernel: ops.Fp8Kernel) -> ops.Fp8Kernel:
     """Gathers the shards of a weight after rounding them; the backward pass reduce-scatters its gradient."""
     assert p.zero_dim is not None
-    shard, dim = _attached(kernel.value), p.zero_dim - p.info.dims.startswith("Y")
-    whole = [
+    shard, dim = _attach(kernel.value), p.zero_dim - p.info.dims.startswith("Y")
+    full_shape = [
         size * (layout.mesh.zero_shards if index == dim else 1) for index, size in enumerate(shard.shape)
     ]
     dtype = layout.precision.compute_dtype
-    in_8_bits, amax = ops.rounded_weight(jax.lax.stop_gradient(shard).astype(dtype), kernel.scale_3[1])
-    value = _scattering(layout, shard, dim, lambda _: jnp.zeros(whole, dtype))
-    return dataclasses.replace(kernel, value=value, rounded=(gather_shards(layout, in_8_bits, dim), amax))
+    # One scale for all shards, so rounding before the gather gives the bits of rounding after it.
+    fp8_shard, amax = ops.rounded_weight(jax.lax.stop_gradient(shard).astype(dtype), kernel.scale_3[1])
+    # Zeros that products do not read: they carry the gradient of the full weight back to the shard.
+    value = _scattering(layout, shard, dim, lambda _: jnp.zeros(full_shape, dtype))
+    return dataclasses.replace(kernel, value=value, rounded=(gather_shards(layout, fp8_shard, dim), amax))
 
 
-def _scattering(layout: Layout, shard: Array, dim: int, whole_of: Callable[[Array], Array]) -> Array:
-    """Returns `whole_of(shard)`; the backward pass reduce-scatters its gradient into the shard's."""
-    use = jax.custom_vjp(whole_of)
+def _scattering(layout: Layout, shard: Array, dim: int, forward_value: Callable[[Array], Array]) -> Array:
+    """Returns `forward_value(shard)`; the backward pass reduce-scatters its gradient into the shard's."""
+    use = jax.custom_vjp(forward_value)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
+        # Summed in the reduce dtype, then cast, because a cotangent must have its primal's dtype.
         return (scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(shard.dtype),)
 
     use.defvjp(lambda shard: (use(shard), None), backward)
     return use(shard)
 
 
-def _use_whole(layout: Layout, shard: Array, whole: Array, dim: int) -> Array:
-    """Returns `whole` in the compute dtype; the backward pass reduce-scatters its gradient into `shard`."""
+def _use_full(layout: Layout, shard: Array, full_weight: Array, dim: int) -> Array:
+    """Returns the full weight in the compute dtype; its gradient is reduce-scattered into `shard`'s."""
 
     @jax.custom_vjp
-    def use(shard: Array, whole: Array) -> Array:
+    def use(shard: Array, full_weight: Array) -> Array:
         del shard
-        return whole.astype(layout.precision.compute_dtype)
+        return full_weight.astype(layout.precision.compute_dtype)
 
     def backward(_: None, grad: Array) -> tuple[Array, None]:
         return scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), dim).astype(
             shard.dtype
         ), None
 
-    use.defvjp(lambda shard, whole: (use(shard, whole), None), backward)
-    return use(shard, whole)
+    use.defvjp(lambda shard, full_weight: (use(shard, full_weight), None), backward)
+    return use(shard, full_weight)
 
 
 def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
@@ -332,57 +291,14 @@ def _lookup(layout: Layout, table_Vd: Array, token_BL: Array) -> Array:
     all columns of its own tokens. The network carries B * L * D elements; gathering the table would take V *
     D. The gradient of the table is summed in float32 on the device that needs it.
     """
+    # 4 bytes per token, against D elements per token on the way back.
     token_BL = jax.lax.all_gather(token_BL, layout.mesh.zero_axes, axis=0, tiled=True)
     x_BLd = ops.embedding_lookup(table_Vd, token_BL).astype(layout.precision.compute_dtype)
     return jax.lax.all_to_all(x_BLd, layout.mesh.zero_axes, split_axis=0, concat_axis=2, tiled=True)
 
 
-def gather_shards(layout: Layout, shard: Array, dim: int) -> Array:
-    """Gathers the shards of all devices along `ZERO_AXES` along `dim`, in device order."""
-    axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
-    shard = jnp.moveaxis(shard, dim, lead)
-    for groups in reversed(
-        _ring_groups(layout.rings)
-    ):  # fastest dimension first: each step joins adjacent parts
-        shard = jax.lax.all_gather(shard, axes, axis=lead, tiled=True, axis_index_groups=groups)
-    return jnp.moveaxis(shard, lead, dim)
-
-
-def scatter_shards(layout: Layout, whole: Array, dim: int) -> Array:
-    """Returns this device's shard of the sum over `ZERO_AXES`, in the input dtype; transpose of
-    `gather_shards`.
-    """
-    axes, lead = layout.mesh.zero_axes, _lead(layout, dim)
-    whole = jnp.moveaxis(whole, dim, lead)
-    for groups in _ring_groups(layout.rings):
-        whole = jax.lax.psum_scatter(
-            whole, axes, scatter_dimension=lead, tiled=True, axis_index_groups=groups
-        )
-    return jnp.moveaxis(whole, lead, dim)
-
-
-def _lead(layout: Layout, dim: int) -> int:
-    """Returns the position of `dim` during a collective: in front on a TPU torus.
-
-    XLA:TPU gathers and scatters along the slowest dimension in memory. Asked for another, it keeps the shards
-    with that dimension last, where 32 elements take a tile's 128 lanes; and it copies what it has gathered.
-    """
-    return 0 if layout.rings else dim
-
-
-def _ring_groups(rings: tuple[int, ...]) -> list[list[list[int]] | None]:
-    """Returns for each torus dimension, slowest first, the groups of devices along ZERO_AXES that differ only
-    in it.
-    """
-    if not rings:
-        return [None]
-    place = np.arange(math.prod(rings)).reshape(rings)
-    return [np.moveaxis(place, k, -1).reshape(-1, size).tolist() for k, size in enumerate(rings)]
-
-
 def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
-    """Sums a gradient over the axes that do not split its parameter; returns it sharded like the optimizer
-    state.
+    """Sums a gradient over the axes that do not split its parameter, into the optimizer's sharding.
 
     The sum is float32. A gradient that needs no sum keeps its dtype: the optimizer computes in float32
     anyway, and a float32 copy of a whole model's bfloat16 gradients would take twice their bytes.
@@ -392,6 +308,7 @@ def finish_gradient(layout: Layout, p: ParamLayout, grad: Array) -> Array:
         grad = scatter_shards(layout, grad.astype(layout.precision.reduce_dtype), p.zero_dim)
     if p.shared_by > 1:
         grad = _sum_shared(p, grad.astype(layout.precision.reduce_dtype))
+    # An axis that splits the gradient has been summed already, by a reduce-scatter or in the layer.
     axes = unsplit_axes(p.optimizer, layout.mesh.shape)
     if not axes:
         return grad
@@ -405,16 +322,18 @@ def own_shard(layout: Layout, p: ParamLayout, mesh: Mesh, param: Array) -> Array
     dim = p.zero_dim
     assert dim is not None
 
-    def local(whole: Array) -> Array:
-        size = whole.shape[dim] // layout.mesh.zero_shards
+    def slice_shard(full_param: Array) -> Array:
+        size = full_param.shape[dim] // layout.mesh.zero_shards
         return jax.lax.dynamic_slice_in_dim(
-            whole, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim
+            full_param, jax.lax.axis_index(layout.mesh.zero_axes) * size, size, dim
         )
 
-    return jax.shard_map(local, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(param)
+    return jax.shard_map(slice_shard, mesh=mesh, in_specs=p.param, out_specs=p.optimizer, check_vma=False)(
+        param
+    )
 
 
-def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
+def gather_updated(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard: Array) -> Array:
     """Gathers the parameter that `own_shard` sliced.
 
     Shards are gathered along a new leading dimension and then moved into place. With a gather directly into
@@ -426,11 +345,13 @@ def whole_again(layout: Layout, p: ParamLayout, mesh: Mesh | AbstractMesh, shard
     dim = p.zero_dim
     assert dim is not None
 
-    def local(shard: Array) -> Array:
+    def gather_param(shard: Array) -> Array:
         parts = gather_shards(layout, shard, 0).reshape(layout.mesh.zero_shards, *shard.shape)
         return jnp.moveaxis(parts, 0, dim).reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
 
-    return jax.shard_map(local, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(shard)
+    return jax.shard_map(gather_param, mesh=mesh, in_specs=p.optimizer, out_specs=p.param, check_vma=False)(
+        shard
+    )
 
 
 def psum_batch(layout: Layout, x: Array) -> Array:

@@ -10,8 +10,8 @@ from jtrain.hlo.traffic import HostCopies, Overlap, Traffic, host_copies, overla
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.plan.compile.compiled_step import no_compile_cache, topology_devices
+from jtrain.step.torus_collectives import along_torus, gather_shards, scatter_shards
 from jtrain.step.xla_options import compiler_options
-from jtrain.step.zero import along_torus, gather_shards, scatter_shards
 
 HLO = """HloModule m, is_scheduled=true
 

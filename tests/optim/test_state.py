@@ -15,7 +15,7 @@ from jtrain.layout.dims import ParamInfo
 from jtrain.layout.layout import LayoutSpec, make_layout
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.optim import AdamW, Moments, Muon, Optimizer, build, check_layout, state_bytes
-from jtrain.optim.state import arrays, by_path, load
+from jtrain.optim.state import arrays, flatten_by_path, load_moment
 from tests.layouts import layout_from
 
 SHAPES = {  # over 4 shards of F whole blocks of 128 are left
@@ -32,13 +32,13 @@ SHAPES = {  # over 4 shards of F whole blocks of 128 are left
 
 def moments_like(opt: Optimizer, values: Any) -> Moments:
     """One value per parameter (a sharding, say) for every array of the parameter's state."""
-    by_parameter = by_path(opt.params, values)
+    by_parameter = flatten_by_path(opt.params, values)
     return opt.state_map(lambda info, _: by_parameter[info.path])
 
 
-def nested(by_path: dict[str, Any]) -> dict[str, Any]:
+def nested(flatten_by_path: dict[str, Any]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
-    for path, value in by_path.items():
+    for path, value in flatten_by_path.items():
         *parents, last = path.split(".")
         node = tree
         for parent in parents:
@@ -178,7 +178,7 @@ def test_bits_do_not_depend_on_whether_layers_come_one_by_one(precision: str) ->
     def by_layer(params: Any, state: Any, grads: Any, step: Any) -> Any:
         update, leaves = opt.begin(grads, step), opt.leaves(state)
         for path, info in BY_PATH.items():
-            param, grad = by_path(INFOS, params)[path], by_path(INFOS, grads)[path]
+            param, grad = flatten_by_path(INFOS, params)[path], flatten_by_path(INFOS, grads)[path]
             if not info.dims.startswith("Y"):
                 params, leaves[path] = _set(
                     params, path, opt.update_param(update, info, grad, param, leaves[path])
@@ -212,7 +212,12 @@ def test_bits_do_not_depend_on_whether_layers_come_one_by_one(precision: str) ->
                 out_specs=(spec, of_leaf),
                 check_vma=False,
             )
-            new = sharded(update, by_path(INFOS, grads)[path], by_path(INFOS, params)[path], leaves[path])
+            new = sharded(
+                update,
+                flatten_by_path(INFOS, grads)[path],
+                flatten_by_path(INFOS, params)[path],
+                leaves[path],
+            )
             params, leaves[path] = _set(params, path, new)
         return params, opt.state(leaves)
 
@@ -314,9 +319,9 @@ def test_no_two_roundings_share_their_noise() -> None:
         params, state, _ = update(grads, opt.init(masters), masters, step)
         leaves = opt.leaves(state)
         for path in paths:
-            got = {name: load(opt.spec, BY_PATH[path], leaves[path], name) for name in ("mu", "nu")}
-            got["param"] = by_path(opt.params, params)[path].astype(jnp.float32)
-            right = exact.leaves(want)[path] | {"param": by_path(opt.params, want_params)[path]}
+            got = {name: load_moment(opt.spec, BY_PATH[path], leaves[path], name) for name in ("mu", "nu")}
+            got["param"] = flatten_by_path(opt.params, params)[path].astype(jnp.float32)
+            right = exact.leaves(want)[path] | {"param": flatten_by_path(opt.params, want_params)[path]}
             for name, layer in itertools.product(got, (0, 1)):
                 key = step, path, name, layer
                 rounded_up[key] = np.asarray(abs(got[name][layer]) > abs(right[name][layer])).ravel()
@@ -371,7 +376,7 @@ def test_a_second_moment_falls_at_any_rate(moment_dtype: Any) -> None:
         return jax.lax.fori_loop(0, 7000, one, (params, state))[1]
 
     state = run()
-    got = np.asarray(load(spec, info, opt.leaves(state)["layers.w_DF"], "nu") / g**2, np.float64)
+    got = np.asarray(load_moment(spec, info, opt.leaves(state)["layers.w_DF"], "nu") / g**2, np.float64)
     assert abs(got.mean() - (1 + 99 * 0.999**7000)) < 0.05
     assert np.quantile(got, 0.95) < (1.2 if moment_dtype == "bfloat16_sr" else 2.5)
 

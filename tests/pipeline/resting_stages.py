@@ -23,7 +23,7 @@ from jtrain.layout.precision import PrecisionSpec
 from jtrain.model.forward_placement import Placement
 from jtrain.model.layer_scan import Layer
 from jtrain.model.param import Params, map_params
-from jtrain.model.split_backward import multiplied
+from jtrain.model.split_backward import multiply
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.pipeline.spec import PipelineSpec
@@ -62,7 +62,7 @@ class RestingTransformer(Transformer):
         def layer(carry: Any, weights: Params, shared: Any) -> Any:
             del shared
             x_BLD, losses = carry
-            (y_BLD,) = multiplied(product, x_BLD, [weights["mlp"]["down_FD"]])
+            (y_BLD,) = multiply(product, x_BLD, [weights["mlp"]["down_FD"]])
             return _rested(rests.forward, rests.by_input, y_BLD), losses
 
         return layer

@@ -47,7 +47,7 @@ def test_the_order_of_layers(
     found = placed(schedule, stages, layers, chunks)
     assert found.order == order
     assert found.in_order == (order == tuple(range(layers)))
-    assert (found.said() is None) == (-1 not in order)
+    assert (found.identity_message() is None) == (-1 not in order)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])

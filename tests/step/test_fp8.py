@@ -22,7 +22,7 @@ from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import MeshSpec, make_mesh
 from jtrain.layout.precision import PrecisionSpec
 from jtrain.model import ops
-from jtrain.model.forward_placement import Placement, checkpointed
+from jtrain.model.forward_placement import Placement, checkpoint_layer
 from jtrain.model.fp8_scaling import first_scaling, fp8_weights
 from jtrain.model.param import init_params, map_params
 from jtrain.model.transformer import Transformer
@@ -248,7 +248,7 @@ def test_a_rematerialised_layer_keeps_what_the_forward_casts_saw() -> None:
     """
     x, w = jnp.arange(8.0).reshape(2, 4), jnp.ones((4, 3))
     kernel = ops.Fp8Kernel(w, jnp.ones(3), jnp.zeros(3))
-    layer = checkpointed(
+    layer = checkpoint_layer(
         lambda x, w, _: ops.linear(jnp.sin(x), w["w"]),
         Placement(fetch=lambda _, w: w, remat="full"),
         scanned=True,

@@ -21,7 +21,7 @@ from jtrain.plan.compile.compiled_step import compile_step, topology_devices
 from jtrain.plan.estimate.machine import machine_of
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job
-from jtrain.step.gradient_sums import GradientSums, no_sums
+from jtrain.step.gradient_sums import GradientSums, zero_sums
 from jtrain.step.state import init_state
 from jtrain.step.train_step import make_train_step
 from tests.batches import ONE_DOCUMENT, adversarial_batch
@@ -92,7 +92,7 @@ def test_bfloat16_sums_keep_what_rounding_to_nearest_loses() -> None:
     """
     layout = laid_out({})
     params = map_params(lambda info: jnp.ones(info.shape), infos())
-    zeros = no_sums(layout, params)
+    zeros = zero_sums(layout, params)
     assert {x.dtype.name for x in jax.tree.leaves(zeros)} == {"bfloat16"}
     ones = jnp.ones(params["layers"]["mlp"]["up_DF"].shape[1:], jnp.bfloat16)
     small = jnp.full(ones.shape, 2.0**-10, jnp.float32)

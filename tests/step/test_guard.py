@@ -14,14 +14,14 @@ from jtrain.errors import UserError
 from jtrain.layout.dims import ParamInfo
 from jtrain.optim import AdamW, build
 from jtrain.step.guard import (
-    ENOUGH,
     FLOORS,
     LEFT_OUT,
+    MIN_HISTORY,
     WINDOW,
     GuardSpec,
     GuardState,
     first_guard,
-    judged,
+    judge_update,
     not_finite,
     not_finite_on_cpu,
 )
@@ -47,7 +47,7 @@ def scanned(guard: GuardState, first: Any, values: Any, sigmas: float | None) ->
 
     def one(carry: tuple[GuardState, Any], value_2: Any) -> Any:
         guard, step = carry
-        guard, found = judged(guard, step, value_2[0], value_2[1], sigmas=sigmas)
+        guard, found = judge_update(guard, step, value_2[0], value_2[1], sigmas=sigmas)
         return (guard, step + 1), (guard, found)
 
     return jax.lax.scan(one, (guard, first), values)[1]
@@ -68,7 +68,7 @@ def test_bounds_are_median_and_deviation_of_the_window_before() -> None:
     kept = np.where(np.isfinite(values), values, np.nan).astype(np.float32)
     for step in range(len(values)):
         history = kept[max(0, step - WINDOW) : step]
-        if len(history) < ENOUGH:
+        if len(history) < MIN_HISTORY:
             assert np.isinf(found["bounds"][step]).all()
             continue
         middle = np.nanmedian(history, axis=0)
@@ -116,8 +116,8 @@ def test_steps_are_left_out_and_bounds_begin_anew_by_number() -> None:
     guard = GuardState(first_guard().history, np.int32(0), steps, np.int32(210))
     _, whole = run(values, guard)
     np.testing.assert_array_equal(np.flatnonzero(~whole["applied"]) + 1, [5, 131, *range(201, 211)])
-    assert np.isinf(whole["bounds"][210 : 210 + ENOUGH]).all()
-    assert np.isfinite(whole["bounds"][210 + ENOUGH :]).all()
+    assert np.isinf(whole["bounds"][210 : 210 + MIN_HISTORY]).all()
+    assert np.isfinite(whole["bounds"][210 + MIN_HISTORY :]).all()
     half, _ = run(values[:205], guard)
     _, rest = run(values[205:], half, first=205)
     for name, value in rest.items():

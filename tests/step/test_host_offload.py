@@ -21,7 +21,14 @@ from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon, Optimizer, build
 from jtrain.step import host_offload
-from jtrain.step.host_offload import Slices, StreamedParam, check_host_memory, streamed, to_device, to_host
+from jtrain.step.host_offload import (
+    Slices,
+    StreamedParam,
+    check_host_memory,
+    stream_updates,
+    to_device,
+    to_host,
+)
 from jtrain.step.state import TrainState, abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 from tests.batches import adversarial_batch
@@ -351,7 +358,7 @@ def test_slices_cover_everything_once(rows: int, stacked: bool, monkeypatch: pyt
         assert slices.count == (3 if stacked else 1) * 6 // max(rows, 2), (
             "a slice holds whole blocks of two rows"
         )
-        return jax.tree.map(to_device, streamed([leaf, leaf], after=jnp.zeros(())))
+        return jax.tree.map(to_device, stream_updates([leaf, leaf], after=jnp.zeros(())))
 
     wide = np.repeat(scale, 2, axis=1 if stacked else 0)
     for new in run(grad, param, mu, scale):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jtrain.layout.layout import Layout, LayoutSpec, make_layout
 from jtrain.layout.mesh import ZERO_AXES, MeshSpec, make_mesh
 from jtrain.plan.compile.compiled_step import topology_devices
-from jtrain.step.zero import along_torus, gather_shards, scatter_shards, torus_rings
+from jtrain.step.torus_collectives import along_torus, gather_shards, scatter_shards, torus_rings
 
 RINGS = ((2, 4), (4, 2), (2, 2, 2))
 

@@ -20,7 +20,7 @@ from jtrain.layout.mesh import make_mesh
 from jtrain.model import expert_dispatch
 from jtrain.model.param import map_params
 from jtrain.optim import build
-from jtrain.optim.state import by_path
+from jtrain.optim.state import flatten_by_path
 from jtrain.step.guard import GuardState
 from jtrain.step.state import abstract_state, init_state, shardings_of
 from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
@@ -118,7 +118,7 @@ class Trainer:
                 state.guard.left_out.sharding,
             )
             state = dataclasses.replace(state, guard=dataclasses.replace(state.guard, left_out=left_out))
-        first = self._in_order(by_path(self.optimizer.params, drawn_state.params))
+        first = self._in_order(flatten_by_path(self.optimizer.params, drawn_state.params))
         course = Course(first, {}, {}, {}, [], [], [], nats_BL, 0, drawn_state)
         for number, batch in enumerate(placed):
             before = None
@@ -136,7 +136,7 @@ class Trainer:
                 course.moments = self._in_order(
                     {f"{name} {path}": leaf[name] for path, leaf in leaves.items() for name in leaf}
                 )
-        course.last = self._in_order(by_path(self.optimizer.params, jax.device_get(state.params)))
+        course.last = self._in_order(flatten_by_path(self.optimizer.params, jax.device_get(state.params)))
         scaling = jax.tree_util.tree_flatten_with_path(jax.device_get(state.scaling))[0]
         course.scaling = self._in_order(
             {".".join(str(key.key) for key in keys): np.asarray(value) for keys, value in scaling},

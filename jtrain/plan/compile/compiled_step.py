@@ -26,8 +26,8 @@ from jtrain.pipeline.ticks import SCOPES
 from jtrain.plan.job import Job
 from jtrain.step.pipeline_ticks import chunk_passes
 from jtrain.step.state import abstract_state
+from jtrain.step.torus_collectives import along_torus
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
-from jtrain.step.zero import along_torus
 from jtrain_kernels.compat import lowering_for, no_compile_cache
 from jtrain_kernels.compile_only.targets import topology_devices
 from jtrain_kernels.device import live

@@ -109,7 +109,7 @@ def pipeline_lines(job: Job) -> list[str]:
         f"{pipeline.layers_per_chunk} layers each and has 1/{pipeline.stages} of the vocabulary, so that all "
         "need the same memory",
     ]
-    return [*lines, *([said] if (said := pipeline.said()) else [])]
+    return [*lines, *([said] if (said := pipeline.identity_message()) else [])]
 
 
 def _layout_table(job: Job) -> Table:

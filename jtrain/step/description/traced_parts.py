@@ -19,28 +19,28 @@ from jax.sharding import PartitionSpec as P
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.layout.mesh import AXES, local_shape
-from jtrain.model.fp8_scaling import fp8_weights, history_shape, unseen
+from jtrain.model.fp8_scaling import amax_probes, fp8_weights, history_shape
 from jtrain.model.param import Params, map_params
 from jtrain.model.transformer import Transformer
 from jtrain.step.description.labelled_sizes import Labelled, LayoutClass, Monomial, labelled
 from jtrain.step.description.trace_cache import kept
 from jtrain.step.description.traced_work import Kind, TracedProduct, TracedWork, When, traced_work
-from jtrain.step.gradient_sums import GradientSums, no_sums, sums_gradients
+from jtrain.step.gradient_sums import GradientSums, sums_gradients, zero_sums
 from jtrain.step.pipeline_chunks import ChunkPass
 from jtrain.step.pipeline_ends import Ends
-from jtrain.step.pipelined import chunks_of, pipeline_placement
-from jtrain.step.train_step import everywhere, finished, weights_of
+from jtrain.step.pipeline_weights import chunks_of, pipeline_placement
+from jtrain.step.train_step import gather_rows, reduce_step, weights_of
 from jtrain.step.zero import (
-    gathered_once,
+    attach_values,
+    exchange_heads,
+    gather_once,
+    gather_updated,
     gathers_once,
-    own_heads,
     param_tree,
     placement_of,
     psum_batch,
-    scattered_once,
+    scatter_once,
     trained_part,
-    whole_again,
-    with_whole,
 )
 from jtrain_kernels import registry
 from jtrain_kernels.device import DEVICES
@@ -244,14 +244,14 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
         unit, zero = jnp.float32(1), jnp.int32(0)
         trained = trained_part(layout, params)
         sums = GradientSums(layout, trained, zero, zero) if sums_gradients(layout) else None
-        differentiated = trained if sums is None else sums.differentiated(no_sums(layout, trained))
+        differentiated = trained if sums is None else sums.trained_arrays(zero_sums(layout, trained))
 
         def forward(trained: Params, seen: Any, x_BLD: Any) -> Any:
             weights = weights_of(layout, trained, params, scaling, seen, unit, sums)
             x_BLD, losses = model.through_layers(weights["layers"], x_BLD, batch, placement_of(layout))
             return x_BLD, losses
 
-        (y_BLD, losses), vjp = jax.vjp(forward, differentiated, unseen(scaling), x_BLD)
+        (y_BLD, losses), vjp = jax.vjp(forward, differentiated, amax_probes(scaling), x_BLD)
         return y_BLD, vjp((dy_BLD, jax.tree.map(jnp.ones_like, losses)))
 
     def chunks(params: Params, scaling: Any, batch: Batch, x_BLD: Any, dy_BLD: Any) -> Any:
@@ -261,9 +261,9 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
         worker = chunks_of(
             model, layout, pipeline_placement(layout), params, trained, scaling, jnp.float32(1)
         )
-        worker = worker.traced(x_BLD, shared)
+        worker = worker.trace(x_BLD, shared)
         work = ChunkPass(zero, shared, zero, zero)
-        y_BLD, kept = worker.forward(work, x_BLD, worker.kept_slots(1))
+        y_BLD, kept = worker.forward(work, x_BLD, worker.layer_slots(1))
         given = jax.lax.optimization_barrier((kept, worker.stash_slots(1), worker.no_gradients()))
         dx_BLD, stashes, gradients = worker.backward(work, dy_BLD, *given)
         if worker.split:
@@ -292,7 +292,7 @@ def _embedding(sizes: Labelled, mesh: AbstractMesh) -> Any:
             return ends.embed(trained, token_BL), ends.embed_gradient(trained, token_BL, dx_BLD)
         placement = placement_of(layout)
         x_BLD, vjp = jax.vjp(
-            lambda t: model.embed(with_whole(layout, t, params), token_BL, placement), trained
+            lambda t: model.embed(attach_values(layout, t, params), token_BL, placement), trained
         )
         return x_BLD, vjp(dx_BLD)
 
@@ -309,7 +309,7 @@ def _loss(sizes: Labelled, mesh: AbstractMesh) -> Any:
         placement = placement_of(layout)
 
         def objective(trained: Params, x_BLD: Any) -> Any:
-            weights = with_whole(layout, trained, params)
+            weights = attach_values(layout, trained, params)
             return model.cross_entropy(weights, model.normed(weights, x_BLD, placement), target_BL, placement)
 
         return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(trained, x_BLD)
@@ -321,25 +321,25 @@ def _end(sizes: Labelled, mesh: AbstractMesh) -> Any:
     layout = sizes.layout
 
     def local(params: Params, grads: Params, seen: Any, batch: Batch) -> Any:
-        own, found = own_heads(layout, params), ()
+        own, found = exchange_heads(layout, params), ()
         if gathers_once(layout):
             with jax.named_scope(ONCE):
-                found = gathered_once(layout, own)[1]
-            grads = scattered_once(layout, grads)
+                found = gather_once(layout, own)[1]
+            grads = scatter_once(layout, grads)
         loss, num_tokens = jnp.float32(0), psum_batch(layout, jnp.sum(batch.target_BL))
-        return own, found, finished(layout, grads, seen, loss, batch, num_tokens)
+        return own, found, reduce_step(layout, grads, seen, loss, batch, num_tokens)
 
     def update(params: Params, rows: Any) -> Any:
         with jax.named_scope(UPDATE):
             again = jax.tree.map(
-                lambda p, x: whole_again(layout, p, mesh, x), param_tree(layout, lambda p: p), params
+                lambda p, x: gather_updated(layout, p, mesh, x), param_tree(layout, lambda p: p), params
             )
         with jax.named_scope(METRICS):
-            return again, everywhere(mesh, rows)
+            return again, gather_rows(mesh, rows)
 
     whole = gathers_once(layout)
     summed = _blocks(layout, lambda p: p.spec(zero_sharded=False) if whole else p.accumulator)
-    seen = jax.eval_shape(unseen, _scaling(layout))
+    seen = jax.eval_shape(amax_probes, _scaling(layout))
     params = param_tree(layout, lambda p: _array(p.info.shape, layout.precision.param_dtype))
     gradients = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
