@@ -8,19 +8,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from jtrain.errors import UserError
-from jtrain.hlo.parser import (
-    BranchTimes,
-    Instruction,
-    Visit,
-    array_bytes,
-    axes_of,
-    done_of,
-    elements,
-    groups_of,
-    visits,
-    whole_arrays,
-    wire_bytes,
-)
+from jtrain.hlo.device_groups import axes_of, groups_of, whole_arrays, wire_bytes
+from jtrain.hlo.parser import BranchTimes, Instruction, Visit, array_bytes, done_of, elements, visits
 
 _HOST = "S(5)"
 """Memory space of pinned host memory in HLO, on TPUs and GPUs."""

@@ -8,8 +8,9 @@ import collections
 from collections.abc import Iterator, Mapping
 
 from jtrain.errors import UserError
+from jtrain.hlo.device_groups import axes_of, groups_of, whole_arrays, wire_bytes
 from jtrain.hlo.flops import bytes_accessed, flops
-from jtrain.hlo.parser import KINDS, HloProgram, Instruction, axes_of, groups_of, whole_arrays, wire_bytes
+from jtrain.hlo.parser import KINDS, HloProgram, Instruction
 from jtrain.hlo.scopes import NOWHERE, Phase, scope_mark
 from jtrain.profile.analysis.records import HloOp, OpKind, OpTraffic
 
