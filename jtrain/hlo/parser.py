@@ -2,6 +2,23 @@
 
 The text is in schedule order. A pair of start and done (`all-gather-start`, `copy-start`, `async-start`, the
 `call-start` of a TPU's sparse cores) is asynchronous, and hidden if a matmul runs in between.
+
+Example: a loop of six trips on 8 devices, mesh replica=2, data=4, that gathers a bf16 weight of 8 x 8:
+
+    %body (p: (s32[], bf16[2,8])) -> (s32[], bf16[2,8]) {
+      %w = bf16[2,8] get-tuple-element(%p), index=1
+      %ag = (bf16[2,8], bf16[8,8]) all-gather-start(%w), replica_groups=[2,4]<=[8], dimensions={0}
+      %dot = f32[16,16] dot(%x, %y), lhs_contracting_dims={1}
+      %full = bf16[8,8] all-gather-done(%ag)
+    }
+    ENTRY %main (a: bf16[2,8]) -> bf16[2,8] {
+      %loop = (s32[], bf16[2,8]) while(%t), ..., backend_config={"known_trip_count":{"n":"6"}}
+    }
+
+`visits` yields loop (once), w, ag and dot (six times each). ag is in flight from index 1 to index 3 of its
+computation, and hidden, because dot is at index 2. Its groups [[0, 1, 2, 3], [4, 5, 6, 7]] differ along
+`data`; the gathered array has 8 * 8 * 2 = 128 bytes, of which a device sends 3/4 = 96 on the ring, and in all
+six trips 576.
 """
 
 import dataclasses
@@ -29,6 +46,8 @@ ITEMSIZE = {
 ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
 ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
 
+# Custom calls that multiply matrices: cuBLAS and cuDNN by target, Pallas kernels on TPU and GPU by their
+# compiler.
 _KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -50,8 +69,9 @@ class Instruction:
     @property
     def operands(self) -> list[str]:
         """Names of its operands."""
-        _, _, rest = self.line.partition(f" {self.opcode}(")
-        return re.findall(r"%([\w.-]+)", rest.partition("), ")[0])
+        # Attributes after the closing parenthesis name computations with % too, so the text ends at "), ".
+        _, _, arguments = self.line.partition(f" {self.opcode}(")
+        return re.findall(r"%([\w.-]+)", arguments.partition("), ")[0])
 
     @property
     def collective(self) -> str:
@@ -64,8 +84,8 @@ class Instruction:
     @property
     def op_name(self) -> str:
         """Path of named scopes in its metadata; "" if it has none."""
-        found = re.search(r'op_name="([^"]*)"', self.line)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.line)
+        return match[1] if match else ""
 
     @property
     def is_root(self) -> bool:
@@ -80,6 +100,7 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """Names of the computations that it calls, without the condition of a loop."""
+        # m[2] is a single name, m[3] a list in braces (branches of a conditional).
         matches = _CALLED.finditer(self.line)
         return [name for m in matches for name in ([m[2]] if m[2] else re.findall(r"%([\w.-]+)", m[3]))]
 
@@ -103,15 +124,17 @@ class HloProgram:
     @functools.cached_property
     def types(self) -> dict[str, str]:
         """Result type of every instruction, by name."""
-        return {one.name: one.type for body in self.computations.values() for one in body}
+        return {
+            instruction.name: instruction.type for body in self.computations.values() for instruction in body
+        }
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """Instructions of the computations that an instruction calls."""
-        return [one for name in instruction.called for one in self.computations[name]]
+        return [nested for name in instruction.called for nested in self.computations[name]]
 
     @functools.cached_property
-    def _known(self) -> dict[str, bool]:
-        return {}
+    def _has_matmul(self) -> dict[str, bool]:
+        return {}  # a computation may be called from many places
 
     def multiplies(self, instruction: Instruction) -> bool:
         """True if an instruction is or contains a matmul, or calls a kernel."""
@@ -120,9 +143,9 @@ class HloProgram:
         if instruction.opcode == "custom-call":
             return _KERNEL.search(instruction.line) is not None
         for name in instruction.called:
-            if name not in self._known:
-                self._known[name] = any(map(self.multiplies, self.computations[name]))
-            if self._known[name]:
+            if name not in self._has_matmul:
+                self._has_matmul[name] = any(map(self.multiplies, self.computations[name]))
+            if self._has_matmul[name]:
                 return True
         return False
 
@@ -130,11 +153,13 @@ class HloProgram:
         """Trip count of a while loop: the compiler's annotation, else the bound in its condition (from 0 by
         1).
         """
-        if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
-            return int(noted[1])
+        # Written as JSON, or as `known_trip_count={n=4}`.
+        if annotation := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
+            return int(annotation[1])
         condition = re.search(r"condition=%([\w.-]+)", line)
         if not condition:
             return None
+        # A bound counts only if it is the one integer constant of a condition that compares with "less than".
         bounds: list[int] = []
         pending = [condition[1]]
         compared = False
@@ -142,6 +167,8 @@ class HloProgram:
             for instruction in self.computations[pending.pop()]:
                 if constant := re.search(r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line):
                     bounds.append(int(constant[1]))
+                # The comparison may be in a fusion that the condition calls, so the called computations are
+                # searched as well.
                 compared |= "direction=LT" in instruction.line
                 pending += instruction.called
         return bounds[0] if len(bounds) == 1 and compared else None
@@ -183,34 +210,44 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
     """
     program = read(hlo)
 
-    def visit(name: str, times: int | None, asynchronous: bool, hidden: bool) -> Iterator[Visit]:
+    def visit(name: str, times: int | None, is_parent_async: bool, is_parent_hidden: bool) -> Iterator[Visit]:
         instructions = program.computations[name]
         for index, instruction in enumerate(instructions):
             opcode = instruction.opcode
+            # Their start stands for the whole pair.
             if opcode.endswith(("-done", "-update")):
                 continue
-            beside, under, begin, stop = asynchronous, hidden, index, index
+            is_async, is_hidden, start, stop = is_parent_async, is_parent_hidden, index, index
+            # XLA:GPU writes some pairs that it will not overlap; it marks them, and they count as
+            # synchronous.
             if opcode.endswith("-start") and '"is_sync":true' not in instruction.line:
-                beside, begin, stop = True, begin_of(instructions, index), done_of(instructions, index)
+                is_async, start, stop = True, begin_of(instructions, index), done_of(instructions, index)
+                # A start whose done is in another computation is in flight until this one ends.
                 stop = stop or len(instructions)
-                between = instructions[begin + 1 : stop]
-                under |= any(
-                    program.multiplies(i)
-                    for i in between
-                    if not i.opcode.endswith(("-start", "-update", "-done"))
+                in_flight = instructions[start + 1 : stop]
+                # Only work that runs in between hides the pair: a start or done of another pair takes no time
+                # itself.
+                is_hidden |= any(
+                    program.multiplies(overlapped)
+                    for overlapped in in_flight
+                    if not overlapped.opcode.endswith(("-start", "-update", "-done"))
                 )
-            yield Visit(name, instruction, times, beside, under, instructions, begin, stop, program.types)
-            inner = times
+            yield Visit(
+                name, instruction, times, is_async, is_hidden, instructions, start, stop, program.types
+            )
+            inner_times = times
             if opcode == "while":
-                trips = program.trip_count(instruction.line)
-                inner = None if times is None or trips is None else times * trips
+                # Trip counts of nested loops multiply; one unknown count makes all inside it unknown.
+                trip_count = program.trip_count(instruction.line)
+                inner_times = None if times is None or trip_count is None else times * trip_count
             elif opcode == "conditional" and branch_times is not None:
-                taken = branch_times(instruction.op_name)
-                inner = times if taken is None else taken
+                # An absolute count per run of the program, not per visit: it replaces the loops' product.
+                branch_runs = branch_times(instruction.op_name)
+                inner_times = times if branch_runs is None else branch_runs
             # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all
             # callers.
-            for inside in instruction.called:
-                yield from visit(inside, inner, beside, under)
+            for computation in instruction.called:
+                yield from visit(computation, inner_times, is_async, is_hidden)
 
     yield from visit(program.entry, 1, False, False)
 
@@ -232,13 +269,14 @@ def begin_of(instructions: list[Instruction], start: int) -> int:
 
 def done_of(instructions: list[Instruction], start: int) -> int | None:
     """Index of the done instruction for the start at `start`; None if it is in another computation."""
-    waiting = instructions[start].name
+    flight_name = instructions[start].name
     for index in range(start + 1, len(instructions)):
         instruction = instructions[index]
-        if instruction.opcode.endswith(("-done", "-update")) and waiting in instruction.operands:
+        # start -> update -> done is a chain: each names the one before as its operand.
+        if instruction.opcode.endswith(("-done", "-update")) and flight_name in instruction.operands:
             if instruction.opcode.endswith("-done"):
                 return index
-            waiting = instruction.name
+            flight_name = instruction.name
     return None
 
 
@@ -254,42 +292,46 @@ def array_bytes(type_: str) -> int:
 
 def elements(type_: str) -> list[str]:
     """Element types of a tuple type, split at the commas outside of brackets."""
-    depth, parts = 0, [""]
-    for char in type_[1:-1]:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append("")
+    depth, types = 0, [""]
+    for character in type_[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        # Commas also stand within dimensions, layouts and nested tuples: (f32[2,4]{1,0}, s32[]).
+        if character == "," and depth == 0:
+            types.append("")
         else:
-            parts[-1] += char
-    return parts
+            types[-1] += character
+    return types
 
 
 def read(hlo: str) -> HloProgram:
     """Parses HLO text."""
-    found: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[Instruction]] = {}
     entry = ""
     current: list[Instruction] = []
     for line in hlo.splitlines():
+        # A computation's head names its parameters and result; only the entry's begins with ENTRY.
         if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.-]+)[ .]*\(", line)):
-            current = found[head[2]] = []
+            current = computations[head[2]] = []
             entry = head[2] if head[1] else entry
         elif (start := line.find(" = ")) > 0:
-            type_, rest = _split_type(line[start + 3 :])
+            # `%name = type opcode(operands), attributes`; a ROOT stands before the name of the result.
+            type_, tail = _split_type(line[start + 3 :])
             name = line[:start].split()[-1].removeprefix("%")
-            current.append(Instruction(name, type_, rest.partition("(")[0].strip(), line))
+            current.append(Instruction(name, type_, tail.partition("(")[0].strip(), line))
         elif current and line.strip() not in ("", "}"):  # metadata of a TPU kernel has lines of its own
             current[-1] = dataclasses.replace(current[-1], line=f"{current[-1].line} {line}")
-    return HloProgram(hlo.partition("\n")[0], found, entry)
+    return HloProgram(hlo.partition("\n")[0], computations, entry)
 
 
 def _split_type(text: str) -> tuple[str, str]:
     """Splits an instruction after its result type, which for a tuple ends at the closing parenthesis."""
     if not text.startswith("("):
-        type_, _, rest = text.partition(" ")
-        return type_, rest
+        type_, _, tail = text.partition(" ")
+        return type_, tail
     depth = 0
     for index, char in enumerate(text):
         depth += (char == "(") - (char == ")")
         if depth == 0:
+            # Types hold spaces and nested parentheses, so neither a space nor the first ")" ends one.
             return text[: index + 1], text[index + 1 :]
     return text, ""

@@ -28,15 +28,20 @@ def scope_mark(scope: str) -> tuple[Phase, str]:
     >>> scope_mark("jit(train_step)/shard_map/transpose(jvp(layers))/while/body/checkpoint/mlp/dot_general")
     ('backward', 'layers/mlp')
     """
+    # A jitted function's name, as in jit(loss), is no scope, though it may be spelt like one.
     names = re.findall(r"[\w.-]+", re.sub(r"\bp?jit\([^)]*\)", "", scope))
+    # The outermost of our scopes names the layer; what is inside it only refines `layers`.
     top = next((name for name in names if name in _TOP), None)
     if top is None:
         return NOWHERE
     if top == "layers":
-        inside = next((_INSIDE[name] for name in names[names.index(top) + 1 :] if name in _INSIDE), None)
-        layer = f"layers/{inside}" if inside else "layers"
+        part = next((_INSIDE[name] for name in names[names.index(top) + 1 :] if name in _INSIDE), None)
+        layer = f"layers/{part}" if part else "layers"
     else:
         layer = top
+    # reduce_gradients has no transpose in its path, although it belongs to the backward pass.
     if top in _PHASES:
         return _PHASES[top], layer
+    # jax names the transposed (backward) computation `transpose(jvp(...))`; rematerialised forward ops run
+    # inside it.
     return ("backward" if "transpose" in names or "rematted_computation" in names else "forward"), layer

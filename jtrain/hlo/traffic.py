@@ -105,12 +105,14 @@ def traffic(
         kind = instruction.collective
         if not kind:
             continue
-        times = _known(visit, kind)
+        num_runs = _known_times(visit, kind)
+        # The largest group stands for all: XLA gives the groups of one collective the same size.
         groups = groups_of(instruction, mesh_shape)
         group = max(len(g) for g in groups) if groups else 1
+        # One instruction may carry arrays of several dtypes, each a row of its own.
         for dtype, size in whole_arrays(instruction, group, visit.types):
             key = (kind, axes_of(groups, mesh_shape), group, dtype)
-            _add(total, key, visit, times, size)
+            _add(total, key, visit, num_runs, size)
     return [Traffic(*key, *_sums(total, key)) for key in sorted({key[:-1] for key in total}, key=str)]
 
 
@@ -130,40 +132,45 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
         copy = None if visit.computation in counted else host_copy(visit.instruction, visit.around)
         if copy is not None:
             direction, size = copy
+            # The copy inside an async start is the start itself: counting both would double it.
             counted.update(visit.instruction.called)
-            times = _known(visit, "copy")
-            _add(total, (direction,), visit, times, size)
-            total[direction, "duplex_bytes"] += times * size * _meets_opposite(visit, direction)
-    found = sorted({key[:-1] for key in total})
-    return [HostCopies(*key, *_sums(total, key), duplex_bytes=total[*key, "duplex_bytes"]) for key in found]
+            num_runs = _known_times(visit, "copy")
+            _add(total, (direction,), visit, num_runs, size)
+            total[direction, "duplex_bytes"] += num_runs * size * _meets_opposite(visit, direction)
+    keys = sorted({key[:-1] for key in total})
+    return [HostCopies(*key, *_sums(total, key), duplex_bytes=total[*key, "duplex_bytes"]) for key in keys]
 
 
 def _meets_opposite(visit: Visit, direction: _Direction) -> bool:
     """True if an asynchronous copy is in flight at the same time as a copy in the other direction."""
-    for index, other in enumerate(visit.around if visit.asynchronous else ()):
-        copy = host_copy(other, visit.around)
+    for index, neighbour in enumerate(visit.around if visit.asynchronous else ()):
+        copy = host_copy(neighbour, visit.around)
+        # A neighbour that starts after this copy's done cannot overlap it.
         if copy is not None and copy[0] != direction and index < visit.stop:
-            stop = done_of(visit.around, index) if other.opcode.endswith("-start") else index
+            # A synchronous copy occupies its own index only.
+            stop = done_of(visit.around, index) if neighbour.opcode.endswith("-start") else index
             if stop is not None and stop > visit.start:
                 return True
     return False
 
 
-def _add(total: collections.Counter[Any], key: tuple[Any, ...], visit: Visit, times: int, size: int) -> None:
-    total[*key, "count"] += times
-    total[*key, "bytes"] += times * size
-    total[*key, "async_bytes"] += times * size * visit.asynchronous
-    total[*key, "hidden_bytes"] += times * size * visit.hidden
+def _add(
+    total: collections.Counter[Any], key: tuple[Any, ...], visit: Visit, num_runs: int, size: int
+) -> None:
+    total[*key, "count"] += num_runs
+    total[*key, "bytes"] += num_runs * size
+    total[*key, "async_bytes"] += num_runs * size * visit.asynchronous
+    total[*key, "hidden_bytes"] += num_runs * size * visit.hidden
 
 
 def _sums(total: collections.Counter[Any], key: tuple[Any, ...]) -> list[int]:
     return [total[*key, name] for name in ("count", "bytes", *_OVERLAP)]
 
 
-def _known(visit: Visit, what: str) -> int:
+def _known_times(visit: Visit, name: str) -> int:
     if visit.times is None:
         line = visit.instruction.line[:200]
-        raise UserError(f"{what} is in a loop whose trip count is not in the HLO: {line}")
+        raise UserError(f"{name} is in a loop whose trip count is not in the HLO: {line}")
     return visit.times
 
 
@@ -175,19 +182,25 @@ def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Dir
     """
     opcode, type_ = instruction.opcode, instruction.type
     if opcode == "copy-start":
-        result, *given = elements(type_)[:2]
+        # copy-start: (destination, source, context).
+        result, *operand_types = elements(type_)[:2]
     elif opcode.endswith("-start") and type_.startswith("(("):
-        given, result = elements(elements(type_)[0]), elements(type_)[1]
+        # async-start: ((operands), result, context).
+        operand_types, result = elements(elements(type_)[0]), elements(type_)[1]
     elif opcode in ("copy", "dynamic-slice", "dynamic-update-slice"):
         types = {i.name: i.type for i in around}
-        given, result = [types.get(name, "") for name in instruction.operands], type_
+        operand_types, result = [types.get(name, "") for name in instruction.operands], type_
     else:
         return None
+    # Host memory shows in an array's layout as memory space 5; everything else is on the device.
     if _HOST not in result:
-        return ("to device", array_bytes(result)) if any(_HOST in one for one in given) else None
-    if _HOST not in given[0]:
+        return (
+            ("to device", array_bytes(result)) if any(_HOST in operand for operand in operand_types) else None
+        )
+    # Host to host moves nothing over the bus, except an update with a device array.
+    if _HOST not in operand_types[0]:
         return "to host", array_bytes(result)
-    written = [
-        one for one in given[1:2] if _HOST not in one
+    update_types = [
+        operand for operand in operand_types[1:2] if _HOST not in operand
     ]  # an in-place update copies only its second operand
-    return ("to host", array_bytes(written[0])) if written else None
+    return ("to host", array_bytes(update_types[0])) if update_types else None

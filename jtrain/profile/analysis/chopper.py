@@ -13,6 +13,19 @@ theoretical_s * instruction * utilisation * overlap * frequency = compute_s
 
 Chopper measures cycles in a second run that serialises the kernels, so it cannot separate overlap from
 frequency. Clocks sampled in the same run separate them.
+
+Example: a device with a peak of 1000 TFLOP/s computes for 1.0 s per step. It executes 400 TFLOP, of which 300
+are the model's own; 0.2 s are lost to low clocks and 0.1 s to communication at the same time.
+
+| factor | value | seconds that it adds |
+|---|---|---|
+| theoretical_s | 300 / 1000 = 0.3 s | 0.3 |
+| instruction | 400 / 300 = 1.333 | 0.3 * 0.333 = 0.1 |
+| utilisation | (1.0 - 0.2 - 0.1) / 0.4 = 1.75 | 0.7 - 0.4 = 0.3 |
+| overlap | (1.0 - 0.2) / 0.7 = 1.143 | 0.1 |
+| frequency | 1.0 / 0.8 = 1.25 | 0.2 |
+
+0.3 s * 1.333 * 1.75 * 1.143 * 1.25 = 1.0 s, and the seconds sum to 1.0 s as well.
 """
 
 type Factors = dict[str, float | None]
@@ -41,8 +54,10 @@ def chopper_chain(
       (factors, seconds). If the peak or the FLOPs are unknown, the factors theoretical_s and utilisation are
       None; the seconds of theoretical and instruction are None too, and counted in utilisation.
     """
+    # Losses are peeled off in this order: overlap is a slowdown at the reference clock, so clocks come first.
     at_reference_s = compute_s - clocks_s
     alone_s = at_reference_s - overlap_s
+    # Below 1 means that FLOPs of some kernel are unknown; the remainder is then utilisation.
     instruction = max(program_flops / model_flops, 1.0) if model_flops and program_flops else None
     factors: Factors = {
         "theoretical_s": None,
@@ -52,6 +67,7 @@ def chopper_chain(
         "frequency": compute_s / at_reference_s if at_reference_s else 1.0,
         "compute_s": compute_s,
     }
+    # Without a peak, all that is left is utilisation: a difference to an unknown ideal.
     seconds: Factors = {"theoretical": None, "instruction": None, "utilisation": alone_s}
     if model_flops and instruction and peak_flops and alone_s:
         theoretical_s = model_flops / peak_flops

@@ -40,7 +40,9 @@ class Scripted(ClockSource):
                 f"{path} is not a script of clocks: {error!r}. Write {{points: [{{time_s, ...}}]}}; a point "
                 f"may have {', '.join(FIELDS)}."
             ) from error
+        # A stable sort: of two points at one time the later in the file wins.
         self._points = sorted(points, key=lambda point: point[0])
+        # Points without a device are those of device -1, which stands for all.
         self.devices = tuple(sorted({device for _, device, _ in points}))
         self._start = time.monotonic()
 
@@ -50,7 +52,11 @@ class Scripted(ClockSource):
 
     def at(self, device: int, time_s: float) -> Reading:
         """The device's reading at `time_s` after the start."""
-        passed = [reading for at_s, of, reading in self._points if of == device and at_s <= time_s]
+        passed = [
+            reading
+            for at_s, point_device, reading in self._points
+            if point_device == device and at_s <= time_s
+        ]
         return passed[-1] if passed else Reading()
 
 

@@ -28,6 +28,7 @@ from jtrain.profile.clocks.tpu import Tpu
 
 def _library(name: str) -> bool:
     try:
+        # Only loading it tells: a container may have the Python package without the driver's library.
         ctypes.CDLL(name)
     except OSError:
         return False
@@ -77,19 +78,21 @@ def choose(source: str, platform: str) -> tuple[str, str]:
     if source == "none":
         return "none", "clocks: not sampled (profile.clocks=none)."
     if source != "auto":
-        why = absent(source)
-        if why:
-            raise UserError(f"profile.clocks={source}: {why}")
+        reason = absent(source)
+        if reason:
+            raise UserError(f"profile.clocks={source}: {reason}")
         return source, ""
+    # jax says "gpu" for either vendor, and "cuda" or "rocm" where a plugin names itself.
     candidates = {"gpu": ("nvml", "amd"), "cuda": ("nvml",), "rocm": ("amd",), "tpu": ("tpu",)}.get(
         platform, ("cpu",)
     )
     reasons = []
     for candidate in candidates:
-        why = absent(candidate)
-        if why is None:
+        reason = absent(candidate)
+        if reason is None:
             return candidate, ""
-        reasons.append(f"{candidate}: {why.split('. ')[0]}")
+        # The first sentence is the reason; the advice after it would be wrong for a choice by "auto".
+        reasons.append(f"{candidate}: {reason.split('. ')[0]}")
     return "none", f"clocks: not sampled: {'; '.join(reasons)}."
 
 
