@@ -105,16 +105,15 @@ def split(
     """
     if samples is None or ref_mhz is None:
         return {"power": 0.0, "thermal": 0.0, "other": lost_s}
-    # Counters also run while the clock is above the reference, so they are taken against the larger of the
-    # two.
     below_ns = (end_ns - start_ns) * _share_below(samples, ref_mhz, start_ns, end_ns)
     power_ns = samples.increase("power_violation_ns", start_ns, end_ns)
     thermal_ns = samples.increase("thermal_violation_ns", start_ns, end_ns)
-    # Only if both are missing: a driver with one counter has no events of the other kind.
+    # One counter alone is used as it is; the samples' reasons replace them only if both are missing.
     if math.isnan(power_ns) and math.isnan(thermal_ns):
         power_ns = (end_ns - start_ns) * samples.share(POWER_REASONS, start_ns, end_ns)
         thermal_ns = (end_ns - start_ns) * samples.share(THERMAL_REASONS, start_ns, end_ns)
     power_ns, thermal_ns = (0.0 if math.isnan(ns) else ns for ns in (power_ns, thermal_ns))
+    # Counters are exact and samples coarse: the counted time may exceed the sampled time below the reference.
     attributed_ns = max(below_ns, power_ns + thermal_ns)
     power_s = lost_s * power_ns / attributed_ns if attributed_ns else 0.0
     thermal_s = lost_s * thermal_ns / attributed_ns if attributed_ns else 0.0

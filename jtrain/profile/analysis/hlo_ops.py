@@ -35,19 +35,20 @@ def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, Hl
         raise UserError(
             "the HLO text has no entry computation: it is truncated, or not a compiled program's text."
         )
-    found: dict[str, HloOp] = {}
+    ops: dict[str, HloOp] = {}
 
     def visit(name: str, around: _Mark) -> None:
         marks = _marks(name, program, around)
         for instruction in program.computations[name]:
             phase, layer = marks[instruction.name]
             if instruction.holds_others:
-                for inside in instruction.run_by:
-                    visit(inside, (phase, layer))
-            found[instruction.name] = _op(instruction, phase, layer, program, mesh_shape, found)
+                # With the condition of a loop: the trace has its ops too.
+                for computation in instruction.run_by:
+                    visit(computation, (phase, layer))
+            ops[instruction.name] = _op(instruction, phase, layer, program, mesh_shape, ops)
 
     visit(program.entry, NOWHERE)
-    return found
+    return ops
 
 
 def unknown_op(name: str) -> HloOp:
@@ -78,20 +79,23 @@ def _own(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
     A collective that the compiler combined from several has the paths of all: `jit(f)/(a/psum:b/psum)`.
     """
     scope = instruction.op_name
-    head, several, rest = scope.partition("/(")
-    mark = _vote(map(scope_mark, rest.split(":"))) if several and ":" in rest else scope_mark(scope)
+    outer_scope, separator, scopes = scope.partition("/(")
+    # The most frequent mark wins: gradients of many layers are combined into one all-reduce.
+    mark = _vote(map(scope_mark, scopes.split(":"))) if separator and ":" in scopes else scope_mark(scope)
     if mark != NOWHERE or instruction.holds_others:
         return mark, scope
+    # The root's result is what the fusion is for; only if it has no scope, all of the fusion votes.
     inside = program.inside(instruction)
     for root in (i for i in inside if i.is_root):
-        if (of_root := scope_mark(root.op_name)) != NOWHERE:
-            return of_root, root.op_name
-    return _vote(scope_mark(i.op_name) for i in inside), scope or head
+        if (root_mark := scope_mark(root.op_name)) != NOWHERE:
+            return root_mark, root.op_name
+    return _vote(scope_mark(i.op_name) for i in inside), scope or outer_scope
 
 
 def _marks(computation: str, program: HloProgram, around: _Mark) -> dict[str, _Mark]:
     """Phase and layer of every instruction of a computation."""
     body = program.computations[computation]
+    # First from the instruction itself; only those without a mark ask their neighbours.
     marks = {i.name: _own(i, program)[0] for i in body}
     users: dict[str, list[str]] = {i.name: [] for i in body}
     operands: dict[str, list[str]] = {}
@@ -100,10 +104,10 @@ def _marks(computation: str, program: HloProgram, around: _Mark) -> dict[str, _M
         for name in operands[instruction.name]:
             users[name].append(instruction.name)
     # The text is in schedule order, so one pass in each direction reaches every instruction.
-    for order, beside in ((reversed(body), users), (body, operands)):
+    for order, neighbours in ((reversed(body), users), (body, operands)):
         for instruction in order:
             if marks[instruction.name] == NOWHERE:
-                marks[instruction.name] = _vote(marks[name] for name in beside[instruction.name])
+                marks[instruction.name] = _vote(marks[name] for name in neighbours[instruction.name])
     return {name: around if mark == NOWHERE else mark for name, mark in marks.items()}
 
 
@@ -117,27 +121,36 @@ def _op(
     layer: str,
     program: HloProgram,
     mesh_shape: Mapping[str, int],
-    before: Mapping[str, HloOp],
+    earlier_ops: Mapping[str, HloOp],
 ) -> HloOp:
     name, opcode = instruction.name, instruction.opcode
     scope = _own(instruction, program)[1]
     if opcode.endswith(("-done", "-update")):  # bytes are counted at the matching start
-        start = next((before[operand] for operand in instruction.operands if operand in before), None)
+        # The start stands earlier in the schedule, so its op exists already.
+        start = next(
+            (earlier_ops[operand] for operand in instruction.operands if operand in earlier_ops), None
+        )
         kind: OpKind = start.kind if start is not None else _kind(instruction, None, 0)
-        of_start = start.collective if start is not None else None
-        waited = OpTraffic(of_start.kind, of_start.axes, 0) if of_start is not None else None
-        return HloOp(name, opcode, kind, phase, layer, scope, 0, 0, waited)
+        start_traffic = start.collective if start is not None else None
+        # 0 bytes: the wait at the done is time on the network, but its bytes were sent once.
+        done_traffic = (
+            OpTraffic(start_traffic.kind, start_traffic.axes, 0) if start_traffic is not None else None
+        )
+        return HloOp(name, opcode, kind, phase, layer, scope, 0, 0, done_traffic)
     work = flops(instruction, program)
     collective = _collective(instruction, program, mesh_shape)
     kind = _kind(instruction, collective, work)
+    # A fusion that multiplies and gathers counts as compute; its bytes on the wire are not exposed.
     if kind != "communication":
         collective = None
+    # Control ops contain others, which count their own bytes.
     size = 0 if kind in ("control", "communication") else bytes_accessed(instruction, program)
     return HloOp(name, opcode, kind, phase, layer, scope, work, size, collective)
 
 
 def _kind(instruction: Instruction, collective: OpTraffic | None, work: int) -> OpKind:
     base = _base(instruction.opcode)
+    # A fusion around a collective without a product does nothing but communicate.
     if base in _NETWORK or (collective is not None and not work):
         return "communication"
     if instruction.opcode in _CONTROL:
@@ -154,10 +167,11 @@ def _collective(
         groups = groups_of(instruction, mesh_shape)
         size = max((len(group) for group in groups), default=1)
         sent = sum(
-            wire_bytes(kind, whole, size) for _, whole in whole_arrays(instruction, size, program.types)
+            wire_bytes(kind, whole_bytes, size)
+            for _, whole_bytes in whole_arrays(instruction, size, program.types)
         )
         return OpTraffic(kind, axes_of(groups, mesh_shape), sent)
     if instruction.opcode not in ("fusion", "async-start", "call-start"):
         return None
-    inside = (_collective(one, program, mesh_shape) for one in program.inside(instruction))
-    return next((collective for collective in inside if collective), None)
+    traffics = (_collective(nested, program, mesh_shape) for nested in program.inside(instruction))
+    return next((collective for collective in traffics if collective), None)

@@ -92,6 +92,7 @@ def shares(starts: np.ndarray, ends: np.ndarray, within: Set | None = None) -> n
     """
     edges, position = np.unique(np.concatenate([starts, ends]), return_inverse=True)
     running = np.zeros(len(edges), np.int64)
+    # add.at, because several events may start or end at one moment.
     np.add.at(running, position[: len(starts)], 1)
     np.add.at(running, position[len(starts) :], -1)
     # Events that run between each pair of neighbouring edges.

@@ -25,7 +25,7 @@ class Events:
     op: index into `ops`.
     computes: True for compute and copies, False for communication.
     own_s: the event's share of the time in which anything computes (or communicates) on its device.
-    beside: share of the event's time that the other of the two overlaps.
+    overlap_share: share of the event's time that the other of the two overlaps.
     exposed_s: part of own_s that no compute hides; 0 for events that compute.
     """
 
@@ -37,7 +37,7 @@ class Events:
     end_ns: np.ndarray
     computes: np.ndarray
     own_s: np.ndarray
-    beside: np.ndarray
+    overlap_share: np.ndarray
     exposed_s: np.ndarray
 
 
@@ -179,8 +179,8 @@ def overlap_factors(events: Events, multiplier: np.ndarray) -> np.ndarray:
         )
 
     # At the reference clock, since a low clock may coincide with communication.
-    with_other = events.computes & (events.beside >= ALONE)
-    ratio = mean(with_other) / mean(events.computes & (events.beside < ALONE))
+    with_other = events.computes & (events.overlap_share >= ALONE)
+    ratio = mean(with_other) / mean(events.computes & (events.overlap_share < ALONE))
     # A mean over no event is nan; a ratio below 1 is noise.
     ratio = np.where(np.isfinite(ratio), np.maximum(ratio, 1.0), 1.0)
     factors[with_other] = ratio[events.op[with_other]]
