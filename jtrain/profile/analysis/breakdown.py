@@ -4,7 +4,6 @@ All input comes from the folder that `trace.Window` wrote, so the analysis can b
 run.
 """
 
-import collections
 import dataclasses
 import json
 import math
@@ -19,8 +18,9 @@ from jtrain.hlo import parser
 from jtrain.hlo.parser import HloProgram
 from jtrain.profile.analysis import clock_loss, memory_timeline, pipeline_trace, records
 from jtrain.profile.analysis.chopper import chopper_chain
+from jtrain.profile.analysis.event_losses import EventLosses, comm_rows, event_losses, op_rows
 from jtrain.profile.analysis.figures import PARTS
-from jtrain.profile.analysis.hlo_ops import is_recomputed, read_ops
+from jtrain.profile.analysis.hlo_ops import read_ops
 from jtrain.profile.analysis.records import (
     Breakdown,
     CommRow,
@@ -31,28 +31,12 @@ from jtrain.profile.analysis.records import (
     StepBreakdown,
     Trace,
 )
-from jtrain.profile.analysis.timeline import DeviceStep, Events, lay_out, overlap_factors
+from jtrain.profile.analysis.timeline import DeviceStep, Events, lay_out
 from jtrain.profile.analysis.xplane import read
 from jtrain.profile.clocks import samples
 from jtrain.profile.clocks.samples import Anchor, Samples, energy_j
 from jtrain.profile.trace_dir import read_facts
 from jtrain.runtime.atomic_io import write_whole
-
-
-@dataclasses.dataclass(frozen=True)
-class _Clocked:
-    """Clock figures per event.
-
-    num_samples, mhz: clock samples taken during the event, and their mean (nan if unknown).
-    multiplier: time that the event would have taken at the reference clock, as a share of its time.
-    clocks_s, overlap_s: seconds lost to low clocks and to concurrent communication.
-    """
-
-    num_samples: np.ndarray
-    mhz: np.ndarray
-    multiplier: np.ndarray
-    clocks_s: np.ndarray
-    overlap_s: np.ndarray
 
 
 def analyse(folder: Path, loaded: "Traced | None" = None) -> Breakdown:
@@ -133,13 +117,13 @@ def break_down(
     """
     peaks = Peaks(**facts["peaks"])
     events, device_steps = lay_out(trace, ops)
-    clocked = _clocked(events, peaks, sampled)
+    losses = event_losses(events, peaks, sampled)
     steps = [
         _step(
             span,
             [row for row in device_steps if row.step == span.step],
             events,
-            clocked,
+            losses,
             facts,
             peaks,
             sampled,
@@ -156,8 +140,8 @@ def break_down(
         num_processes=facts["num_processes"],
         tokens_per_step=facts["tokens_per_step"],
         steps=steps,
-        ops=_op_rows(events, clocked, peaks),
-        communication=_comm_rows(events, facts, len(trace.steps) * trace.num_devices),
+        ops=op_rows(events, losses, peaks),
+        communication=comm_rows(events, facts, len(trace.steps) * trace.num_devices),
         clocks=clock_loss.tracks(dict(sampled), start_ns, end_ns),
         memory=[MemoryRow(**row) for row in facts["memory"]],
         live=None,
@@ -170,30 +154,11 @@ def break_down(
     )
 
 
-def _clocked(events: Events, peaks: Peaks, sampled: Mapping[int, Samples]) -> _Clocked:
-    """Clock and overlap losses of each event."""
-    mhz, num_samples = np.full(len(events.op), np.nan), np.zeros(len(events.op), np.int64)
-    for device, of_device in sampled.items():
-        here = np.flatnonzero(events.device == device)
-        mhz[here] = of_device.mean_mhz(events.start_ns[here], events.end_ns[here])
-        num_samples[here] = of_device.num_in(events.start_ns[here], events.end_ns[here])
-    flops, size = (
-        np.array([getattr(op, name) for op in events.ops], float)[events.op] for name in ("flops", "bytes")
-    )
-    reference = clock_loss.reference_mhz(peaks, sampled)
-    sensitivity = clock_loss.sensitivity(flops, size, peaks, mhz)
-    multiplier = clock_loss.multipliers(mhz, sensitivity, reference)
-    factors = overlap_factors(events, multiplier)
-    clocks_s = np.where(events.computes, events.own_s * (1.0 - multiplier), 0.0)
-    overlap_s = np.where(events.computes, events.own_s * multiplier * (1.0 - 1.0 / factors), 0.0)
-    return _Clocked(num_samples, mhz, multiplier, clocks_s, overlap_s)
-
-
 def _step(
     span: records.StepSpan,
     devices: list[DeviceStep],
     events: Events,
-    clocked: _Clocked,
+    losses: EventLosses,
     facts: dict[str, Any],
     peaks: Peaks,
     sampled: Mapping[int, Samples],
@@ -209,8 +174,8 @@ def _step(
     flops = np.array([op.flops for op in events.ops], float)[events.op]
     links, seconds = chopper_chain(
         mean("compute_s"),
-        overlap_s=float(clocked.overlap_s[here].sum()) / num,
-        clocks_s=float(clocked.clocks_s[here].sum()) / num,
+        overlap_s=float(losses.overlap_s[here].sum()) / num,
+        clocks_s=float(losses.clocks_s[here].sum()) / num,
         model_flops=None if step_flops is None else step_flops / facts["num_devices"],
         program_flops=float(flops[here].sum()) / num,
         peak_flops=peaks.flops,
@@ -226,14 +191,14 @@ def _step(
     energies = []
     for row in devices:
         of_device = sampled.get(row.device)
-        own = float(clocked.clocks_s[here & (events.device == row.device)].sum()) / num
+        own = float(losses.clocks_s[here & (events.device == row.device)].sum()) / num
         for cause, lost_s in clock_loss.split(own, of_device, span.start_ns, span.end_ns, reference).items():
             lost[cause] += lost_s
         energies.append(None if of_device is None else energy_j(of_device, span.start_ns, span.end_ns))
     known = [energy for energy in energies if energy is not None]
-    computing = here & events.computes & np.isfinite(clocked.mhz)
+    computing = here & events.computes & np.isfinite(losses.mhz)
     weight = events.own_s[computing]
-    mean_mhz = float(np.average(clocked.mhz[computing], weights=weight)) if weight.sum() else None
+    mean_mhz = float(np.average(losses.mhz[computing], weights=weight)) if weight.sum() else None
     return StepBreakdown(
         step=span.step,
         duration_s=duration_s,
@@ -252,99 +217,6 @@ def _step(
             for row in devices
         ],
     )
-
-
-def _op_rows(events: Events, clocked: _Clocked, peaks: Peaks) -> list[OpRow]:
-    """One row per op that ran, sorted by lost seconds, largest first."""
-    num = len(events.ops)
-
-    def per_op(values: np.ndarray) -> np.ndarray:
-        return np.bincount(events.op, values, minlength=num)
-
-    count = np.bincount(events.op, minlength=num)
-    total = per_op(events.own_s)
-    exposed = per_op(events.exposed_s)
-    clocks, overlap = per_op(clocked.clocks_s), per_op(clocked.overlap_s)
-    sampled_enough = clock_loss.enough(per_op(clocked.num_samples).astype(np.int64))
-    known = np.isfinite(clocked.mhz)
-    clocked_s = per_op(np.where(known, events.own_s, 0.0))
-    mhz = per_op(np.where(known, events.own_s * clocked.mhz, 0.0))
-    at_reference = per_op(np.where(known, events.own_s * clocked.multiplier, 0.0))
-    rows = []
-    for index, op in enumerate(events.ops):
-        if not count[index]:
-            continue
-        theoretical_s: float | None = None
-        lost: dict[str, float] = dict.fromkeys(
-            ("instruction", "utilisation", "overlap", "clocks", "exposed"), 0.0
-        )
-        if op.kind == "communication":
-            lost["exposed"] = float(exposed[index])
-        else:
-            lost |= {"overlap": float(overlap[index]), "clocks": float(clocks[index])}
-            needed_s = 0.0
-            if peaks.flops is not None:
-                needed_s = int(count[index]) * op.flops / peaks.flops
-                theoretical_s = 0.0 if is_recomputed(op) else needed_s
-                lost["instruction"] = needed_s - theoretical_s
-            lost["utilisation"] = float(total[index]) - needed_s - lost["overlap"] - lost["clocks"]
-        has_clock = op.kind != "communication" and clocked_s[index] > 0 and bool(sampled_enough[index])
-        rows.append(
-            OpRow(
-                name=op.name,
-                opcode=op.opcode,
-                kind=op.kind,
-                phase=op.phase,
-                layer=op.layer,
-                count=int(count[index]),
-                total_s=float(total[index]),
-                theoretical_s=theoretical_s,
-                lost_s=math.fsum(lost.values()),
-                lost=lost,
-                mean_mhz=float(mhz[index] / clocked_s[index]) if has_clock else None,
-                multiplier=float(at_reference[index] / clocked_s[index]) if has_clock else None,
-            )
-        )
-    return sorted(rows, key=lambda row: -row.lost_s)
-
-
-def _comm_rows(events: Events, facts: dict[str, Any], device_steps: int) -> list[CommRow]:
-    """One row per collective kind and axes, per device and step; includes planned collectives that did not
-    run.
-    """
-    order = list(facts["mesh"])
-    planned: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()
-    for row in facts["planned"]:
-        planned[row["kind"], tuple(sorted(row["axes"], key=order.index))] += row["wire_bytes"]
-    kinds = np.array([op.kind for op in events.ops])
-    of_op = [
-        (op.collective.kind, op.collective.axes) if op.collective is not None else (op.opcode or op.name, ())
-        for op in events.ops
-    ]
-    found = {of_op[index] for index in np.flatnonzero(kinds == "communication")}
-    rows = []
-    for kind, axes in sorted(found | set(planned)):
-        these = np.flatnonzero(
-            np.array([of == (kind, axes) for of in of_op], bool)[events.op] & ~events.computes
-        )
-        ran = collections.Counter(events.op[these].tolist())
-        sent = sum(ran[i] * c.wire_bytes for i in ran if (c := events.ops[i].collective) is not None)
-        starts = sum(ran[i] for i in ran if not events.ops[i].opcode.endswith(("-done", "-update")))
-        total_s = float(events.own_s[these].sum()) / device_steps
-        wire_bytes = round(sent / device_steps)
-        rows.append(
-            CommRow(
-                kind=kind,
-                axes=axes,
-                count=starts / device_steps,
-                wire_bytes=wire_bytes,
-                planned_bytes=planned[kind, axes] if facts["planned"] else None,
-                total_s=total_s,
-                exposed_s=float(events.exposed_s[these].sum()) / device_steps,
-                bytes_per_s=wire_bytes / total_s if total_s and wire_bytes else None,
-            )
-        )
-    return sorted(rows, key=lambda row: -row.exposed_s)
 
 
 def _coverage(events: Events) -> float:
