@@ -39,11 +39,11 @@ from jtrain.profile.trace_dir import read_facts
 from jtrain.runtime.atomic_io import write_whole
 
 
-def analyse(folder: Path, loaded: "Traced | None" = None) -> Breakdown:
+def analyse(folder: Path, traced: "Traced | None" = None) -> Breakdown:
     """Returns the breakdown of the window in `folder`.
 
     Args:
-      loaded: what `load` returned for the folder, if it was read already.
+      traced: result of `load` for the folder, if it was read already.
 
     Raises:
       UserError: the folder, its trace, steps, facts or compiled program are missing, or the trace is
@@ -51,13 +51,18 @@ def analyse(folder: Path, loaded: "Traced | None" = None) -> Breakdown:
     """
     from jtrain.profile.analysis.advice import advise  # reads a Breakdown, so it comes after this module
 
-    trace, ops, step = loaded or load(folder)
+    # Callers that need trace and ops as well read them once, since a trace is slow to read.
+    trace, ops, step_program = traced or load(folder)
     facts = read_facts(folder)
-    found = break_down(trace, ops, facts, aligned_samples(folder, trace))
-    pipeline, unknown = pipeline_trace.find(trace, step, ops, facts["pipeline"])
-    alive = memory_timeline.track(trace, step, ops)
+    breakdown = break_down(trace, ops, facts, aligned_samples(folder, trace))
+    pipeline, pipeline_notes = pipeline_trace.find(trace, step_program, ops, facts["pipeline"])
+    live_track = memory_timeline.track(trace, step_program, ops)
     return dataclasses.replace(
-        found, advice=advise(found), live=alive, pipeline=pipeline, notes=[*found.notes, *unknown]
+        breakdown,
+        advice=advise(breakdown),
+        live=live_track,
+        pipeline=pipeline,
+        notes=[*breakdown.notes, *pipeline_notes],
     )
 
 
@@ -87,9 +92,14 @@ def load(folder: Path) -> Traced:
             f"{folder} lacks {module}.hlo.txt, the compiled program that was traced. Trace again."
         )
     ops: dict[str, HloOp] = {}
-    for of, program in programs.items():
-        found = read_ops(program, facts["mesh"])
-        ops |= found if of == module else {f"{of}/{name}": op for name, op in found.items()}
+    for program_module, program in programs.items():
+        module_ops = read_ops(program, facts["mesh"])
+        # Ops of other programs may have the same names; the trace calls them <module>/<op>, too.
+        ops |= (
+            module_ops
+            if program_module == module
+            else {f"{program_module}/{name}": op for name, op in module_ops.items()}
+        )
     return Traced(trace, ops, programs[module])
 
 
@@ -99,11 +109,14 @@ def aligned_samples(folder: Path, trace: Trace) -> dict[int, Samples]:
     Raises:
       UserError: a file of samples was cut short.
     """
-    found = samples.load(folder)
+    samples_by_device = samples.load(folder)
     if not trace.anchors:
-        return found
+        return samples_by_device
+    # Without anchors the sampler's own wall clock stands, which is right unless it was set.
     first, last = (Anchor(*anchor) for anchor in trace.anchors)
-    return {device: of_device.aligned(first, last) for device, of_device in found.items()}
+    return {
+        device: device_samples.aligned(first, last) for device, device_samples in samples_by_device.items()
+    }
 
 
 def break_down(
@@ -163,21 +176,22 @@ def _step(
     peaks: Peaks,
     sampled: Mapping[int, Samples],
 ) -> StepBreakdown:
-    here = events.step == span.step
-    num = len(devices)
+    is_in_step = events.step == span.step
+    num_devices = len(devices)
     duration_s = (span.end_ns - span.start_ns) * 1e-9
 
     def mean(name: str) -> float:
-        return math.fsum(getattr(row, name) for row in devices) / num
+        return math.fsum(getattr(row, name) for row in devices) / num_devices
 
     step_flops = float(facts["step_flops"]) if facts["step_flops"] else None
     flops = np.array([op.flops for op in events.ops], float)[events.op]
+    # Sums over all devices, so divided by their number: the chain is that of the mean device.
     links, seconds = chopper_chain(
         mean("compute_s"),
-        overlap_s=float(losses.overlap_s[here].sum()) / num,
-        clocks_s=float(losses.clocks_s[here].sum()) / num,
+        overlap_s=float(losses.overlap_s[is_in_step].sum()) / num_devices,
+        clocks_s=float(losses.clocks_s[is_in_step].sum()) / num_devices,
         model_flops=None if step_flops is None else step_flops / facts["num_devices"],
-        program_flops=float(flops[here].sum()) / num,
+        program_flops=float(flops[is_in_step].sum()) / num_devices,
         peak_flops=peaks.flops,
     )
     parts = seconds | {
@@ -187,16 +201,22 @@ def _step(
         "idle": mean("idle_s"),
     }
     reference = clock_loss.reference_mhz(peaks, sampled)
+    # Each device has its own limits, so causes are split per device and then summed.
     lost = {"power": 0.0, "thermal": 0.0, "other": 0.0}
     energies = []
     for row in devices:
-        of_device = sampled.get(row.device)
-        own = float(losses.clocks_s[here & (events.device == row.device)].sum()) / num
-        for cause, lost_s in clock_loss.split(own, of_device, span.start_ns, span.end_ns, reference).items():
+        device_samples = sampled.get(row.device)
+        device_lost_s = float(losses.clocks_s[is_in_step & (events.device == row.device)].sum()) / num_devices
+        for cause, lost_s in clock_loss.split(
+            device_lost_s, device_samples, span.start_ns, span.end_ns, reference
+        ).items():
             lost[cause] += lost_s
-        energies.append(None if of_device is None else energy_j(of_device, span.start_ns, span.end_ns))
-    known = [energy for energy in energies if energy is not None]
-    computing = here & events.computes & np.isfinite(losses.mhz)
+        energies.append(
+            None if device_samples is None else energy_j(device_samples, span.start_ns, span.end_ns)
+        )
+    known_j = [energy for energy in energies if energy is not None]
+    # Weighted by time: the clock at which the step's work was done, not the mean over samples.
+    computing = is_in_step & events.computes & np.isfinite(losses.mhz)
     weight = events.own_s[computing]
     mean_mhz = float(np.average(losses.mhz[computing], weights=weight)) if weight.sum() else None
     return StepBreakdown(
@@ -205,7 +225,8 @@ def _step(
         parts={part.key: parts[part.key] for part in PARTS},
         chain=links,
         clocks_lost_s=lost,
-        energy_j=math.fsum(known) if len(known) == num else None,
+        # A device without energy would make the sum too small, so then it is unknown.
+        energy_j=math.fsum(known_j) if len(known_j) == num_devices else None,
         mfu=clock_loss.mfu(step_flops, duration_s, facts["num_devices"], peaks, mean_mhz),
         devices=[
             {
@@ -221,9 +242,9 @@ def _step(
 
 def _coverage(events: Events) -> float:
     """Share of device time spent in ops that have a layer and a phase other than "other"."""
-    known = np.array([bool(op.layer) and op.phase != "other" for op in events.ops], bool)[events.op]
+    has_scope = np.array([bool(op.layer) and op.phase != "other" for op in events.ops], bool)[events.op]
     total_s = events.own_s.sum()
-    return float(events.own_s[known].sum() / total_s) if total_s else 0.0
+    return float(events.own_s[has_scope].sum() / total_s) if total_s else 0.0
 
 
 def _notes(
@@ -237,27 +258,32 @@ def _notes(
             "utilisation."
         )
     unnamed = sorted(op.name for op in events.ops if not op.opcode)
-    beside = {name: name.partition("/")[0] for name in unnamed if name.startswith("jit_") and "/" in name}
+    # A program that ran between the steps, such as an evaluation, is no reason to doubt the scopes.
+    other_programs = {
+        name: name.partition("/")[0] for name in unnamed if name.startswith("jit_") and "/" in name
+    }
     coverage = _coverage(events)
     if coverage < 0.99:
         cause = (
             "the program comes from a compile cache that an older version filled, or from code without "
             "named scopes"
         )
-        if beside:
-            cause = f"other programs ran between the steps ({', '.join(sorted(set(beside.values())))})"
+        if other_programs:
+            cause = (
+                f"other programs ran between the steps ({', '.join(sorted(set(other_programs.values())))})"
+            )
         notes.append(f"{1 - coverage:.1%} of the ops' time has no layer or phase: {cause}.")
     notes += [note for device in sorted(sampled) for note in sampled[device].notes]
     if not sampled:
         notes.append("No clocks were sampled: time lost to low clocks is part of utilisation.")
-    if trace.num_devices != (own := facts["num_devices"] // facts["num_processes"]):
-        notes.append(f"The trace holds {trace.num_devices} of {own} devices.")
+    if trace.num_devices != (num_local := facts["num_devices"] // facts["num_processes"]):
+        notes.append(f"The trace holds {trace.num_devices} of {num_local} devices.")
     kernels = sorted(op.name for op in events.ops if op.opcode == "custom-call" and not op.flops)
     if kernels:
         notes.append(
             f"FLOPs of these custom calls are unknown: {', '.join(kernels[:5])} ({len(kernels)} in all)."
         )
-    if unnamed := [name for name in unnamed if name not in beside]:
+    if unnamed := [name for name in unnamed if name not in other_programs]:
         notes.append(f"Ops in the trace but in no program: {', '.join(unnamed[:5])} ({len(unnamed)} in all).")
     return notes
 
@@ -273,31 +299,33 @@ def read_json(file: Path) -> Breakdown:
     Raises:
       UserError: the file is missing, truncated or written by another version.
     """
-    again = f"Write it again: python -m jtrain.profile.postprocess {file.parent}."
+    advice = f"Write it again: python -m jtrain.profile.postprocess {file.parent}."
     try:
         values = json.loads(file.read_text())
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}. {again}") from error
+        raise UserError(f"{file} cannot be read: {error.strerror}. {advice}") from error
     except ValueError as error:
-        raise UserError(f"{file} is truncated or not JSON ({error}). {again}") from error
+        raise UserError(f"{file} is truncated or not JSON ({error}). {advice}") from error
     version = values.get("version") if isinstance(values, dict) else None
     if version != 1:
-        raise UserError(f"{file} has version={version}, but this jtrain reads version=1. {again}")
+        raise UserError(f"{file} has version={version}, but this jtrain reads version=1. {advice}")
+    # JSON has lists where the classes have tuples, and dicts where they have classes.
     rows = {"steps": StepBreakdown, "ops": OpRow, "clocks": records.ClockTrack, "memory": MemoryRow}
     try:
-        for name, row in rows.items():
-            values[name] = [row(**of) for of in values[name]]
+        for name, row_class in rows.items():
+            values[name] = [row_class(**fields) for fields in values[name]]
         values["communication"] = [
-            CommRow(**(of | {"axes": tuple(of["axes"])})) for of in values["communication"]
+            CommRow(**(fields | {"axes": tuple(fields["axes"])})) for fields in values["communication"]
         ]
         if values["live"] is not None:
             values["live"] = records.LiveTrack(**values["live"])
-        if (of := values["pipeline"]) is not None:
-            steps = [records.PipelineShares(**step) for step in of["steps"]]
+        if (fields := values["pipeline"]) is not None:
+            steps = [records.PipelineShares(**step) for step in fields["steps"]]
             spans = {
-                name: [[tuple(span) for span in row] for row in of[name]] for name in ("measured", "planned")
+                name: [[tuple(span) for span in row] for row in fields[name]]
+                for name in ("measured", "planned")
             }
-            values["pipeline"] = records.PipelineTrack(**{**of, **spans, "steps": steps})
+            values["pipeline"] = records.PipelineTrack(**{**fields, **spans, "steps": steps})
         return Breakdown(**values)
     except (KeyError, TypeError) as error:
-        raise UserError(f"{file} has a missing or an unknown field ({error}). {again}") from error
+        raise UserError(f"{file} has a missing or an unknown field ({error}). {advice}") from error

@@ -77,4 +77,5 @@ def chopper_chain(
             "instruction": theoretical_s * (instruction - 1.0),
             "utilisation": alone_s - theoretical_s * instruction,
         }
+    # The five seconds sum to compute_s, as the factors multiply to it.
     return factors, seconds | {"overlap": overlap_s, "clocks": clocks_s}

@@ -19,6 +19,7 @@ class StepPart:
     meaning: str
 
 
+# Ordered as time is peeled off: compute first, then what the device waits for.
 PARTS = (
     StepPart("theoretical", "math at peak speed", "the model's own FLOPs and bytes at the device's peak"),
     StepPart("instruction", "extra instructions", "FLOPs beyond the model's own: recomputation, padding"),

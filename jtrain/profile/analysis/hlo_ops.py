@@ -14,6 +14,7 @@ from jtrain.hlo.parser import KINDS, HloProgram, Instruction
 from jtrain.hlo.scopes import NOWHERE, Phase, scope_mark
 from jtrain.profile.analysis.records import HloOp, OpKind, OpTraffic
 
+# Instructions that run nothing themselves: a trace has no event for them, or one around others.
 _CONTROL = ("while", "conditional", "call", "tuple", "get-tuple-element", "parameter", "constant", "bitcast")
 _CONTROL += ("after-all", "opt-barrier", "partition-id", "replica-id")
 _NETWORK = (*KINDS, "send", "recv")
@@ -55,6 +56,7 @@ def unknown_op(name: str) -> HloOp:
     """Op for a name that is in the trace but in no program: a kernel or copy started by a library or the
     runtime.
     """
+    # Names of kernels: ncclDevKernel_AllReduce..., MemcpyD2D, memset.
     low = name.lower()
     kind: OpKind = (
         "communication" if "nccl" in low or "rccl" in low else "copy" if "mem" in low[:4] else "compute"

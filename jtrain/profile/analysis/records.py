@@ -93,6 +93,7 @@ class Trace:
     steps: tuple[StepSpan, ...]
     events: tuple[OpEvent, ...]
     host: tuple[HostSpan, ...]
+    # Two moments on both clocks are enough for an offset and a drift: see `Samples.aligned`.
     anchors: tuple[tuple[int, int], ...] = ()
 
 
@@ -295,6 +296,7 @@ class Breakdown:
     goodput: dict[str, float]
     advice: list[str]
     notes: list[str]
+    # Raised when a field changes its meaning; `read_json` refuses all others.
     version: int = 1
 
     def to_dict(self) -> dict[str, Any]:
