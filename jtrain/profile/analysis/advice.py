@@ -135,7 +135,8 @@ def _utilisation(breakdown: Breakdown, step: StepBreakdown) -> str | None:
         "half the layout.microbatches, which doubles the activations, or " if _accumulates(breakdown) else ""
     )
     return (
-        f"{largest}Larger matrices use the device better; try {fewer}a larger model.loss_chunk_tokens if it is "
+        f"{largest}Larger matrices use the device better; try {fewer}a larger model.loss_chunk_tokens if it "
+        "is "
         "in the loss."
     )
 
@@ -184,7 +185,10 @@ def _slow_device(breakdown: Breakdown) -> list[tuple[float, str]]:
     clocks = [device.mean_mhz for device in devices if device.mean_mhz is not None]
     median_mhz = statistics.median(clocks) if clocks else None
     if median_mhz and slow.mean_mhz is not None and slow.mean_mhz < (1 - SLOW_CLOCK) * median_mhz:
-        reason = f"its clock is {slow.mean_mhz:,.0f} MHz against {median_mhz:,.0f}: look at its power limit and cooling"
+        reason = (
+            f"its clock is {slow.mean_mhz:,.0f} MHz against {median_mhz:,.0f}: look at its power limit and "
+            "cooling"
+        )
     else:
         reason = "its clock does not explain that: data.balance=True gives all ranks about the same work"
     return [(lost, f"{finding}, and all others wait for it; {reason}.")]

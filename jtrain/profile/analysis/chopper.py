@@ -8,7 +8,7 @@ theoretical_s * instruction * utilisation * overlap * frequency = compute_s
 | theoretical_s | the model's FLOPs at the device's peak | the plan |
 | instruction | executed FLOPs over the model's FLOPs: recomputation, padding, masked scores | trace, HLO |
 | utilisation | time without overlap at the reference clock, over the executed FLOPs at the peak | remainder |
-| overlap | time at the reference clock, over the time without concurrent communication | same op running alone |
+| overlap | time at the reference clock over that without concurrent communication | the op running alone |
 | frequency | measured time over the time at the reference clock | clocks sampled in the same run |
 
 Chopper measures cycles in a second run that serialises the kernels, so it cannot separate overlap from

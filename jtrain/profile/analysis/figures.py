@@ -229,7 +229,8 @@ def pipeline_line(track: PipelineTrack) -> str:
     )
     return (
         f"measured bubble {statistics.fmean(bubbles):.1%}{spread}; {track.schedule} over {track.stages} "
-        f"stages with {track.microbatches} microbatches has {track.planned_bubble:.1%} in lockstep{worker_range}. "
+        f"stages with {track.microbatches} microbatches has {track.planned_bubble:.1%} in "
+        f"lockstep{worker_range}. "
         f"Workers compute layers for {mean_of['instructions']:.1%} of the ticks' time, embedding and loss "
         f"for {mean_of['ends']:.1%}"
     )

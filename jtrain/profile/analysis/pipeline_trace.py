@@ -6,8 +6,8 @@ not the number of the tick; the schedule says what each tick holds. So:
 
 | fact | source |
 |---|---|
-| part of the step that an op belongs to | conditional around it in the compiled program, by its scope (`SCOPES`) |
-| begin of tick t on a device | t-th execution of the ops that stand directly in the loop: each runs once per tick |
+| part of the step that an op belongs to | conditional around it in the program, by its scope (`SCOPES`) |
+| begin of tick t on a device | t-th execution of the ops directly in the loop, which run once per tick |
 | virtual stage and microbatch | the schedule's tick t, for the worker of that device |
 
 An instruction lasts from the first to the last op of its conditional, collectives among them. Where layers
@@ -260,7 +260,8 @@ def _device_ticks(
     # Where layers run in every tick the trace has more than the schedule, by design.
     if not loop.layers_always_run and (extra := sorted(traced_times.keys() - of_schedule.keys())):
         raise UserError(
-            f"{location}: in tick {extra[0][0]} the trace has a {extra[0][1]} pass, and worker {worker} has none in "
+            f"{location}: in tick {extra[0][0]} the trace has a {extra[0][1]} pass, and worker {worker} has "
+            "none in "
             f"the schedule. {_TRACE_AGAIN}"
         )
     # In order of ticks, and within a tick F, B, W: `_in_turn` relies on it.
@@ -302,7 +303,8 @@ def _tick_begins(
     for name, times in starts.items():
         if len(times) % num_ticks:
             raise UserError(
-                f"{location}: {name} ran {len(times)} times in {num_ticks} ticks: the trace is cut. {_TRACE_AGAIN}"
+                f"{location}: {name} ran {len(times)} times in {num_ticks} ticks: the trace is cut. "
+                f"{_TRACE_AGAIN}"
             )
     # An op may be several kernels, as many in each tick.
     table = np.array([sorted(times)[:: len(times) // num_ticks] for times in starts.values()], np.int64)

@@ -70,6 +70,7 @@ class Window:
         """
         import jax
 
+        # Stopped first, so that writing the files is not part of the trace.
         jax.profiler.stop_trace()
         for module, text in programs.items():
             write_whole(self.folder / f"{module}.hlo.txt", text)
@@ -86,6 +87,7 @@ def compiled_text(module: str) -> dict[str, str]:
     import jax
 
     client = jax.devices()[0].client
+    # Newest first, as the client lists them: a retraced step has several programs of one name.
     texts = [m.to_string() for e in client.live_executables() for m in e.hlo_modules() if m.name == module]
     if not texts:
         raise UserError(f"no compiled program is named {module}: a step must run before its window can end.")

@@ -5,7 +5,7 @@
 | nvml | NVML, every 20 ms | reasons, violation counters | every 100 ms |
 | amd | gpu_metrics, every 20 ms | violation accumulators | every 100 ms |
 | tpu | throttle score, every 1 s | - | - |
-| cpu | timed chain of dependent instructions, every 1 s; costs 0.3 ms | stolen time, thermal throttling | RAPL |
+| cpu | timed chain of dependent instructions, every 1 s (0.3 ms) | stolen time, thermal throttling | RAPL |
 | scripted | a JSON file, for exact tests | the same file | the same file |
 
 NVIDIA's CUPTI samples at higher rates but locks the clocks meanwhile (pytorch PR 188019), so it is not used.

@@ -48,11 +48,14 @@ def perfetto(trace: Trace, ops: Mapping[str, HloOp], clocks: Sequence[ClockTrack
 
 
 def _device(
-    device: int, seen: list[OpEvent], ops: Mapping[str, HloOp], start_ns: int
+    device: int, device_events: list[OpEvent], ops: Mapping[str, HloOp], start_ns: int
 ) -> Iterator[dict[str, Any]]:
-    known = [event for event in seen if event.name not in ops or ops[event.name].kind != "control"]
-    known.sort(key=lambda event: event.start_ns)
-    for event in known:
+    drawn_events = [
+        event for event in device_events if event.name not in ops or ops[event.name].kind != "control"
+    ]
+    # `_runs` needs order of time, and the trace has the events of a thread or stream together.
+    drawn_events.sort(key=lambda event: event.start_ns)
+    for event in drawn_events:
         op = ops.get(event.name)
         kind = "compute" if op is None else op.kind
         args: dict[str, Any] = {"step": event.step}
@@ -63,15 +66,18 @@ def _device(
                 args |= {"axes": ", ".join(op.collective.axes), "wire_bytes": op.collective.wire_bytes}
         end_ns = event.start_ns + event.duration_ns
         yield _slice(device + 1, _LEVELS.index(kind), event.name, event.start_ns, end_ns, start_ns, args)
-    compute = [event for event in known if event.name in ops and ops[event.name].kind == "compute"]
-    for thread, of in ((0, lambda op: (op.phase,)), (1, lambda op: (op.layer, op.phase))):
-        for names, step, first_ns, end_ns in _runs(compute, ops, of):
+    compute_events = [
+        event for event in drawn_events if event.name in ops and ops[event.name].kind == "compute"
+    ]
+    # Thread 0 has the phases, thread 1 the layers: the order of _LEVELS.
+    for thread, group_names in ((0, lambda op: (op.phase,)), (1, lambda op: (op.layer, op.phase))):
+        for names, step, first_ns, end_ns in _runs(compute_events, ops, group_names):
             name, args = names[0] or "unknown", {"step": step, "phase": names[-1]}
             yield _slice(device + 1, thread, name, first_ns, end_ns, start_ns, args)
 
 
 def _runs(
-    events: Iterable[OpEvent], ops: Mapping[str, HloOp], of: Callable[[HloOp], tuple[str, ...]]
+    events: Iterable[OpEvent], ops: Mapping[str, HloOp], group_names: Callable[[HloOp], tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], int, int, int]]:
     """(names, step, start, end) of each run of consecutive ops within a step for which `of` gives the same
     names.
@@ -81,7 +87,8 @@ def _runs(
     """
     current: tuple[tuple[str, ...], int, int, int] | None = None
     for event in events:
-        names, end_ns = of(ops[event.name]), event.start_ns + event.duration_ns
+        names, end_ns = group_names(ops[event.name]), event.start_ns + event.duration_ns
+        # A step's end breaks a run: a slice over two steps could not say which one it is of.
         if current is not None and (names, event.step) == current[:2]:
             current = *current[:3], max(current[3], end_ns)
             continue
@@ -98,6 +105,7 @@ def _counters(track: ClockTrack) -> Iterator[dict[str, Any]]:
             if value is not None:
                 yield _counter(track.device, name, time_s, value)
     for time_s, reasons in zip(track.time_s, track.reasons, strict=True):
+        # The number of reasons that hold, since a counter has no text.
         held = len([reason for reason in reasons.split(",") if reason])
         yield _counter(track.device, "throttle reasons", time_s, held)
 
@@ -112,9 +120,9 @@ def _slice(
     """Complete event ("X"); the start is subtracted in integers before the division, which keeps nanoseconds
     exact.
     """
-    found: dict[str, Any] = {"ph": "X", "pid": process, "tid": thread, "name": name, "args": args}
-    return found | {"ts": (first_ns - start_ns) / 1e3, "dur": (end_ns - first_ns) / 1e3}
+    event: dict[str, Any] = {"ph": "X", "pid": process, "tid": thread, "name": name, "args": args}
+    return event | {"ts": (first_ns - start_ns) / 1e3, "dur": (end_ns - first_ns) / 1e3}
 
 
-def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": {"name": name}}
+def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}

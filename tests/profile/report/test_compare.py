@@ -44,7 +44,7 @@ def test_the_op_that_got_slower_is_found_with_the_term_that_grew() -> None:
     first, *others = found.ops
     assert (first.name, first.where) == ("gemm_fusion_dot.3", "layers/mlp, forward")
     assert first.grew_s == pytest.approx(0.04)
-    assert first.why == "clocks +40.00 ms"
+    assert first.cause == "clocks +40.00 ms"
     assert all(op.grew_s == 0 for op in others)
     assert found.parts[0].name == "clock loss"
     assert found.parts[0].grew_s == pytest.approx(0.04)
@@ -98,7 +98,7 @@ def test_ops_whose_numbers_changed_are_matched_by_stem_phase_and_layer() -> None
 
     both = found["14 of fusion -> 13 of fusion"]
     assert both.grew_s == pytest.approx(-0.001)
-    assert found["all-to-all.1"].why == "only in B"
+    assert found["all-to-all.1"].cause == "only in B"
     assert found["all-to-all.1"].grew_s == pytest.approx(2.0 / 20)
     assert len(found) == len(a.ops) - 14 + 2
 
@@ -114,8 +114,8 @@ def test_communication_says_whether_more_of_it_is_exposed_or_hidden() -> None:
 
     found = {change.name: change for change in between(a, b).communication}
 
-    assert found["reduce-scatter over data"].why == "exposed +60.00 ms"
-    assert found["all-gather over data"].why == "only in A"
+    assert found["reduce-scatter over data"].cause == "exposed +60.00 ms"
+    assert found["all-gather over data"].cause == "only in A"
 
 
 def test_a_fallen_clock_is_said() -> None:
@@ -144,4 +144,4 @@ def test_the_table_and_the_json_hold_the_same() -> None:
 def test_a_cause_points_the_way_of_the_change() -> None:
     """An op that shrank although one term grew is explained by the term that shrank."""
     change = Change("x", "", 0.5, 0.4, {"clocks": 0.02, "utilisation": -0.12})
-    assert change.why == "utilisation -120.0 ms"
+    assert change.cause == "utilisation -120.0 ms"
