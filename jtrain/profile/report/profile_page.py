@@ -14,8 +14,9 @@ from jtrain.pipeline.picture import svg, text_rows
 from jtrain.profile.analysis import figures
 from jtrain.profile.analysis.figures import comm_name, mean_step, per_step
 from jtrain.profile.analysis.pipeline_trace import timeline_of
-from jtrain.profile.analysis.records import Breakdown, LiveTrack, OpRow, PipelineTrack, StepBreakdown
+from jtrain.profile.analysis.records import Breakdown, OpRow, PipelineTrack, StepBreakdown
 from jtrain.profile.report.clock_chart import clock_charts
+from jtrain.profile.report.memory_section import live_chart, memory_table
 from jtrain.profile.trace_dir import part_of
 from jtrain.report import charts
 from jtrain.report.number_formats import number, rate, seconds, share, size
@@ -59,7 +60,9 @@ def page_of(breakdown: Breakdown) -> Page:
         Section("goodput", "Wall time of the whole run until this window", [_goodput(breakdown, facts)]),
         Section("devices", "Devices, mean over the steps", [_devices(breakdown)]),
         *_processes(breakdown),
-        Section("memory", "Memory of one device", [_memory(breakdown, facts), *_live(breakdown.live)]),
+        Section(
+            "memory", "Memory of one device", [memory_table(breakdown, facts), *live_chart(breakdown.live)]
+        ),
         Section(
             "notes", "Unknown values, with the reason", [Items(breakdown.notes, "All values are known.")]
         ),
@@ -339,67 +342,3 @@ def _goodput(breakdown: Breakdown, facts: Facts) -> Table:
         bar = Bars.of(0.0, spent / wall_s, "utilisation", f"{name}: {seconds(spent)}")
         table.add(name, bar, facts.cell(f"goodput.{key}", seconds), share(spent, wall_s))
     return table
-
-
-def _memory(breakdown: Breakdown, facts: Facts) -> PageBlock:
-    if not breakdown.memory:
-        return "Unknown: neither the plan nor the allocator reports memory."
-    planned = sum(memory.bytes for memory in breakdown.memory if memory.source == "plan")
-    # Planned classes are stacked, as they are in memory together; the allocator's rows stand alone.
-    largest_bytes = max(planned, *(memory.bytes for memory in breakdown.memory)) or 1
-    table = Table(
-        "memory by class",
-        words("class") + bars(f"0 to {size(largest_bytes)}") + numbers("bytes") + words("source"),
-    )
-    start = 0
-    for i, memory in enumerate(breakdown.memory):
-        of_plan = memory.source == "plan"
-        name = f"{memory.name}: {size(memory.bytes)}"
-        bar = Bars.of(start / largest_bytes if of_plan else 0.0, memory.bytes / largest_bytes, "memory", name)
-        source = "planned" if of_plan else "allocator"
-        table.add(memory.name, bar, facts.cell(f"memory.{i}.bytes", size), source)
-        # The next planned class begins where this one ends.
-        start += memory.bytes if of_plan else 0
-    return table
-
-
-def _live(live: LiveTrack | None) -> list[PageBlock]:
-    """Stacked areas of one device's temporaries over the seconds of a step, by the phase that made them."""
-    if live is None:
-        return [
-            Said(
-                "Temporaries over time are unknown: no op of the program ran in this window.", "soft", "page"
-            )
-        ]
-    totals = [sum(values) for values in zip(*live.bytes.values(), strict=True)]
-    peak_bytes = max(totals)
-    if not peak_bytes:
-        return [Said("The step has no temporaries.", "soft", "page")]
-    # One op only: its time is 0, and the chart still needs a width.
-    end_s = live.time_s[-1] or 1.0
-    x_positions = [time_s / end_s * charts.WIDTH for time_s in live.time_s]
-    areas: list[str] = []
-    # Stacked from below: the top of one class is the bottom of the next. 100 is the chart's lower edge.
-    tops, low = [0] * len(totals), [100.0] * len(totals)
-    for index, values in enumerate(live.bytes.values()):
-        tops = [under + value for under, value in zip(tops, values, strict=True)]
-        high = [100 * (1 - top / peak_bytes) for top in tops]
-        areas.append(
-            f'<path class="area made{index}" d="{charts.step_area(x_positions, low, high, charts.WIDTH)}"/>'
-        )
-        low = high
-    summary = (
-        f"At most {size(peak_bytes)} of temporaries at once, "
-        f"{seconds(live.time_s[totals.index(peak_bytes)])} into step "
-        f"{live.step}; parameters, optimizer state and the batch come on top. Computed from the program's "
-        "schedule, not measured by the allocator."
-    )
-    chart = f"temporaries over step {live.step}, up to {size(peak_bytes)}"
-    return [
-        summary,
-        Picture(
-            charts.legend({name: f"made{i}" for i, name in enumerate(live.bytes)})
-            + charts.plot("".join(areas), "temporaries", "0", size(peak_bytes), chart)
-            + charts.ends("seconds", "0 s", seconds(end_s))
-        ),
-    ]
