@@ -3,7 +3,7 @@
 from jtrain.profile.analysis.records import Breakdown, LiveTrack
 from jtrain.report import charts
 from jtrain.report.number_formats import seconds, size
-from jtrain.report.page import PageBlock, Picture, Said
+from jtrain.report.page import PageBlock, Paragraph, Picture
 from jtrain.report.table import Bars, Facts, Table, bars, numbers, words
 
 
@@ -22,7 +22,9 @@ def memory_table(breakdown: Breakdown, facts: Facts) -> PageBlock:
     for i, memory in enumerate(breakdown.memory):
         of_plan = memory.source == "plan"
         name = f"{memory.name}: {size(memory.bytes)}"
-        bar = Bars.of(start / largest_bytes if of_plan else 0.0, memory.bytes / largest_bytes, "memory", name)
+        bar = Bars.single(
+            start / largest_bytes if of_plan else 0.0, memory.bytes / largest_bytes, "memory", name
+        )
         source = "planned" if of_plan else "allocator"
         table.add(memory.name, bar, facts.cell(f"memory.{i}.bytes", size), source)
         # The next planned class begins where this one ends.
@@ -34,14 +36,14 @@ def live_chart(live: LiveTrack | None) -> list[PageBlock]:
     """Stacked areas of one device's temporaries over the seconds of a step, by the phase that made them."""
     if live is None:
         return [
-            Said(
+            Paragraph(
                 "Temporaries over time are unknown: no op of the program ran in this window.", "soft", "page"
             )
         ]
     totals = [sum(values) for values in zip(*live.bytes.values(), strict=True)]
     peak_bytes = max(totals)
     if not peak_bytes:
-        return [Said("The step has no temporaries.", "soft", "page")]
+        return [Paragraph("The step has no temporaries.", "soft", "page")]
     # One op only: its time is 0, and the chart still needs a width.
     end_s = live.time_s[-1] or 1.0
     x_positions = [time_s / end_s * charts.WIDTH for time_s in live.time_s]

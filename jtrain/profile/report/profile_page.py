@@ -20,7 +20,7 @@ from jtrain.profile.report.memory_section import live_chart, memory_table
 from jtrain.profile.trace_dir import part_of
 from jtrain.report import charts
 from jtrain.report.number_formats import number, rate, seconds, share, size
-from jtrain.report.page import Items, Links, Page, PageBlock, Panels, Picture, Said, Section, html
+from jtrain.report.page import Items, Links, Page, PageBlock, Panels, Paragraph, Picture, Section, html
 from jtrain.report.table import Bar, Bars, Cell, Facts, Table, bars, numbers, words
 from jtrain.report.terminal import print_page
 from jtrain.runtime.atomic_io import write_whole
@@ -137,7 +137,7 @@ def _waterfall(
         part_s = step.parts.get(part.key)
         # An unknown part has no bar, and the next one begins where it stands.
         length, of_step = (part_s or 0.0) / step.duration_s, share(part_s, step.duration_s)
-        bar = Bars.of(start, length, part.key, f"{part.name}: {seconds(part_s)}, {of_step} of the step")
+        bar = Bars.single(start, length, part.key, f"{part.name}: {seconds(part_s)}, {of_step} of the step")
         table.add(
             Cell(part.name, key=part.key, note=part.meaning),
             bar,
@@ -145,13 +145,13 @@ def _waterfall(
             of_step,
         )
         start += length
-    full_bar = Bars.of(0.0, 1.0, "whole", f"the step: {seconds(step.duration_s)}")
+    full_bar = Bars.single(0.0, 1.0, "whole", f"the step: {seconds(step.duration_s)}")
     table.add("step", full_bar, number_cell("duration_s", step.duration_s), "100.0%", bold=True)
     lost = ", ".join(f"{cause} {seconds(value)}" for cause, value in step.clocks_lost_s.items())
     return [
         table,
-        Said(f"Computing: {figures.chain_line(step)}.", "soft"),
-        Said(f"Lost to low clocks, by cause: {lost or 'unknown'}.", "soft"),
+        Paragraph(f"Computing: {figures.chain_line(step)}.", "soft"),
+        Paragraph(f"Lost to low clocks, by cause: {lost or 'unknown'}.", "soft"),
     ]
 
 
@@ -183,8 +183,8 @@ def _pipeline(track: PipelineTrack | None, facts: Facts) -> Iterator[Section]:
         table.add(facts.cell(f"{path}.step"), facts.cell(f"{path}.duration_s", seconds), *shares)
     blocks: list[PageBlock] = [
         f"{figures.pipeline_line(track)}.",
-        Said("In grey: chunks and microbatches in flight.", medium="page"),
-        Said(f"Step {track.step} as it ran, then the schedule in lockstep:", medium="terminal"),
+        Paragraph("In grey: chunks and microbatches in flight.", medium="page"),
+        Paragraph(f"Step {track.step} as it ran, then the schedule in lockstep:", medium="terminal"),
         Picture(frame, lambda width: [line for timeline in timelines for line in rows(timeline, width)]),
         table,
     ]
@@ -285,7 +285,7 @@ def _ops(breakdown: Breakdown) -> list[PageBlock]:
             "all."
         )
     first = f"The first {min(TERMINAL_OPS, len(listed_ops))} of {len(breakdown.ops)}:"
-    return [Said(summary, "soft"), Said(first, medium="terminal"), table]
+    return [Paragraph(summary, "soft"), Paragraph(first, medium="terminal"), table]
 
 
 def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[str | Cell]:
@@ -323,7 +323,7 @@ def _devices(breakdown: Breakdown) -> PageBlock:
         name, computing = f"device {device.device}", seconds(device.compute_s)
         table.add(
             name,
-            Bars.of(0.0, device.compute_s / longest, "utilisation", f"{name}: {computing}"),
+            Bars.single(0.0, device.compute_s / longest, "utilisation", f"{name}: {computing}"),
             computing,
             seconds(device.communication_s),
             seconds(device.exposed_communication_s),
@@ -339,6 +339,6 @@ def _goodput(breakdown: Breakdown, facts: Facts) -> Table:
     columns = words("category") + bars(f"0 to {seconds(wall_s)}") + numbers("time", "share")
     table = Table("goodput", columns, css="few")
     for key, name, spent in figures.by_category(breakdown):
-        bar = Bars.of(0.0, spent / wall_s, "utilisation", f"{name}: {seconds(spent)}")
+        bar = Bars.single(0.0, spent / wall_s, "utilisation", f"{name}: {seconds(spent)}")
         table.add(name, bar, facts.cell(f"goodput.{key}", seconds), share(spent, wall_s))
     return table
