@@ -33,6 +33,7 @@ type AlertKind = Literal["nan", "spike", "straggler", "hang", "disk", "goodput"]
 TIMEOUT_S = 10.0
 """Longest wait for the webhook's answer, and at the end of a run for alerts that are not delivered yet."""
 
+# urllib refuses some addresses with a ValueError, http.client with an error of its own.
 _POST_ERRORS = (OSError, http.client.HTTPException, ValueError)
 
 RETRIES = Backoff(1.0, factor=5.0, tries=4, jitter=0.25)
@@ -69,6 +70,7 @@ class AlertsSpec:
     repeat_minutes: float = 30.0
 
     def __post_init__(self) -> None:
+        # `not > 0` instead of `<= 0`: nan must be refused as well.
         for name in ("spike_sigmas", "hang_minutes", "goodput_minutes"):
             if not (value := getattr(self, name)) > 0:
                 raise UserError(
@@ -104,19 +106,20 @@ def _check_url(url: str) -> None:
     """Refuses an address that cannot be posted to; its text is secret, so no message quotes it."""
     try:
         parts = urllib.parse.urlsplit(url)
-        good = (
+        is_usable = (
+            # Reading hostname and port may raise too, so both are inside the try.
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
             and parts.port != 0
             and parts.username is None
         )
-        why = f"this one has scheme {parts.scheme!r} and host {parts.hostname!r}"
+        finding = f"this one has scheme {parts.scheme!r} and host {parts.hostname!r}"
     except ValueError as error:
-        good, why = False, f"this one has none: {error}"
-    if not good or any(character.isspace() or not character.isprintable() for character in url):
+        is_usable, finding = False, f"this one has none: {error}"
+    if not is_usable or any(character.isspace() or not character.isprintable() for character in url):
         raise UserError(
             "alerts.webhook must be an address such as https://hooks.example.com/path, without user and "
-            f"spaces; {why}."
+            f"spaces; {finding}."
         )
 
 
@@ -150,6 +153,7 @@ class Alerts:
         self._spec = spec
         self._say = say or _print
         self._file = None if spec.file is None else AppendFile(workdir / spec.file, say=say)
+        # Time of the last alert of each kind, on the monotonic clock.
         self._sent_s: dict[str, float] = {}
         self._suppressed: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -161,6 +165,7 @@ class Alerts:
             return
         with self._lock:
             now_s = time.monotonic()
+            # Kinds are limited apart: a spike must not silence a hang.
             if now_s - self._sent_s.get(kind, -math.inf) < 60 * self._spec.repeat_minutes:
                 self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
                 return
@@ -180,6 +185,7 @@ class Alerts:
             self._file.append((json.dumps(alert, allow_nan=False) + "\n").encode())
         if self._post is not None:
             self._post.put(
+                # Chat services show `text`; other receivers read the fields.
                 json.dumps({"text": f"{alert['host']}: {text}", **alert}, allow_nan=False).encode()
             )
 
@@ -198,7 +204,7 @@ class _Webhook:
 
     def __init__(self, url: str, say: Callable[[str], None], backoff: Backoff) -> None:
         self._url = url
-        self._where = f"alerts.webhook at {urllib.parse.urlsplit(url).hostname}"  # its path is a secret
+        self._receiver = f"alerts.webhook at {urllib.parse.urlsplit(url).hostname}"  # its path is a secret
         self._say = say
         self._backoff = backoff
         self._messages: queue.Queue[bytes | None] = queue.Queue(_WAITING)
@@ -211,6 +217,7 @@ class _Webhook:
     def put(self, message: bytes) -> None:
         """Hands a message to the thread; never waits."""
         with self._lock:
+            # Counted before the thread starts, so that `close` cannot miss a message under way.
             self._unsent += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
@@ -222,12 +229,13 @@ class _Webhook:
         """Ends the thread; says how many messages are lost."""
         if self._thread is None:
             return
+        # Also ends the pause before a retry: a run does not wait for a server that is down.
         self._closing.set()
         with contextlib.suppress(queue.Full):
             self._messages.put_nowait(None)
         self._thread.join(TIMEOUT_S)
         if self._unsent:
-            self._say(f"warning: {self._where} did not get {self._unsent} alerts")
+            self._say(f"warning: {self._receiver} did not get {self._unsent} alerts")
 
     def _run(self) -> None:
         while (message := self._messages.get()) is not None:
@@ -236,7 +244,8 @@ class _Webhook:
                     self._unsent -= 1
                 if self._warned:
                     self._warned = False
-                    self._say(f"{self._where} can be reached again")
+                    self._say(f"{self._receiver} can be reached again")
+            # The queue may be full, so that None did not fit: then the end shows here.
             if self._closing.is_set() and self._messages.empty():
                 return
 
@@ -264,15 +273,19 @@ class _Webhook:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            why = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else type(error).__name__
+            cause = (
+                f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else type(error).__name__
+            )
+            # The address is a secret: a reason that quotes it is left out.
             reason = getattr(error, "reason", None)
-            why += f": {reason}" if reason and self._url not in str(reason) else ""
-            self._say(f"warning: {self._where} does not take alerts ({why}): training goes on")
+            cause += f": {reason}" if reason and self._url not in str(reason) else ""
+            self._say(f"warning: {self._receiver} does not take alerts ({cause}): training goes on")
 
 
 def _may_pass(error: Exception) -> bool:
     """True for errors of a post that may be over later: no answer, or one that says so."""
     if isinstance(error, urllib.error.HTTPError):
+        # 408: request timeout. 429: too many requests.
         return error.code >= 500 or error.code in (408, 429)
     return isinstance(error, _POST_ERRORS)
 

@@ -126,6 +126,7 @@ class MetricsSpec:
 
     def is_logged(self, step: int, num_steps: int) -> bool:
         """True if `step` gets a line; the same for a resumed run as for an uninterrupted one."""
+        # By the number of the step alone, so that a resumed run logs the same steps.
         return step in (1, num_steps) or step % self.log_every_steps == 0
 
 
@@ -135,19 +136,20 @@ def encode(values: dict[str, Any]) -> str:
     Floats are written by `repr`, so reading them gives the same bits. NaN and infinities, which JSON does not
     have, become null, and a field `message` names them.
     """
-    lost: dict[str, float] = {}
+    non_finite: dict[str, float] = {}
 
-    def kept(name: str, value: Any) -> Any:
+    def make_finite(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: kept(f"{name}.{key}", item) for key, item in value.items()}
+            return {key: make_finite(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, float) and not math.isfinite(value):
-            lost[name] = value
+            non_finite[name] = value
             return None
         return value
 
-    values = {name: kept(name, value) for name, value in values.items()}
-    if lost:
-        values["message"] = ", ".join(f"{name} is {value}" for name, value in lost.items())
+    values = {name: make_finite(name, value) for name, value in values.items()}
+    if non_finite:
+        # After all fields, so that a reader of the line sees its usual order first.
+        values["message"] = ", ".join(f"{name} is {value}" for name, value in non_finite.items())
     return json.dumps(values, allow_nan=False) + "\n"
 
 
@@ -155,6 +157,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """Reads the lines of a metrics.jsonl, without those that a kill, a full disk or a damaged one made
     unreadable.
     """
+    # A line without a line end is still being written.
     lines = [parsed(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     return [line for line in lines if line is not None and _has_step(line)]
 
@@ -165,8 +168,10 @@ def drop_after(path: Path, step: int) -> int:
 
     Atomic: a kill leaves the old or the new file.
     """
+    # A line without a step is unreadable as well: None sends it aside.
     return keep_lines(path, lambda line: line["step"] <= step if _has_step(line) else None)
 
 
 def _has_step(line: dict[str, Any]) -> bool:
+    # Not isinstance: True is an int in Python.
     return type(line.get("step")) is int

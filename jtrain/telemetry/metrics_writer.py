@@ -63,10 +63,12 @@ class Metrics:
         self._events: EventFile | None = None
         self._progress: PlainProgress | None = None
         self._alerts: Alerts | None = None
+        # Files and progress are process 0's; the others compute the same values.
         if jax.process_index() != 0:
             return
         self._workdir, self._tensorboard = workdir, spec.tensorboard
         shown_on = sys.stdout if stream is None else stream
+        # A bar redraws its line; in a file or a pipe that would be thousands of lines.
         self._progress = (RunProgressBar if shown_on.isatty() else PlainProgress)(
             shown_on, num_steps, start_step
         )
@@ -77,9 +79,9 @@ class Metrics:
 
     def _open(self, start_step: int) -> None:
         """Opens the files that hold a history of steps, without what is after `start_step`."""
-        bad = drop_after(self._workdir / FILE, start_step)
-        if bad:
-            self.say(aside_text(self._workdir / FILE, bad))
+        num_bad = drop_after(self._workdir / FILE, start_step)
+        if num_bad:
+            self.say(aside_text(self._workdir / FILE, num_bad))
         self._reopen(start_step)
 
     def _reopen(self, start_step: int) -> None:
@@ -91,6 +93,7 @@ class Metrics:
         """Drops the lines after `step`: the run has gone back, and writes them once more."""
         if self._lines is None:
             return
+        # Closed before lines are dropped, which replaces the file under its name.
         for file in (self._lines, self._events):
             if file is not None:
                 file.close()
@@ -115,6 +118,7 @@ class Metrics:
         `eval.sets`.
         """
         names = [field.name for field in dataclasses.fields(EvalResult)]
+        # Every field is in the line even without a split, as null: all lines have the same keys.
         line: dict[str, Any] = {
             "step": step,
             **{f"eval_{name}": getattr(split, name, None) for name in names},
@@ -122,8 +126,11 @@ class Metrics:
         line["eval_sets"] = {name: dataclasses.asdict(result) for name, result in sets.items()}
         self._write(line, "eval")
         if self._progress is not None:
-            shown = [] if split is None else [("eval", split)]
-            for name, result in [*shown, *((f"eval {name}", result) for name, result in sets.items())]:
+            named_results = [] if split is None else [("eval", split)]
+            for name, result in [
+                *named_results,
+                *((f"eval {name}", result) for name, result in sets.items()),
+            ]:
                 self.say(f"step {step}/{self._progress.num_steps}  {name} {result.summary()}")
 
     def goodput(self, step: int, seconds_by_category: dict[str, float]) -> None:
@@ -143,6 +150,7 @@ class Metrics:
         """Prints a message of the data plane, and appends it to data.log, both without secrets in
         addresses.
         """
+        # A source's error may quote its address with a signature or a password.
         text = without_secrets(text)
         self.say(text)
         if self._notes is not None:
@@ -156,6 +164,7 @@ class Metrics:
 
     def close(self) -> None:
         """Closes the files and ends the progress bar."""
+        # Alerts first: closing them may still print a line, which needs the progress.
         for file in (self._alerts, self._lines, self._notes, self._events):
             if file is not None:
                 file.close()
@@ -174,6 +183,7 @@ class Metrics:
         if self._lines is not None:
             self._lines.append(encode(values).encode())
         if self._events is not None:
+            # The step is the event's own field.
             numbers = {name: value for name, value in values.items() if name != "step"}
             self._events.add(values["step"], _numbers(numbers, folder))
 

@@ -29,6 +29,7 @@ class PlainProgress:
     def __init__(self, stream: ProgressStream, num_steps: int, start_step: int) -> None:
         self.num_steps = num_steps
         self._stream = stream
+        # The bar's constructor has it, and both are called alike.
         del start_step
 
     def train(self, line: TrainLine) -> None:
@@ -86,9 +87,10 @@ def _count(number: float) -> str:
 def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    parts = ((days, "d"), (hours, "h"), (minutes, "m"), (rest, "s"))
-    shown = [f"{value}{letter}" for value, letter in parts if value]
-    return " ".join(shown[:2]) or "0s"
+    parts = ((days, "d"), (hours, "h"), (minutes, "m"), (seconds_left, "s"))
+    words = [f"{value}{letter}" for value, letter in parts if value]
+    # Two units are precise enough: 3d 4h.
+    return " ".join(words[:2]) or "0s"

@@ -19,6 +19,7 @@ class StepTimes:
 
     def add(self, seconds: float) -> None:
         """Adds the time of a step."""
+        # A ring: the newest step replaces the oldest.
         self._seconds[self._count % RECENT_STEPS] = seconds
         self._count += 1
 
@@ -42,14 +43,18 @@ def host_scores(own_s: Sequence[float], step_s: float) -> dict[str, float]:
       own_s: for each host, seconds per step in which it does not wait for its devices.
       step_s: seconds per step.
     """
-    best = min(own_s)
-    return {f"host {index}": max(0.0, 1.0 - (own - best) / step_s) for index, own in enumerate(own_s)}
+    fastest_s = min(own_s)
+    # Clipped at 0, because own time may exceed the mean step time.
+    return {
+        f"host {index}": max(0.0, 1.0 - (host_s - fastest_s) / step_s) for index, host_s in enumerate(own_s)
+    }
 
 
 def device_scores(mhz: Sequence[float | None]) -> dict[str, float]:
     """Straggler score per device: its clock over the highest clock; devices with an unknown clock are left
     out.
     """
-    known = {index: value for index, value in enumerate(mhz) if value is not None}
-    best = max(known.values(), default=0.0)
-    return {f"device {index}": value / best for index, value in known.items() if best > 0}
+    known_mhz = {index: value for index, value in enumerate(mhz) if value is not None}
+    # Devices are alike, so the highest clock is what each could have.
+    highest_mhz = max(known_mhz.values(), default=0.0)
+    return {f"device {index}": value / highest_mhz for index, value in known_mhz.items() if highest_mhz > 0}
