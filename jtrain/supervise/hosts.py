@@ -56,6 +56,7 @@ class Hosts:
             "", FolderCarrier(self._folder, poll_s=_POLL_S), process=process, processes=processes
         )
         self._watched: Sequence[Watched] = ()
+        # beat_s=0: no thread; `tell` beats, so that a supervisor that hangs falls silent.
         self._lease = Lease(self._store(process), beat_s=0.0, payload=self._payload)
         self._told_s = 0.0
         self._watches = {number: Watch() for number in range(processes) if number != process}
@@ -79,6 +80,7 @@ class Hosts:
 
     def announce(self, cause: str, *, final: int | None, save: bool) -> None:
         """Begins the next round, unless another supervisor did."""
+        # Two supervisors may see one fault: who comes second joins the round of the first.
         if self.news() is None:
             self.round += 1
             with contextlib.suppress(OSError):  # here and below: a full disk must not end a healthy run
@@ -91,26 +93,29 @@ class Hosts:
         if now_s - self._told_s >= TELL_S:
             self._told_s, self._watched = now_s, watched
             if not (self._lease.is_held or self._lease.is_lost):
+                # The scheduler decides which supervisor a process has; an older one loses its lease.
                 with contextlib.suppress(OSError):
-                    self._lease.seize()  # the scheduler decides which supervisor a process has; an older one loses it
+                    self._lease.seize()
             self._lease.beat()
 
     def others(self) -> list[Watched]:
         """Processes of other hosts, as their supervisors tell; the age of a beat grows while a supervisor is
         silent.
         """
-        others = []
+        watched = []
         for process, watch in self._watches.items():
             with contextlib.suppress(OSError):
                 entry = self._store(process).read()
+                # A new version of the file is a sign of life; its contents may be the same.
                 watch.saw((entry.number, entry.version))
+                # One interval of silence is normal.
                 silent_s = max(0.0, watch.silent_s - TELL_S)
                 for values in entry.payload or ():
                     beat = None if values["beat"] is None else Beat.of(values["beat"])
-                    others.append(
+                    watched.append(
                         Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s)
                     )
-        return others
+        return watched
 
     def wait_ended(self, *, timeout_s: float) -> None:
         """Tells that this host's process of the round before has ended, and waits for those of all other
@@ -129,7 +134,7 @@ class Hosts:
         self._lease.release()
 
     def _payload(self) -> list[dict[str, object]]:
-        return [dataclasses.asdict(one) for one in self._watched]
+        return [dataclasses.asdict(process) for process in self._watched]
 
     def _store(self, process: int) -> FolderStore:
         return FolderStore(self._folder / f"process-{process}")

@@ -1,5 +1,7 @@
 """When a failed run is started again, and with which exit code it is given up."""
 
+import signal
+
 from jtrain.runtime import exit_codes
 from jtrain.runtime.retry import Backoff
 from jtrain.supervise.spec import SuperviseSpec
@@ -17,6 +19,7 @@ class Restarts:
 
     def __init__(self) -> None:
         self.failures = 0
+        # Below 0, because a run that starts at step 0 makes progress as well.
         self._newest_step = -1
 
     def began(self, start_step: int) -> None:
@@ -30,6 +33,7 @@ class Restarts:
         self.failures += 1
         if self.failures > spec.max_restarts:
             return None
+        # The first restart comes at once; the backoff begins with the second.
         backoff = Backoff(spec.backoff_s, factor=4.0, longest_s=LONGEST_BACKOFF_S)
         return 0.0 if self.failures == 1 else backoff.wait_s(self.failures - 1)
 
@@ -37,3 +41,15 @@ class Restarts:
 def shell_code(code: int) -> int:
     """Exit code as shells report it: 128 + the signal for a process that a signal killed."""
     return 128 - code if code < 0 else code
+
+
+def describe_exit(code: int) -> str:
+    """Describes an exit code of a process, as subprocess gives it: negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    cause = {
+        "SIGKILL": " (by the kernel where the host's memory is exhausted: see dmesg; or by an operator)",
+        "SIGABRT": " (C++ code gave up: its reason is in the lines above)",
+    }.get(name, "")
+    return f"was killed by {name}{cause}"

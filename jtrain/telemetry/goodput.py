@@ -13,8 +13,8 @@ sum of all attempts. The categories are those of ml-goodput-measurement, with cl
 
 Example: an attempt of 100 s (20 s start-up, 80 s computing) is killed; 30 s later a second one runs for 70 s
 (10 s start-up, 10 s steps done again, 50 s computing). The newest trace says 10 % exposed communication and
-5 % clock loss. Of 200 s, 30 s are idle, 13 s and 6.5 s of the 130 s of computing are lost, and 110.5 s remain:
-goodput 55.2 %.
+5 % clock loss. Of 200 s, 30 s are idle, 13 s and 6.5 s of the 130 s of computing are lost, and 110.5 s
+remain: goodput 55.2 %.
 """
 
 import contextlib
