@@ -48,14 +48,14 @@ def groups_of(instruction: Instruction, mesh_shape: Mapping[str, int]) -> list[l
     """Groups of devices that communicate in a collective, as indices into the mesh."""
     line = instruction.line
     if instruction.opcode.startswith("collective-permute"):
-        return _permuted(line)
+        return _permuted_pairs(line)
     # Three ways of writing groups, newest first: a mesh and its axes, a compressed iota, a list of lists.
     size = math.prod(mesh_shape.values())
     # mesh['data'=4,'tensor'=2] {'tensor'}: groups along the named axes.
     if mesh_match := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\S+)? ?\{([^}]*)\}", line):
         axis_sizes = {name: int(n) for name, n in re.findall(r"'?(\w+)'?=(\d+)", mesh_match[1])}
         axes = re.findall(r"'(\w+)'", mesh_match[2])
-        return _along(axis_sizes, axes)
+        return _groups_along(axis_sizes, axes)
     # [2,4]<=[4,2]T(1,0): reshape 0..7 to [4,2], transpose, read off two groups of four.
     if iota_match := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
         device_ids = np.arange(size).reshape([int(n) for n in iota_match[3].split(",")])
@@ -68,7 +68,7 @@ def groups_of(instruction: Instruction, mesh_shape: Mapping[str, int]) -> list[l
     return [list(range(size))]
 
 
-def _along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
+def _groups_along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
     """Groups of devices that differ only in their position along `axes`."""
     device_ids = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
     group_dims = [index for index, name in enumerate(shape) if name in axes]
@@ -81,7 +81,7 @@ def _along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
     )
 
 
-def _permuted(line: str) -> list[list[int]]:
+def _permuted_pairs(line: str) -> list[list[int]]:
     """(sender, receiver) of each pair of a collective-permute."""
     pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line)
     return (

@@ -43,7 +43,7 @@ def passes(hlo: str) -> tuple[Pass, ...]:
     }
     memory_passes: list[Pass] = []
     for instruction in instructions:
-        if instruction.holds_others:
+        if instruction.is_control_flow:
             raise UserError(
                 f"{instruction.name} is a {instruction.opcode}: bytes are counted only in programs "
                 "without one."

@@ -93,7 +93,7 @@ class Instruction:
         return self.line.lstrip().startswith("ROOT ")
 
     @property
-    def holds_others(self) -> bool:
+    def is_control_flow(self) -> bool:
         """True for a loop, a conditional or a call."""
         return self.opcode in ("while", "conditional", "call")
 
@@ -105,7 +105,7 @@ class Instruction:
         return [name for m in matches for name in ([m[2]] if m[2] else re.findall(r"%([\w.-]+)", m[3]))]
 
     @property
-    def run_by(self) -> list[str]:
+    def called_with_condition(self) -> list[str]:
         """Names of the computations that it calls, with the condition of a loop."""
         return [*self.called, *re.findall(r"\bcondition=%([\w.-]+)", self.line)]
 
@@ -133,19 +133,19 @@ class HloProgram:
         return [nested for name in instruction.called for nested in self.computations[name]]
 
     @functools.cached_property
-    def _has_matmul(self) -> dict[str, bool]:
+    def _matmul_by_computation(self) -> dict[str, bool]:
         return {}  # a computation may be called from many places
 
-    def multiplies(self, instruction: Instruction) -> bool:
+    def has_matmul(self, instruction: Instruction) -> bool:
         """True if an instruction is or contains a matmul, or calls a kernel."""
         if instruction.opcode in ("dot", "convolution"):
             return True
         if instruction.opcode == "custom-call":
             return _KERNEL.search(instruction.line) is not None
         for name in instruction.called:
-            if name not in self._has_matmul:
-                self._has_matmul[name] = any(map(self.multiplies, self.computations[name]))
-            if self._has_matmul[name]:
+            if name not in self._matmul_by_computation:
+                self._matmul_by_computation[name] = any(map(self.has_matmul, self.computations[name]))
+            if self._matmul_by_computation[name]:
                 return True
         return False
 
@@ -228,7 +228,7 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
                 # Only work that runs in between hides the pair: a start or done of another pair takes no time
                 # itself.
                 is_hidden |= any(
-                    program.multiplies(overlapped)
+                    program.has_matmul(overlapped)
                     for overlapped in in_flight
                     if not overlapped.opcode.endswith(("-start", "-update", "-done"))
                 )

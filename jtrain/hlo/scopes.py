@@ -10,15 +10,15 @@ from typing import Literal
 
 type Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "other"]
 
-_TOP = ("batch", "embed", "rope", "layers", "final_norm", "loss", "reduce_gradients", "optimizer")
+_LAYER_SCOPES = ("batch", "embed", "rope", "layers", "final_norm", "loss", "reduce_gradients", "optimizer")
 """Named scopes of `jtrain.step.train_step` and `jtrain.model.transformer`; each is a layer of the report."""
 
-_INSIDE = {"attention": "attention", "attention_norm": "attention", "mlp": "mlp", "mlp_norm": "mlp"}
+_SUBLAYERS = {"attention": "attention", "attention_norm": "attention", "mlp": "mlp", "mlp_norm": "mlp"}
 """Scope, or component of a weight's path, inside `layers` -> second half of the layer's name."""
 
 _PHASES: dict[str, Phase] = {"optimizer": "optimizer", "reduce_gradients": "backward", "batch": "data"}
 
-NOWHERE: tuple[Phase, str] = ("other", "")
+UNMARKED: tuple[Phase, str] = ("other", "")
 """Phase and layer of what has none of our scopes."""
 
 
@@ -31,11 +31,11 @@ def scope_mark(scope: str) -> tuple[Phase, str]:
     # A jitted function's name, as in jit(loss), is no scope, though it may be spelt like one.
     names = re.findall(r"[\w.-]+", re.sub(r"\bp?jit\([^)]*\)", "", scope))
     # The outermost of our scopes names the layer; what is inside it only refines `layers`.
-    top = next((name for name in names if name in _TOP), None)
+    top = next((name for name in names if name in _LAYER_SCOPES), None)
     if top is None:
-        return NOWHERE
+        return UNMARKED
     if top == "layers":
-        part = next((_INSIDE[name] for name in names[names.index(top) + 1 :] if name in _INSIDE), None)
+        part = next((_SUBLAYERS[name] for name in names[names.index(top) + 1 :] if name in _SUBLAYERS), None)
         layer = f"layers/{part}" if part else "layers"
     else:
         layer = top

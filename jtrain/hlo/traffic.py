@@ -105,7 +105,7 @@ def traffic(
         kind = instruction.collective
         if not kind:
             continue
-        num_runs = _known_times(visit, kind)
+        num_runs = _known_num_runs(visit, kind)
         # The largest group stands for all: XLA gives the groups of one collective the same size.
         groups = groups_of(instruction, mesh_shape)
         group = max(len(g) for g in groups) if groups else 1
@@ -134,7 +134,7 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
             direction, size = copy
             # The copy inside an async start is the start itself: counting both would double it.
             counted.update(visit.instruction.called)
-            num_runs = _known_times(visit, "copy")
+            num_runs = _known_num_runs(visit, "copy")
             _add(total, (direction,), visit, num_runs, size)
             total[direction, "duplex_bytes"] += num_runs * size * _meets_opposite(visit, direction)
     keys = sorted({key[:-1] for key in total})
@@ -167,7 +167,7 @@ def _sums(total: collections.Counter[Any], key: tuple[Any, ...]) -> list[int]:
     return [total[*key, name] for name in ("count", "bytes", *_OVERLAP)]
 
 
-def _known_times(visit: Visit, name: str) -> int:
+def _known_num_runs(visit: Visit, name: str) -> int:
     if visit.times is None:
         line = visit.instruction.line[:200]
         raise UserError(f"{name} is in a loop whose trip count is not in the HLO: {line}")
@@ -200,7 +200,6 @@ def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Dir
     # Host to host moves nothing over the bus, except an update with a device array.
     if _HOST not in operand_types[0]:
         return "to host", array_bytes(result)
-    update_types = [
-        operand for operand in operand_types[1:2] if _HOST not in operand
-    ]  # an in-place update copies only its second operand
+    # An in-place update copies only its second operand.
+    update_types = [operand for operand in operand_types[1:2] if _HOST not in operand]
     return ("to host", array_bytes(update_types[0])) if update_types else None

@@ -103,9 +103,8 @@ class WatchedProcess:
         """Sends a signal to the process itself, if it still runs."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(
-                    self.pid, number
-                )  # Popen.send_signal would take the exit code away from the waiting thread
+                # Popen.send_signal would take the exit code away from the waiting thread.
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Ends the process and everything it started, at once."""
@@ -125,7 +124,7 @@ class WatchedProcess:
         """
         previous_size = os.fstat(self._stacks.fileno()).st_size
         # A stopped process runs no handler, and without a handler SIGUSR2 would kill it.
-        if self.code is None and self._stopped_since_s is None and catches(self.pid, STACKS_SIGNAL):
+        if self.code is None and self._stopped_since_s is None and has_handler(self.pid, STACKS_SIGNAL):
             self.send(STACKS_SIGNAL)
             size, until_s = previous_size, time.monotonic() + 3.0
             while time.monotonic() < until_s:
@@ -187,7 +186,7 @@ def state_of(pid: int) -> str:
     return ""
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
+def has_handler(pid: int, number: signal.Signals) -> bool:
     """True if a process has a handler for a signal; without one SIGUSR2 would end it."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()

@@ -98,7 +98,7 @@ class Heart:
         self._alerts: AlertsSpec | None = None
         self._collectives = ""
         self._describe: Callable[[], str] | None = None
-        self._dispatched = False
+        self._has_dispatched = False
         self._step_began_s = 0.0
         self._times: collections.deque[float] = collections.deque(maxlen=_STEPS)
         # A record has less than 4 KiB, so it arrives whole.
@@ -141,9 +141,9 @@ class Heart:
     def during(self, phase: HeartPhase, step: int) -> Iterator[None]:
         """Context of a phase of the loop; phases may be nested."""
         outer_position, now_s = self._position, time.monotonic()
-        if phase == "dispatch" and not self._dispatched:
+        if phase == "dispatch" and not self._has_dispatched:
             phase = "compile"  # the first call traces and compiles
-            self._dispatched = True
+            self._has_dispatched = True
         is_within_step = phase in STEPPING
         # Phases within a step keep its begin, so that the limit of a step holds for all together.
         self._position = (phase, step, outer_position[2] if is_within_step and phase != "step" else now_s)
@@ -166,7 +166,7 @@ class Heart:
     def beat(self) -> Beat:
         """Returns the heartbeat of this moment."""
         phase, step, since_s = self._position
-        if self._compiling():
+        if self._is_compiling():
             phase = "compile"
         # A copy: the main thread may append meanwhile.
         times = list(self._times)
@@ -182,7 +182,7 @@ class Heart:
             self._limits,
         )
 
-    def _compiling(self) -> bool:
+    def _is_compiling(self) -> bool:
         """True if the main thread is in jax's compiler; any phase may compile, and that takes minutes."""
         # Another thread's stack, without its help: it is in C++ and cannot answer.
         frame = sys._current_frames().get(self._main)

@@ -58,7 +58,7 @@ class Hosts:
         self._watched: Sequence[Watched] = ()
         # beat_s=0: no thread; `tell` beats, so that a supervisor that hangs falls silent.
         self._lease = Lease(self._store(process), beat_s=0.0, payload=self._payload)
-        self._told_s = 0.0
+        self._last_tell_s = 0.0
         self._watches = {number: Watch() for number in range(processes) if number != process}
         self.round = self._read_round().number
 
@@ -67,7 +67,7 @@ class Hosts:
         """Supervisor that has taken this one's place; None while nobody has."""
         return self._lease.taken_by if self._lease.is_lost else None
 
-    def news(self) -> Round | None:
+    def newer_round(self) -> Round | None:
         """Returns the round that another supervisor began, or None; call `follow` with it once it is acted
         upon.
         """
@@ -81,7 +81,7 @@ class Hosts:
     def announce(self, cause: str, *, final: int | None, save: bool) -> None:
         """Begins the next round, unless another supervisor did."""
         # Two supervisors may see one fault: who comes second joins the round of the first.
-        if self.news() is None:
+        if self.newer_round() is None:
             self.round += 1
             with contextlib.suppress(OSError):  # here and below: a full disk must not end a healthy run
                 newest = Round(self.round, cause, final, save)
@@ -90,15 +90,15 @@ class Hosts:
     def tell(self, watched: Sequence[Watched]) -> None:
         """Tells the others what this supervisor knows of its process, at most every TELL_S seconds."""
         now_s = time.monotonic()
-        if now_s - self._told_s >= TELL_S:
-            self._told_s, self._watched = now_s, watched
+        if now_s - self._last_tell_s >= TELL_S:
+            self._last_tell_s, self._watched = now_s, watched
             if not (self._lease.is_held or self._lease.is_lost):
                 # The scheduler decides which supervisor a process has; an older one loses its lease.
                 with contextlib.suppress(OSError):
                     self._lease.seize()
             self._lease.beat()
 
-    def others(self) -> list[Watched]:
+    def other_processes(self) -> list[Watched]:
         """Processes of other hosts, as their supervisors tell; the age of a beat grows while a supervisor is
         silent.
         """

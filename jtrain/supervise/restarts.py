@@ -22,7 +22,7 @@ class Restarts:
         # Below 0, because a run that starts at step 0 makes progress as well.
         self._newest_step = -1
 
-    def began(self, start_step: int) -> None:
+    def note_start(self, start_step: int) -> None:
         """Notes the step that an attempt resumed from."""
         if start_step > self._newest_step:
             self._newest_step = start_step

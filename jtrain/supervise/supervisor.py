@@ -90,7 +90,7 @@ class Supervisor:
         self._restarts = Restarts()
         self._signals: list[signal.Signals] = []
         self._stopping: signal.Signals | None = None
-        self._asked_s = 0.0
+        self._last_look_s = 0.0
         self._limits = SuperviseSpec()  # until a process has read the config
         self._alerts: tuple[AlertsSpec, Alerts] | None = None  # from the first hang on, for all attempts
 
@@ -98,14 +98,14 @@ class Supervisor:
         """Runs the command; returns the exit code."""
         with self._signals_caught():
             try:
-                return self._attempts()
+                return self._run_attempts()
             finally:
                 if self._alerts is not None:
                     self._alerts[1].close()
                 if self._hosts is not None:
                     self._hosts.close()
 
-    def _attempts(self) -> int:
+    def _run_attempts(self) -> int:
         while True:
             # All start before any is watched: they wait for each other when they join.
             self._children = []
@@ -114,16 +114,17 @@ class Supervisor:
             ):
                 # One by one: if a later one cannot be started, `_signals_caught` ends those before it.
                 self._children.append(child)
-            failure = self._watch()
+            failure = self._watch_attempt()
             if failure is None:
-                return self._code()
+                return self._exit_code()
             # The other processes of this host may still run.
-            self._end(save=failure.save)
-            code = self._next(self._other_hosts() or failure)  # their cause, where both saw the fault
+            self._end_processes(save=failure.save)
+            # Their cause, where both saw the fault.
+            code = self._decide_restart(self._failure_elsewhere() or failure)
             if code is not None:
                 return code
 
-    def _next(self, failure: Failure) -> int | None:
+    def _decide_restart(self, failure: Failure) -> int | None:
         """Decides after a failure: returns the exit code to end with, or None after the pause before a
         restart.
         """
@@ -131,7 +132,7 @@ class Supervisor:
         if self._stopping is not None and all(
             child.code in (exit_codes.DONE, exit_codes.STOPPED) for child in self._children
         ):
-            return self._code()
+            return self._exit_code()
         if failure.final or self._stopping is not None:
             self._announce(failure, final=failure.code)
             if failure.code == exit_codes.FAULTY_HARDWARE:
@@ -180,7 +181,7 @@ class Supervisor:
                 Path(self._alive).touch()
         time.sleep(TICK_S)  # processes end, and heartbeats and hosts stay away, without telling
 
-    def _watch(self) -> Failure | None:
+    def _watch_attempt(self) -> Failure | None:
         """Watches an attempt; returns None once all processes have ended well or as they were asked to."""
         tick_s = time.monotonic()
         frozen_until_s = 0.0
@@ -190,22 +191,21 @@ class Supervisor:
             # Signals first: they set `_stopping`, by which the end of a process is judged.
             self._pass_signals()
             self._note_progress()
-            if failure := self._ended() or self._other_hosts():
+            if failure := self._first_failure() or self._failure_elsewhere():
                 return failure
             if all(child.code is not None for child in self._children):
                 return None
             if tick_s - before_s > FROZEN_S:
-                frozen_until_s = (
-                    tick_s + FROZEN_S
-                )  # until then the heartbeats that waited in the pipes are read
-            if tick_s > frozen_until_s and (hang := self._hang()):
-                return self._hung(hang)
+                # Until then the heartbeats that waited in the pipes are read.
+                frozen_until_s = tick_s + FROZEN_S
+            if tick_s > frozen_until_s and (hang := self._find_hang()):
+                return self._report_hang(hang)
 
-    def _ended(self) -> Failure | None:
+    def _first_failure(self) -> Failure | None:
         """Returns the failure of the first process that ended badly; others get a moment to end by
         themselves.
         """
-        failed = self._failed()
+        failed = self._failed_children()
         if not failed:
             return None
         # The others usually end because the first one is gone.
@@ -220,29 +220,29 @@ class Supervisor:
         until_s = time.monotonic() + (SAME_END_S if first.code >= 0 else 0.0)
         while time.monotonic() < until_s and any(child.code is None for child in self._children):
             self._tick()
-        for child in self._failed():
+        for child in self._failed_children():
             if child is not first and child.code != first.code:
                 say(f"then {child.name} {describe_exit(child.code or 0)}")
         return Failure(cause, shell_code(first.code), final=first.code in NEVER_RESTARTED)
 
-    def _failed(self) -> list[WatchedProcess]:
+    def _failed_children(self) -> list[WatchedProcess]:
         fine = (None, exit_codes.DONE, exit_codes.STOPPED)
         return [child for child in self._children if child.code not in fine]
 
-    def _hang(self) -> Hang | None:
+    def _find_hang(self) -> Hang | None:
         watched = [child.watched() for child in self._children if child.code is None]
         limits = self._limits
         # Reading the other hosts' files costs time, so only once a limit comes near.
         if self._hosts is not None and any(process.quiet_s > 0.5 * limits.step_s for process in watched):
-            watched += self._hosts.others()
+            watched += self._hosts.other_processes()
         return find_hang(watched, limits)
 
-    def _hung(self, hang: Hang) -> Failure:
+    def _report_hang(self, hang: Hang) -> Failure:
         """Reports a hang with the stacks of all processes, and asks those that still answer to save."""
         lines = hang.lines()
         for line in lines:
             say(line)
-        self._alert(hang)
+        self._send_alert(hang)
         for child in self._children:
             if child.code is None:
                 say(f"stacks of {child.name}:\n{child.stacks().rstrip()}")
@@ -251,7 +251,7 @@ class Supervisor:
         # The exit code for when restarts are used up: a host that hangs again and again is to be replaced.
         failure = Failure(cause, exit_codes.FAULTY_HARDWARE, save=True)
         self._announce(failure, final=None)
-        self._end(save=True)
+        self._end_processes(save=True)
         codes = [child.code for child in self._children]
         saved = all(code in (exit_codes.DONE, exit_codes.STOPPED) for code in codes)
         say(
@@ -261,7 +261,7 @@ class Supervisor:
         )
         return dataclasses.replace(failure, is_told=True)
 
-    def _alert(self, hang: Hang) -> None:
+    def _send_alert(self, hang: Hang) -> None:
         """Sends the verdict to whom the config names; a thread delivers it, while the processes are ended."""
         spec = next((child.alerts for child in self._children if child.alerts is not None), None)
         if spec is None:
@@ -274,7 +274,7 @@ class Supervisor:
             "hang", step, "; ".join(hang.lines()), processes=[process.name for process in named]
         )
 
-    def _end(self, *, save: bool) -> None:
+    def _end_processes(self, *, save: bool) -> None:
         """Ends all processes and what they started: SIGTERM, then SIGKILL.
 
         Args:
@@ -309,7 +309,7 @@ class Supervisor:
             if beat.limits is not None:
                 self._limits = beat.limits
             if beat.start_step is not None:
-                self._restarts.began(beat.start_step)
+                self._restarts.note_start(beat.start_step)
             if self._hosts is None and self._workdir is not None and beat.process is not None:
                 processes = beat.processes or 0
                 if processes > self._processes:  # there are other hosts, and then this one has one process
@@ -317,7 +317,7 @@ class Supervisor:
         if self._hosts is not None:
             self._hosts.tell([child.watched() for child in self._children])
 
-    def _other_hosts(self) -> Failure | None:
+    def _failure_elsewhere(self) -> Failure | None:
         """Returns the failure that another supervisor announced, or that it has taken this one's place."""
         if self._hosts is None or all(child.code == exit_codes.DONE for child in self._children):
             return None
@@ -329,10 +329,10 @@ class Supervisor:
             return Failure(cause, exit_codes.STOPPED, final=True, is_told=True)
         now_s, running = time.monotonic(), all(child.code is None for child in self._children)
         # The file is on a shared disk; once a second is enough unless a process has ended.
-        if running and now_s - self._asked_s < ASK_S:
+        if running and now_s - self._last_look_s < ASK_S:
             return None
-        self._asked_s = now_s
-        if (news := self._hosts.news()) is None:
+        self._last_look_s = now_s
+        if (news := self._hosts.newer_round()) is None:
             return None
         # Before anything else, so that the same news are not found again.
         self._hosts.follow(news)
@@ -342,7 +342,7 @@ class Supervisor:
         code = exit_codes.BUG if news.final is None else news.final
         return Failure(news.cause, code, final=news.final is not None, is_told=True, save=news.save)
 
-    def _code(self) -> int:
+    def _exit_code(self) -> int:
         for child in self._children:
             child.join()
         codes = {child.code for child in self._children}

@@ -132,7 +132,7 @@ def find_hang(processes: Sequence[Watched], spec: SuperviseSpec) -> Hang | None:
     # One process within its limit excuses all: the others may wait for it.
     if not processes or not all(is_overdue(process, spec) for process in processes):
         return None
-    return Hang(_reason(processes, spec), *_divided(processes))
+    return Hang(_reason(processes, spec), *_split_culprits(processes))
 
 
 def _reason(processes: Sequence[Watched], spec: SuperviseSpec) -> str:
@@ -147,7 +147,7 @@ def _reason(processes: Sequence[Watched], spec: SuperviseSpec) -> str:
     return f"{process.quiet_s:.0f} s in phase {process.phase}, limit {limit} (supervise.*_s)"
 
 
-def _divided(processes: Sequence[Watched]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
+def _split_culprits(processes: Sequence[Watched]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
     """Divides overdue processes into culprits and waiting ones, by the first rule that tells them apart.
 
     The rules: no sign of life; work of its own, where nobody waits for others; an earlier step.

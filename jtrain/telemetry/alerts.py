@@ -39,7 +39,7 @@ _POST_ERRORS = (OSError, http.client.HTTPException, ValueError)
 RETRIES = Backoff(1.0, factor=5.0, tries=4, jitter=0.25)
 """Pauses before an alert is posted again."""
 
-_WAITING = 100
+_QUEUE_LENGTH = 100
 """Alerts that wait for the webhook at most; more are dropped, and counted."""
 
 
@@ -176,7 +176,7 @@ class Alerts:
                 "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 "host": socket.gethostname(),
                 "message": message,
-                "values": {name: _plain(value) for name, value in values.items()},
+                "values": {name: _to_json(value) for name, value in values.items()},
                 "suppressed": self._suppressed.pop(kind, 0),
             }
         text = f"alert ({kind}) at step {step}: {message}"
@@ -207,7 +207,7 @@ class _Webhook:
         self._receiver = f"alerts.webhook at {urllib.parse.urlsplit(url).hostname}"  # its path is a secret
         self._say = say
         self._backoff = backoff
-        self._messages: queue.Queue[bytes | None] = queue.Queue(_WAITING)
+        self._messages: queue.Queue[bytes | None] = queue.Queue(_QUEUE_LENGTH)
         self._closing = threading.Event()
         self._unsent = 0
         self._lock = threading.Lock()
@@ -261,7 +261,7 @@ class _Webhook:
             retried(
                 post,
                 self._backoff,
-                passes=_may_pass,
+                passes=_is_temporary,
                 tell=lambda error, *_: self._warn(error),
                 wait=self._closing.wait,
             )
@@ -282,7 +282,7 @@ class _Webhook:
             self._say(f"warning: {self._receiver} does not take alerts ({cause}): training goes on")
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     """True for errors of a post that may be over later: no answer, or one that says so."""
     if isinstance(error, urllib.error.HTTPError):
         # 408: request timeout. 429: too many requests.
@@ -290,12 +290,12 @@ def _may_pass(error: Exception) -> bool:
     return isinstance(error, _POST_ERRORS)
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Returns a value as JSON can hold it; nan and infinities, which it cannot, as text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)

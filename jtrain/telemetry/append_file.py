@@ -25,9 +25,9 @@ class WriteTrouble:
         self._say = say or _to_stderr
         self._reason: str | None = None
 
-    def failed(self, error: OSError, meanwhile: str) -> None:
-        """Says why the file cannot be written, and what happens meanwhile; silent until `worked` or
-        `gave_up`.
+    def report_failure(self, error: OSError, meanwhile: str) -> None:
+        """Says why the file cannot be written, and what happens meanwhile; silent until `report_recovery` or
+        `report_loss`.
         """
         if self._reason is None:
             self._reason = error.strerror or str(error)
@@ -35,13 +35,13 @@ class WriteTrouble:
                 f"warning: {self._path} cannot be written ({self._reason}): training goes on, {meanwhile}"
             )
 
-    def worked(self, lost: str = "nothing is lost") -> None:
+    def report_recovery(self, lost: str = "nothing is lost") -> None:
         """Says that the file is written again, if it was not before."""
         if self._reason is not None:
             self._reason = None
             self._say(f"{self._path} is written again: {lost}")
 
-    def gave_up(self, lost: str) -> None:
+    def report_loss(self, lost: str) -> None:
         """Says what is lost for good, if the file could not be written until the end."""
         if self._reason is not None:
             self._say(f"warning: {self._path}: {lost}, because it could not be written ({self._reason})")
@@ -99,7 +99,7 @@ class AppendFile:
                 self._write_pending()
             lost = self._lost + len(self._unwritten)
             if lost:
-                self._trouble.gave_up(_lost(lost))
+                self._trouble.report_loss(_lost_text(lost))
             self._unwritten, self._unwritten_bytes, self._lost = [], 0, 0
             self._close()
 
@@ -118,12 +118,12 @@ class AppendFile:
                 os.fsync(self._file)
         except OSError as error:
             self._close()  # opened anew next time: the disk may have been mounted again
-            self._trouble.failed(error, "its records are kept in memory")
+            self._trouble.report_failure(error, "its records are kept in memory")
         self._unwritten_bytes -= sum(len(record) for record in self._unwritten[:num_written])
         # Records before the error are in the file; writing them again would double them.
         del self._unwritten[:num_written]
         if not self._unwritten:
-            self._trouble.worked(_lost(self._lost) if self._lost else "all records are in it")
+            self._trouble.report_recovery(_lost_text(self._lost) if self._lost else "all records are in it")
             self._lost = 0
 
     def _close(self) -> None:
@@ -133,7 +133,7 @@ class AppendFile:
             self._file = None
 
 
-def _lost(records: int) -> str:
+def _lost_text(records: int) -> str:
     return "1 record is lost" if records == 1 else f"{records} records are lost"
 
 
@@ -152,7 +152,7 @@ def _write_record(file: int, record: bytes) -> None:
         raise
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """Returns the JSON object in a line; None if there is none: garbage, half a line, or two halves run
     together.
     """
@@ -177,7 +177,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool | None]) -> int
     content = path.read_bytes()
     kept_lines, bad_lines = [], []
     for line in content.splitlines(keepends=True):
-        value = parsed(line)
+        value = parse_line(line)
         verdict = None if value is None else keep(value)
         if verdict is None:
             bad_lines.append(line)
@@ -196,7 +196,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool | None]) -> int
     return len(bad_lines)
 
 
-def aside_text(path: Path, count: int) -> str:
+def damaged_text(path: Path, count: int) -> str:
     """Line that says where bad lines are."""
     return (
         f"warning: {count} line{'s' if count > 1 else ''} of {path} could not be read; moved to "

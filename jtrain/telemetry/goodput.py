@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 from jtrain.runtime.atomic_io import write_whole
 from jtrain.runtime.lease import process_started
-from jtrain.telemetry.append_file import AppendFile, WriteTrouble, aside_text, keep_lines, parsed
+from jtrain.telemetry.append_file import AppendFile, WriteTrouble, damaged_text, keep_lines, parse_line
 
 FILE = "goodput.json"
 EVENTS = "goodput.jsonl"
@@ -78,7 +78,7 @@ def read_events(path: Path) -> list[AttemptTimes]:
     attempts: list[AttemptTimes] = []
     for line in path.read_bytes().splitlines(keepends=True):
         # A last line without a line end is still being written, or was cut by a kill.
-        event = parsed(line) if line.endswith(b"\n") else None
+        event = parse_line(line) if line.endswith(b"\n") else None
         if event is None or not _is_event(event):
             continue
         if event["event"] == "start":
@@ -215,7 +215,7 @@ class Ledger:
             keep_lines(workdir / EVENTS, lambda event: True if _is_event(event) else None) if writes else 0
         )
         if num_bad and say is not None:
-            say(aside_text(workdir / EVENTS, num_bad))
+            say(damaged_text(workdir / EVENTS, num_bad))
         self._earlier = read_events(workdir / EVENTS)
         # Steps up to here were logged by an earlier attempt: training them again is no progress.
         self._redone_until = max((attempt.last_step for attempt in self._earlier), default=0)
@@ -326,9 +326,9 @@ class Ledger:
                 # durable=False saves 10 ms at every logged line; the file can be computed again from
                 # goodput.jsonl.
                 write_whole(self._workdir / FILE, json.dumps(summary, indent=1) + "\n", durable=False)
-                self._sum_trouble.worked()
+                self._sum_trouble.report_recovery()
             except OSError as error:
-                self._sum_trouble.failed(error, "and it stays as it was before")
+                self._sum_trouble.report_failure(error, "and it stays as it was before")
         return summary
 
     def close(self) -> dict[str, Any] | None:
@@ -339,7 +339,7 @@ class Ledger:
         self._closed = True
         summary = self.write(self._step, last=True)
         if self._file is not None:
-            self._sum_trouble.gave_up("the newest seconds are not in it")
+            self._sum_trouble.report_loss("the newest seconds are not in it")
             self._file.close()
         self._file = None
         return summary

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.errors import UserError
-from jtrain.telemetry.append_file import keep_lines, parsed
+from jtrain.telemetry.append_file import keep_lines, parse_line
 
 FILE = "metrics.jsonl"
 EVENTS = "tensorboard"
@@ -158,7 +158,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     unreadable.
     """
     # A line without a line end is still being written.
-    lines = [parsed(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    lines = [parse_line(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     return [line for line in lines if line is not None and _has_step(line)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from jtrain.runtime.secrets import without_secrets
 from jtrain.telemetry.alerts import AlertKind, Alerts, AlertsSpec
-from jtrain.telemetry.append_file import AppendFile, aside_text
+from jtrain.telemetry.append_file import AppendFile, damaged_text
 from jtrain.telemetry.event_file import EventFile
 from jtrain.telemetry.metrics import (
     EVENTS,
@@ -81,7 +81,7 @@ class Metrics:
         """Opens the files that hold a history of steps, without what is after `start_step`."""
         num_bad = drop_after(self._workdir / FILE, start_step)
         if num_bad:
-            self.say(aside_text(self._workdir / FILE, num_bad))
+            self.say(damaged_text(self._workdir / FILE, num_bad))
         self._reopen(start_step)
 
     def _reopen(self, start_step: int) -> None:
@@ -110,7 +110,7 @@ class Metrics:
         self._write(dataclasses.asdict(line), "train")
         if self._progress is not None:
             self.last = line
-            with _without_reader():
+            with _broken_stream_allowed():
                 self._progress.train(line)
 
     def evaluation(self, step: int, split: EvalResult | None, sets: dict[str, EvalResult]) -> None:
@@ -143,7 +143,7 @@ class Metrics:
     def say(self, text: str) -> None:
         """Prints a line of text, above the bar if there is one."""
         if self._progress is not None:
-            with _without_reader():
+            with _broken_stream_allowed():
                 self._progress.say(text)
 
     def note(self, step: int, text: str) -> None:
@@ -169,7 +169,7 @@ class Metrics:
             if file is not None:
                 file.close()
         if self._progress is not None:
-            with _without_reader():
+            with _broken_stream_allowed():
                 self._progress.close()
         self._alerts = self._lines = self._notes = self._events = self._progress = None
 
@@ -188,7 +188,7 @@ class Metrics:
             self._events.add(values["step"], _numbers(numbers, folder))
 
 
-def _without_reader() -> contextlib.AbstractContextManager[None]:
+def _broken_stream_allowed() -> contextlib.AbstractContextManager[None]:
     """Context in which a stream may be broken: its reader has gone, its terminal is closed, or its disk is
     full.
     """

@@ -11,7 +11,7 @@ from jtrain.profile.analysis.figures import comm_name, mean_step, per_step
 from jtrain.profile.analysis.records import Breakdown, CommRow, StepBreakdown
 from jtrain.report.number_formats import seconds, share, size
 
-LEAST = {
+MIN_SHARES = {
     "exposed_communication": 0.05,
     "data_wait": 0.02,
     "clocks": 0.03,
@@ -28,7 +28,7 @@ SLOW_DEVICE = 0.05
 SLOW_CLOCK = 0.02
 """Deficit of a device's clock to the median from which the clock explains a slow device."""
 
-MORE_BYTES = 0.10
+EXCESS_BYTES = 0.10
 """Excess of sent over planned bytes from which a collective is not the one that was planned."""
 
 
@@ -50,7 +50,7 @@ def advise(breakdown: Breakdown) -> list[str]:
     for key, rule in rules.items():
         lost = step.parts.get(key) or 0.0
         # A rule may know nothing to do about its part: then it gives no line.
-        if lost >= LEAST[key] * step.duration_s and (line := rule(breakdown, step)):
+        if lost >= MIN_SHARES[key] * step.duration_s and (line := rule(breakdown, step)):
             part = next(part for part in figures.PARTS if part.key == key)
             cost = f"{part.name}: {seconds(lost)}, {share(lost, step.duration_s)} of the step"
             advice.append((lost, f"{cost[0].upper()}{cost[1:]}. {line}"))
@@ -128,7 +128,7 @@ def _utilisation(breakdown: Breakdown, step: StepBreakdown) -> str | None:
         return None  # the peak is unknown, so this part includes the math itself and need not be a loss
     lost_by_layer: dict[str, float] = collections.defaultdict(float)
     for op in breakdown.ops:
-        lost_by_layer[figures.where(op)] += per_step(breakdown, op.lost.get("utilisation", 0.0))
+        lost_by_layer[figures.op_location(op)] += per_step(breakdown, op.lost.get("utilisation", 0.0))
     layer = max(lost_by_layer, key=lambda name: lost_by_layer[name], default="")
     largest = f"Most of it in {layer}, {seconds(lost_by_layer[layer])}. " if layer else ""
     fewer = (
@@ -197,7 +197,7 @@ def _slow_device(breakdown: Breakdown) -> list[tuple[float, str]]:
 def _more_bytes(breakdown: Breakdown, step: StepBreakdown) -> list[tuple[float, str]]:
     advice = []
     for row in breakdown.communication:
-        if row.planned_bytes and row.wire_bytes > (1 + MORE_BYTES) * row.planned_bytes and row.exposed_s:
+        if row.planned_bytes and row.wire_bytes > (1 + EXCESS_BYTES) * row.planned_bytes and row.exposed_s:
             advice.append(
                 (
                     # Seconds at stake: the exposed time of the bytes beyond the plan.

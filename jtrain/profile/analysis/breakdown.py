@@ -155,7 +155,7 @@ def break_down(
         steps=steps,
         ops=op_rows(events, losses, peaks),
         communication=comm_rows(events, facts, len(trace.steps) * trace.num_devices),
-        clocks=clock_loss.tracks(dict(sampled), start_ns, end_ns),
+        clocks=clock_loss.sample_tracks(dict(sampled), start_ns, end_ns),
         memory=[MemoryRow(**row) for row in facts["memory"]],
         live=None,
         pipeline=None,
@@ -207,7 +207,7 @@ def _step(
     for row in devices:
         device_samples = sampled.get(row.device)
         device_lost_s = float(losses.clocks_s[is_in_step & (events.device == row.device)].sum()) / num_devices
-        for cause, lost_s in clock_loss.split(
+        for cause, lost_s in clock_loss.split_by_cause(
             device_lost_s, device_samples, span.start_ns, span.end_ns, reference
         ).items():
             lost[cause] += lost_s

@@ -36,7 +36,7 @@ MIN_SAMPLES = 3
 clock."""
 
 
-def enough(num_samples: Many) -> npt.NDArray[np.bool_]:
+def has_enough_samples(num_samples: Many) -> npt.NDArray[np.bool_]:
     """True for ops with enough samples for a clock of their own.
 
     Args:
@@ -94,7 +94,7 @@ def multipliers(mhz: Many, sensitivity: Many, ref_mhz: float | None) -> Floats:
     return np.where(np.isfinite(clock), (1 - sensitivities) + sensitivities * clock / ref_mhz, 1.0)
 
 
-def split(
+def split_by_cause(
     lost_s: float, samples: Samples | None, start_ns: int, end_ns: int, ref_mhz: float | None
 ) -> dict[str, float]:
     """Divides `lost_s`, the seconds lost to the clock within a span, by cause.
@@ -153,7 +153,7 @@ def mfu(
     }
 
 
-def tracks(
+def sample_tracks(
     samples: dict[int, Samples], start_ns: int, end_ns: int, max_points: int = 2000
 ) -> list[ClockTrack]:
     """Each device's samples within a span, time_s counted from its start; thinned to at most `max_points`.

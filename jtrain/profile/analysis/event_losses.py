@@ -70,7 +70,7 @@ def op_rows(events: Events, losses: EventLosses, peaks: Peaks) -> list[OpRow]:
     exposed_s = per_op(events.exposed_s)
     clocks, overlap = per_op(losses.clocks_s), per_op(losses.overlap_s)
     # Short ops get no clock of their own: a sample every 20 ms falls into them by chance.
-    sampled_enough = clock_loss.enough(per_op(losses.num_samples).astype(np.int64))
+    sampled_enough = clock_loss.has_enough_samples(per_op(losses.num_samples).astype(np.int64))
     is_clocked = np.isfinite(losses.mhz)
     # Sums weighted by time; events without a clock are left out of weight and sum alike.
     clocked_s = per_op(np.where(is_clocked, events.own_s, 0.0))

@@ -241,7 +241,7 @@ def comm_name(row: CommRow) -> str:
     return f"{row.kind} over {' × '.join(row.axes) or 'unknown axes'}"
 
 
-def where(row: OpRow) -> str:
+def op_location(row: OpRow) -> str:
     """`layers/mlp, backward`."""
     return ", ".join(dict.fromkeys(word for word in (row.layer, row.phase) if word)) or "unknown"
 

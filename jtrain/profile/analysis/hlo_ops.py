@@ -11,7 +11,7 @@ from jtrain.errors import UserError
 from jtrain.hlo.device_groups import axes_of, groups_of, whole_arrays, wire_bytes
 from jtrain.hlo.flops import bytes_accessed, flops
 from jtrain.hlo.parser import KINDS, HloProgram, Instruction
-from jtrain.hlo.scopes import NOWHERE, Phase, scope_mark
+from jtrain.hlo.scopes import UNMARKED, Phase, scope_mark
 from jtrain.profile.analysis.records import HloOp, OpKind, OpTraffic
 
 # Instructions that run nothing themselves: a trace has no event for them, or one around others.
@@ -42,13 +42,13 @@ def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, Hl
         marks = _marks(name, program, around)
         for instruction in program.computations[name]:
             phase, layer = marks[instruction.name]
-            if instruction.holds_others:
+            if instruction.is_control_flow:
                 # With the condition of a loop: the trace has its ops too.
-                for computation in instruction.run_by:
+                for computation in instruction.called_with_condition:
                     visit(computation, (phase, layer))
             ops[instruction.name] = _op(instruction, phase, layer, program, mesh_shape, ops)
 
-    visit(program.entry, NOWHERE)
+    visit(program.entry, UNMARKED)
     return ops
 
 
@@ -70,11 +70,11 @@ def is_recomputed(op: HloOp) -> bool:
 
 
 def _vote(marks: Iterator[_Mark]) -> _Mark:
-    counted = collections.Counter(mark for mark in marks if mark != NOWHERE)
-    return counted.most_common(1)[0][0] if counted else NOWHERE
+    counted = collections.Counter(mark for mark in marks if mark != UNMARKED)
+    return counted.most_common(1)[0][0] if counted else UNMARKED
 
 
-def _own(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
+def _mark_and_scope(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
     """Mark and path of an instruction: from its own path, else its fusion's root, else most frequent inside
     it.
 
@@ -84,12 +84,12 @@ def _own(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
     outer_scope, separator, scopes = scope.partition("/(")
     # The most frequent mark wins: gradients of many layers are combined into one all-reduce.
     mark = _vote(map(scope_mark, scopes.split(":"))) if separator and ":" in scopes else scope_mark(scope)
-    if mark != NOWHERE or instruction.holds_others:
+    if mark != UNMARKED or instruction.is_control_flow:
         return mark, scope
     # The root's result is what the fusion is for; only if it has no scope, all of the fusion votes.
     inside = program.inside(instruction)
     for root in (i for i in inside if i.is_root):
-        if (root_mark := scope_mark(root.op_name)) != NOWHERE:
+        if (root_mark := scope_mark(root.op_name)) != UNMARKED:
             return root_mark, root.op_name
     return _vote(scope_mark(i.op_name) for i in inside), scope or outer_scope
 
@@ -98,7 +98,7 @@ def _marks(computation: str, program: HloProgram, around: _Mark) -> dict[str, _M
     """Phase and layer of every instruction of a computation."""
     body = program.computations[computation]
     # First from the instruction itself; only those without a mark ask their neighbours.
-    marks = {i.name: _own(i, program)[0] for i in body}
+    marks = {i.name: _mark_and_scope(i, program)[0] for i in body}
     users: dict[str, list[str]] = {i.name: [] for i in body}
     operands: dict[str, list[str]] = {}
     for instruction in body:
@@ -108,12 +108,12 @@ def _marks(computation: str, program: HloProgram, around: _Mark) -> dict[str, _M
     # The text is in schedule order, so one pass in each direction reaches every instruction.
     for order, neighbours in ((reversed(body), users), (body, operands)):
         for instruction in order:
-            if marks[instruction.name] == NOWHERE:
+            if marks[instruction.name] == UNMARKED:
                 marks[instruction.name] = _vote(marks[name] for name in neighbours[instruction.name])
-    return {name: around if mark == NOWHERE else mark for name, mark in marks.items()}
+    return {name: around if mark == UNMARKED else mark for name, mark in marks.items()}
 
 
-def _base(opcode: str) -> str:
+def _base_opcode(opcode: str) -> str:
     return opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
 
 
@@ -126,7 +126,7 @@ def _op(
     earlier_ops: Mapping[str, HloOp],
 ) -> HloOp:
     name, opcode = instruction.name, instruction.opcode
-    scope = _own(instruction, program)[1]
+    scope = _mark_and_scope(instruction, program)[1]
     if opcode.endswith(("-done", "-update")):  # bytes are counted at the matching start
         # The start stands earlier in the schedule, so its op exists already.
         start = next(
@@ -151,7 +151,7 @@ def _op(
 
 
 def _kind(instruction: Instruction, collective: OpTraffic | None, work: int) -> OpKind:
-    base = _base(instruction.opcode)
+    base = _base_opcode(instruction.opcode)
     # A fusion around a collective without a product does nothing but communicate.
     if base in _NETWORK or (collective is not None and not work):
         return "communication"

@@ -24,11 +24,11 @@ CLASSES: dict[Phase, str] = {
 }
 """Phase of the op that made a buffer -> class of the buffer; all other phases are "other"."""
 
-MOST_POINTS = 500
+MAX_POINTS = 500
 """Maximum number of points of a curve; each point is the maximum over the ops that it stands for."""
 
 _NAMES = tuple(CLASSES.values())
-_NONE = frozenset[str]()
+_NO_BUFFERS = frozenset[str]()
 _ELEMENT = "#"
 
 # Their results are in memory already, or are no arrays.
@@ -62,10 +62,10 @@ def live_bytes(program: HloProgram, ops: Mapping[str, HloOp]) -> dict[str, Int64
 
     def visit(name: str, outer_bytes: np.ndarray) -> None:
         # Buffers of the computations around this one stay alive while it runs.
-        rows = outer_bytes + _live(name, ops, program)
+        rows = outer_bytes + _computation_bytes(name, ops, program)
         for instruction, row in zip(program.computations[name], rows, strict=True):
             alive[instruction.name] = row
-            if instruction.holds_others:
+            if instruction.is_control_flow:
                 for body_name in instruction.called:
                     visit(body_name, row)
 
@@ -91,8 +91,8 @@ def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTr
 def _curve(events: Sequence[OpEvent], alive: Mapping[str, np.ndarray], step: StepSpan) -> LiveTrack:
     values = np.stack([alive[event.name] for event in events])
     starts = np.array([event.start_ns - step.start_ns for event in events], np.int64)
-    # Rounded up, so that there are at most MOST_POINTS points.
-    ops_per_point = -(-len(events) // MOST_POINTS)
+    # Rounded up, so that there are at most MAX_POINTS points.
+    ops_per_point = -(-len(events) // MAX_POINTS)
     firsts = np.arange(0, len(events), ops_per_point)
     # The peak op of each group, not its mean: a short peak is what decides if memory suffices.
     peak_indices = [
@@ -105,7 +105,7 @@ def _curve(events: Sequence[OpEvent], alive: Mapping[str, np.ndarray], step: Ste
     )
 
 
-def _live(
+def _computation_bytes(
     computation: str, ops: Mapping[str, HloOp], program: HloProgram
 ) -> Int64[np.ndarray, "instructions classes"]:
     """Bytes of a computation's own buffers while each of its instructions runs."""
@@ -134,7 +134,7 @@ def _live(
                 # A result of the step outlives it.
                 last_use[buffer] = len(body)
     for index, instruction in enumerate(body):
-        _take_over(index, instruction, sizes, last_use, values)
+        _reuse_operands(index, instruction, sizes, last_use, values)
     # Differences at begin and end, summed up below: one pass over buffers, however long they live.
     changes = np.zeros((len(body) + 2, len(_NAMES)), np.int64)
     for buffer, size in sizes.items():
@@ -147,7 +147,7 @@ def _live(
     return np.cumsum(changes, axis=0)[: len(body)]
 
 
-def _take_over(
+def _reuse_operands(
     index: int,
     instruction: Instruction,
     sizes: dict[str, int],
@@ -180,7 +180,7 @@ def _operand_buffers(instruction: Instruction, values: Mapping[str, _Value]) -> 
 
 
 def _all_buffers(values: Sequence[_Value]) -> frozenset[str]:
-    return _NONE.union(
+    return _NO_BUFFERS.union(
         *(buffers for value in values for buffers in (value if isinstance(value, tuple) else (value,)))
     )
 
@@ -193,7 +193,7 @@ def _result_buffers(
     if opcode == "tuple":
         return tuple(_all_buffers([value]) for value in operand_buffers), {}
     if opcode == "get-tuple-element":
-        tuple_buffers = operand_buffers[0] if operand_buffers else _NONE
+        tuple_buffers = operand_buffers[0] if operand_buffers else _NO_BUFFERS
         index = int(re.findall(r"index=(\d+)", instruction.line)[0])
         return (
             tuple_buffers[index]
@@ -207,9 +207,9 @@ def _result_buffers(
         "opt-barrier",
         "dynamic-update-slice",
     ):
-        return (operand_buffers[0] if operand_buffers else _NONE), {}
+        return (operand_buffers[0] if operand_buffers else _NO_BUFFERS), {}
     if opcode in _MAKES_NOTHING:
-        return _NONE, {}
+        return _NO_BUFFERS, {}
     if (position := _in_place(instruction, program)) is not None and position < len(operand_buffers):
         return operand_buffers[position], {}
     name = instruction.name

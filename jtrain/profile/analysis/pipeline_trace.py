@@ -130,7 +130,7 @@ def track(
         packing=ticks.packing,
         workers=local_workers,
         step=median_step,
-        measured=[_rows(steps[median_step], worker, workers) for worker in local_workers],
+        measured=[_worker_row(steps[median_step], worker, workers) for worker in local_workers],
         planned=[
             [(str(op), start, end) for op, start, end in plan.workers[worker]] for worker in local_workers
         ],
@@ -157,13 +157,13 @@ def tick_loop(program: HloProgram) -> TickLoop:
     # Every computation that can run is searched, but not the inside of a loop over ticks.
     while pending:
         for instruction in computations[pending.pop()]:
-            if not instruction.holds_others:
+            if not instruction.is_control_flow:
                 continue
             body = re.search(r"\bbody=%([\w.-]+)", instruction.line)
             if body and any(_part(nested) for nested in computations[body[1]]):
                 tick_bodies.append(body[1])
             else:
-                new_names = [name for name in instruction.run_by if name not in seen_names]
+                new_names = [name for name in instruction.called_with_condition if name not in seen_names]
                 # A computation may be called from several places; once is enough to find the loop.
                 seen_names.update(new_names)
                 pending += new_names
@@ -209,8 +209,8 @@ def _assign_part(
     """Gives instructions, and all that the computations which they run hold, to a part."""
     for instruction in instructions:
         parts[instruction.name] = part
-        if instruction.holds_others:
-            for name in instruction.run_by:
+        if instruction.is_control_flow:
+            for name in instruction.called_with_condition:
                 _assign_part(parts, computations, computations[name], part)
 
 
@@ -264,19 +264,19 @@ def _device_ticks(
             "none in "
             f"the schedule. {_TRACE_AGAIN}"
         )
-    # In order of ticks, and within a tick F, B, W: `_in_turn` relies on it.
+    # In order of ticks, and within a tick F, B, W: `_without_overlap` relies on it.
     instructions = {op: traced_times[tick_and_part] for tick_and_part, op in of_schedule.items()}
     # reshape, because an empty list would have one dimension.
     edges = np.array(ends, np.int64).reshape(-1, 2)
     return _DeviceTicks(
         int(begins[0]),
         max(event.start_ns + event.duration_ns for _, event in events),
-        _in_turn(instructions) if loop.layers_always_run else instructions,
+        _without_overlap(instructions) if loop.layers_always_run else instructions,
         intervals.union(edges[:, 0], edges[:, 1]),
     )
 
 
-def _in_turn(instructions: Mapping[StageOp, tuple[int, int]]) -> dict[StageOp, tuple[int, int]]:
+def _without_overlap(instructions: Mapping[StageOp, tuple[int, int]]) -> dict[StageOp, tuple[int, int]]:
     """The same where each begins after the one before has ended; given in order of ticks, F before B before
     W.
     """
@@ -324,7 +324,7 @@ def _end_ns(devices: Sequence[_DeviceTicks]) -> int:
     return max(device.end_ns for device in devices)
 
 
-def _rows(
+def _worker_row(
     devices: Sequence[_DeviceTicks], worker: int, workers: Sequence[int]
 ) -> list[tuple[str, float, float]]:
     """A worker's instructions in order, in seconds from the step's first tick; means over its devices."""

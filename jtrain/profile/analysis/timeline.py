@@ -71,8 +71,8 @@ def kernel_names(ops: Mapping[str, HloOp]) -> dict[str, str]:
 
 def lay_out(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[Events, list[DeviceStep]]:
     """Computes every op's own time, and every device's time in every step."""
-    events, table = _own_events(trace, ops)
-    # Columns as `_own_events` makes them.
+    events, table = _event_table(trace, ops)
+    # Columns as `_event_table` makes them.
     step, device, op, start, end = (table[:, column] for column in range(5))
     computes = np.array([events_op.kind != "communication" for events_op in events], bool)[op]
     # Filled step by step below: each event is in exactly one step and device.
@@ -104,7 +104,7 @@ def lay_out(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[Events, list[Device
     ), rows
 
 
-def _own_events(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[list[HloOp], np.ndarray]:
+def _event_table(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[list[HloOp], np.ndarray]:
     """Ops, and an array [E, 5] of (step, device, op, start, end); control ops are left out, ends cut at the
     step's.
     """

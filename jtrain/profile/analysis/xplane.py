@@ -158,7 +158,7 @@ def _read_host_line(
         duration_ns = round(event.duration_ns)
         # On CPUs the ops themselves are events of host threads.
         if "hlo_op" in stats and "device_ordinal" in stats:
-            name = _named(str(stats["hlo_op"]), str(stats.get("hlo_module", module)), module)
+            name = _qualified_name(str(stats["hlo_op"]), str(stats.get("hlo_module", module)), module)
             events.append(_Event(int(stats["device_ordinal"]), name, start_ns, duration_ns))
         elif "step_num" in stats:
             steps.append(StepSpan(int(stats["step_num"]), start_ns, start_ns + duration_ns))
@@ -179,7 +179,7 @@ def _gpu_plane(plane: Any, device: int, trace_start_ns: int, module: str) -> Ite
             event_module = str(stats.get("hlo_module", module))
             yield _Event(
                 device,
-                _named(name, event_module, module),
+                _qualified_name(name, event_module, module),
                 trace_start_ns + round(event.start_ns),
                 round(event.duration_ns),
             )
@@ -206,7 +206,7 @@ def _tpu_plane(plane: Any, device: int, trace_start_ns: int, module: str) -> Ite
             )
             yield _Event(
                 device,
-                _named(name, event_module, module),
+                _qualified_name(name, event_module, module),
                 trace_start_ns + round(event.start_ns),
                 round(event.duration_ns),
             )
@@ -216,5 +216,5 @@ def _tpu_name(text: str) -> str:
     return text.split(" = ")[0].removeprefix("%")
 
 
-def _named(op: str, event_module: str, module: str) -> str:
+def _qualified_name(op: str, event_module: str, module: str) -> str:
     return op if event_module == module else f"{event_module}/{op}"

@@ -25,9 +25,9 @@ class Windows:
 
         with Windows(workdir, spec) as windows:
             ...
-            if windows.opens(step, asked=windows.requested): windows.open(step, facts())
+            if windows.should_open(step, is_requested=windows.requested): windows.open(step, facts())
             with windows.step(step + 1): ...
-            if windows.closes(step): windows.close(program)
+            if windows.should_close(step): windows.close(program)
     """
 
     def __init__(self, workdir: Path, spec: ProfileSpec, *, process: int = 0, num_processes: int = 1) -> None:
@@ -48,7 +48,7 @@ class Windows:
         """True while a window is open, even if this process failed to start its trace."""
         return self._last_step is not None
 
-    def missed(self, start_step: int) -> str | None:
+    def missed_message(self, start_step: int) -> str | None:
         """Message if this attempt starts too late to trace the window of `profile.steps`; None if it does
         not.
         """
@@ -65,15 +65,15 @@ class Windows:
             f"step compiles. kill -USR1 {os.getpid()} traces the next {WINDOW_STEPS} steps."
         )
 
-    def opens(self, step: int, *, asked: bool) -> bool:
+    def should_open(self, step: int, *, is_requested: bool) -> bool:
         """True if a window opens after `step`.
 
         Args:
-          asked: True if `requested` is set in any process; must be the same in all.
+          is_requested: True if `requested` is set in any process; must be the same in all.
         """
         if self.is_open:
             return False
-        if asked:
+        if is_requested:
             self.requested = False
             self._last_step = step + WINDOW_STEPS
         elif self._spec.steps is not None and self._spec.steps[0] == step:
@@ -117,7 +117,7 @@ class Windows:
         with self._window.step(step):
             yield
 
-    def closes(self, step: int, *, last: bool) -> bool:
+    def should_close(self, step: int, *, last: bool) -> bool:
         """True if the open window ends with `step`; the run's last step ends it early."""
         return self._last_step is not None and (last or step >= self._last_step)
 
@@ -166,7 +166,7 @@ class Windows:
             )
         return None
 
-    def finished(self, *, wait: bool = False) -> list[str]:
+    def collect_reports(self, *, wait: bool = False) -> list[str]:
         """Lines for each window whose postprocessing has ended since the last call: its report, or the
         error.
         """

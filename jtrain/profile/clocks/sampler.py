@@ -71,7 +71,7 @@ class Sampler:
         if self._chosen == "none":
             return
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_dead(folder)
+        _remove_stale_files(folder)
         self._path = folder / f"{socket.gethostname()}-{os.getpid()}.bin"
         self._path.with_suffix(".json").unlink(missing_ok=True)
         # Opened before the child starts: the child writes to the same file, and must find it.
@@ -123,9 +123,8 @@ class Sampler:
     def fast(self, on: bool) -> None:
         """Samples more often, for a trace window, or at the normal rate again; never blocks."""
         if self._child is not None and self._child.stdin is not None:
-            with contextlib.suppress(
-                BlockingIOError, BrokenPipeError
-            ):  # a stuck or dead child is reported by `note`
+            # A stuck or dead child is reported by `note`.
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._child.stdin.fileno(), FAST if on else SLOW)
 
     def means(self, start_epoch_ns: int, end_epoch_ns: int) -> Means:
@@ -221,9 +220,8 @@ class Sampler:
                 )
             except OSError:  # the disk is away
                 return
-            if (
-                len(records) and records["sequence"][0] > self._read + 1
-            ):  # the ring buffer has overwritten unread records
+            # Records that the ring buffer has overwritten unread are skipped.
+            if len(records) and records["sequence"][0] > self._read + 1:
                 self._read = int(records["sequence"][0]) - 1
             # A slot that still has a record of the round before, or half a new one, breaks the sequence.
             is_next = records["sequence"] == np.arange(self._read + 1, self._read + 1 + len(records))
@@ -246,7 +244,7 @@ def _complete_records(data: bytes) -> np.ndarray:
     return np.frombuffer(data[: len(data) - len(data) % RECORD.itemsize], RECORD)
 
 
-def _remove_dead(folder: Path) -> None:
+def _remove_stale_files(folder: Path) -> None:
     """Removes files of processes of this host that no longer exist."""
     for path in folder.glob(f"{socket.gethostname()}-*"):
         pid = path.stem.rpartition("-")[2]
@@ -254,7 +252,7 @@ def _remove_dead(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _die_with(parent: int) -> None:
+def _end_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent dies; stdin may stay open in another child of the
     parent.
     """
@@ -306,9 +304,8 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
                 try:
                     # One call of 96 bytes: a reader never sees a part of a record from a living sampler.
                     os.pwrite(file.fileno(), record.tobytes(), ((sequence - 1) % CAPACITY) * RECORD.itemsize)
-                except (
-                    OSError
-                ):  # a full disk: readers need records without a gap, so the next one takes this number
+                # A full disk: readers need records without a gap, so the next one takes this number.
+                except OSError:
                     sequence -= 1
             # The header is written when a note is added, which is rare; once at the start, too.
             if len(source.notes.lines) != noted:
@@ -331,7 +328,7 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
 def main(argv: Sequence[str]) -> int:
     """Runs the child process; returns the exit code."""
     options = json.loads(argv[0])
-    _die_with(options["parent"])
+    _end_with_parent(options["parent"])
     path = Path(options["path"])
     try:
         source = open_source(options["source"], options["devices"])

@@ -50,7 +50,7 @@ HARDWARE_SLOWDOWN = 0x8
 STOLEN, THROTTLED = 0x20000, 0x10000
 
 # Times and counters are integers: a float64 would round nanoseconds since the epoch to 256.
-_WHOLE = (
+_INT_FIELDS = (
     "sequence",
     "device",
     "epoch_ns",
@@ -59,8 +59,8 @@ _WHOLE = (
     "power_violation_ns",
     "thermal_violation_ns",
 )
-_REAL = ("sm_mhz", "mem_mhz", "power_w", "temperature_c", "energy_j")
-RECORD = np.dtype([(name, "<i8") for name in _WHOLE] + [(name, "<f8") for name in _REAL])
+_FLOAT_FIELDS = ("sm_mhz", "mem_mhz", "power_w", "temperature_c", "energy_j")
+RECORD = np.dtype([(name, "<i8") for name in _INT_FIELDS] + [(name, "<f8") for name in _FLOAT_FIELDS])
 """Layout of one reading in the sampler's file, 96 bytes. `sequence` counts from 1; device -1 stands for all
 devices."""
 

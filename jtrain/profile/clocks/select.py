@@ -26,7 +26,7 @@ from jtrain.profile.clocks.scripted import Scripted
 from jtrain.profile.clocks.tpu import Tpu
 
 
-def _library(name: str) -> bool:
+def _has_library(name: str) -> bool:
     try:
         # Only loading it tells: a container may have the Python package without the driver's library.
         ctypes.CDLL(name)
@@ -35,7 +35,7 @@ def _library(name: str) -> bool:
     return True
 
 
-def absent(source: str) -> str | None:
+def missing_part(source: str) -> str | None:
     """Reason why `source` cannot be read here, with what to do about it; None if it looks readable. Costs 1
     ms.
     """
@@ -49,7 +49,7 @@ def absent(source: str) -> str | None:
     if source == "nvml":
         if importlib.util.find_spec("pynvml") is None:
             return "nvidia-ml-py is not installed. Install jtrain[cuda], or set profile.clocks=none."
-        if not _library("libnvidia-ml.so.1"):
+        if not _has_library("libnvidia-ml.so.1"):
             return "libnvidia-ml.so.1, part of NVIDIA's driver, is not installed. Set profile.clocks=none."
     if source == "amd" and importlib.util.find_spec("amdsmi") is None:
         return (
@@ -78,7 +78,7 @@ def choose(source: str, platform: str) -> tuple[str, str]:
     if source == "none":
         return "none", "clocks: not sampled (profile.clocks=none)."
     if source != "auto":
-        reason = absent(source)
+        reason = missing_part(source)
         if reason:
             raise UserError(f"profile.clocks={source}: {reason}")
         return source, ""
@@ -88,7 +88,7 @@ def choose(source: str, platform: str) -> tuple[str, str]:
     )
     reasons = []
     for candidate in candidates:
-        reason = absent(candidate)
+        reason = missing_part(candidate)
         if reason is None:
             return candidate, ""
         # The first sentence is the reason; the advice after it would be wrong for a choice by "auto".

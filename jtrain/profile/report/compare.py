@@ -25,7 +25,7 @@ from jtrain.report.terminal import print_blocks
 TOP = 15
 """Rows of a table in the terminal, the last three for what shrank most; --json has all."""
 
-LEAST = 0.001
+MIN_SHARE = 0.001
 """Smallest change shown in the terminal, as a share of a step."""
 
 _NUMBER = re.compile(r"(\.\d+)+(\.(clone|remat\d*))*$")
@@ -147,9 +147,11 @@ def print_comparison(comparison: ProfileComparison, console: Console) -> None:
         ("ops", comparison.ops, "op"),
         ("communication", comparison.communication, "collective"),
     ):
-        visible = [change for change in changes if abs(change.grew_s) >= LEAST * comparison.a_s]
+        visible = [change for change in changes if abs(change.grew_s) >= MIN_SHARE * comparison.a_s]
         listed_changes = visible if len(visible) <= TOP else visible[: TOP - 3] + visible[-3:]
-        count = f"{len(listed_changes)} of {len(changes)}; changes below {LEAST:.1%} of a step are left out"
+        count = (
+            f"{len(listed_changes)} of {len(changes)}; changes below {MIN_SHARE:.1%} of a step are left out"
+        )
         table = Table(f"{title}: {count}", words(row_name, "where", "why") + numbers("A", "B", "change"))
         for change in listed_changes:
             times = ("-" if value is None else seconds(value) for value in (change.a_s, change.b_s))
@@ -195,7 +197,7 @@ def _change(name: str, ops_a: list[OpRow], ops_b: list[OpRow], a: Breakdown, b: 
             terms["theoretical"] += sign * per_step(breakdown, op.theoretical_s or 0.0)
             for term, lost in op.lost.items():
                 terms[term] += sign * per_step(breakdown, lost)
-    return Change(name, figures.where([*ops_a, *ops_b][0]), took(ops_a, a), took(ops_b, b), dict(terms))
+    return Change(name, figures.op_location([*ops_a, *ops_b][0]), took(ops_a, a), took(ops_b, b), dict(terms))
 
 
 def _communication(a: Breakdown, b: Breakdown) -> list[Change]:

@@ -27,20 +27,20 @@ def perfetto(trace: Trace, ops: Mapping[str, HloOp], clocks: Sequence[ClockTrack
     """
     start_ns = trace.steps[0].start_ns
     host = 0  # devices are processes 1, 2, ...
-    events = [_named("process_name", host, 0, "host"), _named("thread_name", host, 0, "step")]
-    events.append(_named("thread_name", host, 1, "host"))
+    events = [_name_event("process_name", host, 0, "host"), _name_event("thread_name", host, 0, "step")]
+    events.append(_name_event("thread_name", host, 1, "host"))
     for step in trace.steps:
         args = {"step": step.step}
-        events.append(_slice(host, 0, f"step {step.step}", step.start_ns, step.end_ns, start_ns, args))
+        events.append(_slice_event(host, 0, f"step {step.step}", step.start_ns, step.end_ns, start_ns, args))
     for span in trace.host:
-        events.append(_slice(host, 1, span.name, span.start_ns, span.end_ns, start_ns, {}))
+        events.append(_slice_event(host, 1, span.name, span.start_ns, span.end_ns, start_ns, {}))
     by_device: dict[int, list[OpEvent]] = collections.defaultdict(list)
     for event in trace.events:
         by_device[event.device].append(event)
     for device in sorted(by_device.keys() | {track.device for track in clocks}):
-        events.append(_named("process_name", device + 1, 0, f"device {device}: {trace.device_kind}"))
+        events.append(_name_event("process_name", device + 1, 0, f"device {device}: {trace.device_kind}"))
         for thread, level in enumerate(_LEVELS):
-            events.append(_named("thread_name", device + 1, thread, level))
+            events.append(_name_event("thread_name", device + 1, thread, level))
         events += _device(device, by_device[device], ops, start_ns)
     for track in clocks:
         events += _counters(track)
@@ -65,7 +65,9 @@ def _device(
             if op.collective is not None:
                 args |= {"axes": ", ".join(op.collective.axes), "wire_bytes": op.collective.wire_bytes}
         end_ns = event.start_ns + event.duration_ns
-        yield _slice(device + 1, _LEVELS.index(kind), event.name, event.start_ns, end_ns, start_ns, args)
+        yield _slice_event(
+            device + 1, _LEVELS.index(kind), event.name, event.start_ns, end_ns, start_ns, args
+        )
     compute_events = [
         event for event in drawn_events if event.name in ops and ops[event.name].kind == "compute"
     ]
@@ -73,7 +75,7 @@ def _device(
     for thread, group_names in ((0, lambda op: (op.phase,)), (1, lambda op: (op.layer, op.phase))):
         for names, step, first_ns, end_ns in _runs(compute_events, ops, group_names):
             name, args = names[0] or "unknown", {"step": step, "phase": names[-1]}
-            yield _slice(device + 1, thread, name, first_ns, end_ns, start_ns, args)
+            yield _slice_event(device + 1, thread, name, first_ns, end_ns, start_ns, args)
 
 
 def _runs(
@@ -103,18 +105,18 @@ def _counters(track: ClockTrack) -> Iterator[dict[str, Any]]:
     for field, name in COUNTERS.items():
         for time_s, value in zip(track.time_s, getattr(track, field), strict=True):
             if value is not None:
-                yield _counter(track.device, name, time_s, value)
+                yield _counter_event(track.device, name, time_s, value)
     for time_s, reasons in zip(track.time_s, track.reasons, strict=True):
         # The number of reasons that hold, since a counter has no text.
         held = len([reason for reason in reasons.split(",") if reason])
-        yield _counter(track.device, "throttle reasons", time_s, held)
+        yield _counter_event(track.device, "throttle reasons", time_s, held)
 
 
-def _counter(device: int, name: str, time_s: float, value: int | float) -> dict[str, Any]:
+def _counter_event(device: int, name: str, time_s: float, value: int | float) -> dict[str, Any]:
     return {"ph": "C", "pid": device + 1, "name": name, "ts": time_s * 1e6, "args": {"value": value}}
 
 
-def _slice(
+def _slice_event(
     process: int, thread: int, name: str, first_ns: int, end_ns: int, start_ns: int, args: dict[str, Any]
 ) -> dict[str, Any]:
     """Complete event ("X"); the start is subtracted in integers before the division, which keeps nanoseconds
@@ -124,5 +126,5 @@ def _slice(
     return event | {"ts": (first_ns - start_ns) / 1e3, "dur": (end_ns - first_ns) / 1e3}
 
 
-def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def _name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": thread, "name": kind, "args": {"name": name}}

@@ -25,7 +25,7 @@ from jtrain.report.table import Bar, Bars, Cell, Facts, Table, bars, numbers, wo
 from jtrain.report.terminal import print_page
 from jtrain.runtime.atomic_io import write_whole
 
-MOST_OPS = 400
+MAX_OPS = 400
 """Maximum rows of the table of ops: those that lose most; breakdown.json has all."""
 
 FIRST_OPS, TERMINAL_OPS = 25, 15
@@ -259,7 +259,7 @@ def _ops(breakdown: Breakdown) -> list[PageBlock]:
     if not breakdown.ops:
         return ["No op was traced in this window."]
     duration_s = mean_step(breakdown).duration_s
-    listed_ops = sorted(breakdown.ops, key=lambda op: -op.lost_s)[:MOST_OPS]
+    listed_ops = sorted(breakdown.ops, key=lambda op: -op.lost_s)[:MAX_OPS]
     columns = (
         *words("op"),
         *words("where", medium="terminal"),
@@ -297,7 +297,7 @@ def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[st
     count = op.count / (len(breakdown.steps) * breakdown.num_devices)
     # In the order of the columns in `_ops`.
     yield Cell(op.name, sort=op.name, title=op.opcode)
-    yield figures.where(op)
+    yield figures.op_location(op)
     yield Cell(cause or "nothing", sort=cause)
     yield took(op.lost_s)
     yield Cell(share(lost, duration_s), sort=lost)

@@ -172,9 +172,8 @@ def _add_costs(
     )
     joules = samples.mean("power_w", start_ns, end_ns) * (end_ns - start_ns) * 1e-9
     for event, *costs in zip(line.events, multipliers.tolist(), joules.tolist(), strict=True):
-        present_ids = {
-            stat.metadata_id for stat in event.stats
-        }  # a TPU's own multiplier is exact, ours is sampled
+        # A TPU's own multiplier is exact, ours is sampled.
+        present_ids = {stat.metadata_id for stat in event.stats}
         for identity, cost in zip((multiplier, energy), costs, strict=True):
             if not math.isnan(cost) and not (identity == multiplier and identity in present_ids):
                 event.stats.add(metadata_id=identity, double_value=cost)

@@ -15,7 +15,7 @@ from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.profile.analysis.hlo_ops import read_ops
-from jtrain.profile.analysis.memory_timeline import CLASSES, MOST_POINTS, live_bytes, track
+from jtrain.profile.analysis.memory_timeline import CLASSES, MAX_POINTS, live_bytes, track
 from jtrain.profile.analysis.records import OpEvent, StepSpan, Trace
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
@@ -102,7 +102,7 @@ def test_the_curve_is_that_of_the_median_step_on_the_first_device() -> None:
     many = tuple(OpEvent(0, 1, "pair" if i == 777 else "space", i, 1) for i in range(1200))
     thinned = track(Trace("cpu", "cpu", 1, steps[:1], many, ()), program, ops)
     assert thinned is not None
-    assert len(thinned.time_s) <= MOST_POINTS
+    assert len(thinned.time_s) <= MAX_POINTS
     assert max(thinned.bytes["made by the backward pass"]) == 3072
     assert track(Trace("cpu", "cpu", 1, steps[:1], (), ()), program, ops) is None
 
