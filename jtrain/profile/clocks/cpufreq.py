@@ -60,6 +60,8 @@ class Cpu(ClockSource):
         # Called in the sampler's own process, before the first step: 60 chains, some 20 ms.
         self._best_ns = min(chain_ns() for _ in range(CALIBRATIONS))
         self._stat = _cpu_ticks()
+        self._energy_range_uj = _number(RAPL.with_name("max_energy_range_uj"))
+        self._counter_uj = self._energy_uj = 0.0
 
     def read(self, device: int, slow: bool) -> Reading:
         """Reads the relative clock, and energy and thermal throttling where the kernel shows them."""
@@ -71,13 +73,23 @@ class Cpu(ClockSource):
             self._stat = stolen, total
         took_ns = chain_ns()
         self._best_ns = min(self._best_ns, took_ns)
-        energy_uj, throttled_ms = _number(RAPL), _number(THROTTLED_MS)
+        throttled_ms = _number(THROTTLED_MS)
         return Reading(
             sm_mhz=self._nominal_mhz * self._best_ns / took_ns,
-            energy_j=energy_uj * 1e-6 if energy_uj is not None else NAN,
+            energy_j=self._read_energy_j(),
             reasons=STOLEN if share > STOLEN_SHARE else 0,
             thermal_violation_ns=int(throttled_ms * 1e6) if throttled_ms is not None else -1,
         )
+
+    def _read_energy_j(self) -> float:
+        """Energy counter of the package in joules, which goes on where the kernel's starts again."""
+        counter_uj = _number(RAPL)
+        if counter_uj is None or self._energy_range_uj is None:
+            return NAN
+        # At 200 W a range of 262 kJ lasts 22 minutes: at one reading per second no round is missed.
+        self._energy_uj += (counter_uj - self._counter_uj) % self._energy_range_uj
+        self._counter_uj = counter_uj
+        return self._energy_uj * 1e-6
 
 
 def _cpu_ticks() -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Clock sources: the quantities that each reads; a refused call costs only its own quantity."""
 
 import ctypes
+import itertools
 import json
 import math
 import os
@@ -211,6 +212,22 @@ def test_the_cpus_chain_is_relative_to_its_best() -> None:
     assert all(0.02 * source.ref_mhz < one.sm_mhz <= source.ref_mhz for one in found)
     assert all(one.reasons in (0, samples.STOLEN) for one in found)
     assert "relative to its own best" in source.notes.lines[0]
+
+
+def test_the_cpus_energy_goes_on_where_the_kernels_counter_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RAPL's counter of a package starts again at its range, at 100 W every 11 to 44 minutes."""
+    counter, energy_range = tmp_path / "energy_uj", tmp_path / "max_energy_range_uj"
+    monkeypatch.setattr(cpufreq, "RAPL", counter)
+    energy_range.write_text("65532610987\n")
+    source = cpufreq.Cpu()
+    assert math.isnan(source.read(-1, slow=True).energy_j), "no counter, as in most virtual machines"
+    joules: list[float] = []
+    for energy_uj in (65_530_610_987, 65_532_610_987, 3_000_000, 4_000_000):
+        counter.write_text(f"{energy_uj}\n")
+        joules.append(source.read(-1, slow=True).energy_j)
+    assert [round(after - before, 3) for before, after in itertools.pairwise(joules)] == [2.0, 3.0, 1.0]
 
 
 def test_a_tpus_score_is_tenths() -> None:
