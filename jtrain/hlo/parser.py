@@ -178,19 +178,19 @@ class HloProgram:
 class Visit:
     """One instruction at one call site, with its number of executions.
 
-    times: executions per run of the program; None if a loop around it has no known trip count.
-    asynchronous, hidden: True if it is part of a pair of start and done, and if a matmul runs in between.
-    computation, around: name and instructions of its computation; it is in flight from index `start` to
+    num_runs: executions per run of the program; None if a loop around it has no known trip count.
+    is_async, is_hidden: True if it is part of a pair of start and done, and if a matmul runs in between.
+    computation, body: name and instructions of its computation; it is in flight from index `start` to
       `stop`.
     types: result type of every instruction of the program.
     """
 
     computation: str
     instruction: Instruction
-    times: int | None
-    asynchronous: bool
-    hidden: bool
-    around: list[Instruction]
+    num_runs: int | None
+    is_async: bool
+    is_hidden: bool
+    body: list[Instruction]
     start: int
     stop: int
     types: Mapping[str, str]
@@ -210,9 +210,11 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
     """
     program = read(hlo)
 
-    def visit(name: str, times: int | None, is_parent_async: bool, is_parent_hidden: bool) -> Iterator[Visit]:
-        instructions = program.computations[name]
-        for index, instruction in enumerate(instructions):
+    def visit(
+        name: str, num_runs: int | None, is_parent_async: bool, is_parent_hidden: bool
+    ) -> Iterator[Visit]:
+        body = program.computations[name]
+        for index, instruction in enumerate(body):
             opcode = instruction.opcode
             # Their start stands for the whole pair.
             if opcode.endswith(("-done", "-update")):
@@ -221,10 +223,10 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
             # XLA:GPU writes some pairs that it will not overlap; it marks them, and they count as
             # synchronous.
             if opcode.endswith("-start") and '"is_sync":true' not in instruction.line:
-                is_async, start, stop = True, begin_of(instructions, index), done_of(instructions, index)
+                is_async, start, stop = True, begin_of(body, index), done_of(body, index)
                 # A start whose done is in another computation is in flight until this one ends.
-                stop = stop or len(instructions)
-                in_flight = instructions[start + 1 : stop]
+                stop = stop or len(body)
+                in_flight = body[start + 1 : stop]
                 # Only work that runs in between hides the pair: a start or done of another pair takes no time
                 # itself.
                 is_hidden |= any(
@@ -232,22 +234,20 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
                     for overlapped in in_flight
                     if not overlapped.opcode.endswith(("-start", "-update", "-done"))
                 )
-            yield Visit(
-                name, instruction, times, is_async, is_hidden, instructions, start, stop, program.types
-            )
-            inner_times = times
+            yield Visit(name, instruction, num_runs, is_async, is_hidden, body, start, stop, program.types)
+            inner_runs = num_runs
             if opcode == "while":
                 # Trip counts of nested loops multiply; one unknown count makes all inside it unknown.
                 trip_count = program.trip_count(instruction.line)
-                inner_times = None if times is None or trip_count is None else times * trip_count
+                inner_runs = None if num_runs is None or trip_count is None else num_runs * trip_count
             elif opcode == "conditional" and branch_times is not None:
                 # An absolute count per run of the program, not per visit: it replaces the loops' product.
                 branch_runs = branch_times(instruction.op_name)
-                inner_times = times if branch_runs is None else branch_runs
+                inner_runs = num_runs if branch_runs is None else branch_runs
             # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all
             # callers.
             for computation in instruction.called:
-                yield from visit(computation, inner_times, is_async, is_hidden)
+                yield from visit(computation, inner_runs, is_async, is_hidden)
 
     yield from visit(program.entry, 1, False, False)
 

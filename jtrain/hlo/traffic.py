@@ -80,7 +80,9 @@ class Overlap:
 def overlap(collectives: Iterable[Traffic]) -> Overlap:
     """Sums over all collectives, in bytes that one device sends."""
     rows = list(collectives)
-    return Overlap(*(sum(t.on_wire(getattr(t, name)) for t in rows) for name in ("array_bytes", *_OVERLAP)))
+    return Overlap(
+        *(sum(row.on_wire(getattr(row, name)) for row in rows) for name in ("array_bytes", *_OVERLAP))
+    )
 
 
 _OVERLAP = ("async_bytes", "hidden_bytes")
@@ -108,7 +110,7 @@ def traffic(
         num_runs = _known_num_runs(visit, kind)
         # The largest group stands for all: XLA gives the groups of one collective the same size.
         groups = groups_of(instruction, mesh_shape)
-        group = max(len(g) for g in groups) if groups else 1
+        group = max(len(members) for members in groups) if groups else 1
         # One instruction may carry arrays of several dtypes, each a row of its own.
         for dtype, size in whole_arrays(instruction, group, visit.types):
             key = (kind, axes_of(groups, mesh_shape), group, dtype)
@@ -127,13 +129,15 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
       UserError: the trip count of a loop around a copy is unknown.
     """
     total: collections.Counter[tuple[Any, ...]] = collections.Counter()
-    counted: set[str] = set()  # computations inside a start that is counted already
+    counted_computations: set[str] = set()  # computations inside a start that is counted already
     for visit in visits(hlo, branch_times):
-        copy = None if visit.computation in counted else host_copy(visit.instruction, visit.around)
-        if copy is not None:
-            direction, size = copy
+        transfer = (
+            None if visit.computation in counted_computations else host_copy(visit.instruction, visit.body)
+        )
+        if transfer is not None:
+            direction, size = transfer
             # The copy inside an async start is the start itself: counting both would double it.
-            counted.update(visit.instruction.called)
+            counted_computations.update(visit.instruction.called)
             num_runs = _known_num_runs(visit, "copy")
             _add(total, (direction,), visit, num_runs, size)
             total[direction, "duplex_bytes"] += num_runs * size * _meets_opposite(visit, direction)
@@ -143,12 +147,12 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
 
 def _meets_opposite(visit: Visit, direction: _Direction) -> bool:
     """True if an asynchronous copy is in flight at the same time as a copy in the other direction."""
-    for index, neighbour in enumerate(visit.around if visit.asynchronous else ()):
-        copy = host_copy(neighbour, visit.around)
+    for index, neighbour in enumerate(visit.body if visit.is_async else ()):
+        transfer = host_copy(neighbour, visit.body)
         # A neighbour that starts after this copy's done cannot overlap it.
-        if copy is not None and copy[0] != direction and index < visit.stop:
+        if transfer is not None and transfer[0] != direction and index < visit.stop:
             # A synchronous copy occupies its own index only.
-            stop = done_of(visit.around, index) if neighbour.opcode.endswith("-start") else index
+            stop = done_of(visit.body, index) if neighbour.opcode.endswith("-start") else index
             if stop is not None and stop > visit.start:
                 return True
     return False
@@ -159,8 +163,8 @@ def _add(
 ) -> None:
     total[*key, "count"] += num_runs
     total[*key, "bytes"] += num_runs * size
-    total[*key, "async_bytes"] += num_runs * size * visit.asynchronous
-    total[*key, "hidden_bytes"] += num_runs * size * visit.hidden
+    total[*key, "async_bytes"] += num_runs * size * visit.is_async
+    total[*key, "hidden_bytes"] += num_runs * size * visit.is_hidden
 
 
 def _sums(total: collections.Counter[Any], key: tuple[Any, ...]) -> list[int]:
@@ -168,13 +172,13 @@ def _sums(total: collections.Counter[Any], key: tuple[Any, ...]) -> list[int]:
 
 
 def _known_num_runs(visit: Visit, name: str) -> int:
-    if visit.times is None:
+    if visit.num_runs is None:
         line = visit.instruction.line[:200]
         raise UserError(f"{name} is in a loop whose trip count is not in the HLO: {line}")
-    return visit.times
+    return visit.num_runs
 
 
-def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Direction, int] | None:
+def host_copy(instruction: Instruction, body: list[Instruction]) -> tuple[_Direction, int] | None:
     """Direction and bytes of an instruction's copy between host and device memory; None if it copies nothing.
 
     The type of a start names the types of operands and result, whether it starts a slice or a fusion around
@@ -188,7 +192,7 @@ def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Dir
         # async-start: ((operands), result, context).
         operand_types, result = elements(elements(type_)[0]), elements(type_)[1]
     elif opcode in ("copy", "dynamic-slice", "dynamic-update-slice"):
-        types = {i.name: i.type for i in around}
+        types = {i.name: i.type for i in body}
         operand_types, result = [types.get(name, "") for name in instruction.operands], type_
     else:
         return None

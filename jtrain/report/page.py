@@ -35,10 +35,10 @@ class Paragraph:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A list of sentences; `nothing` stands for an empty one."""
+    """A list of sentences; `empty_text` stands for an empty one."""
 
     lines: Sequence[str]
-    nothing: str
+    empty_text: str
 
 
 @dataclasses.dataclass(frozen=True)

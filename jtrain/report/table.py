@@ -137,9 +137,9 @@ class Table:
             # rstrip, because padding of a last column of text would end in spaces.
             "  ".join(
                 text.rjust(width) if column.kind == "number" else text.ljust(width)
-                for text, width, column in zip(line, widths, columns, strict=True)
+                for text, width, column in zip(row_texts, widths, columns, strict=True)
             ).rstrip()
-            for line in cells
+            for row_texts in cells
         ]
 
 

@@ -34,7 +34,7 @@ def print_blocks(blocks: Iterable[PageBlock], console: Console | None = None, *,
                 console.print(Text(block.title, style="bold"))
             console.print(rich_table(block))
         elif isinstance(block, Items):
-            print_blocks([f"- {line}" for line in block.lines] or [block.nothing], console)
+            print_blocks([f"- {line}" for line in block.lines] or [block.empty_text], console)
         elif isinstance(block, Panels):
             # Nobody can choose here: the first panel is the mean, or what matters most.
             print_blocks(next(iter(block.panels.values())), console, titles=titles)
@@ -61,12 +61,14 @@ def print_page(page: Page, console: Console) -> None:
 def rich_table(table_block: Table) -> table.Table:
     """A plain table: texts are folded where there is no room, numbers never."""
     columns, rows = table_block.for_medium("terminal")
-    made = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, collapse_padding=True)
+    printed_table = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, collapse_padding=True)
     for column in columns:
         is_number = column.kind == "number"
-        made.add_column(
+        printed_table.add_column(
             Text(column.name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
         )
     for row in rows:
-        made.add_row(*(Text(text_of(cell)) for cell in row.cells), style="bold" if row.bold else None)
-    return made
+        printed_table.add_row(
+            *(Text(text_of(cell)) for cell in row.cells), style="bold" if row.bold else None
+        )
+    return printed_table

@@ -89,7 +89,7 @@ class WatchedProcess:
         number = "the process" if self.index is None else f"process {self.index}"
         return f"{number} on {self._host} (pid {self.pid})"
 
-    def watched(self) -> Watched:
+    def snapshot(self) -> Watched:
         """Returns what is known of the process at this moment."""
         now_s = time.monotonic()
         if state_of(self.pid) != "T":
@@ -126,16 +126,16 @@ class WatchedProcess:
         # A stopped process runs no handler, and without a handler SIGUSR2 would kill it.
         if self.code is None and self._stopped_since_s is None and has_handler(self.pid, STACKS_SIGNAL):
             self.send(STACKS_SIGNAL)
-            size, until_s = previous_size, time.monotonic() + 3.0
+            last_size, until_s = previous_size, time.monotonic() + 3.0
             while time.monotonic() < until_s:
                 time.sleep(0.2)  # the process writes its stacks itself, and does not say when it is done
-                grown = os.fstat(self._stacks.fileno()).st_size
+                current_size = os.fstat(self._stacks.fileno()).st_size
                 # The size stood still for 0.2 s: all stacks are written.
-                if grown > previous_size and grown == size:
+                if current_size > previous_size and current_size == last_size:
                     break
-                size = grown
-            if size > previous_size:
-                return os.pread(self._stacks.fileno(), size - previous_size, previous_size).decode(
+                last_size = current_size
+            if last_size > previous_size:
+                return os.pread(self._stacks.fileno(), last_size - previous_size, previous_size).decode(
                     errors="replace"
                 )
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -46,6 +46,6 @@ class SuperviseSpec:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             # isfinite refuses nan and infinity: a hang must end some time.
-            lowest = 0 if field.name in ("max_restarts", "backoff_s", "save_s") else 1
-            if not (math.isfinite(value) and value >= lowest):
-                raise UserError(f"supervise.{field.name}={value} must be at least {lowest}.")
+            min_value = 0 if field.name in ("max_restarts", "backoff_s", "save_s") else 1
+            if not (math.isfinite(value) and value >= min_value):
+                raise UserError(f"supervise.{field.name}={value} must be at least {min_value}.")

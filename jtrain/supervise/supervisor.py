@@ -156,8 +156,8 @@ class Supervisor:
             )
             return failure.code
         self._announce(failure, final=None)
-        when = f"in {pause_s:g} s" if pause_s else "at once"
-        say(f"restart {self._restarts.failures} of {self._limits.max_restarts} {when}")
+        pause_text = f"in {pause_s:g} s" if pause_s else "at once"
+        say(f"restart {self._restarts.failures} of {self._limits.max_restarts} {pause_text}")
         # The probe's file is touched during the pause, too.
         until_s = time.monotonic() + pause_s
         while time.monotonic() < until_s and not self._signals:
@@ -226,16 +226,16 @@ class Supervisor:
         return Failure(cause, shell_code(first.code), final=first.code in NEVER_RESTARTED)
 
     def _failed_children(self) -> list[WatchedProcess]:
-        fine = (None, exit_codes.DONE, exit_codes.STOPPED)
-        return [child for child in self._children if child.code not in fine]
+        good_codes = (None, exit_codes.DONE, exit_codes.STOPPED)
+        return [child for child in self._children if child.code not in good_codes]
 
     def _find_hang(self) -> Hang | None:
-        watched = [child.watched() for child in self._children if child.code is None]
+        snapshots = [child.snapshot() for child in self._children if child.code is None]
         limits = self._limits
         # Reading the other hosts' files costs time, so only once a limit comes near.
-        if self._hosts is not None and any(process.quiet_s > 0.5 * limits.step_s for process in watched):
-            watched += self._hosts.other_processes()
-        return find_hang(watched, limits)
+        if self._hosts is not None and any(process.quiet_s > 0.5 * limits.step_s for process in snapshots):
+            snapshots += self._hosts.other_processes()
+        return find_hang(snapshots, limits)
 
     def _report_hang(self, hang: Hang) -> Failure:
         """Reports a hang with the stacks of all processes, and asks those that still answer to save."""
@@ -268,10 +268,10 @@ class Supervisor:
             return
         if self._alerts is None or self._alerts[0] != spec:  # kept over restarts, for alerts.repeat_minutes
             self._alerts = spec, Alerts(spec, Path(), say=say)
-        named = hang.culprits or hang.waiting
-        step = max((process.step for process in named), default=0)
+        processes = hang.culprits or hang.waiting
+        step = max((process.step for process in processes), default=0)
         self._alerts[1].send(
-            "hang", step, "; ".join(hang.lines()), processes=[process.name for process in named]
+            "hang", step, "; ".join(hang.lines()), processes=[process.name for process in processes]
         )
 
     def _end_processes(self, *, save: bool) -> None:
@@ -290,8 +290,8 @@ class Supervisor:
             # A process that began to save may end it, as long as its heart still beats.
             saving = save and any(
                 child.code is None
-                and child.watched().phase == "checkpoint"
-                and child.watched().beat_age_s < END_S
+                and child.snapshot().phase == "checkpoint"
+                and child.snapshot().beat_age_s < END_S
                 for child in running
             )
             if time.monotonic() > until_s + (limits.checkpoint_s if saving else 0.0):
@@ -315,7 +315,7 @@ class Supervisor:
                 if processes > self._processes:  # there are other hosts, and then this one has one process
                     self._hosts = Hosts(self._workdir, process=beat.process, processes=processes)
         if self._hosts is not None:
-            self._hosts.tell([child.watched() for child in self._children])
+            self._hosts.tell([child.snapshot() for child in self._children])
 
     def _failure_elsewhere(self) -> Failure | None:
         """Returns the failure that another supervisor announced, or that it has taken this one's place."""
@@ -332,15 +332,17 @@ class Supervisor:
         if running and now_s - self._last_look_s < ASK_S:
             return None
         self._last_look_s = now_s
-        if (news := self._hosts.newer_round()) is None:
+        if (next_round := self._hosts.newer_round()) is None:
             return None
         # Before anything else, so that the same news are not found again.
-        self._hosts.follow(news)
-        say(f"another host says: {news.cause}")
-        if news.final == exit_codes.FAULTY_HARDWARE:  # its host is to be replaced, not this one
-            return Failure(news.cause, exit_codes.STOPPED, final=True, is_told=True)
-        code = exit_codes.BUG if news.final is None else news.final
-        return Failure(news.cause, code, final=news.final is not None, is_told=True, save=news.save)
+        self._hosts.follow(next_round)
+        say(f"another host says: {next_round.cause}")
+        if next_round.final == exit_codes.FAULTY_HARDWARE:  # its host is to be replaced, not this one
+            return Failure(next_round.cause, exit_codes.STOPPED, final=True, is_told=True)
+        code = exit_codes.BUG if next_round.final is None else next_round.final
+        return Failure(
+            next_round.cause, code, final=next_round.final is not None, is_told=True, save=next_round.save
+        )
 
     def _exit_code(self) -> int:
         for child in self._children:

@@ -88,11 +88,11 @@ class AlertsSpec:
             _check_url(self.webhook)
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """True if anybody is told."""
         return self.webhook is not None or self.file is not None
 
-    def inside(self, workdir: Path | None) -> "AlertsSpec":
+    def in_workdir(self, workdir: Path | None) -> "AlertsSpec":
         """Returns the spec with an absolute `file`; without a file if the workdir of a relative one is not
         known.
         """
@@ -113,13 +113,13 @@ def _check_url(url: str) -> None:
             and parts.port != 0
             and parts.username is None
         )
-        finding = f"this one has scheme {parts.scheme!r} and host {parts.hostname!r}"
+        reason = f"this one has scheme {parts.scheme!r} and host {parts.hostname!r}"
     except ValueError as error:
-        is_usable, finding = False, f"this one has none: {error}"
+        is_usable, reason = False, f"this one has none: {error}"
     if not is_usable or any(character.isspace() or not character.isprintable() for character in url):
         raise UserError(
             "alerts.webhook must be an address such as https://hooks.example.com/path, without user and "
-            f"spaces; {finding}."
+            f"spaces; {reason}."
         )
 
 
@@ -154,22 +154,22 @@ class Alerts:
         self._say = say or _print
         self._file = None if spec.file is None else AppendFile(workdir / spec.file, say=say)
         # Time of the last alert of each kind, on the monotonic clock.
-        self._sent_s: dict[str, float] = {}
+        self._last_sent_s: dict[str, float] = {}
         self._suppressed: dict[str, int] = {}
         self._lock = threading.Lock()
         self._post = None if spec.webhook is None else _Webhook(spec.webhook, self._say, backoff)
 
     def send(self, kind: AlertKind, step: int, message: str, **values: Any) -> None:
         """Sends an alert, unless one of its kind was sent in the last `repeat_minutes`. Returns at once."""
-        if not self._spec.active:
+        if not self._spec.is_active:
             return
         with self._lock:
             now_s = time.monotonic()
             # Kinds are limited apart: a spike must not silence a hang.
-            if now_s - self._sent_s.get(kind, -math.inf) < 60 * self._spec.repeat_minutes:
+            if now_s - self._last_sent_s.get(kind, -math.inf) < 60 * self._spec.repeat_minutes:
                 self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
                 return
-            self._sent_s[kind] = now_s
+            self._last_sent_s[kind] = now_s
             alert = {
                 "kind": kind,
                 "step": step,

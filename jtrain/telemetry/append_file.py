@@ -97,9 +97,9 @@ class AppendFile:
         with self._lock:
             if self._unwritten:
                 self._write_pending()
-            lost = self._lost + len(self._unwritten)
-            if lost:
-                self._trouble.report_loss(_lost_text(lost))
+            num_lost = self._lost + len(self._unwritten)
+            if num_lost:
+                self._trouble.report_loss(_lost_text(num_lost))
             self._unwritten, self._unwritten_bytes, self._lost = [], 0, 0
             self._close()
 
@@ -163,14 +163,14 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool | None]) -> int:
+def keep_lines(path: Path, judge_line: Callable[[dict[str, Any]], bool | None]) -> int:
     """Rewrites a file of JSON lines; returns how many lines were bad and are now in `<name>.damaged` beside
     it.
 
     Atomic: a kill leaves the old or the new file. A file without anything to remove is left alone.
 
     Args:
-      keep: True for a line that stays, False for one to drop, None for one that is bad.
+      judge_line: True for a line that stays, False for one to drop, None for one that is bad.
     """
     if not path.exists():
         return 0
@@ -178,7 +178,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool | None]) -> int
     kept_lines, bad_lines = [], []
     for line in content.splitlines(keepends=True):
         value = parse_line(line)
-        verdict = None if value is None else keep(value)
+        verdict = None if value is None else judge_line(value)
         if verdict is None:
             bad_lines.append(line)
         elif verdict:
@@ -191,8 +191,8 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool | None]) -> int
         previous_bytes = damaged_path.read_bytes() if damaged_path.exists() else b""
         # Set aside before the file is rewritten: a kill in between leaves a line twice, not lost.
         write_whole(damaged_path, previous_bytes + b"".join(line.rstrip(b"\n") + b"\n" for line in bad_lines))
-    if (new := b"".join(kept_lines)) != content:
-        write_whole(path, new)
+    if (new_content := b"".join(kept_lines)) != content:
+        write_whole(path, new_content)
     return len(bad_lines)
 
 

@@ -61,5 +61,5 @@ class EventFile:
         data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(data))
         # TFRecord: length, its checksum, data, its checksum.
-        checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-        self._file.append(length + checks[0] + data + checks[1])
+        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        self._file.append(length + checksums[0] + data + checksums[1])

@@ -67,10 +67,10 @@ class Metrics:
         if jax.process_index() != 0:
             return
         self._workdir, self._tensorboard = workdir, spec.tensorboard
-        shown_on = sys.stdout if stream is None else stream
+        progress_stream = sys.stdout if stream is None else stream
         # A bar redraws its line; in a file or a pipe that would be thousands of lines.
-        self._progress = (RunProgressBar if shown_on.isatty() else PlainProgress)(
-            shown_on, num_steps, start_step
+        self._progress = (RunProgressBar if progress_stream.isatty() else PlainProgress)(
+            progress_stream, num_steps, start_step
         )
         self._open(start_step)
         # 0600: it names files of the data, and an address may hold a secret that nothing marks as one.

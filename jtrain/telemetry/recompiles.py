@@ -57,13 +57,13 @@ def changes(earlier: Signature, later: Signature) -> list[str]:
             leaf_changes.append(f"{path}: {'gone' if new is None else 'new, ' + ', '.join(new)}")
             continue
         # The new part without its first word: `shape [8, 64] -> [8, 32]`.
-        differs = [
+        part_changes = [
             f"{old_part} -> {new_part.partition(' ')[2]}"
             for old_part, new_part in zip(old, new, strict=True)
             if old_part != new_part
         ]
-        if differs:
-            leaf_changes.append(f"{path}: {', '.join(differs)}")
+        if part_changes:
+            leaf_changes.append(f"{path}: {', '.join(part_changes)}")
     return leaf_changes
 
 

@@ -80,10 +80,11 @@ def _less_communication(row: CommRow, settings: Mapping[str, str | int]) -> str:
     # Advice names a setting only if it is not set that way yet.
     microbatches = settings.get("layout.microbatches", 1)
     if row.kind == "all-gather" and settings.get("layout.zero_stage") == 3:
-        fewer = f"fewer than layout.microbatches={microbatches}, or " if microbatches != 1 else ""
+        microbatch_advice = f"fewer than layout.microbatches={microbatches}, or " if microbatches != 1 else ""
         return (
-            f"each microbatch gathers the parameters again; try {fewer}layout.zero_stage=2, which keeps all "
-            "parameters on each device"
+            f"each microbatch gathers the parameters again; try {microbatch_advice}layout.zero_stage=2, "
+            "which "
+            "keeps all parameters on each device"
         )
     if row.kind != "all-gather" and settings.get("precision.reduce_dtype") != "bfloat16":
         return "precision.reduce_dtype=bfloat16 halves the bytes of the gradient reduction"
@@ -103,18 +104,18 @@ def _clocks(breakdown: Breakdown, step: StepBreakdown) -> str:
     lost = step.clocks_lost_s.get(cause, 0.0)
     watts = figures.mean(device.mean_w for device in figures.by_device(breakdown))
     if cause == "power":
-        draws = "" if watts is None else f" at {watts:,.0f} W"
+        power_text = "" if watts is None else f" at {watts:,.0f} W"
         return (
-            f"{seconds(lost)} of it due to the power limit{draws}: `nvidia-smi --power-limit` sets it, "
+            f"{seconds(lost)} of it due to the power limit{power_text}: `nvidia-smi --power-limit` sets it, "
             "within the board's range; a lower limit trades tokens/s for J per token."
         )
     if cause == "thermal":
         temperatures = [
             value for track in breakdown.clocks for value in track.temperature_c if value is not None
         ]
-        degrees = f", at up to {max(temperatures):.0f} °C" if temperatures else ""
+        heat_text = f", at up to {max(temperatures):.0f} °C" if temperatures else ""
         return (
-            f"{seconds(lost)} of it due to heat{degrees}: improve cooling, or lower `nvidia-smi "
+            f"{seconds(lost)} of it due to heat{heat_text}: improve cooling, or lower `nvidia-smi "
             "--power-limit`."
         )
     return (
@@ -131,13 +132,12 @@ def _utilisation(breakdown: Breakdown, step: StepBreakdown) -> str | None:
         lost_by_layer[figures.op_location(op)] += per_step(breakdown, op.lost.get("utilisation", 0.0))
     layer = max(lost_by_layer, key=lambda name: lost_by_layer[name], default="")
     largest = f"Most of it in {layer}, {seconds(lost_by_layer[layer])}. " if layer else ""
-    fewer = (
+    microbatch_advice = (
         "half the layout.microbatches, which doubles the activations, or " if _accumulates(breakdown) else ""
     )
     return (
-        f"{largest}Larger matrices use the device better; try {fewer}a larger model.loss_chunk_tokens if it "
-        "is "
-        "in the loss."
+        f"{largest}Larger matrices use the device better; try {microbatch_advice}a larger "
+        "model.loss_chunk_tokens if it is in the loss."
     )
 
 
@@ -146,9 +146,9 @@ def _instruction(breakdown: Breakdown, step: StepBreakdown) -> str | None:
     if remat == "none":
         return None
     factor = step.chain.get("instruction")
-    times = "" if factor is None else f"The device computes {factor:.2f} times the model's FLOPs. "
+    factor_text = "" if factor is None else f"The device computes {factor:.2f} times the model's FLOPs. "
     return (
-        f"{times}layout.remat={remat} recomputes the forward pass; layout.remat=named with more "
+        f"{factor_text}layout.remat={remat} recomputes the forward pass; layout.remat=named with more "
         "layout.remat_save, or layout.remat=none, recomputes less and needs more memory: `python -m "
         "jtrain.plan --search` shows what fits."
     )
@@ -159,8 +159,11 @@ def _host(breakdown: Breakdown, step: StepBreakdown) -> str:
 
 
 def _idle(breakdown: Breakdown, step: StepBreakdown) -> str:
-    fewer = "fewer layout.microbatches or " if _accumulates(breakdown) else ""
-    return f"Devices idle between kernels: {fewer}a larger data.global_batch makes each kernel longer."
+    microbatch_advice = "fewer layout.microbatches or " if _accumulates(breakdown) else ""
+    return (
+        f"Devices idle between kernels: {microbatch_advice}a larger data.global_batch makes each kernel "
+        "longer."
+    )
 
 
 def _accumulates(breakdown: Breakdown) -> bool:

@@ -60,12 +60,12 @@ def event_losses(events: Events, peaks: Peaks, sampled: Mapping[int, Samples]) -
 
 def op_rows(events: Events, losses: EventLosses, peaks: Peaks) -> list[OpRow]:
     """One row per op that ran, sorted by lost seconds, largest first."""
-    num = len(events.ops)
+    num_ops = len(events.ops)
 
     def per_op(values: np.ndarray) -> np.ndarray:
-        return np.bincount(events.op, values, minlength=num)
+        return np.bincount(events.op, values, minlength=num_ops)
 
-    count = np.bincount(events.op, minlength=num)
+    count = np.bincount(events.op, minlength=num_ops)
     total_s = per_op(events.own_s)
     exposed_s = per_op(events.exposed_s)
     clocks, overlap = per_op(losses.clocks_s), per_op(losses.overlap_s)
@@ -75,7 +75,7 @@ def op_rows(events: Events, losses: EventLosses, peaks: Peaks) -> list[OpRow]:
     # Sums weighted by time; events without a clock are left out of weight and sum alike.
     clocked_s = per_op(np.where(is_clocked, events.own_s, 0.0))
     mhz = per_op(np.where(is_clocked, events.own_s * losses.mhz, 0.0))
-    at_reference = per_op(np.where(is_clocked, events.own_s * losses.multiplier, 0.0))
+    reference_s = per_op(np.where(is_clocked, events.own_s * losses.multiplier, 0.0))
     rows = []
     for index, op in enumerate(events.ops):
         if not count[index]:
@@ -111,7 +111,7 @@ def op_rows(events: Events, losses: EventLosses, peaks: Peaks) -> list[OpRow]:
                 lost_s=math.fsum(lost.values()),
                 lost=lost,
                 mean_mhz=float(mhz[index] / clocked_s[index]) if has_clock else None,
-                multiplier=float(at_reference[index] / clocked_s[index]) if has_clock else None,
+                multiplier=float(reference_s[index] / clocked_s[index]) if has_clock else None,
             )
         )
     return sorted(rows, key=lambda row: -row.lost_s)
@@ -141,7 +141,9 @@ def comm_rows(events: Events, facts: dict[str, Any], device_steps: int) -> list[
         runs_by_op = collections.Counter(events.op[key_events].tolist())
         # Bytes count at each start, calls too; the time is that of starts and dones together.
         sent_bytes = sum(
-            runs_by_op[i] * c.wire_bytes for i in runs_by_op if (c := events.ops[i].collective) is not None
+            runs_by_op[i] * traffic.wire_bytes
+            for i in runs_by_op
+            if (traffic := events.ops[i].collective) is not None
         )
         num_starts = sum(
             runs_by_op[i] for i in runs_by_op if not events.ops[i].opcode.endswith(("-done", "-update"))

@@ -188,17 +188,17 @@ def machine_line(breakdown: Breakdown) -> str:
 def headline(breakdown: Breakdown) -> str:
     """One-sentence summary: duration of a step, share of the model's math, largest loss."""
     step = mean_step(breakdown)
-    math, loss = step.parts.get("theoretical"), largest_loss(step)
+    math_s, part_and_seconds = step.parts.get("theoretical"), largest_loss(step)
     text = f"Of a step of {seconds(step.duration_s)}, "
     text += (
         "the math's share is unknown"
-        if math is None
-        else f"{share(math, step.duration_s)} is math at peak speed"
+        if math_s is None
+        else f"{share(math_s, step.duration_s)} is math at peak speed"
     )
-    if loss is None:
+    if part_and_seconds is None:
         return f"{text}."
-    part, lost = loss
-    return f"{text}; the largest loss is {part.name}: {seconds(lost)}, {share(lost, step.duration_s)}."
+    part, lost_s = part_and_seconds
+    return f"{text}; the largest loss is {part.name}: {seconds(lost_s)}, {share(lost_s, step.duration_s)}."
 
 
 def chain_line(step: StepBreakdown) -> str:
@@ -217,7 +217,7 @@ def chain_line(step: StepBreakdown) -> str:
 def pipeline_line(track: PipelineTrack) -> str:
     """Measured bubble of a window beside the schedule's, in one sentence."""
     bubbles = [step.bubble for step in track.steps]
-    mean_of = {
+    mean_shares = {
         name: statistics.fmean(getattr(step, name) for step in track.steps)
         for name in ("instructions", "ends")
     }
@@ -231,8 +231,9 @@ def pipeline_line(track: PipelineTrack) -> str:
         f"measured bubble {statistics.fmean(bubbles):.1%}{spread}; {track.schedule} over {track.stages} "
         f"stages with {track.microbatches} microbatches has {track.planned_bubble:.1%} in "
         f"lockstep{worker_range}. "
-        f"Workers compute layers for {mean_of['instructions']:.1%} of the ticks' time, embedding and loss "
-        f"for {mean_of['ends']:.1%}"
+        f"Workers compute layers for {mean_shares['instructions']:.1%} of the ticks' time, embedding and "
+        "loss "
+        f"for {mean_shares['ends']:.1%}"
     )
 
 

@@ -244,28 +244,28 @@ def _device_ticks(
             # An instruction lasts from the first to the last of its ops, hence minimum and maximum.
             earlier = traced_times.get((tick, part), (start, end))
             traced_times[tick, part] = min(earlier[0], start), max(earlier[1], end)
-    of_schedule: dict[tuple[int, TracedPart], StageOp] = {
+    scheduled_ops: dict[tuple[int, TracedPart], StageOp] = {
         (tick, part): op
         for tick, row in enumerate(ticks.ops)
         for part, op in zip(_PARTS, row[worker], strict=True)
         if op is not None
     }
     # Checked before any figure is made: a picture with a missing instruction would show a wrong bubble.
-    if lacking := sorted(of_schedule.keys() - traced_times.keys()):
-        tick, part = lacking[0]
+    if missing := sorted(scheduled_ops.keys() - traced_times.keys()):
+        tick, part = missing[0]
         raise UserError(
-            f"{location}: of {len(of_schedule)} instructions {len(lacking)} are not in the trace, first "
-            f"{of_schedule[tick, part]} in tick {tick}. {_TRACE_AGAIN}"
+            f"{location}: of {len(scheduled_ops)} instructions {len(missing)} are not in the trace, first "
+            f"{scheduled_ops[tick, part]} in tick {tick}. {_TRACE_AGAIN}"
         )
     # Where layers run in every tick the trace has more than the schedule, by design.
-    if not loop.layers_always_run and (extra := sorted(traced_times.keys() - of_schedule.keys())):
+    if not loop.layers_always_run and (extra := sorted(traced_times.keys() - scheduled_ops.keys())):
         raise UserError(
             f"{location}: in tick {extra[0][0]} the trace has a {extra[0][1]} pass, and worker {worker} has "
             "none in "
             f"the schedule. {_TRACE_AGAIN}"
         )
     # In order of ticks, and within a tick F, B, W: `_without_overlap` relies on it.
-    instructions = {op: traced_times[tick_and_part] for tick_and_part, op in of_schedule.items()}
+    instructions = {op: traced_times[tick_and_part] for tick_and_part, op in scheduled_ops.items()}
     # reshape, because an empty list would have one dimension.
     edges = np.array(ends, np.int64).reshape(-1, 2)
     return _DeviceTicks(

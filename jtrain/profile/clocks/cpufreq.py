@@ -71,11 +71,11 @@ class Cpu(ClockSource):
         # /proc/stat counts in ticks of 10 ms; two readings within one tick keep the older base.
         if total > total_before:
             self._stat = stolen, total
-        took_ns = chain_ns()
-        self._best_ns = min(self._best_ns, took_ns)
+        duration_ns = chain_ns()
+        self._best_ns = min(self._best_ns, duration_ns)
         throttled_ms = _number(THROTTLED_MS)
         return Reading(
-            sm_mhz=self._nominal_mhz * self._best_ns / took_ns,
+            sm_mhz=self._nominal_mhz * self._best_ns / duration_ns,
             energy_j=self._read_energy_j(),
             reasons=STOLEN if share > STOLEN_SHARE else 0,
             thermal_violation_ns=int(throttled_ms * 1e6) if throttled_ms is not None else -1,

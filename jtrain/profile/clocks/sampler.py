@@ -279,7 +279,7 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
       path: ring buffer of records.
       commands: file descriptor on which `FAST` and `SLOW` set the rate.
     """
-    noted = -1
+    num_noted = -1
     sequence, period_s, due_s, slow_due_s = 0, source.period_s, time.monotonic(), 0.0
     with open(path, "r+b", buffering=0) as file:
         while True:
@@ -293,14 +293,14 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
                 before_ns = time.monotonic_ns()
                 reading = source.read(device, slow)
                 epoch_ns, after_ns = time.time_ns(), time.monotonic_ns()
-                taken_ns = (before_ns + after_ns) // 2
+                reading_ns = (before_ns + after_ns) // 2
                 sequence += 1
                 record = np.zeros((), RECORD)
                 for name, value in dataclasses.asdict(reading).items():
                     record[name] = value
                 # Both clocks of one moment: `aligned` needs the monotonic one if the wall clock is set.
                 record["sequence"], record["device"] = sequence, device
-                record["monotonic_ns"], record["epoch_ns"] = taken_ns, epoch_ns - (after_ns - taken_ns)
+                record["monotonic_ns"], record["epoch_ns"] = reading_ns, epoch_ns - (after_ns - reading_ns)
                 try:
                     # One call of 96 bytes: a reader never sees a part of a record from a living sampler.
                     os.pwrite(file.fileno(), record.tobytes(), ((sequence - 1) % CAPACITY) * RECORD.itemsize)
@@ -308,8 +308,8 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
                 except OSError:
                     sequence -= 1
             # The header is written when a note is added, which is rare; once at the start, too.
-            if len(source.notes.lines) != noted:
-                noted = len(source.notes.lines)
+            if len(source.notes.lines) != num_noted:
+                num_noted = len(source.notes.lines)
                 facts = {"source": source.name, "ref_mhz": source.ref_mhz, "max_mhz": source.max_mhz}
                 with contextlib.suppress(OSError):
                     _write_header(path, facts | {"notes": source.notes.lines})

@@ -146,8 +146,8 @@ class Samples:
         """Share of a span in which any of the reasons in `mask` held the clock down; nan if unknown."""
         # A sample's reasons hold until the next sample, like its clock.
         times, reasons = self.known("reasons")
-        on = (reasons.astype(np.int64) & mask) != 0
-        return float(_step_mean(times, on.astype(np.float64), start_ns, end_ns))
+        is_held = (reasons.astype(np.int64) & mask) != 0
+        return float(_step_mean(times, is_held.astype(np.float64), start_ns, end_ns))
 
     def aligned(self, first: Anchor, last: Anchor) -> "Samples":
         """Copy with epoch_ns on the trace's clock: offset(m) = o0 + (o1 - o0) (m - m0) / (m1 - m0), in
@@ -169,7 +169,10 @@ class Samples:
         # Python integers: drift * elapsed ns overflows an int64 where the wall clock was set by hours.
         offset = first.trace_ns - first.monotonic_ns
         drift = last.trace_ns - last.monotonic_ns - offset
-        times = [m + offset + drift * (m - first.monotonic_ns) // span for m in self.monotonic_ns.tolist()]
+        times = [
+            monotonic_ns + offset + drift * (monotonic_ns - first.monotonic_ns) // span
+            for monotonic_ns in self.monotonic_ns.tolist()
+        ]
         return dataclasses.replace(self, epoch_ns=np.array(times, np.int64))
 
 
@@ -188,19 +191,19 @@ def make(device: int, source: str, notes: tuple[str, ...] = (), **series: Many) 
         unknown = np.full(length, -1 if is_int else np.nan)
         columns[name] = np.array(series.get(name, unknown), np.int64 if is_int else np.float64)
     for name, clock_name in (("sm_mhz", "compute"), ("mem_mhz", "memory")):
-        zero = columns[name] <= 0
-        if zero.any():
-            columns[name][zero] = np.nan
+        is_zero = columns[name] <= 0
+        if is_zero.any():
+            columns[name][is_zero] = np.nan
             notes += (
-                f"clocks: device {device}: {int(zero.sum())} of {length} samples give 0 MHz for the "
+                f"clocks: device {device}: {int(is_zero.sum())} of {length} samples give 0 MHz for the "
                 f"{clock_name} clock: treated as unknown.",
             )
     reasons = columns["reasons"]
     # -1, unknown, has all bits set.
-    slow = (reasons >= 0) & (reasons & HARDWARE_SLOWDOWN != 0)
+    is_slow = (reasons >= 0) & (reasons & HARDWARE_SLOWDOWN != 0)
     # A reading is alone if neither its successor nor its predecessor has the bit; both ends count as without.
-    lone = slow & ~np.append(slow[1:], False) & ~np.append(False, slow[:-1])
-    reasons[lone] &= ~HARDWARE_SLOWDOWN
+    is_lone = is_slow & ~np.append(is_slow[1:], False) & ~np.append(False, is_slow[:-1])
+    reasons[is_lone] &= ~HARDWARE_SLOWDOWN
     return Samples(device=device, source=source, notes=notes, **columns)
 
 

@@ -48,16 +48,16 @@ class Scripted(ClockSource):
 
     def read(self, device: int, slow: bool) -> Reading:
         """The device's latest point up to now; unknown before its first point."""
-        return self.at(device, time.monotonic() - self._start)
+        return self.reading_at(device, time.monotonic() - self._start)
 
-    def at(self, device: int, time_s: float) -> Reading:
+    def reading_at(self, device: int, time_s: float) -> Reading:
         """The device's reading at `time_s` after the start."""
-        passed = [
+        readings = [
             reading
-            for at_s, point_device, reading in self._points
-            if point_device == device and at_s <= time_s
+            for point_s, point_device, reading in self._points
+            if point_device == device and point_s <= time_s
         ]
-        return passed[-1] if passed else Reading()
+        return readings[-1] if readings else Reading()
 
 
 def _reading(point: dict[str, Any]) -> Reading:

@@ -81,9 +81,9 @@ def _chart(tracks: Sequence[ClockTrack], field: str, name: str, unit: str, end_s
     lines: list[str] = []
     for index, track in enumerate(tracks):
         values = getattr(track, field)
-        drawn = thin(track.time_s, values, end_s)
-        x = [track.time_s[i] / end_s * WIDTH for i in drawn]
-        y = [None if values[i] is None else (high - values[i]) / (high - low) * _HEIGHT for i in drawn]
+        indices = thin(track.time_s, values, end_s)
+        x = [track.time_s[i] / end_s * WIDTH for i in indices]
+        y = [None if values[i] is None else (high - values[i]) / (high - low) * _HEIGHT for i in indices]
         # The first device is highlighted until the page's script changes that.
         front = " front" if index == 0 else ""
         lines.append(f'<path class="line{front}" data-track="{index}" d="{step_line(x, y, WIDTH)}"/>')

@@ -47,7 +47,7 @@ class Change:
     terms: dict[str, float]
 
     @property
-    def grew_s(self) -> float:
+    def growth_s(self) -> float:
         return (self.b_s or 0.0) - (self.a_s or 0.0)
 
     @property
@@ -55,13 +55,13 @@ class Change:
         """The term that changed most in the direction of the total, or the only profile that has it."""
         if self.a_s is None or self.b_s is None:
             return "only in B" if self.a_s is None else "only in A"
-        if not self.terms or self.grew_s == 0:
+        if not self.terms or self.growth_s == 0:
             return ""
         # Only terms that went the same way explain the total; the others made it smaller.
-        sign = 1 if self.grew_s > 0 else -1
+        sign = 1 if self.growth_s > 0 else -1
         term = max(self.terms, key=lambda name: sign * self.terms[name])
-        grew_s = self.terms[term]
-        return f"{term} {signed(grew_s)}" if sign * grew_s > 0 else ""
+        term_growth_s = self.terms[term]
+        return f"{term} {signed(term_growth_s)}" if sign * term_growth_s > 0 else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,24 +113,24 @@ def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> ProfileC
 
 def verdict(comparison: ProfileComparison) -> list[str]:
     """Summary in a few sentences: change of the step time, parts that caused it, op that changed most."""
-    grew = comparison.b_s - comparison.a_s
-    direction = "no slower" if grew == 0 else "slower" if grew > 0 else "faster"
+    growth_s = comparison.b_s - comparison.a_s
+    direction = "no slower" if growth_s == 0 else "slower" if growth_s > 0 else "faster"
     lines = [
         f"A step of B is {direction}: {seconds(comparison.a_s)} -> {seconds(comparison.b_s)} "
-        f"({grew / comparison.a_s:+.1%})."
+        f"({growth_s / comparison.a_s:+.1%})."
     ]
     # Slower or faster: the causes are the parts that went the same way, largest first.
-    sign = 1 if grew >= 0 else -1
-    causes = [part for part in comparison.parts if sign * part.grew_s > 0.005 * comparison.a_s]
-    causes.sort(key=lambda part: -sign * part.grew_s)
+    sign = 1 if growth_s >= 0 else -1
+    causes = [part for part in comparison.parts if sign * part.growth_s > 0.005 * comparison.a_s]
+    causes.sort(key=lambda part: -sign * part.growth_s)
     if causes:
-        parts = ", ".join(f"{part.name} {signed(part.grew_s)}" for part in causes)
+        parts = ", ".join(f"{part.name} {signed(part.growth_s)}" for part in causes)
         lines.append(f"Because of {parts}.")
-    ops = sorted(comparison.ops, key=lambda op: -sign * op.grew_s)
-    if ops and sign * ops[0].grew_s > 0:
+    ops = sorted(comparison.ops, key=lambda op: -sign * op.growth_s)
+    if ops and sign * ops[0].growth_s > 0:
         cause = f": {ops[0].cause}" if ops[0].cause else ""
         lines.append(
-            f"The op that changed most: {ops[0].name} ({ops[0].where}), {signed(ops[0].grew_s)}{cause}."
+            f"The op that changed most: {ops[0].name} ({ops[0].where}), {signed(ops[0].growth_s)}{cause}."
         )
     mhz_a, mhz_b = comparison.clocks_mhz
     # A difference below 1 % is not worth a line.
@@ -147,7 +147,7 @@ def print_comparison(comparison: ProfileComparison, console: Console) -> None:
         ("ops", comparison.ops, "op"),
         ("communication", comparison.communication, "collective"),
     ):
-        visible = [change for change in changes if abs(change.grew_s) >= MIN_SHARE * comparison.a_s]
+        visible = [change for change in changes if abs(change.growth_s) >= MIN_SHARE * comparison.a_s]
         listed_changes = visible if len(visible) <= TOP else visible[: TOP - 3] + visible[-3:]
         count = (
             f"{len(listed_changes)} of {len(changes)}; changes below {MIN_SHARE:.1%} of a step are left out"
@@ -155,21 +155,22 @@ def print_comparison(comparison: ProfileComparison, console: Console) -> None:
         table = Table(f"{title}: {count}", words(row_name, "where", "why") + numbers("A", "B", "change"))
         for change in listed_changes:
             times = ("-" if value is None else seconds(value) for value in (change.a_s, change.b_s))
-            table.add(change.name, change.where, change.cause, *times, signed(change.grew_s))
+            table.add(change.name, change.where, change.cause, *times, signed(change.growth_s))
         print_blocks([table if listed_changes else Title(table.title)], console)
 
 
 def _by_growth(changes: Iterable[Change]) -> list[Change]:
-    return sorted(changes, key=lambda change: (-change.grew_s, change.name, change.where))
+    return sorted(changes, key=lambda change: (-change.growth_s, change.name, change.where))
 
 
 def _ops(a: Breakdown, b: Breakdown) -> list[Change]:
-    exact_a, exact_b = ({(op.name, op.phase, op.layer): op for op in breakdown.ops} for breakdown in (a, b))
-    common_keys = exact_a.keys() & exact_b.keys()
-    changes = [_change(key[0], [exact_a[key]], [exact_b[key]], a, b) for key in common_keys]
+    by_key_a, by_key_b = ({(op.name, op.phase, op.layer): op for op in breakdown.ops} for breakdown in (a, b))
+    common_keys = by_key_a.keys() & by_key_b.keys()
+    changes = [_change(key[0], [by_key_a[key]], [by_key_b[key]], a, b) for key in common_keys]
     # What has no partner of exactly its name gets one by its stem: fusion.12 -> fusion.
     unmatched_a, unmatched_b = (
-        _stems(op for key, op in exact.items() if key not in common_keys) for exact in (exact_a, exact_b)
+        _stems(op for key, op in ops_by_key.items() if key not in common_keys)
+        for ops_by_key in (by_key_a, by_key_b)
     )
     for key in unmatched_a.keys() | unmatched_b.keys():
         ops_a, ops_b = unmatched_a.get(key, []), unmatched_b.get(key, [])

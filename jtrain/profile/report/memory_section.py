@@ -20,15 +20,15 @@ def memory_table(breakdown: Breakdown, facts: Facts) -> PageBlock:
     )
     start = 0
     for i, memory in enumerate(breakdown.memory):
-        of_plan = memory.source == "plan"
+        is_planned = memory.source == "plan"
         name = f"{memory.name}: {size(memory.bytes)}"
         bar = Bars.single(
-            start / largest_bytes if of_plan else 0.0, memory.bytes / largest_bytes, "memory", name
+            start / largest_bytes if is_planned else 0.0, memory.bytes / largest_bytes, "memory", name
         )
-        source = "planned" if of_plan else "allocator"
+        source = "planned" if is_planned else "allocator"
         table.add(memory.name, bar, facts.cell(f"memory.{i}.bytes", size), source)
         # The next planned class begins where this one ends.
-        start += memory.bytes if of_plan else 0
+        start += memory.bytes if is_planned else 0
     return table
 
 
@@ -51,7 +51,7 @@ def live_chart(live: LiveTrack | None) -> list[PageBlock]:
     # Stacked from below: the top of one class is the bottom of the next. 100 is the chart's lower edge.
     tops, low = [0] * len(totals), [100.0] * len(totals)
     for index, values in enumerate(live.bytes.values()):
-        tops = [under + value for under, value in zip(tops, values, strict=True)]
+        tops = [lower_top + value for lower_top, value in zip(tops, values, strict=True)]
         high = [100 * (1 - top / peak_bytes) for top in tops]
         areas.append(
             f'<path class="area made{index}" d="{charts.step_area(x_positions, low, high, charts.WIDTH)}"/>'

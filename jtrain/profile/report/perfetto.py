@@ -108,8 +108,8 @@ def _counters(track: ClockTrack) -> Iterator[dict[str, Any]]:
                 yield _counter_event(track.device, name, time_s, value)
     for time_s, reasons in zip(track.time_s, track.reasons, strict=True):
         # The number of reasons that hold, since a counter has no text.
-        held = len([reason for reason in reasons.split(",") if reason])
-        yield _counter_event(track.device, "throttle reasons", time_s, held)
+        num_reasons = len([reason for reason in reasons.split(",") if reason])
+        yield _counter_event(track.device, "throttle reasons", time_s, num_reasons)
 
 
 def _counter_event(device: int, name: str, time_s: float, value: int | float) -> dict[str, Any]:

@@ -250,8 +250,13 @@ def test_a_script_plays_by_its_times(tmp_path: Path) -> None:
     path.write_text(json.dumps({"points": points}))
     script = Scripted(path)
     assert script.devices == (-1,)
-    assert [script.at(-1, time_s).sm_mhz for time_s in (0.0, 1.99, 2.0, 9.0)] == [1000, 1000, 500, 500]
-    assert math.isnan(script.at(-1, -1.0).sm_mhz)
+    assert [script.reading_at(-1, time_s).sm_mhz for time_s in (0.0, 1.99, 2.0, 9.0)] == [
+        1000,
+        1000,
+        500,
+        500,
+    ]
+    assert math.isnan(script.reading_at(-1, -1.0).sm_mhz)
 
 
 def test_a_note_is_one_line_and_once() -> None:
