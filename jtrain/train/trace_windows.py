@@ -101,7 +101,7 @@ class TraceWindows(Callback):
     def _between_steps(self, step: int) -> None:
         """After `step`, closes a window and starts its analysis, opens one, and reports finished analyses."""
         self._close(step, last=False)
-        if self._last is not None and self._windows.should_open(step, is_requested=self._last.requested):
+        if self._last is not None and self._windows.decide_to_open(step, is_requested=self._last.requested):
             with self._context.during("device_wait", step):
                 jax.block_until_ready(
                     self._last.metrics

@@ -38,8 +38,8 @@ def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, Hl
         )
     ops: dict[str, HloOp] = {}
 
-    def visit(name: str, around: _Mark) -> None:
-        marks = _marks(name, program, around)
+    def visit(name: str, outer_mark: _Mark) -> None:
+        marks = _marks(name, program, outer_mark)
         for instruction in program.computations[name]:
             phase, layer = marks[instruction.name]
             if instruction.is_control_flow:
@@ -71,6 +71,7 @@ def is_recomputed(op: HloOp) -> bool:
 
 def _vote(marks: Iterator[_Mark]) -> _Mark:
     counted = collections.Counter(mark for mark in marks if mark != UNMARKED)
+    # Of equally frequent marks the first wins, so the result does not depend on hashes.
     return counted.most_common(1)[0][0] if counted else UNMARKED
 
 
@@ -87,14 +88,14 @@ def _mark_and_scope(instruction: Instruction, program: HloProgram) -> tuple[_Mar
     if mark != UNMARKED or instruction.is_control_flow:
         return mark, scope
     # The root's result is what the fusion is for; only if it has no scope, all of the fusion votes.
-    inside = program.inside(instruction)
-    for root in (i for i in inside if i.is_root):
+    nested_instructions = program.inside(instruction)
+    for root in (nested for nested in nested_instructions if nested.is_root):
         if (root_mark := scope_mark(root.op_name)) != UNMARKED:
             return root_mark, root.op_name
-    return _vote(scope_mark(i.op_name) for i in inside), scope or outer_scope
+    return _vote(scope_mark(nested.op_name) for nested in nested_instructions), scope or outer_scope
 
 
-def _marks(computation: str, program: HloProgram, around: _Mark) -> dict[str, _Mark]:
+def _marks(computation: str, program: HloProgram, outer_mark: _Mark) -> dict[str, _Mark]:
     """Phase and layer of every instruction of a computation."""
     body = program.computations[computation]
     # First from the instruction itself; only those without a mark ask their neighbours.
@@ -110,7 +111,7 @@ def _marks(computation: str, program: HloProgram, around: _Mark) -> dict[str, _M
         for instruction in order:
             if marks[instruction.name] == UNMARKED:
                 marks[instruction.name] = _vote(marks[name] for name in neighbours[instruction.name])
-    return {name: around if mark == UNMARKED else mark for name, mark in marks.items()}
+    return {name: outer_mark if mark == UNMARKED else mark for name, mark in marks.items()}
 
 
 def _base_opcode(opcode: str) -> str:
@@ -168,11 +169,11 @@ def _collective(
     if kind:
         groups = groups_of(instruction, mesh_shape)
         size = max((len(group) for group in groups), default=1)
-        sent = sum(
+        sent_bytes = sum(
             wire_bytes(kind, whole_bytes, size)
             for _, whole_bytes in whole_arrays(instruction, size, program.types)
         )
-        return OpTraffic(kind, axes_of(groups, mesh_shape), sent)
+        return OpTraffic(kind, axes_of(groups, mesh_shape), sent_bytes)
     if instruction.opcode not in ("fusion", "async-start", "call-start"):
         return None
     traffics = (_collective(nested, program, mesh_shape) for nested in program.inside(instruction))

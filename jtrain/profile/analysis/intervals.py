@@ -34,6 +34,7 @@ def total(times: Set) -> int:
 
 def join(*sets: Set) -> Set:
     """Union of the sets."""
+    # EMPTY, because concatenate needs one array at least.
     both = np.concatenate([EMPTY, *sets])
     return union(both[:, 0], both[:, 1])
 

@@ -79,7 +79,7 @@ def lay_out(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[Events, list[Device
     own_s, overlap_share, exposed_s = (np.zeros(len(table)) for _ in range(3))
     rows = []
     for span in trace.steps:
-        waits, work = _host_sets(trace.host, span)
+        data_waits, host_work = _host_sets(trace.host, span)
         for index in range(trace.num_devices):
             is_device_step = (step == span.step) & (device == index)
             sets = []
@@ -95,10 +95,11 @@ def lay_out(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[Events, list[Device
                 overlap_share[rows_of_kind] = overlapped_ns / np.maximum(
                     end[rows_of_kind] - start[rows_of_kind], 1
                 )
-            alone = intervals.subtract(sets[1], sets[0])
+            exposed = intervals.subtract(sets[1], sets[0])
+            # Only communication can be exposed: its share of the time in which nothing computes.
             rows_of_kind = np.flatnonzero(is_device_step & ~computes)
-            exposed_s[rows_of_kind] = intervals.shares(start[rows_of_kind], end[rows_of_kind], alone)
-            rows.append(_device_step(span, index, sets[0], sets[1], alone, waits, work))
+            exposed_s[rows_of_kind] = intervals.shares(start[rows_of_kind], end[rows_of_kind], exposed)
+            rows.append(_device_step(span, index, sets[0], sets[1], exposed, data_waits, host_work))
     return Events(
         tuple(events), op, step, device, start, end, computes, own_s, overlap_share, exposed_s
     ), rows
@@ -131,10 +132,12 @@ def _host_sets(host: tuple[HostSpan, ...], span: StepSpan) -> tuple[intervals.Se
     annotated.
     """
     sets = []
-    for waits in (True, False):
-        spans = [s for s in host if (s.name == "data_wait") is waits]
+    for is_data_wait in (True, False):
+        spans = [host_span for host_span in host if (host_span.name == "data_wait") is is_data_wait]
+        # Spans of several threads may overlap; union merges them.
         starts, ends = (
-            np.array([getattr(s, name) for s in spans], np.int64) for name in ("start_ns", "end_ns")
+            np.array([getattr(host_span, name) for host_span in spans], np.int64)
+            for name in ("start_ns", "end_ns")
         )
         sets.append(intervals.clip(intervals.union(starts, ends), span.start_ns, span.end_ns))
     return sets[0], sets[1]
@@ -145,19 +148,21 @@ def _device_step(
     device: int,
     compute: intervals.Set,
     communication: intervals.Set,
-    alone: intervals.Set,
-    waits: intervals.Set,
-    work: intervals.Set,
+    exposed: intervals.Set,
+    data_waits: intervals.Set,
+    host_work: intervals.Set,
 ) -> DeviceStep:
     # Busy first, then waiting for data, then the host, then idle: each moment counts once.
     busy = intervals.join(compute, communication)
     free = intervals.complement(busy, span.start_ns, span.end_ns)
-    data_wait = intervals.intersect(free, waits)
-    remaining = intervals.subtract(free, waits)
+    data_wait = intervals.intersect(free, data_waits)
+    remaining = intervals.subtract(free, data_waits)
     # Before the first and after the last op the device waits for the host; in between it is idle.
     inside = intervals.clip(remaining, int(busy[0, 0]), int(busy[-1, 1])) if len(busy) else intervals.EMPTY
-    idle = intervals.subtract(inside, work)
-    total = [intervals.total(s) for s in (compute, communication, alone, data_wait, remaining, idle)]
+    idle = intervals.subtract(inside, host_work)
+    total = [
+        intervals.total(times) for times in (compute, communication, exposed, data_wait, remaining, idle)
+    ]
     seconds = [nanoseconds * 1e-9 for nanoseconds in total]
     return DeviceStep(span.step, device, *seconds[:4], host_s=seconds[4] - seconds[5], idle_s=seconds[5])
 

@@ -34,6 +34,7 @@ class Window:
     """
 
     def __init__(self, folder: Path, *, facts: dict[str, Any]) -> None:
+        # Here and not at the end of the window, where the trace would be lost.
         assert set(facts) == set(FACT_NAMES), set(facts) ^ set(FACT_NAMES)
         self.folder = folder
         self.facts = facts

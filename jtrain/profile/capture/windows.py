@@ -25,7 +25,7 @@ class Windows:
 
         with Windows(workdir, spec) as windows:
             ...
-            if windows.should_open(step, is_requested=windows.requested): windows.open(step, facts())
+            if windows.decide_to_open(step, is_requested=windows.requested): windows.open(step, facts())
             with windows.step(step + 1): ...
             if windows.should_close(step): windows.close(program)
     """
@@ -65,8 +65,8 @@ class Windows:
             f"step compiles. kill -USR1 {os.getpid()} traces the next {WINDOW_STEPS} steps."
         )
 
-    def should_open(self, step: int, *, is_requested: bool) -> bool:
-        """True if a window opens after `step`.
+    def decide_to_open(self, step: int, *, is_requested: bool) -> bool:
+        """Decides if a window opens after `step`, and with which step it ends.
 
         Args:
           is_requested: True if `requested` is set in any process; must be the same in all.
@@ -88,7 +88,7 @@ class Windows:
         self._opened_ns = time.time_ns()
         try:
             self._window_folder.mkdir(parents=True, exist_ok=True)
-            self._clear()
+            self._clear_folder()
             window = Window(self._window_folder, facts=facts)
             # Everything before it may fail as well, such as a folder on a full disk: the run goes on
             # untraced.
@@ -98,7 +98,7 @@ class Windows:
         self._window = window
         return None
 
-    def _clear(self) -> None:
+    def _clear_folder(self) -> None:
         """Removes files of an attempt that was killed in this window, or of an earlier signal at the same
         step.
         """
@@ -173,6 +173,7 @@ class Windows:
         messages = []
         # A copy of the list, from which finished ones are removed.
         for folder, process in list(self._postprocessing):
+            # At the end of a run there is time to wait; during it nobody may block a step.
             code = process.wait() if wait else process.poll()
             if code is None:
                 continue

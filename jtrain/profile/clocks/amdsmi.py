@@ -59,6 +59,7 @@ class Amd(ClockSource):
         # Per device: time (ns), ticks, power and thermal residencies of the reading before.
         self._residency: dict[int, tuple[float, float, float, float]] = {}
         self._violation_ns = {device: [0.0, 0.0] for device in self.devices}
+        # The highest energy so far, by which impossible values are known.
         self._energy_j = dict.fromkeys(self.devices, 0.0)
 
     def _ask(self, quantity: str, call: Any) -> Any:

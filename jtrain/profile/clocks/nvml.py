@@ -116,6 +116,7 @@ class Nvml(ClockSource):
         (field,) = self._nvml.nvmlDeviceGetFieldValues(handle, [FIELD_POWER_INSTANT])
         if field.nvmlReturn != self._nvml.NVML_SUCCESS:
             raise self._nvml.NVMLError(field.nvmlReturn)
+        # uiVal, because field 186 is an unsigned integer of mW.
         return field.value.uiVal * 1e-3
 
     def close(self) -> None:

@@ -269,6 +269,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _write_header(path: Path, header: dict[str, Any]) -> None:
+    # Not forced to the disk: after a crash of the machine nobody needs it.
     write_whole(path.with_suffix(".json"), json.dumps(header), durable=False)
 
 
@@ -333,6 +334,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         source = open_source(options["source"], options["devices"])
     except ValueError as error:
+        # The header is the child's only way to say why; the run reads it whenever it likes.
         notes = [f"clocks: not sampled: {error}"]
         _write_header(path, {"source": options["source"], "notes": notes, "refused": True})
         return 2

@@ -28,6 +28,7 @@ TOP = 15
 MIN_SHARE = 0.001
 """Smallest change shown in the terminal, as a share of a step."""
 
+# The compiler's suffixes of a name: fusion.12, fusion.12.remat2, copy.3.clone.
 _NUMBER = re.compile(r"(\.\d+)+(\.(clone|remat\d*))*$")
 
 

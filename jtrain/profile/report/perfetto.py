@@ -68,6 +68,7 @@ def _device(
         yield _slice_event(
             device + 1, _LEVELS.index(kind), event.name, event.start_ns, end_ns, start_ns, args
         )
+    # Collectives and copies run beside compute and would cut its phases into pieces.
     compute_events = [
         event for event in drawn_events if event.name in ops and ops[event.name].kind == "compute"
     ]

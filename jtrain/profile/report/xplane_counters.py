@@ -95,6 +95,7 @@ def annotate(
 @functools.cache
 def _space() -> Any:
     """Class of the message XSpace."""
+    # Built here instead of from a .proto: no generated code, and only the fields that are used.
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="xplane.proto", package="xplane")
     for name, fields in _FIELDS.items():
@@ -121,6 +122,7 @@ def _extent(xplane: Path, space: Any) -> tuple[int, int]:
             times = {names[stat.metadata_id]: stat.uint64_value or stat.int64_value for stat in plane.stats}
     if "profile_start_time" not in times:
         raise UserError(f"{xplane} has no start time (profile_start_time): it is truncated. Trace again.")
+    # Without a stop time all samples count as within the trace.
     return times["profile_start_time"], times.get("profile_stop_time", np.iinfo(np.int64).max)
 
 
