@@ -268,7 +268,7 @@ class Supervisor:
             return
         if self._alerts is None or self._alerts[0] != spec:  # kept over restarts, for alerts.repeat_minutes
             self._alerts = spec, Alerts(spec, Path(), say=say)
-        processes = hang.culprits or hang.waiting
+        processes = hang.culprits or hang.waiting_processes
         step = max((process.step for process in processes), default=0)
         self._alerts[1].send(
             "hang", step, "; ".join(hang.lines()), processes=[process.name for process in processes]

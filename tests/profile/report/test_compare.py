@@ -62,7 +62,7 @@ def test_the_other_way_round_it_got_faster() -> None:
 
     there, back = between(a, b), between(b, a)
 
-    assert sorted(op.growth_s for op in there.ops) == sorted(-op.grew_s for op in back.ops)
+    assert sorted(op.growth_s for op in there.ops) == sorted(-op.growth_s for op in back.ops)
     assert verdict(back)[0] == "A step of B is faster: 1.260 s -> 1.220 s (-3.2%)."
     assert "gemm_fusion_dot.3 (layers/mlp, forward), -40.00 ms: clocks -40.00 ms" in verdict(back)[2]
 
