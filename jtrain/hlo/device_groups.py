@@ -10,8 +10,7 @@ from jtrain.hlo.parser import ITEMSIZE, Instruction, array_bytes, arrays, elemen
 
 
 def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's
-    sum.
+    """(dtype, bytes) of each whole array: gathered, reduced before its scatter, or summed.
 
     The bytes that a ragged all-to-all sends depend on the data. Its operand or its result may have room to
     spare, so the smaller of the two is counted.
@@ -36,9 +35,7 @@ def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str])
 
 
 def wire_bytes(kind: str, array_bytes: int, group: int) -> int:
-    """Bytes that one device sends: (n - 1) / n of the array on a ring, twice for an all-reduce, all for a
-    permute.
-    """
+    """Bytes that one device sends: (n - 1) / n of the array, twice for an all-reduce, all for a permute."""
     if kind == "collective-permute":
         return array_bytes
     return (2 if kind == "all-reduce" else 1) * array_bytes * (group - 1) // group

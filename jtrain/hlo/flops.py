@@ -60,9 +60,7 @@ def bytes_accessed(instruction: Instruction, program: HloProgram) -> int:
 
 
 def _read_inside(body: list[Instruction]) -> list[int | None]:
-    """Bytes that a fusion reads of each of its parameters, also through bitcasts; None if it reads the whole
-    array.
-    """
+    """Bytes that a fusion reads of each parameter, also through bitcasts; None for the whole array."""
     users: dict[str, list[Instruction]] = {}
     for instruction in body:
         # An instruction may name an operand twice, as in multiply(x, x); it reads it once.

@@ -1,6 +1,4 @@
-"""Memory traffic of a compiled program: bytes of the device's memory that each instruction reads and
-writes.
-"""
+"""Memory traffic of a compiled program: bytes that each instruction reads and writes."""
 
 import dataclasses
 import re
@@ -26,8 +24,7 @@ class Pass:
 
 
 def passes(hlo: str) -> tuple[Pass, ...]:
-    """Every instruction of an optimized program that accesses memory; each distinct operand counts whole,
-    once.
+    """Instructions of an optimized program that access memory; each distinct operand counts whole, once.
 
     Exact for programs of whole-array fusions, slices and copies. An asynchronous instruction reads at its
     start and writes at its done.

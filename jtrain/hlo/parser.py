@@ -75,9 +75,7 @@ class Instruction:
 
     @property
     def collective(self) -> str:
-        """Kind of the collective that it is or starts, one of `KINDS`; "" for others, and for what ends
-        one.
-        """
+        """Kind of the collective that it is or starts, one of `KINDS`; "" for all else, done included."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in KINDS else ""
 
@@ -150,9 +148,7 @@ class HloProgram:
         return False
 
     def trip_count(self, line: str) -> int | None:
-        """Trip count of a while loop: the compiler's annotation, else the bound in its condition (from 0 by
-        1).
-        """
+        """Trip count of a while loop: the compiler's annotation, else its condition's bound (from 0 by 1)."""
         # Written as JSON, or as `known_trip_count={n=4}`.
         if annotation := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
             return int(annotation[1])
@@ -253,8 +249,7 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
 
 
 def begin_of(instructions: list[Instruction], start: int) -> int:
-    """Index at which the start at `start` has its data: that of its first update, if the start has no
-    operands.
+    """Index at which the start at `start` has its data: its first update's, if it has no operands.
 
     A TPU's sparse cores are started before the data exist that they will send.
     """

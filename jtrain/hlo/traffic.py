@@ -1,6 +1,4 @@
-"""Traffic of a compiled program: collectives and host-memory copies, multiplied by the trip counts of
-loops.
-"""
+"""Traffic of a compiled program: collectives and host-memory copies, times the trip counts of loops."""
 
 import collections
 import dataclasses
@@ -19,8 +17,7 @@ type _Direction = Literal["to host", "to device"]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of one kind, axes, group size and dtype in one execution of a program, as one device
-    sees them.
+    """All collectives of one kind, axes, group size and dtype in one execution, as one device sees them.
 
     axes: mesh axes that the groups span, entirely or, if `group` is smaller than their product, in part.
     group: number of devices that communicate with each other.
@@ -68,9 +65,7 @@ class HostCopies:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Network bytes that one device sends per execution: all, the asynchronous ones, and those hidden by a
-    matmul.
-    """
+    """Network bytes that a device sends per execution: all, asynchronous ones, those hidden by a matmul."""
 
     wire_bytes: int
     async_bytes: int
@@ -119,8 +114,7 @@ def traffic(
 
 
 def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostCopies]:
-    """Every copy between device and host memory in optimized HLO, multiplied by the trip counts of loops
-    around it.
+    """Every copy between device and host memory in optimized HLO, times the trip counts of its loops.
 
     Args:
       branch_times: as in `visits`.

@@ -1,5 +1,4 @@
-"""Postprocessing of a trace window: writes breakdown.json, report.html and clock counters into the xplane
-file.
+"""Postprocessing of a trace window: breakdown.json, report.html, clock counters in the xplane file.
 
     python -m jtrain.profile.postprocess runs/tiny/profile/20
 
@@ -51,9 +50,7 @@ def postprocess(folder: Path) -> list[str]:
 
 
 def main(argv: list[str]) -> int:
-    """Postprocesses a window at the lowest priority, since training goes first; prints lines for the run's
-    log.
-    """
+    """Postprocesses a window at the lowest priority, since training goes first; prints lines for its log."""
     os.nice(19)
     try:
         for line in postprocess(Path(argv[0])):

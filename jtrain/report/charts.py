@@ -1,6 +1,4 @@
-"""Charts as SVG, stretched over their column; their labels are HTML beside them, so that they keep their
-size.
-"""
+"""Charts as SVG, stretched over their column, with labels in HTML beside them, which keep their size."""
 
 import html
 import math

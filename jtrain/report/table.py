@@ -1,6 +1,4 @@
-"""Tables described as plain data. `terminal.py` prints them and `page.py` makes HTML; `lines` needs no
-library.
-"""
+"""Tables as plain data: `terminal.py` prints them, `page.py` makes HTML, `lines` needs no library."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +11,7 @@ type Medium = Literal["both", "page", "terminal"]
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A part of a bar; start and length are shares of its width. `css` is its class on a page, `title` its
-    tooltip.
-    """
+    """A part of a bar: start and length as shares of its width, class on a page (`css`), tooltip."""
 
     start: Number
     length: Number
@@ -161,9 +157,7 @@ def draw_bar(start: Number, length: Number, width: int = 30) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The JSON of a report; cells take their numbers from it by their path, so that a page and its JSON
-    agree.
-    """
+    """The JSON of a report; cells take numbers from it by their path, so that page and JSON agree."""
 
     content: Mapping[str, Any]
 

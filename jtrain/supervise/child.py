@@ -22,8 +22,7 @@ _OUTPUT = threading.Lock()
 
 
 class WatchedProcess:
-    """A training process with a session of its own, so that it ends together with its loaders and
-    constructors.
+    """A training process with a session of its own, so that its loaders and constructors end with it.
 
     Args:
       command: argument vector.
@@ -119,9 +118,7 @@ class WatchedProcess:
             thread.join(timeout=5.0)  # a process that left the session may keep the pipe open
 
     def stacks(self) -> str:
-        """Python stacks of all threads, by the process itself or by py-spy; a reason where neither can
-        tell.
-        """
+        """Python stacks of all threads, by the process itself or by py-spy, or why there are none."""
         previous_size = os.fstat(self._stacks.fileno()).st_size
         # A stopped process runs no handler, and without a handler SIGUSR2 would kill it.
         if self.code is None and self._stopped_since_s is None and has_handler(self.pid, STACKS_SIGNAL):
@@ -165,8 +162,7 @@ class WatchedProcess:
 
 
 def copy_lines(stream: IO[bytes], target: TextIO, prefix: str) -> None:
-    """Copies a stream line by line to `target`, each line with `prefix`; goes on reading where nobody takes
-    the lines.
+    """Copies a stream line by line to `target`, with `prefix`, also while nobody takes the lines.
 
     On a terminal a line replaces a progress bar, which draws itself again below.
     """

@@ -114,9 +114,7 @@ class Heart:
         self._position = (phase, self._position[1], time.monotonic())
 
     def configure(self, limits: SuperviseSpec, alerts: AlertsSpec | None = None) -> None:
-        """Tells the supervisor the settings of the run, and who gets an alert of a hang: `alerts.file` is
-        absolute.
-        """
+        """Tells the supervisor the run's settings, and who gets a hang's alert; `alerts.file` is absolute."""
         self._limits, self._alerts = limits, alerts
         self._lease.beat_soon()
 
@@ -126,9 +124,7 @@ class Heart:
         self._lease.beat_soon()
 
     def started(self, step: int) -> None:
-        """Tells the supervisor that the state of `step` is there: 0 or the step of the restored
-        checkpoint.
-        """
+        """Tells the supervisor that the state of `step` is there: 0, or a restored checkpoint's step."""
         self._start_step = step
         self._position = ("setup", step, time.monotonic())
         self._lease.beat_soon()

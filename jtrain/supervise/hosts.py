@@ -1,5 +1,4 @@
-"""Lets the supervisors of several hosts tell each other what happened, through files in the run's shared
-workdir.
+"""Messages between the supervisors of several hosts, through files in the run's shared workdir.
 
 Each supervisor holds a lease in `supervise/process-N/`, whose beats, every two seconds, carry what it knows
 of its process. One text for all, `supervise/round-all`, counts the restarts: the supervisor that sees a fault
@@ -68,9 +67,7 @@ class Hosts:
         return self._lease.taken_by if self._lease.is_lost else None
 
     def newer_round(self) -> Round | None:
-        """Returns the round that another supervisor began, or None; call `follow` with it once it is acted
-        upon.
-        """
+        """Returns the round that another supervisor began, or None; call `follow` once it is acted upon."""
         newest = self._read_round()
         return newest if newest.number > self.round else None
 
@@ -99,9 +96,7 @@ class Hosts:
             self._lease.beat()
 
     def other_processes(self) -> list[Watched]:
-        """Processes of other hosts, as their supervisors tell; the age of a beat grows while a supervisor is
-        silent.
-        """
+        """Processes of other hosts, as their supervisors tell; a silent supervisor's beats grow older."""
         watched = []
         for process, watch in self._watches.items():
             with contextlib.suppress(OSError):
@@ -118,8 +113,7 @@ class Hosts:
         return watched
 
     def wait_ended(self, *, timeout_s: float) -> None:
-        """Tells that this host's process of the round before has ended, and waits for those of all other
-        hosts.
+        """Tells that this host's process of the round before has ended, and waits for all other hosts'.
 
         A process that joins too early would find the coordinator of the round before.
         """

@@ -13,9 +13,7 @@ LONGEST_BACKOFF_S = 60.0
 
 
 class Restarts:
-    """Counts failures in a row; an attempt that resumes from a later checkpoint than all before it resets the
-    count.
-    """
+    """Counts failures in a row; an attempt from a later checkpoint than all before resets the count."""
 
     def __init__(self) -> None:
         self.failures = 0

@@ -40,9 +40,7 @@ def start_processes(
 
 
 def launched_process(environ: Mapping[str, str]) -> int | None:
-    """Number of this host's process among several, as the launcher's variables tell; None for a run of one
-    process.
-    """
+    """Number of this host's process by the launcher's variables; None for a run of one process."""
     for number, count in (
         ("JTRAIN_PROCESS_ID", "JTRAIN_NUM_PROCESSES"),
         ("SLURM_PROCID", "SLURM_NTASKS"),

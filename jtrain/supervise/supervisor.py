@@ -125,9 +125,7 @@ class Supervisor:
                 return code
 
     def _decide_restart(self, failure: Failure) -> int | None:
-        """Decides after a failure: returns the exit code to end with, or None after the pause before a
-        restart.
-        """
+        """Returns the exit code to end with after a failure, or None after the pause before a restart."""
         # A signal came first: processes that saved and ended did what they were asked to.
         if self._stopping is not None and all(
             child.code in (exit_codes.DONE, exit_codes.STOPPED) for child in self._children
@@ -202,9 +200,7 @@ class Supervisor:
                 return self._report_hang(hang)
 
     def _first_failure(self) -> Failure | None:
-        """Returns the failure of the first process that ended badly; others get a moment to end by
-        themselves.
-        """
+        """Returns the failure of the first process that ended badly; others get a moment to end."""
         failed = self._failed_children()
         if not failed:
             return None

@@ -1,5 +1,4 @@
-"""Alerts of a run, to a file and to a webhook: numbers that are bad, hosts that are slow, disks that fill. No
-jax.
+"""Alerts of a run, to a file and to a webhook: bad numbers, slow hosts, disks that fill. No jax.
 
 alerts = Alerts(AlertsSpec(webhook="https://hooks.example.com/..."), workdir)
 alerts.send("nan", 1200, "loss_nats is nan", loss_nats=float("nan"))
@@ -93,9 +92,7 @@ class AlertsSpec:
         return self.webhook is not None or self.file is not None
 
     def in_workdir(self, workdir: Path | None) -> "AlertsSpec":
-        """Returns the spec with an absolute `file`; without a file if the workdir of a relative one is not
-        known.
-        """
+        """Returns the spec with an absolute `file`; without one if it is relative to an unknown workdir."""
         if self.file is None:
             return self
         absolute = Path(self.file) if workdir is None else workdir.absolute() / self.file
@@ -190,9 +187,7 @@ class Alerts:
             )
 
     def close(self) -> None:
-        """Waits at most `TIMEOUT_S` until the webhook has everything, says what is lost, and closes the
-        file.
-        """
+        """Waits at most `TIMEOUT_S` until the webhook has everything, says what is lost, closes the file."""
         if self._post is not None:
             self._post.close()
         if self._file is not None:

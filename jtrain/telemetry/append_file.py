@@ -1,6 +1,4 @@
-"""Files to which a run appends records, and whose trouble never ends it; and lines that are none, set
-aside.
-"""
+"""Files to which a run appends records, and whose trouble never ends it; unreadable lines set aside."""
 
 import contextlib
 import json
@@ -26,9 +24,7 @@ class WriteTrouble:
         self._reason: str | None = None
 
     def report_failure(self, error: OSError, meanwhile: str) -> None:
-        """Says why the file cannot be written, and what happens meanwhile; silent until `report_recovery` or
-        `report_loss`.
-        """
+        """Says why the file cannot be written, and what happens meanwhile; once until it ended."""
         if self._reason is None:
             self._reason = error.strerror or str(error)
             self._say(
@@ -153,9 +149,7 @@ def _write_record(file: int, record: bytes) -> None:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object in a line; None if there is none: garbage, half a line, or two halves run
-    together.
-    """
+    """Returns the JSON object in a line; None for garbage, half a line, or two halves run together."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -164,8 +158,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def keep_lines(path: Path, judge_line: Callable[[dict[str, Any]], bool | None]) -> int:
-    """Rewrites a file of JSON lines; returns how many lines were bad and are now in `<name>.damaged` beside
-    it.
+    """Rewrites a file of JSON lines; returns the number of bad ones, now in `<name>.damaged` beside it.
 
     Atomic: a kill leaves the old or the new file. A file without anything to remove is left alone.
 

@@ -1,5 +1,4 @@
-"""Goodput ledger: divides a run's wall time over all attempts into categories; goodput is the share of
-training.
+"""Goodput ledger: a run's wall time over all attempts by category; goodput is the share of training.
 
     with Ledger(workdir, start_step=step, started_s=time.time()) as ledger:
         with ledger.during("compile"): ...
@@ -116,8 +115,7 @@ def _is_event(line: dict[str, Any]) -> bool:
 
 
 def newest_shares(workdir: Path) -> tuple[float, float] | None:
-    """Shares of exposed communication and clock loss in the step time without data wait, in the newest
-    breakdown.
+    """Shares of exposed communication and clock loss in the newest breakdown's time without data wait.
 
     None if there is no readable breakdown.
     """
@@ -141,9 +139,7 @@ def newest_shares(workdir: Path) -> tuple[float, float] | None:
 
 
 def summarise(attempts: list[AttemptTimes], shares: tuple[float, float] | None) -> dict[str, Any]:
-    """Contents of goodput.json; the categories sum to `wall_s`, the time from the first start to the last
-    end.
-    """
+    """Contents of goodput.json; the categories sum to `wall_s`, from the first start to the last end."""
     # From the end of an attempt to the start of the next one nothing ran.
     gaps_s = sum(later.start_s - earlier.end_s for earlier, later in itertools.pairwise(attempts))
     seconds_by_category = {
@@ -178,9 +174,7 @@ def summarise(attempts: list[AttemptTimes], shares: tuple[float, float] | None) 
 
 
 def line(summary: Mapping[str, Any]) -> str:
-    """Summary line `goodput 81.2 % of 120 s in 2 attempts: compute 97.4 s, ...`, largest first, without
-    zeros.
-    """
+    """Summary line `goodput 81.2 % of 120 s in 2 attempts: compute 97.4 s, ...`, largest first."""
     categories = sorted(summary["categories"].items(), key=lambda item: -item[1])
     category_texts = ", ".join(
         f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in categories if seconds >= 0.05
@@ -246,9 +240,7 @@ class Ledger:
         self._current = category
 
     def training(self) -> None:
-        """Charges time from now on to steps: `redone` up to the last step of earlier attempts, then
-        `compute`.
-        """
+        """Charges time from now on to steps: `redone` up to earlier attempts' last step, then `compute`."""
         self.enter("redone" if self._step < self._redone_until else "compute")
 
     @contextlib.contextmanager
@@ -305,9 +297,7 @@ class Ledger:
         return AttemptTimes(recorded.start_s, end_s, seconds, max(recorded.last_step, step))
 
     def write(self, step: int, *, last: bool = False) -> dict[str, Any]:
-        """Records that `step` is done, appends the new seconds to goodput.jsonl, writes and returns
-        goodput.json.
-        """
+        """Records that `step` is done, appends its seconds, and writes and returns goodput.json."""
         self.step_done(step)
         # Zeros are left out: most categories have none between two lines.
         pending = {name: seconds for name, seconds in self._pending.items() if seconds}

@@ -16,8 +16,7 @@ NOTES = "data.log"
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """Result on one held-out set, the fields of a line of an evaluation: null for the split if
-    data.eval_fraction=0.
+    """Result on one held-out set, the fields of an evaluation's line; null if data.eval_fraction=0.
 
     loss_nats: cross entropy per token, over all valid targets.
     loss_standard_error: of the loss, over documents; None if there is only one.
@@ -154,17 +153,14 @@ def encode(values: dict[str, Any]) -> str:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics.jsonl, without those that a kill, a full disk or a damaged one made
-    unreadable.
-    """
+    """Reads the lines of a metrics.jsonl, without those that a kill or a full disk made unreadable."""
     # A line without a line end is still being written.
     lines = [parse_line(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     return [line for line in lines if line is not None and _has_step(line)]
 
 
 def drop_after(path: Path, step: int) -> int:
-    """Drops the lines of `path` after `step`, and moves unreadable ones to `<name>.damaged`; returns their
-    number.
+    """Drops lines after `step`, and moves unreadable ones to `<name>.damaged`; returns their number.
 
     Atomic: a kill leaves the old or the new file.
     """

@@ -1,6 +1,4 @@
-"""Writer of a run's metrics to metrics.jsonl, TensorBoard, data.log and the terminal; no failed write ends a
-run.
-"""
+"""Writer of a run's metrics: metrics.jsonl, TensorBoard, data.log, terminal; no failed write ends a run."""
 
 import contextlib
 import dataclasses
@@ -114,9 +112,7 @@ class Metrics:
                 self._progress.train(line)
 
     def evaluation(self, step: int, split: EvalResult | None, sets: dict[str, EvalResult]) -> None:
-        """Writes the line of an evaluation after `step`: the result on the split, if any, and on
-        `eval.sets`.
-        """
+        """Writes the line of an evaluation after `step`: results on the split, if any, and `eval.sets`."""
         names = [field.name for field in dataclasses.fields(EvalResult)]
         # Every field is in the line even without a split, as null: all lines have the same keys.
         line: dict[str, Any] = {
@@ -147,9 +143,7 @@ class Metrics:
                 self._progress.say(text)
 
     def note(self, step: int, text: str) -> None:
-        """Prints a message of the data plane, and appends it to data.log, both without secrets in
-        addresses.
-        """
+        """Prints a data plane's message and appends it to data.log, without secrets in addresses."""
         # A source's error may quote its address with a signature or a password.
         text = without_secrets(text)
         self.say(text)
@@ -189,9 +183,7 @@ class Metrics:
 
 
 def _broken_stream_allowed() -> contextlib.AbstractContextManager[None]:
-    """Context in which a stream may be broken: its reader has gone, its terminal is closed, or its disk is
-    full.
-    """
+    """Context in which a stream may be broken: reader gone, terminal closed, disk full."""
     return contextlib.suppress(OSError)
 
 

@@ -111,9 +111,7 @@ class Compilations:
 
 
 class CompileSeconds:
-    """Calls `compiled(seconds)` for each program compiled inside the `with` block on the thread that created
-    it.
-    """
+    """Calls `compiled(seconds)` for each program that its own thread compiles inside the `with` block."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled

@@ -51,9 +51,7 @@ def host_scores(own_s: Sequence[float], step_s: float) -> dict[str, float]:
 
 
 def device_scores(mhz: Sequence[float | None]) -> dict[str, float]:
-    """Straggler score per device: its clock over the highest clock; devices with an unknown clock are left
-    out.
-    """
+    """Straggler score per device: its clock over the highest clock; unknown clocks are left out."""
     known_mhz = {index: value for index, value in enumerate(mhz) if value is not None}
     # Devices are alike, so the highest clock is what each could have.
     highest_mhz = max(known_mhz.values(), default=0.0)

@@ -1,6 +1,4 @@
-"""Advice on what to change next: rules that give the seconds at stake and the setting to change, largest
-first.
-"""
+"""Advice on what to change next: rules that give the seconds at stake and the setting, largest first."""
 
 import collections
 import statistics
@@ -33,9 +31,7 @@ EXCESS_BYTES = 0.10
 
 
 def advise(breakdown: Breakdown) -> list[str]:
-    """One line per rule that applies: seconds lost per step and the setting to change; empty if no rule
-    applies.
-    """
+    """One line per rule that applies: seconds lost per step and the setting to change."""
     step = mean_step(breakdown)
     advice: list[tuple[float, str]] = []
     rules = {

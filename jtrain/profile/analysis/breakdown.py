@@ -67,9 +67,7 @@ def analyse(folder: Path, traced: "Traced | None" = None) -> Breakdown:
 
 
 class Traced(NamedTuple):
-    """Trace of a window, the ops of its compiled programs by the names that the trace uses, and the step's
-    program.
-    """
+    """Trace of a window, the ops of its programs by the names that the trace uses, and the step's program."""
 
     trace: Trace
     ops: dict[str, HloOp]

@@ -1,5 +1,4 @@
-"""Breakdown of compute time after Chopper (arXiv:2512.08242): factors whose product is exactly the measured
-time.
+"""Compute time after Chopper (arXiv:2512.08242): factors whose product is exactly the measured time.
 
 theoretical_s * instruction * utilisation * overlap * frequency = compute_s
 

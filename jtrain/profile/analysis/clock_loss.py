@@ -1,5 +1,4 @@
-"""Cost of low clocks: multiplier m = (1 - b) + b f / f_ref per op, seconds lost by cause, MFU against three
-peaks.
+"""Cost of low clocks: multiplier m = (1 - b) + b f / f_ref per op, seconds lost by cause, three MFUs.
 
 An op that takes t seconds at clock f would take t m at the reference clock and so loses t (1 - m). The
 sensitivity b, between 0 and 1, is the share of the op's time that scales with the clock: 1 if the number of
@@ -66,9 +65,7 @@ def sensitivity(flops: Many, bytes: Many, peaks: Peaks, mhz: Many) -> Floats:
 
 
 def reference_mhz(peaks: Peaks, samples: Mapping[int, Samples]) -> float | None:
-    """Clock that losses are relative to: that of the peaks, else the highest sampled one; None if neither is
-    known.
-    """
+    """Clock that losses are relative to: the peaks', else the highest sampled one; None if unknown."""
     if peaks.ref_mhz is not None:
         return peaks.ref_mhz
     highest_mhz = [
@@ -80,8 +77,7 @@ def reference_mhz(peaks: Peaks, samples: Mapping[int, Samples]) -> float | None:
 
 
 def multipliers(mhz: Many, sensitivity: Many, ref_mhz: float | None) -> Floats:
-    """Multiplier m of each op: its time at the reference clock over its measured time; 1 if a clock is
-    unknown.
+    """Multiplier m of each op: its time at the reference clock over its measured time; 1 if unknown.
 
     Raises:
       UserError: the reference clock is not positive.

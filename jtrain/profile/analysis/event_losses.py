@@ -118,9 +118,7 @@ def op_rows(events: Events, losses: EventLosses, peaks: Peaks) -> list[OpRow]:
 
 
 def comm_rows(events: Events, facts: dict[str, Any], device_steps: int) -> list[CommRow]:
-    """One row per collective kind and axes, per device and step; includes planned collectives that did not
-    run.
-    """
+    """One row per collective kind and axes, per device and step, with planned ones that did not run."""
     axis_order = list(facts["mesh"])
     # Several rows of the plan may be one kind over the same axes: gradients and activations.
     planned: collections.Counter[tuple[str, tuple[str, ...]]] = collections.Counter()

@@ -10,9 +10,7 @@ from jtrain.report.number_formats import seconds, share
 
 @dataclasses.dataclass(frozen=True)
 class StepPart:
-    """One part of a step's time: its key in `StepBreakdown.parts`, the name that reports show, and its
-    meaning.
-    """
+    """One part of a step's time: its key in `StepBreakdown.parts`, its name in reports, and its meaning."""
 
     key: str
     name: str

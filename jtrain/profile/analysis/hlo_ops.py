@@ -53,9 +53,7 @@ def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, Hl
 
 
 def unknown_op(name: str) -> HloOp:
-    """Op for a name that is in the trace but in no program: a kernel or copy started by a library or the
-    runtime.
-    """
+    """Op for a name that is in no program: a kernel or copy that a library or the runtime started."""
     # Names of kernels: ncclDevKernel_AllReduce..., MemcpyD2D, memset.
     low = name.lower()
     kind: OpKind = (
@@ -76,8 +74,7 @@ def _vote(marks: Iterator[_Mark]) -> _Mark:
 
 
 def _mark_and_scope(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
-    """Mark and path of an instruction: from its own path, else its fusion's root, else most frequent inside
-    it.
+    """Mark and path of an instruction: its own, else its fusion's root's, else the most frequent inside.
 
     A collective that the compiler combined from several has the paths of all: `jit(f)/(a/psum:b/psum)`.
     """

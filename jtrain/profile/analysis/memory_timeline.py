@@ -74,9 +74,7 @@ def live_bytes(program: HloProgram, ops: Mapping[str, HloOp]) -> dict[str, Int64
 
 
 def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTrack | None:
-    """Curve over the window's median step on its first device; None if no op of the program ran in that
-    step.
-    """
+    """Curve over the window's median step on its first device; None if no op of the program ran in it."""
     steps = sorted(trace.steps, key=lambda step: step.end_ns - step.start_ns)
     # The median step by duration: an outlier may wait for data or for a save.
     step = steps[len(steps) // 2]
@@ -154,9 +152,7 @@ def _reuse_operands(
     last_use: dict[str, int],
     values: Mapping[str, _Value],
 ) -> None:
-    """Lets elementwise results reuse the buffers of operands of the same size that no later instruction
-    reads.
-    """
+    """Lets elementwise results reuse buffers of operands of the same size that nothing reads later."""
     if not (instruction.opcode in _ELEMENTWISE or "kind=kLoop" in instruction.line):
         return
     # Each result takes over one buffer at most, so a used size leaves the list.
@@ -248,9 +244,7 @@ def _in_place(instruction: Instruction, program: HloProgram) -> int | None:
 
 
 def _started_bytes(instruction: Instruction) -> int:
-    """Bytes of an asynchronous op's result, which is the second element of its type (operands, results,
-    ...).
-    """
+    """Bytes of an asynchronous op's result, the second element of its type (operands, results, ...)."""
     if not instruction.type.startswith("("):
         return array_bytes(instruction.type)
     types = elements(instruction.type)

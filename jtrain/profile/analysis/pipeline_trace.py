@@ -1,5 +1,4 @@
-"""Instructions of a pipelined step as they ran: begin and end of every F, I, W and B of each worker, from a
-trace.
+"""Instructions of a pipelined step as they ran: begin and end of each worker's F, I, W and B.
 
 A compiled step is one loop over ticks (`jtrain.step.pipelined`). The trace has the ops that ran and when, but
 not the number of the tick; the schedule says what each tick holds. So:
@@ -277,9 +276,7 @@ def _device_ticks(
 
 
 def _without_overlap(instructions: Mapping[StageOp, tuple[int, int]]) -> dict[StageOp, tuple[int, int]]:
-    """The same where each begins after the one before has ended; given in order of ticks, F before B before
-    W.
-    """
+    """Instructions whose begin waits for the end of the one before; given in order of ticks, F, B, W."""
     times: dict[StageOp, tuple[int, int]] = {}
     busy_until_ns = 0
     for op, (start, end) in instructions.items():
@@ -291,9 +288,7 @@ def _without_overlap(instructions: Mapping[StageOp, tuple[int, int]]) -> dict[St
 def _tick_begins(
     events: Sequence[tuple[HloOp, OpEvent]], loop: TickLoop, num_ticks: int, location: str
 ) -> np.ndarray:
-    """Begin of every tick: the first of the ops that run once in it. Collectives are left out: they may run
-    on.
-    """
+    """Begin of every tick: the first op that runs once in it, without collectives, which may run on."""
     starts: dict[str, list[int]] = collections.defaultdict(list)
     for op, event in events:
         if op.name in loop.once_per_tick and op.kind != "communication":

@@ -1,5 +1,4 @@
-"""Timeline of a trace as arrays: each device's compute and communication per step, and each op's share of
-them.
+"""Timeline of a trace as arrays: compute and communication per device and step, and each op's share.
 
 Time in which several ops of a device run is divided among them, so the ops sum to the device's busy time.
 """
@@ -19,8 +18,7 @@ ALONE = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Events:
-    """Executed ops without control ops, sorted by start. Arrays have one entry per event; `ops` has one per
-    op.
+    """Executed ops without control ops, sorted by start: one array entry per event, `ops` one per op.
 
     op: index into `ops`.
     computes: True for compute and copies, False for communication.
@@ -106,9 +104,7 @@ def lay_out(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[Events, list[Device
 
 
 def _event_table(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[list[HloOp], np.ndarray]:
-    """Ops, and an array [E, 5] of (step, device, op, start, end); control ops are left out, ends cut at the
-    step's.
-    """
+    """Ops but control ops, and an array [E, 5] of (step, device, op, start, end), cut at the step's end."""
     # Several names in a trace may be one op: an HLO name, and a GPU kernel's with underscores.
     kernels = kernel_names(ops)
     by_name = {name: find_op(ops, kernels, name) for name in sorted({event.name for event in trace.events})}
@@ -128,9 +124,7 @@ def _event_table(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[list[HloOp], n
 
 
 def _host_sets(host: tuple[HostSpan, ...], span: StepSpan) -> tuple[intervals.Set, intervals.Set]:
-    """Times in a step at which the host waited for data, and at which it did something else that is
-    annotated.
-    """
+    """Times in a step at which the host waited for data, and at which it did other annotated work."""
     sets = []
     for is_data_wait in (True, False):
         spans = [host_span for host_span in host if (host_span.name == "data_wait") is is_data_wait]

@@ -132,9 +132,7 @@ def _read_file(
 
 
 def _start_time(planes: list[Any]) -> int | None:
-    """Start of the trace in nanoseconds since the epoch; None if the file was cut before it, its last
-    plane.
-    """
+    """Start of the trace in nanoseconds since the epoch; None if the file was cut before its last plane."""
     for plane in planes:
         if plane.name == "Task Environment":
             for name, value in plane.stats:
@@ -186,9 +184,7 @@ def _gpu_plane(plane: Any, device: int, trace_start_ns: int, module: str) -> Ite
 
 
 def _tpu_plane(plane: Any, device: int, trace_start_ns: int, module: str) -> Iterator[_Event]:
-    """Ops of a TPU core and asynchronous ops; the latter from start to done, without their start
-    instruction.
-    """
+    """Ops of a TPU core, and asynchronous ops from start to done, without their start instruction."""
     lines = {line.name: list(line.events) for line in plane.lines}
     modules = sorted(
         (event.start_ns, event.end_ns, event.name.split("(")[0]) for event in lines.get("XLA Modules", [])

@@ -1,5 +1,4 @@
-"""Window of traced steps: starts and stops the profiler, and writes a folder that can be analysed without the
-run.
+"""Window of traced steps: runs the profiler and writes a folder that can be analysed without the run.
 
 | file | contents |
 |---|---|
@@ -53,9 +52,7 @@ class Window:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Marks a step in the trace; wrap its dispatch and the wait for its results, or its ops belong to no
-        step.
-        """
+        """Marks a step; wrap its dispatch and the wait for its results, or its ops belong to no step."""
         import jax
 
         # Records the monotonic clock too: it aligns clock samples with ops even if the wall clock is set
@@ -79,8 +76,7 @@ class Window:
 
 
 def compiled_text(module: str) -> dict[str, str]:
-    """Returns {module: optimized HLO} of the newest compiled program of that name in this process; compiles
-    nothing.
+    """Returns {module: optimized HLO} of the newest compiled program of that name; compiles nothing.
 
     Raises:
       UserError: no compiled program has that name.

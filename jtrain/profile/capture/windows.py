@@ -49,9 +49,7 @@ class Windows:
         return self._last_step is not None
 
     def missed_message(self, start_step: int) -> str | None:
-        """Message if this attempt starts too late to trace the window of `profile.steps`; None if it does
-        not.
-        """
+        """Message if this attempt starts too late to trace the window of `profile.steps`, else None."""
         steps = self._spec.steps
         # Step 1 of an attempt compiles, so a window that begins with it would show the compiler.
         if (
@@ -99,9 +97,7 @@ class Windows:
         return None
 
     def _clear_folder(self) -> None:
-        """Removes files of an attempt that was killed in this window, or of an earlier signal at the same
-        step.
-        """
+        """Removes files of an attempt that was killed in this window, or of a signal at the same step."""
         other_folders = {} if self._process else other_parts(self._window_folder)
         # The other processes of this run clear their own folders.
         live_folders = {path for process, path in other_folders.items() if process < self._num_processes}
@@ -124,8 +120,7 @@ class Windows:
     def close(
         self, programs: Callable[[], dict[str, str]], save_samples: Callable[[Path, int, int], None]
     ) -> str | None:
-        """Stops the trace and starts its postprocessing in a separate process. Returns an error message, or
-        None.
+        """Stops the trace and starts its postprocessing as a process. Returns an error message, or None.
 
         Args:
           programs: returns the compiled text of the step, by module.
@@ -167,9 +162,7 @@ class Windows:
         return None
 
     def collect_reports(self, *, wait: bool = False) -> list[str]:
-        """Lines for each window whose postprocessing has ended since the last call: its report, or the
-        error.
-        """
+        """Lines for each window whose postprocessing has ended since the last call: report or error."""
         messages = []
         # A copy of the list, from which finished ones are removed.
         for folder, process in list(self._postprocessing):

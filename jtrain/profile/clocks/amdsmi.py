@@ -101,9 +101,7 @@ class Amd(ClockSource):
         return energy_j
 
     def _violations(self, device: int, metrics: dict[str, Any]) -> tuple[int, int]:
-        """Nanoseconds in which the power and thermal limits held the clock down, from residencies in firmware
-        ticks.
-        """
+        """Nanoseconds in which the power and thermal limits held the clock down, from firmware ticks."""
         # Residencies count ticks of the firmware while a limit held; ticks counts all of them.
         ticks, power = _number(metrics.get("accumulation_counter")), _number(metrics.get("ppt_residency_acc"))
         thermal = sum(

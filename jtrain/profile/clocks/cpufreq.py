@@ -1,5 +1,4 @@
-"""Clock source of CPUs without counters: times a chain of dependent instructions, whose length is fixed in
-cycles.
+"""Clock source of CPUs without counters: times a chain of instructions of a fixed number of cycles.
 
 Virtual machines have no APERF, no cpufreq and no hardware counters. The chain is PBKDF2 with SHA-256: each
 round depends on the previous one, none touches memory, and the standard library implements it in C. Its best

@@ -1,5 +1,4 @@
-"""Clock source of NVIDIA GPUs, through nvidia-ml-py. A quantity whose call is refused is unknown, with one
-note.
+"""Clock source of NVIDIA GPUs, through nvidia-ml-py; what a call refuses is unknown, with one note.
 
 The power call is a 1 s average on Ampere and later, so field 186 (instantaneous power) is tried first. NVML
 ignores CUDA_VISIBLE_DEVICES. MIG slices have no clocks or counters of their own.

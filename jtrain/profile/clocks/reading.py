@@ -35,9 +35,7 @@ class Notes:
     def ask[T](
         self, quantity: str, call: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]
     ) -> Any:
-        """Returns the answer of `call`, or None and a note if the driver refuses; a later call may
-        succeed.
-        """
+        """Returns the answer of `call`, or None and a note if the driver refuses this time."""
         try:
             return call()
         except refusal as error:

@@ -128,9 +128,7 @@ class Sampler:
                 os.write(self._child.stdin.fileno(), FAST if on else SLOW)
 
     def means(self, start_epoch_ns: int, end_epoch_ns: int) -> Means:
-        """Means over a span. Call it in order of time: samples more than a second older than the span are
-        dropped.
-        """
+        """Means over a span. Call it in order of time: it drops samples a second older than the span."""
         self._refresh()
         # Keeps one hold time before the span, since an older sample may still hold at its start.
         self._recent = self._recent[self._recent["epoch_ns"] >= start_epoch_ns - MIN_HOLD_NS]
@@ -160,9 +158,7 @@ class Sampler:
         return mean(span_records["sm_mhz"]), mean(span_records["power_w"]), energy
 
     def save(self, folder: Path, start_epoch_ns: int, end_epoch_ns: int) -> None:
-        """Writes the samples of a span, and of one second before and after it, to samples-<device>.npz in
-        `folder`.
-        """
+        """Writes a span's samples, with a second on either side, to samples-<device>.npz in `folder`."""
         if self._file < 0:
             return
         records = records_in(self._path)
@@ -253,9 +249,7 @@ def _remove_stale_files(folder: Path) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Makes the kernel kill this process when its parent dies; stdin may stay open in another child of the
-    parent.
-    """
+    """Makes the kernel kill this process when its parent dies; another child may keep stdin open."""
     # These are meant for the run, which still needs samples.
     # A terminal sends Ctrl-C to the whole process group, this child included.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -81,8 +81,7 @@ class Anchor:
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """Samples of one device in order of time, in arrays of one length. Unknown values are nan, or -1
-    (integers).
+    """Samples of one device by time, in arrays of one length; unknown is nan, or -1 for integers.
 
     reasons: bits of `REASONS`.
     energy_j: cumulative energy.
@@ -150,10 +149,10 @@ class Samples:
         return float(_step_mean(times, is_held.astype(np.float64), start_ns, end_ns))
 
     def aligned(self, first: Anchor, last: Anchor) -> "Samples":
-        """Copy with epoch_ns on the trace's clock: offset(m) = o0 + (o1 - o0) (m - m0) / (m1 - m0), in
-        integers.
+        """Copy with epoch_ns on the trace's clock, in integers: a straight line through two anchors.
 
-        The two anchors correct a wall clock that was set, or drifted, while the trace ran. With anchors
+        offset(m) = o0 + (o1 - o0) (m - m0) / (m1 - m0) at the monotonic time m. The two anchors correct a
+        wall clock that was set, or drifted, while the trace ran. With anchors
         (trace 5000, monotonic 1000) and (5202, 1200) the offset grows from 4000 to 4002 ns, and samples at
         1000, 1100 and 1200 move to 5000, 5101 and 5202.
 
@@ -177,8 +176,7 @@ class Samples:
 
 
 def make(device: int, source: str, notes: tuple[str, ...] = (), **series: Many) -> Samples:
-    """Builds samples from the known series, at least `epoch_ns`; a clock of 0 MHz becomes unknown, with a
-    note.
+    """Builds samples from the known series, at least `epoch_ns`; 0 MHz becomes unknown, with a note.
 
     A single reading of hardware slowdown is dropped: GPUs report it briefly when they change their
     performance state.
@@ -263,9 +261,7 @@ def _hold_ns(times: Ints) -> int:
 
 
 def _step_mean(times: Ints, values: Floats, start_ns: Many, end_ns: Many) -> Floats:
-    """Mean of a step function over each span, exact while MHz * ns stays below 2**53; nan if not known
-    throughout.
-    """
+    """Mean of a step function over each span, exact while MHz * ns is below 2**53; nan if partly unknown."""
     # One span per op of a trace: prefix sums and a binary search instead of a loop over samples.
     start, end = np.broadcast_arrays(np.asarray(start_ns, np.int64), np.asarray(end_ns, np.int64))
     if not len(times):

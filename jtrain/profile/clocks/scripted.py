@@ -1,5 +1,4 @@
-"""Scripted clock source for tests: replays clocks from a file, so that the expected clock loss is known
-exactly.
+"""Scripted clock source for tests: replays clocks from a file, so that the clock loss is known exactly.
 
     {"ref_mhz": 1000, "max_mhz": 1000, "period_s": 0.01,
      "points": [{"time_s": 0, "sm_mhz": 1000, "power_w": 300}, {"time_s": 2, "sm_mhz": 500, "reasons": 4}]}

@@ -36,9 +36,7 @@ def _has_library(name: str) -> bool:
 
 
 def missing_part(source: str) -> str | None:
-    """Reason why `source` cannot be read here, with what to do about it; None if it looks readable. Costs 1
-    ms.
-    """
+    """Reason why `source` cannot be read here, with what to do; None if it looks readable. Costs 1 ms."""
     if source.startswith("scripted:"):
         path = Path(source.removeprefix("scripted:"))
         return (

@@ -1,6 +1,4 @@
-"""Charts of clocks, power, temperature and throttle reasons over a window, with one device highlighted at a
-time.
-"""
+"""Charts of clocks, power, temperature and throttle reasons over a window, one device highlighted."""
 
 import itertools
 from collections.abc import Sequence
@@ -96,9 +94,7 @@ def _chart(tracks: Sequence[ClockTrack], field: str, name: str, unit: str, end_s
 
 
 def _reasons(tracks: Sequence[ClockTrack], end_s: float) -> list[str]:
-    """One lane per throttle reason of any sample, filled while the reason holds for the highlighted
-    device.
-    """
+    """One lane per throttle reason of any sample, filled while it holds for the highlighted device."""
     names = sorted(
         {reason for track in tracks for point in track.reasons for reason in point.split(",") if reason}
     )

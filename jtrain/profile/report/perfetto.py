@@ -82,8 +82,7 @@ def _device(
 def _runs(
     events: Iterable[OpEvent], ops: Mapping[str, HloOp], group_names: Callable[[HloOp], tuple[str, ...]]
 ) -> Iterator[tuple[tuple[str, ...], int, int, int]]:
-    """(names, step, start, end) of each run of consecutive ops within a step for which `of` gives the same
-    names.
+    """(names, step, start, end) of each run of consecutive ops of a step with the same group names.
 
     Ops of one device may overlap (several streams). A run ends where the next one starts, so that slices
     never cross.
@@ -120,9 +119,7 @@ def _counter_event(device: int, name: str, time_s: float, value: int | float) ->
 def _slice_event(
     process: int, thread: int, name: str, first_ns: int, end_ns: int, start_ns: int, args: dict[str, Any]
 ) -> dict[str, Any]:
-    """Complete event ("X"); the start is subtracted in integers before the division, which keeps nanoseconds
-    exact.
-    """
+    """Complete event ("X"); subtracts the start in integers before it divides, which keeps nanoseconds."""
     event: dict[str, Any] = {"ph": "X", "pid": process, "tid": thread, "name": name, "args": args}
     return event | {"ts": (first_ns - start_ns) / 1e3, "dur": (end_ns - first_ns) / 1e3}
 

@@ -310,9 +310,7 @@ def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[st
 
 
 def _devices(breakdown: Breakdown) -> PageBlock:
-    """Table of the devices' mean times and clocks, which shows slow devices and whether their clock is the
-    cause.
-    """
+    """Table of the devices' mean times and clocks: slow devices, and whether their clock is the cause."""
     device_means = figures.by_device(breakdown)
     if not device_means:
         return "The window has no times of devices."

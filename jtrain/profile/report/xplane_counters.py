@@ -1,5 +1,4 @@
-"""Clock counters in the xplane trace itself, where XProf shows them: sampled clocks, and each op's clock
-loss.
+"""Clock counters in the xplane trace itself, for XProf: sampled clocks, and each op's clock loss.
 
 Uses only names that XProf already reads. It draws a line called `_counters_` as counters. The stat `Time
 Scale Multiplier` of an op is its time at the reference clock over its measured time; the op profile of a TPU
@@ -52,8 +51,7 @@ _FIELDS = {
 def annotate(
     xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensitivity: Mapping[str, float]
 ) -> None:
-    """Adds counters to every device's plane, and multiplier and energy to its ops; skips a file that has
-    counters.
+    """Adds counters to every device's plane, multiplier and energy to its ops; skips a file with counters.
 
     Args:
       xplane: *.xplane.pb of one process; replaced atomically.
