@@ -6,6 +6,7 @@ buffer that it updates. Arguments, and results that take their place (donation),
 lists those. The result differs from the allocation where XLA keeps a buffer longer or makes a copy.
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -157,7 +158,9 @@ def _reuse_operands(
         return
     # Each result takes over one buffer at most, so a used size leaves the list.
     free_sizes = [sizes[buffer] for buffer in _all_buffers([values[instruction.name]]) if buffer in sizes]
-    for buffer in _all_buffers(_operand_buffers(instruction, values)):
+    # In the order of the operands: a set of names has another order in each process.
+    by_operand = [sorted(_all_buffers([value])) for value in _operand_buffers(instruction, values)]
+    for buffer in itertools.chain.from_iterable(by_operand):
         if last_use.get(buffer) == index and sizes.get(buffer) in free_sizes:
             free_sizes.remove(sizes[buffer])
             # The operand's buffer counts until the op before; from here on it is counted as the result's.

@@ -64,6 +64,23 @@ ENTRY %main (w: f32[256], x: f32[256]) -> (f32[256], f32[4,256]) {
 """
 
 
+def test_of_two_operands_of_one_size_the_first_one_gives_its_buffer() -> None:
+    """In every process alike: operands are taken in their order, not in that of a set of names."""
+    made = "f32[256]{0} broadcast(%zero), dimensions={}, metadata={op_name="
+    triples = (
+        f'  %f.{k} = {made}"jit(f)/jvp(layers)/broadcast"}}\n'
+        f'  %b.{k} = {made}"jit(f)/transpose(jvp(layers))/broadcast"}}\n'
+        f'  %s.{k} = f32[256]{{0}} add(%f.{k}, %b.{k}), metadata={{op_name="jit(f)/optimizer/add"}}\n'
+        for k in range(12)
+    )
+    program = read(
+        "HloModule jit_f, is_scheduled=true\n\nENTRY %main (w: f32[]) -> (f32[256]) {\n"
+        f"  %zero = f32[] parameter(0)\n{''.join(triples)}  ROOT %out = (f32[256]{{0}}) tuple(%s.11)\n}}\n"
+    )
+    alive = live_bytes(program, read_ops(program, MESH))
+    assert [(alive[f"s.{k}"] / 1024).tolist() for k in range(12)] == 12 * [[0, 1, 1, 0]]
+
+
 def test_a_buffer_lives_from_its_maker_to_its_last_reader() -> None:
     """In KiB: loop state is not counted twice, tuple elements die one by one, an in-place result is free."""
     alive = live_bytes(read(PROGRAM), read_ops(read(PROGRAM), MESH))
