@@ -36,12 +36,10 @@ class Amd(ClockSource):
         except Exception as error:  # the import raises KeyError if amdsmi's library is missing
             raise UserError(f"amdsmi does not start: {error!r}. Set profile.clocks=none.") from error
         self._smi = amdsmi
-        # Only one of the two is expected: where both are set, HIP counts within ROCR's list.
-        visible = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(number) for number in range(len(handles))]
+        names = _visible_names(len(handles))
         self._handles = {}
         for local, number in enumerate(devices):
-            name = names[number].strip() if number < len(names) else "none"
+            name = names[number] if number < len(names) else "none"
             if name.isdigit() and int(name) < len(handles):
                 self._handles[local] = handles[int(name)]
             else:
@@ -125,6 +123,20 @@ class Amd(ClockSource):
     def close(self) -> None:
         """Closes amdsmi."""
         self._ask("shutdown", self._smi.amdsmi_shut_down)
+
+
+def _visible_names(num_gpus: int) -> list[str]:
+    """Numbers of the GPUs that this process sees, in its order, by both variables of ROCm."""
+    names = [str(number) for number in range(num_gpus)]
+    # ROCR hides devices below HIP, so HIP's numbers count within what ROCR shows.
+    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if listed := os.environ.get(variable):
+            by_number = dict(enumerate(names))
+            # A UUID, or a number beyond the list, names no GPU that can be read here.
+            names = [
+                by_number.get(int(n), "none") if n.isdigit() else n for n in map(str.strip, listed.split(","))
+            ]
+    return names
 
 
 def _number(value: object) -> float:

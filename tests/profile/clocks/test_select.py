@@ -204,6 +204,23 @@ def test_amd_reads_gpu_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     source.close()
 
 
+def test_hip_counts_the_gpus_that_rocr_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ROCR_VISIBLE_DEVICES=1,0 the second GPU is HIP's number 0."""
+    stand_in = types.ModuleType("amdsmi")
+    exec(AMDSMI, stand_in.__dict__)
+    monkeypatch.setitem(sys.modules, "amdsmi", stand_in)
+    for variables, clocks in (
+        ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1"}, 1950.0),
+        ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}, math.nan),
+        ({"HIP_VISIBLE_DEVICES": "0"}, 1950.0),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, math.nan),
+    ):
+        with monkeypatch.context() as environment:
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            assert Amd([0]).read(0, slow=False).sm_mhz == pytest.approx(clocks, nan_ok=True), variables
+
+
 def test_the_cpus_chain_is_relative_to_its_best() -> None:
     """The clock is never above its best, and not absurdly below, whatever else runs."""
     source = cpufreq.Cpu()
