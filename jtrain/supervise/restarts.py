@@ -27,7 +27,10 @@ class Restarts:
             self.failures = 0
 
     def pause_s(self, spec: SuperviseSpec) -> float | None:
-        """Counts a failure; returns the pause before the next attempt, or None to give up."""
+        """Counts a failure; returns the pause before the next attempt, or None to give up.
+
+        With the default spec, failures in a row wait 0, 1, 4, 16 and 60 s; the sixth gives up.
+        """
         self.failures += 1
         if self.failures > spec.max_restarts:
             return None

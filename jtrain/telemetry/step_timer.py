@@ -37,7 +37,7 @@ def host_scores(own_s: Sequence[float], step_s: float) -> dict[str, float]:
 
     The score is the fraction of the step time that would remain if this host were as fast as the fastest.
     Steps take equally long on all hosts, since each waits for the slowest; so hosts are compared by their own
-    time.
+    time. With steps of 1 s and own times of 0.2, 0.3 and 0.25 s the scores are 1.0, 0.9 and 0.95.
 
     Args:
       own_s: for each host, seconds per step in which it does not wait for its devices.

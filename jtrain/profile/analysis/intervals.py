@@ -88,6 +88,9 @@ def covered(starts: np.ndarray, ends: np.ndarray, times: Set) -> np.ndarray:
 def shares(starts: np.ndarray, ends: np.ndarray, within: Set | None = None) -> np.ndarray:
     """Seconds of each event; time in which k events run is divided by k, so the results sum to their union.
 
+    Events from 0 to 4 s and from 2 to 6 s have 2 s alone and half of 2 s together: 3 s each, of a union of
+    6 s. Within 3 to 5 s the first has 0.5 s and the second 1.5 s.
+
     Args:
       within: count only these times; None counts all.
     """
