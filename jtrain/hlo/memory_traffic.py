@@ -1,6 +1,4 @@
-"""Memory traffic of a compiled program: bytes of the device's memory that each instruction reads and
-writes.
-"""
+"""Memory traffic of a compiled program: bytes that each instruction reads and writes."""
 
 import dataclasses
 import re
@@ -26,8 +24,7 @@ class Pass:
 
 
 def passes(hlo: str) -> tuple[Pass, ...]:
-    """Every instruction of an optimized program that accesses memory; each distinct operand counts whole,
-    once.
+    """Instructions of an optimized program that access memory; each distinct operand counts whole, once.
 
     Exact for programs of whole-array fusions, slices and copies. An asynchronous instruction reads at its
     start and writes at its done.
@@ -37,20 +34,34 @@ def passes(hlo: str) -> tuple[Pass, ...]:
     """
     program = read(hlo)
     instructions = program.computations[program.entry]
-    size = {i.name: array_bytes(_ON_CHIP.sub("", i.type)) for i in instructions}
-    found: list[Pass] = []
-    for i in instructions:
-        if i.holds_others:
-            raise UserError(f"{i.name} is a {i.opcode}: bytes are counted only in programs without one.")
-        if i.opcode in NO_ACCESS or 'custom_call_target="ConcatBitcast"' in i.line:
+    # An array in VMEM counts 0 bytes here, whoever reads or writes it.
+    bytes_by_name = {
+        instruction.name: array_bytes(_ON_CHIP.sub("", instruction.type)) for instruction in instructions
+    }
+    memory_passes: list[Pass] = []
+    for instruction in instructions:
+        if instruction.is_control_flow:
+            raise UserError(
+                f"{instruction.name} is a {instruction.opcode}: bytes are counted only in programs "
+                "without one."
+            )
+        # ConcatBitcast is a TPU's name for arrays that already lie side by side: nothing moves.
+        if instruction.opcode in NO_ACCESS or 'custom_call_target="ConcatBitcast"' in instruction.line:
             continue
-        operands = {name for name in i.operands if name in size}
-        read_bytes = 0 if i.opcode.endswith("-done") else sum(size[name] for name in operands)
-        if read_bytes and i.opcode in ("slice", "slice-start"):  # they read what they give
-            read_bytes = array_bytes(i.type if i.opcode == "slice" else elements(i.type)[1])
-        written_bytes = 0 if i.opcode.endswith("-start") else size[i.name]
-        found.append(Pass(i.name, read_bytes, written_bytes))
-    return tuple(found)
+        # A set: an operand that is named twice is read once. Computations that are called have names too, but
+        # no size.
+        operands = {name for name in instruction.operands if name in bytes_by_name}
+        # A pair of start and done is one pass: reads count at the start, writes at the done.
+        read_bytes = (
+            0 if instruction.opcode.endswith("-done") else sum(bytes_by_name[name] for name in operands)
+        )
+        if read_bytes and instruction.opcode in ("slice", "slice-start"):  # they read what they give
+            read_bytes = array_bytes(
+                instruction.type if instruction.opcode == "slice" else elements(instruction.type)[1]
+            )
+        written_bytes = 0 if instruction.opcode.endswith("-start") else bytes_by_name[instruction.name]
+        memory_passes.append(Pass(instruction.name, read_bytes, written_bytes))
+    return tuple(memory_passes)
 
 
 def written_arrays(hlo: str) -> frozenset[tuple[str, tuple[int, ...]]]:
@@ -60,7 +71,13 @@ def written_arrays(hlo: str) -> frozenset[tuple[str, tuple[int, ...]]]:
     """
     computations = read(hlo).computations
     fused = {
-        name for body in computations.values() for i in body if i.opcode == "fusion" for name in i.called
+        name
+        for body in computations.values()
+        for instruction in body
+        if instruction.opcode == "fusion"
+        for name in instruction.called
     }
-    written = (i for name, body in computations.items() if name not in fused for i in body)
-    return frozenset(array for i in written for array in arrays(i.type))
+    writers = (
+        instruction for name, body in computations.items() if name not in fused for instruction in body
+    )
+    return frozenset(array for instruction in writers for array in arrays(instruction.type))

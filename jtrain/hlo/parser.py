@@ -2,6 +2,23 @@
 
 The text is in schedule order. A pair of start and done (`all-gather-start`, `copy-start`, `async-start`, the
 `call-start` of a TPU's sparse cores) is asynchronous, and hidden if a matmul runs in between.
+
+Example: a loop of six trips on 8 devices, mesh replica=2, data=4, that gathers a bf16 weight of 8 x 8:
+
+    %body (p: (s32[], bf16[2,8])) -> (s32[], bf16[2,8]) {
+      %w = bf16[2,8] get-tuple-element(%p), index=1
+      %ag = (bf16[2,8], bf16[8,8]) all-gather-start(%w), replica_groups=[2,4]<=[8], dimensions={0}
+      %dot = f32[16,16] dot(%x, %y), lhs_contracting_dims={1}
+      %full = bf16[8,8] all-gather-done(%ag)
+    }
+    ENTRY %main (a: bf16[2,8]) -> bf16[2,8] {
+      %loop = (s32[], bf16[2,8]) while(%t), ..., backend_config={"known_trip_count":{"n":"6"}}
+    }
+
+`visits` yields loop (once), w, ag and dot (six times each). ag is in flight from index 1 to index 3 of its
+computation, and hidden, because dot is at index 2. Its groups [[0, 1, 2, 3], [4, 5, 6, 7]] differ along
+`data`; the gathered array has 8 * 8 * 2 = 128 bytes, of which a device sends 3/4 = 96 on the ring, and in all
+six trips 576.
 """
 
 import dataclasses
@@ -10,13 +27,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-import numpy as np
-
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all")
 KINDS += ("collective-permute", "collective-broadcast")
 """Opcodes of collectives."""
 
-_ITEMSIZE = {
+ITEMSIZE = {
     "pred": 1,
     "s8": 1,
     "u8": 1,
@@ -28,9 +43,11 @@ _ITEMSIZE = {
     "u32": 4,
     "f32": 4,
 }
-_ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
-_ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
+ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
+ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
 
+# Custom calls that multiply matrices: cuBLAS and cuDNN by target, Pallas kernels on TPU and GPU by their
+# compiler.
 _KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -52,22 +69,21 @@ class Instruction:
     @property
     def operands(self) -> list[str]:
         """Names of its operands."""
-        _, _, rest = self.line.partition(f" {self.opcode}(")
-        return re.findall(r"%([\w.-]+)", rest.partition("), ")[0])
+        # Attributes after the closing parenthesis name computations with % too, so the text ends at "), ".
+        _, _, arguments = self.line.partition(f" {self.opcode}(")
+        return re.findall(r"%([\w.-]+)", arguments.partition("), ")[0])
 
     @property
     def collective(self) -> str:
-        """Kind of the collective that it is or starts, one of `KINDS`; "" for others, and for what ends
-        one.
-        """
+        """Kind of the collective that it is or starts, one of `KINDS`; "" for all else, done included."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in KINDS else ""
 
     @property
     def op_name(self) -> str:
         """Path of named scopes in its metadata; "" if it has none."""
-        found = re.search(r'op_name="([^"]*)"', self.line)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.line)
+        return match[1] if match else ""
 
     @property
     def is_root(self) -> bool:
@@ -75,18 +91,19 @@ class Instruction:
         return self.line.lstrip().startswith("ROOT ")
 
     @property
-    def holds_others(self) -> bool:
+    def is_control_flow(self) -> bool:
         """True for a loop, a conditional or a call."""
         return self.opcode in ("while", "conditional", "call")
 
     @property
     def called(self) -> list[str]:
         """Names of the computations that it calls, without the condition of a loop."""
+        # m[2] is a single name, m[3] a list in braces (branches of a conditional).
         matches = _CALLED.finditer(self.line)
         return [name for m in matches for name in ([m[2]] if m[2] else re.findall(r"%([\w.-]+)", m[3]))]
 
     @property
-    def run_by(self) -> list[str]:
+    def called_with_condition(self) -> list[str]:
         """Names of the computations that it calls, with the condition of a loop."""
         return [*self.called, *re.findall(r"\bcondition=%([\w.-]+)", self.line)]
 
@@ -105,38 +122,40 @@ class HloProgram:
     @functools.cached_property
     def types(self) -> dict[str, str]:
         """Result type of every instruction, by name."""
-        return {one.name: one.type for body in self.computations.values() for one in body}
+        return {
+            instruction.name: instruction.type for body in self.computations.values() for instruction in body
+        }
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """Instructions of the computations that an instruction calls."""
-        return [one for name in instruction.called for one in self.computations[name]]
+        return [nested for name in instruction.called for nested in self.computations[name]]
 
     @functools.cached_property
-    def _known(self) -> dict[str, bool]:
-        return {}
+    def _matmul_by_computation(self) -> dict[str, bool]:
+        return {}  # a computation may be called from many places
 
-    def multiplies(self, instruction: Instruction) -> bool:
+    def has_matmul(self, instruction: Instruction) -> bool:
         """True if an instruction is or contains a matmul, or calls a kernel."""
         if instruction.opcode in ("dot", "convolution"):
             return True
         if instruction.opcode == "custom-call":
             return _KERNEL.search(instruction.line) is not None
         for name in instruction.called:
-            if name not in self._known:
-                self._known[name] = any(map(self.multiplies, self.computations[name]))
-            if self._known[name]:
+            if name not in self._matmul_by_computation:
+                self._matmul_by_computation[name] = any(map(self.has_matmul, self.computations[name]))
+            if self._matmul_by_computation[name]:
                 return True
         return False
 
     def trip_count(self, line: str) -> int | None:
-        """Trip count of a while loop: the compiler's annotation, else the bound in its condition (from 0 by
-        1).
-        """
-        if noted := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
-            return int(noted[1])
+        """Trip count of a while loop: the compiler's annotation, else its condition's bound (from 0 by 1)."""
+        # Written as JSON, or as `known_trip_count={n=4}`.
+        if annotation := re.search(r'"?known_trip_count"?[=:]\{"?n"?[=:]"?(\d+)', line):
+            return int(annotation[1])
         condition = re.search(r"condition=%([\w.-]+)", line)
         if not condition:
             return None
+        # A bound counts only if it is the one integer constant of a condition that compares with "less than".
         bounds: list[int] = []
         pending = [condition[1]]
         compared = False
@@ -144,6 +163,8 @@ class HloProgram:
             for instruction in self.computations[pending.pop()]:
                 if constant := re.search(r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line):
                     bounds.append(int(constant[1]))
+                # The comparison may be in a fusion that the condition calls, so the called computations are
+                # searched as well.
                 compared |= "direction=LT" in instruction.line
                 pending += instruction.called
         return bounds[0] if len(bounds) == 1 and compared else None
@@ -153,19 +174,19 @@ class HloProgram:
 class Visit:
     """One instruction at one call site, with its number of executions.
 
-    times: executions per run of the program; None if a loop around it has no known trip count.
-    asynchronous, hidden: True if it is part of a pair of start and done, and if a matmul runs in between.
-    computation, around: name and instructions of its computation; it is in flight from index `start` to
+    num_runs: executions per run of the program; None if a loop around it has no known trip count.
+    is_async, is_hidden: True if it is part of a pair of start and done, and if a matmul runs in between.
+    computation, body: name and instructions of its computation; it is in flight from index `start` to
       `stop`.
     types: result type of every instruction of the program.
     """
 
     computation: str
     instruction: Instruction
-    times: int | None
-    asynchronous: bool
-    hidden: bool
-    around: list[Instruction]
+    num_runs: int | None
+    is_async: bool
+    is_hidden: bool
+    body: list[Instruction]
     start: int
     stop: int
     types: Mapping[str, str]
@@ -185,41 +206,50 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
     """
     program = read(hlo)
 
-    def visit(name: str, times: int | None, asynchronous: bool, hidden: bool) -> Iterator[Visit]:
-        instructions = program.computations[name]
-        for index, instruction in enumerate(instructions):
+    def visit(
+        name: str, num_runs: int | None, is_parent_async: bool, is_parent_hidden: bool
+    ) -> Iterator[Visit]:
+        body = program.computations[name]
+        for index, instruction in enumerate(body):
             opcode = instruction.opcode
+            # Their start stands for the whole pair.
             if opcode.endswith(("-done", "-update")):
                 continue
-            beside, under, begin, stop = asynchronous, hidden, index, index
+            is_async, is_hidden, start, stop = is_parent_async, is_parent_hidden, index, index
+            # XLA:GPU writes some pairs that it will not overlap; it marks them, and they count as
+            # synchronous.
             if opcode.endswith("-start") and '"is_sync":true' not in instruction.line:
-                beside, begin, stop = True, begin_of(instructions, index), done_of(instructions, index)
-                stop = stop or len(instructions)
-                between = instructions[begin + 1 : stop]
-                under |= any(
-                    program.multiplies(i)
-                    for i in between
-                    if not i.opcode.endswith(("-start", "-update", "-done"))
+                is_async, start, stop = True, begin_of(body, index), done_of(body, index)
+                # A start whose done is in another computation is in flight until this one ends.
+                stop = stop or len(body)
+                in_flight = body[start + 1 : stop]
+                # Only work that runs in between hides the pair: a start or done of another pair takes no time
+                # itself.
+                is_hidden |= any(
+                    program.has_matmul(overlapped)
+                    for overlapped in in_flight
+                    if not overlapped.opcode.endswith(("-start", "-update", "-done"))
                 )
-            yield Visit(name, instruction, times, beside, under, instructions, begin, stop, program.types)
-            inner = times
+            yield Visit(name, instruction, num_runs, is_async, is_hidden, body, start, stop, program.types)
+            inner_runs = num_runs
             if opcode == "while":
-                trips = program.trip_count(instruction.line)
-                inner = None if times is None or trips is None else times * trips
+                # Trip counts of nested loops multiply; one unknown count makes all inside it unknown.
+                trip_count = program.trip_count(instruction.line)
+                inner_runs = None if num_runs is None or trip_count is None else num_runs * trip_count
             elif opcode == "conditional" and branch_times is not None:
-                taken = branch_times(instruction.op_name)
-                inner = times if taken is None else taken
+                # An absolute count per run of the program, not per visit: it replaces the loops' product.
+                branch_runs = branch_times(instruction.op_name)
+                inner_runs = num_runs if branch_runs is None else branch_runs
             # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all
             # callers.
-            for inside in instruction.called:
-                yield from visit(inside, inner, beside, under)
+            for computation in instruction.called:
+                yield from visit(computation, inner_runs, is_async, is_hidden)
 
     yield from visit(program.entry, 1, False, False)
 
 
 def begin_of(instructions: list[Instruction], start: int) -> int:
-    """Index at which the start at `start` has its data: that of its first update, if the start has no
-    operands.
+    """Index at which the start at `start` has its data: its first update's, if it has no operands.
 
     A TPU's sparse cores are started before the data exist that they will send.
     """
@@ -234,13 +264,14 @@ def begin_of(instructions: list[Instruction], start: int) -> int:
 
 def done_of(instructions: list[Instruction], start: int) -> int | None:
     """Index of the done instruction for the start at `start`; None if it is in another computation."""
-    waiting = instructions[start].name
+    flight_name = instructions[start].name
     for index in range(start + 1, len(instructions)):
         instruction = instructions[index]
-        if instruction.opcode.endswith(("-done", "-update")) and waiting in instruction.operands:
+        # start -> update -> done is a chain: each names the one before as its operand.
+        if instruction.opcode.endswith(("-done", "-update")) and flight_name in instruction.operands:
             if instruction.opcode.endswith("-done"):
                 return index
-            waiting = instruction.name
+            flight_name = instruction.name
     return None
 
 
@@ -251,126 +282,51 @@ def arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
 
 def array_bytes(type_: str) -> int:
     """Bytes of an array type, or of all arrays of a tuple type."""
-    return sum(_ITEMSIZE[dtype] * math.prod(dims) for dtype, dims in arrays(type_))
+    return sum(ITEMSIZE[dtype] * math.prod(dims) for dtype, dims in arrays(type_))
 
 
 def elements(type_: str) -> list[str]:
     """Element types of a tuple type, split at the commas outside of brackets."""
-    depth, parts = 0, [""]
-    for char in type_[1:-1]:
-        depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0:
-            parts.append("")
+    depth, types = 0, [""]
+    for character in type_[1:-1]:
+        depth += (character in "([{") - (character in ")]}")
+        # Commas also stand within dimensions, layouts and nested tuples: (f32[2,4]{1,0}, s32[]).
+        if character == "," and depth == 0:
+            types.append("")
         else:
-            parts[-1] += char
-    return parts
+            types[-1] += character
+    return types
 
 
 def read(hlo: str) -> HloProgram:
     """Parses HLO text."""
-    found: dict[str, list[Instruction]] = {}
+    computations: dict[str, list[Instruction]] = {}
     entry = ""
     current: list[Instruction] = []
     for line in hlo.splitlines():
+        # A computation's head names its parameters and result; only the entry's begins with ENTRY.
         if line.endswith("{") and (head := re.match(r"(ENTRY )?%?([\w.-]+)[ .]*\(", line)):
-            current = found[head[2]] = []
+            current = computations[head[2]] = []
             entry = head[2] if head[1] else entry
         elif (start := line.find(" = ")) > 0:
-            type_, rest = _split_type(line[start + 3 :])
+            # `%name = type opcode(operands), attributes`; a ROOT stands before the name of the result.
+            type_, tail = _split_type(line[start + 3 :])
             name = line[:start].split()[-1].removeprefix("%")
-            current.append(Instruction(name, type_, rest.partition("(")[0].strip(), line))
+            current.append(Instruction(name, type_, tail.partition("(")[0].strip(), line))
         elif current and line.strip() not in ("", "}"):  # metadata of a TPU kernel has lines of its own
             current[-1] = dataclasses.replace(current[-1], line=f"{current[-1].line} {line}")
-    return HloProgram(hlo.partition("\n")[0], found, entry)
+    return HloProgram(hlo.partition("\n")[0], computations, entry)
 
 
 def _split_type(text: str) -> tuple[str, str]:
     """Splits an instruction after its result type, which for a tuple ends at the closing parenthesis."""
     if not text.startswith("("):
-        type_, _, rest = text.partition(" ")
-        return type_, rest
+        type_, _, tail = text.partition(" ")
+        return type_, tail
     depth = 0
     for index, char in enumerate(text):
         depth += (char == "(") - (char == ")")
         if depth == 0:
+            # Types hold spaces and nested parentheses, so neither a space nor the first ")" ends one.
             return text[: index + 1], text[index + 1 :]
     return text, ""
-
-
-def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """(dtype, bytes) of each whole array: an all-gather's result, a reduce-scatter's operand, an all-reduce's
-    sum.
-
-    The bytes that a ragged all-to-all sends depend on the data. Its operand or its result may have room to
-    spare, so the smaller of the two is counted.
-
-    Args:
-      types: those of the program.
-    """
-    kind, type_ = instruction.collective, instruction.type
-    if type_.startswith("((") or instruction.opcode in ("all-gather-start", "collective-permute-start"):
-        type_ = elements(type_)[1]  # (operands, results, ...): each an array or a tuple of arrays
-    each = arrays(type_)
-    if kind == "all-to-all":  # the tuple has one piece per device, together one array
-        yield each[0][0], array_bytes(type_)
-        return
-    if kind == "ragged-all-to-all":
-        yield each[0][0], min(array_bytes(type_), array_bytes(types[instruction.operands[0]]))
-        return
-    for dtype, dims in each:
-        yield dtype, _ITEMSIZE[dtype] * math.prod(dims) * (group if kind == "reduce-scatter" else 1)
-
-
-def wire_bytes(kind: str, array_bytes: int, group: int) -> int:
-    """Bytes that one device sends: (n - 1) / n of the array on a ring, twice for an all-reduce, all for a
-    permute.
-    """
-    if kind == "collective-permute":
-        return array_bytes
-    return (2 if kind == "all-reduce" else 1) * array_bytes * (group - 1) // group
-
-
-def groups_of(instruction: Instruction, mesh_shape: Mapping[str, int]) -> list[list[int]]:
-    """Groups of devices that communicate in a collective, as indices into the mesh."""
-    line = instruction.line
-    if instruction.opcode.startswith("collective-permute"):
-        return _permuted(line)
-    size = math.prod(mesh_shape.values())
-    if named := re.search(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\S+)? ?\{([^}]*)\}", line):
-        shape = {name: int(n) for name, n in re.findall(r"'?(\w+)'?=(\d+)", named[1])}
-        names = re.findall(r"'(\w+)'", named[2])
-        return _along(shape, names)
-    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        ids = np.arange(size).reshape([int(n) for n in iota[3].split(",")])
-        if iota[4]:
-            ids = ids.transpose([int(n) for n in iota[4].split(",")])
-        return ids.reshape(int(iota[1]), int(iota[2])).tolist()
-    if listed := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", line):
-        return [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-    return [list(range(size))]
-
-
-def _along(shape: Mapping[str, int], axes: list[str]) -> list[list[int]]:
-    """Groups of devices that differ only in their position along `axes`."""
-    ids = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
-    inside = [index for index, name in enumerate(shape) if name in axes]
-    outside = [index for index, name in enumerate(shape) if name not in axes]
-    return ids.transpose([*outside, *inside]).reshape(-1, math.prod(shape[name] for name in axes)).tolist()
-
-
-def _permuted(line: str) -> list[list[int]]:
-    """(sender, receiver) of each pair of a collective-permute."""
-    pairs = re.search(r"source_target_pairs=\{(\{[\d,{}]*\})\}", line)
-    return (
-        [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{([\d,]+)\}", pairs[1])] if pairs else []
-    )
-
-
-def axes_of(groups: list[list[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Mesh axes along which the members of a group differ."""
-    places = [np.unravel_index(np.asarray(group), tuple(mesh_shape.values())) for group in groups]
-    return tuple(
-        axis
-        for index, axis in enumerate(mesh_shape)
-        if any(len(set(place[index].tolist())) > 1 for place in places)
-    )

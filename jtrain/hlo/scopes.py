@@ -10,15 +10,15 @@ from typing import Literal
 
 type Phase = Literal["forward", "backward", "optimizer", "data", "checkpoint", "other"]
 
-_TOP = ("batch", "embed", "rope", "layers", "final_norm", "loss", "reduce_gradients", "optimizer")
+_LAYER_SCOPES = ("batch", "embed", "rope", "layers", "final_norm", "loss", "reduce_gradients", "optimizer")
 """Named scopes of `jtrain.step.train_step` and `jtrain.model.transformer`; each is a layer of the report."""
 
-_INSIDE = {"attention": "attention", "attention_norm": "attention", "mlp": "mlp", "mlp_norm": "mlp"}
+_SUBLAYERS = {"attention": "attention", "attention_norm": "attention", "mlp": "mlp", "mlp_norm": "mlp"}
 """Scope, or component of a weight's path, inside `layers` -> second half of the layer's name."""
 
 _PHASES: dict[str, Phase] = {"optimizer": "optimizer", "reduce_gradients": "backward", "batch": "data"}
 
-NOWHERE: tuple[Phase, str] = ("other", "")
+UNMARKED: tuple[Phase, str] = ("other", "")
 """Phase and layer of what has none of our scopes."""
 
 
@@ -28,15 +28,20 @@ def scope_mark(scope: str) -> tuple[Phase, str]:
     >>> scope_mark("jit(train_step)/shard_map/transpose(jvp(layers))/while/body/checkpoint/mlp/dot_general")
     ('backward', 'layers/mlp')
     """
+    # A jitted function's name, as in jit(loss), is no scope, though it may be spelt like one.
     names = re.findall(r"[\w.-]+", re.sub(r"\bp?jit\([^)]*\)", "", scope))
-    top = next((name for name in names if name in _TOP), None)
+    # The outermost of our scopes names the layer; what is inside it only refines `layers`.
+    top = next((name for name in names if name in _LAYER_SCOPES), None)
     if top is None:
-        return NOWHERE
+        return UNMARKED
     if top == "layers":
-        inside = next((_INSIDE[name] for name in names[names.index(top) + 1 :] if name in _INSIDE), None)
-        layer = f"layers/{inside}" if inside else "layers"
+        part = next((_SUBLAYERS[name] for name in names[names.index(top) + 1 :] if name in _SUBLAYERS), None)
+        layer = f"layers/{part}" if part else "layers"
     else:
         layer = top
+    # reduce_gradients has no transpose in its path, although it belongs to the backward pass.
     if top in _PHASES:
         return _PHASES[top], layer
+    # jax names the transposed (backward) computation `transpose(jvp(...))`; rematerialised forward ops run
+    # inside it.
     return ("backward" if "transpose" in names or "rematted_computation" in names else "forward"), layer

@@ -1,6 +1,4 @@
-"""Traffic of a compiled program: collectives and host-memory copies, multiplied by the trip counts of
-loops.
-"""
+"""Traffic of a compiled program: collectives and host-memory copies, times the trip counts of loops."""
 
 import collections
 import dataclasses
@@ -8,19 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from jtrain.errors import UserError
-from jtrain.hlo.parser import (
-    BranchTimes,
-    Instruction,
-    Visit,
-    array_bytes,
-    axes_of,
-    done_of,
-    elements,
-    groups_of,
-    visits,
-    whole_arrays,
-    wire_bytes,
-)
+from jtrain.hlo.device_groups import axes_of, groups_of, whole_arrays, wire_bytes
+from jtrain.hlo.parser import BranchTimes, Instruction, Visit, array_bytes, done_of, elements, visits
 
 _HOST = "S(5)"
 """Memory space of pinned host memory in HLO, on TPUs and GPUs."""
@@ -30,8 +17,7 @@ type _Direction = Literal["to host", "to device"]
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of one kind, axes, group size and dtype in one execution of a program, as one device
-    sees them.
+    """All collectives of one kind, axes, group size and dtype in one execution, as one device sees them.
 
     axes: mesh axes that the groups span, entirely or, if `group` is smaller than their product, in part.
     group: number of devices that communicate with each other.
@@ -79,9 +65,7 @@ class HostCopies:
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """Network bytes that one device sends per execution: all, the asynchronous ones, and those hidden by a
-    matmul.
-    """
+    """Network bytes that a device sends per execution: all, asynchronous ones, those hidden by a matmul."""
 
     wire_bytes: int
     async_bytes: int
@@ -91,7 +75,9 @@ class Overlap:
 def overlap(collectives: Iterable[Traffic]) -> Overlap:
     """Sums over all collectives, in bytes that one device sends."""
     rows = list(collectives)
-    return Overlap(*(sum(t.on_wire(getattr(t, name)) for t in rows) for name in ("array_bytes", *_OVERLAP)))
+    return Overlap(
+        *(sum(row.on_wire(getattr(row, name)) for row in rows) for name in ("array_bytes", *_OVERLAP))
+    )
 
 
 _OVERLAP = ("async_bytes", "hidden_bytes")
@@ -116,18 +102,19 @@ def traffic(
         kind = instruction.collective
         if not kind:
             continue
-        times = _known(visit, kind)
+        num_runs = _known_num_runs(visit, kind)
+        # The largest group stands for all: XLA gives the groups of one collective the same size.
         groups = groups_of(instruction, mesh_shape)
-        group = max(len(g) for g in groups) if groups else 1
+        group = max(len(members) for members in groups) if groups else 1
+        # One instruction may carry arrays of several dtypes, each a row of its own.
         for dtype, size in whole_arrays(instruction, group, visit.types):
             key = (kind, axes_of(groups, mesh_shape), group, dtype)
-            _add(total, key, visit, times, size)
+            _add(total, key, visit, num_runs, size)
     return [Traffic(*key, *_sums(total, key)) for key in sorted({key[:-1] for key in total}, key=str)]
 
 
 def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostCopies]:
-    """Every copy between device and host memory in optimized HLO, multiplied by the trip counts of loops
-    around it.
+    """Every copy between device and host memory in optimized HLO, times the trip counts of its loops.
 
     Args:
       branch_times: as in `visits`.
@@ -136,49 +123,56 @@ def host_copies(hlo: str, branch_times: BranchTimes | None = None) -> list[HostC
       UserError: the trip count of a loop around a copy is unknown.
     """
     total: collections.Counter[tuple[Any, ...]] = collections.Counter()
-    counted: set[str] = set()  # computations inside a start that is counted already
+    counted_computations: set[str] = set()  # computations inside a start that is counted already
     for visit in visits(hlo, branch_times):
-        copy = None if visit.computation in counted else host_copy(visit.instruction, visit.around)
-        if copy is not None:
-            direction, size = copy
-            counted.update(visit.instruction.called)
-            times = _known(visit, "copy")
-            _add(total, (direction,), visit, times, size)
-            total[direction, "duplex_bytes"] += times * size * _meets_opposite(visit, direction)
-    found = sorted({key[:-1] for key in total})
-    return [HostCopies(*key, *_sums(total, key), duplex_bytes=total[*key, "duplex_bytes"]) for key in found]
+        transfer = (
+            None if visit.computation in counted_computations else host_copy(visit.instruction, visit.body)
+        )
+        if transfer is not None:
+            direction, size = transfer
+            # The copy inside an async start is the start itself: counting both would double it.
+            counted_computations.update(visit.instruction.called)
+            num_runs = _known_num_runs(visit, "copy")
+            _add(total, (direction,), visit, num_runs, size)
+            total[direction, "duplex_bytes"] += num_runs * size * _meets_opposite(visit, direction)
+    keys = sorted({key[:-1] for key in total})
+    return [HostCopies(*key, *_sums(total, key), duplex_bytes=total[*key, "duplex_bytes"]) for key in keys]
 
 
 def _meets_opposite(visit: Visit, direction: _Direction) -> bool:
     """True if an asynchronous copy is in flight at the same time as a copy in the other direction."""
-    for index, other in enumerate(visit.around if visit.asynchronous else ()):
-        copy = host_copy(other, visit.around)
-        if copy is not None and copy[0] != direction and index < visit.stop:
-            stop = done_of(visit.around, index) if other.opcode.endswith("-start") else index
+    for index, neighbour in enumerate(visit.body if visit.is_async else ()):
+        transfer = host_copy(neighbour, visit.body)
+        # A neighbour that starts after this copy's done cannot overlap it.
+        if transfer is not None and transfer[0] != direction and index < visit.stop:
+            # A synchronous copy occupies its own index only.
+            stop = done_of(visit.body, index) if neighbour.opcode.endswith("-start") else index
             if stop is not None and stop > visit.start:
                 return True
     return False
 
 
-def _add(total: collections.Counter[Any], key: tuple[Any, ...], visit: Visit, times: int, size: int) -> None:
-    total[*key, "count"] += times
-    total[*key, "bytes"] += times * size
-    total[*key, "async_bytes"] += times * size * visit.asynchronous
-    total[*key, "hidden_bytes"] += times * size * visit.hidden
+def _add(
+    total: collections.Counter[Any], key: tuple[Any, ...], visit: Visit, num_runs: int, size: int
+) -> None:
+    total[*key, "count"] += num_runs
+    total[*key, "bytes"] += num_runs * size
+    total[*key, "async_bytes"] += num_runs * size * visit.is_async
+    total[*key, "hidden_bytes"] += num_runs * size * visit.is_hidden
 
 
 def _sums(total: collections.Counter[Any], key: tuple[Any, ...]) -> list[int]:
     return [total[*key, name] for name in ("count", "bytes", *_OVERLAP)]
 
 
-def _known(visit: Visit, what: str) -> int:
-    if visit.times is None:
+def _known_num_runs(visit: Visit, name: str) -> int:
+    if visit.num_runs is None:
         line = visit.instruction.line[:200]
-        raise UserError(f"{what} is in a loop whose trip count is not in the HLO: {line}")
-    return visit.times
+        raise UserError(f"{name} is in a loop whose trip count is not in the HLO: {line}")
+    return visit.num_runs
 
 
-def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Direction, int] | None:
+def host_copy(instruction: Instruction, body: list[Instruction]) -> tuple[_Direction, int] | None:
     """Direction and bytes of an instruction's copy between host and device memory; None if it copies nothing.
 
     The type of a start names the types of operands and result, whether it starts a slice or a fusion around
@@ -186,19 +180,24 @@ def host_copy(instruction: Instruction, around: list[Instruction]) -> tuple[_Dir
     """
     opcode, type_ = instruction.opcode, instruction.type
     if opcode == "copy-start":
-        result, *given = elements(type_)[:2]
+        # copy-start: (destination, source, context).
+        result, *operand_types = elements(type_)[:2]
     elif opcode.endswith("-start") and type_.startswith("(("):
-        given, result = elements(elements(type_)[0]), elements(type_)[1]
+        # async-start: ((operands), result, context).
+        operand_types, result = elements(elements(type_)[0]), elements(type_)[1]
     elif opcode in ("copy", "dynamic-slice", "dynamic-update-slice"):
-        types = {i.name: i.type for i in around}
-        given, result = [types.get(name, "") for name in instruction.operands], type_
+        types = {i.name: i.type for i in body}
+        operand_types, result = [types.get(name, "") for name in instruction.operands], type_
     else:
         return None
+    # Host memory shows in an array's layout as memory space 5; everything else is on the device.
     if _HOST not in result:
-        return ("to device", array_bytes(result)) if any(_HOST in one for one in given) else None
-    if _HOST not in given[0]:
+        return (
+            ("to device", array_bytes(result)) if any(_HOST in operand for operand in operand_types) else None
+        )
+    # Host to host moves nothing over the bus, except an update with a device array.
+    if _HOST not in operand_types[0]:
         return "to host", array_bytes(result)
-    written = [
-        one for one in given[1:2] if _HOST not in one
-    ]  # an in-place update copies only its second operand
-    return ("to host", array_bytes(written[0])) if written else None
+    # An in-place update copies only its second operand.
+    update_types = [operand for operand in operand_types[1:2] if _HOST not in operand]
+    return ("to host", array_bytes(update_types[0])) if update_types else None

@@ -1,5 +1,4 @@
-"""Postprocessing of a trace window: writes breakdown.json, report.html and clock counters into the xplane
-file.
+"""Postprocessing of a trace window: breakdown.json, report.html, clock counters in the xplane file.
 
     python -m jtrain.profile.postprocess runs/tiny/profile/20
 
@@ -34,27 +33,29 @@ def postprocess(folder: Path) -> list[str]:
     from jtrain.profile.analysis import breakdown, figures, pipeline_trace
     from jtrain.profile.report import profile_page
 
-    loaded = breakdown.load(folder)
-    found = breakdown.analyse(folder, loaded)
-    breakdown.write_json(found, folder / "breakdown.json")
-    profile_page.write(found, folder / "report.html")
-    said = [figures.pipeline_line(found.pipeline)] if found.pipeline is not None else []
-    said += [note for note in found.notes if note.startswith(pipeline_trace.UNKNOWN)]
+    traced = breakdown.load(folder)
+    window_breakdown = breakdown.analyse(folder, traced)
+    # Data and page first: they are there even if the trace cannot be annotated.
+    breakdown.write_json(window_breakdown, folder / "breakdown.json")
+    profile_page.write(window_breakdown, folder / "report.html")
+    messages = (
+        [figures.pipeline_line(window_breakdown.pipeline)] if window_breakdown.pipeline is not None else []
+    )
+    messages += [note for note in window_breakdown.notes if note.startswith(pipeline_trace.UNKNOWN)]
     try:
-        annotate(folder, loaded.trace, loaded.ops)
+        annotate(folder, traced.trace, traced.ops)
     except Exception as error:  # the report must not fail because the trace could not be annotated
-        said.append(f"no clocks in the trace itself: {type(error).__name__}: {error}")
-    return said
+        messages.append(f"no clocks in the trace itself: {type(error).__name__}: {error}")
+    return messages
 
 
 def main(argv: list[str]) -> int:
-    """Postprocesses a window at the lowest priority, since training goes first; prints lines for the run's
-    log.
-    """
+    """Postprocesses a window at the lowest priority, since training goes first; prints lines for its log."""
     os.nice(19)
     try:
         for line in postprocess(Path(argv[0])):
             print(line)
+    # A bug is to be seen with its traceback; these are the user's or the disk's.
     except (ValueError, OSError) as error:
         print(error)
         return 2
@@ -68,6 +69,7 @@ def annotate(folder: Path, trace: Trace, ops: Mapping[str, HloOp]) -> None:
     sampled = aligned_samples(folder, trace)
     peaks = Peaks(**read_facts(folder)["peaks"])
     flops, size = (np.array([getattr(op, name) for op in ops.values()], float) for name in ("flops", "bytes"))
+    # b at full clock: the clock of each single event is looked up where the event is annotated.
     unknown = np.full(len(ops), np.nan)
     sensitivity = clock_loss.sensitivity(flops, size, peaks, unknown)
     for file in trace_files(folder):

@@ -26,6 +26,7 @@ class ProfileSpec:
 
     def __post_init__(self) -> None:
         if self.steps is not None:
+            # The window opens after step `first`, so the first traced one is first + 1.
             first, last = self.steps
             if first < 1:
                 raise UserError(

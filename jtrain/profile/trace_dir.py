@@ -35,6 +35,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} is not a folder. Give the folder of a trace window: <workdir>/profile/<step>."
         )
+    # The facts are written last, so a folder with them is complete.
     file = folder / FACTS
     try:
         facts = json.loads(file.read_text())
@@ -54,10 +55,12 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 def part_of(window: Path, process: int) -> Path:
     """Folder for a process's trace and report: the window's for process 0, else a subfolder of it."""
+    # A run of one process has no subfolders, and process 0 of several looks the same.
     return window if process == 0 else window / f"process-{process}"
 
 
 def other_parts(window: Path) -> dict[int, Path]:
     """Existing subfolders of the other processes, by process number."""
-    found = {p.name.removeprefix("process-"): p for p in window.glob("process-*") if p.is_dir()}
-    return dict(sorted((int(index), p) for index, p in found.items() if index.isdecimal()))
+    folders_by_number = {p.name.removeprefix("process-"): p for p in window.glob("process-*") if p.is_dir()}
+    # Sorted by number: process-10 comes after process-2.
+    return dict(sorted((int(index), p) for index, p in folders_by_number.items() if index.isdecimal()))

@@ -17,6 +17,7 @@ def seconds(value: Number | None) -> str:
         if abs(value) * factor >= 1 or unit == "µs"
     )
     return (
+        # "#" keeps trailing zeros, as in 1.000 s. From 9999.5 on, .4g would write 1.000e+04.
         f"{value * factor:#.4g} {unit}" if abs(value) * factor < 9999.5 else f"{value * factor:,.0f} {unit}"
     )
 
@@ -26,15 +27,17 @@ def signed(value: Number) -> str:
     return f"{'+' if value >= 0 else '-'}{seconds(abs(value))}"
 
 
-def milliseconds(us: Number) -> str:
+def milliseconds(microseconds: Number) -> str:
     """Microseconds as milliseconds with four digits, such as `6.691` or `38,710`."""
-    value = us / 1000
+    value = microseconds / 1000
+    # log10 says how many digits stand before the point: four in all.
     return f"{value:,.{max(0, 3 - math.floor(math.log10(value)))}f}"
 
 
-def share(value: Number | None, whole: Number = 1.0) -> str:
+def share(value: Number | None, total: Number = 1.0) -> str:
     """`15.0%`."""
-    return "unknown" if value is None or not whole else f"{value / whole:.1%}"
+    # No share of nothing: a step without time, or a window without ops.
+    return "unknown" if value is None or not total else f"{value / total:.1%}"
 
 
 def size(value: Number | None) -> str:
@@ -51,26 +54,37 @@ def _scaled(value: Number | None, units: tuple[tuple[str, Number], ...], *, digi
     """The value in the largest unit of which it has at least one."""
     if value is None:
         return "unknown"
+    # The last unit has factor 0, which every size reaches.
     unit, factor = next((unit, factor) for unit, factor in units if abs(value) >= factor)
     return f"{value / factor:,.{digits}f} {unit}" if factor else f"{value:,.0f} {unit}"
 
 
 def gib(size: int) -> str:
     """Bytes as text in GiB; small sizes have more decimals."""
-    gib = size / 2**30
-    return f"{gib:,.2f}" if gib >= 0.1 else f"{gib:.4f}" if gib >= 1e-4 else f"{gib:.1e}" if size else "0"
+    size_gib = size / 2**30
+    return (
+        f"{size_gib:,.2f}"
+        if size_gib >= 0.1
+        else f"{size_gib:.4f}"
+        if size_gib >= 1e-4
+        else f"{size_gib:.1e}"
+        if size
+        else "0"
+    )
 
 
 def number(value: Number | None, unit: str) -> str:
     """`1,755 MHz`, or unknown."""
     if value is None:
         return "unknown"
+    # From 1000 on, .3g would write an exponent.
     return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:,.3g} {unit}"
 
 
 def short(value: Number) -> str:
     """Three or four digits, with k, M, B or T: `1.06M`, `423k`, `71.6`."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        # 999,950 is 1M, not 1000k: four digits round up there.
         if value >= 0.9995 * factor:
             return (
                 f"{value / factor:.4g}{suffix}" if value < 1000 * factor else f"{value / factor:,.0f}{suffix}"

@@ -13,6 +13,7 @@ from jtrain.report.charts import bars_svg
 from jtrain.report.table import Cell, Medium, Table
 
 if TYPE_CHECKING:
+    # Only for types: a page needs no rich.
     from rich.text import Text
 
 
@@ -24,7 +25,7 @@ class Title:
 
 
 @dataclasses.dataclass(frozen=True)
-class Said:
+class Paragraph:
     """A paragraph in one medium, or with a style: `soft` is smaller."""
 
     text: str
@@ -34,10 +35,10 @@ class Said:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A list of sentences; `nothing` stands for an empty one."""
+    """A list of sentences; `empty_text` stands for an empty one."""
 
     lines: Sequence[str]
-    nothing: str
+    empty_text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Folded:
 class Links:
     """Links to other pages, by their text."""
 
-    by_text: Mapping[str, str]
+    urls_by_text: Mapping[str, str]
     medium: Medium = "page"
     text: str = ""
 
@@ -75,7 +76,7 @@ class Panels:
     panels: Mapping[str, "Sequence[PageBlock]"]
 
 
-type PageBlock = str | Title | Said | Items | Folded | Links | Picture | Panels | Table
+type PageBlock = str | Title | Paragraph | Items | Folded | Links | Picture | Panels | Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +114,18 @@ def html(page: Page) -> str:
 
     folder = Path(__file__).parent
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True
+        # autoescape covers every text; markup of our own passes with `| safe`.
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"bars": bars_svg, "json": json.dumps}
     return environment.get_template("page.html").render(
         page=page,
+        # Style and script are inlined: a page is one file, which may be mailed or opened from a disk.
         css=(folder / "page.css").read_text(),
         js=(folder / "page.js").read_text(),
+        # "<" is escaped in JSON's own way, so that a string with </script> does not end the element.
         content=json.dumps(page.content).replace("<", "\\u003c"),
     )

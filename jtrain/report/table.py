@@ -1,6 +1,4 @@
-"""Tables described as plain data. `terminal.py` prints them and `page.py` makes HTML; `lines` needs no
-library.
-"""
+"""Tables as plain data: `terminal.py` prints them, `page.py` makes HTML, `lines` needs no library."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -13,9 +11,7 @@ type Medium = Literal["both", "page", "terminal"]
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A part of a bar; start and length are shares of its width. `css` is its class on a page, `title` its
-    tooltip.
-    """
+    """A part of a bar: start and length as shares of its width, class on a page (`css`), tooltip."""
 
     start: Number
     length: Number
@@ -31,7 +27,7 @@ class Bars:
     name: str
 
     @classmethod
-    def of(cls, start: Number, length: Number, css: str, name: str) -> "Bars":
+    def single(cls, start: Number, length: Number, css: str, name: str) -> "Bars":
         """A bar of one part."""
         return cls((Bar(start, length, css),), name)
 
@@ -112,62 +108,68 @@ class Table:
         """Adds a row."""
         self.rows.append(Row(cells, bold))
 
-    def of(self, medium: Medium) -> "tuple[list[Column], list[Row]]":
+    def for_medium(self, medium: Medium) -> "tuple[list[Column], list[Row]]":
         """Columns of a medium, and the rows with a cell for each of them."""
-        shown = [index for index, column in enumerate(self.columns) if column.medium in ("both", medium)]
-        most = self.terminal_rows if medium == "terminal" else None
-        rows = [
-            Row(tuple(row.cells[i] if i < len(row.cells) else "" for i in shown), row.bold)
-            for row in self.rows[:most]
+        column_indices = [
+            index for index, column in enumerate(self.columns) if column.medium in ("both", medium)
         ]
-        return [self.columns[i] for i in shown], rows
+        row_limit = self.terminal_rows if medium == "terminal" else None
+        rows = [
+            # Rows may end early: the cells that they lack are empty.
+            Row(tuple(row.cells[i] if i < len(row.cells) else "" for i in column_indices), row.bold)
+            for row in self.rows[:row_limit]
+        ]
+        return [self.columns[i] for i in column_indices], rows
 
     def lines(self) -> list[str]:
         """The table without its title as aligned lines, for logs and for machines with nothing but JAX."""
-        columns, rows = self.of("terminal")
+        columns, rows = self.for_medium("terminal")
         cells = [
             [column.name for column in columns],
             *([text_of(cell) for cell in row.cells] for row in rows),
         ]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         return [
+            # rstrip, because padding of a last column of text would end in spaces.
             "  ".join(
                 text.rjust(width) if column.kind == "number" else text.ljust(width)
-                for text, width, column in zip(line, widths, columns, strict=True)
+                for text, width, column in zip(row_texts, widths, columns, strict=True)
             ).rstrip()
-            for line in cells
+            for row_texts in cells
         ]
 
 
 def text_of(cell: CellLike) -> str:
     """Text of a cell; a bar is drawn with block characters."""
     if isinstance(cell, Bars):
-        return drawn(cell.parts[0].start, cell.parts[0].length)
+        # Only the first part: a terminal has no colours to tell parts apart.
+        return draw_bar(cell.parts[0].start, cell.parts[0].length)
     return cell.text if isinstance(cell, Cell) else cell
 
 
-def drawn(start: Number, length: Number, width: int = 30) -> str:
+def draw_bar(start: Number, length: Number, width: int = 30) -> str:
     """A bar in block characters; the smallest one is a thin line."""
+    # Both ends are rounded, not the length, so that stacked bars meet.
     first, last = round(start * width), round((start + length) * width)
+    # A length that rounds to nothing still gets a thin line, a length of 0 none.
     return " " * first + ("█" * (last - first) or "▏" * (length > 0))
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """The JSON of a report; cells take their numbers from it by their path, so that a page and its JSON
-    agree.
-    """
+    """The JSON of a report; cells take numbers from it by their path, so that page and JSON agree."""
 
     content: Mapping[str, Any]
 
     def value(self, path: str) -> Any:
         """Value at a path such as `steps.0.parts.idle`; None if the last name is missing."""
-        found: Any = self.content
+        value: Any = self.content
         for key in path.split("."):
-            found = found[int(key)] if isinstance(found, Sequence) else found.get(key)
-        return found
+            # A list by its index, a dict by its name; None only where the last name is missing.
+            value = value[int(key)] if isinstance(value, Sequence) else value.get(key)
+        return value
 
-    def cell(self, path: str, shown: Callable[[Any], str] = str, **more: Any) -> Cell:
-        """The number at a path, as `shown` formats it."""
+    def cell(self, path: str, format_value: Callable[[Any], str] = str, **options: Any) -> Cell:
+        """The number at a path, as `format_value` formats it."""
         value = self.value(path)
-        return Cell(shown(value), value, path, **more)
+        return Cell(format_value(value), value, path, **options)

@@ -12,6 +12,7 @@ from jtrain.report.table import Table, text_of
 
 def new_console() -> Console:
     """A console as wide as the terminal, or of 110 columns without one."""
+    # Without a terminal rich assumes 80 columns, too few for tables in a log.
     return Console(width=None if Console().is_terminal else 110)
 
 
@@ -24,6 +25,7 @@ def print_blocks(blocks: Iterable[PageBlock], console: Console | None = None, *,
     console = console or new_console()
     for block in blocks:
         if isinstance(block, str):
+            # Text, not str: rich would read square brackets in a string as markup.
             console.print(Text(block))
         elif isinstance(block, Title):
             console.print(Text(block.text, style="bold"))
@@ -32,12 +34,15 @@ def print_blocks(blocks: Iterable[PageBlock], console: Console | None = None, *,
                 console.print(Text(block.title, style="bold"))
             console.print(rich_table(block))
         elif isinstance(block, Items):
-            print_blocks([f"- {line}" for line in block.lines] or [block.nothing], console)
+            print_blocks([f"- {line}" for line in block.lines] or [block.empty_text], console)
         elif isinstance(block, Panels):
+            # Nobody can choose here: the first panel is the mean, or what matters most.
             print_blocks(next(iter(block.panels.values())), console, titles=titles)
         elif isinstance(block, Picture):
             for row in () if block.rows is None else block.rows(console.width):
+                # A picture that is wider than the terminal is cut; wrapped lines would destroy it.
                 console.print(row, no_wrap=True, crop=True)
+        # What is left has a text: a paragraph, folded text or links.
         elif block.medium != "page":
             print_blocks([block.text], console)
 
@@ -48,19 +53,22 @@ def print_page(page: Page, console: Console) -> None:
     if page.tiles:
         print_blocks(["; ".join(f"{name} {text_of(cell)}" for name, cell in page.tiles)], console)
     for section in page.sections:
+        # The section's title replaces those of its tables.
         if section.medium != "page":
             print_blocks([Title(section.title), *section.blocks], console, titles=False)
 
 
-def rich_table(described: Table) -> table.Table:
+def rich_table(table_block: Table) -> table.Table:
     """A plain table: texts are folded where there is no room, numbers never."""
-    columns, rows = described.of("terminal")
-    made = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, collapse_padding=True)
+    columns, rows = table_block.for_medium("terminal")
+    printed_table = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, collapse_padding=True)
     for column in columns:
-        right = column.kind == "number"
-        made.add_column(
-            Text(column.name), justify="right" if right else "left", overflow="fold", no_wrap=right
+        is_number = column.kind == "number"
+        printed_table.add_column(
+            Text(column.name), justify="right" if is_number else "left", overflow="fold", no_wrap=is_number
         )
     for row in rows:
-        made.add_row(*(Text(text_of(cell)) for cell in row.cells), style="bold" if row.bold else None)
-    return made
+        printed_table.add_row(
+            *(Text(text_of(cell)) for cell in row.cells), style="bold" if row.bold else None
+        )
+    return printed_table

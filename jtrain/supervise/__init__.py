@@ -1,3 +1,1 @@
-"""Supervisor: a process without jax that starts a run's processes, watches their heartbeats, ends and
-restarts them.
-"""
+"""Supervisor: a process without jax that starts a run's processes, watches, ends and restarts them."""

@@ -22,8 +22,7 @@ _OUTPUT = threading.Lock()
 
 
 class WatchedProcess:
-    """A training process with a session of its own, so that it ends together with its loaders and
-    constructors.
+    """A training process with a session of its own, so that its loaders and constructors end with it.
 
     Args:
       command: argument vector.
@@ -51,6 +50,7 @@ class WatchedProcess:
         self.ended_s: float | None = None
         self._watch = Watch()
         self._stopped_since_s: float | None = None
+        # A file, not a pipe: faulthandler writes with nobody reading, and a full pipe would block it.
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         reading, writing = os.pipe()
         pipe = subprocess.PIPE if prefix else None
@@ -65,6 +65,7 @@ class WatchedProcess:
                 start_new_session=True,
             )
         finally:
+            # Only the child holds it now, so the end of the pipe means that the child has ended.
             os.close(writing)
         self.pid = self._process.pid
         self._threads = [
@@ -87,7 +88,7 @@ class WatchedProcess:
         number = "the process" if self.index is None else f"process {self.index}"
         return f"{number} on {self._host} (pid {self.pid})"
 
-    def watched(self) -> Watched:
+    def snapshot(self) -> Watched:
         """Returns what is known of the process at this moment."""
         now_s = time.monotonic()
         if state_of(self.pid) != "T":
@@ -101,9 +102,8 @@ class WatchedProcess:
         """Sends a signal to the process itself, if it still runs."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(
-                    self.pid, number
-                )  # Popen.send_signal would take the exit code away from the waiting thread
+                # Popen.send_signal would take the exit code away from the waiting thread.
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Ends the process and everything it started, at once."""
@@ -118,35 +118,38 @@ class WatchedProcess:
             thread.join(timeout=5.0)  # a process that left the session may keep the pipe open
 
     def stacks(self) -> str:
-        """Python stacks of all threads, by the process itself or by py-spy; a reason where neither can
-        tell.
-        """
-        before = os.fstat(self._stacks.fileno()).st_size
-        if self.code is None and self._stopped_since_s is None and catches(self.pid, STACKS_SIGNAL):
+        """Python stacks of all threads, by the process itself or by py-spy, or why there are none."""
+        previous_size = os.fstat(self._stacks.fileno()).st_size
+        # A stopped process runs no handler, and without a handler SIGUSR2 would kill it.
+        if self.code is None and self._stopped_since_s is None and has_handler(self.pid, STACKS_SIGNAL):
             self.send(STACKS_SIGNAL)
-            size, until_s = before, time.monotonic() + 3.0
+            last_size, until_s = previous_size, time.monotonic() + 3.0
             while time.monotonic() < until_s:
                 time.sleep(0.2)  # the process writes its stacks itself, and does not say when it is done
-                grown = os.fstat(self._stacks.fileno()).st_size
-                if grown > before and grown == size:
+                current_size = os.fstat(self._stacks.fileno()).st_size
+                # The size stood still for 0.2 s: all stacks are written.
+                if current_size > previous_size and current_size == last_size:
                     break
-                size = grown
-            if size > before:
-                return os.pread(self._stacks.fileno(), size - before, before).decode(errors="replace")
+                last_size = current_size
+            if last_size > previous_size:
+                return os.pread(self._stacks.fileno(), last_size - previous_size, previous_size).decode(
+                    errors="replace"
+                )
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            # --nonblocking: py-spy does not pause the process while it reads.
             spy = ["py-spy", "dump", "--nonblocking", "--pid", str(self.pid)]
-            done = subprocess.run(spy, capture_output=True, text=True, timeout=10.0, check=False)
-            if done.returncode == 0:
-                return done.stdout
+            dump = subprocess.run(spy, capture_output=True, text=True, timeout=10.0, check=False)
+            if dump.returncode == 0:
+                return dump.stdout
         return "no stacks: it does not answer, and py-spy is not installed or may not read it"
 
     def _listen(self, reading: int) -> None:
         with open(reading, "rb") as beats:
             for line in beats:
-                told = json.loads(line)["payload"]
-                if told["alerts"] is not None:
-                    self.alerts = AlertsSpec(**told["alerts"])
-                self.beat = Beat.of(told["beat"])
+                payload = json.loads(line)["payload"]
+                if payload["alerts"] is not None:
+                    self.alerts = AlertsSpec(**payload["alerts"])
+                self.beat = Beat.of(payload["beat"])
                 self._watch.saw(line)
 
     def _wait(self) -> None:
@@ -159,30 +162,31 @@ class WatchedProcess:
 
 
 def copy_lines(stream: IO[bytes], target: TextIO, prefix: str) -> None:
-    """Copies a stream line by line to `target`, each line with `prefix`; goes on reading where nobody takes
-    the lines.
+    """Copies a stream line by line to `target`, with `prefix`, also while nobody takes the lines.
 
     On a terminal a line replaces a progress bar, which draws itself again below.
     """
     out = target.buffer
-    before = (b"\r\x1b[K" if target.isatty() else b"") + prefix.encode()
+    line_start = (b"\r\x1b[K" if target.isatty() else b"") + prefix.encode()
     for line in stream:
         with contextlib.suppress(OSError, ValueError), _OUTPUT:
-            out.write(before + line.rstrip(b"\n") + b"\n")
+            out.write(line_start + line.rstrip(b"\n") + b"\n")
             out.flush()
 
 
 def state_of(pid: int) -> str:
     """State letter of a process in /proc (T: stopped by a signal); "" if there is none."""
     with contextlib.suppress(OSError):
+        # The name in parentheses may hold spaces and parentheses, so the last ")" counts.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 
-def catches(pid: int, number: signal.Signals) -> bool:
+def has_handler(pid: int, number: signal.Signals) -> bool:
     """True if a process has a handler for a signal; without one SIGUSR2 would end it."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+        # Bit number - 1 of the mask of caught signals.
         return bool(int(mask, 16) >> (number - 1) & 1)
     return False

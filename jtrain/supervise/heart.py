@@ -89,6 +89,7 @@ class Heart:
         os.set_blocking(beats, False)  # a supervisor that is stopped must not stop its processes
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
         self._main = threading.get_ident()
+        # One tuple, replaced as a whole: the heart's thread never reads a phase with another one's step.
         self._position: tuple[HeartPhase, int, float] = ("start-up", 0, time.monotonic())
         self._process: int | None = None
         self._processes: int | None = None
@@ -97,7 +98,7 @@ class Heart:
         self._alerts: AlertsSpec | None = None
         self._collectives = ""
         self._describe: Callable[[], str] | None = None
-        self._dispatched = False
+        self._has_dispatched = False
         self._step_began_s = 0.0
         self._times: collections.deque[float] = collections.deque(maxlen=_STEPS)
         # A record has less than 4 KiB, so it arrives whole.
@@ -113,9 +114,7 @@ class Heart:
         self._position = (phase, self._position[1], time.monotonic())
 
     def configure(self, limits: SuperviseSpec, alerts: AlertsSpec | None = None) -> None:
-        """Tells the supervisor the settings of the run, and who gets an alert of a hang: `alerts.file` is
-        absolute.
-        """
+        """Tells the supervisor the run's settings, and who gets a hang's alert; `alerts.file` is absolute."""
         self._limits, self._alerts = limits, alerts
         self._lease.beat_soon()
 
@@ -125,9 +124,7 @@ class Heart:
         self._lease.beat_soon()
 
     def started(self, step: int) -> None:
-        """Tells the supervisor that the state of `step` is there: 0 or the step of the restored
-        checkpoint.
-        """
+        """Tells the supervisor that the state of `step` is there: 0, or a restored checkpoint's step."""
         self._start_step = step
         self._position = ("setup", step, time.monotonic())
         self._lease.beat_soon()
@@ -139,12 +136,13 @@ class Heart:
     @contextlib.contextmanager
     def during(self, phase: HeartPhase, step: int) -> Iterator[None]:
         """Context of a phase of the loop; phases may be nested."""
-        before, now_s = self._position, time.monotonic()
-        if phase == "dispatch" and not self._dispatched:
+        outer_position, now_s = self._position, time.monotonic()
+        if phase == "dispatch" and not self._has_dispatched:
             phase = "compile"  # the first call traces and compiles
-            self._dispatched = True
-        inner = phase in STEPPING
-        self._position = (phase, step, before[2] if inner and phase != "step" else now_s)
+            self._has_dispatched = True
+        is_within_step = phase in STEPPING
+        # Phases within a step keep its begin, so that the limit of a step holds for all together.
+        self._position = (phase, step, outer_position[2] if is_within_step and phase != "step" else now_s)
         if phase == "step":
             self._step_began_s = now_s
         try:
@@ -153,19 +151,20 @@ class Heart:
             end_s = time.monotonic()
             if phase == "step":
                 self._times.append(end_s - self._step_began_s)
-            elif not inner:
+            elif not is_within_step:
                 self._step_began_s += end_s - now_s  # evaluations and saves are no part of a step's time
             # After a step, and after a phase with a limit of its own, the time of a step begins anew.
             if phase == "step":
                 self._position = ("step", step, end_s)
             else:
-                self._position = (before[0], step, before[2] if inner else end_s)
+                self._position = (outer_position[0], step, outer_position[2] if is_within_step else end_s)
 
     def beat(self) -> Beat:
         """Returns the heartbeat of this moment."""
         phase, step, since_s = self._position
-        if self._compiling():
+        if self._is_compiling():
             phase = "compile"
+        # A copy: the main thread may append meanwhile.
         times = list(self._times)
         return Beat(
             self._process,
@@ -179,8 +178,9 @@ class Heart:
             self._limits,
         )
 
-    def _compiling(self) -> bool:
+    def _is_compiling(self) -> bool:
         """True if the main thread is in jax's compiler; any phase may compile, and that takes minutes."""
+        # Another thread's stack, without its help: it is in C++ and cannot answer.
         frame = sys._current_frames().get(self._main)
         while frame is not None:
             if frame.f_code.co_filename.endswith("jax/_src/compiler.py"):
@@ -192,6 +192,7 @@ class Heart:
         """Returns the beat, and apart from it, because others may read beats, who gets alerts."""
         if (describe := self._describe) is not None:
             self._describe = None
+            # A beat must fit into one write of 4 KiB to a pipe.
             self._collectives = describe()[:1000]
         alerts = None if self._alerts is None else dataclasses.asdict(self._alerts)
         return {"beat": dataclasses.asdict(self.beat()), "alerts": alerts}
@@ -201,11 +202,13 @@ def _stop_alone() -> None:
     """Asks this process to save and end: nobody reads its beats any more."""
     with contextlib.suppress(OSError):
         os.write(2, b"\nThe supervisor is gone: stopping, with a checkpoint.\n")
+    # As if the scheduler had asked: the loop saves and ends.
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def start_heart(environ: MutableMapping[str, str]) -> Heart | None:
     """Starts the heartbeat if a supervisor started this process; takes its variable out of `environ`."""
+    # Taken out, or a child of this process would beat for it.
     numbers = environ.pop(VARIABLE, None)
     if numbers is None:
         return None

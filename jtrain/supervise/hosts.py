@@ -1,5 +1,4 @@
-"""Lets the supervisors of several hosts tell each other what happened, through files in the run's shared
-workdir.
+"""Messages between the supervisors of several hosts, through files in the run's shared workdir.
 
 Each supervisor holds a lease in `supervise/process-N/`, whose beats, every two seconds, carry what it knows
 of its process. One text for all, `supervise/round-all`, counts the restarts: the supervisor that sees a fault
@@ -56,8 +55,9 @@ class Hosts:
             "", FolderCarrier(self._folder, poll_s=_POLL_S), process=process, processes=processes
         )
         self._watched: Sequence[Watched] = ()
+        # beat_s=0: no thread; `tell` beats, so that a supervisor that hangs falls silent.
         self._lease = Lease(self._store(process), beat_s=0.0, payload=self._payload)
-        self._told_s = 0.0
+        self._last_tell_s = 0.0
         self._watches = {number: Watch() for number in range(processes) if number != process}
         self.round = self._read_round().number
 
@@ -66,10 +66,8 @@ class Hosts:
         """Supervisor that has taken this one's place; None while nobody has."""
         return self._lease.taken_by if self._lease.is_lost else None
 
-    def news(self) -> Round | None:
-        """Returns the round that another supervisor began, or None; call `follow` with it once it is acted
-        upon.
-        """
+    def newer_round(self) -> Round | None:
+        """Returns the round that another supervisor began, or None; call `follow` once it is acted upon."""
         newest = self._read_round()
         return newest if newest.number > self.round else None
 
@@ -79,7 +77,8 @@ class Hosts:
 
     def announce(self, cause: str, *, final: int | None, save: bool) -> None:
         """Begins the next round, unless another supervisor did."""
-        if self.news() is None:
+        # Two supervisors may see one fault: who comes second joins the round of the first.
+        if self.newer_round() is None:
             self.round += 1
             with contextlib.suppress(OSError):  # here and below: a full disk must not end a healthy run
                 newest = Round(self.round, cause, final, save)
@@ -88,33 +87,33 @@ class Hosts:
     def tell(self, watched: Sequence[Watched]) -> None:
         """Tells the others what this supervisor knows of its process, at most every TELL_S seconds."""
         now_s = time.monotonic()
-        if now_s - self._told_s >= TELL_S:
-            self._told_s, self._watched = now_s, watched
+        if now_s - self._last_tell_s >= TELL_S:
+            self._last_tell_s, self._watched = now_s, watched
             if not (self._lease.is_held or self._lease.is_lost):
+                # The scheduler decides which supervisor a process has; an older one loses its lease.
                 with contextlib.suppress(OSError):
-                    self._lease.seize()  # the scheduler decides which supervisor a process has; an older one loses it
+                    self._lease.seize()
             self._lease.beat()
 
-    def others(self) -> list[Watched]:
-        """Processes of other hosts, as their supervisors tell; the age of a beat grows while a supervisor is
-        silent.
-        """
-        others = []
+    def other_processes(self) -> list[Watched]:
+        """Processes of other hosts, as their supervisors tell; a silent supervisor's beats grow older."""
+        watched = []
         for process, watch in self._watches.items():
             with contextlib.suppress(OSError):
                 entry = self._store(process).read()
+                # A new version of the file is a sign of life; its contents may be the same.
                 watch.saw((entry.number, entry.version))
+                # One interval of silence is normal.
                 silent_s = max(0.0, watch.silent_s - TELL_S)
                 for values in entry.payload or ():
                     beat = None if values["beat"] is None else Beat.of(values["beat"])
-                    others.append(
+                    watched.append(
                         Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s)
                     )
-        return others
+        return watched
 
     def wait_ended(self, *, timeout_s: float) -> None:
-        """Tells that this host's process of the round before has ended, and waits for those of all other
-        hosts.
+        """Tells that this host's process of the round before has ended, and waits for all other hosts'.
 
         A process that joins too early would find the coordinator of the round before.
         """
@@ -129,7 +128,7 @@ class Hosts:
         self._lease.release()
 
     def _payload(self) -> list[dict[str, object]]:
-        return [dataclasses.asdict(one) for one in self._watched]
+        return [dataclasses.asdict(process) for process in self._watched]
 
     def _store(self, process: int) -> FolderStore:
         return FolderStore(self._folder / f"process-{process}")

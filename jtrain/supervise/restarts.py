@@ -1,5 +1,7 @@
 """When a failed run is started again, and with which exit code it is given up."""
 
+import signal
+
 from jtrain.runtime import exit_codes
 from jtrain.runtime.retry import Backoff
 from jtrain.supervise.spec import SuperviseSpec
@@ -11,25 +13,28 @@ LONGEST_BACKOFF_S = 60.0
 
 
 class Restarts:
-    """Counts failures in a row; an attempt that resumes from a later checkpoint than all before it resets the
-    count.
-    """
+    """Counts failures in a row; an attempt from a later checkpoint than all before resets the count."""
 
     def __init__(self) -> None:
         self.failures = 0
+        # Below 0, because a run that starts at step 0 makes progress as well.
         self._newest_step = -1
 
-    def began(self, start_step: int) -> None:
+    def note_start(self, start_step: int) -> None:
         """Notes the step that an attempt resumed from."""
         if start_step > self._newest_step:
             self._newest_step = start_step
             self.failures = 0
 
     def pause_s(self, spec: SuperviseSpec) -> float | None:
-        """Counts a failure; returns the pause before the next attempt, or None to give up."""
+        """Counts a failure; returns the pause before the next attempt, or None to give up.
+
+        With the default spec, failures in a row wait 0, 1, 4, 16 and 60 s; the sixth gives up.
+        """
         self.failures += 1
         if self.failures > spec.max_restarts:
             return None
+        # The first restart comes at once; the backoff begins with the second.
         backoff = Backoff(spec.backoff_s, factor=4.0, longest_s=LONGEST_BACKOFF_S)
         return 0.0 if self.failures == 1 else backoff.wait_s(self.failures - 1)
 
@@ -37,3 +42,15 @@ class Restarts:
 def shell_code(code: int) -> int:
     """Exit code as shells report it: 128 + the signal for a process that a signal killed."""
     return 128 - code if code < 0 else code
+
+
+def describe_exit(code: int) -> str:
+    """Describes an exit code of a process, as subprocess gives it: negative for a signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    cause = {
+        "SIGKILL": " (by the kernel where the host's memory is exhausted: see dmesg; or by an operator)",
+        "SIGABRT": " (C++ code gave up: its reason is in the lines above)",
+    }.get(name, "")
+    return f"was killed by {name}{cause}"

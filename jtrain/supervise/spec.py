@@ -45,6 +45,7 @@ class SuperviseSpec:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            lowest = 0 if field.name in ("max_restarts", "backoff_s", "save_s") else 1
-            if not (math.isfinite(value) and value >= lowest):
-                raise UserError(f"supervise.{field.name}={value} must be at least {lowest}.")
+            # isfinite refuses nan and infinity: a hang must end some time.
+            min_value = 0 if field.name in ("max_restarts", "backoff_s", "save_s") else 1
+            if not (math.isfinite(value) and value >= min_value):
+                raise UserError(f"supervise.{field.name}={value} must be at least {min_value}.")

@@ -5,7 +5,6 @@ import dataclasses
 import os
 import signal
 import socket
-import sys
 import time
 import types
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +15,9 @@ from jtrain.runtime import exit_codes
 from jtrain.runtime.signals import stop_signals
 from jtrain.supervise.child import WatchedProcess
 from jtrain.supervise.hosts import Hosts
-from jtrain.supervise.restarts import NEVER_RESTARTED, Restarts, shell_code
+from jtrain.supervise.restarts import NEVER_RESTARTED, Restarts, describe_exit, shell_code
 from jtrain.supervise.spec import SuperviseSpec
+from jtrain.supervise.start_processes import start_processes
 from jtrain.supervise.verdict import Hang, find_hang
 from jtrain.telemetry.alerts import Alerts, AlertsSpec
 
@@ -45,14 +45,14 @@ class Failure:
     cause: one line that names host and process.
     code: exit code if the run is not started again.
     final: it must not be started again here.
-    told: the supervisors of other hosts know of it.
+    is_told: the supervisors of other hosts know of it.
     save: the processes may save before they end.
     """
 
     cause: str
     code: int
     final: bool = False
-    told: bool = False
+    is_told: bool = False
     save: bool = False
 
 
@@ -90,7 +90,7 @@ class Supervisor:
         self._restarts = Restarts()
         self._signals: list[signal.Signals] = []
         self._stopping: signal.Signals | None = None
-        self._asked_s = 0.0
+        self._last_look_s = 0.0
         self._limits = SuperviseSpec()  # until a process has read the config
         self._alerts: tuple[AlertsSpec, Alerts] | None = None  # from the first hang on, for all attempts
 
@@ -98,32 +98,39 @@ class Supervisor:
         """Runs the command; returns the exit code."""
         with self._signals_caught():
             try:
-                return self._attempts()
+                return self._run_attempts()
             finally:
                 if self._alerts is not None:
                     self._alerts[1].close()
                 if self._hosts is not None:
                     self._hosts.close()
 
-    def _attempts(self) -> int:
+    def _run_attempts(self) -> int:
         while True:
-            self._start()
-            failure = self._watch()
+            # All start before any is watched: they wait for each other when they join.
+            self._children = []
+            for child in start_processes(
+                self._command, self._environ, count=self._processes, host=self._host
+            ):
+                # One by one: if a later one cannot be started, `_signals_caught` ends those before it.
+                self._children.append(child)
+            failure = self._watch_attempt()
             if failure is None:
-                return self._code()
-            self._end(save=failure.save)
-            code = self._next(self._other_hosts() or failure)  # their cause, where both saw the fault
+                return self._exit_code()
+            # The other processes of this host may still run.
+            self._end_processes(save=failure.save)
+            # Their cause, where both saw the fault.
+            code = self._decide_restart(self._failure_elsewhere() or failure)
             if code is not None:
                 return code
 
-    def _next(self, failure: Failure) -> int | None:
-        """Decides after a failure: returns the exit code to end with, or None after the pause before a
-        restart.
-        """
+    def _decide_restart(self, failure: Failure) -> int | None:
+        """Returns the exit code to end with after a failure, or None after the pause before a restart."""
+        # A signal came first: processes that saved and ended did what they were asked to.
         if self._stopping is not None and all(
             child.code in (exit_codes.DONE, exit_codes.STOPPED) for child in self._children
         ):
-            return self._code()
+            return self._exit_code()
         if failure.final or self._stopping is not None:
             self._announce(failure, final=failure.code)
             if failure.code == exit_codes.FAULTY_HARDWARE:
@@ -137,6 +144,7 @@ class Supervisor:
                     "stands"
                 )
             return failure.code
+        # Counts this failure; resumed steps reset the count in `_note_progress`.
         pause_s = self._restarts.pause_s(self._limits)
         if pause_s is None:
             self._announce(failure, final=failure.code)
@@ -146,12 +154,14 @@ class Supervisor:
             )
             return failure.code
         self._announce(failure, final=None)
-        when = f"in {pause_s:g} s" if pause_s else "at once"
-        say(f"restart {self._restarts.failures} of {self._limits.max_restarts} {when}")
+        pause_text = f"in {pause_s:g} s" if pause_s else "at once"
+        say(f"restart {self._restarts.failures} of {self._limits.max_restarts} {pause_text}")
+        # The probe's file is touched during the pause, too.
         until_s = time.monotonic() + pause_s
         while time.monotonic() < until_s and not self._signals:
             self._tick()
         if self._hosts is not None:
+            # All hosts start together, or a new process joins the old coordinator.
             self._hosts.wait_ended(timeout_s=OTHERS_END_S)
         if self._signals:
             say(f"{self._signals[0].name} during the pause: no process runs; the same command goes on")
@@ -159,7 +169,7 @@ class Supervisor:
         return None
 
     def _announce(self, failure: Failure, *, final: int | None) -> None:
-        if self._hosts is not None and (final is not None or not failure.told):
+        if self._hosts is not None and (final is not None or not failure.is_told):
             self._hosts.announce(failure.cause, final=final, save=failure.save)
 
     def _tick(self) -> None:
@@ -169,93 +179,75 @@ class Supervisor:
                 Path(self._alive).touch()
         time.sleep(TICK_S)  # processes end, and heartbeats and hosts stay away, without telling
 
-    def _start(self) -> None:
-        """Starts the processes of an attempt."""
-        environ, several = self._environ, self._processes > 1
-        if several:
-            port = free_port()
-            environ = environ | {
-                "JTRAIN_COORDINATOR": f"localhost:{port}",
-                "JTRAIN_NUM_PROCESSES": str(self._processes),
-            }
-        self._children = []
-        for number in range(self._processes):
-            own = {"JTRAIN_PROCESS_ID": str(number)} if several else {}
-            index, prefix = number if several else None, f"[{number}] " if several else ""
-            if not several and (told := told_process(environ)) is not None:
-                index, prefix = told, f"[{self._host}:{told}] "
-            bar = index in (0, None) and sys.stdout.isatty()
-            child = WatchedProcess(
-                self._command, environ | own, index=index, host=self._host, prefix=prefix, bar=bar
-            )
-            self._children.append(child)
-
-    def _watch(self) -> Failure | None:
+    def _watch_attempt(self) -> Failure | None:
         """Watches an attempt; returns None once all processes have ended well or as they were asked to."""
         tick_s = time.monotonic()
         frozen_until_s = 0.0
         while True:
             self._tick()
             before_s, tick_s = tick_s, time.monotonic()
+            # Signals first: they set `_stopping`, by which the end of a process is judged.
             self._pass_signals()
             self._note_progress()
-            if failure := self._ended() or self._other_hosts():
+            if failure := self._first_failure() or self._failure_elsewhere():
                 return failure
             if all(child.code is not None for child in self._children):
                 return None
             if tick_s - before_s > FROZEN_S:
-                frozen_until_s = (
-                    tick_s + FROZEN_S
-                )  # until then the heartbeats that waited in the pipes are read
-            if tick_s > frozen_until_s and (hang := self._hang()):
-                return self._hung(hang)
+                # Until then the heartbeats that waited in the pipes are read.
+                frozen_until_s = tick_s + FROZEN_S
+            if tick_s > frozen_until_s and (hang := self._find_hang()):
+                return self._report_hang(hang)
 
-    def _ended(self) -> Failure | None:
-        """Returns the failure of the first process that ended badly; others get a moment to end by
-        themselves.
-        """
-        bad = self._failed()
-        if not bad:
+    def _first_failure(self) -> Failure | None:
+        """Returns the failure of the first process that ended badly; others get a moment to end."""
+        failed = self._failed_children()
+        if not failed:
             return None
-        first = min(bad, key=lambda child: child.ended_s or 0.0)
+        # The others usually end because the first one is gone.
+        first = min(failed, key=lambda child: child.ended_s or 0.0)
         assert first.code is not None
         first.join()  # its last lines come before the verdict
-        where = "" if first.beat is None else f", in phase {first.beat.phase} of step {first.beat.step}"
-        cause = f"{first.name} {how_ended(first.code)}{where}"
+        position = "" if first.beat is None else f", in phase {first.beat.phase} of step {first.beat.step}"
+        cause = f"{first.name} {describe_exit(first.code)}{position}"
         if first.code != exit_codes.REFUSED:
             say(cause)
+        # A process that a signal killed made no mistake that the others would report as well.
         until_s = time.monotonic() + (SAME_END_S if first.code >= 0 else 0.0)
         while time.monotonic() < until_s and any(child.code is None for child in self._children):
             self._tick()
-        for child in self._failed():
+        for child in self._failed_children():
             if child is not first and child.code != first.code:
-                say(f"then {child.name} {how_ended(child.code or 0)}")
+                say(f"then {child.name} {describe_exit(child.code or 0)}")
         return Failure(cause, shell_code(first.code), final=first.code in NEVER_RESTARTED)
 
-    def _failed(self) -> list[WatchedProcess]:
-        fine = (None, exit_codes.DONE, exit_codes.STOPPED)
-        return [child for child in self._children if child.code not in fine]
+    def _failed_children(self) -> list[WatchedProcess]:
+        good_codes = (None, exit_codes.DONE, exit_codes.STOPPED)
+        return [child for child in self._children if child.code not in good_codes]
 
-    def _hang(self) -> Hang | None:
-        here = [child.watched() for child in self._children if child.code is None]
+    def _find_hang(self) -> Hang | None:
+        snapshots = [child.snapshot() for child in self._children if child.code is None]
         limits = self._limits
-        if self._hosts is not None and any(one.quiet_s > 0.5 * limits.step_s for one in here):
-            here += self._hosts.others()
-        return find_hang(here, limits)
+        # Reading the other hosts' files costs time, so only once a limit comes near.
+        if self._hosts is not None and any(process.quiet_s > 0.5 * limits.step_s for process in snapshots):
+            snapshots += self._hosts.other_processes()
+        return find_hang(snapshots, limits)
 
-    def _hung(self, hang: Hang) -> Failure:
+    def _report_hang(self, hang: Hang) -> Failure:
         """Reports a hang with the stacks of all processes, and asks those that still answer to save."""
         lines = hang.lines()
         for line in lines:
             say(line)
-        self._alert(hang)
+        self._send_alert(hang)
         for child in self._children:
             if child.code is None:
                 say(f"stacks of {child.name}:\n{child.stacks().rstrip()}")
+        # The reason, and the first culprit.
         cause = f"{lines[0]}; {lines[1]}"
+        # The exit code for when restarts are used up: a host that hangs again and again is to be replaced.
         failure = Failure(cause, exit_codes.FAULTY_HARDWARE, save=True)
         self._announce(failure, final=None)
-        self._end(save=True)
+        self._end_processes(save=True)
         codes = [child.code for child in self._children]
         saved = all(code in (exit_codes.DONE, exit_codes.STOPPED) for code in codes)
         say(
@@ -263,20 +255,22 @@ class Supervisor:
             if saved
             else "all processes are ended; the last checkpoint stands"
         )
-        return dataclasses.replace(failure, told=True)
+        return dataclasses.replace(failure, is_told=True)
 
-    def _alert(self, hang: Hang) -> None:
+    def _send_alert(self, hang: Hang) -> None:
         """Sends the verdict to whom the config names; a thread delivers it, while the processes are ended."""
         spec = next((child.alerts for child in self._children if child.alerts is not None), None)
         if spec is None:
             return
         if self._alerts is None or self._alerts[0] != spec:  # kept over restarts, for alerts.repeat_minutes
             self._alerts = spec, Alerts(spec, Path(), say=say)
-        named = hang.culprits or hang.waiting
-        step = max((one.step for one in named), default=0)
-        self._alerts[1].send("hang", step, "; ".join(hang.lines()), processes=[one.name for one in named])
+        processes = hang.culprits or hang.waiting_processes
+        step = max((process.step for process in processes), default=0)
+        self._alerts[1].send(
+            "hang", step, "; ".join(hang.lines()), processes=[process.name for process in processes]
+        )
 
-    def _end(self, *, save: bool) -> None:
+    def _end_processes(self, *, save: bool) -> None:
         """Ends all processes and what they started: SIGTERM, then SIGKILL.
 
         Args:
@@ -289,10 +283,11 @@ class Supervisor:
         limits = self._limits
         until_s = time.monotonic() + (limits.save_s if save else END_S)
         while any(child.code is None for child in running):
+            # A process that began to save may end it, as long as its heart still beats.
             saving = save and any(
                 child.code is None
-                and child.watched().phase == "checkpoint"
-                and child.watched().beat_age_s < END_S
+                and child.snapshot().phase == "checkpoint"
+                and child.snapshot().beat_age_s < END_S
                 for child in running
             )
             if time.monotonic() > until_s + (limits.checkpoint_s if saving else 0.0):
@@ -310,15 +305,15 @@ class Supervisor:
             if beat.limits is not None:
                 self._limits = beat.limits
             if beat.start_step is not None:
-                self._restarts.began(beat.start_step)
+                self._restarts.note_start(beat.start_step)
             if self._hosts is None and self._workdir is not None and beat.process is not None:
                 processes = beat.processes or 0
                 if processes > self._processes:  # there are other hosts, and then this one has one process
                     self._hosts = Hosts(self._workdir, process=beat.process, processes=processes)
         if self._hosts is not None:
-            self._hosts.tell([child.watched() for child in self._children])
+            self._hosts.tell([child.snapshot() for child in self._children])
 
-    def _other_hosts(self) -> Failure | None:
+    def _failure_elsewhere(self) -> Failure | None:
         """Returns the failure that another supervisor announced, or that it has taken this one's place."""
         if self._hosts is None or all(child.code == exit_codes.DONE for child in self._children):
             return None
@@ -327,21 +322,25 @@ class Supervisor:
             say(cause)
             self._hosts.close()
             self._hosts = None  # the others are not to hear of it
-            return Failure(cause, exit_codes.STOPPED, final=True, told=True)
+            return Failure(cause, exit_codes.STOPPED, final=True, is_told=True)
         now_s, running = time.monotonic(), all(child.code is None for child in self._children)
-        if running and now_s - self._asked_s < ASK_S:
+        # The file is on a shared disk; once a second is enough unless a process has ended.
+        if running and now_s - self._last_look_s < ASK_S:
             return None
-        self._asked_s = now_s
-        if (news := self._hosts.news()) is None:
+        self._last_look_s = now_s
+        if (next_round := self._hosts.newer_round()) is None:
             return None
-        self._hosts.follow(news)
-        say(f"another host says: {news.cause}")
-        if news.final == exit_codes.FAULTY_HARDWARE:  # its host is to be replaced, not this one
-            return Failure(news.cause, exit_codes.STOPPED, final=True, told=True)
-        code = exit_codes.BUG if news.final is None else news.final
-        return Failure(news.cause, code, final=news.final is not None, told=True, save=news.save)
+        # Before anything else, so that the same news are not found again.
+        self._hosts.follow(next_round)
+        say(f"another host says: {next_round.cause}")
+        if next_round.final == exit_codes.FAULTY_HARDWARE:  # its host is to be replaced, not this one
+            return Failure(next_round.cause, exit_codes.STOPPED, final=True, is_told=True)
+        code = exit_codes.BUG if next_round.final is None else next_round.final
+        return Failure(
+            next_round.cause, code, final=next_round.final is not None, is_told=True, save=next_round.save
+        )
 
-    def _code(self) -> int:
+    def _exit_code(self) -> int:
         for child in self._children:
             child.join()
         codes = {child.code for child in self._children}
@@ -349,6 +348,7 @@ class Supervisor:
 
     def _pass_signals(self) -> None:
         while self._signals:
+            # Popped one by one: the handler may append while this loop runs.
             number = self._stopping = self._signals.pop(0)
             for child in self._children:
                 child.send(number)
@@ -358,53 +358,17 @@ class Supervisor:
         """Context in which the signals that stop a training process are passed on to the processes."""
 
         def on_signal(number: int, _frame: types.FrameType | None) -> None:
+            # A handler may interrupt anything, so it only takes a note.
             self._signals.append(signal.Signals(number))
 
-        before = {number: signal.signal(number, on_signal) for number in stop_signals()}
+        previous_handlers = {number: signal.signal(number, on_signal) for number in stop_signals()}
         try:
             yield
         finally:
             for child in self._children:
                 child.kill()
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
-
-
-def told_process(environ: Mapping[str, str]) -> int | None:
-    """Number of this host's process among several, as the launcher's variables tell; None for a run of one
-    process.
-    """
-    for number, count in (
-        ("JTRAIN_PROCESS_ID", "JTRAIN_NUM_PROCESSES"),
-        ("SLURM_PROCID", "SLURM_NTASKS"),
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-    ):
-        if (
-            "JTRAIN_COORDINATOR" in environ
-            and environ.get(number, "").isdecimal()
-            and environ.get(count) != "1"
-        ):
-            return int(environ[number])
-    return None
-
-
-def how_ended(code: int) -> str:
-    """Describes an exit code of a process, as subprocess gives it: negative for a signal."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    why = {
-        "SIGKILL": " (by the kernel where the host's memory is exhausted: see dmesg; or by an operator)",
-        "SIGABRT": " (C++ code gave up: its reason is in the lines above)",
-    }.get(name, "")
-    return f"was killed by {name}{why}"
-
-
-def free_port() -> int:
-    """Returns a port of localhost that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def say(text: str) -> None:

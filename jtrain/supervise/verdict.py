@@ -48,40 +48,46 @@ class Hang:
 
     reason: which limit is exceeded.
     culprits: processes that cause it; empty if all wait for each other.
-    waiting: processes that wait for the culprits.
+    waiting_processes: processes that wait for the culprits.
     """
 
     reason: str
     culprits: tuple[Watched, ...]
-    waiting: tuple[Watched, ...]
+    waiting_processes: tuple[Watched, ...]
 
     def lines(self) -> list[str]:
         """The verdict in words: the culprits first."""
-        named = [f"{one.name} causes it: {describe(one)}" for one in self.culprits]
-        if not named:
-            named = ["no process stands out: all wait for each other"]
+        culprit_lines = [f"{process.name} causes it: {describe(process)}" for process in self.culprits]
+        if not culprit_lines:
+            culprit_lines = ["no process stands out: all wait for each other"]
+        # All run the same program, so the first that tells its collectives speaks for all.
         collectives = next(
-            (one.beat.collectives for one in self.waiting if one.beat and one.beat.collectives), ""
+            (
+                process.beat.collectives
+                for process in self.waiting_processes
+                if process.beat and process.beat.collectives
+            ),
+            "",
         )
-        waiting = [f"{one.name} waits: {describe(one)}" for one in self.waiting]
+        waiting_lines = [f"{process.name} waits: {describe(process)}" for process in self.waiting_processes]
         return [
             f"hang: {self.reason}",
-            *named,
-            *waiting,
+            *culprit_lines,
+            *waiting_lines,
             *([f"collectives: {collectives}"] if collectives else []),
         ]
 
 
-def describe(one: Watched) -> str:
+def describe(process: Watched) -> str:
     """State, phase and step of a process in words."""
-    if one.stopped_s is not None:
-        state = f"stopped by a signal (state T) for {one.stopped_s:.0f} s"
-    elif one.beat_age_s > SILENT_S:
-        state = f"no sign of life for {one.beat_age_s:.0f} s"
+    if process.stopped_s is not None:
+        state = f"stopped by a signal (state T) for {process.stopped_s:.0f} s"
+    elif process.beat_age_s > SILENT_S:
+        state = f"no sign of life for {process.beat_age_s:.0f} s"
     else:
         state = "alive"
-    step = f" of step {one.step}" if one.step else ""
-    return f"{state}, in phase {one.phase}{step} for {one.quiet_s:.0f} s"
+    step = f" of step {process.step}" if process.step else ""
+    return f"{state}, in phase {process.phase}{step} for {process.quiet_s:.0f} s"
 
 
 def limit_s(beat: Beat | None, spec: SuperviseSpec) -> float:
@@ -89,8 +95,10 @@ def limit_s(beat: Beat | None, spec: SuperviseSpec) -> float:
     if beat is None:
         return spec.setup_s
     if beat.phase in STEPPING:
+        # Without a median of step times the first steps may still compile.
         return spec.compile_s if beat.step_s is None else max(spec.step_s, spec.step_factor * beat.step_s)
     if beat.phase == "data_wait":
+        # The first batch waits for the data plane to start.
         return spec.data_s if beat.step_s is not None else max(spec.setup_s, spec.data_s)
     limits: dict[HeartPhase, float] = {
         "compile": spec.compile_s,
@@ -101,9 +109,9 @@ def limit_s(beat: Beat | None, spec: SuperviseSpec) -> float:
     return limits.get(beat.phase, spec.setup_s)
 
 
-def is_overdue(one: Watched, spec: SuperviseSpec) -> bool:
+def is_overdue(process: Watched, spec: SuperviseSpec) -> bool:
     """True if a process has been in its phase for longer than the limit."""
-    return one.quiet_s > limit_s(one.beat, spec)
+    return process.quiet_s > limit_s(process.beat, spec)
 
 
 def find_hang(processes: Sequence[Watched], spec: SuperviseSpec) -> Hang | None:
@@ -112,40 +120,49 @@ def find_hang(processes: Sequence[Watched], spec: SuperviseSpec) -> Hang | None:
     A process that waits in a collective is excused as long as another one is within the limit of its own
     phase: it may be waiting for that one's compilation, save or batch.
     """
-    stopped = [one for one in processes if one.stopped_s is not None and one.stopped_s > spec.stopped_s]
+    # A stopped process has a cause of its own, so the limits of phases need not pass first.
+    stopped = [
+        process
+        for process in processes
+        if process.stopped_s is not None and process.stopped_s > spec.stopped_s
+    ]
     if stopped:
         reason = f"a process is stopped for more than supervise.stopped_s={spec.stopped_s:g} s"
-        return Hang(reason, tuple(stopped), tuple(one for one in processes if one not in stopped))
-    if not processes or not all(is_overdue(one, spec) for one in processes):
+        return Hang(reason, tuple(stopped), tuple(process for process in processes if process not in stopped))
+    # One process within its limit excuses all: the others may wait for it.
+    if not processes or not all(is_overdue(process, spec) for process in processes):
         return None
-    return Hang(_reason(processes, spec), *_divided(processes))
+    return Hang(_reason(processes, spec), *_split_culprits(processes))
 
 
 def _reason(processes: Sequence[Watched], spec: SuperviseSpec) -> str:
-    one = max(processes, key=lambda one: one.quiet_s - limit_s(one.beat, spec))
-    limit = f"{limit_s(one.beat, spec):.0f} s"
-    if one.beat is not None and one.beat.phase in STEPPING and one.beat.step_s is not None:
+    # The limit that was passed by most names the setting to change.
+    process = max(processes, key=lambda process: process.quiet_s - limit_s(process.beat, spec))
+    limit = f"{limit_s(process.beat, spec):.0f} s"
+    if process.beat is not None and process.beat.phase in STEPPING and process.beat.step_s is not None:
         return (
-            f"no step for {one.quiet_s:.0f} s, limit {limit} (supervise.step_s={spec.step_s:g}, or "
-            f"supervise.step_factor={spec.step_factor:g} median steps of {one.beat.step_s:.2f} s)"
+            f"no step for {process.quiet_s:.0f} s, limit {limit} (supervise.step_s={spec.step_s:g}, or "
+            f"supervise.step_factor={spec.step_factor:g} median steps of {process.beat.step_s:.2f} s)"
         )
-    return f"{one.quiet_s:.0f} s in phase {one.phase}, limit {limit} (supervise.*_s)"
+    return f"{process.quiet_s:.0f} s in phase {process.phase}, limit {limit} (supervise.*_s)"
 
 
-def _divided(processes: Sequence[Watched]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
+def _split_culprits(processes: Sequence[Watched]) -> tuple[tuple[Watched, ...], tuple[Watched, ...]]:
     """Divides overdue processes into culprits and waiting ones, by the first rule that tells them apart.
 
     The rules: no sign of life; work of its own, where nobody waits for others; an earlier step.
     """
-    first_step = min(one.step for one in processes)
+    # Who is a step behind has not yet come to the collective in which the others wait.
+    first_step = min(process.step for process in processes)
     rules = (
-        lambda one: one.beat_age_s > SILENT_S,
-        lambda one: one.phase not in MEETING,
-        lambda one: one.step == first_step,
+        lambda process: process.beat_age_s > SILENT_S,
+        lambda process: process.phase not in MEETING,
+        lambda process: process.step == first_step,
     )
     for rule in rules:
-        culprits = tuple(one for one in processes if rule(one))
+        culprits = tuple(process for process in processes if rule(process))
+        # A rule that holds for all, or for none, tells nothing apart.
         if culprits and (len(culprits) < len(processes) or len(processes) == 1):
-            return culprits, tuple(one for one in processes if one not in culprits)
-    own_work = tuple(one for one in processes if one.phase not in MEETING)
-    return own_work, tuple(one for one in processes if one not in own_work)
+            return culprits, tuple(process for process in processes if process not in culprits)
+    own_work = tuple(process for process in processes if process.phase not in MEETING)
+    return own_work, tuple(process for process in processes if process not in own_work)

@@ -1,5 +1,4 @@
-"""Alerts of a run, to a file and to a webhook: numbers that are bad, hosts that are slow, disks that fill. No
-jax.
+"""Alerts of a run, to a file and to a webhook: bad numbers, slow hosts, disks that fill. No jax.
 
 alerts = Alerts(AlertsSpec(webhook="https://hooks.example.com/..."), workdir)
 alerts.send("nan", 1200, "loss_nats is nan", loss_nats=float("nan"))
@@ -33,12 +32,13 @@ type AlertKind = Literal["nan", "spike", "straggler", "hang", "disk", "goodput"]
 TIMEOUT_S = 10.0
 """Longest wait for the webhook's answer, and at the end of a run for alerts that are not delivered yet."""
 
+# urllib refuses some addresses with a ValueError, http.client with an error of its own.
 _POST_ERRORS = (OSError, http.client.HTTPException, ValueError)
 
 RETRIES = Backoff(1.0, factor=5.0, tries=4, jitter=0.25)
 """Pauses before an alert is posted again."""
 
-_WAITING = 100
+_QUEUE_LENGTH = 100
 """Alerts that wait for the webhook at most; more are dropped, and counted."""
 
 
@@ -69,6 +69,7 @@ class AlertsSpec:
     repeat_minutes: float = 30.0
 
     def __post_init__(self) -> None:
+        # `not > 0` instead of `<= 0`: nan must be refused as well.
         for name in ("spike_sigmas", "hang_minutes", "goodput_minutes"):
             if not (value := getattr(self, name)) > 0:
                 raise UserError(
@@ -86,14 +87,12 @@ class AlertsSpec:
             _check_url(self.webhook)
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """True if anybody is told."""
         return self.webhook is not None or self.file is not None
 
-    def inside(self, workdir: Path | None) -> "AlertsSpec":
-        """Returns the spec with an absolute `file`; without a file if the workdir of a relative one is not
-        known.
-        """
+    def in_workdir(self, workdir: Path | None) -> "AlertsSpec":
+        """Returns the spec with an absolute `file`; without one if it is relative to an unknown workdir."""
         if self.file is None:
             return self
         absolute = Path(self.file) if workdir is None else workdir.absolute() / self.file
@@ -104,19 +103,20 @@ def _check_url(url: str) -> None:
     """Refuses an address that cannot be posted to; its text is secret, so no message quotes it."""
     try:
         parts = urllib.parse.urlsplit(url)
-        good = (
+        is_usable = (
+            # Reading hostname and port may raise too, so both are inside the try.
             parts.scheme in ("http", "https")
             and bool(parts.hostname)
             and parts.port != 0
             and parts.username is None
         )
-        why = f"this one has scheme {parts.scheme!r} and host {parts.hostname!r}"
+        reason = f"this one has scheme {parts.scheme!r} and host {parts.hostname!r}"
     except ValueError as error:
-        good, why = False, f"this one has none: {error}"
-    if not good or any(character.isspace() or not character.isprintable() for character in url):
+        is_usable, reason = False, f"this one has none: {error}"
+    if not is_usable or any(character.isspace() or not character.isprintable() for character in url):
         raise UserError(
             "alerts.webhook must be an address such as https://hooks.example.com/path, without user and "
-            f"spaces; {why}."
+            f"spaces; {reason}."
         )
 
 
@@ -150,28 +150,30 @@ class Alerts:
         self._spec = spec
         self._say = say or _print
         self._file = None if spec.file is None else AppendFile(workdir / spec.file, say=say)
-        self._sent_s: dict[str, float] = {}
+        # Time of the last alert of each kind, on the monotonic clock.
+        self._last_sent_s: dict[str, float] = {}
         self._suppressed: dict[str, int] = {}
         self._lock = threading.Lock()
         self._post = None if spec.webhook is None else _Webhook(spec.webhook, self._say, backoff)
 
     def send(self, kind: AlertKind, step: int, message: str, **values: Any) -> None:
         """Sends an alert, unless one of its kind was sent in the last `repeat_minutes`. Returns at once."""
-        if not self._spec.active:
+        if not self._spec.is_active:
             return
         with self._lock:
             now_s = time.monotonic()
-            if now_s - self._sent_s.get(kind, -math.inf) < 60 * self._spec.repeat_minutes:
+            # Kinds are limited apart: a spike must not silence a hang.
+            if now_s - self._last_sent_s.get(kind, -math.inf) < 60 * self._spec.repeat_minutes:
                 self._suppressed[kind] = self._suppressed.get(kind, 0) + 1
                 return
-            self._sent_s[kind] = now_s
+            self._last_sent_s[kind] = now_s
             alert = {
                 "kind": kind,
                 "step": step,
                 "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
                 "host": socket.gethostname(),
                 "message": message,
-                "values": {name: _plain(value) for name, value in values.items()},
+                "values": {name: _to_json(value) for name, value in values.items()},
                 "suppressed": self._suppressed.pop(kind, 0),
             }
         text = f"alert ({kind}) at step {step}: {message}"
@@ -180,13 +182,12 @@ class Alerts:
             self._file.append((json.dumps(alert, allow_nan=False) + "\n").encode())
         if self._post is not None:
             self._post.put(
+                # Chat services show `text`; other receivers read the fields.
                 json.dumps({"text": f"{alert['host']}: {text}", **alert}, allow_nan=False).encode()
             )
 
     def close(self) -> None:
-        """Waits at most `TIMEOUT_S` until the webhook has everything, says what is lost, and closes the
-        file.
-        """
+        """Waits at most `TIMEOUT_S` until the webhook has everything, says what is lost, closes the file."""
         if self._post is not None:
             self._post.close()
         if self._file is not None:
@@ -198,10 +199,10 @@ class _Webhook:
 
     def __init__(self, url: str, say: Callable[[str], None], backoff: Backoff) -> None:
         self._url = url
-        self._where = f"alerts.webhook at {urllib.parse.urlsplit(url).hostname}"  # its path is a secret
+        self._receiver = f"alerts.webhook at {urllib.parse.urlsplit(url).hostname}"  # its path is a secret
         self._say = say
         self._backoff = backoff
-        self._messages: queue.Queue[bytes | None] = queue.Queue(_WAITING)
+        self._messages: queue.Queue[bytes | None] = queue.Queue(_QUEUE_LENGTH)
         self._closing = threading.Event()
         self._unsent = 0
         self._lock = threading.Lock()
@@ -211,6 +212,7 @@ class _Webhook:
     def put(self, message: bytes) -> None:
         """Hands a message to the thread; never waits."""
         with self._lock:
+            # Counted before the thread starts, so that `close` cannot miss a message under way.
             self._unsent += 1
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="alerts", daemon=True)
@@ -222,12 +224,13 @@ class _Webhook:
         """Ends the thread; says how many messages are lost."""
         if self._thread is None:
             return
+        # Also ends the pause before a retry: a run does not wait for a server that is down.
         self._closing.set()
         with contextlib.suppress(queue.Full):
             self._messages.put_nowait(None)
         self._thread.join(TIMEOUT_S)
         if self._unsent:
-            self._say(f"warning: {self._where} did not get {self._unsent} alerts")
+            self._say(f"warning: {self._receiver} did not get {self._unsent} alerts")
 
     def _run(self) -> None:
         while (message := self._messages.get()) is not None:
@@ -236,7 +239,8 @@ class _Webhook:
                     self._unsent -= 1
                 if self._warned:
                     self._warned = False
-                    self._say(f"{self._where} can be reached again")
+                    self._say(f"{self._receiver} can be reached again")
+            # The queue may be full, so that None did not fit: then the end shows here.
             if self._closing.is_set() and self._messages.empty():
                 return
 
@@ -252,7 +256,7 @@ class _Webhook:
             retried(
                 post,
                 self._backoff,
-                passes=_may_pass,
+                passes=_is_temporary,
                 tell=lambda error, *_: self._warn(error),
                 wait=self._closing.wait,
             )
@@ -264,25 +268,29 @@ class _Webhook:
     def _warn(self, error: Exception) -> None:
         if not self._warned:
             self._warned = True
-            why = f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else type(error).__name__
+            cause = (
+                f"HTTP {error.code}" if isinstance(error, urllib.error.HTTPError) else type(error).__name__
+            )
+            # The address is a secret: a reason that quotes it is left out.
             reason = getattr(error, "reason", None)
-            why += f": {reason}" if reason and self._url not in str(reason) else ""
-            self._say(f"warning: {self._where} does not take alerts ({why}): training goes on")
+            cause += f": {reason}" if reason and self._url not in str(reason) else ""
+            self._say(f"warning: {self._receiver} does not take alerts ({cause}): training goes on")
 
 
-def _may_pass(error: Exception) -> bool:
+def _is_temporary(error: Exception) -> bool:
     """True for errors of a post that may be over later: no answer, or one that says so."""
     if isinstance(error, urllib.error.HTTPError):
+        # 408: request timeout. 429: too many requests.
         return error.code >= 500 or error.code in (408, 429)
     return isinstance(error, _POST_ERRORS)
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Returns a value as JSON can hold it; nan and infinities, which it cannot, as text."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,6 +1,4 @@
-"""Files to which a run appends records, and whose trouble never ends it; and lines that are none, set
-aside.
-"""
+"""Files to which a run appends records, and whose trouble never ends it; unreadable lines set aside."""
 
 import contextlib
 import json
@@ -23,27 +21,27 @@ class WriteTrouble:
     def __init__(self, path: Path, say: Callable[[str], None] | None = None) -> None:
         self._path = path
         self._say = say or _to_stderr
-        self._why: str | None = None
+        self._reason: str | None = None
 
-    def failed(self, error: OSError, meanwhile: str) -> None:
-        """Says why the file cannot be written, and what happens meanwhile; silent until `worked` or
-        `gave_up`.
-        """
-        if self._why is None:
-            self._why = error.strerror or str(error)
-            self._say(f"warning: {self._path} cannot be written ({self._why}): training goes on, {meanwhile}")
+    def report_failure(self, error: OSError, meanwhile: str) -> None:
+        """Says why the file cannot be written, and what happens meanwhile; once until it ended."""
+        if self._reason is None:
+            self._reason = error.strerror or str(error)
+            self._say(
+                f"warning: {self._path} cannot be written ({self._reason}): training goes on, {meanwhile}"
+            )
 
-    def worked(self, lost: str = "nothing is lost") -> None:
+    def report_recovery(self, lost: str = "nothing is lost") -> None:
         """Says that the file is written again, if it was not before."""
-        if self._why is not None:
-            self._why = None
+        if self._reason is not None:
+            self._reason = None
             self._say(f"{self._path} is written again: {lost}")
 
-    def gave_up(self, lost: str) -> None:
+    def report_loss(self, lost: str) -> None:
         """Says what is lost for good, if the file could not be written until the end."""
-        if self._why is not None:
-            self._say(f"warning: {self._path}: {lost}, because it could not be written ({self._why})")
-            self._why = None
+        if self._reason is not None:
+            self._say(f"warning: {self._path}: {lost}, because it could not be written ({self._reason})")
+            self._reason = None
 
 
 class AppendFile:
@@ -73,50 +71,55 @@ class AppendFile:
         self._durable = durable
         self._trouble = WriteTrouble(path, say)
         self._file: int | None = None
-        self._kept: list[bytes] = []
-        self._kept_bytes = 0
+        self._unwritten: list[bytes] = []
+        self._unwritten_bytes = 0
         self._lost = 0
         self._lock = threading.Lock()
 
     def append(self, record: bytes) -> None:
         """Writes a record, and those kept before it; never raises OSError."""
         with self._lock:
-            if self._kept_bytes + len(record) > KEPT_BYTES:
+            # No room: this record is dropped and counted, and those before it stay in order.
+            if self._unwritten_bytes + len(record) > KEPT_BYTES:
                 self._lost += 1
             else:
-                self._kept.append(record)
-                self._kept_bytes += len(record)
-            self._write_kept()
+                # Every record goes through the list, so that the order holds when a disk comes back.
+                self._unwritten.append(record)
+                self._unwritten_bytes += len(record)
+            self._write_pending()
 
     def close(self) -> None:
         """Tries once more to write what was kept, says what is lost, and closes the file."""
         with self._lock:
-            if self._kept:
-                self._write_kept()
-            lost = self._lost + len(self._kept)
-            if lost:
-                self._trouble.gave_up(_lost(lost))
-            self._kept, self._kept_bytes, self._lost = [], 0, 0
+            if self._unwritten:
+                self._write_pending()
+            num_lost = self._lost + len(self._unwritten)
+            if num_lost:
+                self._trouble.report_loss(_lost_text(num_lost))
+            self._unwritten, self._unwritten_bytes, self._lost = [], 0, 0
             self._close()
 
-    def _write_kept(self) -> None:
-        done = 0
+    def _write_pending(self) -> None:
+        num_written = 0
         try:
             if self._file is None:
+                # Only the file's own folder is made: where the workdir is gone too, records stay in memory.
                 self._path.parent.mkdir(exist_ok=True)
                 self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, self._mode)
-            for record in self._kept:
+            for record in self._unwritten:
                 _write_record(self._file, record)
-                done += 1
+                num_written += 1
             if self._durable:
+                # Once for all records of this turn, as one fsync costs milliseconds.
                 os.fsync(self._file)
         except OSError as error:
             self._close()  # opened anew next time: the disk may have been mounted again
-            self._trouble.failed(error, "its records are kept in memory")
-        self._kept_bytes -= sum(len(record) for record in self._kept[:done])
-        del self._kept[:done]
-        if not self._kept:
-            self._trouble.worked(_lost(self._lost) if self._lost else "all records are in it")
+            self._trouble.report_failure(error, "its records are kept in memory")
+        self._unwritten_bytes -= sum(len(record) for record in self._unwritten[:num_written])
+        # Records before the error are in the file; writing them again would double them.
+        del self._unwritten[:num_written]
+        if not self._unwritten:
+            self._trouble.report_recovery(_lost_text(self._lost) if self._lost else "all records are in it")
             self._lost = 0
 
     def _close(self) -> None:
@@ -126,7 +129,7 @@ class AppendFile:
             self._file = None
 
 
-def _lost(records: int) -> str:
+def _lost_text(records: int) -> str:
     return "1 record is lost" if records == 1 else f"{records} records are lost"
 
 
@@ -135,19 +138,18 @@ def _write_record(file: int, record: bytes) -> None:
     written = os.write(file, record)
     if written == len(record):
         return
-    before = os.fstat(file).st_size - written
+    # O_APPEND wrote at the end, so the record began at the size minus what was written.
+    previous_size = os.fstat(file).st_size - written
     try:
         while written < len(record):
             written += os.write(file, record[written:])  # raises the error of a full disk
     except OSError:
-        os.ftruncate(file, before)
+        os.ftruncate(file, previous_size)
         raise
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """Returns the JSON object in a line; None if there is none: garbage, half a line, or two halves run
-    together.
-    """
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """Returns the JSON object in a line; None for garbage, half a line, or two halves run together."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -155,38 +157,39 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool | None]) -> int:
-    """Rewrites a file of JSON lines; returns how many lines were bad and are now in `<name>.damaged` beside
-    it.
+def keep_lines(path: Path, judge_line: Callable[[dict[str, Any]], bool | None]) -> int:
+    """Rewrites a file of JSON lines; returns the number of bad ones, now in `<name>.damaged` beside it.
 
     Atomic: a kill leaves the old or the new file. A file without anything to remove is left alone.
 
     Args:
-      keep: True for a line that stays, False for one to drop, None for one that is bad.
+      judge_line: True for a line that stays, False for one to drop, None for one that is bad.
     """
     if not path.exists():
         return 0
     content = path.read_bytes()
-    kept, bad = [], []
+    kept_lines, bad_lines = [], []
     for line in content.splitlines(keepends=True):
-        value = parsed(line)
-        verdict = None if value is None else keep(value)
+        value = parse_line(line)
+        verdict = None if value is None else judge_line(value)
         if verdict is None:
-            bad.append(line)
+            bad_lines.append(line)
         elif verdict:
-            kept.append(line)
-    if kept and not kept[-1].endswith(b"\n"):
-        kept[-1] += b"\n"
-    if bad:
-        aside = path.with_name(path.name + ".damaged")
-        before = aside.read_bytes() if aside.exists() else b""
-        write_whole(aside, before + b"".join(line.rstrip(b"\n") + b"\n" for line in bad))
-    if (new := b"".join(kept)) != content:
-        write_whole(path, new)
-    return len(bad)
+            kept_lines.append(line)
+    # A last line without a line end would swallow the next record.
+    if kept_lines and not kept_lines[-1].endswith(b"\n"):
+        kept_lines[-1] += b"\n"
+    if bad_lines:
+        damaged_path = path.with_name(path.name + ".damaged")
+        previous_bytes = damaged_path.read_bytes() if damaged_path.exists() else b""
+        # Set aside before the file is rewritten: a kill in between leaves a line twice, not lost.
+        write_whole(damaged_path, previous_bytes + b"".join(line.rstrip(b"\n") + b"\n" for line in bad_lines))
+    if (new_content := b"".join(kept_lines)) != content:
+        write_whole(path, new_content)
+    return len(bad_lines)
 
 
-def aside_text(path: Path, count: int) -> str:
+def damaged_text(path: Path, count: int) -> str:
     """Line that says where bad lines are."""
     return (
         f"warning: {count} line{'s' if count > 1 else ''} of {path} could not be read; moved to "

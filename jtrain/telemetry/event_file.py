@@ -30,7 +30,9 @@ class EventFile:
         # File names have whole seconds only; the step tells attempts of the same second apart.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.from{start_step}"
         self._file = AppendFile(folder / name, say=say)
+        # Every event file begins with this event.
         self._add(file_version="brain.Event:2")
+        # A START event makes readers drop events of earlier files from this step on.
         start = self._events.SessionLog(status=self._events.SessionLog.START)
         self._add(step=start_step + 1, session_log=start)
 
@@ -39,12 +41,13 @@ class EventFile:
         from tensorboardX.summary import scalar
 
         summary: Any = None
+        # One event for all numbers of a step, since each event has a header and two checksums of its own.
         for tag, number in numbers:
-            one = scalar(tag, number)
+            value_summary = scalar(tag, number)
             if summary is None:
-                summary = one
+                summary = value_summary
             else:
-                summary.MergeFrom(one)
+                summary.MergeFrom(value_summary)
         if summary is not None:
             self._add(step=step, summary=summary)
 
@@ -57,5 +60,6 @@ class EventFile:
 
         data = self._events.Event(wall_time=time.time(), **fields).SerializeToString()
         length = struct.pack("<Q", len(data))
-        checks = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-        self._file.append(length + checks[0] + data + checks[1])
+        # TFRecord: length, its checksum, data, its checksum.
+        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        self._file.append(length + checksums[0] + data + checksums[1])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.errors import UserError
-from jtrain.telemetry.append_file import keep_lines, parsed
+from jtrain.telemetry.append_file import keep_lines, parse_line
 
 FILE = "metrics.jsonl"
 EVENTS = "tensorboard"
@@ -16,8 +16,7 @@ NOTES = "data.log"
 
 @dataclasses.dataclass(frozen=True)
 class EvalResult:
-    """Result on one held-out set, the fields of a line of an evaluation: null for the split if
-    data.eval_fraction=0.
+    """Result on one held-out set, the fields of an evaluation's line; null if data.eval_fraction=0.
 
     loss_nats: cross entropy per token, over all valid targets.
     loss_standard_error: of the loss, over documents; None if there is only one.
@@ -126,6 +125,7 @@ class MetricsSpec:
 
     def is_logged(self, step: int, num_steps: int) -> bool:
         """True if `step` gets a line; the same for a resumed run as for an uninterrupted one."""
+        # By the number of the step alone, so that a resumed run logs the same steps.
         return step in (1, num_steps) or step % self.log_every_steps == 0
 
 
@@ -135,38 +135,39 @@ def encode(values: dict[str, Any]) -> str:
     Floats are written by `repr`, so reading them gives the same bits. NaN and infinities, which JSON does not
     have, become null, and a field `message` names them.
     """
-    lost: dict[str, float] = {}
+    non_finite: dict[str, float] = {}
 
-    def kept(name: str, value: Any) -> Any:
+    def make_finite(name: str, value: Any) -> Any:
         if isinstance(value, dict):
-            return {key: kept(f"{name}.{key}", item) for key, item in value.items()}
+            return {key: make_finite(f"{name}.{key}", item) for key, item in value.items()}
         if isinstance(value, float) and not math.isfinite(value):
-            lost[name] = value
+            non_finite[name] = value
             return None
         return value
 
-    values = {name: kept(name, value) for name, value in values.items()}
-    if lost:
-        values["message"] = ", ".join(f"{name} is {value}" for name, value in lost.items())
+    values = {name: make_finite(name, value) for name, value in values.items()}
+    if non_finite:
+        # After all fields, so that a reader of the line sees its usual order first.
+        values["message"] = ", ".join(f"{name} is {value}" for name, value in non_finite.items())
     return json.dumps(values, allow_nan=False) + "\n"
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Reads the lines of a metrics.jsonl, without those that a kill, a full disk or a damaged one made
-    unreadable.
-    """
-    lines = [parsed(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    """Reads the lines of a metrics.jsonl, without those that a kill or a full disk made unreadable."""
+    # A line without a line end is still being written.
+    lines = [parse_line(line) for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     return [line for line in lines if line is not None and _has_step(line)]
 
 
 def drop_after(path: Path, step: int) -> int:
-    """Drops the lines of `path` after `step`, and moves unreadable ones to `<name>.damaged`; returns their
-    number.
+    """Drops lines after `step`, and moves unreadable ones to `<name>.damaged`; returns their number.
 
     Atomic: a kill leaves the old or the new file.
     """
+    # A line without a step is unreadable as well: None sends it aside.
     return keep_lines(path, lambda line: line["step"] <= step if _has_step(line) else None)
 
 
 def _has_step(line: dict[str, Any]) -> bool:
+    # Not isinstance: True is an int in Python.
     return type(line.get("step")) is int

@@ -1,6 +1,4 @@
-"""Writer of a run's metrics to metrics.jsonl, TensorBoard, data.log and the terminal; no failed write ends a
-run.
-"""
+"""Writer of a run's metrics: metrics.jsonl, TensorBoard, data.log, terminal; no failed write ends a run."""
 
 import contextlib
 import dataclasses
@@ -11,7 +9,7 @@ from typing import Any
 
 from jtrain.runtime.secrets import without_secrets
 from jtrain.telemetry.alerts import AlertKind, Alerts, AlertsSpec
-from jtrain.telemetry.append_file import AppendFile, aside_text
+from jtrain.telemetry.append_file import AppendFile, damaged_text
 from jtrain.telemetry.event_file import EventFile
 from jtrain.telemetry.metrics import (
     EVENTS,
@@ -63,12 +61,14 @@ class Metrics:
         self._events: EventFile | None = None
         self._progress: PlainProgress | None = None
         self._alerts: Alerts | None = None
+        # Files and progress are process 0's; the others compute the same values.
         if jax.process_index() != 0:
             return
         self._workdir, self._tensorboard = workdir, spec.tensorboard
-        shown_on = sys.stdout if stream is None else stream
-        self._progress = (RunProgressBar if shown_on.isatty() else PlainProgress)(
-            shown_on, num_steps, start_step
+        progress_stream = sys.stdout if stream is None else stream
+        # A bar redraws its line; in a file or a pipe that would be thousands of lines.
+        self._progress = (RunProgressBar if progress_stream.isatty() else PlainProgress)(
+            progress_stream, num_steps, start_step
         )
         self._open(start_step)
         # 0600: it names files of the data, and an address may hold a secret that nothing marks as one.
@@ -77,9 +77,9 @@ class Metrics:
 
     def _open(self, start_step: int) -> None:
         """Opens the files that hold a history of steps, without what is after `start_step`."""
-        bad = drop_after(self._workdir / FILE, start_step)
-        if bad:
-            self.say(aside_text(self._workdir / FILE, bad))
+        num_bad = drop_after(self._workdir / FILE, start_step)
+        if num_bad:
+            self.say(damaged_text(self._workdir / FILE, num_bad))
         self._reopen(start_step)
 
     def _reopen(self, start_step: int) -> None:
@@ -91,6 +91,7 @@ class Metrics:
         """Drops the lines after `step`: the run has gone back, and writes them once more."""
         if self._lines is None:
             return
+        # Closed before lines are dropped, which replaces the file under its name.
         for file in (self._lines, self._events):
             if file is not None:
                 file.close()
@@ -107,14 +108,13 @@ class Metrics:
         self._write(dataclasses.asdict(line), "train")
         if self._progress is not None:
             self.last = line
-            with _without_reader():
+            with _broken_stream_allowed():
                 self._progress.train(line)
 
     def evaluation(self, step: int, split: EvalResult | None, sets: dict[str, EvalResult]) -> None:
-        """Writes the line of an evaluation after `step`: the result on the split, if any, and on
-        `eval.sets`.
-        """
+        """Writes the line of an evaluation after `step`: results on the split, if any, and `eval.sets`."""
         names = [field.name for field in dataclasses.fields(EvalResult)]
+        # Every field is in the line even without a split, as null: all lines have the same keys.
         line: dict[str, Any] = {
             "step": step,
             **{f"eval_{name}": getattr(split, name, None) for name in names},
@@ -122,8 +122,11 @@ class Metrics:
         line["eval_sets"] = {name: dataclasses.asdict(result) for name, result in sets.items()}
         self._write(line, "eval")
         if self._progress is not None:
-            shown = [] if split is None else [("eval", split)]
-            for name, result in [*shown, *((f"eval {name}", result) for name, result in sets.items())]:
+            named_results = [] if split is None else [("eval", split)]
+            for name, result in [
+                *named_results,
+                *((f"eval {name}", result) for name, result in sets.items()),
+            ]:
                 self.say(f"step {step}/{self._progress.num_steps}  {name} {result.summary()}")
 
     def goodput(self, step: int, seconds_by_category: dict[str, float]) -> None:
@@ -136,13 +139,12 @@ class Metrics:
     def say(self, text: str) -> None:
         """Prints a line of text, above the bar if there is one."""
         if self._progress is not None:
-            with _without_reader():
+            with _broken_stream_allowed():
                 self._progress.say(text)
 
     def note(self, step: int, text: str) -> None:
-        """Prints a message of the data plane, and appends it to data.log, both without secrets in
-        addresses.
-        """
+        """Prints a data plane's message and appends it to data.log, without secrets in addresses."""
+        # A source's error may quote its address with a signature or a password.
         text = without_secrets(text)
         self.say(text)
         if self._notes is not None:
@@ -156,11 +158,12 @@ class Metrics:
 
     def close(self) -> None:
         """Closes the files and ends the progress bar."""
+        # Alerts first: closing them may still print a line, which needs the progress.
         for file in (self._alerts, self._lines, self._notes, self._events):
             if file is not None:
                 file.close()
         if self._progress is not None:
-            with _without_reader():
+            with _broken_stream_allowed():
                 self._progress.close()
         self._alerts = self._lines = self._notes = self._events = self._progress = None
 
@@ -174,14 +177,13 @@ class Metrics:
         if self._lines is not None:
             self._lines.append(encode(values).encode())
         if self._events is not None:
+            # The step is the event's own field.
             numbers = {name: value for name, value in values.items() if name != "step"}
             self._events.add(values["step"], _numbers(numbers, folder))
 
 
-def _without_reader() -> contextlib.AbstractContextManager[None]:
-    """Context in which a stream may be broken: its reader has gone, its terminal is closed, or its disk is
-    full.
-    """
+def _broken_stream_allowed() -> contextlib.AbstractContextManager[None]:
+    """Context in which a stream may be broken: reader gone, terminal closed, disk full."""
     return contextlib.suppress(OSError)
 
 

@@ -25,13 +25,18 @@ def signature(arguments: Sequence[Any], names: Sequence[str]) -> Signature:
     for name, argument in zip(names, arguments, strict=True):
         for path, leaf in jax.tree_util.tree_flatten_with_path(argument)[0]:
             parts = (f"shape {list(np.shape(leaf))}", f"dtype {getattr(leaf, 'dtype', type(leaf).__name__)}")
+            # A Python number instead of an array compiles anew, with the same shape and dtype.
             weak = " weakly typed" if getattr(leaf, "weak_type", False) else ""
-            where = _where(getattr(leaf, "sharding", None))
-            leaves[name + jax.tree_util.keystr(path)] = (parts[0], parts[1] + weak, f"sharding {where}")
+            sharding_text = _sharding_text(getattr(leaf, "sharding", None))
+            leaves[name + jax.tree_util.keystr(path)] = (
+                parts[0],
+                parts[1] + weak,
+                f"sharding {sharding_text}",
+            )
     return leaves
 
 
-def _where(sharding: Any) -> str:
+def _sharding_text(sharding: Any) -> str:
     """Text of a sharding, such as `P('data',) of data=8, device`; mesh axes of size 1 are left out."""
     import jax
 
@@ -43,18 +48,23 @@ def _where(sharding: Any) -> str:
     return f"{sharding.spec} of {axes}, {sharding.memory_kind}"
 
 
-def changes(before: Signature, after: Signature) -> list[str]:
+def changes(earlier: Signature, later: Signature) -> list[str]:
     """Changed, new and missing leaves, such as `batch.token_BL: shape [8, 64] -> [8, 32]`."""
-    found = []
-    for path in dict.fromkeys([*before, *after]):
-        old, new = before.get(path), after.get(path)
+    leaf_changes = []
+    for path in dict.fromkeys([*earlier, *later]):
+        old, new = earlier.get(path), later.get(path)
         if old is None or new is None:
-            found.append(f"{path}: {'gone' if new is None else 'new, ' + ', '.join(new)}")
+            leaf_changes.append(f"{path}: {'gone' if new is None else 'new, ' + ', '.join(new)}")
             continue
-        differs = [f"{a} -> {b.partition(' ')[2]}" for a, b in zip(old, new, strict=True) if a != b]
-        if differs:
-            found.append(f"{path}: {', '.join(differs)}")
-    return found
+        # The new part without its first word: `shape [8, 64] -> [8, 32]`.
+        part_changes = [
+            f"{old_part} -> {new_part.partition(' ')[2]}"
+            for old_part, new_part in zip(old, new, strict=True)
+            if old_part != new_part
+        ]
+        if part_changes:
+            leaf_changes.append(f"{path}: {', '.join(part_changes)}")
+    return leaf_changes
 
 
 class Compilations:
@@ -72,7 +82,7 @@ class Compilations:
         self.count = 0
         self._function = function
         self._names = names
-        self._known: Signature = {}
+        self._signature: Signature = {}
         self._size = function._cache_size()
 
     def called(self, *arguments: Any) -> str | None:
@@ -86,25 +96,29 @@ class Compilations:
             return None
         self._size = size
         self.count += 1
-        before, self._known = self._known, signature(arguments, self._names)
+        earlier, self._signature = self._signature, signature(arguments, self._names)
+        # The first compilation is the expected one.
         if self.count == 1:
             return None
-        found = changes(before, self._known)
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        said = "; ".join(found[:3]) + more if found else "no argument, but jax's configuration or context"
-        return f"compiled again (program {self.count} of this run), changed: {said}"
+        leaf_changes = changes(earlier, self._signature)
+        suffix = f" and {len(leaf_changes) - 3} more" if len(leaf_changes) > 3 else ""
+        description = (
+            "; ".join(leaf_changes[:3]) + suffix
+            if leaf_changes
+            else "no argument, but jax's configuration or context"
+        )
+        return f"compiled again (program {self.count} of this run), changed: {description}"
 
 
 class CompileSeconds:
-    """Calls `compiled(seconds)` for each program compiled inside the `with` block on the thread that created
-    it.
-    """
+    """Calls `compiled(seconds)` for each program that its own thread compiles inside the `with` block."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
         self._thread = threading.get_ident()
 
     def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        # Listeners are global: other threads, such as a prefetcher's, compile as well.
         if event == BACKEND_COMPILE and threading.get_ident() == self._thread:
             self._compiled(duration_secs)
 

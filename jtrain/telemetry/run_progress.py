@@ -29,6 +29,7 @@ class PlainProgress:
     def __init__(self, stream: ProgressStream, num_steps: int, start_step: int) -> None:
         self.num_steps = num_steps
         self._stream = stream
+        # The bar's constructor has it, and both are called alike.
         del start_step
 
     def train(self, line: TrainLine) -> None:
@@ -70,9 +71,9 @@ class RunProgressBar(PlainProgress):
 def summary(line: TrainLine, num_steps: int) -> str:
     """Loss, speed and remaining time, as in `loss 2.1034 nats  12.3k tokens/s  MFU 41.2 %  ETA 1m 20s`."""
     mfu = "" if line.mfu is None else f"  MFU {line.mfu:.1%}"
-    left_s = (num_steps - line.step) * line.step_time_ms / 1e3
+    remaining_s = (num_steps - line.step) * line.step_time_ms / 1e3
     # The first step's time is mostly compilation, so it gives no estimate.
-    eta = "" if line.step in (1, num_steps) else f"  ETA {_duration(left_s)}"
+    eta = "" if line.step in (1, num_steps) else f"  ETA {_duration(remaining_s)}"
     return f"loss {line.loss_nats:.4f} nats  {_count(line.tokens_per_s)} tokens/s{mfu}{eta}"
 
 
@@ -86,9 +87,10 @@ def _count(number: float) -> str:
 def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "unknown"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, remaining_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
-    parts = ((days, "d"), (hours, "h"), (minutes, "m"), (rest, "s"))
-    shown = [f"{value}{letter}" for value, letter in parts if value]
-    return " ".join(shown[:2]) or "0s"
+    parts = ((days, "d"), (hours, "h"), (minutes, "m"), (remaining_seconds, "s"))
+    words = [f"{value}{letter}" for value, letter in parts if value]
+    # Two units are precise enough: 3d 4h.
+    return " ".join(words[:2]) or "0s"

@@ -42,7 +42,7 @@ class AlertWatch(Callback):
         self._run = run
         self._spec = run.alerts
         self._goodput = goodput
-        self._active = run.alerts.active and jax.process_index() == 0
+        self._active = run.alerts.is_active and jax.process_index() == 0
         self._losses: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self._slow_lines: collections.Counter[str] = collections.Counter()
         self._seconds: collections.deque[tuple[float, float]] = collections.deque()

@@ -27,7 +27,7 @@ from jtrain.checkpoint import Checkpoints, files
 from jtrain.errors import HardwareFault, UserError, first_few
 from jtrain.runtime.multihost import from_process_zero, gather
 from jtrain.step.guard import LEFT_OUT, WINDOW, GuardSpec
-from jtrain.telemetry.append_file import AppendFile, WriteTrouble, aside_text, keep_lines, parsed
+from jtrain.telemetry.append_file import AppendFile, WriteTrouble, damaged_text, keep_lines, parse_line
 from jtrain.telemetry.metrics import encode
 
 FILE = "bad_steps.jsonl"
@@ -287,10 +287,10 @@ class BadSteps:
         if jax.process_index() == 0 and self._file.exists():
             try:
                 if damaged := keep_lines(self._file, lambda entry: True if "action" in entry else None):
-                    self._say(aside_text(self._file, damaged))
+                    self._say(damaged_text(self._file, damaged))
             except OSError as error:  # a full disk: bad lines stay in the file for now
-                WriteTrouble(self._file, self._say).failed(error, "its damaged lines are left out")
-            found = (parsed(line) for line in self._file.read_bytes().splitlines())
+                WriteTrouble(self._file, self._say).report_failure(error, "its damaged lines are left out")
+            found = (parse_line(line) for line in self._file.read_bytes().splitlines())
             entries = [entry for entry in found if entry is not None and "action" in entry]
             settled = [entry for entry in entries if entry["action"] == "repeats"]
             if settled:

@@ -43,7 +43,7 @@ def start(
       allow_change, from_scratch: as of `attempt.train`.
     """
     if heart is not None:
-        heart.configure(run.supervise, run.alerts.inside(None if in_store(home) else home))
+        heart.configure(run.supervise, run.alerts.in_workdir(None if in_store(home) else home))
         heart.enter("joining")
     asked = tree.flat(run_config)
     own = this_process(tree.parse(asked))
@@ -64,7 +64,7 @@ def start(
     compile_collectives_anew()
     workdir, watchers = open_workdir(home, environ)
     if heart is not None:
-        heart.configure(run.supervise, run.alerts.inside(workdir))
+        heart.configure(run.supervise, run.alerts.in_workdir(workdir))
         watchers = [*watchers, Heartbeat(heart)]
     devices, lines = settle_mesh(run_config, devices)
     for line in (*lines, *auto_layout.settle(run_config, devices=devices, workdir=workdir)):

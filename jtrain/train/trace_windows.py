@@ -73,7 +73,7 @@ class TraceWindows(Callback):
     def on_start(self, context: RunContext) -> None:
         self._context = context
         note = "" if self._run.profile.clocks == "none" else self.sampler.note
-        for text in (note, self._windows.missed(context.start_step)):
+        for text in (note, self._windows.missed_message(context.start_step)):
             if text:
                 context.metrics.say(text)
 
@@ -96,12 +96,12 @@ class TraceWindows(Callback):
         if self._last is not None:
             self._close(self._last.step, last=True)
         with self._context.during("profile", 0 if self._last is None else self._last.step):
-            self._say(self._windows.finished(wait=True))
+            self._say(self._windows.collect_reports(wait=True))
 
     def _between_steps(self, step: int) -> None:
         """After `step`, closes a window and starts its analysis, opens one, and reports finished analyses."""
         self._close(step, last=False)
-        if self._last is not None and self._windows.opens(step, asked=self._last.requested):
+        if self._last is not None and self._windows.decide_to_open(step, is_requested=self._last.requested):
             with self._context.during("device_wait", step):
                 jax.block_until_ready(
                     self._last.metrics
@@ -109,10 +109,10 @@ class TraceWindows(Callback):
             with self._context.during("profile", step):
                 self.sampler.fast(True)
                 self._say([self._windows.open(step, self._facts())])
-        self._say(self._windows.finished())
+        self._say(self._windows.collect_reports())
 
     def _close(self, step: int, *, last: bool) -> None:
-        if self._windows.closes(step, last=last):
+        if self._windows.should_close(step, last=last):
             with self._context.during("profile", step):
                 self._say([self._windows.close(lambda: compiled_text(MODULE), self.sampler.save)])
                 self.sampler.fast(False)

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jtrain.hlo.parser import groups_of, read
+from jtrain.hlo.device_groups import groups_of
+from jtrain.hlo.parser import read
 from jtrain.layout.dims import Batch
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import MeshSpec, make_mesh

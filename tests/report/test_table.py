@@ -7,7 +7,7 @@ from rich.console import Console
 
 from jtrain.report.number_formats import rate, seconds, short, size
 from jtrain.report.page import Page, Picture, Section, Title, html
-from jtrain.report.table import Bars, Cell, Column, Facts, Table, bars, drawn, numbers, words
+from jtrain.report.table import Bars, Cell, Column, Facts, Table, bars, draw_bar, numbers, words
 from jtrain.report.terminal import print_blocks, print_page
 
 
@@ -16,7 +16,7 @@ def example() -> Table:
     facts = Facts({"rows": [{"took": 1.23456, "parts": {}}]})
     columns = words("name") + bars("of all") + numbers("took") + words("where", medium="terminal")
     table = Table("times", columns)
-    bar = Bars.of(0.0, 0.5, "c0", "half")
+    bar = Bars.single(0.0, 0.5, "c0", "half")
     table.add(
         Cell("[red]<b>", key="c1", note="a note", title="a tip"),
         bar,
@@ -81,19 +81,19 @@ def test_a_column_of_another_medium_is_left_out() -> None:
     """Rows are as long as the columns that are shown; missing cells are empty."""
     table = Table("", (Column("a"), Column("b", medium="page"), Column("c")))
     table.add("1")
-    assert [row.cells for row in table.of("terminal")[1]] == [("1", "")]
-    assert [row.cells for row in table.of("page")[1]] == [("1", "", "")]
+    assert [row.cells for row in table.for_medium("terminal")[1]] == [("1", "")]
+    assert [row.cells for row in table.for_medium("page")[1]] == [("1", "", "")]
 
 
 def test_a_waterfalls_bars_follow_each_other() -> None:
     """Each of ten bars of a tenth starts in the column where the previous one ends; a tiny part is still
     visible.
     """
-    bars = [drawn(i / 10, 0.1) for i in range(10)]
+    bars = [draw_bar(i / 10, 0.1) for i in range(10)]
     assert [len(bar) for bar in bars] == [3 * (i + 1) for i in range(10)]
     assert [bar.count("█") for bar in bars] == [3] * 10
-    assert drawn(0.5, 1e-4) == " " * 15 + "▏"
-    assert drawn(0.5, 0.0).strip() == ""
+    assert draw_bar(0.5, 1e-4) == " " * 15 + "▏"
+    assert draw_bar(0.5, 0.0).strip() == ""
 
 
 @pytest.mark.parametrize(

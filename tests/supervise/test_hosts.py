@@ -19,10 +19,10 @@ def watched(name: str) -> Watched:
 
 def test_the_first_fault_begins_a_round_and_all_wait_for_the_end_of_the_one_before(tmp_path: Path) -> None:
     first, second = (Hosts(tmp_path, process=process, processes=2) for process in (0, 1))
-    assert first.news() is None
+    assert first.newer_round() is None
     second.announce("process 1 died", final=None, save=True)
     second.announce("told once", final=75, save=False)
-    news = first.news()
+    news = first.newer_round()
     assert news is not None
     assert news == Round(2, "told once", 75, save=False)
     first.follow(news)
@@ -36,12 +36,12 @@ def test_a_supervisor_sees_what_the_others_tell_and_for_how_long_they_are_silent
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (Hosts(tmp_path, process=process, processes=2) for process in (0, 1))
-    assert first.others() == []
+    assert first.other_processes() == []
     second.tell([watched("process 1 on b")])
-    assert first.others() == [watched("process 1 on b")]
+    assert first.other_processes() == [watched("process 1 on b")]
     now_s = lease.time.monotonic() + 12.0
     monkeypatch.setattr(lease.time, "monotonic", lambda: now_s)
-    [seen] = first.others()
+    [seen] = first.other_processes()
     assert seen.beat_age_s == pytest.approx(0.25 + 12.0 - 2.0, abs=0.5), "it beats every 2 s"
 
 
@@ -52,7 +52,7 @@ def test_a_supervisor_whose_place_was_taken_knows_by_whom(tmp_path: Path) -> Non
     assert old.replaced_by is None
     new = Hosts(tmp_path, process=1, processes=2)
     new.tell([])
-    old._told_s = 0.0
+    old._last_tell_s = 0.0
     old.tell([watched("old")])
     [record] = (tmp_path / "supervise" / "process-1").iterdir()
     assert record.name == "2"

@@ -95,11 +95,11 @@ def test_a_beat_arrives_as_it_was_sent() -> None:
 def test_restarts_without_a_new_checkpoint_end() -> None:
     """The first at once, then 1, 4, 16 s and at most a minute; a later checkpoint resets the count."""
     restarts = Restarts()
-    restarts.began(0)
+    restarts.note_start(0)
     assert [restarts.pause_s(SPEC) for _ in range(6)] == [0.0, 1.0, 4.0, 16.0, 60.0, None]
-    restarts.began(0)
+    restarts.note_start(0)
     assert restarts.pause_s(SPEC) is None
-    restarts.began(100)
+    restarts.note_start(100)
     assert restarts.pause_s(SPEC) == 0.0
     assert restarts.pause_s(dataclasses.replace(SPEC, max_restarts=1)) is None
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jtrain.telemetry import append_file
-from jtrain.telemetry.append_file import AppendFile, keep_lines, parsed
+from jtrain.telemetry.append_file import AppendFile, keep_lines, parse_line
 from jtrain.telemetry.goodput import EVENTS, FILE, Ledger, read_events
 from jtrain.telemetry.metrics import drop_after, encode, read
 from tests.small_disk import fill, small_disk
@@ -124,7 +124,7 @@ def test_any_bytes_anywhere_cost_at_most_the_lines_they_touch(
     path.write_bytes(whole[:at] + noise + whole[at:])
     keep_lines(path, lambda line: True if type(line.get("step")) is int else None)
     kept = path.read_bytes().splitlines(keepends=True)
-    assert all(parsed(line) is not None for line in kept)
+    assert all(parse_line(line) is not None for line in kept)
     cut = at // len(good[0])
     assert [line for line in kept if line in good[:cut]][:cut] == good[:cut]
     assert kept[len(kept) - (3 - cut) :] == good[cut + 1 :] if cut < 3 else True

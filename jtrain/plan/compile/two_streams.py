@@ -26,19 +26,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, cast
 
 from jtrain.errors import UserError
+from jtrain.hlo.device_groups import axes_of, groups_of, whole_arrays, wire_bytes
 from jtrain.hlo.flops import bytes_accessed, flops
 from jtrain.hlo.memory_traffic import NO_ACCESS
-from jtrain.hlo.parser import (
-    HloProgram,
-    Instruction,
-    axes_of,
-    begin_of,
-    done_of,
-    groups_of,
-    read,
-    whole_arrays,
-    wire_bytes,
-)
+from jtrain.hlo.parser import HloProgram, Instruction, begin_of, done_of, read
 from jtrain.hlo.scopes import scope_mark
 from jtrain.hlo.traffic import host_copy
 from jtrain.plan.compile.stream_clock import (

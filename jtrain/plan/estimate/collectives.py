@@ -7,7 +7,7 @@ finds the same arrays. Compilers may join several arrays into one instruction.
 import dataclasses
 from typing import Any
 
-from jtrain.hlo.parser import wire_bytes
+from jtrain.hlo.device_groups import wire_bytes
 from jtrain.layout.precision import itemsize
 from jtrain.plan.job import Job
 from jtrain.step.description.step_description import StepCollective

@@ -13,7 +13,7 @@ from jtrain.plan.report.fabric_picture import fabric_picture
 from jtrain.plan.report.plan_sheet import Sheet, classes, step_table, subtitle, to_json
 from jtrain.report.charts import bars_svg, coloured, legend, line_chart
 from jtrain.report.number_formats import rate, seconds, share, short, size
-from jtrain.report.page import Page, PageBlock, Picture, Said, Section, html
+from jtrain.report.page import Page, PageBlock, Paragraph, Picture, Section, html
 from jtrain.report.table import Bars, Cell, Facts, Table, bars, numbers, words
 from jtrain.runtime.atomic_io import write_whole
 
@@ -94,7 +94,7 @@ def _step(sheet: Sheet, facts: Facts) -> list[PageBlock]:
     timed = sheet.timed
     parts = coloured({name: took / timed.step_s for name, took in timed.parts.items() if took})
     bar = Bars(tuple(parts.values()), f"the step: {seconds(timed.step_s)}, by part")
-    said = Said("Hidden: seconds of the network and of host copies beside computation.", "soft")
+    said = Paragraph("Hidden: seconds of the network and of host copies beside computation.", "soft")
     return [Picture(bars_svg(bar) + legend(parts)), step_table(sheet, facts), said]
 
 
@@ -107,7 +107,7 @@ def _memory(sheet: Sheet, facts: Facts) -> list[PageBlock]:
     columns = words("class") + bars(f"0 to {size(scale)}") + numbers("bytes", "of the device")
     table = Table("memory by class", columns, css="few")
     for name, amount in sizes.items():
-        bar = Bars.of(0.0, amount / scale, parts[name].css, f"{name}: {size(amount)}")
+        bar = Bars.single(0.0, amount / scale, parts[name].css, f"{name}: {size(amount)}")
         table.add(name, bar, facts.cell(f"formula.{name}", size), share(amount, there))
     free = there - peak
     verdict = (
@@ -137,7 +137,7 @@ def _fabric(sheet: Sheet, levels: Sequence[Load], facts: Facts) -> list[PageBloc
         at, busy = f"fabric.{index}", min(1.0, load.busy_s / step_s)
         table.add(
             name,
-            Bars.of(0.0, busy, f"c{index}", f"{name}: busy for {busy:.1%} of the step"),
+            Bars.single(0.0, busy, f"c{index}", f"{name}: busy for {busy:.1%} of the step"),
             facts.cell(f"{at}.busy_s", seconds),
             facts.cell(f"{at}.wire_bytes", size),
             facts.cell(f"{at}.bytes_per_s", rate),
@@ -149,14 +149,14 @@ def _fabric(sheet: Sheet, levels: Sequence[Load], facts: Facts) -> list[PageBloc
         "the network itself."
     )
     frame = f'<div class="frame" role="region" tabindex="0" aria-label="fabric">{drawn}</div>'
-    return [Picture(frame), table, Said(note, "soft")]
+    return [Picture(frame), table, Paragraph(note, "soft")]
 
 
 def _cost(rows: Sequence[CostRow], facts: Facts) -> list[PageBlock]:
     """Days and device hours over the number of devices, and a row per number."""
     there = [(row.count, row.cost) for row in rows if row.cost is not None]
     if not there:
-        return [Said("No size of the machine that was tried has a layout that fits.", "soft")]
+        return [Paragraph("No size of the machine that was tried has a layout that fits.", "soft")]
     money = "device hours" if there[0][1].usd is None else "$"
     costs = [(count, cost.device_hours if cost.usd is None else cost.usd) for count, cost in there]
     missing = [f"{row.count:,}" for row in rows if row.cost is None]
@@ -165,6 +165,6 @@ def _cost(rows: Sequence[CostRow], facts: Facts) -> list[PageBlock]:
         f"{none}The cheapest is bold. Every size has the fastest layout that fits, without pipeline stages, "
         "and fails as often as Llama 3's devices did (python -m jtrain.plan cost --help)."
     )
-    days = line_chart([(count, cost.days) for count, cost in there], "days", over="devices")
-    chart = Picture(days + line_chart(costs, money, over="devices"))
-    return [chart, curve_table("cost by number of devices", rows, facts), Said(said, "soft")]
+    days = line_chart([(count, cost.days) for count, cost in there], "days", counted="devices")
+    chart = Picture(days + line_chart(costs, money, counted="devices"))
+    return [chart, curve_table("cost by number of devices", rows, facts), Paragraph(said, "soft")]

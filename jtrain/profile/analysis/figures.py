@@ -10,15 +10,14 @@ from jtrain.report.number_formats import seconds, share
 
 @dataclasses.dataclass(frozen=True)
 class StepPart:
-    """One part of a step's time: its key in `StepBreakdown.parts`, the name that reports show, and its
-    meaning.
-    """
+    """One part of a step's time: its key in `StepBreakdown.parts`, its name in reports, and its meaning."""
 
     key: str
     name: str
     meaning: str
 
 
+# Ordered as time is peeled off: compute first, then what the device waits for.
 PARTS = (
     StepPart("theoretical", "math at peak speed", "the model's own FLOPs and bytes at the device's peak"),
     StepPart("instruction", "extra instructions", "FLOPs beyond the model's own: recomputation, padding"),
@@ -50,8 +49,8 @@ MFU = {
 
 def mean(values: Iterable[float | None]) -> float | None:
     """Mean of the known values; None if all are unknown."""
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+    known_values = [value for value in values if value is not None]
+    return statistics.fmean(known_values) if known_values else None
 
 
 def mean_step(breakdown: Breakdown) -> StepBreakdown:
@@ -59,8 +58,8 @@ def mean_step(breakdown: Breakdown) -> StepBreakdown:
     steps = breakdown.steps
 
     def dicts(field: str) -> dict[str, float | None]:
-        each: list[dict[str, float | None]] = [getattr(step, field) for step in steps]
-        return {key: mean(values.get(key) for values in each) for key in each[0]}
+        step_values: list[dict[str, float | None]] = [getattr(step, field) for step in steps]
+        return {key: mean(values.get(key) for values in step_values) for key in step_values[0]}
 
     return StepBreakdown(
         step=steps[0].step,
@@ -78,8 +77,8 @@ def mean_step(breakdown: Breakdown) -> StepBreakdown:
 
 def part_mean(values: Sequence[float | None]) -> float | None:
     """Mean over all values, with unknown ones counted as 0; None if all are unknown."""
-    known = [value for value in values if value is not None]
-    return sum(known) / len(values) if known else None
+    known_values = [value for value in values if value is not None]
+    return sum(known_values) / len(values) if known_values else None
 
 
 def joules_per_token(breakdown: Breakdown) -> float | None:
@@ -88,10 +87,11 @@ def joules_per_token(breakdown: Breakdown) -> float | None:
     With several processes, devices of other processes are assumed to use as much as this process's devices.
     """
     energies = [step.energy_j for step in breakdown.steps]
-    known = [energy for energy in energies if energy is not None]
+    known_j = [energy for energy in energies if energy is not None]
     tokens = breakdown.tokens_per_step * len(energies)
-    all_j = sum(known) * breakdown.all_devices / breakdown.num_devices
-    return all_j / tokens if tokens and len(known) == len(energies) else None
+    # A process sees its own devices only.
+    all_j = sum(known_j) * breakdown.all_devices / breakdown.num_devices
+    return all_j / tokens if tokens and len(known_j) == len(energies) else None
 
 
 def tokens_per_s(breakdown: Breakdown) -> float:
@@ -108,6 +108,7 @@ def parts_of(step: StepBreakdown) -> list[StepPart]:
     """PARTS for this step; if the device's peak is unknown, the third part stands for all computing."""
     if step.parts.get("theoretical") is not None:
         return list(PARTS)
+    # The key stays, so that the bar keeps its colour and its place.
     undivided = StepPart(
         "utilisation", "computing", "math and losses in one: no peak of this device is known"
     )
@@ -116,11 +117,12 @@ def parts_of(step: StepBreakdown) -> list[StepPart]:
 
 def largest_loss(step: StepBreakdown) -> tuple[StepPart, float] | None:
     """The largest part other than the math itself; computing that could not be divided is left out."""
+    # The first part is the math itself, which is no loss.
     lost = {part: step.parts.get(part.key) or 0.0 for part in PARTS[1:]}
     if step.parts.get("theoretical") is None:
         lost = {part: value for part, value in lost.items() if part.key != "utilisation"}
-    most = max(lost, key=lambda part: lost[part])
-    return (most, lost[most]) if lost[most] > 0 else None
+    largest_part = max(lost, key=lambda part: lost[part])
+    return (largest_part, lost[largest_part]) if lost[largest_part] > 0 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,17 +143,18 @@ class DeviceMean:
 
 def by_device(breakdown: Breakdown) -> list[DeviceMean]:
     """Each device's means over the window, in order."""
-    seen: dict[int, list[dict[str, int | float]]] = {}
+    rows_by_device: dict[int, list[dict[str, int | float]]] = {}
     for step in breakdown.steps:
-        for one in step.devices:
-            seen.setdefault(int(one["device"]), []).append(one)
+        for device_row in step.devices:
+            rows_by_device.setdefault(int(device_row["device"]), []).append(device_row)
 
     def sampled(device: int, field: str) -> float | None:
+        # A track per device; -1 tracks of a CPU are expanded to all devices when they are read.
         means = (mean(getattr(track, field)) for track in breakdown.clocks if track.device == device)
         return next((value for value in means if value is not None), None)
 
     def per_step_s(device: int, key: str) -> float:
-        return statistics.fmean(one[key] for one in seen[device])
+        return statistics.fmean(device_row[key] for device_row in rows_by_device[device])
 
     return [
         DeviceMean(
@@ -162,7 +165,7 @@ def by_device(breakdown: Breakdown) -> list[DeviceMean]:
             mean_mhz=sampled(device, "sm_mhz"),
             mean_w=sampled(device, "power_w"),
         )
-        for device in sorted(seen)
+        for device in sorted(rows_by_device)
     ]
 
 
@@ -183,17 +186,17 @@ def machine_line(breakdown: Breakdown) -> str:
 def headline(breakdown: Breakdown) -> str:
     """One-sentence summary: duration of a step, share of the model's math, largest loss."""
     step = mean_step(breakdown)
-    math, loss = step.parts.get("theoretical"), largest_loss(step)
+    math_s, part_and_seconds = step.parts.get("theoretical"), largest_loss(step)
     text = f"Of a step of {seconds(step.duration_s)}, "
     text += (
         "the math's share is unknown"
-        if math is None
-        else f"{share(math, step.duration_s)} is math at peak speed"
+        if math_s is None
+        else f"{share(math_s, step.duration_s)} is math at peak speed"
     )
-    if loss is None:
+    if part_and_seconds is None:
         return f"{text}."
-    part, lost = loss
-    return f"{text}; the largest loss is {part.name}: {seconds(lost)}, {share(lost, step.duration_s)}."
+    part, lost_s = part_and_seconds
+    return f"{text}; the largest loss is {part.name}: {seconds(lost_s)}, {share(lost_s, step.duration_s)}."
 
 
 def chain_line(step: StepBreakdown) -> str:
@@ -212,11 +215,11 @@ def chain_line(step: StepBreakdown) -> str:
 def pipeline_line(track: PipelineTrack) -> str:
     """Measured bubble of a window beside the schedule's, in one sentence."""
     bubbles = [step.bubble for step in track.steps]
-    mean_of = {
+    mean_shares = {
         name: statistics.fmean(getattr(step, name) for step in track.steps)
         for name in ("instructions", "ends")
     }
-    some = (
+    worker_range = (
         "" if len(track.workers) == track.stages else f", workers {track.workers[0]} to {track.workers[-1]}"
     )
     spread = (
@@ -224,9 +227,11 @@ def pipeline_line(track: PipelineTrack) -> str:
     )
     return (
         f"measured bubble {statistics.fmean(bubbles):.1%}{spread}; {track.schedule} over {track.stages} "
-        f"stages with {track.microbatches} microbatches has {track.planned_bubble:.1%} in lockstep{some}. "
-        f"Workers compute layers for {mean_of['instructions']:.1%} of the ticks' time, embedding and loss "
-        f"for {mean_of['ends']:.1%}"
+        f"stages with {track.microbatches} microbatches has {track.planned_bubble:.1%} in "
+        f"lockstep{worker_range}. "
+        f"Workers compute layers for {mean_shares['instructions']:.1%} of the ticks' time, embedding and "
+        "loss "
+        f"for {mean_shares['ends']:.1%}"
     )
 
 
@@ -235,13 +240,14 @@ def comm_name(row: CommRow) -> str:
     return f"{row.kind} over {' × '.join(row.axes) or 'unknown axes'}"
 
 
-def where(row: OpRow) -> str:
+def op_location(row: OpRow) -> str:
     """`layers/mlp, backward`."""
     return ", ".join(dict.fromkeys(word for word in (row.layer, row.phase) if word)) or "unknown"
 
 
 def main_cause(row: OpRow) -> str:
     """The factor through which an op loses most; "" if it loses nothing."""
+    # Losses may be negative: an op may beat the time that its FLOPs should take at the peak.
     cause = max(row.lost, key=lambda name: row.lost[name], default="")
     if not cause or row.lost[cause] <= 0:
         return ""
@@ -254,4 +260,4 @@ def by_category(breakdown: Breakdown) -> list[tuple[str, str, float]]:
     spent = [
         (key, CATEGORIES.get(key, key.replace("_", " ")), value) for key, value in breakdown.goodput.items()
     ]
-    return sorted((one for one in spent if one[2] > 0), key=lambda one: -one[2])
+    return sorted((category for category in spent if category[2] > 0), key=lambda category: -category[2])

@@ -8,11 +8,13 @@ import collections
 from collections.abc import Iterator, Mapping
 
 from jtrain.errors import UserError
+from jtrain.hlo.device_groups import axes_of, groups_of, whole_arrays, wire_bytes
 from jtrain.hlo.flops import bytes_accessed, flops
-from jtrain.hlo.parser import KINDS, HloProgram, Instruction, axes_of, groups_of, whole_arrays, wire_bytes
-from jtrain.hlo.scopes import NOWHERE, Phase, scope_mark
+from jtrain.hlo.parser import KINDS, HloProgram, Instruction
+from jtrain.hlo.scopes import UNMARKED, Phase, scope_mark
 from jtrain.profile.analysis.records import HloOp, OpKind, OpTraffic
 
+# Instructions that run nothing themselves: a trace has no event for them, or one around others.
 _CONTROL = ("while", "conditional", "call", "tuple", "get-tuple-element", "parameter", "constant", "bitcast")
 _CONTROL += ("after-all", "opt-barrier", "partition-id", "replica-id")
 _NETWORK = (*KINDS, "send", "recv")
@@ -34,25 +36,25 @@ def read_ops(program: HloProgram, mesh_shape: Mapping[str, int]) -> dict[str, Hl
         raise UserError(
             "the HLO text has no entry computation: it is truncated, or not a compiled program's text."
         )
-    found: dict[str, HloOp] = {}
+    ops: dict[str, HloOp] = {}
 
-    def visit(name: str, around: _Mark) -> None:
-        marks = _marks(name, program, around)
+    def visit(name: str, outer_mark: _Mark) -> None:
+        marks = _marks(name, program, outer_mark)
         for instruction in program.computations[name]:
             phase, layer = marks[instruction.name]
-            if instruction.holds_others:
-                for inside in instruction.run_by:
-                    visit(inside, (phase, layer))
-            found[instruction.name] = _op(instruction, phase, layer, program, mesh_shape, found)
+            if instruction.is_control_flow:
+                # With the condition of a loop: the trace has its ops too.
+                for computation in instruction.called_with_condition:
+                    visit(computation, (phase, layer))
+            ops[instruction.name] = _op(instruction, phase, layer, program, mesh_shape, ops)
 
-    visit(program.entry, NOWHERE)
-    return found
+    visit(program.entry, UNMARKED)
+    return ops
 
 
 def unknown_op(name: str) -> HloOp:
-    """Op for a name that is in the trace but in no program: a kernel or copy started by a library or the
-    runtime.
-    """
+    """Op for a name that is in no program: a kernel or copy that a library or the runtime started."""
+    # Names of kernels: ncclDevKernel_AllReduce..., MemcpyD2D, memset.
     low = name.lower()
     kind: OpKind = (
         "communication" if "nccl" in low or "rccl" in low else "copy" if "mem" in low[:4] else "compute"
@@ -66,32 +68,35 @@ def is_recomputed(op: HloOp) -> bool:
 
 
 def _vote(marks: Iterator[_Mark]) -> _Mark:
-    counted = collections.Counter(mark for mark in marks if mark != NOWHERE)
-    return counted.most_common(1)[0][0] if counted else NOWHERE
+    counted = collections.Counter(mark for mark in marks if mark != UNMARKED)
+    # Of equally frequent marks the first wins, so the result does not depend on hashes.
+    return counted.most_common(1)[0][0] if counted else UNMARKED
 
 
-def _own(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
-    """Mark and path of an instruction: from its own path, else its fusion's root, else most frequent inside
-    it.
+def _mark_and_scope(instruction: Instruction, program: HloProgram) -> tuple[_Mark, str]:
+    """Mark and path of an instruction: its own, else its fusion's root's, else the most frequent inside.
 
     A collective that the compiler combined from several has the paths of all: `jit(f)/(a/psum:b/psum)`.
     """
     scope = instruction.op_name
-    head, several, rest = scope.partition("/(")
-    mark = _vote(map(scope_mark, rest.split(":"))) if several and ":" in rest else scope_mark(scope)
-    if mark != NOWHERE or instruction.holds_others:
+    outer_scope, separator, scopes = scope.partition("/(")
+    # The most frequent mark wins: gradients of many layers are combined into one all-reduce.
+    mark = _vote(map(scope_mark, scopes.split(":"))) if separator and ":" in scopes else scope_mark(scope)
+    if mark != UNMARKED or instruction.is_control_flow:
         return mark, scope
-    inside = program.inside(instruction)
-    for root in (i for i in inside if i.is_root):
-        if (of_root := scope_mark(root.op_name)) != NOWHERE:
-            return of_root, root.op_name
-    return _vote(scope_mark(i.op_name) for i in inside), scope or head
+    # The root's result is what the fusion is for; only if it has no scope, all of the fusion votes.
+    nested_instructions = program.inside(instruction)
+    for root in (nested for nested in nested_instructions if nested.is_root):
+        if (root_mark := scope_mark(root.op_name)) != UNMARKED:
+            return root_mark, root.op_name
+    return _vote(scope_mark(nested.op_name) for nested in nested_instructions), scope or outer_scope
 
 
-def _marks(computation: str, program: HloProgram, around: _Mark) -> dict[str, _Mark]:
+def _marks(computation: str, program: HloProgram, outer_mark: _Mark) -> dict[str, _Mark]:
     """Phase and layer of every instruction of a computation."""
     body = program.computations[computation]
-    marks = {i.name: _own(i, program)[0] for i in body}
+    # First from the instruction itself; only those without a mark ask their neighbours.
+    marks = {i.name: _mark_and_scope(i, program)[0] for i in body}
     users: dict[str, list[str]] = {i.name: [] for i in body}
     operands: dict[str, list[str]] = {}
     for instruction in body:
@@ -99,14 +104,14 @@ def _marks(computation: str, program: HloProgram, around: _Mark) -> dict[str, _M
         for name in operands[instruction.name]:
             users[name].append(instruction.name)
     # The text is in schedule order, so one pass in each direction reaches every instruction.
-    for order, beside in ((reversed(body), users), (body, operands)):
+    for order, neighbours in ((reversed(body), users), (body, operands)):
         for instruction in order:
-            if marks[instruction.name] == NOWHERE:
-                marks[instruction.name] = _vote(marks[name] for name in beside[instruction.name])
-    return {name: around if mark == NOWHERE else mark for name, mark in marks.items()}
+            if marks[instruction.name] == UNMARKED:
+                marks[instruction.name] = _vote(marks[name] for name in neighbours[instruction.name])
+    return {name: outer_mark if mark == UNMARKED else mark for name, mark in marks.items()}
 
 
-def _base(opcode: str) -> str:
+def _base_opcode(opcode: str) -> str:
     return opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
 
 
@@ -116,27 +121,36 @@ def _op(
     layer: str,
     program: HloProgram,
     mesh_shape: Mapping[str, int],
-    before: Mapping[str, HloOp],
+    earlier_ops: Mapping[str, HloOp],
 ) -> HloOp:
     name, opcode = instruction.name, instruction.opcode
-    scope = _own(instruction, program)[1]
+    scope = _mark_and_scope(instruction, program)[1]
     if opcode.endswith(("-done", "-update")):  # bytes are counted at the matching start
-        start = next((before[operand] for operand in instruction.operands if operand in before), None)
+        # The start stands earlier in the schedule, so its op exists already.
+        start = next(
+            (earlier_ops[operand] for operand in instruction.operands if operand in earlier_ops), None
+        )
         kind: OpKind = start.kind if start is not None else _kind(instruction, None, 0)
-        of_start = start.collective if start is not None else None
-        waited = OpTraffic(of_start.kind, of_start.axes, 0) if of_start is not None else None
-        return HloOp(name, opcode, kind, phase, layer, scope, 0, 0, waited)
+        start_traffic = start.collective if start is not None else None
+        # 0 bytes: the wait at the done is time on the network, but its bytes were sent once.
+        done_traffic = (
+            OpTraffic(start_traffic.kind, start_traffic.axes, 0) if start_traffic is not None else None
+        )
+        return HloOp(name, opcode, kind, phase, layer, scope, 0, 0, done_traffic)
     work = flops(instruction, program)
     collective = _collective(instruction, program, mesh_shape)
     kind = _kind(instruction, collective, work)
+    # A fusion that multiplies and gathers counts as compute; its bytes on the wire are not exposed.
     if kind != "communication":
         collective = None
+    # Control ops contain others, which count their own bytes.
     size = 0 if kind in ("control", "communication") else bytes_accessed(instruction, program)
     return HloOp(name, opcode, kind, phase, layer, scope, work, size, collective)
 
 
 def _kind(instruction: Instruction, collective: OpTraffic | None, work: int) -> OpKind:
-    base = _base(instruction.opcode)
+    base = _base_opcode(instruction.opcode)
+    # A fusion around a collective without a product does nothing but communicate.
     if base in _NETWORK or (collective is not None and not work):
         return "communication"
     if instruction.opcode in _CONTROL:
@@ -152,11 +166,12 @@ def _collective(
     if kind:
         groups = groups_of(instruction, mesh_shape)
         size = max((len(group) for group in groups), default=1)
-        sent = sum(
-            wire_bytes(kind, whole, size) for _, whole in whole_arrays(instruction, size, program.types)
+        sent_bytes = sum(
+            wire_bytes(kind, whole_bytes, size)
+            for _, whole_bytes in whole_arrays(instruction, size, program.types)
         )
-        return OpTraffic(kind, axes_of(groups, mesh_shape), sent)
+        return OpTraffic(kind, axes_of(groups, mesh_shape), sent_bytes)
     if instruction.opcode not in ("fusion", "async-start", "call-start"):
         return None
-    inside = (_collective(one, program, mesh_shape) for one in program.inside(instruction))
-    return next((collective for collective in inside if collective), None)
+    traffics = (_collective(nested, program, mesh_shape) for nested in program.inside(instruction))
+    return next((collective for collective in traffics if collective), None)

@@ -6,6 +6,7 @@ buffer that it updates. Arguments, and results that take their place (donation),
 lists those. The result differs from the allocation where XLA keeps a buffer longer or makes a copy.
 """
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 
@@ -24,13 +25,14 @@ CLASSES: dict[Phase, str] = {
 }
 """Phase of the op that made a buffer -> class of the buffer; all other phases are "other"."""
 
-MOST_POINTS = 500
+MAX_POINTS = 500
 """Maximum number of points of a curve; each point is the maximum over the ops that it stands for."""
 
 _NAMES = tuple(CLASSES.values())
-_NONE = frozenset[str]()
+_NO_BUFFERS = frozenset[str]()
 _ELEMENT = "#"
 
+# Their results are in memory already, or are no arrays.
 _MAKES_NOTHING = (
     "parameter",
     "constant",
@@ -42,6 +44,7 @@ _MAKES_NOTHING = (
     "opt-barrier",
 )
 _MAKES_NOTHING += ("dynamic-update-slice", "partition-id", "replica-id")
+# Element k of the result needs element k of an operand only, so XLA may write over the operand.
 _ELEMENTWISE = ("add", "subtract", "multiply", "divide", "convert", "select", "maximum", "negate")
 _ELEMENTWISE += ("exponential", "tanh")
 
@@ -58,23 +61,23 @@ def live_bytes(program: HloProgram, ops: Mapping[str, HloOp]) -> dict[str, Int64
     """
     alive: dict[str, Int64[np.ndarray, " classes"]] = {}
 
-    def visit(name: str, around: np.ndarray) -> None:
-        rows = around + _live(name, ops, program)
+    def visit(name: str, outer_bytes: np.ndarray) -> None:
+        # Buffers of the computations around this one stay alive while it runs.
+        rows = outer_bytes + _computation_bytes(name, ops, program)
         for instruction, row in zip(program.computations[name], rows, strict=True):
             alive[instruction.name] = row
-            if instruction.holds_others:
-                for inside in instruction.called:
-                    visit(inside, row)
+            if instruction.is_control_flow:
+                for body_name in instruction.called:
+                    visit(body_name, row)
 
     visit(program.entry, np.zeros(len(_NAMES), np.int64))
     return alive
 
 
 def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTrack | None:
-    """Curve over the window's median step on its first device; None if no op of the program ran in that
-    step.
-    """
+    """Curve over the window's median step on its first device; None if no op of the program ran in it."""
     steps = sorted(trace.steps, key=lambda step: step.end_ns - step.start_ns)
+    # The median step by duration: an outlier may wait for data or for a save.
     step = steps[len(steps) // 2]
     alive = live_bytes(program, ops)
     device = min((event.device for event in trace.events), default=0)
@@ -87,17 +90,21 @@ def track(trace: Trace, program: HloProgram, ops: Mapping[str, HloOp]) -> LiveTr
 def _curve(events: Sequence[OpEvent], alive: Mapping[str, np.ndarray], step: StepSpan) -> LiveTrack:
     values = np.stack([alive[event.name] for event in events])
     starts = np.array([event.start_ns - step.start_ns for event in events], np.int64)
-    size = -(-len(events) // MOST_POINTS)
-    firsts = np.arange(0, len(events), size)
-    most = [int(first + np.argmax(values[first : first + size].sum(axis=1))) for first in firsts]
+    # Rounded up, so that there are at most MAX_POINTS points.
+    ops_per_point = -(-len(events) // MAX_POINTS)
+    firsts = np.arange(0, len(events), ops_per_point)
+    # The peak op of each group, not its mean: a short peak is what decides if memory suffices.
+    peak_indices = [
+        int(first + np.argmax(values[first : first + ops_per_point].sum(axis=1))) for first in firsts
+    ]
     return LiveTrack(
         step=step.step,
-        time_s=[float(t) * 1e-9 for t in starts[most]],
-        bytes={name: values[most, index].tolist() for index, name in enumerate(_NAMES)},
+        time_s=[float(offset_ns) * 1e-9 for offset_ns in starts[peak_indices]],
+        bytes={name: values[peak_indices, index].tolist() for index, name in enumerate(_NAMES)},
     )
 
 
-def _live(
+def _computation_bytes(
     computation: str, ops: Mapping[str, HloOp], program: HloProgram
 ) -> Int64[np.ndarray, "instructions classes"]:
     """Bytes of a computation's own buffers while each of its instructions runs."""
@@ -106,129 +113,144 @@ def _live(
     aliased = {int(index) for index in re.findall(r"\{(\d+)\}: \(\d+, \{\}", program.header)}
     values: dict[str, _Value] = {}
     sizes: dict[str, int] = {}
-    last: dict[str, int] = {}
-    made: dict[str, int] = {}
+    last_use: dict[str, int] = {}
+    first_use: dict[str, int] = {}
     for index, instruction in enumerate(body):
-        given = _given(instruction, values)
-        last |= dict.fromkeys(_all(given), index)
-        values[instruction.name], own = _value(instruction, given, program)
-        for buffer, size in own.items():
-            sizes[buffer], made[buffer], last[buffer] = size, index, index
+        operand_buffers = _operand_buffers(instruction, values)
+        last_use |= dict.fromkeys(_all_buffers(operand_buffers), index)
+        values[instruction.name], new_buffers = _result_buffers(instruction, operand_buffers, program)
+        for buffer, size in new_buffers.items():
+            # A result that nobody reads lives while its own op runs.
+            sizes[buffer], first_use[buffer], last_use[buffer] = size, index, index
     root = next(i for i in body if i.is_root)
     results = values[root.name]
     parts = results if isinstance(results, tuple) else (results,)
-    for place, part in enumerate(parts):
-        for buffer in part:
-            if not is_entry or place in aliased:
+    for position, buffers in enumerate(parts):
+        for buffer in buffers:
+            if not is_entry or position in aliased:
                 sizes.pop(buffer, None)  # counted as the loop's state, or in the buffer of an argument
             else:
-                last[buffer] = len(body)
+                # A result of the step outlives it.
+                last_use[buffer] = len(body)
     for index, instruction in enumerate(body):
-        _take_over(index, instruction, sizes, last, values)
+        _reuse_operands(index, instruction, sizes, last_use, values)
+    # Differences at begin and end, summed up below: one pass over buffers, however long they live.
     changes = np.zeros((len(body) + 2, len(_NAMES)), np.int64)
     for buffer, size in sizes.items():
+        # A tuple's elements are buffers of their own, named fusion.7#1; the op is fusion.7.
         maker = ops.get(buffer.partition(_ELEMENT)[0])
         phase = "other" if maker is None else maker.phase
         column = _NAMES.index(CLASSES.get(phase, CLASSES["other"]))
-        changes[made[buffer], column] += size
-        changes[last[buffer] + 1, column] -= size
+        changes[first_use[buffer], column] += size
+        changes[last_use[buffer] + 1, column] -= size
     return np.cumsum(changes, axis=0)[: len(body)]
 
 
-def _take_over(
+def _reuse_operands(
     index: int,
     instruction: Instruction,
     sizes: dict[str, int],
-    last: dict[str, int],
+    last_use: dict[str, int],
     values: Mapping[str, _Value],
 ) -> None:
-    """Lets elementwise results reuse the buffers of operands of the same size that no later instruction
-    reads.
-    """
+    """Lets elementwise results reuse buffers of operands of the same size that nothing reads later."""
     if not (instruction.opcode in _ELEMENTWISE or "kind=kLoop" in instruction.line):
         return
-    free = [sizes[buffer] for buffer in _all([values[instruction.name]]) if buffer in sizes]
-    for buffer in _all(_given(instruction, values)):
-        if last.get(buffer) == index and sizes.get(buffer) in free:
-            free.remove(sizes[buffer])
-            last[buffer] = index - 1
+    # Each result takes over one buffer at most, so a used size leaves the list.
+    free_sizes = [sizes[buffer] for buffer in _all_buffers([values[instruction.name]]) if buffer in sizes]
+    # In the order of the operands: a set of names has another order in each process.
+    by_operand = [sorted(_all_buffers([value])) for value in _operand_buffers(instruction, values)]
+    for buffer in itertools.chain.from_iterable(by_operand):
+        if last_use.get(buffer) == index and sizes.get(buffer) in free_sizes:
+            free_sizes.remove(sizes[buffer])
+            # The operand's buffer counts until the op before; from here on it is counted as the result's.
+            last_use[buffer] = index - 1
 
 
-def _given(instruction: Instruction, values: Mapping[str, _Value]) -> list[_Value]:
+def _operand_buffers(instruction: Instruction, values: Mapping[str, _Value]) -> list[_Value]:
     """Buffers of each operand; `%fusion.7#1` is an element of a tuple."""
-    _, _, rest = instruction.line.partition(f" {instruction.opcode}(")
-    found: list[_Value] = []
-    for name, element in re.findall(r"%([\w.-]+)(?:#(\d+))?", rest.partition("), ")[0]):
+    _, _, arguments = instruction.line.partition(f" {instruction.opcode}(")
+    operand_buffers: list[_Value] = []
+    for name, element in re.findall(r"%([\w.-]+)(?:#(\d+))?", arguments.partition("), ")[0]):
         value = values.get(name)
         if value is not None:
-            found.append(value[int(element)] if element and isinstance(value, tuple) else value)
-    return found
+            operand_buffers.append(value[int(element)] if element and isinstance(value, tuple) else value)
+    return operand_buffers
 
 
-def _all(values: Sequence[_Value]) -> frozenset[str]:
-    return _NONE.union(
-        *(part for value in values for part in (value if isinstance(value, tuple) else (value,)))
+def _all_buffers(values: Sequence[_Value]) -> frozenset[str]:
+    return _NO_BUFFERS.union(
+        *(buffers for value in values for buffers in (value if isinstance(value, tuple) else (value,)))
     )
 
 
-def _value(
-    instruction: Instruction, given: Sequence[_Value], program: HloProgram
+def _result_buffers(
+    instruction: Instruction, operand_buffers: Sequence[_Value], program: HloProgram
 ) -> tuple[_Value, dict[str, int]]:
     """Buffers that hold an instruction's result, and the bytes of those that the instruction allocates."""
     opcode = instruction.opcode
     if opcode == "tuple":
-        return tuple(_all([value]) for value in given), {}
+        return tuple(_all_buffers([value]) for value in operand_buffers), {}
     if opcode == "get-tuple-element":
-        of = given[0] if given else _NONE
+        tuple_buffers = operand_buffers[0] if operand_buffers else _NO_BUFFERS
         index = int(re.findall(r"index=(\d+)", instruction.line)[0])
-        return (of[index] if isinstance(of, tuple) and index < len(of) else _all([of])), {}
+        return (
+            tuple_buffers[index]
+            if isinstance(tuple_buffers, tuple) and index < len(tuple_buffers)
+            else _all_buffers([tuple_buffers])
+        ), {}
+    # These results are the first operand's buffers: a loop's state, a finished copy, an updated array.
     if opcode.endswith(("-done", "-update")) or opcode in (
         "while",
         "bitcast",
         "opt-barrier",
         "dynamic-update-slice",
     ):
-        return (given[0] if given else _NONE), {}
+        return (operand_buffers[0] if operand_buffers else _NO_BUFFERS), {}
     if opcode in _MAKES_NOTHING:
-        return _NONE, {}
-    if (place := _in_place(instruction, program)) is not None and place < len(given):
-        return given[place], {}
+        return _NO_BUFFERS, {}
+    if (position := _in_place(instruction, program)) is not None and position < len(operand_buffers):
+        return operand_buffers[position], {}
     name = instruction.name
     if opcode.endswith("-start"):
         return frozenset({name}), {name: _started_bytes(instruction)}
     if not instruction.type.startswith("("):
         return frozenset({name}), {name: array_bytes(instruction.type)}
-    own = {
-        f"{name}{_ELEMENT}{place}": array_bytes(type_)
-        for place, type_ in enumerate(elements(instruction.type))
+    new_buffers = {
+        f"{name}{_ELEMENT}{position}": array_bytes(type_)
+        for position, type_ in enumerate(elements(instruction.type))
     }
-    return tuple(frozenset({buffer}) for buffer in own), own
+    return tuple(frozenset({buffer}) for buffer in new_buffers), new_buffers
 
 
 def _in_place(instruction: Instruction, program: HloProgram) -> int | None:
     """Index of the operand that a fusion updates in place; None if its root is not an in-place update."""
     if instruction.opcode != "fusion":
         return None
-    inside = {i.name: i for i in program.inside(instruction)}
-    at = next((i for i in inside.values() if i.is_root), None)
-    while at is not None and at.opcode in ("bitcast", "dynamic-update-slice", "copy") and at.operands:
-        updates = at.opcode == "dynamic-update-slice"
-        at = inside.get(at.operands[0])
-        while updates and at is not None and at.opcode == "bitcast" and at.operands:
-            at = inside.get(at.operands[0])
-        if updates:
-            argument = re.search(r" parameter\((\d+)\)", at.line) if at is not None else None
+    by_name = {nested.name: nested for nested in program.inside(instruction)}
+    current = next((nested for nested in by_name.values() if nested.is_root), None)
+    # From the root down: bitcasts and copies do not change which operand is updated.
+    while (
+        current is not None
+        and current.opcode in ("bitcast", "dynamic-update-slice", "copy")
+        and current.operands
+    ):
+        is_update = current.opcode == "dynamic-update-slice"
+        current = by_name.get(current.operands[0])
+        # The updated array is the update's first operand, perhaps behind bitcasts.
+        while is_update and current is not None and current.opcode == "bitcast" and current.operands:
+            current = by_name.get(current.operands[0])
+        if is_update:
+            argument = re.search(r" parameter\((\d+)\)", current.line) if current is not None else None
             return int(argument[1]) if argument else None
     return None
 
 
 def _started_bytes(instruction: Instruction) -> int:
-    """Bytes of an asynchronous op's result, which is the second element of its type (operands, results,
-    ...).
-    """
+    """Bytes of an asynchronous op's result, the second element of its type (operands, results, ...)."""
     if not instruction.type.startswith("("):
         return array_bytes(instruction.type)
-    parts = elements(instruction.type)
+    types = elements(instruction.type)
     if instruction.opcode == "copy-start":  # (destination, source, context)
-        return array_bytes(parts[0])
-    return array_bytes(parts[1]) if len(parts) > 1 else array_bytes(instruction.type)
+        return array_bytes(types[0])
+    return array_bytes(types[1]) if len(types) > 1 else array_bytes(instruction.type)

@@ -1,5 +1,4 @@
-"""Data classes of a profile: the trace, the compiled program's ops, the sampled clocks and the resulting
-breakdown.
+"""Data classes of a profile: trace, ops of the compiled program, sampled clocks, breakdown.
 
 Times are integer nanoseconds since the epoch until they are reported, and seconds (`_s`) from there on: a
 float64 resolves the time since the epoch to 256 ns only.
@@ -59,9 +58,7 @@ class OpEvent:
 
 @dataclasses.dataclass(frozen=True)
 class StepSpan:
-    """One step as the host saw it: from the end of the previous step (the first: from its own start) to its
-    end.
-    """
+    """One step as the host saw it: from the end of the step before (the first: its own start) to its end."""
 
     step: int
     start_ns: int
@@ -70,9 +67,7 @@ class StepSpan:
 
 @dataclasses.dataclass(frozen=True)
 class HostSpan:
-    """Host activity such as "data_wait", "checkpoint" or "evaluate" (a trace annotation named
-    `jtrain:<name>`).
-    """
+    """Host activity such as "data_wait", "checkpoint" or "evaluate": an annotation `jtrain:<name>`."""
 
     name: str
     start_ns: int
@@ -93,6 +88,7 @@ class Trace:
     steps: tuple[StepSpan, ...]
     events: tuple[OpEvent, ...]
     host: tuple[HostSpan, ...]
+    # Two moments on both clocks are enough for an offset and a drift: see `Samples.aligned`.
     anchors: tuple[tuple[int, int], ...] = ()
 
 
@@ -133,8 +129,7 @@ class StepBreakdown:
 
 @dataclasses.dataclass(frozen=True)
 class OpRow:
-    """All executions of one op in the window, on all devices; time in which several ops run is divided among
-    them.
+    """All executions of one op in the window, on all devices; time of several ops at once is divided.
 
     theoretical_s: time at the device's peak; 0 for recomputed ops, None for communication or if the peak is
       unknown.
@@ -195,9 +190,7 @@ class ClockTrack:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryRow:
-    """Bytes on one device: the planned size of a class of arrays, or the bytes in use that the allocator
-    reports.
-    """
+    """Bytes on one device: planned size of a class of arrays, or bytes in use by the allocator."""
 
     name: str
     bytes: int
@@ -295,6 +288,7 @@ class Breakdown:
     goodput: dict[str, float]
     advice: list[str]
     notes: list[str]
+    # Raised when a field changes its meaning; `read_json` refuses all others.
     version: int = 1
 
     def to_dict(self) -> dict[str, Any]:

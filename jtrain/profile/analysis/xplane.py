@@ -35,8 +35,8 @@ class _Event(NamedTuple):
 
 def trace_files(folder: Path) -> list[Path]:
     """Trace files below a folder, without those in the subfolders of other processes."""
-    others = set(other_parts(folder).values())
-    return sorted(file for file in folder.rglob("*.xplane.pb") if not others & set(file.parents))
+    other_folders = set(other_parts(folder).values())
+    return sorted(file for file in folder.rglob("*.xplane.pb") if not other_folders & set(file.parents))
 
 
 def read(folder: Path, *, module: str, platform: str, device_kind: str) -> Trace:
@@ -64,23 +64,29 @@ def read(folder: Path, *, module: str, platform: str, device_kind: str) -> Trace
             f"{folder} holds no trace (*.xplane.pb). Run with --with profile, or give another folder."
         )
     parts = [_read_file(file, module) for file in files]
+    # Processes run the same steps, so the first file's marks serve for all files.
     steps, _, host, anchors = parts[0]
     offset, events = 0, []
-    for _, of_file, *_ in parts:
-        devices = sorted({event.device for event in of_file})
-        place = {device: offset + index for index, device in enumerate(devices)}
+    for _, file_events, *_ in parts:
+        devices = sorted({event.device for event in file_events})
+        device_numbers = {device: offset + index for index, device in enumerate(devices)}
         offset += len(devices)
-        events += _in_steps(of_file, place, steps)
+        events += _in_steps(file_events, device_numbers, steps)
     return Trace(platform, device_kind, offset, steps, tuple(events), host, anchors)
 
 
-def _in_steps(events: list[_Event], place: dict[int, int], steps: tuple[StepSpan, ...]) -> Iterator[OpEvent]:
+def _in_steps(
+    events: list[_Event], device_numbers: dict[int, int], steps: tuple[StepSpan, ...]
+) -> Iterator[OpEvent]:
+    # Steps follow each other without gaps, so the last step that began before an op is the op's.
     starts = np.array([step.start_ns for step in steps], np.int64)
-    of = np.searchsorted(starts, np.array([event.start_ns for event in events], np.int64), side="right") - 1
-    for event, index in zip(events, of.tolist(), strict=True):
+    step_indices = (
+        np.searchsorted(starts, np.array([event.start_ns for event in events], np.int64), side="right") - 1
+    )
+    for event, index in zip(events, step_indices.tolist(), strict=True):
         if index >= 0 and event.start_ns < steps[index].end_ns:
             device, name, start_ns, duration_ns = event
-            yield OpEvent(place[device], steps[index].step, name, start_ns, duration_ns)
+            yield OpEvent(device_numbers[device], steps[index].step, name, start_ns, duration_ns)
 
 
 type _Anchors = tuple[tuple[int, int], ...]
@@ -91,40 +97,42 @@ def _read_file(
 ) -> tuple[tuple[StepSpan, ...], list[_Event], tuple[HostSpan, ...], _Anchors]:
     from jax.profiler import ProfileData
 
-    cut = f"{file} is truncated or not a trace: a run killed inside a window leaves such a file. Trace again."
+    cut_message = (
+        f"{file} is truncated or not a trace: a run killed inside a window leaves such a file. Trace again."
+    )
     try:
         profile = ProfileData.from_file(str(file))  # must outlive its planes, which only point into it
         planes = list(profile.planes)
     except Exception as error:  # the protobuf library raises many types on a truncated file
-        raise UserError(cut) from error
+        raise UserError(cut_message) from error
     with warnings.catch_warnings():
         # ProfileData's iterator of stats has no module name, which raises one DeprecationWarning.
         warnings.simplefilter("ignore", DeprecationWarning)
-        began_ns = _start_time(planes)
-        if began_ns is None:
-            raise UserError(cut)
+        trace_start_ns = _start_time(planes)
+        if trace_start_ns is None:
+            raise UserError(cut_message)
         steps, host, events, anchors = [], [], [], []
         for plane in planes:
             if plane.name == "/host:CPU":
                 for line in plane.lines:
-                    _read_host_line(line, began_ns, module, steps, host, events, anchors)
+                    _read_host_line(line, trace_start_ns, module, steps, host, events, anchors)
             elif device := re.fullmatch(r"/device:(GPU|TPU):(\d+)", plane.name):
                 read_plane = _gpu_plane if device[1] == "GPU" else _tpu_plane
-                events += read_plane(plane, int(device[2]), began_ns, module)
+                events += read_plane(plane, int(device[2]), trace_start_ns, module)
     if not steps:
         raise UserError(f"{file} has no steps: nothing ran inside `Window.step`. Trace a window of steps.")
+    # The lines of a plane are threads: steps of several threads come unsorted.
     steps.sort(key=lambda step: step.start_ns)
+    # Each step begins where the one before it ended: host work between them belongs to the later one.
     ends = [steps[0].start_ns, *(step.end_ns for step in steps)]
     spans = tuple(StepSpan(step.step, ends[index], step.end_ns) for index, step in enumerate(steps))
     anchors.sort()
-    ends_of = (anchors[0], anchors[-1]) if len(anchors) > 1 else ()
-    return spans, events, tuple(sorted(host, key=lambda span: span.start_ns)), ends_of
+    outer_anchors = (anchors[0], anchors[-1]) if len(anchors) > 1 else ()
+    return spans, events, tuple(sorted(host, key=lambda span: span.start_ns)), outer_anchors
 
 
 def _start_time(planes: list[Any]) -> int | None:
-    """Start of the trace in nanoseconds since the epoch; None if the file was cut before it, its last
-    plane.
-    """
+    """Start of the trace in nanoseconds since the epoch; None if the file was cut before its last plane."""
     for plane in planes:
         if plane.name == "Task Environment":
             for name, value in plane.stats:
@@ -135,7 +143,7 @@ def _start_time(planes: list[Any]) -> int | None:
 
 def _read_host_line(
     line: Any,
-    began_ns: int,
+    trace_start_ns: int,
     module: str,
     steps: list[StepSpan],
     host: list[HostSpan],
@@ -144,10 +152,11 @@ def _read_host_line(
 ) -> None:
     for event in line.events:
         stats = dict(event.stats)
-        start_ns = began_ns + round(event.start_ns)
+        start_ns = trace_start_ns + round(event.start_ns)
         duration_ns = round(event.duration_ns)
+        # On CPUs the ops themselves are events of host threads.
         if "hlo_op" in stats and "device_ordinal" in stats:
-            name = _named(str(stats["hlo_op"]), str(stats.get("hlo_module", module)), module)
+            name = _qualified_name(str(stats["hlo_op"]), str(stats.get("hlo_module", module)), module)
             events.append(_Event(int(stats["device_ordinal"]), name, start_ns, duration_ns))
         elif "step_num" in stats:
             steps.append(StepSpan(int(stats["step_num"]), start_ns, start_ns + duration_ns))
@@ -157,36 +166,45 @@ def _read_host_line(
             host.append(HostSpan(event.name.removeprefix(HOST_SPAN), start_ns, start_ns + duration_ns))
 
 
-def _gpu_plane(plane: Any, device: int, began_ns: int, module: str) -> Iterator[_Event]:
+def _gpu_plane(plane: Any, device: int, trace_start_ns: int, module: str) -> Iterator[_Event]:
     for line in plane.lines:
         if not line.name.startswith("Stream"):
             continue  # other lines repeat the streams' events: reading them too would count everything twice
         for event in line.events:
             stats = dict(event.stats)
+            # A library's kernel, such as NCCL's, may have no hlo_op: it keeps its own name.
             name = str(stats.get("hlo_op", event.name))
-            of = str(stats.get("hlo_module", module))
+            event_module = str(stats.get("hlo_module", module))
             yield _Event(
-                device, _named(name, of, module), began_ns + round(event.start_ns), round(event.duration_ns)
+                device,
+                _qualified_name(name, event_module, module),
+                trace_start_ns + round(event.start_ns),
+                round(event.duration_ns),
             )
 
 
-def _tpu_plane(plane: Any, device: int, began_ns: int, module: str) -> Iterator[_Event]:
-    """Ops of a TPU core and asynchronous ops; the latter from start to done, without their start
-    instruction.
-    """
+def _tpu_plane(plane: Any, device: int, trace_start_ns: int, module: str) -> Iterator[_Event]:
+    """Ops of a TPU core, and asynchronous ops from start to done, without their start instruction."""
     lines = {line.name: list(line.events) for line in plane.lines}
     modules = sorted(
         (event.start_ns, event.end_ns, event.name.split("(")[0]) for event in lines.get("XLA Modules", [])
     )
+    # The line of asynchronous ops has the whole flight; the start on the other line would count it twice.
     flights = {_tpu_name(event.name) for event in lines.get("Async XLA Ops", [])}
     for line in ("XLA Ops", "Async XLA Ops"):
         for event in lines.get(line, []):
             name = _tpu_name(event.name)
             if line == "XLA Ops" and name in flights:
                 continue
-            of = next((of for start, end, of in modules if start <= event.start_ns < end), module)
+            event_module = next(
+                (event_module for start, end, event_module in modules if start <= event.start_ns < end),
+                module,
+            )
             yield _Event(
-                device, _named(name, of, module), began_ns + round(event.start_ns), round(event.duration_ns)
+                device,
+                _qualified_name(name, event_module, module),
+                trace_start_ns + round(event.start_ns),
+                round(event.duration_ns),
             )
 
 
@@ -194,5 +212,5 @@ def _tpu_name(text: str) -> str:
     return text.split(" = ")[0].removeprefix("%")
 
 
-def _named(op: str, of: str, module: str) -> str:
-    return op if of == module else f"{of}/{op}"
+def _qualified_name(op: str, event_module: str, module: str) -> str:
+    return op if event_module == module else f"{event_module}/{op}"

@@ -1,5 +1,4 @@
-"""Window of traced steps: starts and stops the profiler, and writes a folder that can be analysed without the
-run.
+"""Window of traced steps: runs the profiler and writes a folder that can be analysed without the run.
 
 | file | contents |
 |---|---|
@@ -34,6 +33,7 @@ class Window:
     """
 
     def __init__(self, folder: Path, *, facts: dict[str, Any]) -> None:
+        # Here and not at the end of the window, where the trace would be lost.
         assert set(facts) == set(FACT_NAMES), set(facts) ^ set(FACT_NAMES)
         self.folder = folder
         self.facts = facts
@@ -52,9 +52,7 @@ class Window:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Marks a step in the trace; wrap its dispatch and the wait for its results, or its ops belong to no
-        step.
-        """
+        """Marks a step; wrap its dispatch and the wait for its results, or its ops belong to no step."""
         import jax
 
         # Records the monotonic clock too: it aligns clock samples with ops even if the wall clock is set
@@ -70,6 +68,7 @@ class Window:
         """
         import jax
 
+        # Stopped first, so that writing the files is not part of the trace.
         jax.profiler.stop_trace()
         for module, text in programs.items():
             write_whole(self.folder / f"{module}.hlo.txt", text)
@@ -77,8 +76,7 @@ class Window:
 
 
 def compiled_text(module: str) -> dict[str, str]:
-    """Returns {module: optimized HLO} of the newest compiled program of that name in this process; compiles
-    nothing.
+    """Returns {module: optimized HLO} of the newest compiled program of that name; compiles nothing.
 
     Raises:
       UserError: no compiled program has that name.
@@ -86,6 +84,7 @@ def compiled_text(module: str) -> dict[str, str]:
     import jax
 
     client = jax.devices()[0].client
+    # Newest first, as the client lists them: a retraced step has several programs of one name.
     texts = [m.to_string() for e in client.live_executables() for m in e.hlo_modules() if m.name == module]
     if not texts:
         raise UserError(f"no compiled program is named {module}: a step must run before its window can end.")

@@ -36,11 +36,10 @@ class Amd(ClockSource):
         except Exception as error:  # the import raises KeyError if amdsmi's library is missing
             raise UserError(f"amdsmi does not start: {error!r}. Set profile.clocks=none.") from error
         self._smi = amdsmi
-        visible = os.environ.get("HIP_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES")
-        names = visible.split(",") if visible else [str(number) for number in range(len(handles))]
+        names = _visible_names(len(handles))
         self._handles = {}
         for local, number in enumerate(devices):
-            name = names[number].strip() if number < len(names) else "none"
+            name = names[number] if number < len(names) else "none"
             if name.isdigit() and int(name) < len(handles):
                 self._handles[local] = handles[int(name)]
             else:
@@ -55,12 +54,14 @@ class Amd(ClockSource):
             ],
         )
         self.max_mhz = float(clock) if isinstance(clock, int | float) else None
+        # Per device: time (ns), ticks, power and thermal residencies of the reading before.
         self._residency: dict[int, tuple[float, float, float, float]] = {}
         self._violation_ns = {device: [0.0, 0.0] for device in self.devices}
+        # The highest energy so far, by which impossible values are known.
         self._energy_j = dict.fromkeys(self.devices, 0.0)
 
-    def _ask(self, what: str, call: Any) -> Any:
-        return self.notes.ask(f"AMD: {what}", call, (self._smi.AmdSmiException, IndexError, KeyError))
+    def _ask(self, quantity: str, call: Any) -> Any:
+        return self.notes.ask(f"AMD: {quantity}", call, (self._smi.AmdSmiException, IndexError, KeyError))
 
     def read(self, device: int, slow: bool) -> Reading:
         """Reads clocks; with `slow` also power, energy, temperature and violations."""
@@ -69,6 +70,7 @@ class Amd(ClockSource):
         )
         if metrics is None:
             return Reading()
+        # An MI300 has eight dies with a clock each; unused entries are "N/A" or 0.
         dies = [clock for clock in map(_number, metrics.get("current_gfxclks") or ()) if clock > 0]
         sm_mhz = sum(dies) / len(dies) if dies else _number(metrics.get("current_gfxclk"))
         mem_mhz = _number(metrics.get("current_uclk"))
@@ -97,28 +99,44 @@ class Amd(ClockSource):
         return energy_j
 
     def _violations(self, device: int, metrics: dict[str, Any]) -> tuple[int, int]:
-        """Nanoseconds in which the power and thermal limits held the clock down, from residencies in firmware
-        ticks.
-        """
+        """Nanoseconds in which the power and thermal limits held the clock down, from firmware ticks."""
+        # Residencies count ticks of the firmware while a limit held; ticks counts all of them.
         ticks, power = _number(metrics.get("accumulation_counter")), _number(metrics.get("ppt_residency_acc"))
         thermal = sum(
-            found for found in (_number(metrics.get(name)) for name in THERMAL_RESIDENCIES) if found >= 0
+            residency
+            for residency in (_number(metrics.get(name)) for name in THERMAL_RESIDENCIES)
+            if residency >= 0
         )
         if not (ticks >= 0 and power >= 0):
             self.notes.add("clocks: AMD: this card's metrics have no violation accumulators.")
             return -1, -1
-        now = time.monotonic_ns()
-        before = self._residency.get(device)
-        self._residency[device] = now, ticks, power, thermal
-        if before is not None and ticks > before[1]:
-            per_tick = (now - before[0]) / (ticks - before[1])
-            self._violation_ns[device][0] += per_tick * (power - before[2])
-            self._violation_ns[device][1] += per_tick * (thermal - before[3])
+        now_ns = time.monotonic_ns()
+        previous = self._residency.get(device)
+        self._residency[device] = now_ns, ticks, power, thermal
+        # The length of a tick is not documented, so it is measured: ns over ticks since the reading before.
+        if previous is not None and ticks > previous[1]:
+            per_tick = (now_ns - previous[0]) / (ticks - previous[1])
+            self._violation_ns[device][0] += per_tick * (power - previous[2])
+            self._violation_ns[device][1] += per_tick * (thermal - previous[3])
         return int(self._violation_ns[device][0]), int(self._violation_ns[device][1])
 
     def close(self) -> None:
         """Closes amdsmi."""
         self._ask("shutdown", self._smi.amdsmi_shut_down)
+
+
+def _visible_names(num_gpus: int) -> list[str]:
+    """Numbers of the GPUs that this process sees, in its order, by both variables of ROCm."""
+    names = [str(number) for number in range(num_gpus)]
+    # ROCR hides devices below HIP, so HIP's numbers count within what ROCR shows.
+    for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        if listed := os.environ.get(variable):
+            by_number = dict(enumerate(names))
+            # A UUID, or a number beyond the list, names no GPU that can be read here.
+            names = [
+                by_number.get(int(n), "none") if n.isdigit() else n for n in map(str.strip, listed.split(","))
+            ]
+    return names
 
 
 def _number(value: object) -> float:

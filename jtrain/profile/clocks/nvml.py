@@ -1,5 +1,4 @@
-"""Clock source of NVIDIA GPUs, through nvidia-ml-py. A quantity whose call is refused is unknown, with one
-note.
+"""Clock source of NVIDIA GPUs, through nvidia-ml-py; what a call refuses is unknown, with one note.
 
 The power call is a 1 s average on Ampere and later, so field 186 (instantaneous power) is tried first. NVML
 ignores CUDA_VISIBLE_DEVICES. MIG slices have no clocks or counters of their own.
@@ -32,6 +31,7 @@ class Nvml(ClockSource):
         except pynvml.NVMLError as error:
             raise UserError(f"NVML does not start: {error}. Set profile.clocks=none.") from error
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        # Entries are numbers or GPU- UUIDs; without the variable NVML's own numbering holds.
         names = None if visible is None else [name.strip() for name in visible.split(",")]
         self._handles = {}
         for local, number in enumerate(devices):
@@ -42,32 +42,34 @@ class Nvml(ClockSource):
             if handle is not None:
                 self._handles[local] = handle
         self.devices = tuple(self._handles)
+        # One card stands for all: a run's devices are of one kind.
         first = next(iter(self._handles.values()), None)
-        found = first and self._ask(
+        max_mhz = first and self._ask(
             "highest clock", lambda: pynvml.nvmlDeviceGetMaxClockInfo(first, CLOCK_SM)
         )
-        self.max_mhz = float(found) if found else None
+        self.max_mhz = float(max_mhz) if max_mhz else None
 
     def _handle(self, name: str) -> object:
+        # An empty name means that CUDA_VISIBLE_DEVICES lists fewer GPUs than the run uses.
         if name.isdigit():
             return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
         if name.startswith("GPU-"):
             return self._nvml.nvmlDeviceGetHandleByUUID(name)
         raise UserError("a MIG slice or an unknown name has no clocks of its own")
 
-    def _ask(self, what: str, call: Callable[[], object]) -> Any:
-        return self.notes.ask(f"NVML: {what}", call, (self._nvml.NVMLError, ValueError))
+    def _ask(self, quantity: str, call: Callable[[], object]) -> Any:
+        return self.notes.ask(f"NVML: {quantity}", call, (self._nvml.NVMLError, ValueError))
 
     def read(self, device: int, slow: bool) -> Reading:
         """Reads clocks and reasons; with `slow` also power, energy, temperature and violations."""
         nvml, handle = self._nvml, self._handles[device]
 
-        def number(what: str, call: Callable[[], float], scale: float = 1.0) -> float:
-            answer = self._ask(what, call)
+        def number(quantity: str, call: Callable[[], float], scale: float = 1.0) -> float:
+            answer = self._ask(quantity, call)
             return NAN if answer is None else scale * float(answer)
 
-        def count(what: str, call: Callable[[], int]) -> int:
-            answer = self._ask(what, call)
+        def count(quantity: str, call: Callable[[], int]) -> int:
+            answer = self._ask(quantity, call)
             return -1 if answer is None else int(answer)
 
         sm_mhz = number("compute clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, CLOCK_SM))
@@ -75,6 +77,7 @@ class Nvml(ClockSource):
         reasons = count("reasons", lambda: self._reasons(handle))
         if not slow:
             return Reading(sm_mhz=sm_mhz, mem_mhz=mem_mhz, reasons=reasons)
+        # Field 186 is tried at every slow reading: an old driver refuses it each time, but leaves one note.
         power = self._ask("power now (field 186)", lambda: self._power_now_w(handle))
         if power is None:
             power = number("power", lambda: nvml.nvmlDeviceGetPowerUsage(handle), 1e-3)
@@ -108,9 +111,11 @@ class Nvml(ClockSource):
             return float(self._nvml.nvmlDeviceGetTemperature(handle, self._nvml.NVML_TEMPERATURE_GPU))
 
     def _power_now_w(self, handle: object) -> float:
+        # This call succeeds as a whole and has a status of its own in each field.
         (field,) = self._nvml.nvmlDeviceGetFieldValues(handle, [FIELD_POWER_INSTANT])
         if field.nvmlReturn != self._nvml.NVML_SUCCESS:
             raise self._nvml.NVMLError(field.nvmlReturn)
+        # uiVal, because field 186 is an unsigned integer of mW.
         return field.value.uiVal * 1e-3
 
     def close(self) -> None:

@@ -33,15 +33,14 @@ class Notes:
             self.lines.append(line)
 
     def ask[T](
-        self, what: str, call: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]
+        self, quantity: str, call: Callable[[], T], refusal: type[Exception] | tuple[type[Exception], ...]
     ) -> Any:
-        """Returns the answer of `call`, or None and a note if the driver refuses; a later call may
-        succeed.
-        """
+        """Returns the answer of `call`, or None and a note if the driver refuses this time."""
         try:
             return call()
         except refusal as error:
-            self.add(f"clocks: {what} refused: {' '.join(str(error).split()) or type(error).__name__}.")
+            # One line, because drivers' messages have line breaks; the type stands for an empty message.
+            self.add(f"clocks: {quantity} refused: {' '.join(str(error).split()) or type(error).__name__}.")
             return None
 
 

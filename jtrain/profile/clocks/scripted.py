@@ -1,5 +1,4 @@
-"""Scripted clock source for tests: replays clocks from a file, so that the expected clock loss is known
-exactly.
+"""Scripted clock source for tests: replays clocks from a file, so that the clock loss is known exactly.
 
     {"ref_mhz": 1000, "max_mhz": 1000, "period_s": 0.01,
      "points": [{"time_s": 0, "sm_mhz": 1000, "power_w": 300}, {"time_s": 2, "sm_mhz": 500, "reasons": 4}]}
@@ -40,18 +39,24 @@ class Scripted(ClockSource):
                 f"{path} is not a script of clocks: {error!r}. Write {{points: [{{time_s, ...}}]}}; a point "
                 f"may have {', '.join(FIELDS)}."
             ) from error
+        # A stable sort: of two points at one time the later in the file wins.
         self._points = sorted(points, key=lambda point: point[0])
+        # Points without a device are those of device -1, which stands for all.
         self.devices = tuple(sorted({device for _, device, _ in points}))
         self._start = time.monotonic()
 
     def read(self, device: int, slow: bool) -> Reading:
         """The device's latest point up to now; unknown before its first point."""
-        return self.at(device, time.monotonic() - self._start)
+        return self.reading_at(device, time.monotonic() - self._start)
 
-    def at(self, device: int, time_s: float) -> Reading:
+    def reading_at(self, device: int, time_s: float) -> Reading:
         """The device's reading at `time_s` after the start."""
-        passed = [reading for at_s, of, reading in self._points if of == device and at_s <= time_s]
-        return passed[-1] if passed else Reading()
+        readings = [
+            reading
+            for point_s, point_device, reading in self._points
+            if point_device == device and point_s <= time_s
+        ]
+        return readings[-1] if readings else Reading()
 
 
 def _reading(point: dict[str, Any]) -> Reading:

@@ -5,7 +5,7 @@
 | nvml | NVML, every 20 ms | reasons, violation counters | every 100 ms |
 | amd | gpu_metrics, every 20 ms | violation accumulators | every 100 ms |
 | tpu | throttle score, every 1 s | - | - |
-| cpu | timed chain of dependent instructions, every 1 s; costs 0.3 ms | stolen time, thermal throttling | RAPL |
+| cpu | timed chain of dependent instructions, every 1 s (0.3 ms) | stolen time, thermal throttling | RAPL |
 | scripted | a JSON file, for exact tests | the same file | the same file |
 
 NVIDIA's CUPTI samples at higher rates but locks the clocks meanwhile (pytorch PR 188019), so it is not used.
@@ -26,18 +26,17 @@ from jtrain.profile.clocks.scripted import Scripted
 from jtrain.profile.clocks.tpu import Tpu
 
 
-def _library(name: str) -> bool:
+def _has_library(name: str) -> bool:
     try:
+        # Only loading it tells: a container may have the Python package without the driver's library.
         ctypes.CDLL(name)
     except OSError:
         return False
     return True
 
 
-def absent(source: str) -> str | None:
-    """Reason why `source` cannot be read here, with what to do about it; None if it looks readable. Costs 1
-    ms.
-    """
+def missing_part(source: str) -> str | None:
+    """Reason why `source` cannot be read here, with what to do; None if it looks readable. Costs 1 ms."""
     if source.startswith("scripted:"):
         path = Path(source.removeprefix("scripted:"))
         return (
@@ -48,7 +47,7 @@ def absent(source: str) -> str | None:
     if source == "nvml":
         if importlib.util.find_spec("pynvml") is None:
             return "nvidia-ml-py is not installed. Install jtrain[cuda], or set profile.clocks=none."
-        if not _library("libnvidia-ml.so.1"):
+        if not _has_library("libnvidia-ml.so.1"):
             return "libnvidia-ml.so.1, part of NVIDIA's driver, is not installed. Set profile.clocks=none."
     if source == "amd" and importlib.util.find_spec("amdsmi") is None:
         return (
@@ -77,19 +76,21 @@ def choose(source: str, platform: str) -> tuple[str, str]:
     if source == "none":
         return "none", "clocks: not sampled (profile.clocks=none)."
     if source != "auto":
-        why = absent(source)
-        if why:
-            raise UserError(f"profile.clocks={source}: {why}")
+        reason = missing_part(source)
+        if reason:
+            raise UserError(f"profile.clocks={source}: {reason}")
         return source, ""
+    # jax says "gpu" for either vendor, and "cuda" or "rocm" where a plugin names itself.
     candidates = {"gpu": ("nvml", "amd"), "cuda": ("nvml",), "rocm": ("amd",), "tpu": ("tpu",)}.get(
         platform, ("cpu",)
     )
     reasons = []
     for candidate in candidates:
-        why = absent(candidate)
-        if why is None:
+        reason = missing_part(candidate)
+        if reason is None:
             return candidate, ""
-        reasons.append(f"{candidate}: {why.split('. ')[0]}")
+        # The first sentence is the reason; the advice after it would be wrong for a choice by "auto".
+        reasons.append(f"{candidate}: {reason.split('. ')[0]}")
     return "none", f"clocks: not sampled: {'; '.join(reasons)}."
 
 

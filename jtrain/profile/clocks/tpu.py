@@ -46,6 +46,7 @@ class Tpu(ClockSource):
 
 def parse(data: Sequence[str]) -> dict[int, int]:
     """Score by TPU: ["0-0", "1-3"] means TPU 0 at full speed and TPU 1 throttled by 30 %."""
+    # Entries that are not two numbers are skipped: the format is libtpu's and may grow.
     scores = {}
     for item in data:
         number, _, score = str(item).partition("-")

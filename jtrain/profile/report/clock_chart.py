@@ -1,6 +1,4 @@
-"""Charts of clocks, power, temperature and throttle reasons over a window, with one device highlighted at a
-time.
-"""
+"""Charts of clocks, power, temperature and throttle reasons over a window, one device highlighted."""
 
 import itertools
 from collections.abc import Sequence
@@ -28,8 +26,12 @@ def clock_charts(breakdown: Breakdown) -> list[str | Picture]:
     if not tracks:
         return ["No clock was sampled in this window; the reason is under unknown values below."]
     durations = [step.duration_s for step in breakdown.steps]
+    # A sample may lie after the last step, and steps after the last sample.
     end_s = max(max(track.time_s[-1] for track in tracks), sum(durations))
-    marks = borders((at / end_s * WIDTH for at in itertools.accumulate(durations)), _HEIGHT)
+    # The ends of steps, summed up from their durations: steps follow each other without gaps.
+    marks = borders(
+        (end_of_step_s / end_s * WIDTH for end_of_step_s in itertools.accumulate(durations)), _HEIGHT
+    )
     lanes = [_chart(tracks, *quantity, end_s, marks) for quantity in QUANTITIES]
     lanes += [*_reasons(tracks, end_s), _axis(breakdown, end_s), ends("seconds", "0 s", seconds(end_s))]
     lanes.append(
@@ -52,42 +54,47 @@ def clock_charts(breakdown: Breakdown) -> list[str | Picture]:
 
 def thin(times: Sequence[float], values: Sequence[float | None], end_s: float) -> list[int]:
     """Indices of the samples to draw: all, or the first, lowest, highest and last of each time bucket."""
+    # Four points per bucket are drawn anyway, so fewer samples need no thinning.
     if len(times) <= 4 * _BUCKETS:
         return list(range(len(times)))
     spans: dict[int, list[int]] = {}
     for index, time in enumerate(times):
         spans.setdefault(int(time / end_s * _BUCKETS), []).append(index)
-    kept: set[int] = set()
+    drawn_indices: set[int] = set()
     for indices in spans.values():
-        known = [(value, index) for index in indices if (value := values[index]) is not None]
-        extremes = [min(known)[1], max(known)[1]] if known else []
-        kept.update((indices[0], indices[-1], *extremes))
-    return sorted(kept)
+        known_values = [(value, index) for index in indices if (value := values[index]) is not None]
+        # Lowest and highest, so that a short drop of the clock stays visible.
+        extremes = [min(known_values)[1], max(known_values)[1]] if known_values else []
+        drawn_indices.update((indices[0], indices[-1], *extremes))
+    return sorted(drawn_indices)
 
 
 def _chart(tracks: Sequence[ClockTrack], field: str, name: str, unit: str, end_s: float, marks: str) -> str:
-    known = [value for track in tracks for value in getattr(track, field) if value is not None]
-    if not known:
+    known_values = [value for track in tracks for value in getattr(track, field) if value is not None]
+    if not known_values:
         return lane(name, "<span>unknown</span>")
-    margin = 0.05 * (max(known) - min(known)) or 0.01 * abs(max(known)) or 1.0
-    low, high = min(known) - margin, max(known) + margin
+    # A constant quantity gets 1 % of itself as margin, and a constant 0 gets 1.
+    margin = 0.05 * (max(known_values) - min(known_values)) or 0.01 * abs(max(known_values)) or 1.0
+    low, high = min(known_values) - margin, max(known_values) + margin
     lines: list[str] = []
     for index, track in enumerate(tracks):
         values = getattr(track, field)
-        drawn = thin(track.time_s, values, end_s)
-        x = [track.time_s[i] / end_s * WIDTH for i in drawn]
-        y = [None if values[i] is None else (high - values[i]) / (high - low) * _HEIGHT for i in drawn]
+        indices = thin(track.time_s, values, end_s)
+        x = [track.time_s[i] / end_s * WIDTH for i in indices]
+        y = [None if values[i] is None else (high - values[i]) / (high - low) * _HEIGHT for i in indices]
+        # The first device is highlighted until the page's script changes that.
         front = " front" if index == 0 else ""
         lines.append(f'<path class="line{front}" data-track="{index}" d="{step_line(x, y, WIDTH)}"/>')
-    label = f"{name} in {unit} over {seconds(end_s)}: from {min(known):,.0f} to {max(known):,.0f} {unit}"
+    label = (
+        f"{name} in {unit} over {seconds(end_s)}: from {min(known_values):,.0f} to {max(known_values):,.0f} "
+        f"{unit}"
+    )
     ends_of = f"{low:,.0f} {unit}", f"{high:,.0f} {unit}"
     return plot(marks + "".join(lines), name, *ends_of, label, css=field, height=_HEIGHT)
 
 
 def _reasons(tracks: Sequence[ClockTrack], end_s: float) -> list[str]:
-    """One lane per throttle reason of any sample, filled while the reason holds for the highlighted
-    device.
-    """
+    """One lane per throttle reason of any sample, filled while it holds for the highlighted device."""
     names = sorted(
         {reason for track in tracks for point in track.reasons for reason in point.split(",") if reason}
     )
@@ -95,26 +102,28 @@ def _reasons(tracks: Sequence[ClockTrack], end_s: float) -> list[str]:
         return [lane("throttle", "<span>no reason was reported</span>")]
     lanes: list[str] = []
     for name in names:
-        held: list[str] = []
+        areas: list[str] = []
         for index, track in enumerate(tracks):
             x = [time_s / end_s * WIDTH for time_s in track.time_s]
             high = [0.0 if name in point.split(",") else 10.0 for point in track.reasons]
-            shown = "" if index == 0 else ' style="display:none"'
+            hidden_style = "" if index == 0 else ' style="display:none"'
             path = step_area(x, [10.0] * len(x), high, WIDTH)
-            held.append(f'<path class="held" data-track="{index}"{shown} d="{path}"/>')
+            areas.append(f'<path class="held" data-track="{index}"{hidden_style} d="{path}"/>')
         label = f"throttle reason {name}, over {seconds(end_s)}"
-        lanes.append(lane(text(name), svg("".join(held), label, css="bar reason")))
+        lanes.append(lane(text(name), svg("".join(areas), label, css="bar reason")))
     return lanes
 
 
 def _axis(breakdown: Breakdown, end_s: float) -> str:
     """Axis of steps, each as wide as its duration, with at most about ten labels."""
-    every = -(-len(breakdown.steps) // 10)
+    # Rounded up, so that there are ten labels at most.
+    label_step = -(-len(breakdown.steps) // 10)
     spans = [
-        f'<span style="flex:{step.duration_s:.6g} 0 0">{step.step if index % every == 0 else ""}</span>'
+        f'<span style="flex:{step.duration_s:.6g} 0 0">{step.step if index % label_step == 0 else ""}</span>'
         for index, step in enumerate(breakdown.steps)
     ]
-    rest = end_s - sum(step.duration_s for step in breakdown.steps)
-    if rest > 0:
-        spans.append(f'<span style="flex:{rest:.6g} 0 0"></span>')
+    untraced_s = end_s - sum(step.duration_s for step in breakdown.steps)
+    # Samples after the last step: an empty span keeps the axis aligned with the charts above.
+    if untraced_s > 0:
+        spans.append(f'<span style="flex:{untraced_s:.6g} 0 0"></span>')
     return lane("step", f'<span class="ticks">{"".join(spans)}</span>')

@@ -25,9 +25,10 @@ from jtrain.report.terminal import print_blocks
 TOP = 15
 """Rows of a table in the terminal, the last three for what shrank most; --json has all."""
 
-LEAST = 0.001
+MIN_SHARE = 0.001
 """Smallest change shown in the terminal, as a share of a step."""
 
+# The compiler's suffixes of a name: fusion.12, fusion.12.remat2, copy.3.clone.
 _NUMBER = re.compile(r"(\.\d+)+(\.(clone|remat\d*))*$")
 
 
@@ -47,20 +48,21 @@ class Change:
     terms: dict[str, float]
 
     @property
-    def grew_s(self) -> float:
+    def growth_s(self) -> float:
         return (self.b_s or 0.0) - (self.a_s or 0.0)
 
     @property
-    def why(self) -> str:
+    def cause(self) -> str:
         """The term that changed most in the direction of the total, or the only profile that has it."""
         if self.a_s is None or self.b_s is None:
             return "only in B" if self.a_s is None else "only in A"
-        if not self.terms or self.grew_s == 0:
+        if not self.terms or self.growth_s == 0:
             return ""
-        sign = 1 if self.grew_s > 0 else -1
+        # Only terms that went the same way explain the total; the others made it smaller.
+        sign = 1 if self.growth_s > 0 else -1
         term = max(self.terms, key=lambda name: sign * self.terms[name])
-        grew_s = self.terms[term]
-        return f"{term} {signed(grew_s)}" if sign * grew_s > 0 else ""
+        term_growth_s = self.terms[term]
+        return f"{term} {signed(term_growth_s)}" if sign * term_growth_s > 0 else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +87,18 @@ class ProfileComparison:
 def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> ProfileComparison:
     """Compares two profiles."""
     step_a, step_b = mean_step(a), mean_step(b)
+    # Parts of A name the rows: both devices may know their peak or not.
     values = [
         (part, step_a.parts.get(part.key), step_b.parts.get(part.key)) for part in figures.parts_of(step_a)
     ]
-    parts = [Change(part.name, "", x or 0.0, y or 0.0, {}) for part, x, y in values if (x, y) != (None, None)]
-    clocks = [figures.mean(device.mean_mhz for device in figures.by_device(each)) for each in (a, b)]
+    parts = [
+        Change(part.name, "", a_s or 0.0, b_s or 0.0, {})
+        for part, a_s, b_s in values
+        if (a_s, b_s) != (None, None)
+    ]
+    clocks = [
+        figures.mean(device.mean_mhz for device in figures.by_device(breakdown)) for breakdown in (a, b)
+    ]
     return ProfileComparison(
         a_name,
         b_name,
@@ -103,71 +112,80 @@ def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> ProfileC
     )
 
 
-def verdict(found: ProfileComparison) -> list[str]:
+def verdict(comparison: ProfileComparison) -> list[str]:
     """Summary in a few sentences: change of the step time, parts that caused it, op that changed most."""
-    grew = found.b_s - found.a_s
-    how = "no slower" if grew == 0 else "slower" if grew > 0 else "faster"
-    lines = [f"A step of B is {how}: {seconds(found.a_s)} -> {seconds(found.b_s)} ({grew / found.a_s:+.1%})."]
-    sign = 1 if grew >= 0 else -1
-    causes = [part for part in found.parts if sign * part.grew_s > 0.005 * found.a_s]
-    causes.sort(key=lambda part: -sign * part.grew_s)
+    growth_s = comparison.b_s - comparison.a_s
+    direction = "no slower" if growth_s == 0 else "slower" if growth_s > 0 else "faster"
+    lines = [
+        f"A step of B is {direction}: {seconds(comparison.a_s)} -> {seconds(comparison.b_s)} "
+        f"({growth_s / comparison.a_s:+.1%})."
+    ]
+    # Slower or faster: the causes are the parts that went the same way, largest first.
+    sign = 1 if growth_s >= 0 else -1
+    causes = [part for part in comparison.parts if sign * part.growth_s > 0.005 * comparison.a_s]
+    causes.sort(key=lambda part: -sign * part.growth_s)
     if causes:
-        parts = ", ".join(f"{part.name} {signed(part.grew_s)}" for part in causes)
+        parts = ", ".join(f"{part.name} {signed(part.growth_s)}" for part in causes)
         lines.append(f"Because of {parts}.")
-    ops = sorted(found.ops, key=lambda op: -sign * op.grew_s)
-    if ops and sign * ops[0].grew_s > 0:
-        why = f": {ops[0].why}" if ops[0].why else ""
+    ops = sorted(comparison.ops, key=lambda op: -sign * op.growth_s)
+    if ops and sign * ops[0].growth_s > 0:
+        cause = f": {ops[0].cause}" if ops[0].cause else ""
         lines.append(
-            f"The op that changed most: {ops[0].name} ({ops[0].where}), {signed(ops[0].grew_s)}{why}."
+            f"The op that changed most: {ops[0].name} ({ops[0].where}), {signed(ops[0].growth_s)}{cause}."
         )
-    mhz_a, mhz_b = found.clocks_mhz
+    mhz_a, mhz_b = comparison.clocks_mhz
+    # A difference below 1 % is not worth a line.
     if mhz_a is not None and mhz_b is not None and abs(mhz_b - mhz_a) > 0.01 * mhz_a:
         lines.append(f"The clock went from {mhz_a:,.0f} to {mhz_b:,.0f} MHz.")
     return lines
 
 
-def print_comparison(found: ProfileComparison, console: Console) -> None:
+def print_comparison(comparison: ProfileComparison, console: Console) -> None:
     """Prints the comparison, per step and device."""
-    print_blocks([f"A: {found.a}\nB: {found.b}", *verdict(found)], console)
-    for title, changes, named in (
-        ("parts of the step", found.parts, "part"),
-        ("ops", found.ops, "op"),
-        ("communication", found.communication, "collective"),
+    print_blocks([f"A: {comparison.a}\nB: {comparison.b}", *verdict(comparison)], console)
+    for title, changes, row_name in (
+        ("parts of the step", comparison.parts, "part"),
+        ("ops", comparison.ops, "op"),
+        ("communication", comparison.communication, "collective"),
     ):
-        visible = [change for change in changes if abs(change.grew_s) >= LEAST * found.a_s]
-        shown = visible if len(visible) <= TOP else visible[: TOP - 3] + visible[-3:]
-        count = f"{len(shown)} of {len(changes)}; changes below {LEAST:.1%} of a step are left out"
-        table = Table(f"{title}: {count}", words(named, "where", "why") + numbers("A", "B", "change"))
-        for change in shown:
+        visible = [change for change in changes if abs(change.growth_s) >= MIN_SHARE * comparison.a_s]
+        listed_changes = visible if len(visible) <= TOP else visible[: TOP - 3] + visible[-3:]
+        count = (
+            f"{len(listed_changes)} of {len(changes)}; changes below {MIN_SHARE:.1%} of a step are left out"
+        )
+        table = Table(f"{title}: {count}", words(row_name, "where", "why") + numbers("A", "B", "change"))
+        for change in listed_changes:
             times = ("-" if value is None else seconds(value) for value in (change.a_s, change.b_s))
-            table.add(change.name, change.where, change.why, *times, signed(change.grew_s))
-        print_blocks([table if shown else Title(table.title)], console)
+            table.add(change.name, change.where, change.cause, *times, signed(change.growth_s))
+        print_blocks([table if listed_changes else Title(table.title)], console)
 
 
 def _by_growth(changes: Iterable[Change]) -> list[Change]:
-    return sorted(changes, key=lambda change: (-change.grew_s, change.name, change.where))
+    return sorted(changes, key=lambda change: (-change.growth_s, change.name, change.where))
 
 
 def _ops(a: Breakdown, b: Breakdown) -> list[Change]:
-    exact_a, exact_b = ({(op.name, op.phase, op.layer): op for op in each.ops} for each in (a, b))
-    both = exact_a.keys() & exact_b.keys()
-    found = [_change(key[0], [exact_a[key]], [exact_b[key]], a, b) for key in both]
-    rest_a, rest_b = (
-        _stems(op for key, op in exact.items() if key not in both) for exact in (exact_a, exact_b)
+    by_key_a, by_key_b = ({(op.name, op.phase, op.layer): op for op in breakdown.ops} for breakdown in (a, b))
+    common_keys = by_key_a.keys() & by_key_b.keys()
+    changes = [_change(key[0], [by_key_a[key]], [by_key_b[key]], a, b) for key in common_keys]
+    # What has no partner of exactly its name gets one by its stem: fusion.12 -> fusion.
+    unmatched_a, unmatched_b = (
+        _stems(op for key, op in ops_by_key.items() if key not in common_keys)
+        for ops_by_key in (by_key_a, by_key_b)
     )
-    for key in rest_a.keys() | rest_b.keys():
-        ops_a, ops_b = rest_a.get(key, []), rest_b.get(key, [])
+    for key in unmatched_a.keys() | unmatched_b.keys():
+        ops_a, ops_b = unmatched_a.get(key, []), unmatched_b.get(key, [])
         names = [ops[0].name if len(ops) == 1 else f"{len(ops)} of {key[0]}" for ops in (ops_a, ops_b) if ops]
-        found.append(_change(" -> ".join(names), ops_a, ops_b, a, b))
-    return found
+        changes.append(_change(" -> ".join(names), ops_a, ops_b, a, b))
+    return changes
 
 
 def _stems(ops: Iterable[OpRow]) -> dict[tuple[str, str, str], list[OpRow]]:
     """Groups ops by name without its number, phase and layer."""
-    found: dict[tuple[str, str, str], list[OpRow]] = collections.defaultdict(list)
+    ops_by_stem: dict[tuple[str, str, str], list[OpRow]] = collections.defaultdict(list)
     for op in ops:
-        found[_NUMBER.sub("", op.name), op.phase, op.layer].append(op)
-    return found
+        ops_by_stem[_NUMBER.sub("", op.name), op.phase, op.layer].append(op)
+    return ops_by_stem
 
 
 def _change(name: str, ops_a: list[OpRow], ops_b: list[OpRow], a: Breakdown, b: Breakdown) -> Change:
@@ -175,23 +193,25 @@ def _change(name: str, ops_a: list[OpRow], ops_b: list[OpRow], a: Breakdown, b: 
         return per_step(breakdown, sum(op.total_s for op in ops)) if ops else None
 
     terms: dict[str, float] = collections.defaultdict(float)
+    # B minus A, each per its own steps and devices.
     for sign, ops, breakdown in ((-1, ops_a, a), (1, ops_b, b)):
         for op in ops:
             terms["theoretical"] += sign * per_step(breakdown, op.theoretical_s or 0.0)
             for term, lost in op.lost.items():
                 terms[term] += sign * per_step(breakdown, lost)
-    return Change(name, figures.where([*ops_a, *ops_b][0]), took(ops_a, a), took(ops_b, b), dict(terms))
+    return Change(name, figures.op_location([*ops_a, *ops_b][0]), took(ops_a, a), took(ops_b, b), dict(terms))
 
 
 def _communication(a: Breakdown, b: Breakdown) -> list[Change]:
-    rows_a, rows_b = ({comm_name(row): row for row in each.communication} for each in (a, b))
-    found = []
+    rows_a, rows_b = ({comm_name(row): row for row in breakdown.communication} for breakdown in (a, b))
+    changes = []
     for name in rows_a.keys() | rows_b.keys():
         row_a, row_b = rows_a.get(name), rows_b.get(name)
         terms: dict[str, float] = {}
+        # A collective of one profile alone has no terms: "only in A" says it.
         if row_a and row_b:
             hidden = (row_b.total_s - row_b.exposed_s) - (row_a.total_s - row_a.exposed_s)
             terms = {"exposed": row_b.exposed_s - row_a.exposed_s, "hidden": hidden}
         a_s, b_s = row_a.total_s if row_a else None, row_b.total_s if row_b else None
-        found.append(Change(name, "", a_s, b_s, terms))
-    return found
+        changes.append(Change(name, "", a_s, b_s, terms))
+    return changes

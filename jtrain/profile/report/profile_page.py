@@ -14,17 +14,18 @@ from jtrain.pipeline.picture import svg, text_rows
 from jtrain.profile.analysis import figures
 from jtrain.profile.analysis.figures import comm_name, mean_step, per_step
 from jtrain.profile.analysis.pipeline_trace import timeline_of
-from jtrain.profile.analysis.records import Breakdown, LiveTrack, OpRow, PipelineTrack, StepBreakdown
+from jtrain.profile.analysis.records import Breakdown, OpRow, PipelineTrack, StepBreakdown
 from jtrain.profile.report.clock_chart import clock_charts
+from jtrain.profile.report.memory_section import live_chart, memory_table
 from jtrain.profile.trace_dir import part_of
 from jtrain.report import charts
 from jtrain.report.number_formats import number, rate, seconds, share, size
-from jtrain.report.page import Items, Links, Page, PageBlock, Panels, Picture, Said, Section, html
+from jtrain.report.page import Items, Links, Page, PageBlock, Panels, Paragraph, Picture, Section, html
 from jtrain.report.table import Bar, Bars, Cell, Facts, Table, bars, numbers, words
 from jtrain.report.terminal import print_page
 from jtrain.runtime.atomic_io import write_whole
 
-MOST_OPS = 400
+MAX_OPS = 400
 """Maximum rows of the table of ops: those that lose most; breakdown.json has all."""
 
 FIRST_OPS, TERMINAL_OPS = 25, 15
@@ -44,6 +45,7 @@ def print_breakdown(breakdown: Breakdown, console: Console) -> None:
 def page_of(breakdown: Breakdown) -> Page:
     """Describes the report."""
     title = f"{figures.steps_line(breakdown)} on {figures.machine_line(breakdown)}"
+    # The page's numbers come from the JSON that it embeds, so that both agree to the last digit.
     facts = Facts(breakdown.to_dict())
     sections = [
         Section("waterfall", "Where a step's time went", [_waterfalls(breakdown, facts)]),
@@ -58,7 +60,9 @@ def page_of(breakdown: Breakdown) -> Page:
         Section("goodput", "Wall time of the whole run until this window", [_goodput(breakdown, facts)]),
         Section("devices", "Devices, mean over the steps", [_devices(breakdown)]),
         *_processes(breakdown),
-        Section("memory", "Memory of one device", [_memory(breakdown, facts), *_live(breakdown.live)]),
+        Section(
+            "memory", "Memory of one device", [memory_table(breakdown, facts), *live_chart(breakdown.live)]
+        ),
         Section(
             "notes", "Unknown values, with the reason", [Items(breakdown.notes, "All values are known.")]
         ),
@@ -82,6 +86,7 @@ def processes_table(processes: Sequence[Breakdown]) -> Table:
     table = Table("processes, mean over the steps", words("process") + numbers("step", "computing", *names))
     for breakdown in processes:
         step = mean_step(breakdown)
+        # Computing is the remainder: a slow process shows in it, and its victims in their waits.
         waited = [step.parts.get(key) for key in waits]
         computing_s = step.duration_s - sum(part or 0.0 for part in waited)
         table.add(str(breakdown.process), *map(seconds, (step.duration_s, computing_s, *waited)))
@@ -95,7 +100,7 @@ def _tiles(breakdown: Breakdown, facts: Facts) -> list[tuple[str, str | Cell]]:
         ("step, mean", seconds(step.duration_s)),
         ("tokens per second", f"{figures.tokens_per_s(breakdown):,.0f}"),
         ("energy per token", "unknown" if joules is None else f"{joules:.4g} J"),
-        *((f"MFU, {what}", share(step.mfu.get(key))) for key, what in figures.MFU.items()),
+        *((f"MFU, {peak_name}", share(step.mfu.get(key))) for key, peak_name in figures.MFU.items()),
         ("device time with layer and phase", facts.cell("coverage", share)),
     ]
 
@@ -103,20 +108,25 @@ def _tiles(breakdown: Breakdown, facts: Facts) -> list[tuple[str, str | Cell]]:
 def _waterfalls(breakdown: Breakdown, facts: Facts) -> Panels:
     """Waterfall charts of the mean step and of each step."""
     panels = {
+        # The mean step is in no JSON, so its numbers have no path.
         f"mean of {len(breakdown.steps)}": _waterfall(mean_step(breakdown), lambda _, value: seconds(value))
     }
     for index, step in enumerate(breakdown.steps):
         panels[f"step {step.step}"] = _waterfall(
-            step, lambda path, _, index=index: facts.cell(f"steps.{index}.{path}", seconds)
+            # index=index binds now; a closure would see the last step in every panel.
+            step,
+            lambda path, _, index=index: facts.cell(f"steps.{index}.{path}", seconds),
         )
     return Panels("step", "Step:", panels)
 
 
-def _waterfall(step: StepBreakdown, exact: Callable[[str, float | None], str | Cell]) -> list[PageBlock]:
+def _waterfall(
+    step: StepBreakdown, number_cell: Callable[[str, float | None], str | Cell]
+) -> list[PageBlock]:
     """Waterfall chart of a step: one row per part, each bar starting where the previous one ends.
 
     Args:
-      exact: makes the cell of a number at a path below the step.
+      number_cell: makes the cell of a number at a path below the step.
     """
     columns = (
         words("part") + bars("of the step, from its start to its end", "both") + numbers("time", "share")
@@ -124,20 +134,24 @@ def _waterfall(step: StepBreakdown, exact: Callable[[str, float | None], str | C
     table = Table("parts of the step", columns, css="waterfall")
     start = 0.0
     for part in figures.parts_of(step):
-        took = step.parts.get(part.key)
-        length, of_step = (took or 0.0) / step.duration_s, share(took, step.duration_s)
-        bar = Bars.of(start, length, part.key, f"{part.name}: {seconds(took)}, {of_step} of the step")
+        part_s = step.parts.get(part.key)
+        # An unknown part has no bar, and the next one begins where it stands.
+        length, of_step = (part_s or 0.0) / step.duration_s, share(part_s, step.duration_s)
+        bar = Bars.single(start, length, part.key, f"{part.name}: {seconds(part_s)}, {of_step} of the step")
         table.add(
-            Cell(part.name, key=part.key, note=part.meaning), bar, exact(f"parts.{part.key}", took), of_step
+            Cell(part.name, key=part.key, note=part.meaning),
+            bar,
+            number_cell(f"parts.{part.key}", part_s),
+            of_step,
         )
         start += length
-    whole = Bars.of(0.0, 1.0, "whole", f"the step: {seconds(step.duration_s)}")
-    table.add("step", whole, exact("duration_s", step.duration_s), "100.0%", bold=True)
+    full_bar = Bars.single(0.0, 1.0, "whole", f"the step: {seconds(step.duration_s)}")
+    table.add("step", full_bar, number_cell("duration_s", step.duration_s), "100.0%", bold=True)
     lost = ", ".join(f"{cause} {seconds(value)}" for cause, value in step.clocks_lost_s.items())
     return [
         table,
-        Said(f"Computing: {figures.chain_line(step)}.", "soft"),
-        Said(f"Lost to low clocks, by cause: {lost or 'unknown'}.", "soft"),
+        Paragraph(f"Computing: {figures.chain_line(step)}.", "soft"),
+        Paragraph(f"Lost to low clocks, by cause: {lost or 'unknown'}.", "soft"),
     ]
 
 
@@ -150,28 +164,28 @@ def _pipeline(track: PipelineTrack | None, facts: Facts) -> Iterator[Section]:
         "by the schedule, in lockstep, a forward pass taking 1",
     )
     timelines = [timeline_of(rows) for rows in (track.measured, track.planned)]
-    drawn = (
-        svg(one, stages=track.stages, title=f"{track.schedule}: {title}", workers=track.workers)
-        for one, title in zip(timelines, titles, strict=True)
+    drawings = (
+        svg(timeline, stages=track.stages, title=f"{track.schedule}: {title}", workers=track.workers)
+        for timeline, title in zip(timelines, titles, strict=True)
     )
     frame = (
-        f'<div class="frame gantt" role="region" tabindex="0" aria-label="pipeline">{"".join(drawn)}</div>'
+        f'<div class="frame gantt" role="region" tabindex="0" aria-label="pipeline">{"".join(drawings)}</div>'
     )
 
-    def rows(one: PipelineTimeline, width: int) -> list[Text]:
-        return text_rows(one, stages=track.stages, width=width, workers=track.workers)
+    def rows(timeline: PipelineTimeline, width: int) -> list[Text]:
+        return text_rows(timeline, stages=track.stages, width=width, workers=track.workers)
 
     columns = words("step") + numbers("time of all ticks", "layers", "embedding and loss", "bubble")
     table = Table("pipeline by step", columns, css="few")
     for index in range(len(track.steps)):
-        at = f"pipeline.steps.{index}"
-        shares = (facts.cell(f"{at}.{name}", share) for name in ("instructions", "ends", "bubble"))
-        table.add(facts.cell(f"{at}.step"), facts.cell(f"{at}.duration_s", seconds), *shares)
+        path = f"pipeline.steps.{index}"
+        shares = (facts.cell(f"{path}.{name}", share) for name in ("instructions", "ends", "bubble"))
+        table.add(facts.cell(f"{path}.step"), facts.cell(f"{path}.duration_s", seconds), *shares)
     blocks: list[PageBlock] = [
         f"{figures.pipeline_line(track)}.",
-        Said("In grey: chunks and microbatches in flight.", medium="page"),
-        Said(f"Step {track.step} as it ran, then the schedule in lockstep:", medium="terminal"),
-        Picture(frame, lambda width: [line for one in timelines for line in rows(one, width)]),
+        Paragraph("In grey: chunks and microbatches in flight.", medium="page"),
+        Paragraph(f"Step {track.step} as it ran, then the schedule in lockstep:", medium="terminal"),
+        Picture(frame, lambda width: [line for timeline in timelines for line in rows(timeline, width)]),
         table,
     ]
     yield Section("pipeline", "Instructions of each worker", blocks)
@@ -180,9 +194,10 @@ def _pipeline(track: PipelineTrack | None, facts: Facts) -> Iterator[Section]:
 def _processes(breakdown: Breakdown) -> Iterator[Section]:
     """Section with links to the pages of the other processes; none if the run has a single process."""
     if breakdown.num_processes > 1:
+        # Process 0's page lies in the window's folder, the others in subfolders of it.
         window = Path("..") if breakdown.process else Path()
-        others = (i for i in range(breakdown.num_processes) if i != breakdown.process)
-        links = {f"process {i}": (part_of(window, i) / "report.html").as_posix() for i in others}
+        other_processes = (i for i in range(breakdown.num_processes) if i != breakdown.process)
+        links = {f"process {i}": (part_of(window, i) / "report.html").as_posix() for i in other_processes}
         yield Section("processes", "The other processes' devices", [Links(links)], "page")
 
 
@@ -219,21 +234,21 @@ def _communication(breakdown: Breakdown, facts: Facts) -> list[PageBlock]:
     columns = words("collective") + bars(f"0 to {seconds(longest)}") + numbers(*names)
     table = Table("communication by collective and mesh axis", columns, css="many")
     for i, comm in enumerate(breakdown.communication):
-        at, hidden = f"communication.{i}", comm.total_s - comm.exposed_s
-        exposed, rest = f"exposed {seconds(comm.exposed_s)}", f"hidden {seconds(hidden)}"
+        path, hidden = f"communication.{i}", comm.total_s - comm.exposed_s
+        exposed_text, hidden_text = f"exposed {seconds(comm.exposed_s)}", f"hidden {seconds(hidden)}"
         parts = (
-            Bar(0.0, comm.exposed_s / longest, "exposed_communication", exposed),
-            Bar(comm.exposed_s / longest, hidden / longest, "hidden", rest),
+            Bar(0.0, comm.exposed_s / longest, "exposed_communication", exposed_text),
+            Bar(comm.exposed_s / longest, hidden / longest, "hidden", hidden_text),
         )
         table.add(
             comm_name(comm),
-            Bars(parts, f"{comm_name(comm)}: {exposed}, {rest}"),
-            facts.cell(f"{at}.exposed_s", seconds),
-            facts.cell(f"{at}.total_s", seconds),
-            facts.cell(f"{at}.wire_bytes", size),
-            facts.cell(f"{at}.planned_bytes", size),
+            Bars(parts, f"{comm_name(comm)}: {exposed_text}, {hidden_text}"),
+            facts.cell(f"{path}.exposed_s", seconds),
+            facts.cell(f"{path}.total_s", seconds),
+            facts.cell(f"{path}.wire_bytes", size),
+            facts.cell(f"{path}.planned_bytes", size),
             f"{comm.wire_bytes / comm.planned_bytes:.2f}" if comm.planned_bytes else "unknown",
-            facts.cell(f"{at}.bytes_per_s", rate),
+            facts.cell(f"{path}.bytes_per_s", rate),
         )
     legend = charts.legend({"exposed": "exposed_communication", "hidden behind compute": "hidden"})
     return [Picture(legend), table]
@@ -244,7 +259,7 @@ def _ops(breakdown: Breakdown) -> list[PageBlock]:
     if not breakdown.ops:
         return ["No op was traced in this window."]
     duration_s = mean_step(breakdown).duration_s
-    shown = sorted(breakdown.ops, key=lambda op: -op.lost_s)[:MOST_OPS]
+    listed_ops = sorted(breakdown.ops, key=lambda op: -op.lost_s)[:MAX_OPS]
     columns = (
         *words("op"),
         *words("where", medium="terminal"),
@@ -257,26 +272,32 @@ def _ops(breakdown: Breakdown) -> list[PageBlock]:
         *numbers("count", medium="page"),
     )
     table = Table("ops", columns, id="ops-table", css="ops", first_rows=FIRST_OPS, terminal_rows=TERMINAL_OPS)
-    for op in shown:
+    for op in listed_ops:
         table.add(*_op_cells(breakdown, op, duration_s))
     lost = sum(op.lost_s for op in breakdown.ops)
-    said = f"{len(breakdown.ops):,} ops lose {seconds(per_step(breakdown, lost))}."
-    if len(shown) < len(breakdown.ops):
-        of_it = share(sum(op.lost_s for op in shown), lost)
-        said += f" The table has the {len(shown)} that lose most, {of_it} of the lost time; breakdown.json has all."
-    first = f"The first {min(TERMINAL_OPS, len(shown))} of {len(breakdown.ops)}:"
-    return [Said(said, "soft"), Said(first, medium="terminal"), table]
+    summary = f"{len(breakdown.ops):,} ops lose {seconds(per_step(breakdown, lost))}."
+    # A table of thousands of rows makes the page slow; what is cut is said, with its share.
+    if len(listed_ops) < len(breakdown.ops):
+        listed_share = share(sum(op.lost_s for op in listed_ops), lost)
+        summary += (
+            f" The table has the {len(listed_ops)} that lose most, {listed_share} of the lost time; "
+            "breakdown.json has "
+            "all."
+        )
+    first = f"The first {min(TERMINAL_OPS, len(listed_ops))} of {len(breakdown.ops)}:"
+    return [Paragraph(summary, "soft"), Paragraph(first, medium="terminal"), table]
 
 
 def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[str | Cell]:
     def took(value: float | None) -> Cell:
-        each = None if value is None else per_step(breakdown, value)
-        return Cell(seconds(each), sort=-1.0 if each is None else each)
+        per_step_s = None if value is None else per_step(breakdown, value)
+        return Cell(seconds(per_step_s), sort=-1.0 if per_step_s is None else per_step_s)
 
     lost, cause = per_step(breakdown, op.lost_s), figures.main_cause(op)
     count = op.count / (len(breakdown.steps) * breakdown.num_devices)
+    # In the order of the columns in `_ops`.
     yield Cell(op.name, sort=op.name, title=op.opcode)
-    yield figures.where(op)
+    yield figures.op_location(op)
     yield Cell(cause or "nothing", sort=cause)
     yield took(op.lost_s)
     yield Cell(share(lost, duration_s), sort=lost)
@@ -289,20 +310,18 @@ def _op_cells(breakdown: Breakdown, op: OpRow, duration_s: float) -> Iterator[st
 
 
 def _devices(breakdown: Breakdown) -> PageBlock:
-    """Table of the devices' mean times and clocks, which shows slow devices and whether their clock is the
-    cause.
-    """
-    found = figures.by_device(breakdown)
-    if not found:
+    """Table of the devices' mean times and clocks: slow devices, and whether their clock is the cause."""
+    device_means = figures.by_device(breakdown)
+    if not device_means:
         return "The window has no times of devices."
-    longest = max(device.compute_s for device in found) or 1.0
+    longest = max(device.compute_s for device in device_means) or 1.0
     names = ("computing", "communication", "exposed", "SM clock", "power")
     table = Table("devices", words("device") + bars(f"0 to {seconds(longest)}") + numbers(*names), css="many")
-    for device in found:
+    for device in device_means:
         name, computing = f"device {device.device}", seconds(device.compute_s)
         table.add(
             name,
-            Bars.of(0.0, device.compute_s / longest, "utilisation", f"{name}: {computing}"),
+            Bars.single(0.0, device.compute_s / longest, "utilisation", f"{name}: {computing}"),
             computing,
             seconds(device.communication_s),
             seconds(device.exposed_communication_s),
@@ -318,62 +337,6 @@ def _goodput(breakdown: Breakdown, facts: Facts) -> Table:
     columns = words("category") + bars(f"0 to {seconds(wall_s)}") + numbers("time", "share")
     table = Table("goodput", columns, css="few")
     for key, name, spent in figures.by_category(breakdown):
-        bar = Bars.of(0.0, spent / wall_s, "utilisation", f"{name}: {seconds(spent)}")
+        bar = Bars.single(0.0, spent / wall_s, "utilisation", f"{name}: {seconds(spent)}")
         table.add(name, bar, facts.cell(f"goodput.{key}", seconds), share(spent, wall_s))
     return table
-
-
-def _memory(breakdown: Breakdown, facts: Facts) -> PageBlock:
-    if not breakdown.memory:
-        return "Unknown: neither the plan nor the allocator reports memory."
-    planned = sum(memory.bytes for memory in breakdown.memory if memory.source == "plan")
-    most = max(planned, *(memory.bytes for memory in breakdown.memory)) or 1
-    table = Table(
-        "memory by class", words("class") + bars(f"0 to {size(most)}") + numbers("bytes") + words("source")
-    )
-    start = 0
-    for i, memory in enumerate(breakdown.memory):
-        of_plan = memory.source == "plan"
-        name = f"{memory.name}: {size(memory.bytes)}"
-        bar = Bars.of(start / most if of_plan else 0.0, memory.bytes / most, "memory", name)
-        source = "planned" if of_plan else "allocator"
-        table.add(memory.name, bar, facts.cell(f"memory.{i}.bytes", size), source)
-        start += memory.bytes if of_plan else 0
-    return table
-
-
-def _live(live: LiveTrack | None) -> list[PageBlock]:
-    """Stacked areas of one device's temporaries over the seconds of a step, by the phase that made them."""
-    if live is None:
-        return [
-            Said(
-                "Temporaries over time are unknown: no op of the program ran in this window.", "soft", "page"
-            )
-        ]
-    totals = [sum(values) for values in zip(*live.bytes.values(), strict=True)]
-    most = max(totals)
-    if not most:
-        return [Said("The step has no temporaries.", "soft", "page")]
-    end_s = live.time_s[-1] or 1.0
-    x = [time_s / end_s * charts.WIDTH for time_s in live.time_s]
-    areas: list[str] = []
-    below, low = [0] * len(totals), [100.0] * len(totals)
-    for index, values in enumerate(live.bytes.values()):
-        below = [under + value for under, value in zip(below, values, strict=True)]
-        high = [100 * (1 - top / most) for top in below]
-        areas.append(f'<path class="area made{index}" d="{charts.step_area(x, low, high, charts.WIDTH)}"/>')
-        low = high
-    said = (
-        f"At most {size(most)} of temporaries at once, {seconds(live.time_s[totals.index(most)])} into step "
-        f"{live.step}; parameters, optimizer state and the batch come on top. Computed from the program's "
-        "schedule, not measured by the allocator."
-    )
-    chart = f"temporaries over step {live.step}, up to {size(most)}"
-    return [
-        said,
-        Picture(
-            charts.legend({name: f"made{i}" for i, name in enumerate(live.bytes)})
-            + charts.plot("".join(areas), "temporaries", "0", size(most), chart)
-            + charts.ends("seconds", "0 s", seconds(end_s))
-        ),
-    ]

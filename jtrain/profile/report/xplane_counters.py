@@ -1,5 +1,4 @@
-"""Clock counters in the xplane trace itself, where XProf shows them: sampled clocks, and each op's clock
-loss.
+"""Clock counters in the xplane trace itself, for XProf: sampled clocks, and each op's clock loss.
 
 Uses only names that XProf already reads. It draws a line called `_counters_` as counters. The stat `Time
 Scale Multiplier` of an op is its time at the reference clock over its measured time; the op profile of a TPU
@@ -52,8 +51,7 @@ _FIELDS = {
 def annotate(
     xplane: Path, samples: Mapping[int, Samples], peaks: Peaks, sensitivity: Mapping[str, float]
 ) -> None:
-    """Adds counters to every device's plane, and multiplier and energy to its ops; skips a file that has
-    counters.
+    """Adds counters to every device's plane, multiplier and energy to its ops; skips a file with counters.
 
     Args:
       xplane: *.xplane.pb of one process; replaced atomically.
@@ -67,22 +65,27 @@ def annotate(
         space = _space().FromString(xplane.read_bytes())
     except message.DecodeError as error:
         raise UserError(f"{xplane} is truncated or not a trace. Trace again.") from error
+    # Annotating twice would draw each counter twice.
     if not samples or any(line.name == COUNTERS for plane in space.planes for line in plane.lines):
         return
     extent = _extent(xplane, space)
     ref_mhz = clock_loss.reference_mhz(peaks, samples)
-    todo = dict(samples)
+    remaining_samples = dict(samples)
     for plane in space.planes:
         device = re.fullmatch(r"/device:(?:GPU|TPU):(\d+)", plane.name)
-        if device and int(device[1]) in todo:
-            one = todo.pop(int(device[1]))
+        if device and int(device[1]) in remaining_samples:
+            device_samples = remaining_samples.pop(int(device[1]))
             for line in plane.lines:
+                # Only lines of ops that ran: derived lines repeat them for display.
                 if line.name == "XLA Ops" or line.name.startswith("Stream"):
-                    _add_costs(plane, line, one, extent[0], ref_mhz, sensitivity)
-            _add_counters(plane, one, *extent)
-    for device, one in todo.items():  # CPU devices have no plane of their own
+                    _add_costs(plane, line, device_samples, extent[0], ref_mhz, sensitivity)
+            _add_counters(plane, device_samples, *extent)
+    for device, device_samples in remaining_samples.items():  # CPU devices have no plane of their own
         _add_counters(
-            space.planes.add(id=1000 + device, name=f"/device:CUSTOM:clocks:{device}"), one, *extent
+            # Ids from 1000 on are free: XProf numbers its own planes from 0.
+            space.planes.add(id=1000 + device, name=f"/device:CUSTOM:clocks:{device}"),
+            device_samples,
+            *extent,
         )
     write_whole(xplane, space.SerializeToString())
 
@@ -90,17 +93,19 @@ def annotate(
 @functools.cache
 def _space() -> Any:
     """Class of the message XSpace."""
+    # Built here instead of from a .proto: no generated code, and only the fields that are used.
     kinds = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="xplane.proto", package="xplane")
     for name, fields in _FIELDS.items():
-        described = file.message_type.add(name=name)
-        for field, number, kind, many in re.findall(r"(\w+)=(\d+):(\w+)(\*?)", fields):
-            label = kinds.LABEL_REPEATED if many else kinds.LABEL_OPTIONAL
-            one = described.field.add(name=field, number=int(number), label=label)
+        descriptor = file.message_type.add(name=name)
+        for field, number, kind, is_repeated in re.findall(r"(\w+)=(\d+):(\w+)(\*?)", fields):
+            label = kinds.LABEL_REPEATED if is_repeated else kinds.LABEL_OPTIONAL
+            field_descriptor = descriptor.field.add(name=field, number=int(number), label=label)
             if kind in _FIELDS:
-                one.type, one.type_name = kinds.TYPE_MESSAGE, f".xplane.{kind}"
+                field_descriptor.type, field_descriptor.type_name = kinds.TYPE_MESSAGE, f".xplane.{kind}"
             else:
-                one.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+                field_descriptor.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+    # A pool of its own: the default one may have TensorFlow's xplane.proto with the same names.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("xplane.XSpace"))
@@ -115,6 +120,7 @@ def _extent(xplane: Path, space: Any) -> tuple[int, int]:
             times = {names[stat.metadata_id]: stat.uint64_value or stat.int64_value for stat in plane.stats}
     if "profile_start_time" not in times:
         raise UserError(f"{xplane} has no start time (profile_start_time): it is truncated. Trace again.")
+    # Without a stop time all samples count as within the trace.
     return times["profile_start_time"], times.get("profile_stop_time", np.iinfo(np.int64).max)
 
 
@@ -127,59 +133,68 @@ def _id_of(metadata: Any, name: str) -> int:
     for entry in metadata:
         if entry.value.name == name:
             return entry.key
-    new = max((entry.key for entry in metadata), default=0) + 1
-    added = metadata.add(key=new)
-    added.value.id, added.value.name = new, name
-    return new
+    new_id = max((entry.key for entry in metadata), default=0) + 1
+    added = metadata.add(key=new_id)
+    added.value.id, added.value.name = new_id, name
+    return new_id
 
 
 def _add_costs(
     plane: Any,
     line: Any,
     samples: Samples,
-    began_ns: int,
+    trace_start_ns: int,
     ref_mhz: float | None,
     sensitivity: Mapping[str, float],
 ) -> None:
     """Adds multiplier and joules to each op of a line, where they are known."""
     multiplier, energy = (_id_of(plane.stat_metadata, name) for name in (MULTIPLIER, ENERGY))
-    names, of_stats = _names(plane.event_metadata), _names(plane.stat_metadata)
+    names, stat_names = _names(plane.event_metadata), _names(plane.stat_metadata)
+    # Offsets are picoseconds from the line's own start, which counts from the trace's.
     start_ns = (
-        began_ns + line.timestamp_ns + np.array([round(e.offset_ps / 1000) for e in line.events], np.int64)
+        trace_start_ns
+        + line.timestamp_ns
+        + np.array([round(e.offset_ps / 1000) for e in line.events], np.int64)
     )
     end_ns = start_ns + np.array([round(e.duration_ps / 1000) for e in line.events], np.int64)
     mhz = samples.mean_mhz(start_ns, end_ns)
-    paced: list[float] = []
+    sensitivities: list[float] = []
     for event in line.events:
         name = names.get(event.metadata_id, "")
         for stat in event.stats:
-            if of_stats.get(stat.metadata_id) == "hlo_op":
-                name = stat.str_value.decode() or of_stats.get(stat.ref_value, "")
-        paced.append(sensitivity.get(name.split(" = ")[0].removeprefix("%"), 1.0))
-    found = np.where(np.isfinite(mhz), clock_loss.multipliers(mhz, np.array(paced), ref_mhz), np.nan)
+            if stat_names.get(stat.metadata_id) == "hlo_op":
+                name = stat.str_value.decode() or stat_names.get(stat.ref_value, "")
+        # Names in the trace are whole instructions on TPUs: `%fusion.3 = bf16[...] ...`.
+        sensitivities.append(sensitivity.get(name.split(" = ")[0].removeprefix("%"), 1.0))
+    # nan, not 1, where the clock is unknown: such an op gets no stat.
+    multipliers = np.where(
+        np.isfinite(mhz), clock_loss.multipliers(mhz, np.array(sensitivities), ref_mhz), np.nan
+    )
     joules = samples.mean("power_w", start_ns, end_ns) * (end_ns - start_ns) * 1e-9
-    for event, *costs in zip(line.events, found.tolist(), joules.tolist(), strict=True):
-        there = {stat.metadata_id for stat in event.stats}  # a TPU's own multiplier is exact, ours is sampled
+    for event, *costs in zip(line.events, multipliers.tolist(), joules.tolist(), strict=True):
+        # A TPU's own multiplier is exact, ours is sampled.
+        present_ids = {stat.metadata_id for stat in event.stats}
         for identity, cost in zip((multiplier, energy), costs, strict=True):
-            if not math.isnan(cost) and not (identity == multiplier and identity in there):
+            if not math.isnan(cost) and not (identity == multiplier and identity in present_ids):
                 event.stats.add(metadata_id=identity, double_value=cost)
 
 
-def _add_counters(plane: Any, samples: Samples, began_ns: int, ended_ns: int) -> None:
+def _add_counters(plane: Any, samples: Samples, trace_start_ns: int, trace_end_ns: int) -> None:
     """Adds a line of counters with every sample within the trace."""
     value_id = _id_of(plane.stat_metadata, "counter_value")
     line = plane.lines.add(id=max((line.id for line in plane.lines), default=0) + 1, name=COUNTERS)
-    drawn: list[tuple[int, int, float]] = []
+    points: list[tuple[int, int, float]] = []
     for field, title in TRACKS.items():
         times, values = samples.known(field)
-        within = (times >= began_ns) & (times <= ended_ns)
-        if within.any():
+        is_traced = (times >= trace_start_ns) & (times <= trace_end_ns)
+        if is_traced.any():
             identity = _id_of(plane.event_metadata, title)
-            offsets = (times[within] - began_ns).tolist()
-            drawn += [
-                (at_ns, identity, value)
-                for at_ns, value in zip(offsets, values[within].tolist(), strict=True)
+            offsets = (times[is_traced] - trace_start_ns).tolist()
+            points += [
+                (offset_ns, identity, value)
+                for offset_ns, value in zip(offsets, values[is_traced].tolist(), strict=True)
             ]
-    for at_ns, identity, value in sorted(drawn):
-        event = line.events.add(metadata_id=identity, offset_ps=at_ns * 1000)
+    # Viewers expect the events of a line in order of time.
+    for offset_ns, identity, value in sorted(points):
+        event = line.events.add(metadata_id=identity, offset_ps=offset_ns * 1000)
         event.stats.add(metadata_id=value_id, double_value=float(value))

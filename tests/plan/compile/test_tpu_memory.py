@@ -78,13 +78,13 @@ def estimated_cycles(hlo: str) -> int:
     total = 0
     for visit in visits(hlo):
         found = re.search(r'"estimated_cycles":"(\d+)"', visit.instruction.line)
-        if found is None or visit.asynchronous or int(found[1]) >= UNKNOWN_CYCLES:
+        if found is None or visit.is_async or int(found[1]) >= UNKNOWN_CYCLES:
             continue
-        if visit.times is None:
+        if visit.num_runs is None:
             raise RuntimeError(
                 f"{visit.instruction.name} is in a loop whose number of iterations is not known."
             )
-        total += int(found[1]) * visit.times
+        total += int(found[1]) * visit.num_runs
     return total
 
 

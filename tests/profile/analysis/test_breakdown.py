@@ -382,7 +382,7 @@ def test_a_loop_s_flops_are_counted_as_often_as_the_compiler_says_that_it_runs()
     outside = [
         v for v in visits(text) if v.instruction.name in ops and ops[v.instruction.name].kind == "compute"
     ]
-    assert executed == sum((v.times or 0) * ops[v.instruction.name].flops for v in outside)
+    assert executed == sum((v.num_runs or 0) * ops[v.instruction.name].flops for v in outside)
     assert executed > 1e6
 
 

@@ -84,7 +84,7 @@ def test_lost_seconds_are_split_by_the_violation_counters() -> None:
     slow = np.clip(grows - 2, 0, None)
     counted = halving(power_violation_ns=slow * S / 2, thermal_violation_ns=slow * S / 4)
     start, end = ns(0, 3.98).tolist()
-    found = clock_loss.split(0.99, counted, start, end, 1000.0)
+    found = clock_loss.split_by_cause(0.99, counted, start, end, 1000.0)
     assert found == pytest.approx({"power": 0.495, "thermal": 0.2475, "other": 0.2475}, rel=1e-6)
     assert sum(found.values()) == 0.99
 
@@ -94,10 +94,10 @@ def test_reasons_stand_in_for_counters_that_are_refused() -> None:
     times = np.arange(0, 4, 0.02)
     reasons = np.where(times < 2, 0, np.where(times < 3, 0x4, 0x20))
     start, end = ns(0, 4).tolist()
-    found = clock_loss.split(1.0, halving(reasons=reasons), start, end, 1000.0)
+    found = clock_loss.split_by_cause(1.0, halving(reasons=reasons), start, end, 1000.0)
     assert found == pytest.approx({"power": 0.5, "thermal": 0.5, "other": 0.0})
     for unknown in (halving(), None):
-        assert clock_loss.split(1.0, unknown, start, end, 1000.0) == {
+        assert clock_loss.split_by_cause(1.0, unknown, start, end, 1000.0) == {
             "power": 0.0,
             "thermal": 0.0,
             "other": 1.0,
@@ -141,8 +141,8 @@ def test_an_op_has_a_clock_of_its_own_from_three_samples_on() -> None:
     """Shorter ops get a clock from all their executions together: 1 ms every 20 ms, over many steps."""
     starts = ns(*(index * 0.02 - 0.0005 for index in range(1, 100)))
     each = halving().num_in(starts, starts + 1_000_000)
-    assert clock_loss.enough(each).sum() == 0
-    assert clock_loss.enough(int(each.sum())).item()
+    assert clock_loss.has_enough_samples(each).sum() == 0
+    assert clock_loss.has_enough_samples(int(each.sum())).item()
     assert each.sum() == 99
 
 
@@ -154,7 +154,7 @@ def test_tracks_hold_what_is_looked_at_less_often() -> None:
     held = make(
         1, "nvml", epoch_ns=ns(*times), sm_mhz=np.full(len(times), 900.0), power_w=power, reasons=times > 50
     )
-    (track,) = clock_loss.tracks({1: held}, *ns(0, 100).tolist())
+    (track,) = clock_loss.sample_tracks({1: held}, *ns(0, 100).tolist())
     assert (track.device, track.source) == (1, "nvml")
     assert 1000 < len(track.time_s) <= 2000
     assert set(track.power_w) == {300.0}

@@ -15,7 +15,7 @@ from jtrain.model.param import map_params
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, build
 from jtrain.profile.analysis.hlo_ops import read_ops
-from jtrain.profile.analysis.memory_timeline import CLASSES, MOST_POINTS, live_bytes, track
+from jtrain.profile.analysis.memory_timeline import CLASSES, MAX_POINTS, live_bytes, track
 from jtrain.profile.analysis.records import OpEvent, StepSpan, Trace
 from jtrain.step.state import abstract_state
 from jtrain.step.train_step import BATCH_SPEC, make_train_step
@@ -64,6 +64,23 @@ ENTRY %main (w: f32[256], x: f32[256]) -> (f32[256], f32[4,256]) {
 """
 
 
+def test_of_two_operands_of_one_size_the_first_one_gives_its_buffer() -> None:
+    """In every process alike: operands are taken in their order, not in that of a set of names."""
+    made = "f32[256]{0} broadcast(%zero), dimensions={}, metadata={op_name="
+    triples = (
+        f'  %f.{k} = {made}"jit(f)/jvp(layers)/broadcast"}}\n'
+        f'  %b.{k} = {made}"jit(f)/transpose(jvp(layers))/broadcast"}}\n'
+        f'  %s.{k} = f32[256]{{0}} add(%f.{k}, %b.{k}), metadata={{op_name="jit(f)/optimizer/add"}}\n'
+        for k in range(12)
+    )
+    program = read(
+        "HloModule jit_f, is_scheduled=true\n\nENTRY %main (w: f32[]) -> (f32[256]) {\n"
+        f"  %zero = f32[] parameter(0)\n{''.join(triples)}  ROOT %out = (f32[256]{{0}}) tuple(%s.11)\n}}\n"
+    )
+    alive = live_bytes(program, read_ops(program, MESH))
+    assert [(alive[f"s.{k}"] / 1024).tolist() for k in range(12)] == 12 * [[0, 1, 1, 0]]
+
+
 def test_a_buffer_lives_from_its_maker_to_its_last_reader() -> None:
     """In KiB: loop state is not counted twice, tuple elements die one by one, an in-place result is free."""
     alive = live_bytes(read(PROGRAM), read_ops(read(PROGRAM), MESH))
@@ -102,7 +119,7 @@ def test_the_curve_is_that_of_the_median_step_on_the_first_device() -> None:
     many = tuple(OpEvent(0, 1, "pair" if i == 777 else "space", i, 1) for i in range(1200))
     thinned = track(Trace("cpu", "cpu", 1, steps[:1], many, ()), program, ops)
     assert thinned is not None
-    assert len(thinned.time_s) <= MOST_POINTS
+    assert len(thinned.time_s) <= MAX_POINTS
     assert max(thinned.bytes["made by the backward pass"]) == 3072
     assert track(Trace("cpu", "cpu", 1, steps[:1], (), ()), program, ops) is None
 

@@ -108,7 +108,7 @@ def test_a_trace_that_lacks_something_gives_no_picture(zb_h1: Window) -> None:
             event
             for event in events
             if (event.step, event.device) == (last, device)
-            and (event.name in loop.once if part is None else loop.parts.get(event.name) == part)
+            and (event.name in loop.once_per_tick if part is None else loop.parts.get(event.name) == part)
         ]
         ends = {event.name: event for event in ours}
         return zb_h1.with_events(event for event in events if event not in ends.values())
@@ -150,7 +150,7 @@ def test_instructions_outside_of_their_tick_are_refused(zb_h1: Window) -> None:
         UserError, match=r"the trace has a forward pass, and worker 0 has none in the schedule"
     ):
         zb_h1.found(trace=more)
-    moved = next(e for e in here if e.name in loop.once and zb_h1.ops[e.name].opcode == "fusion")
+    moved = next(e for e in here if e.name in loop.once_per_tick and zb_h1.ops[e.name].opcode == "fusion")
     with pytest.raises(UserError, match="ticks of the trace overlap"):
         zb_h1.found(trace=zb_h1.with_events(late[e] if e is moved else e for e in events))
 
@@ -207,7 +207,7 @@ def test_other_schedules_and_packings(schedule: str, remat: str, more: dict[str,
     """
     found = window(traced(data=2, microbatches=4, stage=2, schedule=schedule, remat=remat, **more))
     always = "tensor_overlap" in more
-    assert tick_loop(read(found.hlo)).always == always
+    assert tick_loop(read(found.hlo)).layers_always_run == always
     shown = found.found()
     assert found.facts["workers"] == sorted(found.facts["workers"])
     assert len(found.facts["workers"]) > 2

@@ -1,6 +1,7 @@
 """Clock sources: the quantities that each reads; a refused call costs only its own quantity."""
 
 import ctypes
+import itertools
 import json
 import math
 import os
@@ -203,6 +204,23 @@ def test_amd_reads_gpu_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     source.close()
 
 
+def test_hip_counts_the_gpus_that_rocr_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ROCR_VISIBLE_DEVICES=1,0 the second GPU is HIP's number 0."""
+    stand_in = types.ModuleType("amdsmi")
+    exec(AMDSMI, stand_in.__dict__)
+    monkeypatch.setitem(sys.modules, "amdsmi", stand_in)
+    for variables, clocks in (
+        ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "1"}, 1950.0),
+        ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}, math.nan),
+        ({"HIP_VISIBLE_DEVICES": "0"}, 1950.0),
+        ({"ROCR_VISIBLE_DEVICES": "1"}, math.nan),
+    ):
+        with monkeypatch.context() as environment:
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            assert Amd([0]).read(0, slow=False).sm_mhz == pytest.approx(clocks, nan_ok=True), variables
+
+
 def test_the_cpus_chain_is_relative_to_its_best() -> None:
     """The clock is never above its best, and not absurdly below, whatever else runs."""
     source = cpufreq.Cpu()
@@ -211,6 +229,22 @@ def test_the_cpus_chain_is_relative_to_its_best() -> None:
     assert all(0.02 * source.ref_mhz < one.sm_mhz <= source.ref_mhz for one in found)
     assert all(one.reasons in (0, samples.STOLEN) for one in found)
     assert "relative to its own best" in source.notes.lines[0]
+
+
+def test_the_cpus_energy_goes_on_where_the_kernels_counter_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RAPL's counter of a package starts again at its range, at 100 W every 11 to 44 minutes."""
+    counter, energy_range = tmp_path / "energy_uj", tmp_path / "max_energy_range_uj"
+    monkeypatch.setattr(cpufreq, "RAPL", counter)
+    energy_range.write_text("65532610987\n")
+    source = cpufreq.Cpu()
+    assert math.isnan(source.read(-1, slow=True).energy_j), "no counter, as in most virtual machines"
+    joules: list[float] = []
+    for energy_uj in (65_530_610_987, 65_532_610_987, 3_000_000, 4_000_000):
+        counter.write_text(f"{energy_uj}\n")
+        joules.append(source.read(-1, slow=True).energy_j)
+    assert [round(after - before, 3) for before, after in itertools.pairwise(joules)] == [2.0, 3.0, 1.0]
 
 
 def test_a_tpus_score_is_tenths() -> None:
@@ -233,8 +267,13 @@ def test_a_script_plays_by_its_times(tmp_path: Path) -> None:
     path.write_text(json.dumps({"points": points}))
     script = Scripted(path)
     assert script.devices == (-1,)
-    assert [script.at(-1, time_s).sm_mhz for time_s in (0.0, 1.99, 2.0, 9.0)] == [1000, 1000, 500, 500]
-    assert math.isnan(script.at(-1, -1.0).sm_mhz)
+    assert [script.reading_at(-1, time_s).sm_mhz for time_s in (0.0, 1.99, 2.0, 9.0)] == [
+        1000,
+        1000,
+        500,
+        500,
+    ]
+    assert math.isnan(script.reading_at(-1, -1.0).sm_mhz)
 
 
 def test_a_note_is_one_line_and_once() -> None:

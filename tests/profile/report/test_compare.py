@@ -43,11 +43,11 @@ def test_the_op_that_got_slower_is_found_with_the_term_that_grew() -> None:
 
     first, *others = found.ops
     assert (first.name, first.where) == ("gemm_fusion_dot.3", "layers/mlp, forward")
-    assert first.grew_s == pytest.approx(0.04)
-    assert first.why == "clocks +40.00 ms"
-    assert all(op.grew_s == 0 for op in others)
+    assert first.growth_s == pytest.approx(0.04)
+    assert first.cause == "clocks +40.00 ms"
+    assert all(op.growth_s == 0 for op in others)
     assert found.parts[0].name == "clock loss"
-    assert found.parts[0].grew_s == pytest.approx(0.04)
+    assert found.parts[0].growth_s == pytest.approx(0.04)
     assert verdict(found) == [
         "A step of B is slower: 1.220 s -> 1.260 s (+3.3%).",
         "Because of clock loss +40.00 ms.",
@@ -62,7 +62,7 @@ def test_the_other_way_round_it_got_faster() -> None:
 
     there, back = between(a, b), between(b, a)
 
-    assert sorted(op.grew_s for op in there.ops) == sorted(-op.grew_s for op in back.ops)
+    assert sorted(op.growth_s for op in there.ops) == sorted(-op.growth_s for op in back.ops)
     assert verdict(back)[0] == "A step of B is faster: 1.260 s -> 1.220 s (-3.2%)."
     assert "gemm_fusion_dot.3 (layers/mlp, forward), -40.00 ms: clocks -40.00 ms" in verdict(back)[2]
 
@@ -79,7 +79,7 @@ def test_longer_windows_and_more_devices_change_nothing() -> None:
     found = between(a, b)
 
     assert found.a_s == pytest.approx(found.b_s)
-    assert max(abs(op.grew_s) for op in found.ops) < 1e-9
+    assert max(abs(op.growth_s) for op in found.ops) < 1e-9
 
 
 def test_ops_whose_numbers_changed_are_matched_by_stem_phase_and_layer() -> None:
@@ -97,9 +97,9 @@ def test_ops_whose_numbers_changed_are_matched_by_stem_phase_and_layer() -> None
     found = {op.name: op for op in between(a, b).ops}
 
     both = found["14 of fusion -> 13 of fusion"]
-    assert both.grew_s == pytest.approx(-0.001)
-    assert found["all-to-all.1"].why == "only in B"
-    assert found["all-to-all.1"].grew_s == pytest.approx(2.0 / 20)
+    assert both.growth_s == pytest.approx(-0.001)
+    assert found["all-to-all.1"].cause == "only in B"
+    assert found["all-to-all.1"].growth_s == pytest.approx(2.0 / 20)
     assert len(found) == len(a.ops) - 14 + 2
 
 
@@ -114,8 +114,8 @@ def test_communication_says_whether_more_of_it_is_exposed_or_hidden() -> None:
 
     found = {change.name: change for change in between(a, b).communication}
 
-    assert found["reduce-scatter over data"].why == "exposed +60.00 ms"
-    assert found["all-gather over data"].why == "only in A"
+    assert found["reduce-scatter over data"].cause == "exposed +60.00 ms"
+    assert found["all-gather over data"].cause == "only in A"
 
 
 def test_a_fallen_clock_is_said() -> None:
@@ -144,4 +144,4 @@ def test_the_table_and_the_json_hold_the_same() -> None:
 def test_a_cause_points_the_way_of_the_change() -> None:
     """An op that shrank although one term grew is explained by the term that shrank."""
     change = Change("x", "", 0.5, 0.4, {"clocks": 0.02, "utilisation": -0.12})
-    assert change.why == "utilisation -120.0 ms"
+    assert change.cause == "utilisation -120.0 ms"
