@@ -48,24 +48,28 @@ class StoredChunk:
 
 
 def chunk_shape(shard_shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Returns the shape of the chunks into which a shard of this shape is divided, each contiguous in C
-    order.
+    """Returns the shape of the chunks of a shard of this shape, each contiguous in C order.
 
     Every dimension of a chunk divides the shard's. A dimension without a fitting divisor, such as a large
     prime, stays larger than `CHUNK_BYTES` rather than fall into very many small files.
     """
+    # An empty dimension counts as 1, so that no product below is 0.
     shape = [max(1, dim) for dim in shard_shape]
     for dim, size in enumerate(shape):
-        one_bytes = (
-            math.prod(shape[dim + 1 :]) * itemsize
-        )  # of one index of this dimension; earlier ones are 1
+        one_bytes = math.prod(shape[dim + 1 :]) * itemsize  # of one index; earlier dimensions are 1 by now
+        # From the outermost dimension inwards: a chunk stays
+        # contiguous only if all before the divided one are 1.
         if size * one_bytes <= CHUNK_BYTES:
             break
+        # Divisors, since zarr takes one chunk shape for the
+        # whole leaf and a shard must end where a chunk ends.
         divisors = [d for d in range(1, size + 1) if size % d == 0]
         fitting = max((d for d in divisors if d * one_bytes <= CHUNK_BYTES), default=1)
         if fitting == 1 and one_bytes > CHUNK_BYTES:
             shape[dim] = 1  # and the next dimension is divided, too
             continue
+        # Chunks below 1/16 of the limit would be too many files:
+        # then rather the next divisor, past the limit.
         if fitting * one_bytes * 16 < CHUNK_BYTES:
             fitting = min(d for d in divisors if d > fitting)
         shape[dim] = fitting
@@ -82,10 +86,12 @@ def chunks(shard_shape: tuple[int, ...], start: tuple[int, ...], itemsize: int) 
         return
     shape = chunk_shape(shard_shape, itemsize)
     num_bytes = math.prod(shape) * itemsize
+    # Chunk indices count over the whole array: `first` is the shard's corner in that grid.
     grid = [range(size // chunk) for size, chunk in zip(shard_shape, shape, strict=True)]
     first = [begin // chunk for begin, chunk in zip(start, shape, strict=True)]
+    # `product` runs its last index fastest, as C order does, so `number` counts chunks in memory order.
     for number, index in enumerate(itertools.product(*grid)):
-        name = ".".join([CHUNK, *(str(begin + here) for begin, here in zip(first, index, strict=True))])
+        name = ".".join([CHUNK, *(str(begin + offset) for begin, offset in zip(first, index, strict=True))])
         yield StoredChunk(name, number * num_bytes, num_bytes)
 
 
@@ -100,7 +106,8 @@ def leaf_metadata(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtyp
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
     }
-    shared = ts.Context()  # both see one store in memory
+    # TensorStore writes the document itself, into a store in memory: it adds the fields that zarr requires.
+    shared = ts.Context()  # both calls see one store in memory
     memory = ts.KvStore.open({"driver": "memory"}, context=shared).result()
     ts.open(
         {"driver": "zarr3", "kvstore": {"driver": "memory"}, "metadata": metadata},
@@ -130,6 +137,7 @@ def lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
+    # Orbax names a leaf by the base64 of its dotted path in this file, and by `str(keys)` in the other.
     noted = {base64.b64encode(".".join(keys).encode()).decode(): text for keys, text in shardings.items()}
     return {LEAVES: json.dumps(body).encode(), SHARDINGS: json.dumps(noted).encode()}
 

@@ -36,7 +36,7 @@ _NICE = 5  # a quarter of a core at least, where steps leave none
 
 @dataclasses.dataclass(frozen=True)
 class DescribedLeaf:
-    """Holds what Orbax reads about a leaf.
+    """Description that Orbax reads for one leaf.
 
     keys: path in the state.
     metadata: contents of its zarr.json.
@@ -85,10 +85,9 @@ def threads(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
 
 
 def yield_to_steps() -> None:
-    """Lowers the priority of the calling thread and of those that it will start: others need the same
-    cores.
-    """
-    if sys.platform == "linux":  # elsewhere it would be that of the whole process
+    """Lowers the priority of the calling thread, and of threads that it will start: steps need the same cores."""
+    # Linux gives each thread its own nice value.
+    if sys.platform == "linux":  # elsewhere it would change the whole process
         os.nice(_NICE)
 
 
@@ -100,8 +99,7 @@ def write_arrays(
     *,
     background: bool = False,
 ) -> Hashes:
-    """Writes chunks into the checkpoint at `path`, and the files that describe `leaves`; all are then on the
-    disk.
+    """Writes chunks into the checkpoint at `path`, and the files of `leaves`; returns when all are on the disk.
 
     The memory of each copy is free once it was written.
 
@@ -112,12 +110,15 @@ def write_arrays(
     """
     stored = in_store(path)
     made: set[str] = set()
+    # Files of a few hundred bytes come last: the state's memory has to be free first.
     small = collections.deque(_descriptions(leaves))
 
     def write(disk: HashedIO, name: str, data: memoryview, hashes: Hashes) -> None:
         if stored:
             digest = object_stores.write(path / name, data)
         else:
+            # All threads share `made`. Two that add one folder at
+            # once only create it twice, which `exist_ok` allows.
             parent = os.path.dirname(name)
             if parent not in made:
                 os.makedirs(path / parent, exist_ok=True)
@@ -130,14 +131,18 @@ def write_arrays(
         disk = HashedIO()
         low = not background or stored  # a store waits for the network, and its client's threads stay
         try:
+            # Chunks in the state's memory go at full priority,
+            # because `save` waits for them; copies may take longer.
             while (chunk := chunks.take()) is not None:
                 if not low and not chunk.in_state:
                     yield_to_steps()
                     low = True
                 try:
                     write(disk, chunk.name, chunk.data, hashes)
+                # Also after a failed write: `release` waits for the count that `written` lowers.
                 finally:
                     chunks.written(chunk)
+            # Nothing waits for the small files, even if no copy came to this thread.
             if not low:
                 yield_to_steps()
             with contextlib.suppress(IndexError):  # another thread took the last one
@@ -152,8 +157,10 @@ def write_arrays(
     with threads() as pool:
         hashes: Hashes = {}
         # Not earlier: the first file that is forced to the disk takes the names of the others along.
-        for done in [pool.submit(work) for _ in range(pool._max_workers)]:
-            hashes |= done.result()
+        for future in [pool.submit(work) for _ in range(pool._max_workers)]:
+            # `result` raises the first failure of a thread; the pool
+            # then waits for the others, which find no chunks.
+            hashes |= future.result()
     if not stored:
         atomic_io.sync_all([path / name for name in hashes], [path / name for name in made])
     return hashes
@@ -177,20 +184,23 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
     names = collections.deque(sorted(hashes))
 
     def compare(disk: HashedIO, name: str) -> str | None:
-        wanted = hashes[name][1]
+        expected_digest = hashes[name][1]
         try:
             if in_store(path):
-                size, found = folders.read(path / name)
+                # A client of a store has no cache to bypass: one read gives size and manifest hash.
+                size, digest = folders.read(path / name)
             elif name in checksums:
-                size, found = disk.read(path / name, Checksum())
-                wanted = checksums[name]
+                # This process wrote the file and has its checksum: 20 GB/s instead of 1 GB/s for the hash.
+                size, digest = disk.read(path / name, Checksum())
+                expected_digest = checksums[name]
             else:
-                size, found = disk.read(path / name, file_hash())
+                size, digest = disk.read(path / name, file_hash())
         except OSError as error:
             return f"{name}: {error.strerror or said(error)}"
+        # A shorter or longer file says more than a digest that differs.
         if size != hashes[name][0]:
             return f"{name} has {size} bytes, but {hashes[name][0]} were written"
-        return None if found == wanted else f"{name} does not have the contents that were written"
+        return None if digest == expected_digest else f"{name} does not have the contents that were written"
 
     def work() -> list[str]:
         disk = HashedIO()
@@ -204,8 +214,8 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
                 lines.append(line)
 
     with threads() as pool:
-        found = [pool.submit(work) for _ in range(pool._max_workers)]
-        return sorted(itertools.chain(*(done.result() for done in found)))
+        futures = [pool.submit(work) for _ in range(pool._max_workers)]
+        return sorted(itertools.chain(*(future.result() for future in futures)))
 
 
 def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]) -> list[str]:
@@ -215,6 +225,7 @@ def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]
     hashes: of the files of all processes.
     """
     lines: list[str] = []
+    # One listing for all files: in a store a look-up for each would be a request for each.
     sizes = folders.sizes(path)
     stored = dict.fromkeys(leaves, 0)
     for name, (size, _) in hashes.items():
@@ -222,9 +233,11 @@ def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]
             lines.append(
                 f"{name} was written by one process and cannot be seen by process {jax.process_index()}"
             )
+        # `state/<leaf>/<chunk>` is the only path of three parts.
         _, leaf, file = name.split("/") if name.count("/") == 2 else ("", "", "")
         if file.startswith(array_files.CHUNK):
             stored[leaf] += size
+    # Every file can be there and a process still have written too few: it saw fewer shards than it holds.
     lines += [
         f"{name} has {stored[name]} bytes in all its files, not {leaf.bytes}"
         for name, leaf in leaves.items()

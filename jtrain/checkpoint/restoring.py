@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
 from jtrain.errors import first_few
 from jtrain.runtime import multihost
@@ -72,7 +72,8 @@ def restore_newest(
         disk or store cannot be read.
     """
     passed: list[_PassedOver] = []
-    lost = _listed(folder, files.lost_manifests)
+    # First: such a folder is not among `files.steps`, but the user should hear that it is passed over.
+    lost = _listed(folder, removal.lost_manifests)
     passed += [_PassedOver(step, (f"{files.MANIFEST} is missing",), damaged=True) for step in lost]
     for step in reversed(_listed(folder, files.steps)):
         manifest, wrong = _checked(folder / str(step), verify=True)
@@ -81,18 +82,24 @@ def restore_newest(
             continue
         _check_same(folder / str(step), manifest.leaves, like, order)
         state, unread = _read(folder / str(step), like, order=order)
+        # Checked once more to tell the two causes apart: damage sets
+        # the checkpoint aside, a bad moment is tried again.
         if unread:  # because of damage since the check, or because a disk or store failed for a moment
             _, wrong = _checked(folder / str(step), verify=True)
             state, unread = (None, wrong) if wrong else _read(folder / str(step), like, order=order)
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
+        # Renamed only now, when an older one was really read: before that, nothing could replace them.
         warnings = [
             *_moved_away(
-                folder, [bad for bad in passed if bad.step > step], then=f"going on from step {step}"
+                folder,
+                [checkpoint for checkpoint in passed if checkpoint.step > step],
+                then=f"going on from step {step}",
             )
         ]
-        warnings += [_lost_line(folder, bad) for bad in passed if bad.step < step]
+        warnings += [_lost_line(folder, checkpoint) for checkpoint in passed if checkpoint.step < step]
+        # After the renames, so that the names in the messages are those on the disk.
         warnings += _missing_newest(folder, step, passed)
         return Restored(step, state, read_data_state(folder, step), tuple(warnings))
     if not passed:
@@ -148,10 +155,10 @@ def open_step(folder: Path, step: int, *, verify: bool) -> tuple[Path, Manifest]
     Raises:
       CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    there = files.steps(folder)
-    if step not in there:
-        have = f"steps {', '.join(map(str, there))}" if there else "none"
-        raise CheckpointError(f"No complete checkpoint of step {step} in {folder}, which has {have}.")
+    complete_steps = files.steps(folder)
+    if step not in complete_steps:
+        steps_text = f"steps {', '.join(map(str, complete_steps))}" if complete_steps else "none"
+        raise CheckpointError(f"No complete checkpoint of step {step} in {folder}, which has {steps_text}.")
     manifest, wrong = _checked(folder / str(step), verify=verify)
     if wrong or manifest is None:
         raise _damaged(folder, step, wrong)
@@ -165,8 +172,8 @@ def read_data_state(folder: Path, step: int) -> dict[str, Any]:
 
 def _listed(folder: Path, listing: Callable[[Path], Iterable[int]]) -> list[int]:
     """Returns the steps that `listing` finds in process 0."""
-    found = in_process_zero(lambda: ",".join(map(str, listing(folder))), folder)
-    return [int(step) for step in found.split(",") if step]
+    steps_text = in_process_zero(lambda: ",".join(map(str, listing(folder))), folder)
+    return [int(step) for step in steps_text.split(",") if step]
 
 
 def in_process_zero(action: Callable[[], str], folder: Path) -> str:
@@ -181,6 +188,7 @@ def in_process_zero(action: Callable[[], str], folder: Path) -> str:
             text = action()
         except Exception as error:  # clients of stores raise many types
             text, failed = said(error), True
+    # Both exchanges in every process and in this order, also after a failure: each is a collective call.
     text = multihost.gather_texts(text)[0]
     if multihost.agree(failed)[0]:
         raise CheckpointError(
@@ -200,6 +208,7 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
     share = (multihost.process_index(), multihost.process_count())
     try:
         manifest = files.read_manifest(path)
+        # Sizes in every process, which also compares their views of the folder; hashes of one share only.
         wrong = files.damage(path, manifest, hashes=False)
         if verify and not wrong:
             wrong = files.damage(path, manifest, share=share)
@@ -212,13 +221,15 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
             wrong = [said(error)]
         else:
             unreadable = said(error)
+    # Before the damage is judged: a process that cannot reach the store says nothing about the files.
     if away := [text for text in multihost.gather_texts(unreadable) if text]:
         raise CheckpointError(
             f"{path} cannot be read now ({away[0]}). Nothing was renamed, since this says nothing about the "
             "files: check the disk, the network or the credentials, and run the same command again."
         )
-    found = multihost.gather_texts("\n".join(wrong))
-    return manifest, tuple(dict.fromkeys(line for text in found for line in text.splitlines()))
+    lines_of_processes = multihost.gather_texts("\n".join(wrong))
+    # Once per line: all processes find a missing file.
+    return manifest, tuple(dict.fromkeys(line for text in lines_of_processes for line in text.splitlines()))
 
 
 def _is_damage(error: Exception) -> bool:
@@ -234,10 +245,12 @@ def _read(
     state, failure = None, ""
     try:
         state = orbax_io.restore(path / files.STATE, like, only_some=only_some, order=order)
+    # Out of memory is not the checkpoint's fault: setting it aside would lose it.
     except Exception as error:  # Orbax and TensorStore raise many types
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
             raise
         failure = said(error)
+    # Every process gets here, whatever happened above: the gather is collective.
     failures = tuple(dict.fromkeys(text for text in multihost.gather_texts(failure) if text))
     return (None, failures) if failures else (state, ())
 
@@ -247,29 +260,32 @@ def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[s
 
     def move() -> str:
         lines: list[str] = []
-        for bad in passed:
-            name = files.set_aside(folder, bad.step)
-            what = "is damaged" if bad.damaged else "cannot be read, although all its hashes match"
+        for checkpoint in passed:
+            name = removal.set_aside(folder, checkpoint.step)
+            state_text = (
+                "is damaged" if checkpoint.damaged else "cannot be read, although all its hashes match"
+            )
             lines.append(
-                f"WARNING: the checkpoint of step {bad.step} {what} ({_some(bad.why, '; ')}): it was set "
-                f"aside as {folder / name}, {then}."
+                f"WARNING: the checkpoint of step {checkpoint.step} {state_text} "
+                f"({_some(checkpoint.why, '; ')}): it was set aside as {folder / name}, {then}."
             )
         return "\n".join(lines)
 
     return in_process_zero(move, folder).splitlines()
 
 
-def _lost_line(folder: Path, bad: _PassedOver) -> str:
+def _lost_line(folder: Path, checkpoint: _PassedOver) -> str:
     return (
-        f"WARNING: {folder / str(bad.step)} holds arrays but no {files.MANIFEST}: it is no checkpoint, "
-        "and not read."
+        f"WARNING: {folder / str(checkpoint.step)} holds arrays but no {files.MANIFEST}: it is no "
+        "checkpoint, and not read."
     )
 
 
 def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
     """Returns a line if a newer checkpoint than any that is here was committed, with no trace of it left."""
+    # One number as a list, for `_listed` carries steps.
     [last] = _listed(folder, lambda folder: [files.last_commit(folder) or 0])
-    if last <= step or any(bad.step >= last for bad in passed):
+    if last <= step or any(checkpoint.step >= last for checkpoint in passed):
         return []
     return [
         f"WARNING: this run committed a checkpoint of step {last}, which is no longer in {folder}: going on "
@@ -278,11 +294,12 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
 
 
 def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
-    listed = "\n".join(
-        f"  step {bad.step}: {_some(bad.why, '; ')}" for bad in sorted(passed, key=lambda bad: bad.step)
+    lines = "\n".join(
+        f"  step {checkpoint.step}: {_some(checkpoint.why, '; ')}"
+        for checkpoint in sorted(passed, key=lambda checkpoint: checkpoint.step)
     )
     return CheckpointError(
-        f"No checkpoint in {folder} is whole:\n{listed}\nNothing was changed. Restore the files from a copy "
+        f"No checkpoint in {folder} is whole:\n{lines}\nNothing was changed. Restore the files from a copy "
         "and run the same command again, or add --from-scratch to set these aside and begin at step 0."
     )
 
@@ -294,18 +311,21 @@ def _some(lines: tuple[str, ...], between: str) -> str:
 def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
     """Returns the error for a damaged checkpoint; hashes older ones until it finds an intact one to name."""
     path = folder / str(step)
-    for older in reversed([other for other in files.steps(folder) if other < step]):
-        other = folder / str(older)
+    # Newest first: the intact one closest to the damaged step loses the least work.
+    for older in reversed([older_path for older_path in files.steps(folder) if older_path < step]):
+        older_path = folder / str(older)
         with contextlib.suppress(CheckpointError):
-            if not files.damage(other, files.read_manifest(other)):
-                way = (
+            if not files.damage(older_path, files.read_manifest(older_path)):
+                way_out = (
                     f"The checkpoint of step {older} is intact (all hashes match). To use it, name it with "
                     f"--step, or move the damaged one away: mv {path} {path}.damaged"
                 )
                 break
     else:
-        way = f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
-    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_some(wrong, '\n  ')}\n{way}")
+        way_out = (
+            f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
+        )
+    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_some(wrong, '\n  ')}\n{way_out}")
 
 
 def _check_same(
@@ -313,27 +333,33 @@ def _check_same(
 ) -> None:
     from jtrain.checkpoint import layer_order, tree_paths
 
-    wanted = tree_paths.leaves(layer_order.logical(like, order))
+    expected_leaves = tree_paths.leaves(layer_order.logical(like, order))
     lines = tuple(
-        f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(wanted.get(name))} in this run"
-        for name in dict.fromkeys([*wanted, *saved])
-        if name not in saved or name not in wanted or not _compatible(saved[name], wanted[name])
+        # Expected leaves first, in the model's order; then those that only the checkpoint has.
+        f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(expected_leaves.get(name))} in this "
+        "run"
+        for name in dict.fromkeys([*expected_leaves, *saved])
+        if name not in saved
+        or name not in expected_leaves
+        or not _compatible(saved[name], expected_leaves[name])
     )
     if not lines:
         return
     kinds = {"opt_state": "optimizer", "scaling": "precision.matmul_dtype"}
-    found = {kinds.get(line.partition(".")[0], "model") for line in lines}
-    what = found.pop() if len(found) == 1 else "model"
-    field = what if "." in what else f"{what}.*"
+    differing_kinds = {kinds.get(line.partition(".")[0], "model") for line in lines}
+    # Two kinds at once mean another model: its optimizer state then differs as well.
+    kind = differing_kinds.pop() if len(differing_kinds) == 1 else "model"
+    field = kind if "." in kind else f"{kind}.*"
     raise CheckpointError(
-        f"The checkpoint {path} is of another {what}: {len(lines)} of {len(wanted)} leaves differ.\n  "
-        f"{_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another --workdir."
+        f"The checkpoint {path} is of another {kind}: {len(lines)} of {len(expected_leaves)} leaves "
+        f"differ.\n  {_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another "
+        "--workdir."
     )
 
 
-def _compatible(saved: ManifestLeaf, wanted: ManifestLeaf) -> bool:
-    floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (saved, wanted))
-    return saved.shape == wanted.shape and (saved.dtype == wanted.dtype or floating)
+def _compatible(saved: ManifestLeaf, expected: ManifestLeaf) -> bool:
+    floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (saved, expected))
+    return saved.shape == expected.shape and (saved.dtype == expected.dtype or floating)
 
 
 def _shown(leaf: ManifestLeaf | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.checkpoint import files, lost_history, restoring
+from jtrain.checkpoint import files, lost_history, removal, restoring
 from jtrain.checkpoint.saving import Saves
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
@@ -75,6 +75,7 @@ class Checkpoints(Saves):
         self, workdir: Path, spec: CheckpointSpec, *, layer_order: tuple[int, ...] | None = None
     ) -> None:
         super().__init__(
+            # Absolute: a later chdir of user code must not move the checkpoints.
             (workdir if in_store(workdir) else workdir.absolute()) / "checkpoints",
             every_steps=spec.every_steps,
             max_failures=spec.max_failures,
@@ -90,6 +91,7 @@ class Checkpoints(Saves):
     def latest_step(self) -> int | None:
         """Returns the newest complete checkpoint or None; every process gets the result of process 0."""
         newest = max(self.steps(), default=-1)
+        # Process 0 decides: a file system may show a new folder to the others later. -1 stands for None.
         newest = int(multihost.from_process_zero(np.asarray(newest)))
         return None if newest < 0 else newest
 
@@ -102,10 +104,12 @@ class Checkpoints(Saves):
         Args:
           workdir: folder of the run's other files; the checkpoints' parent if not given.
         """
+        # A save in flight could still rename its folder into place while the restore lists the steps.
         self.settle()
-        found = restoring.restore_newest(self.folder, like, from_scratch=from_scratch, order=self._order)
-        lost_history.begin(workdir or self.folder.parent, self.folder, found)
-        return found
+        restored = restoring.restore_newest(self.folder, like, from_scratch=from_scratch, order=self._order)
+        # After the restore: the note must name the step that really was read.
+        lost_history.begin(workdir or self.folder.parent, self.folder, restored)
+        return restored
 
     def restore(self, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
         """Reads the state and data state of a checkpoint; see `restoring.restore`."""
@@ -137,6 +141,7 @@ class Checkpoints(Saves):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        # After an exception the other processes may be gone: `close` must not wait for them without end.
         self.close(abandon=error is not None)
 
     def _prune(self) -> None:
@@ -146,5 +151,6 @@ class Checkpoints(Saves):
         if self.hold:
             return
         keep = {"keep_last": self._spec.keep_last, "keep_every_steps": self._spec.keep_every_steps}
-        for step in files.surplus(self.steps(), **keep):
-            files.delete(self.folder, step)
+        # By the list on the disk, not by a memory of what was saved: a restart or a user may have changed it.
+        for step in removal.surplus(self.steps(), **keep):
+            removal.delete(self.folder, step)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError, gib
 from jtrain.runtime import multihost
 from jtrain.runtime.retry import Backoff
@@ -81,10 +81,13 @@ class Saves:
             if multihost.process_index() == 0:
                 if not in_store(self.folder):
                     self.folder.mkdir(parents=True, exist_ok=True)
+                    # `.deleted`, so that `sweep` removes it if a kill falls between the two lines.
                     probe = self.folder / "writable.deleted"
                     probe.mkdir(exist_ok=True)
                     probe.rmdir()
-                files.sweep(self.folder)
+                # After the probe, in process 0 alone: no save is in
+                # flight yet that could own a partial folder.
+                removal.sweep(self.folder)
         except Exception as error:  # clients of stores raise many types
             raise CheckpointError(
                 f"{self.folder} cannot be written to ({said(error)}).{self._room()}{self._kept()}"
@@ -126,15 +129,18 @@ class Saves:
             cannot be written to at the first save.
           TypeError, ValueError: data_state cannot be written as JSON.
         """
+        # First: a data state that cannot be written is the caller's error, and must not cost a save its turn.
         data = json.dumps(data_state, allow_nan=False)
         self.prepare()
+        # At most one save is in flight: two would need twice the memory of the copies.
         self._settle(step, fatal=not last)
         if not last and self._retry_step is not None and not self.due(step):
             return False  # the one before has just been found to have failed: this one would meet the same full disk
-        there = (
+        existing_steps = (
             self._steps() or () if multihost.process_index() == 0 else ()
         )  # if not known, the save says why
-        if multihost.from_process_zero(np.asarray(step in there)):
+        # Process 0 decides for all: a shared disk may show them different listings.
+        if multihost.from_process_zero(np.asarray(step in existing_steps)):
             self._failures, self._retry_step = 0, None
             return False
         self._last = (step, state, data, config_text) if last else None
@@ -153,9 +159,11 @@ class Saves:
         Raises:
           CheckpointError: it was the last of `max_failures` in a row.
         """
+        # The last save is `wait`'s: it retries at once, where no step follows.
         if self._task is None or self._last is not None:
             return
         running = not self._task.ended
+        # A save ends at its own time in each process; all must count a failure at the same step.
         if multihost.process_count() > 1:
             (running,) = multihost.agree(running)
         if not running:
@@ -181,15 +189,21 @@ class Saves:
             self._failures, self._retry_step = 0, None
             return
         self._failures += 1
+        # 1/16 of the interval, doubled at each failure: 1000 steps give 62, 124, 248.
         pause = max(1, (self._every_steps or _FRACTION) // _FRACTION) * 2 ** (self._failures - 1)
+        # From the step by now: the failed save's own may be long past.
         self._retry_step = (task.contents.step if step is None else step) + pause
-        most = self._max_failures
-        if fatal and self._failures >= most:
-            times = "" if most == 1 else f" {most} saves in a row failed (checkpoint.max_failures={most})."
+        max_failures = self._max_failures
+        if fatal and self._failures >= max_failures:
+            times = (
+                ""
+                if max_failures == 1
+                else f" {max_failures} saves in a row failed (checkpoint.max_failures={max_failures})."
+            )
             raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
         self.say(
             f"WARNING: {self._failed(task)} Training goes on, and the next try is after step "
-            f"{self._retry_step}: this was failure {self._failures}, and checkpoint.max_failures={most} in a "
+            f"{self._retry_step}: this was failure {self._failures}, and checkpoint.max_failures={max_failures} in a "
             "row end the run."
         )
 
@@ -201,18 +215,19 @@ class Saves:
         Raises:
           CheckpointError: the save failed. Earlier checkpoints are unchanged.
         """
-        most = self._max_failures
+        max_failures = self._max_failures
         for failures in itertools.count(1):
             task = self._joined()
             if task is None or task.failure is None:
                 break
-            if self._last is None or failures >= most:
+            # `failures` counts tries of this save, `_failures` saves in a row.
+            if self._last is None or failures >= max_failures:
                 self._last = None
                 times = f" It was tried {failures} times." if failures > 1 else ""
                 raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
             pause = LAST_RETRY.wait_s(failures)
             self.say(
-                f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {most} "
+                f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {max_failures} "
                 "failed."
             )
             time.sleep(pause)  # a full disk may have room by then
@@ -233,6 +248,7 @@ class Saves:
             if not abandon:
                 self.wait()
             elif self._task is not None:
+                # A process on its own is never left waiting, so its save may take its time.
                 self._task.join(ABANDON_S if multihost.process_count() > 1 else None)
                 task, self._task = self._task, None
                 if not task.ended or task.failure is not None:
@@ -254,8 +270,10 @@ class Saves:
             step, leaves, layer_order.described(state, self._order), data, config_text
         )
         chunks = host_copy.StateChunks(state, layer_order.splitter(self._order))
+        # A store is slow: all is copied first, so that training waits for memory and not for the network.
         if in_store(self.folder):
             chunks.copy(self._pool)
+        # The task's threads start to write at once, from the front; `release` copies from the back.
         self._task = save_task.SaveTask(
             self.folder,
             contents,
@@ -264,6 +282,7 @@ class Saves:
             background=self._last is None,
             prune=self._prune,
         )
+        # Returns when the state's memory is read no more: the caller donates it to the next step.
         chunks.release(self._pool)
 
     def _joined(self) -> "SaveTask | None":
@@ -278,18 +297,19 @@ class Saves:
 
     def _failed(self, task: "SaveTask") -> str:
         state_bytes = sum(leaf.bytes for leaf in task.contents.leaves.values())
-        why = task.failure or f"no end within {ABANDON_S:.0f} s"
+        reason = task.failure or f"no end within {ABANDON_S:.0f} s"
         return (
-            f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({why}). The state has "
+            f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({reason}). The state has "
             f"{gib(state_bytes)},{self._room()}{self._kept()}"
         )
 
     def _room(self) -> str:
         if in_store(self.folder):
             return " Check the store and the credentials for it, or choose another --workdir."
-        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-        free = gib(shutil.disk_usage(there).free)
-        return f" {free} are free on this disk. Fix the cause, or choose another --workdir."
+        # The folder itself may be missing, which is why the save failed: its disk is that of a parent.
+        existing_folder = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        free_text = gib(shutil.disk_usage(existing_folder).free)
+        return f" {free_text} are free on this disk. Fix the cause, or choose another --workdir."
 
     def _steps(self) -> tuple[int, ...] | None:
         """Returns the steps of the complete checkpoints, or None if the disk or store does not tell them."""
@@ -299,16 +319,18 @@ class Saves:
             return None
 
     def _kept(self) -> str:
-        there = self._steps()
-        if there is None:
+        complete_steps = self._steps()
+        if complete_steps is None:
             return " Earlier checkpoints are untouched, but cannot be listed now."
-        if not there:
+        if not complete_steps:
             return " No checkpoint was written before."
-        return f" Earlier checkpoints are untouched: steps {', '.join(map(str, there))}."
+        return f" Earlier checkpoints are untouched: steps {', '.join(map(str, complete_steps))}."
 
     def _resumes(self) -> str:
-        there = self._steps()
-        newest = "its newest checkpoint" if there is None else f"step {max(there, default=0)}"
+        complete_steps = self._steps()
+        newest = (
+            "its newest checkpoint" if complete_steps is None else f"step {max(complete_steps, default=0)}"
+        )
         return f" The same command goes on from {newest}."
 
 

@@ -13,6 +13,7 @@ def by_keys(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
     """Returns every leaf with the keys of its path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     simple = jax.tree_util.keystr
+    # `simple=True`: `q` for a dict key, an attribute and a NamedTuple field alike.
     return [(tuple(simple((key,), simple=True) for key in path), leaf) for path, leaf in flat]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError
 from jtrain.cli.options import add_json, add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
@@ -50,8 +50,8 @@ def _list(folder: Path, step: int | None) -> tuple[Any, int]:
             "found damaged at a start, and set aside",
         )
         rows += [
-            _row(name, None, None, None, away if files.is_set_aside(name) else killed)
-            for name in files.partial(folder)
+            _row(name, None, None, None, away if removal.is_set_aside(name) else killed)
+            for name in removal.partial(folder)
         ]
     table = Table(
         "checkpoints", numbers("step") + words("saved at (UTC)") + numbers("size") + words("complete")
@@ -112,7 +112,7 @@ def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
         print(f"step {found}: {'DAMAGED' if wrong else 'intact'} ({checked})")
         for line in wrong:
             print(f"  {line}", file=sys.stderr)
-    for lost in files.lost_manifests(folder) if step is None else ():
+    for lost in removal.lost_manifests(folder) if step is None else ():
         rows.append({"step": lost, "damage": [f"{files.MANIFEST} is missing"]})
         print(f"step {lost}: DAMAGED ({files.MANIFEST} is missing)")
     if any(row["damage"] for row in rows):

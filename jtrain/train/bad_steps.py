@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jtrain.checkpoint import Checkpoints, files
+from jtrain.checkpoint import Checkpoints, files, removal
 from jtrain.errors import HardwareFault, UserError, first_few
 from jtrain.runtime.multihost import from_process_zero, gather
 from jtrain.step.guard import LEFT_OUT, WINDOW, GuardSpec
@@ -221,8 +221,8 @@ class BadSteps:
         returns = [one for one in self._returns if one > step - WINDOW]
         if len(returns) >= spec.max_rollbacks:
             raise self._exhausted(numbers, why, returns)
-        # A corrupt weight may have been saved before the loss showed it, so the replay begins well before
-        # that.
+        # A corrupt weight may have been saved before the loss
+        # showed it, so the replay begins well before that.
         before = step if "state" in numbers.bad else max(min(self._bad) - CALM_STEPS, 1)
         self._go_back(step, why, before=before, nth=len(returns))
         raise WentBack
@@ -361,7 +361,7 @@ class BadSteps:
             return f"{saved.format(', '.join(map(str, doubtful)))} is set aside by process 0"
         try:
             while left:
-                files.set_aside(folder, left[0])
+                removal.set_aside(folder, left[0])
                 del left[0]
         except OSError as error:
             trouble = str(error.strerror)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files, folders
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files, folders, removal
 from jtrain.checkpoint.lost_history import check_history
 
 LIKE = {
@@ -124,8 +124,8 @@ def test_a_damaged_one_is_kept_beside_an_earlier_one_of_its_step(workdir: Path) 
     FILES["arrays"](folder / "30").unlink()
     assert start(workdir).step == 20
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20", "30.damaged", "30.damaged-2"]
-    assert files.partial(folder) == ("30.damaged", "30.damaged-2")
-    files.sweep(folder)
+    assert removal.partial(folder) == ("30.damaged", "30.damaged-2")
+    removal.sweep(folder)
     assert (folder / "30.damaged-2" / files.MANIFEST).exists(), "damaged ones are never deleted"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files, removal
 from jtrain.step.state import TrainState
 
 MakeLike = Callable[..., TrainState]
@@ -129,7 +129,7 @@ def test_remains_of_killed_saves_are_swept_and_never_counted(
         (folder / name / files.MANIFEST).write_text("{}")
     checkpoints = Checkpoints(tmp_path, CheckpointSpec(keep_last=1))
     assert checkpoints.latest_step() is None
-    assert files.partial(folder) == ("007", "8.deleted", "9.orbax-checkpoint-tmp")
+    assert removal.partial(folder) == ("007", "8.deleted", "9.orbax-checkpoint-tmp")
     checkpoints.prepare()
     assert sorted(path.name for path in folder.iterdir()) == ["007", "notes"]
     checkpoints.close()
