@@ -22,7 +22,7 @@ from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash
 from jtrain.checkpoint.host_copy import StateChunks
 from jtrain.checkpoint.tree_paths import by_keys
 from jtrain.runtime import atomic_io
-from jtrain.runtime.store_paths import in_store, said
+from jtrain.runtime.store_paths import error_line, in_store
 
 type Hashes = dict[str, tuple[int, str]]
 """Path relative to the checkpoint's directory -> (bytes, hash) of a file."""
@@ -196,7 +196,7 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
             else:
                 size, digest = disk.read(path / name, file_hash())
         except OSError as error:
-            return f"{name}: {error.strerror or said(error)}"
+            return f"{name}: {error.strerror or error_line(error)}"
         # A shorter or longer file says more than a digest that differs.
         if size != hashes[name][0]:
             return f"{name} has {size} bytes, but {hashes[name][0]} were written"

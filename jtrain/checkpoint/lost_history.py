@@ -85,7 +85,7 @@ def begin(workdir: Path, folder: Path, restored: Restored) -> None:
 
     def note() -> str:
         # Lines without a state: every checkpoint was set aside, so step 0 starts a new history.
-        if restored.state is None and restored.said:
+        if restored.state is None and restored.messages:
             move_history(workdir)
         files.note_commit(folder, None if restored.state is None else restored.step)
         return ""

@@ -21,7 +21,7 @@ from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
 from jtrain.errors import first_few
 from jtrain.runtime import multihost
-from jtrain.runtime.store_paths import said
+from jtrain.runtime.store_paths import error_line
 
 MAX_NAMED_LEAVES = 10
 
@@ -36,21 +36,21 @@ _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|Out of memory")
 class Restored:
     """Checkpoint that a run goes on from; without any, the step is 0, and the two states are None.
 
-    said: one line for each checkpoint that was passed over, for the user to read.
+    messages: one line for each checkpoint that was passed over, for the user to read.
     """
 
     step: int = 0
     state: Any = None
     data_state: dict[str, Any] | None = None
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class _PassedOver:
-    """Checkpoint that is not restored: its step, why, and True if its files differ from what was saved."""
+    """Checkpoint that is not restored: its step, the reasons, and True if its files differ from what was saved."""
 
     step: int
-    why: tuple[str, ...]
+    reasons: tuple[str, ...]
     damaged: bool
 
 
@@ -105,7 +105,7 @@ def restore_newest(
     if not passed:
         return Restored()
     if from_scratch:
-        return Restored(said=tuple(_moved_away(folder, passed, then="beginning at step 0")))
+        return Restored(messages=tuple(_moved_away(folder, passed, then="beginning at step 0")))
     raise _none_whole(folder, passed)
 
 
@@ -187,7 +187,7 @@ def in_process_zero(action: Callable[[], str], folder: Path) -> str:
         try:
             text = action()
         except Exception as error:  # clients of stores raise many types
-            text, failed = said(error), True
+            text, failed = error_line(error), True
     # Both exchanges in every process and in this order, also after a failure: each is a collective call.
     text = multihost.gather_texts(text)[0]
     if multihost.agree(failed)[0]:
@@ -218,9 +218,9 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
         wrong = [str(error)]
     except Exception as error:  # clients of stores raise many types
         if _is_damage(error):
-            wrong = [said(error)]
+            wrong = [error_line(error)]
         else:
-            unreadable = said(error)
+            unreadable = error_line(error)
     # Before the damage is judged: a process that cannot reach the store says nothing about the files.
     if away := [text for text in multihost.gather_texts(unreadable) if text]:
         raise CheckpointError(
@@ -249,7 +249,7 @@ def _read(
     except Exception as error:  # Orbax and TensorStore raise many types
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
             raise
-        failure = said(error)
+        failure = error_line(error)
     # Every process gets here, whatever happened above: the gather is collective.
     failures = tuple(dict.fromkeys(text for text in multihost.gather_texts(failure) if text))
     return (None, failures) if failures else (state, ())
@@ -267,7 +267,7 @@ def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[s
             )
             lines.append(
                 f"WARNING: the checkpoint of step {checkpoint.step} {state_text} "
-                f"({_some(checkpoint.why, '; ')}): it was set aside as {folder / name}, {then}."
+                f"({_some(checkpoint.reasons, '; ')}): it was set aside as {folder / name}, {then}."
             )
         return "\n".join(lines)
 
@@ -295,7 +295,7 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
 
 def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
     lines = "\n".join(
-        f"  step {checkpoint.step}: {_some(checkpoint.why, '; ')}"
+        f"  step {checkpoint.step}: {_some(checkpoint.reasons, '; ')}"
         for checkpoint in sorted(passed, key=lambda checkpoint: checkpoint.step)
     )
     return CheckpointError(

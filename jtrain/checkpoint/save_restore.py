@@ -105,7 +105,7 @@ class Checkpoints(Saves):
           workdir: folder of the run's other files; the checkpoints' parent if not given.
         """
         # A save in flight could still rename its folder into place while the restore lists the steps.
-        self.settle()
+        self.wait_for_save()
         restored = restoring.restore_newest(self.folder, like, from_scratch=from_scratch, order=self._order)
         # After the restore: the note must name the step that really was read.
         lost_history.begin(workdir or self.folder.parent, self.folder, restored)
@@ -113,14 +113,14 @@ class Checkpoints(Saves):
 
     def restore(self, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
         """Reads the state and data state of a checkpoint; see `restoring.restore`."""
-        self.settle()
+        self.wait_for_save()
         return restoring.restore(self.folder, step, like, verify=verify, order=self._order)
 
     def restore_part(self, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
         """Reads some branches of the state, such as `{"params": ...}`, and no others; see
         `restoring.restore`.
         """
-        self.settle()
+        self.wait_for_save()
         return restoring.restore_part(self.folder, step, like, verify=verify)
 
     def data_state(self, step: int) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Checkpoints(Saves):
         """Returns the flat config of the run that saved `step`; raises CheckpointError if it does not
         exist.
         """
-        self.settle()
+        self.wait_for_save()
         path, _ = restoring.open_step(self.folder, step, verify=False)
         return (path / files.CONFIG).read_text()
 

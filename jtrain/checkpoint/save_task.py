@@ -22,7 +22,7 @@ from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
 from jtrain.checkpoint.host_copy import StateChunks
 from jtrain.errors import first_few
 from jtrain.runtime import atomic_io, multihost
-from jtrain.runtime.store_paths import in_store, said
+from jtrain.runtime.store_paths import error_line, in_store
 
 PATIENCE_S = 900.0
 """How long process 0 waits, after its own part, for the others to say how theirs went."""
@@ -219,7 +219,7 @@ class SaveTask:
 
 def cause(error: Exception) -> str:
     """Returns type and text of an error; the text alone where it was written for users."""
-    return str(error) if isinstance(error, CheckpointError) else said(error)
+    return str(error) if isinstance(error, CheckpointError) else error_line(error)
 
 
 def _attempt[T](action: Callable[[], T], *, otherwise: T) -> tuple[str | None, T]:

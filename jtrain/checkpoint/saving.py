@@ -22,7 +22,7 @@ from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError, gib
 from jtrain.runtime import multihost
 from jtrain.runtime.retry import Backoff
-from jtrain.runtime.store_paths import in_store, said
+from jtrain.runtime.store_paths import error_line, in_store
 
 if TYPE_CHECKING:
     from jtrain.checkpoint.layer_order import LayerOrder
@@ -90,7 +90,7 @@ class Saves:
                 removal.sweep(self.folder)
         except Exception as error:  # clients of stores raise many types
             raise CheckpointError(
-                f"{self.folder} cannot be written to ({said(error)}).{self._room()}{self._kept()}"
+                f"{self.folder} cannot be written to ({error_line(error)}).{self._room()}{self._kept()}"
             ) from error
         # Copies, for the time in which the threads that write wait for the disk: what those can write from
         # the state's memory takes a fifth less CPU time than a copy that is written later.
@@ -133,7 +133,7 @@ class Saves:
         data = json.dumps(data_state, allow_nan=False)
         self.prepare()
         # At most one save is in flight: two would need twice the memory of the copies.
-        self._settle(step, fatal=not last)
+        self._finish_save(step, fatal=not last)
         if not last and self._retry_step is not None and not self.due(step):
             return False  # the one before has just been found to have failed: this one would meet the same full disk
         existing_steps = (
@@ -167,15 +167,15 @@ class Saves:
         if multihost.process_count() > 1:
             (running,) = multihost.agree(running)
         if not running:
-            self._settle(step)
+            self._finish_save(step)
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Returns when no save is in flight. Says if it has failed, and raises nothing: `check` decides about
         that.
         """
-        self._settle(fatal=False)
+        self._finish_save(fatal=False)
 
-    def _settle(self, step: int | None = None, *, fatal: bool = True) -> None:
+    def _finish_save(self, step: int | None = None, *, fatal: bool = True) -> None:
         """Waits for the save in flight, if there is one. A failure is said and counted.
 
         Args:

@@ -175,7 +175,7 @@ def bench(args: Args, run: "Run", dataset: "TextDataset") -> int:
         raise UserError(
             f"--steps {args.steps} must be at least 2, because the first batch is timed separately."
         )
-    ranks = math.prod(run.mesh.settled(1).shape[axis] for axis in BATCH_AXES)
+    ranks = math.prod(run.mesh.with_data(1).shape[axis] for axis in BATCH_AXES)
     from jtrain.data.inspect.throughput import measure_throughput
 
     figures, said = measure_throughput(dataset, args.steps, ranks=ranks)

@@ -110,14 +110,14 @@ def train(args: Args) -> int:
     if run.layout.offload.unified_memory:
         use_unified_memory(os.environ, topology=args.topology)
 
-    from jtrain.config.devices import settle_mesh
+    from jtrain.config.devices import resolve_mesh
     from jtrain.plan import auto_layout
     from jtrain.plan.from_run import dry_run
     from jtrain.train.start import start
 
     if args.dry_run:
-        devices, lines = settle_mesh(run_config, auto_layout.devices_of(args.topology))
-        for line in (*lines, *auto_layout.settle(run_config, devices=devices, workdir=None)):
+        devices, lines = resolve_mesh(run_config, auto_layout.devices_of(args.topology))
+        for line in (*lines, *auto_layout.choose_layout(run_config, devices=devices, workdir=None)):
             print(line)
         dry_run(build_run(run_config), topology=args.topology, devices=devices)
         return 0

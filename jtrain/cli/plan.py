@@ -214,7 +214,7 @@ def execute(args: Args) -> int:
     )  # imported here because they import jax and flax, which takes over a second
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
-    from jtrain.plan.auto_layout import settle_loss_chunk
+    from jtrain.plan.auto_layout import choose_loss_chunk
     from jtrain.plan.calibration import calibrate, measured_computation
     from jtrain.plan.estimate.attention_time import explained
     from jtrain.plan.estimate.step_time import Assumptions
@@ -249,7 +249,7 @@ def execute(args: Args) -> int:
         notes = []
     else:
         notes = for_devices(run_config, machine.count)
-    of_loss = settle_loss_chunk(run_config, machine.device)
+    of_loss = choose_loss_chunk(run_config, machine.device)
     run = build_run(run_config)
     if run.layout.offload.unified_memory:
         use_unified_memory(os.environ, topology=f"{machine.device.name}:{machine.count}")
@@ -280,7 +280,7 @@ def execute(args: Args) -> int:
         compiled = compile_point(run, point) if args.compile else None
     if notes:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
-    # The run's config.txt has the mesh and layout as they were settled, and the model as it was asked for.
+    # The run's config.txt has the mesh and layout as they were chosen, and the model as it was asked for.
     asked = {path: text for path, text in given.items() if path.startswith("model.")}
     planned = tree.parse(tree.flat(run_config)) | asked
     sheet = sheet_of(args, run, task, point, compiled, planned)

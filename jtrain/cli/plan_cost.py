@@ -101,7 +101,7 @@ def execute(args: Args) -> int:
     from jtrain.config.load import load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.layout.mesh import AXES
-    from jtrain.plan.auto_layout import settle_loss_chunk
+    from jtrain.plan.auto_layout import choose_loss_chunk
     from jtrain.plan.economics.cost_curve import CARBON_G_PER_KWH, compare, cost_row
     from jtrain.plan.estimate.machine import make_machine
     from jtrain.plan.report.cost_tables import print_comparison, print_curve
@@ -120,7 +120,7 @@ def execute(args: Args) -> int:
     set_values(
         config, {f"mesh.{axis}": 1 for axis in AXES} | {"layout.microbatches": 1}
     )  # searched for, per count
-    settle_loss_chunk(config, first.device)
+    choose_loss_chunk(config, first.device)
     run = build_run(config)
     tokens = run.num_steps * run.data.global_batch * run.data.seq_len
     tokens = tokens if args.tokens is None else int(args.tokens)

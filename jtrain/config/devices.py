@@ -10,7 +10,7 @@ from jtrain.config.run import Run, build_run, validate
 from jtrain.errors import UserError, first_few
 
 
-def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[str]]:
+def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[str]]:
     """Sets `mesh.data` if it is `auto`; returns the devices of the run, and lines for the log.
 
     `data` becomes the largest number that every check of the config passes: above all, the batch must split
@@ -28,7 +28,7 @@ def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[ja
     if run.mesh.data != "auto":
         return list(devices), []
     processes = len({device.process_index for device in devices})
-    others = run.mesh.settled(1)
+    others = run.mesh.with_data(1)
     refusal = None
     for each in range(len(devices) // processes, 0, -1):
         data, left = divmod(each * processes, others.size)
@@ -53,7 +53,7 @@ def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[ja
 
 def _check(run: Run, data: int) -> None:
     """Checks the run with `data` devices along that axis."""
-    validate(dataclasses.replace(run, mesh=run.mesh.settled(data)))
+    validate(dataclasses.replace(run, mesh=run.mesh.with_data(data)))
 
 
 def _taken(

@@ -52,7 +52,7 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
 
 def mesh_size(config: fdl.Config[Run]) -> int:
     """Number of devices in a config's mesh; with `mesh.data=auto` the fewest that it can have."""
-    return _built(config.mesh).settled(1).size
+    return _built(config.mesh).with_data(1).size
 
 
 def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
@@ -69,7 +69,7 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
     """
     asked: MeshSpec = _built(config.mesh)
     layout: LayoutSpec = _built(config.layout)
-    was = asked.settled(1)
+    was = asked.with_data(1)
     if asked == was and was.size == count:
         return []
     others = was.size if asked != was else was.size // was.replica // was.shape["data"]

@@ -174,15 +174,15 @@ def _covered(line: str, names: Sequence[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
-def with_asked(settled: str, asked: str) -> str:
-    """Appends to the config as it was settled a remark for each field that was asked to be `auto` or
+def with_asked(resolved: str, asked: str) -> str:
+    """Appends to the config as it was resolved a remark for each field that was asked to be `auto` or
     `as_needed`.
     """
-    before, after = tree.parse(asked), tree.parse(settled)
+    before, after = tree.parse(asked), tree.parse(resolved)
     open_paths = [
         path for path, text in before.items() if text in ("'auto'", "'as_needed'") and after[path] != text
     ]
-    return settled + "".join(f"{_ASKED}{path} = {before[path]}\n" for path in open_paths)
+    return resolved + "".join(f"{_ASKED}{path} = {before[path]}\n" for path in open_paths)
 
 
 def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequence[str]) -> str:

@@ -153,16 +153,16 @@ def validate(run: Run) -> None:
     Raises:
       UserError: two components do not fit; names the fields, their values and the way out.
     """
-    # Whatever does not fit one device along `data` fits none: `settle_mesh` checks again with the number it
-    # chooses.
-    run = dataclasses.replace(run, mesh=run.mesh.settled(1))
+    # Whatever does not fit one device along `data` fits none:
+    # `resolve_mesh` checks again with the number it chooses.
+    run = dataclasses.replace(run, mesh=run.mesh.with_data(1))
     offload = run.layout.offload
     if {offload.params, offload.activations, offload.gradients} - {"none", 0}:
         check_scanned(run.model.scan_layers)
     if "as_needed" in (getattr(offload, name) for name in OFFLOADABLE):
         offload = OffloadSpec()  # the share depends on the devices
-    # Checks that heads, widths and vocabulary split over the mesh, and that offloaded activations are among
-    # the saved.
+    # Checks that heads, widths and vocabulary split over the mesh,
+    # and that offloaded activations are among the saved.
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)

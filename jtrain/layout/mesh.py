@@ -28,7 +28,7 @@ class MeshSpec:
     replica: data parallelism without sharding, across slices or pods.
     stage: pipeline stages.
     data: data parallelism; ZeRO shards state over `data` and `context` together. `auto`, which a config has
-      that does not say it, is what is left of the devices that are here (`config.devices.settle_mesh`); all
+      that does not say it, is what is left of the devices that are here (`config.devices.resolve_mesh`); all
       else takes a number.
     expert: experts of MoE layers; data parallelism for all other parameters.
     context: positions of a sequence; ZeRO shards state over it too.
@@ -43,13 +43,13 @@ class MeshSpec:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.settled(1).shape.items() if self.data == "auto" else self.shape.items():
+        for axis, size in self.with_data(1).shape.items() if self.data == "auto" else self.shape.items():
             if size < 1:
                 raise UserError(
                     f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused."
                 )
 
-    def settled(self, data: int) -> "MeshSpec":
+    def with_data(self, data: int) -> "MeshSpec":
         """Returns the mesh with `data` devices along that axis if it is `auto`; else the mesh as it is."""
         return dataclasses.replace(self, data=data) if self.data == "auto" else self
 
@@ -63,7 +63,7 @@ class MeshSpec:
         """
         if self.data == "auto":
             raise UserError(
-                "mesh.data=auto has to be settled first: it depends on the devices. Set it to a number."
+                "mesh.data=auto has to be chosen first: it depends on the devices. Set it to a number."
             )
         return {axis: getattr(self, axis) for axis in AXES}
 

@@ -45,6 +45,7 @@ def shown(path: str, text: str) -> str:
     if (
         is_secret(path)
         and text.strip("'\"")
+        # A secret field that is unset is no secret: whether it is set may be shown.
         and not re.fullmatch(r"None|True|False|[-+.\deE]+|\(\)|\{\}|\[\]", text)
     ):
         return repr(HIDDEN)
@@ -52,9 +53,11 @@ def shown(path: str, text: str) -> str:
 
 
 def shown_assignment(text: str) -> str:
+    # The first `=`: a value may hold more of them, as a signature does.
     """Returns `PATH=VALUE` as it may be shown."""
     path, equals, value = text.partition("=")
     hidden = shown(path.strip(), value.strip())
+    # `shown` returns a Python literal; in PATH=VALUE the quotes would be part of the value.
     return f"{path}{equals}{value if hidden == value.strip() else hidden.strip(chr(39))}"
 
 
@@ -74,6 +77,7 @@ def shown_command(command: Sequence[str]) -> list[str]:
 
 def _shown_line(line: str) -> str:
     head, equals, value = line.partition(" = ")
+    # A remark has no value, but may quote a URL.
     if not equals or line.startswith("#"):
         return without_secrets(line)
     body, newline = (value[:-1], "\n") if value.endswith("\n") else (value, "")

@@ -141,7 +141,7 @@ def store_errors(name: object) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{name} cannot be used ({said(error)}). {WAY_OUT}") from error
+        raise UserError(f"{name} cannot be used ({error_line(error)}). {WAY_OUT}") from error
 
 
 WAY_OUT = (
@@ -150,7 +150,7 @@ WAY_OUT = (
 )
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Returns type and text of an error in one line."""
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"

@@ -107,7 +107,7 @@ def train(
             workdir, run.metrics, num_steps=run.num_steps, start_step=restored.step, alerts=run.alerts
         ) as metrics:
             checkpoints.say = metrics.say
-            for line in (*history_lines, *restored.said, *_resume_lines(restored, changes)):
+            for line in (*history_lines, *restored.messages, *_resume_lines(restored, changes)):
                 metrics.say(line)
             train_step = make_train_step(
                 *(run.model, setup.optimizer, job.layout, mesh),

@@ -185,7 +185,7 @@ class BadSteps:
             self._bad.add(step)
             self._found(numbers, dispatched=dispatched, last=last, documents=documents)
         if self._until is not None and step >= self._until:
-            self._settle(numbers, dispatched)
+            self._finish_replay(numbers, dispatched)
         self._checkpoints.hold = self._until is not None or any(step - CALM_STEPS < one for one in self._bad)
 
     def _found(self, numbers: Numbers, *, dispatched: int, last: bool, documents: Callable[[], Any]) -> None:
@@ -232,7 +232,7 @@ class BadSteps:
         after.
         """
         self._checkpoints.hold = True
-        self._checkpoints.settle()
+        self._checkpoints.wait_for_save()
         there = [one for one in self._checkpoints.steps() if one < step]
         early = [one for one in there if one < before]
         origin = there[max(len(early) - 1 - nth, 0)] if there else 0
@@ -245,7 +245,7 @@ class BadSteps:
             f"{why}. Going back to {to}: steps {self._origin + 1} to {step} run again with the same batches."
         )
 
-    def _settle(self, numbers: Numbers, dispatched: int) -> None:
+    def _finish_replay(self, numbers: Numbers, dispatched: int) -> None:
         """Ends a replay that gave the bits of the first pass; leaves out the batch if its update breaks the
         state.
         """
@@ -392,7 +392,7 @@ class BadSteps:
         )
 
     def _from_before(self, step: int) -> str:
-        self._checkpoints.settle()
+        self._checkpoints.wait_for_save()
         there = [one for one in self._checkpoints.steps() if one < step]
         if not there:
             return "No checkpoint was written before it."

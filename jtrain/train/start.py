@@ -1,4 +1,4 @@
-"""Start of a training process: joins the others, opens the workdir, settles what is automatic, and trains."""
+"""Start of a training process: joins the others, opens the workdir, chooses what is `auto`, and trains."""
 
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from jtrain.config import tree
-from jtrain.config.devices import settle_mesh
+from jtrain.config.devices import resolve_mesh
 from jtrain.config.resume import with_asked
 from jtrain.config.run import Run, build_run
 from jtrain.plan import auto_layout
@@ -55,7 +55,7 @@ def start(
     if (
         devices[0].platform == "cpu"
         and not environ.get("JAX_PLATFORMS")
-        and (line := accelerators.unused(environ))
+        and (line := accelerators.unused_warning(environ))
     ):
         print(line, file=sys.stderr, flush=True)
     if heart is not None:
@@ -66,8 +66,8 @@ def start(
     if heart is not None:
         heart.configure(run.supervise, run.alerts.inside(workdir))
         watchers = [*watchers, Heartbeat(heart)]
-    devices, lines = settle_mesh(run_config, devices)
-    for line in (*lines, *auto_layout.settle(run_config, devices=devices, workdir=workdir)):
+    devices, lines = resolve_mesh(run_config, devices)
+    for line in (*lines, *auto_layout.choose_layout(run_config, devices=devices, workdir=workdir)):
         if jax.process_index() == 0:
             print(line, flush=True)
     return attempt.train(

@@ -19,7 +19,7 @@ from typing import Any
 
 from jtrain.checkpoint import folders
 from jtrain.runtime.multihost import process_index
-from jtrain.runtime.store_paths import in_store, said, store_errors
+from jtrain.runtime.store_paths import error_line, in_store, store_errors
 from jtrain.runtime.workdir_lock import FOLDER, WorkdirLock
 from jtrain.train.callbacks import Callback, LoopPhase
 
@@ -107,7 +107,7 @@ class StoreMirror(Callback):
             if not self._warned:
                 print(
                     f"WARNING: metrics and logs of {self.local} cannot be copied to {self.url} now "
-                    f"({said(error)}). The run goes on, and tries again at its next save and at its end.",
+                    f"({error_line(error)}). The run goes on, and tries again at its next save and at its end.",
                     file=sys.stderr,
                     flush=True,
                 )
