@@ -44,7 +44,8 @@ from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
 from jtrain.step.guard import GuardState
 from jtrain.step.state import abstract_state, init_state
-from jtrain.train.bad_steps import BadSteps, Numbers
+from jtrain.step.step_numbers import StepNumbers
+from jtrain.train.bad_steps import BadSteps
 from jtrain.train.integrity import IntegrityCheck
 
 SHORT = ("data.global_batch=1", "data.seq_len=128")
@@ -197,7 +198,7 @@ def _host_ms(steps: _Steps, rounds: int = 300) -> float:
             # not the one that these metrics say was returned.
             step = 2 * next(number)
             integrity.check(step, values)
-            bad_steps.check(Numbers.of(step, values, ""), dispatched=step, last=False, documents=dict)
+            bad_steps.check(StepNumbers.of(step, values, ""), dispatched=step, last=False, documents=dict)
 
         checked_ms, plain_ms = _median_ms(judge, rounds), _median_ms(lambda: jax.device_get(without), rounds)
     return checked_ms - plain_ms

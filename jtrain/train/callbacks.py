@@ -159,6 +159,8 @@ class Callbacks:
 
     def __enter__(self) -> "Callbacks":
         with contextlib.ExitStack() as stack:
+            # A callback that fails to enter closes those before it:
+            # `pop_all` moves them here only if all came in.
             for callback in self._callbacks:
                 stack.enter_context(callback)
             self._entered = stack.pop_all()
@@ -174,6 +176,7 @@ class Callbacks:
         """Context around all steps: calls on_start before them, and after them on_end, or on_error if one
         failed.
         """
+        # Before the `try`: an error in on_start is the start's, not the run's.
         for callback in self._callbacks:
             callback.on_start(context)
         try:
@@ -182,12 +185,14 @@ class Callbacks:
             for callback in self._callbacks:
                 callback.on_error(error)
             raise
+        # Not after an error: on_end means that everything is done and saved.
         for callback in self._callbacks:
             callback.on_end()
 
     @contextlib.contextmanager
     def during(self, phase: LoopPhase, step: int, *arguments: Any) -> Iterator[None]:
         """Context around a phase, in which all callbacks' contexts are open."""
+        # Contexts close in reverse order, also if one of them raises.
         with contextlib.ExitStack() as stack:
             for callback in self._callbacks:
                 stack.enter_context(callback.during(phase, step, arguments))
@@ -225,6 +230,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 def _load(name: str) -> Callback:
     make, _ = load_function("callbacks", name)
+    # Called here, so that an error in the user's code names `callbacks`.
     made = make()
     if not isinstance(made, Callback):
         raise UserError(

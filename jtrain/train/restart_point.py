@@ -41,6 +41,7 @@ class RestartPoint:
             checkpoints.
         """
         if local is not None:
+            # A copy older than the newest checkpoint is not used.
             saved_step = self.checkpoints.latest_step() or 0
             if (copy := local.start(checkpoint=saved_step, is_wanted=not from_scratch)) is not None:
                 step, state, data_state = copy
@@ -50,6 +51,7 @@ class RestartPoint:
         if restored.state is None:
             state, data_state = self.state_at(0)
         else:
+            # A checkpoint always has a data state; only `--allow-change data` drops it.
             assert restored.data_state is not None
             state, data_state = restored.state, self._fitting(restored.data_state)
         return dataclasses.replace(restored, state=state, data_state=data_state)
@@ -60,6 +62,7 @@ class RestartPoint:
         Step 0 is the start, drawn from the seed and without a data state, unless it has a checkpoint, as an
         imported model has.
         """
+        # Process 0 decides: a process that does not see the checkpoint would draw its weights from the seed.
         if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
             setup = self.setup
             return init_state(setup.job.layout, setup.optimizer, setup.mesh, seed=setup.run.seed), None
@@ -86,4 +89,5 @@ class RestartPoint:
 
     def _replicated(self, value: np.ndarray) -> jax.Array:
         sharding = jax.sharding.NamedSharding(self.setup.mesh, jax.sharding.PartitionSpec())
+        # Each process makes the pieces of its own devices.
         return jax.make_array_from_callback(jnp.shape(value), sharding, lambda index: value[index])

@@ -53,7 +53,7 @@ def test_a_gpu_that_jax_has_no_cuda_for_is_said_with_the_command(
         "jax's CUDA plugin is not installed",
         "jax's CUDA plugin is installed without CUDA's libraries",
     ):
-        monkeypatch.setattr(accelerators, "_lacks", lambda _, lacks=lacks: lacks)
+        monkeypatch.setattr(accelerators, "_missing_software", lambda _, lacks=lacks: lacks)
         line = unused_warning({}, root=root) or ""
         assert line.startswith(
             f"WARNING: a GPU is here (/dev/nvidia0), but this run computes on the CPU: {lacks}. "
@@ -62,7 +62,7 @@ def test_a_gpu_that_jax_has_no_cuda_for_is_said_with_the_command(
         assert unused_warning({"CUDA_VISIBLE_DEVICES": "-1"}, root=root) is None
         with pytest.raises(UserError, match=rf"--device gpu: {lacks}\. Run pip install .*\[cuda\]'\.$"):
             platform_of("gpu", {}, root=root)
-    monkeypatch.setattr(accelerators, "_lacks", lambda _: "")
+    monkeypatch.setattr(accelerators, "_missing_software", lambda _: "")
     assert "jax.devices('gpu')\", which says why" in (unused_warning({}, root=root) or "")
     assert platform_of("gpu", {}, root=root) == "cuda"
 

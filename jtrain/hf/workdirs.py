@@ -83,9 +83,9 @@ def import_directory(
     run_config = load_config(config, fiddlers, sets)
     run = build_run(run_config)
     if lines := model_differences(theirs, run.model):
-        listed = "".join(f"\n  {line}" for line in lines)
+        difference_lines = "".join(f"\n  {line}" for line in lines)
         raise UserError(
-            f"{folder} is not the model of --config={config}:{listed}\nSet these fields by --set."
+            f"{folder} is not the model of --config={config}:{difference_lines}\nSet these fields by --set."
         )
     dataset = open_dataset(run.data, seed=run.seed)
     check_vocabulary(run.model, dataset.vocab_size)
@@ -96,16 +96,18 @@ def import_directory(
     optimizer = optim.build(run.optimizer, num_steps=run.num_steps, params=infos)
     delayed = run.precision.matmul_dtype == "fp8_delayed"
     scaling = first_scaling(run.model.param_infos(), params) if delayed else {}
+    # As at the start of a run: step 0, and the optimizer's first state.
     state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), scaling)
     config_text = tree.flat(run_config)
     home.mkdir(parents=True, exist_ok=True)
     with Checkpoints(home, run.checkpoint) as checkpoints:
+        # One checkpoint at step 0, so that the run resumes from the imported weights like from its own.
         checkpoints.save(0, state, dataset.first_state(), config_text)
     # Written last: a config.txt without a checkpoint would let a run start from random weights.
     (home / "config.txt").write_text(config_text)
     print(f"{folder}, {_size(run.model.param_infos())} parameters -> step 0 of {workdir}. Train on from it:")
-    options = [f"--config={config}", *(part for name in fiddlers for part in ("--with", name))]
-    options += [*(part for text in sets for part in ("--set", text)), "--workdir", workdir]
+    options = [f"--config={config}", *(option for name in fiddlers for option in ("--with", name))]
+    options += [*(option for text in sets for option in ("--set", text)), "--workdir", workdir]
     print(f"  python -m jtrain.launch {shlex.join(options)}")
 
 
