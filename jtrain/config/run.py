@@ -112,6 +112,7 @@ def build_run(config: fdl.Config[Run]) -> Run:
     Raises:
       UserError: a field has no value, or a component or `validate` refuses one.
     """
+    # Before fiddle builds: its own message names neither the path nor the way out.
     if unset := [leaf.path for leaf in tree.leaves(config) if leaf.text == tree.NOT_SET]:
         raise UserError(
             f"{', '.join(unset)}: no value. Set it in the config, or with --set {unset[0]}=VALUE."
@@ -157,6 +158,7 @@ def validate(run: Run) -> None:
     # `resolve_mesh` checks again with the number it chooses.
     run = dataclasses.replace(run, mesh=run.mesh.with_data(1))
     offload = run.layout.offload
+    # A scan is what moves layers between host and device one at a time.
     if {offload.params, offload.activations, offload.gradients} - {"none", 0}:
         check_scanned(run.model.scan_layers)
     if "as_needed" in (getattr(offload, name) for name in OFFLOADABLE):
@@ -168,6 +170,7 @@ def validate(run: Run) -> None:
     check_offload(run.layout, run.optimizer)
     registry.check(dict(run.kernels))
     check_layout(run.optimizer, layout)
+    # Built and thrown away: it checks its own fields.
     build_optimizer(
         run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, run.model.param_infos())
     )

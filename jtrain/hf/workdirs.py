@@ -37,6 +37,7 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
       FileError: there is no checkpoint, or `out` is not empty.
       UserError: the model cannot be described by a config.json.
     """
+    # First: nothing is computed for a directory that cannot be written to.
     check_empty(out)
     with Checkpoints(workdir_path(workdir), CheckpointSpec()) as checkpoints:
         step, run = open_checkpoint(checkpoints, step)
@@ -45,6 +46,7 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
         their_config = config_from_model(
             run.model,
             dtype=dtype,
+            # The run's own length: a longer one would promise what the model has not learnt.
             max_seq_len=run.data.seq_len,
             begin_id=tokenizer.begin_id,
             end_id=tokenizer.end_id,
@@ -78,6 +80,7 @@ def import_directory(
         raise UserError(
             f"{workdir}: import writes to a disk. Give a folder, and copy it to the store afterwards."
         )
+    # Before the model is read: a full folder needs no import.
     check_empty(home)
     theirs = model_from_config(read_config(folder))
     run_config = load_config(config, fiddlers, sets)
@@ -87,6 +90,7 @@ def import_directory(
         raise UserError(
             f"{folder} is not the model of --config={config}:{difference_lines}\nSet these fields by --set."
         )
+    # The first data state comes from the run's own data: step 0 begins with its first batch.
     dataset = open_dataset(run.data, seed=run.seed)
     check_vocabulary(run.model, dataset.vocab_size)
     with open_tensors(folder) as tensors:

@@ -9,7 +9,7 @@ import jax
 
 from jtrain.config import tree
 from jtrain.config.devices import resolve_mesh
-from jtrain.config.resume import with_asked
+from jtrain.config.resume import with_auto_remarks
 from jtrain.config.run import Run, build_run
 from jtrain.plan import auto_layout
 from jtrain.runtime import accelerators
@@ -80,7 +80,7 @@ def start(
         build_run(run_config),
         workdir=workdir,
         home=home,
-        config_text=with_asked(tree.flat(run_config), config_text),
+        config_text=with_auto_remarks(tree.flat(run_config), config_text),
         devices=devices,
         started_s=process_start_s(),
         watchers=watchers,

@@ -8,7 +8,7 @@ import pytest
 from jtrain.config import tree
 from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import for_devices, load_config, mesh_size
-from jtrain.config.resume import config_from_text, with_asked, with_history
+from jtrain.config.resume import config_from_text, with_auto_remarks, with_history
 from jtrain.config.run import build_run
 from jtrain.errors import UserError
 from jtrain.plan.compile.compiled_step import topology_devices
@@ -129,7 +129,7 @@ def test_the_text_keeps_what_was_asked_and_what_was_resolved(tmp_path: Path) -> 
     config = load_config("tiny")
     asked = tree.flat(config)
     resolve_mesh(config, jax.devices()[:3])
-    text = with_asked(tree.flat(config), asked)
+    text = with_auto_remarks(tree.flat(config), asked)
     assert "mesh.data: int | Literal['auto'] = 2\n" in text
     assert text.endswith("\n# asked: mesh.data = 'auto'\n")
     assert build_run(config_from_text(text)).mesh.size == 2
