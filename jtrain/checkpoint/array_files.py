@@ -2,7 +2,7 @@
 
     state/_METADATA, _sharding         Orbax's lists of the leaves and of how they were sharded
     state/params.layers.q/zarr.json    shape, dtype and chunk shape of one leaf
-    state/params.layers.q/c.0.3        one chunk of it: its elements in C order, little-endian, and nothing else
+    state/params.layers.q/c.0.3        one chunk of it: only its elements, in C order, little-endian
 
 A chunk is a contiguous part of one device's shard, so a file is written straight from the memory of the shard
 and its hash is known without reading it back. Orbax's own writer would put all arrays of a process into a few
@@ -16,9 +16,13 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from jtrain.checkpoint.files import ManifestLeaf
 
 CHUNK_BYTES = 64 << 20
 """Largest chunk, where the dimensions have divisors that allow it. A restore in another layout reads whole
@@ -150,3 +154,22 @@ def sharding_text(sharding: jax.sharding.Sharding) -> str:
         return ocp.metadata.NamedShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
     assert isinstance(sharding, jax.sharding.SingleDeviceSharding), sharding
     return ocp.metadata.SingleDeviceShardingMetadata.from_jax_sharding(sharding).to_serialized_string()
+
+
+def by_keys(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Returns every leaf with the keys of its path."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    simple = jax.tree_util.keystr
+    # `simple=True`: `q` for a dict key, an attribute and a NamedTuple field alike.
+    return [(tuple(simple((key,), simple=True) for key in path), leaf) for path, leaf in flat]
+
+
+def leaves(tree: Any) -> dict[str, ManifestLeaf]:
+    """Returns path joined by dots -> shape and dtype, for a pytree of arrays or of `jax.ShapeDtypeStruct`."""
+
+    def leaf(array: Any) -> ManifestLeaf:
+        dtype = jnp.dtype(array.dtype)
+        return ManifestLeaf(tuple(array.shape), dtype.name, math.prod(array.shape) * dtype.itemsize)
+
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf(array) for path, array in flat}

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files, folders, object_stores
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash
 from jtrain.checkpoint.host_copy import StateChunks
-from jtrain.checkpoint.tree_paths import by_keys
 from jtrain.runtime import atomic_io
 from jtrain.runtime.store_paths import error_line, in_store
 
@@ -85,7 +85,7 @@ def threads(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
 
 
 def yield_to_steps() -> None:
-    """Lowers the priority of the calling thread, and of threads that it will start: steps need the same cores."""
+    """Lowers the priority of the calling thread and of those that it starts: steps need the same cores."""
     # Linux gives each thread its own nice value.
     if sys.platform == "linux":  # elsewhere it would change the whole process
         os.nice(_NICE)
@@ -99,7 +99,7 @@ def write_arrays(
     *,
     background: bool = False,
 ) -> Hashes:
-    """Writes chunks into the checkpoint at `path`, and the files of `leaves`; returns when all are on the disk.
+    """Writes chunks and the files of `leaves` into the checkpoint at `path`; returns when all are on disk.
 
     The memory of each copy is free once it was written.
 

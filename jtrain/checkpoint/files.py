@@ -5,7 +5,7 @@
     checkpoints/<step>/config.txt      the run's flat config
     checkpoints/<step>/manifest.json   every leaf, and the size and hash of every file above
     checkpoints/<step>.damaged/        a checkpoint that was found damaged at a start: kept, never read
-    last_checkpoint.json               the newest step that was committed, to notice that `checkpoints` is missing
+    last_checkpoint.json               the newest step that was committed: tells if `checkpoints` is missing
 
 On a disk, a step's folder gets its final name in one rename, after its manifest was written. In an object
 store, which has no renames, the manifest is written last. A folder with a manifest is therefore complete; one
@@ -143,7 +143,7 @@ def without_manifest(folder: Path) -> tuple[int, ...]:
 
 
 def _step_folders(folder: Path) -> list[int]:
-    # `007` or `١٢` (decimal in Unicode) are no folders of ours: only the name that a save would write counts.
+    # Only a name that a save would write: not `007`, nor digits of other scripts.
     candidates = (int(name) for name in folders.names(folder) if name.isdecimal() and str(int(name)) == name)
     return sorted(candidates)
 

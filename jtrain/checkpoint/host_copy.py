@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.hashed_io import PAGE_BYTES, pages
-from jtrain.checkpoint.tree_paths import by_keys
 
 SMALL_BYTES = 64 << 20
 """A state on the CPU up to this size is copied as a whole: that takes less time than to create the first

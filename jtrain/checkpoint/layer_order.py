@@ -14,9 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.array_writer import DescribedLeaf, describe
 from jtrain.checkpoint.host_copy import ShardPart, Splitter, first_element
-from jtrain.checkpoint.tree_paths import by_keys
 
 type LayerOrder = tuple[int, ...]
 """Layer of the model at each place of the state's leading dimension; -1 where there is none."""

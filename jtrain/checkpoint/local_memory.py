@@ -1,7 +1,7 @@
 """State of a run kept in the hosts' memory, so that a restart neither waits for the store nor loses an
 interval.
 
-    DIR/jtrain-<workdir>-<hash>-<uid>/process-<p>/{a,b}/   checkpoint folders of the shards that process p holds
+    DIR/jtrain-<workdir>-<hash>-<uid>/process-<p>/{a,b}/   folders of the shards that process p holds
                                      /copy-<p>/{a,b}/      the same of a process of another host
 
 The folder lies in tmpfs. Two slots alternate (`jtrain.checkpoint.slots`): the newest one that all processes
@@ -182,7 +182,8 @@ class LocalMemory:
         if (kept_steps == _NONE).any():
             self._is_off = True
             self._say(
-                f"No more states are kept in local memory in this attempt: {reason or 'another process failed'}."
+                "No more states are kept in local memory in this attempt: "
+                f"{reason or 'another process failed'}."
             )
             return
         # The state that all processes have is the one that stays.
@@ -337,8 +338,8 @@ class LocalMemory:
                 reason = (
                     "checkpoint.local_every_steps keeps two generations of the state, and two of another "
                     f"host's where there are several: {gib(needed_bytes)} in {self.folder.parent}, which has "
-                    f"{gib(free_bytes)} free. Make it larger (`mount -o remount,size=... /dev/shm`, `docker run "
-                    "--shm-size`), set checkpoint.local_dir to another folder in memory, or "
+                    f"{gib(free_bytes)} free. Make it larger (`mount -o remount,size=... /dev/shm`, `docker "
+                    "run --shm-size`), set checkpoint.local_dir to another folder in memory, or "
                     "checkpoint.local_every_steps=None."
                 )
         except OSError as error:

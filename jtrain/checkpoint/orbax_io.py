@@ -11,7 +11,7 @@ import tensorstore as ts
 from etils import epath
 
 from jtrain.checkpoint import layer_order
-from jtrain.checkpoint.tree_paths import by_keys
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.runtime.store_paths import in_store
 
 

@@ -47,7 +47,7 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True)
 class _PassedOver:
-    """Checkpoint that is not restored: its step, the reasons, and True if its files differ from what was saved."""
+    """Checkpoint that is not restored: step, reasons, and True if its files differ from what was saved."""
 
     step: int
     reasons: tuple[str, ...]
@@ -331,9 +331,9 @@ def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError
 def _check_same(
     path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None
 ) -> None:
-    from jtrain.checkpoint import layer_order, tree_paths
+    from jtrain.checkpoint import array_files, layer_order
 
-    expected_leaves = tree_paths.leaves(layer_order.logical(like, order))
+    expected_leaves = array_files.leaves(layer_order.logical(like, order))
     lines = tuple(
         # Expected leaves first, in the model's order; then those that only the checkpoint has.
         f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(expected_leaves.get(name))} in this "

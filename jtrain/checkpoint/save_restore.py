@@ -55,7 +55,7 @@ class Checkpoints(Saves):
     order.
 
         with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
-            checkpoints.save(step, state, data_state, config_text)  # returns when the arrays are copied or written
+            checkpoints.save(step, state, data_state, config_text)  # returns when the arrays were copied
             checkpoints.wait()  # returns when the checkpoint is durable
 
     After a kill at any instant, the checkpoints committed before are intact and no partial one counts as

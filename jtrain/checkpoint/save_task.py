@@ -1,7 +1,7 @@
 """One save: runs in the background of all processes at the same time, and has the same result in all of them.
 
     every process   writes its part, hashed, to `<step>.<attempt>.orbax-checkpoint-tmp`
-    process 0       hears from all, checks that it sees all files, writes the manifest, renames: this is the commit
+    process 0       hears from all, sees all files, writes the manifest, renames: this is the commit
     every process   reads its share of the files back from their final place
     process 0       hears from all, then deletes older checkpoints; or this one, if it is not what was written
 

@@ -135,7 +135,8 @@ class Saves:
         # At most one save is in flight: two would need twice the memory of the copies.
         self._finish_save(step, fatal=not last)
         if not last and self._retry_step is not None and not self.due(step):
-            return False  # the one before has just been found to have failed: this one would meet the same full disk
+            # The save before has just been found to have failed: this one would meet the same full disk.
+            return False
         existing_steps = (
             self._steps() or () if multihost.process_index() == 0 else ()
         )  # if not known, the save says why
@@ -203,8 +204,8 @@ class Saves:
             raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
         self.say(
             f"WARNING: {self._failed(task)} Training goes on, and the next try is after step "
-            f"{self._retry_step}: this was failure {self._failures}, and checkpoint.max_failures={max_failures} in a "
-            "row end the run."
+            f"{self._retry_step}: this was failure {self._failures}, and "
+            f"checkpoint.max_failures={max_failures} in a row end the run."
         )
 
     def wait(self) -> None:
@@ -227,8 +228,8 @@ class Saves:
                 raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
             pause = LAST_RETRY.wait_s(failures)
             self.say(
-                f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {max_failures} "
-                "failed."
+                f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of "
+                f"{max_failures} failed."
             )
             time.sleep(pause)  # a full disk may have room by then
             self._start(*self._last)
@@ -262,10 +263,10 @@ class Saves:
         """Deletes surplus checkpoints, after a newer one was read back."""
 
     def _start(self, step: int, state: Any, data: str, config_text: str) -> None:
-        from jtrain.checkpoint import host_copy, layer_order, save_task, tree_paths
+        from jtrain.checkpoint import array_files, host_copy, layer_order, save_task
 
         assert self._pool is not None
-        leaves = tree_paths.leaves(layer_order.logical(state, self._order))
+        leaves = array_files.leaves(layer_order.logical(state, self._order))
         contents = save_task.Contents(
             step, leaves, layer_order.described(state, self._order), data, config_text
         )
@@ -299,8 +300,8 @@ class Saves:
         state_bytes = sum(leaf.bytes for leaf in task.contents.leaves.values())
         reason = task.failure or f"no end within {ABANDON_S:.0f} s"
         return (
-            f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({reason}). The state has "
-            f"{gib(state_bytes)},{self._room()}{self._kept()}"
+            f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({reason}). The state "
+            f"has {gib(state_bytes)},{self._room()}{self._kept()}"
         )
 
     def _room(self) -> str:

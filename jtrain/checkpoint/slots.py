@@ -1,7 +1,7 @@
 """Checkpoint folders in memory that are written over again and again, without taking and clearing memory
 anew.
 
-    a/state/params.layers.q/c.0.3    one chunk of a shard, as in every checkpoint (`jtrain.checkpoint.array_files`)
+    a/state/params.layers.q/c.0.3    one chunk of a shard, as in every checkpoint (`array_files`)
     a/data.json, config.txt          as in every checkpoint
     a/manifest.json                  with a `Part`: removed before the first byte changes, and written last
     b/...
@@ -24,9 +24,9 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files, folders
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
 from jtrain.checkpoint.host_copy import first_element
-from jtrain.checkpoint.tree_paths import by_keys
 
 SLOTS = ("a", "b")
 

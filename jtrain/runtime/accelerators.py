@@ -67,8 +67,8 @@ def platform_of(device: DeviceChoice, environ: Mapping[str, str], *, root: Path 
     if find_device(device, environ, root=root) is None:
         patterns = ", ".join(f"/{pattern}" for pattern in _FILES[device])
         raise UserError(
-            f"--device {device}: this host has no {device.upper()} (no {patterns}). In a container, give it the "
-            "devices; else leave --device out, or give --device cpu."
+            f"--device {device}: this host has no {device.upper()} (no {patterns}). In a container, give it "
+            "the devices; else leave --device out, or give --device cpu."
         )
     if missing_software := _missing_software(device):
         raise UserError(f"--device {device}: {missing_software}. Run {_install(device)}.")
@@ -102,7 +102,8 @@ def unused_warning(environ: Mapping[str, str], *, root: Path = Path("/")) -> str
         )
         return (
             f"WARNING: a {kind.upper()} is here ({path}), but this run computes on the CPU: "
-            f"{missing_software or 'jax found none'}. To use it, {advice}; --device cpu says that the CPU is meant."
+            f"{missing_software or 'jax found none'}. To use it, {advice}; --device cpu says that the CPU is "
+            "meant."
         )
     return None
 
@@ -150,8 +151,9 @@ def local_device_ids(environ: Mapping[str, str]) -> list[int] | None:
     # Uneven shares would give the processes different numbers of devices, which no mesh fits.
     if visible_gpus % processes:
         raise UserError(
-            f"{processes} processes on this host cannot share its {visible_gpus} GPUs evenly. Start one process per "
-            f"host (--ntasks-per-node=1), which takes all GPUs, or one per GPU (--ntasks-per-node={visible_gpus})."
+            f"{processes} processes on this host cannot share its {visible_gpus} GPUs evenly. Start one "
+            "process per host (--ntasks-per-node=1), which takes all GPUs, or one per GPU "
+            f"(--ntasks-per-node={visible_gpus})."
         )
     gpus_per_process = visible_gpus // processes
     # By number within what this process sees, which is the same list in all processes of the host.

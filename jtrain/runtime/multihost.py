@@ -206,7 +206,8 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
             count,
             number,
             local_ids,
-            cluster_detection_method="deactivate",  # under Slurm it would leave each process one GPU of its host
+            # Under Slurm, jax's detection would leave each process one GPU of its host.
+            cluster_detection_method="deactivate",
             initialization_timeout=JOIN_S,
             heartbeat_timeout_seconds=math.ceil(peer_s),
             shutdown_timeout_seconds=JOIN_S,

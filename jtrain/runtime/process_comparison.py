@@ -148,8 +148,8 @@ def difference(peers: Sequence[Peer]) -> str:
             if paths:
                 lines = [f"{path}: {expected.get(path)} there, {actual.get(path)} here" for path in paths]
                 return (
-                    f"{name} has {subject} other than process 0 on host {first.host} (there: process 0, here: "
-                    f"process {number}):\n  {first_few(lines, 8, '\n  ')}\n{way_out}"
+                    f"{name} has {subject} other than process 0 on host {first.host} (there: process 0, "
+                    f"here: process {number}):\n  {first_few(lines, 8, '\n  ')}\n{way_out}"
                 )
     return ""
 

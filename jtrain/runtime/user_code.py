@@ -54,7 +54,8 @@ def load_function(setting: str, name: str) -> tuple[Callable[..., Any], types.Mo
         ]
         hint = did_you_mean(function, vars(module))
         raise UserError(
-            f"{label}: {module_name} has no function {function!r}. {hint}It has: {', '.join(own_names) or 'none'}."
+            f"{label}: {module_name} has no function {function!r}. {hint}It has: "
+            f"{', '.join(own_names) or 'none'}."
         )
     return attribute, module
 

@@ -1,4 +1,4 @@
-"""Numbers of one step that say if its update is good: loss, gradient norm, and each device's share in them."""
+"""Numbers of one step that say if its update is good: loss, gradient norm, each device's share in them."""
 
 import dataclasses
 import math

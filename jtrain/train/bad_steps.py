@@ -1,10 +1,13 @@
 """Bad steps: what a run does after an update that was not applied, or a new state that is not finite.
 
-    found       the update was not applied, and the next batch is used; a single bad step under guard.on_bad=skip has
-                no other consequence
-    went back   to the last good checkpoint, in this process; the same steps run again with the same batches (replay)
-    repeats     the replay gave the same bits: the data or the arithmetic is bad. Those batches are left out for good
-    differs     the replay gave other bits: a device computes wrongly, and the process ends with `HardwareFault`
+    found       the update was not applied, and the next batch is used; a single bad step under
+                guard.on_bad=skip has no other consequence
+    went back   to the last good checkpoint, in this process; the same steps run again with the same batches
+                (replay)
+    repeats     the replay gave the same bits: the data or the arithmetic is bad. Those batches are left out
+                for good
+    differs     the replay gave other bits: a device computes wrongly, and the process ends with
+                `HardwareFault`
 
 Every entry is a line of `bad_steps.jsonl` in the workdir. The batches to leave out are read from it at each
 start, so that a killed run leaves out the same ones. On a full disk entries wait in memory; a run that loses

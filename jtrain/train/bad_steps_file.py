@@ -3,8 +3,9 @@
     {"step": 7, "action": "went back", "to": 4}
     {"step": 7, "action": "repeats", "since": 8, "left_out": [7]}
 
-say that the batch of step 7 is left out from now on, that bounds begin anew after step 8, and that the run has
-gone back once. The file may end in the middle of a line, or hold damaged ones, after a kill or on a full disk.
+say that the batch of step 7 is left out from now on, that bounds begin anew after step 8, and that the run
+has gone back once. The file may end in the middle of a line, or hold damaged ones, after a kill or on a full
+disk.
 """
 
 from collections.abc import Callable

@@ -8,10 +8,10 @@ returns a callback; either is called without arguments. Order of events in one a
     on_start(context)               the state is initialised or restored, steps follow
       with during("step", k):
         with during("dispatch", k): state, metrics = train_step(state, batch)
-        on_results(step k - 1)      results are read one step late, so that the device never waits for the host
+        on_results(step k - 1)      results are read one step late: the device never waits for the host
         on_step(step k)             step k is dispatched and the next batch has arrived
       with during("evaluation", k), during("checkpoint", k): at the steps where they are due
-    on_rewind(step)                 after bad numbers the run has gone back to `step`; later steps follow once more
+    on_rewind(step)                 after bad numbers the run has gone back to `step`; later steps repeat
     on_end()                        all steps are done and saved
     on_error(error)                 instead: an exception ends the run; metrics can still be written
     __exit__                        always, also after an error
