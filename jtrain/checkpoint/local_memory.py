@@ -10,6 +10,7 @@ for that each process sends its own to a neighbour on another host.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -75,6 +76,7 @@ class LocalMemory:
         self.own = self.folder / f"process-{self._process}"
         self._say = say
         self._newest_checkpoint = newest_checkpoint
+        self._newest_seen = 0
         self._config_text, self._config = config_text, _config_digest(config_text)
         self._run = self._identity()
         self._like = like
@@ -228,7 +230,9 @@ class LocalMemory:
 
     def _finish(self, slot: Path, step: int, data_state: dict[str, Any]) -> tuple[int, Path]:
         """Hashes a slot, commits it and sends it to the neighbour; returns its step and the slot."""
-        newest_checkpoint = self._newest_checkpoint() if self._process == 0 else 0
+        if self._process == 0:
+            with contextlib.suppress(Exception):  # a store that does not answer now: its last answer stands
+                self._newest_seen = self._newest_checkpoint()
         files.seal(
             slot,
             step=step,
@@ -237,7 +241,7 @@ class LocalMemory:
             config=self._config_text,
             hashes=files.hashes_of(slot, self._maps[slot]),
             processes=self._processes,
-            part=Part(self._process, self._run, self._config, newest_checkpoint),
+            part=Part(self._process, self._run, self._config, self._newest_seen),
         )
         self._neighbours.send(slot)
         return step, slot

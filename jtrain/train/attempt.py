@@ -99,7 +99,7 @@ def train(
         Callbacks(
             [*watchers, integrity, *built_in_callbacks(run, workdir, lock), *user_callbacks]
         ) as callbacks,
-        _local_memory(setup, workdir, config_text) as local,
+        open_local_memory(setup, workdir, checkpoints, config_text) as local,
     ):
         check_same_run(
             workdir, config_text, allow=allow_change
@@ -160,10 +160,10 @@ def train(
     return DONE if is_complete else STOPPED
 
 
-def _local_memory(
-    setup: Setup, workdir: Path, config_text: str
+def open_local_memory(
+    setup: Setup, workdir: Path, checkpoints: Checkpoints, config_text: str
 ) -> AbstractContextManager[LocalMemory | None]:
-    """Local memory of a run; none if its config keeps no state there."""
+    """Opens the local memory of a run; none if its config keeps no state there."""
     if setup.run.checkpoint.local_every_steps is None:
         return contextlib.nullcontext()
     return LocalMemory(
@@ -171,8 +171,8 @@ def _local_memory(
         setup.run.checkpoint.local_dir,
         abstract_state(setup.job.layout, setup.optimizer, setup.mesh),
         config_text,
-        # From the workdir on a disk: a run in a store has no local memory.
-        newest_checkpoint=lambda: max(files.steps(workdir.absolute() / "checkpoints"), default=0),
+        # Of a run in a store, `workdir` holds the small files only.
+        newest_checkpoint=lambda: max(checkpoints.steps(), default=0),
         say=print_line,
     )
 

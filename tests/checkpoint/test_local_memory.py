@@ -246,6 +246,20 @@ def test_a_failure_ends_the_saves_and_not_the_run(
     assert said[0].startswith("No more states are kept in local memory in this attempt: FileNotFoundError")
 
 
+def test_a_store_that_does_not_answer_does_not_end_the_saves(tmp_path: Path) -> None:
+    """The newest checkpoint that the store has named last stands in the manifest."""
+    answers = iter([5])
+    said: list[str] = []
+    run = (tmp_path / "run", str(tmp_path), small(), "")
+    with LocalMemory(*run, newest_checkpoint=lambda: next(answers), say=said.append) as local:
+        for step in (10, 20, 30):
+            local.save(step, filled(small(), step), {})
+    assert said == []
+    with LocalMemory(*run, newest_checkpoint=lambda: 0, say=said.append) as local:
+        assert local.start(checkpoint=4) is None
+    assert "it is from after checkpoint 5, which is no longer there" in said[0]
+
+
 @pytest.mark.parametrize(
     ("instant", "newest"),
     [("mid-write", 2), ("before-hash", 2), ("before-commit", 2), ("after-commit", 3)],
