@@ -117,12 +117,12 @@ def build_run(config: fdl.Config[Run]) -> Run:
         raise UserError(
             f"{', '.join(unset)}: no value. Set it in the config, or with --set {unset[0]}=VALUE."
         )
-    run: Run = _built(config)
+    run: Run = build_component(config)
     validate(run)
     return run
 
 
-def _built(component: Any) -> Any:
+def build_component(component: Any) -> Any:
     """Builds a component; its refusal is raised as a UserError without fiddle's context."""
     try:
         return fdl.build(component)
