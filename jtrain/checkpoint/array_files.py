@@ -121,7 +121,7 @@ def leaf_metadata(shape: tuple[int, ...], chunk: tuple[int, ...], dtype: np.dtyp
     return memory.read(SHAPE).result().value
 
 
-def lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
+def orbax_lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
     """Returns Orbax's files beside the leaves: the list of them, and the shardings that a restore takes by
     default.
 

@@ -47,25 +47,25 @@ class DescribedLeaf:
     sharding: str
 
 
-def describe(state: Any, together: Mapping[tuple[str, ...], int] | None = None) -> list[DescribedLeaf]:
+def describe(state: Any, group_sizes: Mapping[tuple[str, ...], int] | None = None) -> list[DescribedLeaf]:
     """Returns one description for each leaf of a pytree of jax.Arrays.
 
     Args:
-      together: length of the first dimension of the parts in which a leaf is written, where that is not a
+      group_sizes: length of the first dimension of the parts in which a leaf is written, where that is not a
         shard's.
     """
 
-    def described(keys: tuple[str, ...], array: Any) -> DescribedLeaf:
+    def describe_leaf(keys: tuple[str, ...], array: Any) -> DescribedLeaf:
         part = array.sharding.shard_shape(array.shape)
-        if together and keys in together:
-            part = (together[keys], *part[1:])
+        if group_sizes and keys in group_sizes:
+            part = (group_sizes[keys], *part[1:])
         return DescribedLeaf(
             keys,
             _metadata(array.shape, part, np.dtype(array.dtype)),
             array_files.sharding_text(array.sharding),
         )
 
-    return [described(keys, array) for keys, array in by_keys(state)]
+    return [describe_leaf(keys, array) for keys, array in by_keys(state)]
 
 
 @functools.lru_cache(maxsize=1024)  # opens a store in memory each time, for many leaves of the same shape
@@ -73,7 +73,7 @@ def _metadata(shape: tuple[int, ...], shard_shape: tuple[int, ...], dtype: np.dt
     return array_files.leaf_metadata(shape, array_files.chunk_shape(shard_shape, dtype.itemsize), dtype)
 
 
-def threads(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
+def open_pool(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
     """Returns threads for copies and writes: not more than there are cores, since each also hashes.
 
     low: they have a low priority.
@@ -154,7 +154,7 @@ def write_arrays(
             raise
         return hashes
 
-    with threads() as pool:
+    with open_pool() as pool:
         hashes: Hashes = {}
         # Not earlier: the first file that is forced to the disk takes the names of the others along.
         for future in [pool.submit(work) for _ in range(pool._max_workers)]:
@@ -171,11 +171,11 @@ def _descriptions(leaves: list[DescribedLeaf]) -> Iterator[tuple[str, memoryview
     for leaf in leaves:
         yield f"{files.STATE}/{'.'.join(leaf.keys)}/{array_files.SHAPE}", memoryview(leaf.metadata)
     if leaves:
-        for name, text in array_files.lists({leaf.keys: leaf.sharding for leaf in leaves}).items():
+        for name, text in array_files.orbax_lists({leaf.keys: leaf.sharding for leaf in leaves}).items():
             yield f"{files.STATE}/{name}", memoryview(text)
 
 
-def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
+def find_differences(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
     """Reads files back from the disk; returns one line for each that is not what was written.
 
     checksums: of the files that this process wrote; those of others are compared by their hashes, which takes
@@ -213,12 +213,12 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
             if line := compare(disk, name):
                 lines.append(line)
 
-    with threads() as pool:
+    with open_pool() as pool:
         futures = [pool.submit(work) for _ in range(pool._max_workers)]
         return sorted(itertools.chain(*(future.result() for future in futures)))
 
 
-def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]) -> list[str]:
+def find_missing_parts(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]) -> list[str]:
     """Returns one line for each file that cannot be seen from here, and for each leaf whose files are too
     few.
 

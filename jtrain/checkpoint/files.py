@@ -132,7 +132,7 @@ def steps(folder: Path) -> tuple[int, ...]:
     return tuple(step for step in _step_folders(folder) if folders.has_file(folder / str(step), MANIFEST))
 
 
-def without_manifest(folder: Path) -> tuple[int, ...]:
+def steps_without_manifest(folder: Path) -> tuple[int, ...]:
     """Returns the steps whose folders hold arrays but no manifest, ascending: checkpoints that lost it, or
     copies.
     """
@@ -274,7 +274,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def damage(
+def find_damage(
     path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[int, int] = (0, 1)
 ) -> list[str]:
     """Checks the checkpoint at `path`; returns one line for each damaged file, none if it is intact.

@@ -28,7 +28,7 @@ def is_placed(leaf: Any) -> bool:
     return bool(leaf.shape) and len(spec) > 0 and spec[0] == "stage"
 
 
-def logical(tree: Any, order: LayerOrder | None) -> Any:
+def checkpoint_shapes(tree: Any, order: LayerOrder | None) -> Any:
     """Returns shapes, dtypes and shardings of a pytree of arrays as a checkpoint holds them.
 
     The first dimension of a leaf with reordered layers is not split: their number need not be a multiple of
@@ -49,7 +49,7 @@ def logical(tree: Any, order: LayerOrder | None) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def described(state: Any, order: LayerOrder | None) -> list[DescribedLeaf]:
+def describe_leaves(state: Any, order: LayerOrder | None) -> list[DescribedLeaf]:
     """Returns one description for each leaf of a state; the chunks of reordered leaves hold whole runs of
     layers.
     """
@@ -58,9 +58,9 @@ def described(state: Any, order: LayerOrder | None) -> list[DescribedLeaf]:
     placed = [(keys, array) for keys, array in by_keys(state) if is_placed(array)]
     # Chunks of one leaf must have one shape, so each run is cut into parts that divide them all.
     group_sizes = {
-        keys: _together(order, array.sharding.shard_shape(array.shape)[0]) for keys, array in placed
+        keys: _common_group_size(order, array.sharding.shard_shape(array.shape)[0]) for keys, array in placed
     }
-    return describe(logical(state, order), group_sizes)
+    return describe(checkpoint_shapes(state, order), group_sizes)
 
 
 def splitter(order: LayerOrder | None) -> Splitter:
@@ -77,7 +77,7 @@ def splitter(order: LayerOrder | None) -> Splitter:
             return [ShardPart(0, start, shape)]
         # Rows are the leading dimension, so a run of them is contiguous in the shard's memory.
         rows, row_bytes = shape[0], math.prod(shape[1:]) * shard.data.dtype.itemsize
-        step = _together(order, rows)
+        step = _common_group_size(order, rows)
         return [
             ShardPart((begin + offset) * row_bytes, (layer + offset, *start[1:]), (step, *shape[1:]))
             for begin, layer, length in _runs(order[start[0] : start[0] + rows])
@@ -87,7 +87,7 @@ def splitter(order: LayerOrder | None) -> Splitter:
     return parts
 
 
-def _together(order: LayerOrder, rows: int) -> int:
+def _common_group_size(order: LayerOrder, rows: int) -> int:
     """Largest number of layers that divides the start and the length of every run in shards of `rows`
     places.
     """

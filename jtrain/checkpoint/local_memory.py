@@ -73,7 +73,7 @@ class LocalMemory:
         path_hash = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
         self.folder = Path(directory or DEFAULT_DIR) / f"jtrain-{path.name}-{path_hash}-{os.getuid()}"
         self._process, self._processes = multihost.process_index(), multihost.process_count()
-        self.own = self.folder / f"process-{self._process}"
+        self.own_folder = self.folder / f"process-{self._process}"
         self._say = say
         self._newest_checkpoint = newest_checkpoint
         self._newest_seen = 0
@@ -120,7 +120,7 @@ class LocalMemory:
             one is not used: somebody has moved checkpoints away, to go back.
         """
         local_steps = np.full((self._processes, 2 * len(SLOTS)), _NONE, np.int32)
-        usable_steps = [self._usable(process, checkpoint) for process in range(self._processes)]
+        usable_steps = [self._usable_steps(process, checkpoint) for process in range(self._processes)]
         # Gathered arrays have one shape: steps fill a row from the left, _NONE the rest.
         for process, steps in enumerate(usable_steps):
             local_steps[process, : len(steps)] = steps
@@ -166,7 +166,7 @@ class LocalMemory:
     def forget_after(self, step: int) -> None:
         """Removes the states of later steps, of which the run has gone back."""
         self._wait()
-        self._forget(lambda kept: kept > step)
+        self._forget(lambda stored_step: stored_step > step)
 
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
         """Keeps a state; returns when `state` may be donated, and hashes and sends the copies in the
@@ -195,7 +195,7 @@ class LocalMemory:
         slot = self._free_slot()
         # The manifest goes before the first byte changes: a kill in
         # the middle leaves no slot that passes for whole.
-        slots.empty(slot)
+        slots.mark_empty(slot)
         for chunk in host_copy.held_chunks(state):
             np.copyto(self._maps[slot][chunk.name], np.frombuffer(chunk.data, np.uint8))
         self._writing = self._pool.submit(self._finish, slot, step, data_state)
@@ -206,7 +206,7 @@ class LocalMemory:
         self._maps.clear()
         # Barrier: another process may still send a copy into this host's folder.
         multihost.agree(True)
-        shutil.rmtree(self.own, ignore_errors=True)
+        shutil.rmtree(self.own_folder, ignore_errors=True)
         if self._neighbours.is_first_of_host:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -261,7 +261,7 @@ class LocalMemory:
     def _free_slot(self) -> Path:
         """Returns the slot to write over: not the one that all processes have."""
         # None, before any save: then both slots are free.
-        first, second = (self.own / name for name in SLOTS)
+        first, second = (self.own_folder / name for name in SLOTS)
         return second if self._newest_everywhere == first else first
 
     def _remove_others(self) -> None:
@@ -269,20 +269,20 @@ class LocalMemory:
         now.
         """
         for folder in self._folders() if self._neighbours.is_first_of_host else []:
-            if folder.name not in self._neighbours.names_here:
+            if folder.name not in self._neighbours.local_names:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _forget(self, is_left: Callable[[int], bool]) -> None:
-        """Removes the states on this host of whose step `is_left` is true."""
+    def _forget(self, should_remove: Callable[[int], bool]) -> None:
+        """Removes the states on this host of whose step `should_remove` is true."""
         for folder in self._folders():
             for slot, manifest in slots.whole_slots(folder):
-                if is_left(manifest.step):
-                    slots.empty(slot)
+                if should_remove(manifest.step):
+                    slots.mark_empty(slot)
 
     def _folders(self) -> list[Path]:
         return [entry for entry in self.folder.iterdir() if entry.is_dir()]
 
-    def _here(self, process: int) -> list[tuple[Path, Manifest, Part]]:
+    def _slots_of(self, process: int) -> list[tuple[Path, Manifest, Part]]:
         """Returns the slots on this host that hold a process's part."""
         return [
             (slot, manifest, manifest.part)
@@ -291,10 +291,10 @@ class LocalMemory:
             if manifest.part is not None and manifest.part.process == process
         ]
 
-    def _usable(self, process: int, checkpoint: int) -> list[int]:
+    def _usable_steps(self, process: int, checkpoint: int) -> list[int]:
         """Returns the steps of a process's parts on this host; says once why one is not used."""
         steps = set[int]()
-        for _, manifest, part in self._here(process):
+        for _, manifest, part in self._slots_of(process):
             if part.run != self._run:
                 reason = "it is of another run"
             elif manifest.processes != self._processes:
@@ -312,7 +312,7 @@ class LocalMemory:
 
     def _find(self, step: int) -> tuple[Path, Manifest]:
         """Returns the slot with this process's part of a step; fetches it if it is not on this host."""
-        for slot, manifest, part in self._here(self._process):
+        for slot, manifest, part in self._slots_of(self._process):
             if manifest.step == step and part.run == self._run:
                 return slot, manifest
         # Row h, column p: the steps of process p's part that process h can read on its host.
@@ -329,9 +329,9 @@ class LocalMemory:
         size_bytes = sum(leaf.bytes for leaf in self._leaves.values()) or 1
         sizes_mib = multihost.gather(np.asarray(-(-size_bytes // (1 << 20)), np.int32))  # jax has no int64
         try:
-            self.own.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.own_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
-            stored_processes = [*self._neighbours.processes_here, *self._neighbours.copies_here]
+            stored_processes = [*self._neighbours.local_processes, *self._neighbours.local_copies]
             # `<<` binds weaker than `*`: MiB to bytes
             needed_bytes = len(SLOTS) * sum(sizes_mib[stored_processes].tolist()) << 20
             # An earlier attempt's files are written over, so their room
@@ -358,7 +358,7 @@ class LocalMemory:
                 reason or "another process of this run has no room for the state in local memory; see there."
             )
         sizes = slots.chunk_sizes(self._like)
-        for slot in (self.own / name for name in SLOTS):
+        for slot in (self.own_folder / name for name in SLOTS):
             slots.reserve(slot, sizes)
             self._maps[slot] = {name: slots.shared_map(slot / name) for name in sizes}
 

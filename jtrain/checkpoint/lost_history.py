@@ -46,7 +46,7 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
         if steps := files.steps(folder):
             return _of_another_version(folder / str(steps[-1]))
         # Arrays without a manifest are `restoring`'s to judge: it names them or sets them aside.
-        if files.without_manifest(folder):
+        if files.steps_without_manifest(folder):
             return ""
         # No note: the run was killed before its first commit, or never began. Step 0 is right.
         if (last := files.last_commit(folder)) is None:

@@ -40,15 +40,15 @@ class Neighbours:
 
     Attributes:
       is_first_of_host: True in one process per host.
-      processes_here: processes of this host.
-      copies_here: processes whose copies this host keeps.
+      local_processes: processes of this host.
+      local_copies: processes whose copies this host keeps.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process, processes = multihost.process_index(), multihost.process_count()
         self._listening: socket.socket | None = None
-        self.is_first_of_host, self.processes_here, self.copies_here = True, {self._process}, set[int]()
+        self.is_first_of_host, self.local_processes, self.local_copies = True, {self._process}, set[int]()
         if processes == 1:
             return
         self._listening, self._peers = link.meet()
@@ -57,24 +57,24 @@ class Neighbours:
         hosts = multihost.gather_texts(f"{self._peers.addresses[self._process][0]} {_identity(folder)}")
         receivers = neighbours_of(hosts)
         self._receiver = receivers[self._process]
-        self.processes_here = {p for p, host in enumerate(hosts) if host == hosts[self._process]}
+        self.local_processes = {p for p, host in enumerate(hosts) if host == hosts[self._process]}
         # The folder is shared on a host, so copies that any process of this host receives are all in it.
-        self.copies_here = {p for p, receiver in enumerate(receivers) if receiver in self.processes_here}
-        self.is_first_of_host = self._process == min(self.processes_here)
+        self.local_copies = {p for p, receiver in enumerate(receivers) if receiver in self.local_processes}
+        self.is_first_of_host = self._process == min(self.local_processes)
         # After the fields above: the thread reads them at the first connection.
         threading.Thread(target=self._serve, name="local-memory-server", daemon=True).start()
 
     @property
-    def names_here(self) -> set[str]:
+    def local_names(self) -> set[str]:
         """Names of the folders that this host keeps."""
-        return {f"process-{p}" for p in self.processes_here} | {f"copy-{p}" for p in self.copies_here}
+        return {f"process-{p}" for p in self.local_processes} | {f"copy-{p}" for p in self.local_copies}
 
     def send(self, slot: Path) -> None:
         """Sends a slot to the neighbour and returns when it has committed its copy; raises OSError."""
         if self._listening is None:
             return
         # A link of its own for each slot: the last one may have broken since.
-        with self._linked(self._receiver) as peer:
+        with self._open_link(self._receiver) as peer:
             peer.send("put", slot=slot.name)
             _send(peer, slot)
             kind, fields = peer.receive(SCHEMA)
@@ -85,7 +85,7 @@ class Neighbours:
         """Fetches what the host of `holder` has of a process's state into `slot`; raises OSError if it has
         nothing.
         """
-        with self._linked(holder) as peer:
+        with self._open_link(holder) as peer:
             peer.send("get", process=process, step=step)
             _receive(peer, slot)
 
@@ -98,7 +98,7 @@ class Neighbours:
             self._listening.close()
 
     @contextlib.contextmanager
-    def _linked(self, process: int) -> Iterator[Link]:
+    def _open_link(self, process: int) -> Iterator[Link]:
         with socket.create_connection(self._peers.addresses[process], timeout=_TIMEOUT_S) as connection:
             handshake = link.calling(self._peers.token, self._process, process)
             yield Link(connection, link.converse(connection, handshake))
@@ -124,11 +124,11 @@ class Neighbours:
             peer = Link(connection, session)
             kind, fields = peer.receive(SCHEMA)
             if kind == "put":
-                self._keep(peer, caller, fields["slot"])
+                self._store_copy(peer, caller, fields["slot"])
             elif kind == "get":
-                self._give(peer, fields["process"], fields["step"])
+                self._send_copy(peer, fields["process"], fields["step"])
 
-    def _keep(self, peer: Link, process: int, slot: str) -> None:
+    def _store_copy(self, peer: Link, process: int, slot: str) -> None:
         # The slot's name becomes a path: a peer may name none but ours.
         if slot not in slots.SLOTS:
             raise LinkError(f"there is no slot {slot!r}")
@@ -142,7 +142,7 @@ class Neighbours:
         else:
             peer.send("kept")
 
-    def _give(self, peer: Link, process: int, step: int) -> None:
+    def _send_copy(self, peer: Link, process: int, step: int) -> None:
         # Its own slots first, then a copy: either serves, since each is found by its step.
         for kind in ("process", "copy"):
             for slot, manifest in slots.whole_slots(self._folder / f"{kind}-{process}"):
@@ -173,7 +173,7 @@ def _receive(peer: Link, slot: Path) -> None:
     if not all(map(_FILE_NAME.fullmatch, sizes)):
         raise LinkError("a slot arrived with files elsewhere")
     # The manifest goes before the first byte changes, and arrives again as the last file.
-    slots.empty(slot)
+    slots.mark_empty(slot)
     slots.reserve(slot, sizes)
     # `r+b` keeps the reserved memory; `wb` would give it back and take it anew.
     for name, size in sizes.items():

@@ -43,14 +43,14 @@ def teach_orbax() -> None:
     def is_url(directory: str) -> bool:
         return directory.startswith(_SCHEMES)
 
-    def normalized(path: str) -> str:
+    def normalize(path: str) -> str:
         text = os.path.normpath(path)
         return text.replace(":/", "://", 1) if path.startswith(_SCHEMES) else text
 
     # Orbax has no setting for other schemes: three of its functions are replaced.
     gcs_utils.get_kvstore_for_gcs = spec
     tensorstore_utils._use_gcs_driver = is_url
-    tensorstore_utils._normalize_path = normalized
+    tensorstore_utils._normalize_path = normalize
 
 
 @functools.cache

@@ -21,7 +21,7 @@ _DELETED = ".deleted"
 _DAMAGED = ".damaged"
 
 
-def partial(folder: Path) -> tuple[str, ...]:
+def unread_names(folder: Path) -> tuple[str, ...]:
     """Returns the names in `folder` that are never read: remains of interrupted saves and deletions, damaged
     ones.
     """
@@ -52,7 +52,7 @@ def set_aside(folder: Path, step: int) -> str:
     return name
 
 
-def surplus(steps: tuple[int, ...], *, keep_last: int, keep_every_steps: int | None) -> tuple[int, ...]:
+def surplus_steps(steps: tuple[int, ...], *, keep_last: int, keep_every_steps: int | None) -> tuple[int, ...]:
     """Returns the steps to delete: all but the newest `keep_last` and the multiples of `keep_every_steps`."""
     # keep_last is at least 1: with 0 the slice would be empty, and nothing would be deleted.
     older = sorted(steps)[:-keep_last]
@@ -86,7 +86,7 @@ def sweep(folder: Path) -> None:
     In a store, interrupted saves and deletions leave directories named as a step: those after the last
     commit, and those that were being deleted. They go too.
     """
-    for name in partial(folder):
+    for name in unread_names(folder):
         if _is_remains(name) or (
             in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))
         ):
@@ -101,10 +101,10 @@ def _is_interrupted(folder: Path, step: int) -> bool:
 
 
 def lost_manifests(folder: Path) -> tuple[int, ...]:
-    """Returns the steps of `without_manifest` that no interrupted save or deletion explains."""
+    """Returns the steps of `steps_without_manifest` that no interrupted save or deletion explains."""
     return tuple(
         step
-        for step in files.without_manifest(folder)
+        for step in files.steps_without_manifest(folder)
         if not (in_store(folder) and _is_interrupted(folder, step))
     )
 

@@ -73,10 +73,10 @@ def restore_newest(
     """
     passed: list[_PassedOver] = []
     # First: such a folder is not among `files.steps`, but the user should hear that it is passed over.
-    lost = _listed(folder, removal.lost_manifests)
+    lost = _list_steps(folder, removal.lost_manifests)
     passed += [_PassedOver(step, (f"{files.MANIFEST} is missing",), damaged=True) for step in lost]
-    for step in reversed(_listed(folder, files.steps)):
-        manifest, wrong = _checked(folder / str(step), verify=True)
+    for step in reversed(_list_steps(folder, files.steps)):
+        manifest, wrong = _check_files(folder / str(step), verify=True)
         if wrong or manifest is None:
             passed.append(_PassedOver(step, wrong, damaged=True))
             continue
@@ -85,14 +85,14 @@ def restore_newest(
         # Checked once more to tell the two causes apart: damage sets
         # the checkpoint aside, a bad moment is tried again.
         if unread:  # because of damage since the check, or because a disk or store failed for a moment
-            _, wrong = _checked(folder / str(step), verify=True)
+            _, wrong = _check_files(folder / str(step), verify=True)
             state, unread = (None, wrong) if wrong else _read(folder / str(step), like, order=order)
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
         # Renamed only now, when an older one was really read: before that, nothing could replace them.
         warnings = [
-            *_moved_away(
+            *_move_away(
                 folder,
                 [checkpoint for checkpoint in passed if checkpoint.step > step],
                 then=f"going on from step {step}",
@@ -105,8 +105,8 @@ def restore_newest(
     if not passed:
         return Restored()
     if from_scratch:
-        return Restored(messages=tuple(_moved_away(folder, passed, then="beginning at step 0")))
-    raise _none_whole(folder, passed)
+        return Restored(messages=tuple(_move_away(folder, passed, then="beginning at step 0")))
+    raise _none_whole_error(folder, passed)
 
 
 def restore(
@@ -133,7 +133,7 @@ def restore(
     _check_same(path, manifest.leaves, like, order)
     state, unread = _read(path, like, order=order)
     if unread:
-        raise _damaged(folder, step, unread)
+        raise _damaged_error(folder, step, unread)
     return state, read_data_state(folder, step)
 
 
@@ -145,7 +145,7 @@ def restore_part(folder: Path, step: int, like: dict[str, Any], *, verify: bool 
     _check_same(path, saved, like)
     state, unread = _read(path, like, only_some=True)
     if unread:
-        raise _damaged(folder, step, unread)
+        raise _damaged_error(folder, step, unread)
     return state
 
 
@@ -159,9 +159,9 @@ def open_step(folder: Path, step: int, *, verify: bool) -> tuple[Path, Manifest]
     if step not in complete_steps:
         steps_text = f"steps {', '.join(map(str, complete_steps))}" if complete_steps else "none"
         raise CheckpointError(f"No complete checkpoint of step {step} in {folder}, which has {steps_text}.")
-    manifest, wrong = _checked(folder / str(step), verify=verify)
+    manifest, wrong = _check_files(folder / str(step), verify=verify)
     if wrong or manifest is None:
-        raise _damaged(folder, step, wrong)
+        raise _damaged_error(folder, step, wrong)
     return folder / str(step), manifest
 
 
@@ -170,7 +170,7 @@ def read_data_state(folder: Path, step: int) -> dict[str, Any]:
     return json.loads(in_process_zero(lambda: (folder / str(step) / files.DATA).read_text(), folder))
 
 
-def _listed(folder: Path, listing: Callable[[Path], Iterable[int]]) -> list[int]:
+def _list_steps(folder: Path, listing: Callable[[Path], Iterable[int]]) -> list[int]:
     """Returns the steps that `listing` finds in process 0."""
     steps_text = in_process_zero(lambda: ",".join(map(str, listing(folder))), folder)
     return [int(step) for step in steps_text.split(",") if step]
@@ -198,7 +198,7 @@ def in_process_zero(action: Callable[[], str], folder: Path) -> str:
     return text
 
 
-def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, ...]]:
+def _check_files(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, ...]]:
     """Returns the manifest of a checkpoint, and one line for each damaged file that any process found.
 
     Raises:
@@ -209,9 +209,9 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
     try:
         manifest = files.read_manifest(path)
         # Sizes in every process, which also compares their views of the folder; hashes of one share only.
-        wrong = files.damage(path, manifest, hashes=False)
+        wrong = files.find_damage(path, manifest, hashes=False)
         if verify and not wrong:
-            wrong = files.damage(path, manifest, share=share)
+            wrong = files.find_damage(path, manifest, share=share)
     except files.OtherVersionError:
         raise  # in all processes
     except CheckpointError as error:
@@ -255,7 +255,7 @@ def _read(
     return (None, failures) if failures else (state, ())
 
 
-def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[str]:
+def _move_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[str]:
     """Renames checkpoints that are passed over; returns one line for each."""
 
     def move() -> str:
@@ -267,7 +267,7 @@ def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[s
             )
             lines.append(
                 f"WARNING: the checkpoint of step {checkpoint.step} {state_text} "
-                f"({_some(checkpoint.reasons, '; ')}): it was set aside as {folder / name}, {then}."
+                f"({_join_some(checkpoint.reasons, '; ')}): it was set aside as {folder / name}, {then}."
             )
         return "\n".join(lines)
 
@@ -283,8 +283,8 @@ def _lost_line(folder: Path, checkpoint: _PassedOver) -> str:
 
 def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
     """Returns a line if a newer checkpoint than any that is here was committed, with no trace of it left."""
-    # One number as a list, for `_listed` carries steps.
-    [last] = _listed(folder, lambda folder: [files.last_commit(folder) or 0])
+    # One number as a list, for `_list_steps` carries steps.
+    [last] = _list_steps(folder, lambda folder: [files.last_commit(folder) or 0])
     if last <= step or any(checkpoint.step >= last for checkpoint in passed):
         return []
     return [
@@ -293,9 +293,9 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
     ]
 
 
-def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
+def _none_whole_error(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
     lines = "\n".join(
-        f"  step {checkpoint.step}: {_some(checkpoint.reasons, '; ')}"
+        f"  step {checkpoint.step}: {_join_some(checkpoint.reasons, '; ')}"
         for checkpoint in sorted(passed, key=lambda checkpoint: checkpoint.step)
     )
     return CheckpointError(
@@ -304,18 +304,18 @@ def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
     )
 
 
-def _some(lines: tuple[str, ...], between: str) -> str:
+def _join_some(lines: tuple[str, ...], between: str) -> str:
     return first_few(lines, MAX_NAMED_LEAVES, between)
 
 
-def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
+def _damaged_error(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
     """Returns the error for a damaged checkpoint; hashes older ones until it finds an intact one to name."""
     path = folder / str(step)
     # Newest first: the intact one closest to the damaged step loses the least work.
     for older in reversed([older_path for older_path in files.steps(folder) if older_path < step]):
         older_path = folder / str(older)
         with contextlib.suppress(CheckpointError):
-            if not files.damage(older_path, files.read_manifest(older_path)):
+            if not files.find_damage(older_path, files.read_manifest(older_path)):
                 way_out = (
                     f"The checkpoint of step {older} is intact (all hashes match). To use it, name it with "
                     f"--step, or move the damaged one away: mv {path} {path}.damaged"
@@ -325,7 +325,7 @@ def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError
         way_out = (
             f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
         )
-    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_some(wrong, '\n  ')}\n{way_out}")
+    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_join_some(wrong, '\n  ')}\n{way_out}")
 
 
 def _check_same(
@@ -333,15 +333,15 @@ def _check_same(
 ) -> None:
     from jtrain.checkpoint import array_files, layer_order
 
-    expected_leaves = array_files.leaves(layer_order.logical(like, order))
+    expected_leaves = array_files.leaves(layer_order.checkpoint_shapes(like, order))
     lines = tuple(
         # Expected leaves first, in the model's order; then those that only the checkpoint has.
-        f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(expected_leaves.get(name))} in this "
-        "run"
+        f"{name}: {_leaf_text(saved.get(name))} in the checkpoint, {_leaf_text(expected_leaves.get(name))} "
+        "in this run"
         for name in dict.fromkeys([*expected_leaves, *saved])
         if name not in saved
         or name not in expected_leaves
-        or not _compatible(saved[name], expected_leaves[name])
+        or not _is_compatible(saved[name], expected_leaves[name])
     )
     if not lines:
         return
@@ -352,15 +352,15 @@ def _check_same(
     field = kind if "." in kind else f"{kind}.*"
     raise CheckpointError(
         f"The checkpoint {path} is of another {kind}: {len(lines)} of {len(expected_leaves)} leaves "
-        f"differ.\n  {_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another "
+        f"differ.\n  {_join_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another "
         "--workdir."
     )
 
 
-def _compatible(saved: ManifestLeaf, expected: ManifestLeaf) -> bool:
+def _is_compatible(saved: ManifestLeaf, expected: ManifestLeaf) -> bool:
     floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (saved, expected))
     return saved.shape == expected.shape and (saved.dtype == expected.dtype or floating)
 
 
-def _shown(leaf: ManifestLeaf | None) -> str:
+def _leaf_text(leaf: ManifestLeaf | None) -> str:
     return "nothing" if leaf is None else str(leaf)

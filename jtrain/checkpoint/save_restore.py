@@ -152,5 +152,5 @@ class Checkpoints(Saves):
             return
         keep = {"keep_last": self._spec.keep_last, "keep_every_steps": self._spec.keep_every_steps}
         # By the list on the disk, not by a memory of what was saved: a restart or a user may have changed it.
-        for step in removal.surplus(self.steps(), **keep):
+        for step in removal.surplus_steps(self.steps(), **keep):
             removal.delete(self.folder, step)

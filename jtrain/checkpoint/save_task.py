@@ -121,13 +121,13 @@ class SaveTask:
             array_writer.yield_to_steps()
         # Before `written`: process 0 reads the hashes as soon as it has heard that from all.
         self._exchange.tell("files", json.dumps(hashes))
-        if failure := self._together("written", failed, then=self._commit, otherwise=self._discard):
+        if failure := self._agree_on("written", failed, then=self._commit, otherwise=self._discard):
             return failure
         # Only after the commit, in every process: the files have their final names then.
         failed, _ = _attempt(self._read_back, otherwise=None)
-        return self._together("verified", failed, then=self._retire, otherwise=self._withdraw)
+        return self._agree_on("verified", failed, then=self._retire, otherwise=self._withdraw)
 
-    def _together(
+    def _agree_on(
         self, topic: str, failed: str | None, *, then: Callable[[], None], otherwise: Callable[[], None]
     ) -> str | None:
         """Returns None or a failure, the same in all processes.
@@ -137,7 +137,7 @@ class SaveTask:
         # First everybody speaks, then process 0 listens: it would wait for itself otherwise.
         self._exchange.tell(topic, failed or "")
         if multihost.process_index() == 0:
-            failure = self._heard(topic)
+            failure = self._first_failure(topic)
             if failure is None:
                 failure, _ = _attempt(then, otherwise=None)
             if failure is not None:
@@ -147,7 +147,7 @@ class SaveTask:
             self._exchange.announce(topic, failure or "")
         return self._exchange.announced(topic) or None
 
-    def _heard(self, topic: str) -> str | None:
+    def _first_failure(self, topic: str) -> str | None:
         """Waits for all processes; returns what the first one that failed said."""
         heard = self._exchange.collect(topic, seconds=PATIENCE_S, enough=bool)
         count = multihost.process_count()
@@ -165,10 +165,10 @@ class SaveTask:
         for hashes_text in self._exchange.told("files").values():
             hashes |= {name: (size, digest) for name, (size, digest) in json.loads(hashes_text).items()}
         # Before the manifest exists: a folder that lacks a part must never pass for a checkpoint.
-        if missing := array_writer.incomplete(self._partial, hashes, contents.leaves):
+        if missing := array_writer.find_missing_parts(self._partial, hashes, contents.leaves):
             raise CheckpointError(
-                f"{_some(missing)}: all processes must write to one folder. Set --workdir to one that all "
-                "hosts share"
+                f"{_join_some(missing)}: all processes must write to one folder. Set --workdir to one that "
+                "all hosts share"
             )
         files.seal(
             self._partial,
@@ -200,8 +200,8 @@ class SaveTask:
         share = by_size[multihost.process_index() :: multihost.process_count()]
         hashes = {name: manifest.files[name] for name in share}
         # All processes sort alike, so their shares cover every file once.
-        if wrong := array_writer.differing(self._final, hashes, self._checksums):
-            raise CheckpointError(f"the files were read back, and {_some(wrong)}")
+        if wrong := array_writer.find_differences(self._final, hashes, self._checksums):
+            raise CheckpointError(f"the files were read back, and {_join_some(wrong)}")
 
     def _retire(self) -> None:
         """Deletes older checkpoints, now that this one is known to be whole."""
@@ -230,5 +230,5 @@ def _attempt[T](action: Callable[[], T], *, otherwise: T) -> tuple[str | None, T
         return cause(error), otherwise
 
 
-def _some(lines: list[str]) -> str:
+def _join_some(lines: list[str]) -> str:
     return first_few(lines, _MAX_NAMED, "; ")

@@ -90,13 +90,14 @@ class Saves:
                 removal.sweep(self.folder)
         except Exception as error:  # clients of stores raise many types
             raise CheckpointError(
-                f"{self.folder} cannot be written to ({error_line(error)}).{self._room()}{self._kept()}"
+                f"{self.folder} cannot be written to "
+                f"({error_line(error)}).{self._room_text()}{self._kept_text()}"
             ) from error
         # Copies, for the time in which the threads that write wait for the disk: what those can write from
         # the state's memory takes a fifth less CPU time than a copy that is written later.
-        self._pool = array_writer.threads(low=True)
+        self._pool = array_writer.open_pool(low=True)
 
-    def due(self, step: int) -> bool:
+    def should_save(self, step: int) -> bool:
         """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its
         next try.
         """
@@ -134,7 +135,7 @@ class Saves:
         self.prepare()
         # At most one save is in flight: two would need twice the memory of the copies.
         self._finish_save(step, fatal=not last)
-        if not last and self._retry_step is not None and not self.due(step):
+        if not last and self._retry_step is not None and not self.should_save(step):
             # The save before has just been found to have failed: this one would meet the same full disk.
             return False
         existing_steps = (
@@ -183,7 +184,7 @@ class Saves:
           step: number of steps completed by now, from which the step of the next try is counted.
           fatal: raises at the last failure of `max_failures` in a row.
         """
-        task = self._joined()
+        task = self._join_task()
         if task is None:
             return
         if task.failure is None:
@@ -201,9 +202,9 @@ class Saves:
                 if max_failures == 1
                 else f" {max_failures} saves in a row failed (checkpoint.max_failures={max_failures})."
             )
-            raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
+            raise CheckpointError(f"{self._failure_text(task)}{times}{self._resume_text()}")
         self.say(
-            f"WARNING: {self._failed(task)} Training goes on, and the next try is after step "
+            f"WARNING: {self._failure_text(task)} Training goes on, and the next try is after step "
             f"{self._retry_step}: this was failure {self._failures}, and "
             f"checkpoint.max_failures={max_failures} in a row end the run."
         )
@@ -218,17 +219,17 @@ class Saves:
         """
         max_failures = self._max_failures
         for failures in itertools.count(1):
-            task = self._joined()
+            task = self._join_task()
             if task is None or task.failure is None:
                 break
             # `failures` counts tries of this save, `_failures` saves in a row.
             if self._last is None or failures >= max_failures:
                 self._last = None
                 times = f" It was tried {failures} times." if failures > 1 else ""
-                raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
+                raise CheckpointError(f"{self._failure_text(task)}{times}{self._resume_text()}")
             pause = LAST_RETRY.wait_s(failures)
             self.say(
-                f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of "
+                f"WARNING: {self._failure_text(task)} The next try is in {pause:.0f} s, {failures} of "
                 f"{max_failures} failed."
             )
             time.sleep(pause)  # a full disk may have room by then
@@ -253,7 +254,7 @@ class Saves:
                 self._task.join(ABANDON_S if multihost.process_count() > 1 else None)
                 task, self._task = self._task, None
                 if not task.ended or task.failure is not None:
-                    self.say(f"WARNING: {self._failed(task)}")
+                    self.say(f"WARNING: {self._failure_text(task)}")
         finally:
             pool, self._pool = self._pool, None
             if pool is not None:
@@ -266,9 +267,9 @@ class Saves:
         from jtrain.checkpoint import array_files, host_copy, layer_order, save_task
 
         assert self._pool is not None
-        leaves = array_files.leaves(layer_order.logical(state, self._order))
+        leaves = array_files.leaves(layer_order.checkpoint_shapes(state, self._order))
         contents = save_task.Contents(
-            step, leaves, layer_order.described(state, self._order), data, config_text
+            step, leaves, layer_order.describe_leaves(state, self._order), data, config_text
         )
         chunks = host_copy.StateChunks(state, layer_order.splitter(self._order))
         # A store is slow: all is copied first, so that training waits for memory and not for the network.
@@ -286,7 +287,7 @@ class Saves:
         # Returns when the state's memory is read no more: the caller donates it to the next step.
         chunks.release(self._pool)
 
-    def _joined(self) -> "SaveTask | None":
+    def _join_task(self) -> "SaveTask | None":
         """Returns the save that was in flight, after its end."""
         task, self._task = self._task, None
         if task is None:
@@ -296,15 +297,15 @@ class Saves:
             self.say(f"WARNING: {task.warning}.")
         return task
 
-    def _failed(self, task: "SaveTask") -> str:
+    def _failure_text(self, task: "SaveTask") -> str:
         state_bytes = sum(leaf.bytes for leaf in task.contents.leaves.values())
         reason = task.failure or f"no end within {ABANDON_S:.0f} s"
         return (
             f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({reason}). The state "
-            f"has {gib(state_bytes)},{self._room()}{self._kept()}"
+            f"has {gib(state_bytes)},{self._room_text()}{self._kept_text()}"
         )
 
-    def _room(self) -> str:
+    def _room_text(self) -> str:
         if in_store(self.folder):
             return " Check the store and the credentials for it, or choose another --workdir."
         # The folder itself may be missing, which is why the save failed: its disk is that of a parent.
@@ -319,7 +320,7 @@ class Saves:
         except Exception:  # clients of stores raise many types
             return None
 
-    def _kept(self) -> str:
+    def _kept_text(self) -> str:
         complete_steps = self._steps()
         if complete_steps is None:
             return " Earlier checkpoints are untouched, but cannot be listed now."
@@ -327,7 +328,7 @@ class Saves:
             return " No checkpoint was written before."
         return f" Earlier checkpoints are untouched: steps {', '.join(map(str, complete_steps))}."
 
-    def _resumes(self) -> str:
+    def _resume_text(self) -> str:
         complete_steps = self._steps()
         newest = (
             "its newest checkpoint" if complete_steps is None else f"step {max(complete_steps, default=0)}"

@@ -44,7 +44,7 @@ def whole_slots(folder: Path) -> Iterator[tuple[Path, Manifest]]:
             yield slot, files.read_manifest(slot)
 
 
-def empty(slot: Path) -> None:
+def mark_empty(slot: Path) -> None:
     """Marks a slot as one that holds no state."""
     (slot / files.MANIFEST).unlink(missing_ok=True)
 
@@ -54,11 +54,11 @@ def held_leaves(tree: Any) -> dict[str, ManifestLeaf]:
     once.
     """
 
-    def held(leaf: Any) -> ManifestLeaf:
+    def describe_held(leaf: Any) -> ManifestLeaf:
         shape, dtype = leaf.sharding.shard_shape(leaf.shape), np.dtype(leaf.dtype)
         return ManifestLeaf(tuple(shape), dtype.name, len(_starts(leaf)) * math.prod(shape) * dtype.itemsize)
 
-    return {".".join(keys): held(leaf) for keys, leaf in by_keys(tree)}
+    return {".".join(keys): describe_held(leaf) for keys, leaf in by_keys(tree)}
 
 
 def chunk_sizes(tree: Any) -> dict[str, int]:
@@ -126,7 +126,7 @@ def read(slot: Path, manifest: Manifest, like: Any) -> Any:
     # Before hashing: a state of other shapes is not damaged, only of another run.
     if manifest.leaves != held_leaves(like) or sizes != chunk_sizes(like):
         raise CheckpointError("it is of another model, optimizer or layout")
-    if damage := files.damage(slot, manifest):
+    if damage := files.find_damage(slot, manifest):
         raise CheckpointError("; ".join(damage[:3]))
 
     def array(keys: tuple[str, ...], leaf: Any) -> jax.Array:

@@ -39,7 +39,7 @@ def execute(show: Callable[[Path, int | None], tuple[Any, int]], args: Args) -> 
 
 def _list(folder: Path, step: int | None) -> tuple[Any, int]:
     rows: list[dict[str, Any]] = []
-    for step_found in _chosen(folder, step, default=files.steps(folder)):
+    for step_found in _choose_steps(folder, step, default=files.steps(folder)):
         try:
             manifest = files.read_manifest(folder / str(step_found))
             rows.append(_row(str(step_found), step_found, manifest.saved_at, manifest.file_bytes, None))
@@ -54,7 +54,7 @@ def _list(folder: Path, step: int | None) -> tuple[Any, int]:
         )
         rows += [
             _row(name, None, None, None, set_aside_text if removal.is_set_aside(name) else interrupted_text)
-            for name in removal.partial(folder)
+            for name in removal.unread_names(folder)
         ]
     table = Table(
         "checkpoints", numbers("step") + words("saved at (UTC)") + numbers("size") + words("complete")
@@ -68,21 +68,21 @@ def _list(folder: Path, step: int | None) -> tuple[Any, int]:
 
 
 def _row(
-    name: str, step: int | None, saved_at: str | None, size: int | None, why: str | None
+    name: str, step: int | None, saved_at: str | None, size: int | None, reason: str | None
 ) -> dict[str, Any]:
     return {
         "name": name,
         "step": step,
         "saved_at": saved_at,
         "bytes": size,
-        "complete": why is None,
-        "why": why,
+        "complete": reason is None,
+        "why": reason,
     }
 
 
 def _show(folder: Path, step: int | None) -> tuple[Any, int]:
     # The newest, since `show` prints one checkpoint.
-    (shown_step,) = _chosen(folder, step, default=files.steps(folder)[-1:])
+    (shown_step,) = _choose_steps(folder, step, default=files.steps(folder)[-1:])
     path = folder / str(shown_step)
     manifest = files.read_manifest(path)
     data = json.loads((path / files.DATA).read_text())
@@ -111,11 +111,11 @@ def _show(folder: Path, step: int | None) -> tuple[Any, int]:
 
 def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
     rows: list[dict[str, Any]] = []
-    for checked_step in _chosen(folder, step, default=files.steps(folder)):
+    for checked_step in _choose_steps(folder, step, default=files.steps(folder)):
         try:
             manifest = files.read_manifest(folder / str(checked_step))
             # All files, unlike a restart: this command is asked to read everything.
-            damaged_files = files.damage(folder / str(checked_step), manifest)
+            damaged_files = files.find_damage(folder / str(checked_step), manifest)
             what_checked = f"{len(manifest.files)} files, {_size(manifest.file_bytes)}"
         except CheckpointError as error:
             damaged_files, what_checked = [str(error)], "manifest"
@@ -138,7 +138,7 @@ def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
     return rows, 0
 
 
-def _chosen(folder: Path, step: int | None, *, default: tuple[int, ...]) -> tuple[int, ...]:
+def _choose_steps(folder: Path, step: int | None, *, default: tuple[int, ...]) -> tuple[int, ...]:
     complete_steps = files.steps(folder)
     if not complete_steps:
         raise CheckpointError(f"No complete checkpoint in {folder}.")

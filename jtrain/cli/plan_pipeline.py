@@ -137,11 +137,11 @@ def schedules(args: Args, stages: int | None, microbatches: int | None) -> list[
     make_schedule("gpipe", stages, microbatches)  # it exists for all numbers that are at least 1
     # Those that exist for these numbers; the reasons of the others go to stderr.
     return list(
-        _that_exist(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES)
+        _make_existing(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES)
     )
 
 
-def _that_exist[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
+def _make_existing[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yields what can be made; says why on the error stream where it cannot."""
     for make in makers:
         try:
@@ -159,7 +159,7 @@ def _show(schedule: PipelineSchedule, args: Args, planned: "Planned | None") -> 
     )
 
 
-def _planned(args: Args) -> "Planned | None":
+def _plan_stages(args: Args) -> "Planned | None":
     """The plan of the config's stages; None without a config."""
     if args.config is None:
         return None
@@ -215,7 +215,7 @@ def execute(args: Args) -> int:
     from jtrain.report.terminal import new_console
 
     _check_options(args)
-    planned = _planned(args)
+    planned = _plan_stages(args)
     stages, microbatches = args.stages, args.microbatches
     if planned is not None:
         stages, microbatches = planned.stages, planned.microbatches
@@ -225,7 +225,7 @@ def execute(args: Args) -> int:
         functools.partial(_show, schedule, args, planned)
         for schedule in schedules(args, stages, microbatches)
     ]
-    shown_schedules = [makers[0]()] if shows_one else list(_that_exist(makers))
+    shown_schedules = [makers[0]()] if shows_one else list(_make_existing(makers))
     if shows_one:
         _write_files(args, shown_schedules[0])
     # One schedule is one object, several are named.

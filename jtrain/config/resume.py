@@ -11,7 +11,7 @@ from jtrain.config import tree
 from jtrain.config.run import Run, build_run
 from jtrain.errors import FileError, UserError, did_you_mean
 from jtrain.model.param import ParamInfo, Params, map_params
-from jtrain.runtime.secrets import shown_lines
+from jtrain.runtime.secrets import redact_lines
 
 _ASKED = "# asked: "
 
@@ -121,14 +121,17 @@ def read_params(
     return checkpoints.restore_part(step, {"params": like})["params"]
 
 
-def differences(there: str, here: str) -> list[str]:
+def differences(saved_text: str, current_text: str) -> list[str]:
     """Lists the differences that make two flat config texts different runs, one `path: a there, b here` each.
 
     Fields in MAY_CHANGE_ON_RESUME are left out. A field that one of them lacks counts as a difference.
     """
     # Secrets are hidden, so that a renewed signature is not another run.
-    # Both sides through `shown_lines`: config.txt was written with secrets hidden.
-    saved_values, current_values = tree.parse(shown_lines(there)), tree.parse(shown_lines(here))
+    # Both sides through `redact_lines`: config.txt was written with secrets hidden.
+    saved_values, current_values = (
+        tree.parse(redact_lines(saved_text)),
+        tree.parse(redact_lines(current_text)),
+    )
     return [
         f"{path}: {saved_values.get(path, 'absent')} there, {current_values.get(path, 'absent')} here"
         # Fields of both, in the order of the saved text; a field of one side alone counts as a difference.
@@ -159,14 +162,14 @@ def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()
         # A workdir without config.txt is of no run yet.
         return []
     lines = differences(file.read_text(), config_text)
-    if refused := [line for line in lines if not _covered(line, allow)]:
+    if refused := [line for line in lines if not _is_covered(line, allow)]:
         changed_lines = "".join(f"\n  {line}" for line in refused)
         # Names that would allow these very changes, for the way out.
-        names = [name for name in CHANGEABLE if any(_covered(line, [name]) for line in refused)]
+        names = [name for name in CHANGEABLE if any(_is_covered(line, [name]) for line in refused)]
         options = " ".join(f"--allow-change {name}" for name in names)
         way_out = (
             f", or add {options} to go on with other numbers"
-            if all(_covered(line, names) for line in refused)
+            if all(_is_covered(line, names) for line in refused)
             else ""
         )
         raise UserError(
@@ -176,7 +179,7 @@ def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()
     return lines
 
 
-def _covered(line: str, names: Sequence[str]) -> bool:
+def _is_covered(line: str, names: Sequence[str]) -> bool:
     """True if a line of `differences` is about a field that one of `names` of CHANGEABLE allows to change."""
     path = line.partition(":")[0]
     return any(path == name or path.startswith(f"{name}.") for name in names)
@@ -210,4 +213,4 @@ def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequenc
     earlier = [line for line in saved_lines if line.startswith("#") and not line.startswith(_ASKED)]
     remarks = [*earlier, *(f"# changed at step {step}: {change}" for change in changes)]
     # Hidden again: a change may name a secret's old and new value.
-    return config_text + shown_lines("".join(f"{remark}\n" for remark in remarks))
+    return config_text + redact_lines("".join(f"{remark}\n" for remark in remarks))

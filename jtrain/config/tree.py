@@ -18,7 +18,7 @@ from typing import Any, Literal
 import fiddle as fdl
 
 from jtrain.errors import UserError
-from jtrain.runtime.secrets import shown, shown_assignment, without_secrets
+from jtrain.runtime.secrets import redact_assignment, redact_value, without_secrets
 
 
 def flat(config: fdl.Config[Any]) -> str:
@@ -28,7 +28,7 @@ def flat(config: fdl.Config[Any]) -> str:
     Secrets are shown as `***` (jtrain/runtime/secrets.py), because runs print, keep and compare this text.
     """
     return "".join(
-        f"{leaf.path}: {_type_name(leaf.annotation)} = {shown(leaf.path, leaf.text)}\n"
+        f"{leaf.path}: {_type_name(leaf.annotation)} = {redact_value(leaf.path, leaf.text)}\n"
         for leaf in leaves(config)
     )
 
@@ -94,7 +94,7 @@ def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
     for name, (annotation, value) in _fields(config).items():
         if isinstance(value, fdl.Config):
             check_types(value, f"{prefix}{name}.")
-        elif (named := _named(annotation, value)) is not None:
+        elif (named := _named_components(annotation, value)) is not None:
             for key, item in named.items():
                 check_types(item, f"{prefix}{name}.{key}.")
         # Defaults are the class's own, which its author has checked; only what was set is checked here.
@@ -112,7 +112,7 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
     """
     # The first `=`: a value may hold more, as a URL does.
     path, equals, raw = (part.strip() for part in text.partition("="))
-    text = shown_assignment(text)  # for messages
+    text = redact_assignment(text)  # for messages
     if not equals or not path:
         raise UserError(f"--set {text}: expected PATH=VALUE, as in --set num_steps=100.")
     owner: Any = config
@@ -203,7 +203,7 @@ def leaves(config: fdl.Config[Any], prefix: str = "") -> Iterator[Leaf]:
             if annotation is not fdl.get_callable(value):
                 yield Leaf(path, annotation, fdl.get_callable(value).__name__)
             yield from leaves(value, path + ".")
-        elif (named := _named(annotation, value)) is not None and named:
+        elif (named := _named_components(annotation, value)) is not None and named:
             for key, item in named.items():
                 yield from leaves(item, f"{path}.{key}.")
         else:
@@ -274,7 +274,7 @@ def _named_component(annotation: Any) -> type | None:
     return arguments[1] if isinstance(arguments[1], type) else None
 
 
-def _named(annotation: Any, value: Any) -> dict[str, Any] | None:
+def _named_components(annotation: Any, value: Any) -> dict[str, Any] | None:
     """Returns the components of a `dict[str, Component]` field; None for every other field."""
     return value if _named_component(annotation) is not None and isinstance(value, dict) else None
 
@@ -303,7 +303,7 @@ def _convert_field(path: str, value: Any, annotation: Any) -> Any:
     choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
     if not choices:
         raise UserError(
-            f"{path}={shown(path, repr(value))} is a {type(value).__name__}, but must be "
+            f"{path}={redact_value(path, repr(value))} is a {type(value).__name__}, but must be "
             f"{_type_name(annotation)}."
         )
     similar_choices = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)

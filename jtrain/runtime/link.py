@@ -131,7 +131,7 @@ class Session:
         """Reads the next message."""
         header = yield from self.frame()
         try:
-            kind, fields, described = _checked(json.loads(header), schema)
+            kind, fields, described = _check_message(json.loads(header), schema)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise LinkError(
                 f"a message arrived that no process sends ({type(error).__name__}: {error})"
@@ -251,7 +251,7 @@ def converse[T](connection: socket.socket, steps: Generator[Request, bytearray, 
         request = next(steps)
         while True:
             if isinstance(request, int):
-                request = steps.send(_exactly(connection, request))
+                request = steps.send(_read_exactly(connection, request))
             else:
                 connection.sendall(request)
                 request = next(steps)
@@ -286,7 +286,7 @@ def _mac_of(keyed: hmac.HMAC, number: int, content: bytes | bytearray | memoryvi
     return mac.digest()
 
 
-def _checked(
+def _check_message(
     header: Any, schema: Schema
 ) -> tuple[str, dict[str, Any], list[tuple[str, np.dtype, tuple[int, ...]]]]:
     """Returns kind, plain fields and descriptions of the arrays of a message that fits the schema."""
@@ -310,7 +310,7 @@ def _checked(
     return kind, fields, [(name, np.dtype(dtype), shape) for name, dtype, shape in described]
 
 
-def _exactly(connection: socket.socket, size_bytes: int) -> bytearray:
+def _read_exactly(connection: socket.socket, size_bytes: int) -> bytearray:
     content = bytearray(size_bytes)
     target, filled = memoryview(content), 0
     while filled < size_bytes:

@@ -175,7 +175,7 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
         return
 
     if coordinator == "auto":
-        address, count, number = _found(environ)
+        address, count, number = _detect_cluster(environ)
     else:
         values = [environ.get(name, "") for name in names]
         if not all(value.isdecimal() for value in values):
@@ -215,14 +215,14 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
         )
     except RuntimeError as error:
         raise UserError(
-            f"JTRAIN_COORDINATOR={_shown(coordinator, address)}: process {number} of {count} could not join "
-            f"within {JOIN_S} s. Check that all processes were started, each with the same number of "
-            "processes and with its own JTRAIN_PROCESS_ID or rank, and that no other program listens there. "
-            f"jax says: {error}"
+            f"JTRAIN_COORDINATOR={_coordinator_text(coordinator, address)}: process {number} of {count} "
+            f"could not join within {JOIN_S} s. Check that all processes were started, each with the same "
+            "number of processes and with its own JTRAIN_PROCESS_ID or rank, and that no other program "
+            f"listens there. jax says: {error}"
         ) from error
 
 
-def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
+def _detect_cluster(environ: Mapping[str, str]) -> tuple[str, int, int]:
     """Returns what jax finds of a scheduler: address of process 0, number of processes, number of this
     one.
     """
@@ -247,7 +247,7 @@ def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
     return address, count, number
 
 
-def _shown(coordinator: str, address: str) -> str:
+def _coordinator_text(coordinator: str, address: str) -> str:
     return coordinator if coordinator == address else f"{coordinator} ({address})"
 
 

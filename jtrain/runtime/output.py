@@ -18,12 +18,12 @@ def keep_going_without_readers() -> None:
     120. Call it first of all. Streams that tests or notebooks have put there stay.
     """
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout = _tolerant(sys.stdout)
+        sys.stdout = _make_tolerant(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        sys.stderr = _tolerant(sys.stderr)
+        sys.stderr = _make_tolerant(sys.stderr)
 
 
-def _tolerant(stream: TextIO) -> TextIO:
+def _make_tolerant(stream: TextIO) -> TextIO:
     assert isinstance(stream, io.TextIOWrapper)
     # What the old buffer holds comes first.
     with contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
     """
     facts = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": secrets.shown_command(sys.orig_argv),
+        "command": secrets.redact_command(sys.orig_argv),
         "commit": git_commit(),
         "versions": {"python": platform.python_version()} | versions(_VERSIONS),
         "devices": {"kind": mesh.devices.flat[0].device_kind, "count": mesh.devices.size},
@@ -44,7 +44,7 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
         workdir.mkdir(parents=True, exist_ok=True)
         for name, text in (
             ("run.json", json.dumps(facts, indent=1) + "\n"),
-            ("config.txt", secrets.shown_lines(config_text)),
+            ("config.txt", secrets.redact_lines(config_text)),
         ):
             # Atomic, because half a config.txt would look like the config of another run. For the owner
             # alone, because they may hold a secret that nothing marks as one.

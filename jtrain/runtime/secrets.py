@@ -38,7 +38,7 @@ def without_secrets(text: str) -> str:
     return _PARAMETER.sub(rf"\g<name>{HIDDEN}", text)
 
 
-def shown(path: str, text: str) -> str:
+def redact_value(path: str, text: str) -> str:
     """Returns the text of a field's value as it may be shown; numbers, None, True and False are no
     secrets.
     """
@@ -52,33 +52,33 @@ def shown(path: str, text: str) -> str:
     return without_secrets(text)
 
 
-def shown_assignment(text: str) -> str:
+def redact_assignment(text: str) -> str:
     # The first `=`: a value may hold more of them, as a signature does.
     """Returns `PATH=VALUE` as it may be shown."""
     path, equals, value = text.partition("=")
-    hidden = shown(path.strip(), value.strip())
-    # `shown` returns a Python literal; in PATH=VALUE the quotes would be part of the value.
+    hidden = redact_value(path.strip(), value.strip())
+    # `redact_value` returns a Python literal; in PATH=VALUE the quotes would be part of the value.
     return f"{path}{equals}{value if hidden == value.strip() else hidden.strip(chr(39))}"
 
 
-def shown_lines(config_text: str) -> str:
+def redact_lines(config_text: str) -> str:
     """Returns a flat config (`path: type = value` lines) as it may be shown."""
-    return "".join(map(_shown_line, config_text.splitlines(keepends=True)))
+    return "".join(map(_redact_line, config_text.splitlines(keepends=True)))
 
 
-def shown_command(command: Sequence[str]) -> list[str]:
+def redact_command(command: Sequence[str]) -> list[str]:
     """Returns a command line as it may be kept: arguments of the form NAME=VALUE are judged by their name
     too.
     """
     return [
-        shown_assignment(argument) if "=" in argument else without_secrets(argument) for argument in command
+        redact_assignment(argument) if "=" in argument else without_secrets(argument) for argument in command
     ]
 
 
-def _shown_line(line: str) -> str:
+def _redact_line(line: str) -> str:
     head, equals, value = line.partition(" = ")
     # A remark has no value, but may quote a URL.
     if not equals or line.startswith("#"):
         return without_secrets(line)
     body, newline = (value[:-1], "\n") if value.endswith("\n") else (value, "")
-    return f"{head}{equals}{shown(head.partition(': ')[0], body)}{newline}"
+    return f"{head}{equals}{redact_value(head.partition(': ')[0], body)}{newline}"

@@ -85,14 +85,14 @@ class WorkdirLock:
         self._lease.release()
         # The lost lock is the cause of whatever failed: two runs in one workdir overwrite each other.
         if self._lease.is_lost and isinstance(error, Exception) and not isinstance(error, LeaseLost):
-            raise self._lost() from error
+            raise self._lost_error() from error
 
     def check(self) -> None:
         """Raises LeaseLost if another run has taken the lock over; call it before anything is written."""
         try:
             self._lease.check()
         except LeaseLost:
-            raise self._lost() from None
+            raise self._lost_error() from None
 
     def _take(self) -> None:
         self._workdir.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class WorkdirLock:
             f"it{advice}, or set --workdir to another folder."
         )
 
-    def _lost(self) -> LeaseLost:
+    def _lost_error(self) -> LeaseLost:
         return LeaseLost(
             f"the lock of --workdir {self._workdir} was taken over by {self._lease.taken_by}, because this "
             f"process (pid {os.getpid()} on {socket.gethostname()}) had not touched it for more than "

@@ -129,13 +129,13 @@ class BadSteps:
         first_numbers = self._records.get(step)
         # Before it is recorded: the first pass's numbers stay as the evidence.
         if first_numbers is not None and not numbers.same_bits(first_numbers):
-            raise self._fault(first_numbers, numbers)
+            raise self._fault_error(first_numbers, numbers)
         self._record(numbers)
         bad_names = numbers.bad
         # Up to `since` a replay has decided about bad numbers; a bad new state counts always.
         if bad_names and first_numbers is None and (step > self.since or "state" in bad_names):
             self._bad.add(step)
-            self._found(numbers, dispatched=dispatched, last=last, documents=documents)
+            self._handle_bad_step(numbers, dispatched=dispatched, last=last, documents=documents)
         # After the step itself was judged: the replay may end at the same step.
         if self._until is not None and step >= self._until:
             self._finish_replay(numbers, dispatched)
@@ -144,13 +144,13 @@ class BadSteps:
             step - CALM_STEPS < bad_step for bad_step in self._bad
         )
 
-    def _found(
+    def _handle_bad_step(
         self, numbers: StepNumbers, *, dispatched: int, last: bool, documents: Callable[[], Any]
     ) -> None:
         """Writes down a new bad step; ends the run or goes back where the spec says so."""
         step, spec = numbers.step, self._spec
         recent = sum(step - WINDOW < bad_step for bad_step in self._bad)
-        device_names = self._named(numbers.strange_devices)
+        device_names = self._name_devices(numbers.strange_devices)
         # All processes build the same text, since they have the same numbers.
         reason = (
             f"{' and '.join(numbers.bad)} bad at step {step}: {numbers.shown}; "
@@ -179,7 +179,7 @@ class BadSteps:
         self._write(entry | {"devices": numbers.strange_devices, "documents": document_names})
         reason += "".join(f"; {source}: {first_few(names, 8)}" for source, names in document_names.items())
         if spec.on_bad == "stop":
-            raise self._stopped(numbers, reason)
+            raise self._stopped_error(numbers, reason)
         # `last`: the run must end with a saved state, and one in doubt is not saved.
         should_go_back = (
             "state" in numbers.bad or spec.on_bad == "rollback" or recent >= spec.max_skips or last
@@ -190,7 +190,7 @@ class BadSteps:
         # Only returns within the window count: a run of weeks may go back now and then.
         returns = [bad_step for bad_step in self._returns if bad_step > step - WINDOW]
         if len(returns) >= spec.max_rollbacks:
-            raise self._exhausted(numbers, reason, returns)
+            raise self._exhausted_error(numbers, reason, returns)
         # A corrupt weight may have been saved before the loss
         # showed it, so the replay begins well before that.
         first_numbers = step if "state" in numbers.bad else max(min(self._bad) - CALM_STEPS, 1)
@@ -267,12 +267,12 @@ class BadSteps:
         if jax.process_index() == 0:
             self._entries.append(encode(entry).encode())
 
-    def _named(self, devices: list[int]) -> str:
+    def _name_devices(self, devices: list[int]) -> str:
         """Names devices by their place in the mesh: number and process."""
         flat = self._mesh.devices.flatten()
         return first_few([f"device {flat[i].id} of process {flat[i].process_index}" for i in devices], 8)
 
-    def _fault(self, first_numbers: StepNumbers, now: StepNumbers) -> HardwareFault:
+    def _fault_error(self, first_numbers: StepNumbers, second_numbers: StepNumbers) -> HardwareFault:
         """Returns the error for a step that gave other bits in its replay; sets later checkpoints aside."""
         # Gathered before the error is built: all processes are here, and the name of any host may be needed.
         hosts = gather(
@@ -280,9 +280,9 @@ class BadSteps:
         )
         differing = np.flatnonzero(
             # As integers: NaN differs from NaN as a float.
-            (first_numbers.by_device.view(np.uint32) != now.by_device.view(np.uint32)).any(axis=1)
+            (first_numbers.by_device.view(np.uint32) != second_numbers.by_device.view(np.uint32)).any(axis=1)
         )
-        strange_devices = sorted({*first_numbers.strange_devices, *now.strange_devices})
+        strange_devices = sorted({*first_numbers.strange_devices, *second_numbers.strange_devices})
         named_devices = strange_devices or [int(i) for i in differing]
         processes = sorted({self._mesh.devices.flat[i].process_index for i in named_devices})
         process_names = ", ".join(
@@ -296,12 +296,12 @@ class BadSteps:
                 f"({process_names})"
             )
         else:
-            place_text = f"The numbers of {self._named(named_devices)} differ ({process_names})"
-        first_text, second_text = first_numbers.shown, now.shown
-        aside = self._set_aside(now.step)
+            place_text = f"The numbers of {self._name_devices(named_devices)} differ ({process_names})"
+        first_text, second_text = first_numbers.shown, second_numbers.shown
+        aside = self._set_aside(second_numbers.step)
         self._write(
             {
-                "step": now.step,
+                "step": second_numbers.step,
                 "action": "differs",
                 "devices": named_devices,
                 "first": first_text,
@@ -309,10 +309,10 @@ class BadSteps:
             }
         )
         return HardwareFault(
-            f"step {now.step}, run twice from the checkpoint of step {self._origin} with the same batches, "
-            f"gave two results: first {first_text}; then {second_text}. Data and arithmetic repeat bit for "
-            f"bit, so a device or its memory failed. {place_text}. {aside}. Replace that host; the same "
-            "command goes on from the last checkpoint."
+            f"step {second_numbers.step}, run twice from the checkpoint of step {self._origin} with the same "
+            f"batches, gave two results: first {first_text}; then {second_text}. Data and arithmetic repeat "
+            f"bit for bit, so a device or its memory failed. {place_text}. {aside}. Replace that host; the "
+            "same command goes on from the last checkpoint."
         )
 
     def _set_aside(self, step: int) -> str:
@@ -348,27 +348,27 @@ class BadSteps:
             )
         return f"{saved.format(', '.join(map(str, doubtful)))} was set aside as damaged"
 
-    def _stopped(self, numbers: StepNumbers, reason: str) -> BadNumbers:
+    def _stopped_error(self, numbers: StepNumbers, reason: str) -> BadNumbers:
         return BadNumbers(
-            f"{reason}. guard.on_bad=stop ends the run. {self._from_before(numbers.step)} Ways on in this "
-            f"workdir: `--set guard.on_bad=skip` leaves this batch out; {_SLOWER}; "
+            f"{reason}. guard.on_bad=stop ends the run. {self._checkpoint_text(numbers.step)} Ways on in "
+            f"this workdir: `--set guard.on_bad=skip` leaves this batch out; {_SLOWER}; "
             "precision.compute_dtype=float32 with `--allow-change precision` shows whether precision is the "
             "cause.",
             step=numbers.step,
             names=numbers.bad,
         )
 
-    def _exhausted(self, numbers: StepNumbers, reason: str, returns: list[int]) -> BadNumbers:
+    def _exhausted_error(self, numbers: StepNumbers, reason: str, returns: list[int]) -> BadNumbers:
         return BadNumbers(
             f"{reason}. The run went back {len(returns)} times within {WINDOW} steps (at steps "
             f"{', '.join(map(str, returns))}), which is guard.max_rollbacks={self._spec.max_rollbacks}. "
-            f"{self._from_before(numbers.step)} Ways on in this workdir: {_SLOWER}; a larger "
+            f"{self._checkpoint_text(numbers.step)} Ways on in this workdir: {_SLOWER}; a larger "
             f"guard.max_rollbacks (up to {LEFT_OUT}) leaves out more batches.",
             step=numbers.step,
             names=numbers.bad,
         )
 
-    def _from_before(self, step: int) -> str:
+    def _checkpoint_text(self, step: int) -> str:
         self._checkpoints.wait_for_save()
         earlier_steps = [saved_step for saved_step in self._checkpoints.steps() if saved_step < step]
         if not earlier_steps:

@@ -52,10 +52,10 @@ class Evaluation:
 
     def __call__(self, params: Params) -> tuple[EvalResult | None, dict[str, EvalResult]]:
         """Returns the result on the split, and those on the sets by name."""
-        split = None if self._split is None else self._evaluated(params, self._split)
-        return split, {name: self._evaluated(params, held_out) for name, held_out in self._sets.items()}
+        split = None if self._split is None else self._evaluate(params, self._split)
+        return split, {name: self._evaluate(params, held_out) for name, held_out in self._sets.items()}
 
-    def _evaluated(self, params: Params, held_out: HeldOutSet) -> EvalResult:
+    def _evaluate(self, params: Params, held_out: HeldOutSet) -> EvalResult:
         # One sum per document, since the standard error is over documents.
         nats, tokens = np.zeros(held_out.num_documents), np.zeros(held_out.num_documents, np.int64)
         text_bytes: int | None = 0

@@ -33,7 +33,7 @@ class GoodputLedger(Callback):
         self._run = run
         self._times = times
         self._compiled_before_s = 0.0
-        self._compile_seconds = CompileSeconds(self._compiled)
+        self._compile_seconds = CompileSeconds(self._count_compilation)
         # Opened in on_start, which knows the step that the attempt begins at.
         self._opened: goodput.Ledger | None = None
         self._dispatched_s: float | None = None
@@ -116,7 +116,7 @@ class GoodputLedger(Callback):
         if summary is not None and self._writes:
             self._context.metrics.say(goodput.line(summary))
 
-    def _compiled(self, seconds: float) -> None:
+    def _count_compilation(self, seconds: float) -> None:
         if self._opened is None:
             self._compiled_before_s += seconds
         # Compilation inside a phase that counts as compiling anyway is not counted twice.

@@ -180,7 +180,7 @@ class IntegrityCheck(Callback):
         places = [(int(array), int(device)) for device, array in wrong]
         devices = sorted({device for _, device in places})
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} gave other bits of "
+            f"step {step}: {self._name_devices(devices)} gave other bits of "
             f"{self._arrays([array for array, _ in places])} than step {step - 1} had written: memory "
             f"changed between the two steps (integrity.checksums). {self._way_on(step)}"
         )
@@ -202,7 +202,7 @@ class IntegrityCheck(Callback):
             else "differ"
         )
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} computed another "
+            f"step {step}: {self._name_devices(devices)} computed another "
             f"{self._arrays([array for array, _, _ in differences])}: its copies on several devices must be "
             f"equal, and these {verb} (integrity.checksums). A gradient, an update or memory was wrong "
             f"during this step. {self._way_on(step)}"
@@ -235,13 +235,13 @@ class IntegrityCheck(Callback):
             )
         )
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} computed another {' and '.join(words)} for the same "
+            f"step {step}: {self._name_devices(devices)} computed another {' and '.join(words)} for the same "
             "sequences than the second time, on a neighbour where there is one "
             f"(integrity.recompute_every_steps). The check last passed at step {self._agreed}, so "
             f"checkpoints after that step may be affected. {self._way_on(step)}"
         )
 
-    def _named(self, devices: Sequence[int]) -> str:
+    def _name_devices(self, devices: Sequence[int]) -> str:
         """Names up to four devices with kind, process and host."""
         names = [
             f"device {device.id} ({device.device_kind}, process {process} on {self._hosts[process]})"

@@ -143,7 +143,7 @@ class Loop:
             actions = self._cadence.decide(
                 self.step,
                 # A save that could not be made at its own step is still owed at the next good one.
-                is_save_due=is_save_due or checkpoints.due(self.step),
+                is_save_due=is_save_due or checkpoints.should_save(self.step),
                 stop_requested=stop_requested,
                 data_ended=self.data_ended,
             )

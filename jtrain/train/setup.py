@@ -27,7 +27,7 @@ from jtrain.train.evaluation import Evaluation
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a run needs on these devices, known to fit them.
+    """Parts of a run on these devices, which are known to fit them.
 
     job: the model in its layout on this machine.
     memory_bytes: memory that each device has available; None where a device does not tell.

@@ -154,4 +154,4 @@ def test_a_kill_within_a_save_of_two_processes_loses_nothing(
     durable, ended = run(workdir, "never", "", until=6)
     assert ended
     assert check(workdir, durable) == 6
-    assert removal.partial(workdir / "checkpoints") == ()
+    assert removal.unread_names(workdir / "checkpoints") == ()

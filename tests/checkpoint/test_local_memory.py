@@ -189,7 +189,7 @@ def test_what_only_watches_a_run_may_change(memory: Callable[..., LocalMemory]) 
 
 def test_a_damaged_generation_gives_way_to_the_older_one(memory: Callable[..., LocalMemory]) -> None:
     one = kept(memory, 10, 20)
-    newest = max((one.own / name for name in SLOTS), key=lambda slot: files.read_manifest(slot).step)
+    newest = max((one.own_folder / name for name in SLOTS), key=lambda slot: files.read_manifest(slot).step)
     file = newest / "state" / "w" / "c.0.0"
     content = bytearray(file.read_bytes())
     content[3] ^= 1
@@ -239,7 +239,7 @@ def test_a_failure_ends_the_saves_and_not_the_run(
     one = memory(small(), said=said)
     one.save(10, filled(small(), 10), {})
     one._wait()
-    shutil.rmtree(one.own)
+    shutil.rmtree(one.own_folder)
     for step in (20, 30, 40):
         one.save(step, filled(small(), step), {})
     assert len(said) == 1

@@ -124,7 +124,7 @@ def test_a_damaged_one_is_kept_beside_an_earlier_one_of_its_step(workdir: Path) 
     FILES["arrays"](folder / "30").unlink()
     assert start(workdir).step == 20
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20", "30.damaged", "30.damaged-2"]
-    assert removal.partial(folder) == ("30.damaged", "30.damaged-2")
+    assert removal.unread_names(folder) == ("30.damaged", "30.damaged-2")
     removal.sweep(folder)
     assert (folder / "30.damaged-2" / files.MANIFEST).exists(), "damaged ones are never deleted"
 
@@ -157,7 +157,7 @@ def test_a_manifest_without_the_files_of_a_process_is_no_checkpoint(workdir: Pat
     body["digest"] = files._digest(body)
     (path / files.MANIFEST).write_text(json.dumps(body))
     there = files.read_manifest(path)
-    assert files.damage(path, there) == ["state/params.w has 0 bytes, but the array has 16384"]
+    assert files.find_damage(path, there) == ["state/params.w has 0 bytes, but the array has 16384"]
     assert start(workdir).step == 20
 
 
