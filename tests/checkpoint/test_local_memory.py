@@ -116,7 +116,7 @@ def test_a_state_comes_back_bit_for_bit(
     assert bits_of(state) == bits_of(fill(like, 30))
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, like)
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
-    chunks = list((second.own / "a" / "state").glob("*/c*"))
+    chunks = list((second.own_folder / "a" / "state").glob("*/c*"))
     assert sum(file.stat().st_size for file in chunks) == whole
     assert stat.S_IMODE(second.folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in chunks} == {0o600}
