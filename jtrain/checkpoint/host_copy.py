@@ -115,8 +115,8 @@ class StateChunks:
                 self._changed.notify_all()
 
     def copy(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
-        # Copying starts at the far end (`pop`), writing at the near one (`popleft`).
         """Copies chunks that were not taken yet, as far as there is memory."""
+        # Copying starts at the far end (`pop`), writing at the near one (`popleft`).
         if self._in_state:
             list(pool.map(lambda _: self._copy(), range(pool._max_workers)))
 

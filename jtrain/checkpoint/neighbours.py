@@ -103,7 +103,6 @@ class Neighbours:
             handshake = link.calling(self._peers.token, self._process, process)
             yield Link(connection, link.converse(connection, handshake))
 
-    # A thread per connection: a neighbour that stalls for `_TIMEOUT_S` must not keep another one waiting.
     def _serve(self) -> None:
         assert self._listening is not None
         while True:
@@ -111,6 +110,7 @@ class Neighbours:
                 connection, _ = self._listening.accept()
             except OSError:
                 return  # closed
+            # A thread per connection: a neighbour that stalls must not keep another one waiting.
             threading.Thread(
                 target=self._answer, args=(connection,), name="local-memory-link", daemon=True
             ).start()

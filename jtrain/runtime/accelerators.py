@@ -43,8 +43,8 @@ def find_device(kind: Accelerator, environ: Mapping[str, str], *, root: Path = P
     """
     for pattern in _FILES[kind]:
         files = sorted(root.glob(pattern))
-        counts = "kfd" not in pattern or _is_installed("xla_rocm")
         # kfd counts with jax's plugin only; vfio serves other cards as well.
+        counts = "kfd" not in pattern or _is_installed("xla_rocm")
         counts &= "vfio" not in pattern or _has_google_device(root)
         if files and counts:
             return f"/{files[0].relative_to(root)}"

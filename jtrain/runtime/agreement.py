@@ -83,9 +83,8 @@ class ServiceCarrier:
         self._client.key_value_set(f"jtrain/{key}/{author}", text)
 
     def read(self, key: str, authors: Collection[str]) -> dict[str, str]:
-        # Directories of keys grow with the processes: a text for all is read alone.
+        # A text for all is read alone: the directory of a key grows with the processes.
         if EVERYONE in authors:
-            # One request for all authors.
             return self._read_one(key)
         prefix = f"jtrain/{key}/"
         texts = {name.rpartition(prefix)[2]: text for name, text in self._client.key_value_dir_get(prefix)}

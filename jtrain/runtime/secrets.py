@@ -53,8 +53,8 @@ def redact_value(path: str, text: str) -> str:
 
 
 def redact_assignment(text: str) -> str:
-    # The first `=`: a value may hold more of them, as a signature does.
     """Returns `PATH=VALUE` as it may be shown."""
+    # The first `=`: a value may hold more of them, as a signature does.
     path, equals, value = text.partition("=")
     hidden = redact_value(path.strip(), value.strip())
     # `redact_value` returns a Python literal; in PATH=VALUE the quotes would be part of the value.

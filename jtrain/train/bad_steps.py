@@ -193,12 +193,12 @@ class BadSteps:
             raise self._exhausted_error(numbers, reason, returns)
         # A corrupt weight may have been saved before the loss
         # showed it, so the replay begins well before that.
-        first_numbers = step if "state" in numbers.bad else max(min(self._bad) - CALM_STEPS, 1)
-        self._go_back(step, reason, before=first_numbers, nth=len(returns))
+        must_precede = step if "state" in numbers.bad else max(min(self._bad) - CALM_STEPS, 1)
+        self._go_back(step, reason, must_precede=must_precede, nth=len(returns))
         raise WentBack
 
-    def _go_back(self, step: int, reason: str, *, first_numbers: int, nth: int) -> None:
-        """Chooses the checkpoint of the replay: the newest before `before`, an older one at each return soon
+    def _go_back(self, step: int, reason: str, *, must_precede: int, nth: int) -> None:
+        """Chooses the checkpoint of the replay: the newest before `must_precede`, an older one at each return soon
         after.
         """
         # Held first: a save in flight would delete the checkpoint to go back to when it ends.
@@ -206,7 +206,7 @@ class BadSteps:
         # Waited for: its checkpoint may be the newest one before the bad step.
         self._checkpoints.wait_for_save()
         earlier_steps = [saved_step for saved_step in self._checkpoints.steps() if saved_step < step]
-        well_before = [saved_step for saved_step in earlier_steps if saved_step < first_numbers]
+        well_before = [saved_step for saved_step in earlier_steps if saved_step < must_precede]
         # The nth return in a row takes the nth older one: the newest may hold the bad weight already.
         origin = earlier_steps[max(len(well_before) - 1 - nth, 0)] if earlier_steps else 0
         # Process 0 decides: hosts may see different listings of a shared folder.

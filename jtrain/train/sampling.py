@@ -89,7 +89,7 @@ def stream(
         raise UserError(
             "the prompt is empty, and this tokenizer has no id that begins a document. Give a prompt."
         )
-    max_tokens = _max_tokens(len(ids), context=context, asked=max_tokens)
+    max_tokens = _max_tokens(len(ids), context=context, wanted_tokens=max_tokens)
     chunks = generate_ids(
         model, params, ids, max_tokens=max_tokens, sampler=sampler, seed=seed, end_id=tokenizer.end_id
     )
