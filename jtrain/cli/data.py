@@ -119,7 +119,7 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     pieces = pieces_of_step(dataset, step)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
     documents = len({(piece["source"], piece["document"]) for piece in pieces})
-    # Every process of the run would read its share; here one reads them all.
+    # All rows of the step, whichever process of the run would read them.
     rows = run.data.global_batch
     print(dataset.describe())
     print(

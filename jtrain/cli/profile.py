@@ -133,9 +133,9 @@ def compare(args: Args) -> int:
     before_folder, after_folder = find(args.against, None), find(args.workdir, args.step)
     from jtrain.profile.report import compare  # lazy: rich
 
-    # Two windows of the same run too: the newest is compared with the one that is named.
     from jtrain.report.terminal import new_console
 
+    # Two windows of the same run too: the newest of --against with the one that --step names.
     comparison = compare.compare(
         load(before_folder), load(after_folder), a_name=str(before_folder), b_name=str(after_folder)
     )

@@ -154,9 +154,8 @@ class Loop:
                 state, decided_since = self._with_decisions(state), bad_steps.since
             is_in_doubt = bad_steps.in_doubt(self.step)
             if actions.evaluate:
-                # Not while numbers are suspicious: there are two
-                # generations, and this would replace the older one.
                 self._evaluate(state)
+            # No copy while numbers are suspicious: there are two generations, and it replaces the older one.
             if actions.copy and not checkpoints.hold and not is_in_doubt:
                 self._copy(state, batch)
             # A save that is due waits for a step with good numbers, and so does a stop.
@@ -253,7 +252,7 @@ class Loop:
                 self.attempt.restart.setup.dataset, unread.data_before(), step=step - 1
             ),
         )
-        # After the checks: callbacks see a step's numbers only if they are good.
+        # After the checks, which may raise: then no callback sees the step.
         self.callbacks.on_results(StepResults(step, values, hash_hex, unread.batch))
 
     def _with_decisions(self, state: TrainState) -> TrainState:
