@@ -132,7 +132,6 @@ def compare(args: Args) -> int:
     """Prints what changed between two profiles; returns the exit code."""
     before_folder, after_folder = find(args.against, None), find(args.workdir, args.step)
     from jtrain.profile.report import compare  # lazy: rich
-
     from jtrain.report.terminal import new_console
 
     # Two windows of the same run too: the newest of --against with the one that --step names.
