@@ -180,7 +180,7 @@ def bench(args: Args, run: "Run", dataset: "TextDataset") -> int:
             f"--steps {args.steps} must be at least 2, because the first batch is timed separately."
         )
     # The ranks over which a batch is balanced; with `data=auto` the fewest.
-    ranks = math.prod(run.mesh.with_data(1).shape[axis] for axis in BATCH_AXES)
+    ranks = math.prod(run.mesh.resolve_data(1).shape[axis] for axis in BATCH_AXES)
     from jtrain.data.inspect.throughput import measure_throughput
 
     figures, lines = measure_throughput(dataset, args.steps, ranks=ranks)

@@ -29,7 +29,7 @@ def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[j
         return list(devices), []
     processes = len({device.process_index for device in devices})
     # With `data=1`, the size of the mesh is the product of the other axes.
-    other_axes = run.mesh.with_data(1)
+    other_axes = run.mesh.resolve_data(1)
     refusal = None
     # From the most devices down: the first number that every check passes is the largest.
     for devices_per_process in range(len(devices) // processes, 0, -1):
@@ -61,7 +61,7 @@ def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[j
 
 def _check(run: Run, data: int) -> None:
     """Checks the run with `data` devices along that axis."""
-    validate(dataclasses.replace(run, mesh=run.mesh.with_data(data)))
+    validate(dataclasses.replace(run, mesh=run.mesh.resolve_data(data)))
 
 
 def _take_devices(

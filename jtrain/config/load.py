@@ -56,7 +56,7 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
 
 def mesh_size(config: fdl.Config[Run]) -> int:
     """Number of devices in a config's mesh; with `mesh.data=auto` the fewest that it can have."""
-    return build_component(config.mesh).with_data(1).size
+    return build_component(config.mesh).resolve_data(1).size
 
 
 def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
@@ -73,7 +73,7 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
     """
     mesh_spec: MeshSpec = build_component(config.mesh)
     layout: LayoutSpec = build_component(config.layout)
-    one_data_mesh = mesh_spec.with_data(1)
+    one_data_mesh = mesh_spec.resolve_data(1)
     # Not `auto`, and the size fits already.
     if mesh_spec == one_data_mesh and one_data_mesh.size == count:
         return []

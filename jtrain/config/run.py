@@ -156,7 +156,7 @@ def validate(run: Run) -> None:
     """
     # Whatever does not fit one device along `data` fits none:
     # `resolve_mesh` checks again with the number it chooses.
-    run = dataclasses.replace(run, mesh=run.mesh.with_data(1))
+    run = dataclasses.replace(run, mesh=run.mesh.resolve_data(1))
     offload = run.layout.offload
     # A scan is what moves layers between host and device one at a time.
     if {offload.params, offload.activations, offload.gradients} - {"none", 0}:

@@ -43,13 +43,13 @@ class MeshSpec:
     tensor: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.with_data(1).shape.items() if self.data == "auto" else self.shape.items():
+        for axis, size in self.resolve_data(1).shape.items() if self.data == "auto" else self.shape.items():
             if size < 1:
                 raise UserError(
                     f"mesh.{axis}={size} must be at least 1. Set mesh.{axis}=1 to leave the axis unused."
                 )
 
-    def with_data(self, data: int) -> "MeshSpec":
+    def resolve_data(self, data: int) -> "MeshSpec":
         """Returns the mesh with `data` devices along that axis if it is `auto`; else the mesh as it is."""
         return dataclasses.replace(self, data=data) if self.data == "auto" else self
 

@@ -123,11 +123,11 @@ def family_counts(name: str, stages: int, microbatches: int, chunks: int, packin
     Raises:
       UserError: the schedule does not exist for these numbers, as `make_schedule`.
     """
-    steady, step = 2 * stages, stages if name == "interleaved" else 1
-    if microbatches <= steady + step or microbatches % step:
+    settled, step = 2 * stages, stages if name == "interleaved" else 1
+    if microbatches <= settled + step or microbatches % step:
         return count_ticks(pack(make_schedule(name, stages, microbatches, chunks), packing))
-    first, second = (family_counts(name, stages, of, chunks, packing) for of in (steady, steady + step))
-    return first.later(second, (microbatches - steady) // step - 1)
+    first, second = (family_counts(name, stages, of, chunks, packing) for of in (settled, settled + step))
+    return first.later(second, (microbatches - settled) // step - 1)
 
 
 def shortest(

@@ -121,7 +121,7 @@ def test_nothing_counts_the_devices_of_auto_before_it_is_resolved() -> None:
     mesh = build_run(load_config("tiny")).mesh
     with pytest.raises(UserError, match=r"mesh\.data=auto has to be chosen first"):
         _ = mesh.size
-    assert mesh.with_data(4).size == 4
+    assert mesh.resolve_data(4).size == 4
 
 
 def test_the_text_keeps_what_was_asked_and_what_was_resolved(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def _ends_well(trial: Trial, attempt: Attempt, full: str) -> None:
     """Waits for the end of a training whose disk has room again, which must be a good one."""
     _free(trial.workdir.path)
     attempt.wait()
-    trial.note_end(attempt)
+    trial.settle(attempt)
     if set(attempt.codes.values()) != {DONE}:
         trial.wrong(f"a disk that was full {full} ended the run with {attempt.codes}")
 
@@ -116,7 +116,7 @@ def disk_full(trial: Trial) -> None:
     """The run ends with a message that names the disk; with room again the same command goes on."""
     attempt = _filled_at_a_drawn_step(trial)
     attempt.wait()
-    trial.note_end(attempt)
+    trial.settle(attempt)
     text = attempt.text()
     if set(attempt.codes.values()) != {REFUSED} or "Traceback" in text or str(trial.workdir.path) not in text:
         trial.wrong(

@@ -138,4 +138,4 @@ def kill_loader(trial: Trial) -> None:
         trial.result.notes.append(f"killed {below[pid]}")
         os.kill(pid, signal.SIGKILL)
     attempt.wait()
-    trial.note_end(attempt)
+    trial.settle(attempt)

@@ -41,7 +41,7 @@ def _signalled(trial: Trial, number: signal.Signals) -> None:
     attempt.until(lambda: trial.workdir.last_step() >= drawn)
     attempt.send(number, None if number == signal.SIGHUP else trial.victims())
     attempt.wait()
-    trial.note_end(attempt)
+    trial.settle(attempt)
     codes = set(attempt.codes.values())
     if not (codes <= {STOPPED} or codes <= {DONE}):
         trial.wrong(f"{number.name} at step {drawn}: exit codes {attempt.codes} are neither all 75 nor all 0")
@@ -83,7 +83,7 @@ def closed_pipe(trial: Trial) -> None:
     os.close(reading)
     pipe.unlink()
     attempt.wait()
-    trial.note_end(attempt)
+    trial.settle(attempt)
     if attempt.codes != {0: DONE}:
         trial.wrong(f"the run ended with {attempt.codes} when nobody read its output")
 
@@ -102,7 +102,7 @@ def two_runs(trial: Trial) -> None:
             f"{first.pids[0]}"
         )
     first.wait()
-    trial.note_end(first)
+    trial.settle(first)
 
 
 @fault("unshared", "each process has a workdir of its own", processes=(2, 4))
@@ -111,7 +111,7 @@ def unshared(trial: Trial) -> None:
     folders = [trial.folder / f"host{index}" for index in range(trial.recipe.num_processes)]
     attempt = trial.start(workdirs=folders)
     attempt.wait()
-    trial.note_end(attempt)
+    trial.settle(attempt)
     text = attempt.text()
     if set(attempt.codes.values()) != {REFUSED} or "shared" not in text or "step 1/" in text:
         trial.wrong(

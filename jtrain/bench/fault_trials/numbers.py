@@ -19,7 +19,7 @@ def _planted(trial: Trial, plant: Plant) -> None:
     trial.module = plant.module
     attempt = trial.start()
     attempt.wait()
-    trial.note_end(attempt)
+    trial.settle(attempt)
     trial.result.notes.append(f"{plant.what} before step {plant.step}")
     if plant.what in ("nan", "large", "flip") and "planted:" not in attempt.text():
         trial.wrong("nothing was planted")

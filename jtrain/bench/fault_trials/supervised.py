@@ -76,7 +76,7 @@ def _hit(trial: Trial, number: signal.Signals) -> None:
 
 
 def _check(trial: Trial, attempt: Attempt, victims: list[int]) -> None:
-    trial.note_end(attempt)
+    trial.settle(attempt)
     missing = [name for name in ("named", "ended", "trained") if name not in trial.result.times_s]
     if missing:
         trial.wrong(f"processes {victims} were never {', '.join(missing)}: {attempt.text()[-2000:]}")

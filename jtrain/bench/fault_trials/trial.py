@@ -143,9 +143,9 @@ class Trial:
         end_s = time.monotonic() + self.rng.uniform(0, 2)
         attempt.until(lambda: time.monotonic() > end_s, poll_s=0.01)
         attempt.kill()
-        self.note_end(attempt)
+        self.settle(attempt)
 
-    def note_end(self, attempt: Attempt) -> None:
+    def settle(self, attempt: Attempt) -> None:
         """Notes what an ended attempt said and left."""
         for name in attempt.strays():
             self.wrong(f"a process stayed behind: {name}")
@@ -194,7 +194,7 @@ class Trial:
             stepped.append(time.monotonic() - attempt.started_s)
             self.result.times_s["again"] = max(self.result.times_s.get("again", 0.0), stepped[0])
         attempt.wait()
-        self.note_end(attempt)
+        self.settle(attempt)
         if stepped:
             resumed = self.count_lost(attempt.text(), before)
             if resumed < due - EVERY_STEPS - self.kind.lost_steps:
