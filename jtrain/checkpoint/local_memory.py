@@ -124,10 +124,10 @@ class LocalMemory:
         # Gathered arrays have one shape: steps fill a row from the left, _NONE the rest.
         for process, steps in enumerate(usable_steps):
             local_steps[process, : len(steps)] = steps
-        steps_by_host = multihost.gather(local_steps)
+        steps_by_reader = multihost.gather(local_steps)
         steps_of_process = [
             # Any host may hold a process's part: its own slot, or a neighbour's copy.
-            set(steps_by_host[:, process].ravel().tolist()) - {_NONE}
+            set(steps_by_reader[:, process].ravel().tolist()) - {_NONE}
             for process in range(self._processes)
         ]
         common_steps = set[int].intersection(*steps_of_process)
@@ -141,7 +141,7 @@ class LocalMemory:
                 f"The state in local memory is not used: {reason if missing else 'no step of it is whole'} "
                 "there."
             )
-        self._holders = steps_by_host
+        self._holders = steps_by_reader
         return sorted((step for step in common_steps if step >= checkpoint), reverse=True)
 
     def _restore(self, step: int) -> tuple[Any, dict[str, Any]] | None:
