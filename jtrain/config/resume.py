@@ -42,7 +42,9 @@ MAY_CHANGE_ON_RESUME = {
     "eval.": "changes what a run writes, not what it computes",
     "data.eval_batches": "changes what a run writes, not what it computes",
     "data.mixture": "the log records the change and its step",
-    "data.sources.": "the log records the change; the data state refuses documents that changed, not new ones",
+    "data.sources.": (
+        "the log records the change; the data state refuses documents that changed, not new ones"
+    ),
     "data.on_bad_record": "changes only what happens at an unreadable document",
     "data.epochs": "changes where the data ends, not its order",
     "data.shuffle_window_bytes": "sources keep the window that they began with",

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 HIDDEN = "***"
 
 _WORDS = re.compile(
-    r"(?i)(?<![a-z])(api_?key|access_?key|key|keys|token|secret|secrets|passwd|password|passphrase|pwd|credential|credentials|auth|authorization|bearer|webhook|webhooks|cookie)(?![a-z])"
+    r"(?i)(?<![a-z])(api_?key|access_?key|key|keys|token|secret|secrets|passwd|password|passphrase|pwd|"
+    r"credential|credentials|auth|authorization|bearer|webhook|webhooks|cookie)(?![a-z])"
 )
 _PUBLIC = ("end_token",)
 """Fields whose name has such a word, but whose value is public: `data.end_token` is a token of a
@@ -19,7 +20,9 @@ vocabulary."""
 
 _USER = re.compile(r"(?P<scheme>\b[a-zA-Z][a-zA-Z0-9+.-]*://)[^/?#\s'\"]*@")
 _PARAMETER = re.compile(
-    r"(?i)(?P<name>[?&#;](?:x-(?:amz|goog|oss|cos|ms)-signature|awsaccesskeyid|googleaccessid|sig|signature|policy|key-pair-id|key|code|jwt|[a-z0-9_.-]*(?:token|secret|password|passwd|api_?key|credential|auth))=)[^&#;\s'\"]+"
+    r"(?i)(?P<name>[?&#;](?:x-(?:amz|goog|oss|cos|ms)-signature|awsaccesskeyid|googleaccessid|sig|signature|"
+    r"policy|key-pair-id|key|code|jwt|[a-z0-9_.-]*(?:token|secret|password|passwd|api_?key|credential|auth))=)"
+    r"[^&#;\s'\"]+"
 )
 _WEBHOOK = re.compile(
     r"(?i)(?P<host>\bhttps?://(?:hooks\.[^/\s'\"]+|[^/\s'\"]+(?=/[^\s'\"]*webhook))/)[^\s'\"]+"

@@ -198,7 +198,7 @@ class BadSteps:
         raise WentBack
 
     def _go_back(self, step: int, reason: str, *, must_precede: int, nth: int) -> None:
-        """Chooses the checkpoint of the replay: the newest before step `must_precede`, or the nth older one."""
+        """Chooses the replay's checkpoint: the newest before step `must_precede`, or the nth older one."""
         # Held first: a save in flight would delete the checkpoint to go back to when it ends.
         self._checkpoints.hold = True
         # Waited for: its checkpoint may be the newest one before the bad step.
