@@ -48,7 +48,8 @@ def tiny_moe() -> fdl.Config[Run]:
             seq_len=256,
             global_batch=16,  # sequences per step, over all devices
             tokenizer="bytes",
-            eval_fraction=0.1,  # 73 documents: few documents make a loss that says more about them than about the model
+            # 73 documents: fewer make a loss that says more about them than about the model.
+            eval_fraction=0.1,
         ),
         checkpoint=fdl.Config(CheckpointSpec, every_steps=100, keep_last=2),
         eval=fdl.Config(EvalSpec, every_steps=100),

@@ -15,6 +15,6 @@ class HardwareFault(Exception):
 
 def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
     """Joins up to `most` items and says how many more there are: `a, b and 3 more`, or `a; b; and 3 more`."""
-    more = len(items) - most
-    before_more = " " if between == ", " else between
-    return between.join(items[:most]) + (f"{before_more}and {more} more" if more > 0 else "")
+    num_more = len(items) - most
+    separator = " " if between == ", " else between
+    return between.join(items[:most]) + (f"{separator}and {num_more} more" if num_more > 0 else "")

@@ -152,15 +152,15 @@ def run(args: Options) -> Iterator[Row]:
 def config_rows(name: str, args: Options, here: jax.Device, spec: DeviceSpec) -> Iterator[Row]:
     """Tokens/s, MFU and memory of a shipped config."""
     # Lazy, as below: the models with state on the host need no config and no fiddle.
-    from jtrain.config.devices import settle_mesh
+    from jtrain.config.devices import resolve_mesh
     from jtrain.config.load import load_config
     from jtrain.config.run import build_run
-    from jtrain.plan.auto_layout import settle
+    from jtrain.plan.auto_layout import choose_layout
     from jtrain.plan.from_run import plan_job
 
     config = load_config(name, FIDDLERS[name], [*args.sets, *(REHEARSED if args.rehearse else ())])
-    settle_mesh(config, [here])
-    for line in settle(config, devices=[here], workdir=None):
+    resolve_mesh(config, [here])
+    for line in choose_layout(config, devices=[here], workdir=None):
         print(line)
     built = build_run(config)
     if (available := available_bytes([here])) is not None:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import Options, Row, option, row
-from jtrain.config.devices import settle_mesh
+from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
@@ -44,7 +44,8 @@ from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
 from jtrain.step.guard import GuardState
 from jtrain.step.state import abstract_state, init_state
-from jtrain.train.bad_steps import BadSteps, Numbers
+from jtrain.step.step_numbers import StepNumbers
+from jtrain.train.bad_steps import BadSteps
 from jtrain.train.integrity import IntegrityCheck
 
 SHORT = ("data.global_batch=1", "data.seq_len=128")
@@ -146,7 +147,7 @@ def _share(what: str, differences_ms: np.ndarray, step_ms: float) -> Row:
 
 def _steps(sets: tuple[str, ...]) -> _Steps:
     config = load_config("tiny", (), ["optimizer.warmup_steps=0", *sets])
-    devices, _ = settle_mesh(config, jax.devices())
+    devices, _ = resolve_mesh(config, jax.devices())
     built = build_run(config)
     mesh = make_mesh(built.mesh, devices)
     batch = put_batch(next(open_dataset(built.data, seed=0).train_batches()), mesh)
@@ -193,11 +194,11 @@ def _host_ms(steps: _Steps, rounds: int = 300) -> float:
 
         def judge() -> None:
             values = jax.device_get(with_checks)
-            # Every other number: the state that a step is given is not the one that these metrics say was
-            # returned.
+            # Every other number: the state that a step is given is
+            # not the one that these metrics say was returned.
             step = 2 * next(number)
             integrity.check(step, values)
-            bad_steps.check(Numbers.of(step, values, ""), dispatched=step, last=False, documents=dict)
+            bad_steps.check(StepNumbers.of(step, values, ""), dispatched=step, last=False, documents=dict)
 
         checked_ms, plain_ms = _median_ms(judge, rounds), _median_ms(lambda: jax.device_get(without), rounds)
     return checked_ms - plain_ms

@@ -119,15 +119,15 @@ def config_cases(args: Options, spec: DeviceSpec, op: Op | None = None) -> list[
         for.
     """
     # Lazy: times of an op's own cases need no config, and so no fiddle.
-    from jtrain.config.devices import settle_mesh
+    from jtrain.config.devices import resolve_mesh
     from jtrain.config.load import load_config, mesh_size
     from jtrain.config.run import build_run
     from jtrain.plan import auto_layout
     from jtrain.plan.compile.kernel_calls import devices_like, kernel_calls
 
     config = load_config(args.config, args.fiddlers, args.sets)
-    devices, _ = settle_mesh(config, devices_like(spec, mesh_size(config)))
-    for line in auto_layout.settle(config, devices=devices, workdir=None):
+    devices, _ = resolve_mesh(config, devices_like(spec, mesh_size(config)))
+    for line in auto_layout.choose_layout(config, devices=devices, workdir=None):
         print(line)
     calls = kernel_calls(build_run(config), devices)
     found: list[Case] = []

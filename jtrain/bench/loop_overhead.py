@@ -13,7 +13,7 @@ import jax
 
 from jtrain.bench import Options, Row, option, row
 from jtrain.config import tree
-from jtrain.config.devices import settle_mesh
+from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.data import open_dataset, put_batch
@@ -37,7 +37,7 @@ def run(args: Options) -> list[Row]:
     run_config = load_config(
         args.config, (), [*sets, "checkpoint.every_steps=None", "optimizer.warmup_steps=0"]
     )
-    settle_mesh(run_config, jax.devices())
+    resolve_mesh(run_config, jax.devices())
     built = build_run(run_config)
     text = tree.flat(run_config)
     bare, full = [], []

@@ -14,6 +14,7 @@ def __getattr__(name: str) -> Any:
     """Imports `save_restore` at its first use, so that `python -m jtrain.checkpoint` does not wait for
     numpy.
     """
+    # PEP 562: Python calls this for names that the module lacks, so importing `CheckpointError` loads no jax.
     if name in ("CheckpointSpec", "Checkpoints"):
         from jtrain.checkpoint import save_restore
 

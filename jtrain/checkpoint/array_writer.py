@@ -18,11 +18,11 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files, folders, object_stores
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash
 from jtrain.checkpoint.host_copy import StateChunks
-from jtrain.checkpoint.tree_paths import by_keys
 from jtrain.runtime import atomic_io
-from jtrain.runtime.store_paths import in_store, said
+from jtrain.runtime.store_paths import error_line, in_store
 
 type Hashes = dict[str, tuple[int, str]]
 """Path relative to the checkpoint's directory -> (bytes, hash) of a file."""
@@ -36,7 +36,7 @@ _NICE = 5  # a quarter of a core at least, where steps leave none
 
 @dataclasses.dataclass(frozen=True)
 class DescribedLeaf:
-    """Holds what Orbax reads about a leaf.
+    """Description that Orbax reads for one leaf.
 
     keys: path in the state.
     metadata: contents of its zarr.json.
@@ -47,25 +47,25 @@ class DescribedLeaf:
     sharding: str
 
 
-def describe(state: Any, together: Mapping[tuple[str, ...], int] | None = None) -> list[DescribedLeaf]:
+def describe(state: Any, group_sizes: Mapping[tuple[str, ...], int] | None = None) -> list[DescribedLeaf]:
     """Returns one description for each leaf of a pytree of jax.Arrays.
 
     Args:
-      together: length of the first dimension of the parts in which a leaf is written, where that is not a
+      group_sizes: length of the first dimension of the parts in which a leaf is written, where that is not a
         shard's.
     """
 
-    def described(keys: tuple[str, ...], array: Any) -> DescribedLeaf:
+    def describe_leaf(keys: tuple[str, ...], array: Any) -> DescribedLeaf:
         part = array.sharding.shard_shape(array.shape)
-        if together and keys in together:
-            part = (together[keys], *part[1:])
+        if group_sizes and keys in group_sizes:
+            part = (group_sizes[keys], *part[1:])
         return DescribedLeaf(
             keys,
             _metadata(array.shape, part, np.dtype(array.dtype)),
             array_files.sharding_text(array.sharding),
         )
 
-    return [described(keys, array) for keys, array in by_keys(state)]
+    return [describe_leaf(keys, array) for keys, array in by_keys(state)]
 
 
 @functools.lru_cache(maxsize=1024)  # opens a store in memory each time, for many leaves of the same shape
@@ -73,7 +73,7 @@ def _metadata(shape: tuple[int, ...], shard_shape: tuple[int, ...], dtype: np.dt
     return array_files.leaf_metadata(shape, array_files.chunk_shape(shard_shape, dtype.itemsize), dtype)
 
 
-def threads(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
+def open_pool(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
     """Returns threads for copies and writes: not more than there are cores, since each also hashes.
 
     low: they have a low priority.
@@ -85,10 +85,9 @@ def threads(*, low: bool = False) -> concurrent.futures.ThreadPoolExecutor:
 
 
 def yield_to_steps() -> None:
-    """Lowers the priority of the calling thread and of those that it will start: others need the same
-    cores.
-    """
-    if sys.platform == "linux":  # elsewhere it would be that of the whole process
+    """Lowers the priority of the calling thread and of those that it starts: steps need the same cores."""
+    # Linux gives each thread its own nice value.
+    if sys.platform == "linux":  # elsewhere it would change the whole process
         os.nice(_NICE)
 
 
@@ -100,8 +99,7 @@ def write_arrays(
     *,
     background: bool = False,
 ) -> Hashes:
-    """Writes chunks into the checkpoint at `path`, and the files that describe `leaves`; all are then on the
-    disk.
+    """Writes chunks and the files of `leaves` into the checkpoint at `path`; returns when all are on disk.
 
     The memory of each copy is free once it was written.
 
@@ -112,12 +110,15 @@ def write_arrays(
     """
     stored = in_store(path)
     made: set[str] = set()
+    # Files of a few hundred bytes come last: the state's memory has to be free first.
     small = collections.deque(_descriptions(leaves))
 
     def write(disk: HashedIO, name: str, data: memoryview, hashes: Hashes) -> None:
         if stored:
             digest = object_stores.write(path / name, data)
         else:
+            # All threads share `made`. Two that add one folder at
+            # once only create it twice, which `exist_ok` allows.
             parent = os.path.dirname(name)
             if parent not in made:
                 os.makedirs(path / parent, exist_ok=True)
@@ -130,14 +131,18 @@ def write_arrays(
         disk = HashedIO()
         low = not background or stored  # a store waits for the network, and its client's threads stay
         try:
+            # Chunks in the state's memory go at full priority,
+            # because `save` waits for them; copies may take longer.
             while (chunk := chunks.take()) is not None:
                 if not low and not chunk.in_state:
                     yield_to_steps()
                     low = True
                 try:
                     write(disk, chunk.name, chunk.data, hashes)
+                # Also after a failed write: `release` waits for the count that `written` lowers.
                 finally:
                     chunks.written(chunk)
+            # Nothing waits for the small files, even if no copy came to this thread.
             if not low:
                 yield_to_steps()
             with contextlib.suppress(IndexError):  # another thread took the last one
@@ -149,11 +154,13 @@ def write_arrays(
             raise
         return hashes
 
-    with threads() as pool:
+    with open_pool() as pool:
         hashes: Hashes = {}
         # Not earlier: the first file that is forced to the disk takes the names of the others along.
-        for done in [pool.submit(work) for _ in range(pool._max_workers)]:
-            hashes |= done.result()
+        for future in [pool.submit(work) for _ in range(pool._max_workers)]:
+            # `result` raises the first failure of a thread; the pool
+            # then waits for the others, which find no chunks.
+            hashes |= future.result()
     if not stored:
         atomic_io.sync_all([path / name for name in hashes], [path / name for name in made])
     return hashes
@@ -164,11 +171,11 @@ def _descriptions(leaves: list[DescribedLeaf]) -> Iterator[tuple[str, memoryview
     for leaf in leaves:
         yield f"{files.STATE}/{'.'.join(leaf.keys)}/{array_files.SHAPE}", memoryview(leaf.metadata)
     if leaves:
-        for name, text in array_files.lists({leaf.keys: leaf.sharding for leaf in leaves}).items():
+        for name, text in array_files.orbax_lists({leaf.keys: leaf.sharding for leaf in leaves}).items():
             yield f"{files.STATE}/{name}", memoryview(text)
 
 
-def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
+def find_differences(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
     """Reads files back from the disk; returns one line for each that is not what was written.
 
     checksums: of the files that this process wrote; those of others are compared by their hashes, which takes
@@ -177,20 +184,23 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
     names = collections.deque(sorted(hashes))
 
     def compare(disk: HashedIO, name: str) -> str | None:
-        wanted = hashes[name][1]
+        expected_digest = hashes[name][1]
         try:
             if in_store(path):
-                size, found = folders.read(path / name)
+                # A client of a store has no cache to bypass: one read gives size and manifest hash.
+                size, digest = folders.read(path / name)
             elif name in checksums:
-                size, found = disk.read(path / name, Checksum())
-                wanted = checksums[name]
+                # This process wrote the file and has its checksum: 20 GB/s instead of 1 GB/s for the hash.
+                size, digest = disk.read(path / name, Checksum())
+                expected_digest = checksums[name]
             else:
-                size, found = disk.read(path / name, file_hash())
+                size, digest = disk.read(path / name, file_hash())
         except OSError as error:
-            return f"{name}: {error.strerror or said(error)}"
+            return f"{name}: {error.strerror or error_line(error)}"
+        # A shorter or longer file says more than a digest that differs.
         if size != hashes[name][0]:
             return f"{name} has {size} bytes, but {hashes[name][0]} were written"
-        return None if found == wanted else f"{name} does not have the contents that were written"
+        return None if digest == expected_digest else f"{name} does not have the contents that were written"
 
     def work() -> list[str]:
         disk = HashedIO()
@@ -203,18 +213,19 @@ def differing(path: Path, hashes: Hashes, checksums: Checksums) -> list[str]:
             if line := compare(disk, name):
                 lines.append(line)
 
-    with threads() as pool:
-        found = [pool.submit(work) for _ in range(pool._max_workers)]
-        return sorted(itertools.chain(*(done.result() for done in found)))
+    with open_pool() as pool:
+        futures = [pool.submit(work) for _ in range(pool._max_workers)]
+        return sorted(itertools.chain(*(future.result() for future in futures)))
 
 
-def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]) -> list[str]:
+def find_missing_parts(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]) -> list[str]:
     """Returns one line for each file that cannot be seen from here, and for each leaf whose files are too
     few.
 
     hashes: of the files of all processes.
     """
     lines: list[str] = []
+    # One listing for all files: in a store a look-up for each would be a request for each.
     sizes = folders.sizes(path)
     stored = dict.fromkeys(leaves, 0)
     for name, (size, _) in hashes.items():
@@ -222,9 +233,11 @@ def incomplete(path: Path, hashes: Hashes, leaves: dict[str, files.ManifestLeaf]
             lines.append(
                 f"{name} was written by one process and cannot be seen by process {jax.process_index()}"
             )
+        # `state/<leaf>/<chunk>` is the only path of three parts.
         _, leaf, file = name.split("/") if name.count("/") == 2 else ("", "", "")
         if file.startswith(array_files.CHUNK):
             stored[leaf] += size
+    # Every file can be there and a process still have written too few: it saw fewer shards than it holds.
     lines += [
         f"{name} has {stored[name]} bytes in all its files, not {leaf.bytes}"
         for name, leaf in leaves.items()

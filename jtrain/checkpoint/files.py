@@ -5,7 +5,7 @@
     checkpoints/<step>/config.txt      the run's flat config
     checkpoints/<step>/manifest.json   every leaf, and the size and hash of every file above
     checkpoints/<step>.damaged/        a checkpoint that was found damaged at a start: kept, never read
-    last_checkpoint.json               the newest step that was committed, to notice that `checkpoints` is missing
+    last_checkpoint.json               the newest step that was committed: tells if `checkpoints` is missing
 
 On a disk, a step's folder gets its final name in one rename, after its manifest was written. In an object
 store, which has no renames, the manifest is written last. A folder with a manifest is therefore complete; one
@@ -34,9 +34,6 @@ LAST = "last_checkpoint.json"
 
 _FORMAT = 2
 _HASH_THREADS = 8
-_DELETED = ".deleted"
-_DAMAGED = ".damaged"
-PARTIAL = ".orbax-checkpoint-tmp"  # in the name of a directory that is still being written
 
 
 def gib(size_bytes: int) -> str:
@@ -117,10 +114,10 @@ class Manifest:
         """
         stored: dict[str, int] = {}
         for name, (size, _) in self.files.items():
-            top, _, rest = name.partition("/")
-            owner, _, file = rest.partition("/")
+            top, _, leaf_path = name.partition("/")
+            leaf_name, _, file = leaf_path.partition("/")
             if top == STATE and file.startswith("c"):
-                stored[owner] = stored.get(owner, 0) + size
+                stored[leaf_name] = stored.get(leaf_name, 0) + size
         return [
             f"{STATE}/{name} has {stored.get(name, 0)} bytes, but the array has {leaf.bytes}"
             for name, leaf in self.leaves.items()
@@ -135,95 +132,20 @@ def steps(folder: Path) -> tuple[int, ...]:
     return tuple(step for step in _step_folders(folder) if folders.has_file(folder / str(step), MANIFEST))
 
 
-def without_manifest(folder: Path) -> tuple[int, ...]:
+def steps_without_manifest(folder: Path) -> tuple[int, ...]:
     """Returns the steps whose folders hold arrays but no manifest, ascending: checkpoints that lost it, or
     copies.
     """
-    found = (step for step in _step_folders(folder) if not folders.has_file(folder / str(step), MANIFEST))
-    return tuple(step for step in found if STATE in folders.folder_names(folder / str(step)))
+    unsealed_steps = (
+        step for step in _step_folders(folder) if not folders.has_file(folder / str(step), MANIFEST)
+    )
+    return tuple(step for step in unsealed_steps if STATE in folders.folder_names(folder / str(step)))
 
 
 def _step_folders(folder: Path) -> list[int]:
-    found = (int(name) for name in folders.names(folder) if name.isdecimal() and str(int(name)) == name)
-    return sorted(found)
-
-
-def partial(folder: Path) -> tuple[str, ...]:
-    """Returns the names in `folder` that are never read: remains of interrupted saves and deletions, damaged
-    ones.
-    """
-    whole = {str(step) for step in steps(folder)}
-    there = (name for name in folders.folder_names(folder) if name not in whole)
-    return tuple(name for name in there if _is_remains(name) or is_set_aside(name) or name.isdecimal())
-
-
-def is_set_aside(name: str) -> bool:
-    """True if the name is that of a checkpoint which was found damaged."""
-    step, dot, rest = name.partition(_DAMAGED)
-    return bool(dot) and step.isdecimal() and (not rest or rest.removeprefix("-").isdecimal())
-
-
-def set_aside(folder: Path, step: int) -> str:
-    """Renames the folder of a damaged checkpoint to `<step>.damaged`, or `<step>.damaged-2` ...; returns the
-    name.
-    """
-    there = folders.names(folder)
-    names = (
-        f"{step}{_DAMAGED}" + (f"-{number}" if number > 1 else "") for number in range(1, len(there) + 2)
-    )
-    name = next(name for name in names if name not in there)
-    folders.move(folder / str(step), folder / name, first=MANIFEST)
-    return name
-
-
-def surplus(found: tuple[int, ...], *, keep_last: int, keep_every_steps: int | None) -> tuple[int, ...]:
-    """Returns the steps to delete: all but the newest `keep_last` and the multiples of `keep_every_steps`."""
-    older = sorted(found)[:-keep_last]
-    return tuple(step for step in older if keep_every_steps is None or step % keep_every_steps)
-
-
-def delete(folder: Path, step: int) -> None:
-    """Deletes a checkpoint. Renames it first, so that a kill leaves no partial checkpoint under a step's
-    name.
-
-    In a store, where nothing can be renamed, its manifest goes first, and an empty file `deleted` says why.
-    """
-    if in_store(folder):
-        (folder / str(step) / _DELETED).write_text("")
-        folders.remove(folder / str(step), first=MANIFEST)
-        return
-    away = folder / f"{step}{_DELETED}"
-    if away.exists():
-        folders.remove(away, first=MANIFEST)
-    (folder / str(step)).rename(away)
-    folders.remove(away, first=MANIFEST)  # the next run removes the rest (`sweep`)
-
-
-def sweep(folder: Path) -> None:
-    """Removes what interrupted saves and deletions left. Keeps directories named as a step: a user put them
-    there.
-
-    In a store, interrupted saves and deletions leave directories named as a step: those after the last
-    commit, and those that were being deleted. They go too.
-    """
-    for name in partial(folder):
-        if _is_remains(name) or (
-            in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))
-        ):
-            folders.remove(folder / name, first=MANIFEST)
-
-
-def _is_interrupted(folder: Path, step: int) -> bool:
-    last = last_commit(folder)
-    unfinished = has_note(folder) and (last is None or step > last)
-    return unfinished or folders.has_file(folder / str(step), _DELETED)
-
-
-def lost_manifests(folder: Path) -> tuple[int, ...]:
-    """Returns the steps of `without_manifest` that no interrupted save or deletion explains."""
-    return tuple(
-        step for step in without_manifest(folder) if not (in_store(folder) and _is_interrupted(folder, step))
-    )
+    # Only a name that a save would write: not `007`, nor digits of other scripts.
+    candidates = (int(name) for name in folders.names(folder) if name.isdecimal() and str(int(name)) == name)
+    return sorted(candidates)
 
 
 def seal(
@@ -249,6 +171,7 @@ def seal(
     Raises:
       CheckpointError: the files are too few for the arrays, because some process wrote elsewhere.
     """
+    # Side files before the manifest: it holds their hashes too.
     for name, text in ((DATA, data), (CONFIG, config)):
         (path / name).write_bytes(text.encode())
     digests = hashes | {name: folders.hash_of(path / name) for name in (DATA, CONFIG)}
@@ -256,18 +179,23 @@ def seal(
     files = {name: (sizes[name], digests[name]) for name in sorted(digests)}
     saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     manifest = Manifest(step, saved_at, leaves, files, processes, part)
+    # Before the manifest is written: without one, nobody takes the folder for a checkpoint.
     if missing := manifest.missing_arrays():
         raise CheckpointError(
             f"the checkpoint of step {step} is not whole in {path}: {'; '.join(missing)}. All processes must "
             "write to one folder: set --workdir to a folder that all hosts share, or to gs:// or s3://."
         )
     body = dataclasses.asdict(manifest) | {"format": _FORMAT}
+    # A whole checkpoint has no key `part`: `read_manifest` tells the two kinds apart by it.
     if part is None:
         del body["part"]
     body = json.loads(json.dumps(body))  # tuples become lists, as they will be read
     text = json.dumps(body | {"digest": _digest(body)}, indent=1)
+    # The manifest is the last file. In a store its presence is the commit.
     (path / MANIFEST).write_bytes(text.encode())
     if not in_store(path):
+        # On the disk before the caller renames the folder: a
+        # rename may survive a power cut that its files do not.
         atomic_io.sync_all((path / name for name in (DATA, CONFIG, MANIFEST)), (path, path / STATE))
 
 
@@ -314,6 +242,7 @@ def read_manifest(path: Path) -> Manifest:
     try:
         body: dict[str, Any] = json.loads(text)
         digest = body.pop("digest")
+        # Before the format: a damaged manifest must not pass for one of another version.
         if digest != _digest(body):
             raise CheckpointError(f"{path / MANIFEST} does not match its own digest")
         if (version := body.pop("format")) != _FORMAT:
@@ -330,11 +259,13 @@ def read_manifest(path: Path) -> Manifest:
         part = Part(**body.pop("part")) if "part" in body else None
         manifest = Manifest(leaves=leaves, files=files, part=part, **body)
     except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        # CheckpointError is a ValueError through UserError; the messages above must not be wrapped again.
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
             f"{path / MANIFEST} cannot be read ({type(error).__name__}: {error})"
         ) from error
+    # A folder of a damaged step is not named as a number and is not compared.
     if path.name.isdecimal() and int(path.name) != manifest.step:
         raise CheckpointError(
             f"{path} holds the checkpoint of step {manifest.step}: its folder was copied or renamed from "
@@ -343,7 +274,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def damage(
+def find_damage(
     path: Path, manifest: Manifest, *, hashes: bool = True, share: tuple[int, int] = (0, 1)
 ) -> list[str]:
     """Checks the checkpoint at `path`; returns one line for each damaged file, none if it is intact.
@@ -355,20 +286,22 @@ def damage(
     Raises:
       OSError: the disk or store cannot be read.
     """
-    there = folders.sizes(path)
-    found: list[str] = manifest.missing_arrays()
+    file_sizes = folders.sizes(path)
+    problems: list[str] = manifest.missing_arrays()
     for name, (size, _) in manifest.files.items():
-        if name not in there:
-            found.append(f"{name} is missing")
-        elif there[name] != size:
-            found.append(f"{name} has {there[name]} bytes, but {size} were saved")
-    if found or not hashes:
-        return found
+        if name not in file_sizes:
+            problems.append(f"{name} is missing")
+        elif file_sizes[name] != size:
+            problems.append(f"{name} has {file_sizes[name]} bytes, but {size} were saved")
+    # Sizes cost one listing, hashes read everything: one missing file is reason enough.
+    if problems or not hashes:
+        return problems
+    # Largest first, and by name among equals: all processes compute the same order, and their shares balance.
     mine = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))[share[0] :: share[1]]
     for name, digest in hashes_of(path, mine).items():
         if digest != manifest.files[name][1]:
-            found.append(f"{name} does not have the contents that were saved")
-    return found
+            problems.append(f"{name} does not have the contents that were saved")
+    return problems
 
 
 def hashes_of(path: Path, names: Iterable[str]) -> dict[str, str]:
@@ -386,10 +319,7 @@ def _write(path: Path, text: str) -> None:
         atomic_io.write_whole(path, text)
 
 
-def _is_remains(name: str) -> bool:
-    return PARTIAL in name or name.endswith(_DELETED)
-
-
 def _digest(body: dict[str, Any]) -> str:
+    # Sorted keys: the digest must not depend on the order in which a dict was filled or parsed.
     canonical = json.dumps(body, sort_keys=True).encode()
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()

@@ -24,10 +24,10 @@ def names(folder: Path) -> list[str]:
     """Returns the names of the files and folders in `folder`, sorted; none if it does not exist."""
     if in_store(folder):
         with contextlib.suppress(FileNotFoundError):
-            found = _store(folder).ls(str(folder), detail=False)
+            paths = _store(folder).ls(str(folder), detail=False)
             # Some stores list the folder itself, or an empty object of its name.
-            listed = (str(name).rstrip("/").rpartition("/")[2] for name in found)
-            return sorted(set(listed) - {"", folder.name})
+            entry_names = (str(name).rstrip("/").rpartition("/")[2] for name in paths)
+            return sorted(set(entry_names) - {"", folder.name})
         return []
     try:
         return sorted(entry.name for entry in os.scandir(folder))
@@ -39,8 +39,8 @@ def folder_names(folder: Path) -> list[str]:
     """Returns the names of the folders in `folder`, sorted; none if it does not exist."""
     if in_store(folder):
         with contextlib.suppress(FileNotFoundError):
-            found = _store(folder).ls(str(folder), detail=True)
-            folders = (str(entry["name"]).rstrip("/") for entry in found if entry["type"] == "directory")
+            entries = _store(folder).ls(str(folder), detail=True)
+            folders = (str(entry["name"]).rstrip("/") for entry in entries if entry["type"] == "directory")
             return sorted({name.rpartition("/")[2] for name in folders} - {"", folder.name})
         return []
     try:
@@ -63,15 +63,20 @@ def sizes(folder: Path) -> dict[str, int]:
     sorted.
     """
     if in_store(folder):
-        found = cast(dict[str, Any], _store(folder).find(str(folder), detail=True))
+        # `find` lists by prefix: one request for many files, where a walk would take one for each folder.
+        files_by_path = cast(dict[str, Any], _store(folder).find(str(folder), detail=True))
         start = len(_store(folder)._strip_protocol(str(folder))) + 1
-        return {name[start:]: int(entry["size"]) for name, entry in sorted(found.items()) if name[start:]}
+        return {
+            name[start:]: int(entry["size"]) for name, entry in sorted(files_by_path.items()) if name[start:]
+        }
     return dict(sorted(_sizes(str(folder), "")))
 
 
 def _sizes(folder: str, prefix: str) -> Iterator[tuple[str, int]]:
+    # A file or folder may go while it is listed: another process deletes an old checkpoint.
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
         for entry in entries:
+            # No symbolic links to folders: a loop would not end.
             if entry.is_dir(follow_symlinks=False):
                 yield from _sizes(entry.path, f"{prefix}{entry.name}/")
             elif entry.is_file():
@@ -92,13 +97,14 @@ def read(path: Path) -> tuple[int, str]:
     if in_store(path):
         store = _store(path)
         block = store.cat_file(str(path), start=0, end=_STORE_READ_BYTES)
-        # Most files are read by one request. A longer one tells its size first: a read behind its end would
-        # fail.
+        # Most files are read by one request. A longer one tells
+        # its size first: a read behind its end would fail.
         size = store.info(str(path))["size"] if len(block) == _STORE_READ_BYTES else len(block)
         digest.update(block)
         for start in range(len(block), size, _STORE_READ_BYTES):
             digest.update(store.cat_file(str(path), start=start, end=min(start + _STORE_READ_BYTES, size)))
         return size, digest.hexdigest()
+    # No buffer: hashing reads large blocks, which a buffer would only copy.
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):
             digest.update(block)
@@ -111,10 +117,12 @@ def move(folder: Path, new: Path, *, first: str) -> None:
     if not in_store(folder):
         folder.rename(new)
         return
+    # `list` waits for all copies and raises the first failure: nothing may be removed before.
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         list(
             pool.map(lambda name: _store(folder).cp_file(str(folder / name), str(new / name)), sizes(folder))
         )
+    # Only after every copy: a kill in between leaves both folders, and none incomplete.
     remove(folder, first=first)
 
 
@@ -123,15 +131,18 @@ def remove(folder: Path, *, first: str) -> None:
     if not in_store(folder):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    there = sorted(sizes(folder), key=lambda name: name != first)
-    for name in there[:1]:
+    # False sorts before True: the file `first` comes to the front, and the rest stays sorted.
+    file_names = sorted(sizes(folder), key=lambda name: name != first)
+    # Alone and awaited: the folder stops being a checkpoint before any other file of it goes.
+    for name in file_names[:1]:
         _store(folder).rm_file(str(folder / name))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda name: _store(folder).rm_file(str(folder / name)), there[1:]))
+        list(pool.map(lambda name: _store(folder).rm_file(str(folder / name)), file_names[1:]))
 
 
 def _store(folder: Path) -> Any:
     """Returns the fsspec file system of a folder in a store, without listings of earlier calls."""
     store = cast(Any, folder)._backend.fs(folder)
+    # fsspec caches listings per process and would not see what another process wrote.
     store.invalidate_cache()
     return store

@@ -54,10 +54,12 @@ class Checksum:
 
     def update(self, data: memoryview, /) -> None:
         """Adds a block; all but the last one consist of whole pages."""
-        whole = len(data) - len(data) % PAGE_BYTES
-        words = np.frombuffer(data[:whole], np.uint64).reshape(-1, PAGE_BYTES // 8)
+        page_bytes = len(data) - len(data) % PAGE_BYTES
+        # Each page is one row of 512 words; their sum wraps at 2**64, which still tells one flipped bit.
+        words = np.frombuffer(data[:page_bytes], np.uint64).reshape(-1, PAGE_BYTES // 8)
         self._sums.update(np.add.reduce(words, axis=1).tobytes())
-        self._sums.update(data[whole:])
+        # A tail that is no whole page, only at the end of a file, is hashed itself.
+        self._sums.update(data[page_bytes:])
 
     def hexdigest(self) -> str:
         return self._sums.hexdigest()
@@ -68,6 +70,7 @@ class HashedIO:
     one.
     """
 
+    # Made at the first copy or read: data that begins on a page is written without it.
     @functools.cached_property
     def _bytes(self) -> np.ndarray:
         return np.frombuffer(pages(BLOCK_BYTES), np.uint8)
@@ -82,10 +85,13 @@ class HashedIO:
         """
         digest, checksum = file_hash(), Checksum()
         source = np.frombuffer(data, np.uint8)
+        # O_EXCL: a save writes into a new folder, so a file that exists belongs to somebody else.
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
             direct = len(data) >= DIRECT_BYTES and _set_direct(handle, True)
             copies = direct and source.ctypes.data % PAGE_BYTES != 0
+            # Hash and write alternate per block of 4 MiB: the
+            # block is still in the CPU's cache for the write.
             for start in range(0, len(data), BLOCK_BYTES):
                 part = source[start : start + BLOCK_BYTES]
                 if copies:
@@ -94,6 +100,7 @@ class HashedIO:
                 block = memoryview(part)
                 digest.update(block)
                 checksum.update(block)
+                # O_DIRECT takes multiples of a page only, so the last bytes go through the cache.
                 if direct and len(part) % PAGE_BYTES:  # the end of the file
                     direct = _set_direct(handle, False)
                 direct = _write_block(handle, block, direct=direct)
@@ -108,20 +115,25 @@ class HashedIO:
             size = os.fstat(handle).st_size
             direct = size >= DIRECT_BYTES and _set_direct(handle, True)
             for start in range(0, size, BLOCK_BYTES):
-                wanted, filled = min(BLOCK_BYTES, size - start), 0
-                whole = -(-wanted // PAGE_BYTES) * PAGE_BYTES  # the kernel writes zeros into any more
-                while filled < wanted:
+                block_bytes, filled = min(BLOCK_BYTES, size - start), 0
+                aligned_bytes = (
+                    -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+                )  # the kernel writes zeros into any more
+                # One read may return less, and a signal or a network file system often does.
+                while filled < block_bytes:
                     try:
-                        count = os.readv(handle, [memoryview(self._bytes[filled:whole])])
+                        count = os.readv(handle, [memoryview(self._bytes[filled:aligned_bytes])])
                     except OSError as error:
                         if not direct or error.errno not in _REFUSES_DIRECT:
                             raise
+                        # The file system accepted the flag and refuses
+                        # the read: some network file systems do.
                         direct = _set_direct(handle, False)
                         continue
                     if not count:  # it has become shorter
                         return start + filled, digest.hexdigest()
                     filled += count
-                digest.update(memoryview(self._bytes[:wanted]))
+                digest.update(memoryview(self._bytes[:block_bytes]))
             return size, digest.hexdigest()
         finally:
             os.close(handle)
@@ -142,13 +154,14 @@ def pages(size_bytes: int) -> mmap.mmap:
 
 def _write_block(handle: int, block: memoryview, *, direct: bool) -> bool:
     """Writes a block; returns False if the file system turned out to refuse direct writes."""
-    done = 0
-    while done < len(block):
+    written_bytes = 0
+    while written_bytes < len(block):
         try:
-            done += os.write(handle, block[done:])
+            written_bytes += os.write(handle, block[written_bytes:])
         except OSError as error:
             if not direct or error.errno not in _REFUSES_DIRECT:
                 raise
+            # The same bytes again, through the cache.
             direct = _set_direct(handle, False)
     return direct
 
@@ -161,6 +174,7 @@ def _set_direct(handle: int, direct: bool) -> bool:
         return False
     flags = fcntl.fcntl(handle, fcntl.F_GETFL)
     try:
+        # A switch on the open file: opening with O_DIRECT would fail where it is refused.
         fcntl.fcntl(handle, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
     except OSError:
         return False

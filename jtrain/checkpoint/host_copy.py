@@ -23,8 +23,8 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.hashed_io import PAGE_BYTES, pages
-from jtrain.checkpoint.tree_paths import by_keys
 
 SMALL_BYTES = 64 << 20
 """A state on the CPU up to this size is copied as a whole: that takes less time than to create the first
@@ -72,20 +72,24 @@ class StateChunks:
         Args:
           split: parts of a shard that are neighbours in the files too.
         """
+        # Chunks point into the arrays' memory, which is filled only when the step has run.
         jax.block_until_ready(state)
         shards = [
             (".".join(keys), shard, split(array, shard))
             for keys, array in by_keys(state)
             for shard in array.addressable_shards
+            # Every process filters alike, so each shard of the
+            # state is written exactly once over all processes.
             if shard.replica_id == 0
         ]
+        # All transfers start before the first is awaited: they overlap.
         for _, shard, _ in shards:
             if not _on_cpu(shard):
                 shard.data.copy_to_host_async()
-        found = [chunk for name, shard, parts in shards for chunk in _chunks(name, shard, parts)]
+        chunks = [chunk for name, shard, parts in shards for chunk in _chunks(name, shard, parts)]
         self._changed = threading.Condition()
-        self._in_state = collections.deque(chunk for chunk in found if chunk.in_state)
-        self._copied = collections.deque(chunk for chunk in found if not chunk.in_state)
+        self._in_state = collections.deque(chunk for chunk in chunks if chunk.in_state)
+        self._copied = collections.deque(chunk for chunk in chunks if not chunk.in_state)
         self._reading = 0  # chunks in the state's memory that a thread writes or copies now
         if sum(len(chunk.data) for chunk in self._in_state) <= SMALL_BYTES:
             with contextlib.suppress(OSError):  # no memory for it: as a larger state
@@ -95,7 +99,9 @@ class StateChunks:
     def take(self) -> StateChunk | None:
         """Returns a chunk to write, None if all were taken; `written` must follow."""
         with self._changed:
+            # No chunk is left only once `_reading` is 0: a failed copy puts its chunk back.
             self._changed.wait_for(lambda: self._in_state or self._copied or not self._reading)
+            # From the state first: `save` waits until these are gone, the copies can wait.
             if self._in_state:
                 self._reading += 1
                 return self._in_state.popleft()
@@ -110,6 +116,7 @@ class StateChunks:
 
     def copy(self, pool: concurrent.futures.ThreadPoolExecutor) -> None:
         """Copies chunks that were not taken yet, as far as there is memory."""
+        # Copying starts at the far end (`pop`), writing at the near one (`popleft`).
         if self._in_state:
             list(pool.map(lambda _: self._copy(), range(pool._max_workers)))
 
@@ -117,6 +124,7 @@ class StateChunks:
         """Copies chunks that were not taken yet; returns when the state may be donated or deleted."""
         self.copy(pool)
         with self._changed:
+            # Both: a chunk in flight is in neither queue, but its memory is still read.
             self._changed.wait_for(lambda: not self._in_state and not self._reading)
 
     def drop(self) -> None:
@@ -132,6 +140,8 @@ class StateChunks:
                 if not self._in_state:
                     return
                 chunk = self._in_state.pop()
+                # Counted before the lock is free: otherwise `release`
+                # could return while the copy reads the state.
                 self._reading += 1
             copied = None
             try:
@@ -141,6 +151,7 @@ class StateChunks:
             finally:
                 with self._changed:
                     self._reading -= 1
+                    # Back to the end it came from, so that the writers meet it last.
                     (self._in_state if copied is None else self._copied).append(copied or chunk)
                     self._changed.notify_all()
 
@@ -155,8 +166,10 @@ def held_chunks(state: Any) -> Iterator[StateChunk]:
     shards = [
         (".".join(keys), shard)
         for keys, array in by_keys(state)
+        # One shard per index: replicas on devices of this process are equal. The last one wins.
         for shard in {first_element(shard.index): shard for shard in array.addressable_shards}.values()
     ]
+    # The pair (shard, next shard), padded by one: the next transfer runs while this one is read.
     for (leaf, shard), (_, following) in zip(shards, [*shards[1:], (None, None)], strict=True):
         if following is not None and not _on_cpu(following):
             following.data.copy_to_host_async()
@@ -178,8 +191,8 @@ def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChun
     if not array.size:
         return
     if _on_cpu(shard):
-        # A NumPy view would count as a second user, and XLA would copy the array when the next step donates
-        # it.
+        # A NumPy view would count as a second user, and XLA
+        # would copy the array when the next step donates it.
         data = memoryview((ctypes.c_ubyte * array.nbytes).from_address(array.unsafe_buffer_pointer())).cast(
             "B"
         )
@@ -187,6 +200,7 @@ def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChun
         array = np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
         data = memoryview(array)
     for part in parts:
+        # The owner keeps the buffer alive: on the CPU, the view was made from an address and does not.
         for chunk in array_files.chunks(part.shape, part.start, shard.data.dtype.itemsize):
             begin = part.start_byte + chunk.start_byte
             name = f"{files.STATE}/{leaf}/{chunk.name}"
@@ -199,11 +213,13 @@ def _copies(chunks: Collection[StateChunk]) -> list[StateChunk]:
     """
     if not chunks:
         return []
+    # Each copy begins on a page, since O_DIRECT writes from whole pages only.
     ends = list(itertools.accumulate(-(-len(chunk.data) // PAGE_BYTES) * PAGE_BYTES for chunk in chunks))
     memory = pages(ends[-1])
-    found = []
+    copies = []
+    # `ends` shifted by one are the starts; the last end has no chunk, so the zip is not strict.
     for chunk, start in zip(chunks, [0, *ends], strict=False):
         copied = np.frombuffer(memory, np.uint8, len(chunk.data), start)
         np.copyto(copied, np.frombuffer(chunk.data, np.uint8))  # without the GIL
-        found.append(StateChunk(chunk.name, memoryview(copied), memory, in_state=False))
-    return found
+        copies.append(StateChunk(chunk.name, memoryview(copied), memory, in_state=False))
+    return copies

@@ -1,7 +1,7 @@
 """State of a run kept in the hosts' memory, so that a restart neither waits for the store nor loses an
 interval.
 
-    DIR/jtrain-<workdir>-<hash>-<uid>/process-<p>/{a,b}/   checkpoint folders of the shards that process p holds
+    DIR/jtrain-<workdir>-<hash>-<uid>/process-<p>/{a,b}/   folders of the shards that process p holds
                                      /copy-<p>/{a,b}/      the same of a process of another host
 
 The folder lies in tmpfs. Two slots alternate (`jtrain.checkpoint.slots`): the newest one that all processes
@@ -10,6 +10,7 @@ for that each process sends its own to a neighbour on another host.
 """
 
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
@@ -72,9 +73,10 @@ class LocalMemory:
         path_hash = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
         self.folder = Path(directory or DEFAULT_DIR) / f"jtrain-{path.name}-{path_hash}-{os.getuid()}"
         self._process, self._processes = multihost.process_index(), multihost.process_count()
-        self.own = self.folder / f"process-{self._process}"
+        self.own_folder = self.folder / f"process-{self._process}"
         self._say = say
         self._newest_checkpoint = newest_checkpoint
+        self._newest_seen = 0
         self._config_text, self._config = config_text, _config_digest(config_text)
         self._run = self._identity()
         self._like = like
@@ -96,16 +98,18 @@ class LocalMemory:
           checkpoint: as in `newest`.
           is_wanted: False if none is used.
         """
-        found = None
+        restored = None
         for step in self.newest(checkpoint=checkpoint) if is_wanted else []:
             if (read := self._restore(step)) is not None:
-                found = step, *read
+                restored = step, *read
                 break
+        # Barrier: no process may remove a slot that another one still fetches.
         multihost.agree(True)  # all processes have restored
         if self._neighbours.is_first_of_host:
-            self._forget(lambda step: found is None or step != found[0])
+            self._forget(lambda step: restored is None or step != restored[0])
+        # Barrier: no process may write a slot that the first process of its host still removes.
         multihost.agree(True)
-        return found
+        return restored
 
     def newest(self, *, checkpoint: int) -> list[int]:
         """Returns the steps, newest first, of which every process's part is somewhere; none older than
@@ -115,50 +119,54 @@ class LocalMemory:
           checkpoint: step of the newest checkpoint, 0 if there is none. A state from when there was a newer
             one is not used: somebody has moved checkpoints away, to go back.
         """
-        here = np.full((self._processes, 2 * len(SLOTS)), _NONE, np.int32)
-        found = [self._usable(process, checkpoint) for process in range(self._processes)]
-        for process, steps in enumerate(found):
-            here[process, : len(steps)] = steps
-        everywhere = multihost.gather(here)
-        of_each = [
-            set(everywhere[:, process].ravel().tolist()) - {_NONE} for process in range(self._processes)
+        local_steps = np.full((self._processes, 2 * len(SLOTS)), _NONE, np.int32)
+        usable_steps = [self._usable_steps(process, checkpoint) for process in range(self._processes)]
+        # Gathered arrays have one shape: steps fill a row from the left, _NONE the rest.
+        for process, steps in enumerate(usable_steps):
+            local_steps[process, : len(steps)] = steps
+        steps_by_reader = multihost.gather(local_steps)
+        steps_of_process = [
+            # Any host may hold a process's part: its own slot, or a neighbour's copy.
+            set(steps_by_reader[:, process].ravel().tolist()) - {_NONE}
+            for process in range(self._processes)
         ]
-        whole = set[int].intersection(*of_each)
-        if not whole and any(of_each):
-            missing = [process for process, steps in enumerate(of_each) if not steps]
-            why = (
+        common_steps = set[int].intersection(*steps_of_process)
+        if not common_steps and any(steps_of_process):
+            missing = [process for process, steps in enumerate(steps_of_process) if not steps]
+            reason = (
                 f"of {'process' if len(missing) == 1 else 'processes'} {', '.join(map(str, missing[:8]))} "
                 "nothing is"
             )
             self._say(
-                f"The state in local memory is not used: {why if missing else 'no step of it is whole'} "
+                f"The state in local memory is not used: {reason if missing else 'no step of it is whole'} "
                 "there."
             )
-        self._holders = everywhere
-        return sorted((step for step in whole if step >= checkpoint), reverse=True)
+        self._holders = steps_by_reader
+        return sorted((step for step in common_steps if step >= checkpoint), reverse=True)
 
     def _restore(self, step: int) -> tuple[Any, dict[str, Any]] | None:
         """Reads the state and data state of a step; None, in all processes, if any finds its part damaged."""
-        why, slot = "", None
-        found: tuple[Any, dict[str, Any]] | None = None
+        reason, slot = "", None
+        restored: tuple[Any, dict[str, Any]] | None = None
         try:
             slot, manifest = self._find(step)
-            found = slots.read(slot, manifest, self._like), json.loads((slot / files.DATA).read_bytes())
+            restored = slots.read(slot, manifest, self._like), json.loads((slot / files.DATA).read_bytes())
         except (OSError, ValueError, LookupError, TypeError) as error:
-            why = f"{type(error).__name__}: {error}"
-        if multihost.agree(found is None)[0]:
+            reason = f"{type(error).__name__}: {error}"
+        # All processes take this state or none: with different steps they would train different models.
+        if multihost.agree(restored is None)[0]:
             self._say(
                 f"The state of step {step} in local memory cannot be used: "
-                f"{why or 'another process says so'}."
+                f"{reason or 'another process says so'}."
             )
             return None
         self._newest_everywhere = slot
-        return found
+        return restored
 
     def forget_after(self, step: int) -> None:
         """Removes the states of later steps, of which the run has gone back."""
         self._wait()
-        self._forget(lambda kept: kept > step)
+        self._forget(lambda stored_step: stored_step > step)
 
     def save(self, step: int, state: Any, data_state: dict[str, Any]) -> None:
         """Keeps a state; returns when `state` may be donated, and hashes and sends the copies in the
@@ -169,20 +177,25 @@ class LocalMemory:
         """
         if self._is_off:
             return
-        done, slot, why = self._wait()
-        everywhere = multihost.gather(np.asarray(done, np.int32))
-        if (everywhere == _NONE).any():
+        kept_step, slot, reason = self._wait()
+        # A failure travels as a number: an exception in one
+        # process would leave the others waiting in the gather.
+        kept_steps = multihost.gather(np.asarray(kept_step, np.int32))
+        if (kept_steps == _NONE).any():
             self._is_off = True
             self._say(
-                f"No more states are kept in local memory in this attempt: {why or 'another process failed'}."
+                "No more states are kept in local memory in this attempt: "
+                f"{reason or 'another process failed'}."
             )
             return
         # The state that all processes have is the one that stays.
-        if everywhere.min() > 0:
+        if kept_steps.min() > 0:
             self._newest_everywhere = slot
             self._remove_others()
         slot = self._free_slot()
-        slots.empty(slot)
+        # The manifest goes before the first byte changes: a kill in
+        # the middle leaves no slot that passes for whole.
+        slots.mark_empty(slot)
         for chunk in host_copy.held_chunks(state):
             np.copyto(self._maps[slot][chunk.name], np.frombuffer(chunk.data, np.uint8))
         self._writing = self._pool.submit(self._finish, slot, step, data_state)
@@ -191,8 +204,9 @@ class LocalMemory:
         """Removes everything kept of this run, whose last checkpoint is there."""
         self._wait()
         self._maps.clear()
+        # Barrier: another process may still send a copy into this host's folder.
         multihost.agree(True)
-        shutil.rmtree(self.own, ignore_errors=True)
+        shutil.rmtree(self.own_folder, ignore_errors=True)
         if self._neighbours.is_first_of_host:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -216,7 +230,9 @@ class LocalMemory:
 
     def _finish(self, slot: Path, step: int, data_state: dict[str, Any]) -> tuple[int, Path]:
         """Hashes a slot, commits it and sends it to the neighbour; returns its step and the slot."""
-        newest_checkpoint = self._newest_checkpoint() if self._process == 0 else 0
+        if self._process == 0:
+            with contextlib.suppress(Exception):  # a store that does not answer now: its last answer stands
+                self._newest_seen = self._newest_checkpoint()
         files.seal(
             slot,
             step=step,
@@ -225,7 +241,7 @@ class LocalMemory:
             config=self._config_text,
             hashes=files.hashes_of(slot, self._maps[slot]),
             processes=self._processes,
-            part=Part(self._process, self._run, self._config, newest_checkpoint),
+            part=Part(self._process, self._run, self._config, self._newest_seen),
         )
         self._neighbours.send(slot)
         return step, slot
@@ -244,7 +260,8 @@ class LocalMemory:
 
     def _free_slot(self) -> Path:
         """Returns the slot to write over: not the one that all processes have."""
-        first, second = (self.own / name for name in SLOTS)
+        # None, before any save: then both slots are free.
+        first, second = (self.own_folder / name for name in SLOTS)
         return second if self._newest_everywhere == first else first
 
     def _remove_others(self) -> None:
@@ -252,20 +269,20 @@ class LocalMemory:
         now.
         """
         for folder in self._folders() if self._neighbours.is_first_of_host else []:
-            if folder.name not in self._neighbours.names_here:
+            if folder.name not in self._neighbours.local_names:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _forget(self, is_left: Callable[[int], bool]) -> None:
-        """Removes the states on this host of whose step `is_left` is true."""
+    def _forget(self, should_remove: Callable[[int], bool]) -> None:
+        """Removes the states on this host of whose step `should_remove` is true."""
         for folder in self._folders():
             for slot, manifest in slots.whole_slots(folder):
-                if is_left(manifest.step):
-                    slots.empty(slot)
+                if should_remove(manifest.step):
+                    slots.mark_empty(slot)
 
     def _folders(self) -> list[Path]:
         return [entry for entry in self.folder.iterdir() if entry.is_dir()]
 
-    def _here(self, process: int) -> list[tuple[Path, Manifest, Part]]:
+    def _slots_of(self, process: int) -> list[tuple[Path, Manifest, Part]]:
         """Returns the slots on this host that hold a process's part."""
         return [
             (slot, manifest, manifest.part)
@@ -274,30 +291,31 @@ class LocalMemory:
             if manifest.part is not None and manifest.part.process == process
         ]
 
-    def _usable(self, process: int, checkpoint: int) -> list[int]:
+    def _usable_steps(self, process: int, checkpoint: int) -> list[int]:
         """Returns the steps of a process's parts on this host; says once why one is not used."""
         steps = set[int]()
-        for _, manifest, part in self._here(process):
+        for _, manifest, part in self._slots_of(process):
             if part.run != self._run:
-                why = "it is of another run"
+                reason = "it is of another run"
             elif manifest.processes != self._processes:
-                why = "the run had other processes"
+                reason = "the run had other processes"
             elif part.config != self._config:
-                why = "the config has changed"
+                reason = "the config has changed"
             elif part.checkpoint > checkpoint:
-                why = f"it is from after checkpoint {part.checkpoint}, which is no longer there"
+                reason = f"it is from after checkpoint {part.checkpoint}, which is no longer there"
             else:
                 steps.add(manifest.step)
                 continue
             if process == self._process == 0:
-                self._say(f"The state of step {manifest.step} in local memory is not used: {why}.")
+                self._say(f"The state of step {manifest.step} in local memory is not used: {reason}.")
         return sorted(steps, reverse=True)
 
     def _find(self, step: int) -> tuple[Path, Manifest]:
         """Returns the slot with this process's part of a step; fetches it if it is not on this host."""
-        for slot, manifest, part in self._here(self._process):
+        for slot, manifest, part in self._slots_of(self._process):
             if manifest.step == step and part.run == self._run:
                 return slot, manifest
+        # Row h, column p: the steps of process p's part that process h can read on its host.
         holders = np.flatnonzero((self._holders[:, self._process] == step).any(axis=1)).tolist()
         slot = self._free_slot()
         self._neighbours.fetch(holders[0], self._process, step, slot)
@@ -307,41 +325,46 @@ class LocalMemory:
         """Takes the memory of both slots; refuses a folder that has too little for them and the
         neighbour's.
         """
-        why = ""
+        reason = ""
         size_bytes = sum(leaf.bytes for leaf in self._leaves.values()) or 1
         sizes_mib = multihost.gather(np.asarray(-(-size_bytes // (1 << 20)), np.int32))  # jax has no int64
         try:
-            self.own.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.own_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder.chmod(0o700)
-            kept = [*self._neighbours.processes_here, *self._neighbours.copies_here]
-            need = len(SLOTS) * sum(sizes_mib[kept].tolist()) << 20
-            there = sum(file.stat().st_blocks * 512 for file in self.folder.rglob("*") if file.is_file())
-            free = shutil.disk_usage(self.folder).free + there
-            if need > free:
-                why = (
+            stored_processes = [*self._neighbours.local_processes, *self._neighbours.local_copies]
+            # `<<` binds weaker than `*`: MiB to bytes
+            needed_bytes = len(SLOTS) * sum(sizes_mib[stored_processes].tolist()) << 20
+            # An earlier attempt's files are written over, so their room
+            # counts as free; st_blocks has units of 512 bytes.
+            used_bytes = sum(file.stat().st_blocks * 512 for file in self.folder.rglob("*") if file.is_file())
+            free_bytes = shutil.disk_usage(self.folder).free + used_bytes
+            if needed_bytes > free_bytes:
+                reason = (
                     "checkpoint.local_every_steps keeps two generations of the state, and two of another "
-                    f"host's where there are several: {gib(need)} in {self.folder.parent}, which has "
-                    f"{gib(free)} free. Make it larger (`mount -o remount,size=... /dev/shm`, `docker run "
-                    "--shm-size`), set checkpoint.local_dir to another folder in memory, or "
+                    f"host's where there are several: {gib(needed_bytes)} in {self.folder.parent}, which has "
+                    f"{gib(free_bytes)} free. Make it larger (`mount -o remount,size=... /dev/shm`, `docker "
+                    "run --shm-size`), set checkpoint.local_dir to another folder in memory, or "
                     "checkpoint.local_every_steps=None."
                 )
         except OSError as error:
-            why = (
+            reason = (
                 f"checkpoint.local_dir: {self.folder} cannot be written to ({error.strerror}). Set it to a "
                 "folder in memory that can."
             )
-        if multihost.agree(bool(why))[0]:
+        # All processes raise or none: one that went on would wait for the others at the next gather.
+        if multihost.agree(bool(reason))[0]:
             self._neighbours.close()
             raise UserError(
-                why or "another process of this run has no room for the state in local memory; see there."
+                reason or "another process of this run has no room for the state in local memory; see there."
             )
         sizes = slots.chunk_sizes(self._like)
-        for slot in (self.own / name for name in SLOTS):
+        for slot in (self.own_folder / name for name in SLOTS):
             slots.reserve(slot, sizes)
             self._maps[slot] = {name: slots.shared_map(slot / name) for name in sizes}
 
     def _identity(self) -> str:
         """Returns the run's identity, made by process 0 when the run first keeps a state."""
+        # Only arrays of numbers can be sent: the identity travels as 16 ASCII bytes.
         identity = b""
         if self._process == 0:
             if not self._id_file.exists():

@@ -41,18 +41,24 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
     """
 
     def check() -> str:
+        # With a checkpoint the run can go on; only one of another
+        # version is refused here, before anything is moved.
         if steps := files.steps(folder):
             return _of_another_version(folder / str(steps[-1]))
-        if files.without_manifest(folder):
+        # Arrays without a manifest are `restoring`'s to judge: it names them or sets them aside.
+        if files.steps_without_manifest(folder):
             return ""
+        # No note: the run was killed before its first commit, or never began. Step 0 is right.
         if (last := files.last_commit(folder)) is None:
             return ""
         if not from_scratch:
             return f"refused {last}"
+        # In a store the old note stands until it is replaced here: a kill before that leaves the refusal.
         moved = move_history(workdir)
         files.note_commit(folder, None)
         return f"moved {moved}"
 
+    # One word and a text: `in_process_zero` carries strings only.
     verdict, _, text = in_process_zero(check, folder).partition(" ")
     if verdict == "version":
         raise CheckpointError(text)
@@ -70,7 +76,7 @@ def check_history(workdir: Path, folder: Path, *, from_scratch: bool) -> list[st
     )
 
 
-def begin(workdir: Path, folder: Path, found: Restored) -> None:
+def begin(workdir: Path, folder: Path, restored: Restored) -> None:
     """Notes the step that the run begins from, and moves its history away if it gave up all checkpoints.
 
     Raises:
@@ -78,9 +84,10 @@ def begin(workdir: Path, folder: Path, found: Restored) -> None:
     """
 
     def note() -> str:
-        if found.state is None and found.said:
+        # Lines without a state: every checkpoint was set aside, so step 0 starts a new history.
+        if restored.state is None and restored.messages:
             move_history(workdir)
-        files.note_commit(folder, None if found.state is None else found.step)
+        files.note_commit(folder, None if restored.state is None else restored.step)
         return ""
 
     in_process_zero(note, folder)
@@ -92,8 +99,10 @@ def move_history(workdir: Path) -> Path:
     """
     numbers = (int(name.removeprefix("history-")) for name in os.listdir(workdir) if _is_history(name))
     folder = workdir / f"history-{max(numbers, default=0) + 1}"
+    # Fails if the folder exists: two attempts never mix their files.
     folder.mkdir()
     for name in (*_HISTORY, files.LAST):
+        # The note of the last commit moves last: a kill before that leaves the refusal.
         if (workdir / name).exists():
             (workdir / name).rename(folder / name)
     return folder

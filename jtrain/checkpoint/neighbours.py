@@ -40,38 +40,41 @@ class Neighbours:
 
     Attributes:
       is_first_of_host: True in one process per host.
-      processes_here: processes of this host.
-      copies_here: processes whose copies this host keeps.
+      local_processes: processes of this host.
+      local_copies: processes whose copies this host keeps.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._process, processes = multihost.process_index(), multihost.process_count()
         self._listening: socket.socket | None = None
-        self.is_first_of_host, self.processes_here, self.copies_here = True, {self._process}, set[int]()
+        self.is_first_of_host, self.local_processes, self.local_copies = True, {self._process}, set[int]()
         if processes == 1:
             return
         self._listening, self._peers = link.meet()
-        # Containers of one host may have one address and memory of their own: one host is who shares the
-        # folder.
+        # Containers of one host may have one address and memory
+        # of their own: one host is who shares the folder.
         hosts = multihost.gather_texts(f"{self._peers.addresses[self._process][0]} {_identity(folder)}")
         receivers = neighbours_of(hosts)
         self._receiver = receivers[self._process]
-        self.processes_here = {p for p, host in enumerate(hosts) if host == hosts[self._process]}
-        self.copies_here = {p for p, receiver in enumerate(receivers) if receiver in self.processes_here}
-        self.is_first_of_host = self._process == min(self.processes_here)
+        self.local_processes = {p for p, host in enumerate(hosts) if host == hosts[self._process]}
+        # The folder is shared on a host, so copies that any process of this host receives are all in it.
+        self.local_copies = {p for p, receiver in enumerate(receivers) if receiver in self.local_processes}
+        self.is_first_of_host = self._process == min(self.local_processes)
+        # After the fields above: the thread reads them at the first connection.
         threading.Thread(target=self._serve, name="local-memory-server", daemon=True).start()
 
     @property
-    def names_here(self) -> set[str]:
+    def local_names(self) -> set[str]:
         """Names of the folders that this host keeps."""
-        return {f"process-{p}" for p in self.processes_here} | {f"copy-{p}" for p in self.copies_here}
+        return {f"process-{p}" for p in self.local_processes} | {f"copy-{p}" for p in self.local_copies}
 
     def send(self, slot: Path) -> None:
         """Sends a slot to the neighbour and returns when it has committed its copy; raises OSError."""
         if self._listening is None:
             return
-        with self._linked(self._receiver) as peer:
+        # A link of its own for each slot: the last one may have broken since.
+        with self._open_link(self._receiver) as peer:
             peer.send("put", slot=slot.name)
             _send(peer, slot)
             kind, fields = peer.receive(SCHEMA)
@@ -82,19 +85,20 @@ class Neighbours:
         """Fetches what the host of `holder` has of a process's state into `slot`; raises OSError if it has
         nothing.
         """
-        with self._linked(holder) as peer:
+        with self._open_link(holder) as peer:
             peer.send("get", process=process, step=step)
             _receive(peer, slot)
 
     def close(self) -> None:
         """Stops to listen."""
         if self._listening is not None:
+            # `close` alone does not wake a thread in `accept`; `shutdown` does.
             with contextlib.suppress(OSError):
                 self._listening.shutdown(socket.SHUT_RDWR)
             self._listening.close()
 
     @contextlib.contextmanager
-    def _linked(self, process: int) -> Iterator[Link]:
+    def _open_link(self, process: int) -> Iterator[Link]:
         with socket.create_connection(self._peers.addresses[process], timeout=_TIMEOUT_S) as connection:
             handshake = link.calling(self._peers.token, self._process, process)
             yield Link(connection, link.converse(connection, handshake))
@@ -106,6 +110,7 @@ class Neighbours:
                 connection, _ = self._listening.accept()
             except OSError:
                 return  # closed
+            # A thread per connection: a neighbour that stalls must not keep another one waiting.
             threading.Thread(
                 target=self._answer, args=(connection,), name="local-memory-link", daemon=True
             ).start()
@@ -119,15 +124,17 @@ class Neighbours:
             peer = Link(connection, session)
             kind, fields = peer.receive(SCHEMA)
             if kind == "put":
-                self._keep(peer, caller, fields["slot"])
+                self._store_copy(peer, caller, fields["slot"])
             elif kind == "get":
-                self._give(peer, fields["process"], fields["step"])
+                self._send_copy(peer, fields["process"], fields["step"])
 
-    def _keep(self, peer: Link, process: int, slot: str) -> None:
+    def _store_copy(self, peer: Link, process: int, slot: str) -> None:
+        # The slot's name becomes a path: a peer may name none but ours.
         if slot not in slots.SLOTS:
             raise LinkError(f"there is no slot {slot!r}")
         try:
             _receive(peer, self._folder / f"copy-{process}" / slot)
+        # A broken link cannot carry the answer; a full folder can be told.
         except LinkError:
             raise
         except OSError as error:
@@ -135,7 +142,8 @@ class Neighbours:
         else:
             peer.send("kept")
 
-    def _give(self, peer: Link, process: int, step: int) -> None:
+    def _send_copy(self, peer: Link, process: int, step: int) -> None:
+        # Its own slots first, then a copy: either serves, since each is found by its step.
         for kind in ("process", "copy"):
             for slot, manifest in slots.whole_slots(self._folder / f"{kind}-{process}"):
                 if manifest.step == step:
@@ -146,7 +154,8 @@ class Neighbours:
 
 def _send(peer: Link, slot: Path) -> None:
     sizes = folders.sizes(slot)
-    sizes[files.MANIFEST] = sizes.pop(files.MANIFEST)  # as the last one
+    # To the end of the dict, so that it is sent last: a copy that broke off has no manifest.
+    sizes[files.MANIFEST] = sizes.pop(files.MANIFEST)
     names = np.frombuffer("\n".join(sizes).encode(), np.uint8)
     peer.send("slot", names=names, sizes=np.array(list(sizes.values())))
     for name in sizes:
@@ -163,8 +172,10 @@ def _receive(peer: Link, slot: Path) -> None:
     sizes = dict(zip(fields["names"].tobytes().decode().split("\n"), fields["sizes"].tolist(), strict=True))
     if not all(map(_FILE_NAME.fullmatch, sizes)):
         raise LinkError("a slot arrived with files elsewhere")
-    slots.empty(slot)
+    # The manifest goes before the first byte changes, and arrives again as the last file.
+    slots.mark_empty(slot)
     slots.reserve(slot, sizes)
+    # `r+b` keeps the reserved memory; `wb` would give it back and take it anew.
     for name, size in sizes.items():
         with open(slot / name, "r+b") as file:
             for block in peer.receive_content(size):
@@ -198,6 +209,7 @@ def neighbours_of(hosts: list[str]) -> list[int]:
         return [(process + 1) % len(hosts) for process in range(len(hosts))]
     receivers = [0] * len(hosts)
     for group, following in zip(groups, [*groups[1:], groups[0]], strict=True):
+        # `%`: the next host may run fewer processes; then one of them keeps several copies.
         for k, process in enumerate(group):
             receivers[process] = following[k % len(following)]
     return receivers

@@ -11,7 +11,7 @@ import tensorstore as ts
 from etils import epath
 
 from jtrain.checkpoint import layer_order
-from jtrain.checkpoint.tree_paths import by_keys
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.runtime.store_paths import in_store
 
 
@@ -21,6 +21,7 @@ def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int,
 
     order: as `Checkpoints.layer_order`.
     """
+    # Before Orbax opens anything: its own table knows gs:// alone.
     if in_store(path):
         from jtrain.checkpoint.object_stores import teach_orbax
 
@@ -34,10 +35,11 @@ def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int,
     # `ocp.Checkpointer` would wait for all processes, for ever if one of them cannot read its part.
     reader = _handler(ocp.type_handlers.ArrayHandler() if order is None else _PlacedArrays(order))
     try:
-        found = jax.block_until_ready(reader.restore(epath.Path(path), args=args))
+        restored = jax.block_until_ready(reader.restore(epath.Path(path), args=args))
     finally:
         reader.close()
-    arrays = dict(by_keys(found))
+    # By keys, not by position: JAX sorts the keys of dicts, and a dataclass's fields have their own order.
+    arrays = dict(by_keys(restored))
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[keys] for keys, _ in by_keys(like)])
 
 
@@ -62,20 +64,25 @@ class _PlacedArrays(ocp.type_handlers.ArrayHandler):
         self._order = order
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        found: dict[str, jax.Array] = {}
-        others: list[tuple[Any, Any]] = []
+        arrays_by_name: dict[str, jax.Array] = {}
+        unplaced: list[tuple[Any, Any]] = []
         for info, arg in zip(infos, args, strict=True):
             like = jax.ShapeDtypeStruct(arg.global_shape, arg.dtype, sharding=arg.sharding)
             if not layer_order.is_placed(like):
-                others.append((info, arg))
+                unplaced.append((info, arg))
                 continue
             spec = ocp.type_handlers.get_json_tspec_read(info, use_ocdbt=False)
             stored = await ts.open(spec, open=True, context=info.ts_context)
-            found[info.name] = await layer_order.read_placed(stored, like, self._order)
-        if others:
-            arrays = await super().deserialize(*(list(column) for column in zip(*others, strict=True)))
-            found |= {info.name: array for (info, _), array in zip(others, arrays, strict=True)}
-        return [found[info.name] for info in infos]
+            arrays_by_name[info.name] = await layer_order.read_placed(stored, like, self._order)
+        if unplaced:
+            unplaced_arrays = await super().deserialize(
+                *(list(column) for column in zip(*unplaced, strict=True))
+            )
+            arrays_by_name |= {
+                info.name: array for (info, _), array in zip(unplaced, unplaced_arrays, strict=True)
+            }
+        # In the order in which Orbax asked: it pairs them by position.
+        return [arrays_by_name[info.name] for info in infos]
 
 
 def _handler(arrays: ocp.type_handlers.ArrayHandler) -> ocp.PyTreeCheckpointHandler:

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
 from jtrain.errors import first_few
 from jtrain.runtime import multihost
-from jtrain.runtime.store_paths import said
+from jtrain.runtime.store_paths import error_line
 
 MAX_NAMED_LEAVES = 10
 
@@ -36,21 +36,21 @@ _OUT_OF_MEMORY = re.compile("RESOURCE_EXHAUSTED|out of memory|Out of memory")
 class Restored:
     """Checkpoint that a run goes on from; without any, the step is 0, and the two states are None.
 
-    said: one line for each checkpoint that was passed over, for the user to read.
+    messages: one line for each checkpoint that was passed over, for the user to read.
     """
 
     step: int = 0
     state: Any = None
     data_state: dict[str, Any] | None = None
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class _PassedOver:
-    """Checkpoint that is not restored: its step, why, and True if its files differ from what was saved."""
+    """Checkpoint that is not restored: step, reasons, and True if its files differ from what was saved."""
 
     step: int
-    why: tuple[str, ...]
+    reasons: tuple[str, ...]
     damaged: bool
 
 
@@ -72,34 +72,41 @@ def restore_newest(
         disk or store cannot be read.
     """
     passed: list[_PassedOver] = []
-    lost = _listed(folder, files.lost_manifests)
+    # First: such a folder is not among `files.steps`, but the user should hear that it is passed over.
+    lost = _list_steps(folder, removal.lost_manifests)
     passed += [_PassedOver(step, (f"{files.MANIFEST} is missing",), damaged=True) for step in lost]
-    for step in reversed(_listed(folder, files.steps)):
-        manifest, wrong = _checked(folder / str(step), verify=True)
+    for step in reversed(_list_steps(folder, files.steps)):
+        manifest, wrong = _check_files(folder / str(step), verify=True)
         if wrong or manifest is None:
             passed.append(_PassedOver(step, wrong, damaged=True))
             continue
         _check_same(folder / str(step), manifest.leaves, like, order)
         state, unread = _read(folder / str(step), like, order=order)
+        # Checked once more to tell the two causes apart: damage sets
+        # the checkpoint aside, a bad moment is tried again.
         if unread:  # because of damage since the check, or because a disk or store failed for a moment
-            _, wrong = _checked(folder / str(step), verify=True)
+            _, wrong = _check_files(folder / str(step), verify=True)
             state, unread = (None, wrong) if wrong else _read(folder / str(step), like, order=order)
         if unread:
             passed.append(_PassedOver(step, unread, damaged=bool(wrong)))
             continue
+        # Renamed only now, when an older one was really read: before that, nothing could replace them.
         warnings = [
-            *_moved_away(
-                folder, [bad for bad in passed if bad.step > step], then=f"going on from step {step}"
+            *_move_away(
+                folder,
+                [checkpoint for checkpoint in passed if checkpoint.step > step],
+                then=f"going on from step {step}",
             )
         ]
-        warnings += [_lost_line(folder, bad) for bad in passed if bad.step < step]
+        warnings += [_lost_line(folder, checkpoint) for checkpoint in passed if checkpoint.step < step]
+        # After the renames, so that the names in the messages are those on the disk.
         warnings += _missing_newest(folder, step, passed)
         return Restored(step, state, read_data_state(folder, step), tuple(warnings))
     if not passed:
         return Restored()
     if from_scratch:
-        return Restored(said=tuple(_moved_away(folder, passed, then="beginning at step 0")))
-    raise _none_whole(folder, passed)
+        return Restored(messages=tuple(_move_away(folder, passed, then="beginning at step 0")))
+    raise _none_whole_error(folder, passed)
 
 
 def restore(
@@ -126,7 +133,7 @@ def restore(
     _check_same(path, manifest.leaves, like, order)
     state, unread = _read(path, like, order=order)
     if unread:
-        raise _damaged(folder, step, unread)
+        raise _damaged_error(folder, step, unread)
     return state, read_data_state(folder, step)
 
 
@@ -138,7 +145,7 @@ def restore_part(folder: Path, step: int, like: dict[str, Any], *, verify: bool 
     _check_same(path, saved, like)
     state, unread = _read(path, like, only_some=True)
     if unread:
-        raise _damaged(folder, step, unread)
+        raise _damaged_error(folder, step, unread)
     return state
 
 
@@ -148,13 +155,13 @@ def open_step(folder: Path, step: int, *, verify: bool) -> tuple[Path, Manifest]
     Raises:
       CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    there = files.steps(folder)
-    if step not in there:
-        have = f"steps {', '.join(map(str, there))}" if there else "none"
-        raise CheckpointError(f"No complete checkpoint of step {step} in {folder}, which has {have}.")
-    manifest, wrong = _checked(folder / str(step), verify=verify)
+    complete_steps = files.steps(folder)
+    if step not in complete_steps:
+        steps_text = f"steps {', '.join(map(str, complete_steps))}" if complete_steps else "none"
+        raise CheckpointError(f"No complete checkpoint of step {step} in {folder}, which has {steps_text}.")
+    manifest, wrong = _check_files(folder / str(step), verify=verify)
     if wrong or manifest is None:
-        raise _damaged(folder, step, wrong)
+        raise _damaged_error(folder, step, wrong)
     return folder / str(step), manifest
 
 
@@ -163,10 +170,10 @@ def read_data_state(folder: Path, step: int) -> dict[str, Any]:
     return json.loads(in_process_zero(lambda: (folder / str(step) / files.DATA).read_text(), folder))
 
 
-def _listed(folder: Path, listing: Callable[[Path], Iterable[int]]) -> list[int]:
+def _list_steps(folder: Path, listing: Callable[[Path], Iterable[int]]) -> list[int]:
     """Returns the steps that `listing` finds in process 0."""
-    found = in_process_zero(lambda: ",".join(map(str, listing(folder))), folder)
-    return [int(step) for step in found.split(",") if step]
+    steps_text = in_process_zero(lambda: ",".join(map(str, listing(folder))), folder)
+    return [int(step) for step in steps_text.split(",") if step]
 
 
 def in_process_zero(action: Callable[[], str], folder: Path) -> str:
@@ -180,7 +187,8 @@ def in_process_zero(action: Callable[[], str], folder: Path) -> str:
         try:
             text = action()
         except Exception as error:  # clients of stores raise many types
-            text, failed = said(error), True
+            text, failed = error_line(error), True
+    # Both exchanges in every process and in this order, also after a failure: each is a collective call.
     text = multihost.gather_texts(text)[0]
     if multihost.agree(failed)[0]:
         raise CheckpointError(
@@ -190,7 +198,7 @@ def in_process_zero(action: Callable[[], str], folder: Path) -> str:
     return text
 
 
-def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, ...]]:
+def _check_files(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, ...]]:
     """Returns the manifest of a checkpoint, and one line for each damaged file that any process found.
 
     Raises:
@@ -200,25 +208,28 @@ def _checked(path: Path, *, verify: bool) -> tuple[Manifest | None, tuple[str, .
     share = (multihost.process_index(), multihost.process_count())
     try:
         manifest = files.read_manifest(path)
-        wrong = files.damage(path, manifest, hashes=False)
+        # Sizes in every process, which also compares their views of the folder; hashes of one share only.
+        wrong = files.find_damage(path, manifest, hashes=False)
         if verify and not wrong:
-            wrong = files.damage(path, manifest, share=share)
+            wrong = files.find_damage(path, manifest, share=share)
     except files.OtherVersionError:
         raise  # in all processes
     except CheckpointError as error:
         wrong = [str(error)]
     except Exception as error:  # clients of stores raise many types
         if _is_damage(error):
-            wrong = [said(error)]
+            wrong = [error_line(error)]
         else:
-            unreadable = said(error)
+            unreadable = error_line(error)
+    # Before the damage is judged: a process that cannot reach the store says nothing about the files.
     if away := [text for text in multihost.gather_texts(unreadable) if text]:
         raise CheckpointError(
             f"{path} cannot be read now ({away[0]}). Nothing was renamed, since this says nothing about the "
             "files: check the disk, the network or the credentials, and run the same command again."
         )
-    found = multihost.gather_texts("\n".join(wrong))
-    return manifest, tuple(dict.fromkeys(line for text in found for line in text.splitlines()))
+    lines_of_processes = multihost.gather_texts("\n".join(wrong))
+    # Once per line: all processes find a missing file.
+    return manifest, tuple(dict.fromkeys(line for text in lines_of_processes for line in text.splitlines()))
 
 
 def _is_damage(error: Exception) -> bool:
@@ -234,42 +245,47 @@ def _read(
     state, failure = None, ""
     try:
         state = orbax_io.restore(path / files.STATE, like, only_some=only_some, order=order)
+    # Out of memory is not the checkpoint's fault: setting it aside would lose it.
     except Exception as error:  # Orbax and TensorStore raise many types
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
             raise
-        failure = said(error)
+        failure = error_line(error)
+    # Every process gets here, whatever happened above: the gather is collective.
     failures = tuple(dict.fromkeys(text for text in multihost.gather_texts(failure) if text))
     return (None, failures) if failures else (state, ())
 
 
-def _moved_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[str]:
+def _move_away(folder: Path, passed: list[_PassedOver], *, then: str) -> list[str]:
     """Renames checkpoints that are passed over; returns one line for each."""
 
     def move() -> str:
         lines: list[str] = []
-        for bad in passed:
-            name = files.set_aside(folder, bad.step)
-            what = "is damaged" if bad.damaged else "cannot be read, although all its hashes match"
+        for checkpoint in passed:
+            name = removal.set_aside(folder, checkpoint.step)
+            state_text = (
+                "is damaged" if checkpoint.damaged else "cannot be read, although all its hashes match"
+            )
             lines.append(
-                f"WARNING: the checkpoint of step {bad.step} {what} ({_some(bad.why, '; ')}): it was set "
-                f"aside as {folder / name}, {then}."
+                f"WARNING: the checkpoint of step {checkpoint.step} {state_text} "
+                f"({_join_some(checkpoint.reasons, '; ')}): it was set aside as {folder / name}, {then}."
             )
         return "\n".join(lines)
 
     return in_process_zero(move, folder).splitlines()
 
 
-def _lost_line(folder: Path, bad: _PassedOver) -> str:
+def _lost_line(folder: Path, checkpoint: _PassedOver) -> str:
     return (
-        f"WARNING: {folder / str(bad.step)} holds arrays but no {files.MANIFEST}: it is no checkpoint, "
-        "and not read."
+        f"WARNING: {folder / str(checkpoint.step)} holds arrays but no {files.MANIFEST}: it is no "
+        "checkpoint, and not read."
     )
 
 
 def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[str]:
     """Returns a line if a newer checkpoint than any that is here was committed, with no trace of it left."""
-    [last] = _listed(folder, lambda folder: [files.last_commit(folder) or 0])
-    if last <= step or any(bad.step >= last for bad in passed):
+    # One number as a list, for `_list_steps` carries steps.
+    [last] = _list_steps(folder, lambda folder: [files.last_commit(folder) or 0])
+    if last <= step or any(checkpoint.step >= last for checkpoint in passed):
         return []
     return [
         f"WARNING: this run committed a checkpoint of step {last}, which is no longer in {folder}: going on "
@@ -277,64 +293,74 @@ def _missing_newest(folder: Path, step: int, passed: list[_PassedOver]) -> list[
     ]
 
 
-def _none_whole(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
-    listed = "\n".join(
-        f"  step {bad.step}: {_some(bad.why, '; ')}" for bad in sorted(passed, key=lambda bad: bad.step)
+def _none_whole_error(folder: Path, passed: list[_PassedOver]) -> CheckpointError:
+    lines = "\n".join(
+        f"  step {checkpoint.step}: {_join_some(checkpoint.reasons, '; ')}"
+        for checkpoint in sorted(passed, key=lambda checkpoint: checkpoint.step)
     )
     return CheckpointError(
-        f"No checkpoint in {folder} is whole:\n{listed}\nNothing was changed. Restore the files from a copy "
+        f"No checkpoint in {folder} is whole:\n{lines}\nNothing was changed. Restore the files from a copy "
         "and run the same command again, or add --from-scratch to set these aside and begin at step 0."
     )
 
 
-def _some(lines: tuple[str, ...], between: str) -> str:
+def _join_some(lines: tuple[str, ...], between: str) -> str:
     return first_few(lines, MAX_NAMED_LEAVES, between)
 
 
-def _damaged(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
+def _damaged_error(folder: Path, step: int, wrong: tuple[str, ...]) -> CheckpointError:
     """Returns the error for a damaged checkpoint; hashes older ones until it finds an intact one to name."""
     path = folder / str(step)
-    for older in reversed([other for other in files.steps(folder) if other < step]):
-        other = folder / str(older)
+    # Newest first: the intact one closest to the damaged step loses the least work.
+    for older in reversed([older_path for older_path in files.steps(folder) if older_path < step]):
+        older_path = folder / str(older)
         with contextlib.suppress(CheckpointError):
-            if not files.damage(other, files.read_manifest(other)):
-                way = (
+            if not files.find_damage(older_path, files.read_manifest(older_path)):
+                way_out = (
                     f"The checkpoint of step {older} is intact (all hashes match). To use it, name it with "
                     f"--step, or move the damaged one away: mv {path} {path}.damaged"
                 )
                 break
     else:
-        way = f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
-    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_some(wrong, '\n  ')}\n{way}")
+        way_out = (
+            f"No older checkpoint in {folder} is intact: restore the files from a copy, or start a new run."
+        )
+    return CheckpointError(f"The checkpoint {path} is damaged:\n  {_join_some(wrong, '\n  ')}\n{way_out}")
 
 
 def _check_same(
     path: Path, saved: dict[str, ManifestLeaf], like: Any, order: tuple[int, ...] | None = None
 ) -> None:
-    from jtrain.checkpoint import layer_order, tree_paths
+    from jtrain.checkpoint import array_files, layer_order
 
-    wanted = tree_paths.leaves(layer_order.logical(like, order))
+    expected_leaves = array_files.leaves(layer_order.checkpoint_shapes(like, order))
     lines = tuple(
-        f"{name}: {_shown(saved.get(name))} in the checkpoint, {_shown(wanted.get(name))} in this run"
-        for name in dict.fromkeys([*wanted, *saved])
-        if name not in saved or name not in wanted or not _compatible(saved[name], wanted[name])
+        # Expected leaves first, in the model's order; then those that only the checkpoint has.
+        f"{name}: {_leaf_text(saved.get(name))} in the checkpoint, {_leaf_text(expected_leaves.get(name))} "
+        "in this run"
+        for name in dict.fromkeys([*expected_leaves, *saved])
+        if name not in saved
+        or name not in expected_leaves
+        or not _is_compatible(saved[name], expected_leaves[name])
     )
     if not lines:
         return
     kinds = {"opt_state": "optimizer", "scaling": "precision.matmul_dtype"}
-    found = {kinds.get(line.partition(".")[0], "model") for line in lines}
-    what = found.pop() if len(found) == 1 else "model"
-    field = what if "." in what else f"{what}.*"
+    differing_kinds = {kinds.get(line.partition(".")[0], "model") for line in lines}
+    # Two kinds at once mean another model: its optimizer state then differs as well.
+    kind = differing_kinds.pop() if len(differing_kinds) == 1 else "model"
+    field = kind if "." in kind else f"{kind}.*"
     raise CheckpointError(
-        f"The checkpoint {path} is of another {what}: {len(lines)} of {len(wanted)} leaves differ.\n  "
-        f"{_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another --workdir."
+        f"The checkpoint {path} is of another {kind}: {len(lines)} of {len(expected_leaves)} leaves "
+        f"differ.\n  {_join_some(lines, '\n  ')}\nSet {field} as in {path / files.CONFIG}, or choose another "
+        "--workdir."
     )
 
 
-def _compatible(saved: ManifestLeaf, wanted: ManifestLeaf) -> bool:
-    floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (saved, wanted))
-    return saved.shape == wanted.shape and (saved.dtype == wanted.dtype or floating)
+def _is_compatible(saved: ManifestLeaf, expected: ManifestLeaf) -> bool:
+    floating = all(leaf.dtype.startswith(("float", "bfloat")) for leaf in (saved, expected))
+    return saved.shape == expected.shape and (saved.dtype == expected.dtype or floating)
 
 
-def _shown(leaf: ManifestLeaf | None) -> str:
+def _leaf_text(leaf: ManifestLeaf | None) -> str:
     return "nothing" if leaf is None else str(leaf)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.checkpoint import files, lost_history, restoring
+from jtrain.checkpoint import files, lost_history, removal, restoring
 from jtrain.checkpoint.saving import Saves
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
@@ -55,7 +55,7 @@ class Checkpoints(Saves):
     order.
 
         with Checkpoints(workdir, CheckpointSpec()) as checkpoints:
-            checkpoints.save(step, state, data_state, config_text)  # returns when the arrays are copied or written
+            checkpoints.save(step, state, data_state, config_text)  # returns when the arrays were copied
             checkpoints.wait()  # returns when the checkpoint is durable
 
     After a kill at any instant, the checkpoints committed before are intact and no partial one counts as
@@ -75,6 +75,7 @@ class Checkpoints(Saves):
         self, workdir: Path, spec: CheckpointSpec, *, layer_order: tuple[int, ...] | None = None
     ) -> None:
         super().__init__(
+            # Absolute: a later chdir of user code must not move the checkpoints.
             (workdir if in_store(workdir) else workdir.absolute()) / "checkpoints",
             every_steps=spec.every_steps,
             max_failures=spec.max_failures,
@@ -90,6 +91,7 @@ class Checkpoints(Saves):
     def latest_step(self) -> int | None:
         """Returns the newest complete checkpoint or None; every process gets the result of process 0."""
         newest = max(self.steps(), default=-1)
+        # Process 0 decides: a file system may show a new folder to the others later. -1 stands for None.
         newest = int(multihost.from_process_zero(np.asarray(newest)))
         return None if newest < 0 else newest
 
@@ -102,21 +104,23 @@ class Checkpoints(Saves):
         Args:
           workdir: folder of the run's other files; the checkpoints' parent if not given.
         """
-        self.settle()
-        found = restoring.restore_newest(self.folder, like, from_scratch=from_scratch, order=self._order)
-        lost_history.begin(workdir or self.folder.parent, self.folder, found)
-        return found
+        # A save in flight could still rename its folder into place while the restore lists the steps.
+        self.wait_for_save()
+        restored = restoring.restore_newest(self.folder, like, from_scratch=from_scratch, order=self._order)
+        # After the restore: the note must name the step that really was read.
+        lost_history.begin(workdir or self.folder.parent, self.folder, restored)
+        return restored
 
     def restore(self, step: int, like: Any, *, verify: bool = True) -> tuple[Any, dict[str, Any]]:
         """Reads the state and data state of a checkpoint; see `restoring.restore`."""
-        self.settle()
+        self.wait_for_save()
         return restoring.restore(self.folder, step, like, verify=verify, order=self._order)
 
     def restore_part(self, step: int, like: dict[str, Any], *, verify: bool = True) -> dict[str, Any]:
         """Reads some branches of the state, such as `{"params": ...}`, and no others; see
         `restoring.restore`.
         """
-        self.settle()
+        self.wait_for_save()
         return restoring.restore_part(self.folder, step, like, verify=verify)
 
     def data_state(self, step: int) -> dict[str, Any]:
@@ -127,7 +131,7 @@ class Checkpoints(Saves):
         """Returns the flat config of the run that saved `step`; raises CheckpointError if it does not
         exist.
         """
-        self.settle()
+        self.wait_for_save()
         path, _ = restoring.open_step(self.folder, step, verify=False)
         return (path / files.CONFIG).read_text()
 
@@ -137,6 +141,7 @@ class Checkpoints(Saves):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        # After an exception the other processes may be gone: `close` must not wait for them without end.
         self.close(abandon=error is not None)
 
     def _prune(self) -> None:
@@ -146,5 +151,6 @@ class Checkpoints(Saves):
         if self.hold:
             return
         keep = {"keep_last": self._spec.keep_last, "keep_every_steps": self._spec.keep_every_steps}
-        for step in files.surplus(self.steps(), **keep):
-            files.delete(self.folder, step)
+        # By the list on the disk, not by a memory of what was saved: a restart or a user may have changed it.
+        for step in removal.surplus_steps(self.steps(), **keep):
+            removal.delete(self.folder, step)

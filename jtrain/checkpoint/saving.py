@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError, gib
 from jtrain.runtime import multihost
 from jtrain.runtime.retry import Backoff
-from jtrain.runtime.store_paths import in_store, said
+from jtrain.runtime.store_paths import error_line, in_store
 
 if TYPE_CHECKING:
     from jtrain.checkpoint.layer_order import LayerOrder
@@ -81,19 +81,23 @@ class Saves:
             if multihost.process_index() == 0:
                 if not in_store(self.folder):
                     self.folder.mkdir(parents=True, exist_ok=True)
+                    # `.deleted`, so that `sweep` removes it if a kill falls between the two lines.
                     probe = self.folder / "writable.deleted"
                     probe.mkdir(exist_ok=True)
                     probe.rmdir()
-                files.sweep(self.folder)
+                # After the probe, in process 0 alone: no save is in
+                # flight yet that could own a partial folder.
+                removal.sweep(self.folder)
         except Exception as error:  # clients of stores raise many types
             raise CheckpointError(
-                f"{self.folder} cannot be written to ({said(error)}).{self._room()}{self._kept()}"
+                f"{self.folder} cannot be written to "
+                f"({error_line(error)}).{self._room_text()}{self._kept_text()}"
             ) from error
         # Copies, for the time in which the threads that write wait for the disk: what those can write from
         # the state's memory takes a fifth less CPU time than a copy that is written later.
-        self._pool = array_writer.threads(low=True)
+        self._pool = array_writer.open_pool(low=True)
 
-    def due(self, step: int) -> bool:
+    def should_save(self, step: int) -> bool:
         """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its
         next try.
         """
@@ -126,15 +130,19 @@ class Saves:
             cannot be written to at the first save.
           TypeError, ValueError: data_state cannot be written as JSON.
         """
+        # First: a data state that cannot be written is the caller's error, and must not cost a save its turn.
         data = json.dumps(data_state, allow_nan=False)
         self.prepare()
-        self._settle(step, fatal=not last)
-        if not last and self._retry_step is not None and not self.due(step):
-            return False  # the one before has just been found to have failed: this one would meet the same full disk
-        there = (
+        # At most one save is in flight: two would need twice the memory of the copies.
+        self._finish_save(step, fatal=not last)
+        if not last and self._retry_step is not None and not self.should_save(step):
+            # The save before has just been found to have failed: this one would meet the same full disk.
+            return False
+        existing_steps = (
             self._steps() or () if multihost.process_index() == 0 else ()
         )  # if not known, the save says why
-        if multihost.from_process_zero(np.asarray(step in there)):
+        # Process 0 decides for all: a shared disk may show them different listings.
+        if multihost.from_process_zero(np.asarray(step in existing_steps)):
             self._failures, self._retry_step = 0, None
             return False
         self._last = (step, state, data, config_text) if last else None
@@ -153,44 +161,52 @@ class Saves:
         Raises:
           CheckpointError: it was the last of `max_failures` in a row.
         """
+        # The last save is `wait`'s: it retries at once, where no step follows.
         if self._task is None or self._last is not None:
             return
         running = not self._task.ended
+        # A save ends at its own time in each process; all must count a failure at the same step.
         if multihost.process_count() > 1:
             (running,) = multihost.agree(running)
         if not running:
-            self._settle(step)
+            self._finish_save(step)
 
-    def settle(self) -> None:
+    def wait_for_save(self) -> None:
         """Returns when no save is in flight. Says if it has failed, and raises nothing: `check` decides about
         that.
         """
-        self._settle(fatal=False)
+        self._finish_save(fatal=False)
 
-    def _settle(self, step: int | None = None, *, fatal: bool = True) -> None:
+    def _finish_save(self, step: int | None = None, *, fatal: bool = True) -> None:
         """Waits for the save in flight, if there is one. A failure is said and counted.
 
         Args:
           step: number of steps completed by now, from which the step of the next try is counted.
           fatal: raises at the last failure of `max_failures` in a row.
         """
-        task = self._joined()
+        task = self._join_task()
         if task is None:
             return
         if task.failure is None:
             self._failures, self._retry_step = 0, None
             return
         self._failures += 1
+        # 1/16 of the interval, doubled at each failure: 1000 steps give 62, 124, 248.
         pause = max(1, (self._every_steps or _FRACTION) // _FRACTION) * 2 ** (self._failures - 1)
+        # From the step by now: the failed save's own may be long past.
         self._retry_step = (task.contents.step if step is None else step) + pause
-        most = self._max_failures
-        if fatal and self._failures >= most:
-            times = "" if most == 1 else f" {most} saves in a row failed (checkpoint.max_failures={most})."
-            raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
+        max_failures = self._max_failures
+        if fatal and self._failures >= max_failures:
+            times = (
+                ""
+                if max_failures == 1
+                else f" {max_failures} saves in a row failed (checkpoint.max_failures={max_failures})."
+            )
+            raise CheckpointError(f"{self._failure_text(task)}{times}{self._resume_text()}")
         self.say(
-            f"WARNING: {self._failed(task)} Training goes on, and the next try is after step "
-            f"{self._retry_step}: this was failure {self._failures}, and checkpoint.max_failures={most} in a "
-            "row end the run."
+            f"WARNING: {self._failure_text(task)} Training goes on, and the next try is after step "
+            f"{self._retry_step}: this was failure {self._failures}, and "
+            f"checkpoint.max_failures={max_failures} in a row end the run."
         )
 
     def wait(self) -> None:
@@ -201,19 +217,20 @@ class Saves:
         Raises:
           CheckpointError: the save failed. Earlier checkpoints are unchanged.
         """
-        most = self._max_failures
+        max_failures = self._max_failures
         for failures in itertools.count(1):
-            task = self._joined()
+            task = self._join_task()
             if task is None or task.failure is None:
                 break
-            if self._last is None or failures >= most:
+            # `failures` counts tries of this save, `_failures` saves in a row.
+            if self._last is None or failures >= max_failures:
                 self._last = None
                 times = f" It was tried {failures} times." if failures > 1 else ""
-                raise CheckpointError(f"{self._failed(task)}{times}{self._resumes()}")
+                raise CheckpointError(f"{self._failure_text(task)}{times}{self._resume_text()}")
             pause = LAST_RETRY.wait_s(failures)
             self.say(
-                f"WARNING: {self._failed(task)} The next try is in {pause:.0f} s, {failures} of {most} "
-                "failed."
+                f"WARNING: {self._failure_text(task)} The next try is in {pause:.0f} s, {failures} of "
+                f"{max_failures} failed."
             )
             time.sleep(pause)  # a full disk may have room by then
             self._start(*self._last)
@@ -233,10 +250,11 @@ class Saves:
             if not abandon:
                 self.wait()
             elif self._task is not None:
+                # A process on its own is never left waiting, so its save may take its time.
                 self._task.join(ABANDON_S if multihost.process_count() > 1 else None)
                 task, self._task = self._task, None
                 if not task.ended or task.failure is not None:
-                    self.say(f"WARNING: {self._failed(task)}")
+                    self.say(f"WARNING: {self._failure_text(task)}")
         finally:
             pool, self._pool = self._pool, None
             if pool is not None:
@@ -246,16 +264,18 @@ class Saves:
         """Deletes surplus checkpoints, after a newer one was read back."""
 
     def _start(self, step: int, state: Any, data: str, config_text: str) -> None:
-        from jtrain.checkpoint import host_copy, layer_order, save_task, tree_paths
+        from jtrain.checkpoint import array_files, host_copy, layer_order, save_task
 
         assert self._pool is not None
-        leaves = tree_paths.leaves(layer_order.logical(state, self._order))
+        leaves = array_files.leaves(layer_order.checkpoint_shapes(state, self._order))
         contents = save_task.Contents(
-            step, leaves, layer_order.described(state, self._order), data, config_text
+            step, leaves, layer_order.describe_leaves(state, self._order), data, config_text
         )
         chunks = host_copy.StateChunks(state, layer_order.splitter(self._order))
+        # A store is slow: all is copied first, so that training waits for memory and not for the network.
         if in_store(self.folder):
             chunks.copy(self._pool)
+        # The task's threads start to write at once, from the front; `release` copies from the back.
         self._task = save_task.SaveTask(
             self.folder,
             contents,
@@ -264,9 +284,10 @@ class Saves:
             background=self._last is None,
             prune=self._prune,
         )
+        # Returns when the state's memory is read no more: the caller donates it to the next step.
         chunks.release(self._pool)
 
-    def _joined(self) -> "SaveTask | None":
+    def _join_task(self) -> "SaveTask | None":
         """Returns the save that was in flight, after its end."""
         task, self._task = self._task, None
         if task is None:
@@ -276,20 +297,21 @@ class Saves:
             self.say(f"WARNING: {task.warning}.")
         return task
 
-    def _failed(self, task: "SaveTask") -> str:
+    def _failure_text(self, task: "SaveTask") -> str:
         state_bytes = sum(leaf.bytes for leaf in task.contents.leaves.values())
-        why = task.failure or f"no end within {ABANDON_S:.0f} s"
+        reason = task.failure or f"no end within {ABANDON_S:.0f} s"
         return (
-            f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({why}). The state has "
-            f"{gib(state_bytes)},{self._room()}{self._kept()}"
+            f"{self.folder} cannot take the checkpoint of step {task.contents.step} ({reason}). The state "
+            f"has {gib(state_bytes)},{self._room_text()}{self._kept_text()}"
         )
 
-    def _room(self) -> str:
+    def _room_text(self) -> str:
         if in_store(self.folder):
             return " Check the store and the credentials for it, or choose another --workdir."
-        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
-        free = gib(shutil.disk_usage(there).free)
-        return f" {free} are free on this disk. Fix the cause, or choose another --workdir."
+        # The folder itself may be missing, which is why the save failed: its disk is that of a parent.
+        existing_folder = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        free_text = gib(shutil.disk_usage(existing_folder).free)
+        return f" {free_text} are free on this disk. Fix the cause, or choose another --workdir."
 
     def _steps(self) -> tuple[int, ...] | None:
         """Returns the steps of the complete checkpoints, or None if the disk or store does not tell them."""
@@ -298,17 +320,19 @@ class Saves:
         except Exception:  # clients of stores raise many types
             return None
 
-    def _kept(self) -> str:
-        there = self._steps()
-        if there is None:
+    def _kept_text(self) -> str:
+        complete_steps = self._steps()
+        if complete_steps is None:
             return " Earlier checkpoints are untouched, but cannot be listed now."
-        if not there:
+        if not complete_steps:
             return " No checkpoint was written before."
-        return f" Earlier checkpoints are untouched: steps {', '.join(map(str, there))}."
+        return f" Earlier checkpoints are untouched: steps {', '.join(map(str, complete_steps))}."
 
-    def _resumes(self) -> str:
-        there = self._steps()
-        newest = "its newest checkpoint" if there is None else f"step {max(there, default=0)}"
+    def _resume_text(self) -> str:
+        complete_steps = self._steps()
+        newest = (
+            "its newest checkpoint" if complete_steps is None else f"step {max(complete_steps, default=0)}"
+        )
         return f" The same command goes on from {newest}."
 
 

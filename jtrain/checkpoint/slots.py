@@ -1,7 +1,7 @@
 """Checkpoint folders in memory that are written over again and again, without taking and clearing memory
 anew.
 
-    a/state/params.layers.q/c.0.3    one chunk of a shard, as in every checkpoint (`jtrain.checkpoint.array_files`)
+    a/state/params.layers.q/c.0.3    one chunk of a shard, as in every checkpoint (`array_files`)
     a/data.json, config.txt          as in every checkpoint
     a/manifest.json                  with a `Part`: removed before the first byte changes, and written last
     b/...
@@ -24,12 +24,13 @@ import jax
 import numpy as np
 
 from jtrain.checkpoint import array_files, files, folders
+from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
 from jtrain.checkpoint.host_copy import first_element
-from jtrain.checkpoint.tree_paths import by_keys
 
 SLOTS = ("a", "b")
 
+# The C functions return a pointer and take a 64-bit offset: ctypes assumes int for both unless told.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
@@ -43,7 +44,7 @@ def whole_slots(folder: Path) -> Iterator[tuple[Path, Manifest]]:
             yield slot, files.read_manifest(slot)
 
 
-def empty(slot: Path) -> None:
+def mark_empty(slot: Path) -> None:
     """Marks a slot as one that holds no state."""
     (slot / files.MANIFEST).unlink(missing_ok=True)
 
@@ -53,11 +54,11 @@ def held_leaves(tree: Any) -> dict[str, ManifestLeaf]:
     once.
     """
 
-    def held(leaf: Any) -> ManifestLeaf:
+    def describe_held(leaf: Any) -> ManifestLeaf:
         shape, dtype = leaf.sharding.shard_shape(leaf.shape), np.dtype(leaf.dtype)
         return ManifestLeaf(tuple(shape), dtype.name, len(_starts(leaf)) * math.prod(shape) * dtype.itemsize)
 
-    return {".".join(keys): held(leaf) for keys, leaf in by_keys(tree)}
+    return {".".join(keys): describe_held(leaf) for keys, leaf in by_keys(tree)}
 
 
 def chunk_sizes(tree: Any) -> dict[str, int]:
@@ -87,6 +88,7 @@ def reserve(slot: Path, sizes: Mapping[str, int]) -> None:
         try:
             if os.fstat(handle).st_size != size:
                 os.ftruncate(handle, size)
+            # tmpfs takes memory at the first write; a map of a page that it cannot get ends in SIGBUS.
             if size:
                 os.posix_fallocate(handle, 0, size)
         finally:
@@ -106,6 +108,7 @@ def shared_map(path: Path) -> np.ndarray:
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
     memory = (ctypes.c_ubyte * size).from_address(address)
+    # Not at exit: the kernel takes the memory back anyway.
     weakref.finalize(memory, _libc.munmap, address, size).atexit = False
     return np.frombuffer(memory, np.uint8)
 
@@ -120,19 +123,20 @@ def read(slot: Path, manifest: Manifest, like: Any) -> Any:
       CheckpointError: the slot is of another state, or damaged.
     """
     sizes = {name: size for name, (size, _) in manifest.files.items() if name.startswith(f"{files.STATE}/")}
+    # Before hashing: a state of other shapes is not damaged, only of another run.
     if manifest.leaves != held_leaves(like) or sizes != chunk_sizes(like):
         raise CheckpointError("it is of another model, optimizer or layout")
-    if damage := files.damage(slot, manifest):
+    if damage := files.find_damage(slot, manifest):
         raise CheckpointError("; ".join(damage[:3]))
 
     def array(keys: tuple[str, ...], leaf: Any) -> jax.Array:
         def shard(index: Any) -> np.ndarray:
-            found = np.empty(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
-            content = found.reshape(-1).view(np.uint8)
+            block = np.empty(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+            content = block.reshape(-1).view(np.uint8)
             for chunk in _chunks(leaf, first_element(index)):
                 with open(slot / files.STATE / ".".join(keys) / chunk.name, "rb") as file:
                     file.readinto(content[chunk.start_byte : chunk.start_byte + chunk.num_bytes])
-            return found
+            return block
 
         return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
 
@@ -142,6 +146,7 @@ def read(slot: Path, manifest: Manifest, like: Any) -> Any:
 
 def _starts(leaf: Any) -> set[tuple[int, ...]]:
     indices = leaf.sharding.addressable_devices_indices_map(leaf.shape)
+    # A set: replicas on several devices have one start, and are held once.
     return {first_element(index) for index in indices.values()}
 
 

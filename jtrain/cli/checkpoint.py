@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError
 from jtrain.cli.options import add_json, add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
@@ -28,6 +28,7 @@ def add_options(parser: Parser) -> None:
 def execute(show: Callable[[Path, int | None], tuple[Any, int]], args: Args) -> int:
     """Runs a command on the folder of checkpoints; returns the exit code. Imports neither jax nor orbax."""
     folder = workdir_path(args.workdir) / "checkpoints"
+    # Only in a store: errors of a disk name their file, those of store clients need a way out.
     with store_errors(args.workdir) if in_store(folder) else contextlib.nullcontext():
         if not in_store(folder) and not folder.is_dir():
             raise CheckpointError(f"There is no directory {folder}. Give the --workdir of a run.")
@@ -38,48 +39,51 @@ def execute(show: Callable[[Path, int | None], tuple[Any, int]], args: Args) -> 
 
 def _list(folder: Path, step: int | None) -> tuple[Any, int]:
     rows: list[dict[str, Any]] = []
-    for found in _chosen(folder, step, default=files.steps(folder)):
+    for step_found in _choose_steps(folder, step, default=files.steps(folder)):
         try:
-            manifest = files.read_manifest(folder / str(found))
-            rows.append(_row(str(found), found, manifest.saved_at, manifest.file_bytes, None))
+            manifest = files.read_manifest(folder / str(step_found))
+            rows.append(_row(str(step_found), step_found, manifest.saved_at, manifest.file_bytes, None))
+        # A damaged manifest is a row of the table, not the end of it.
         except CheckpointError as error:
-            rows.append(_row(str(found), found, None, None, f"damaged: {error}"))
+            rows.append(_row(str(step_found), step_found, None, None, f"damaged: {error}"))
+    # Everything else in the folder, unless one step is asked for.
     if step is None:
-        killed, away = (
+        interrupted_text, set_aside_text = (
             "left by an interrupted save, deletion or copy",
             "found damaged at a start, and set aside",
         )
         rows += [
-            _row(name, None, None, None, away if files.is_set_aside(name) else killed)
-            for name in files.partial(folder)
+            _row(name, None, None, None, set_aside_text if removal.is_set_aside(name) else interrupted_text)
+            for name in removal.unread_names(folder)
         ]
     table = Table(
         "checkpoints", numbers("step") + words("saved at (UTC)") + numbers("size") + words("complete")
     )
     for row in rows:
         size = "-" if row["bytes"] is None else _size(row["bytes"])
-        why = "yes" if row["complete"] else f"no: {row['why']}"
-        table.add(row["name"], (row["saved_at"] or "-")[:19], size, why)
+        complete_text = "yes" if row["complete"] else f"no: {row['why']}"
+        table.add(row["name"], (row["saved_at"] or "-")[:19], size, complete_text)
     print("\n".join(table.lines()))
     return rows, 0
 
 
 def _row(
-    name: str, step: int | None, saved_at: str | None, size: int | None, why: str | None
+    name: str, step: int | None, saved_at: str | None, size: int | None, reason: str | None
 ) -> dict[str, Any]:
     return {
         "name": name,
         "step": step,
         "saved_at": saved_at,
         "bytes": size,
-        "complete": why is None,
-        "why": why,
+        "complete": reason is None,
+        "why": reason,
     }
 
 
 def _show(folder: Path, step: int | None) -> tuple[Any, int]:
-    (found,) = _chosen(folder, step, default=files.steps(folder)[-1:])
-    path = folder / str(found)
+    # The newest, since `show` prints one checkpoint.
+    (shown_step,) = _choose_steps(folder, step, default=files.steps(folder)[-1:])
+    path = folder / str(shown_step)
     manifest = files.read_manifest(path)
     data = json.loads((path / files.DATA).read_text())
     config = (path / files.CONFIG).read_text()
@@ -88,7 +92,7 @@ def _show(folder: Path, step: int | None) -> tuple[Any, int]:
         table.add(name, str(list(leaf.shape)), leaf.dtype, _size(leaf.bytes))
     print("\n".join(table.lines()))
     print(
-        f"\n{len(manifest.leaves)} leaves, {_size(manifest.state_bytes)}; step {found}, saved "
+        f"\n{len(manifest.leaves)} leaves, {_size(manifest.state_bytes)}; step {shown_step}, saved "
         f"{manifest.saved_at}"
     )
     print(f"\ndata state: {json.dumps(data, indent=1)}\n\nconfig:\n{config}", end="")
@@ -96,46 +100,54 @@ def _show(folder: Path, step: int | None) -> tuple[Any, int]:
         name: {"shape": list(leaf.shape), "dtype": leaf.dtype, "bytes": leaf.bytes}
         for name, leaf in manifest.leaves.items()
     }
-    return {"step": found, "saved_at": manifest.saved_at, "leaves": leaves, "data": data, "config": config}, 0
+    return {
+        "step": shown_step,
+        "saved_at": manifest.saved_at,
+        "leaves": leaves,
+        "data": data,
+        "config": config,
+    }, 0
 
 
 def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
     rows: list[dict[str, Any]] = []
-    for found in _chosen(folder, step, default=files.steps(folder)):
+    for checked_step in _choose_steps(folder, step, default=files.steps(folder)):
         try:
-            manifest = files.read_manifest(folder / str(found))
-            wrong = files.damage(folder / str(found), manifest)
-            checked = f"{len(manifest.files)} files, {_size(manifest.file_bytes)}"
+            manifest = files.read_manifest(folder / str(checked_step))
+            # All files, unlike a restart: this command is asked to read everything.
+            damaged_files = files.find_damage(folder / str(checked_step), manifest)
+            what_checked = f"{len(manifest.files)} files, {_size(manifest.file_bytes)}"
         except CheckpointError as error:
-            wrong, checked = [str(error)], "manifest"
-        rows.append({"step": found, "damage": wrong})
-        print(f"step {found}: {'DAMAGED' if wrong else 'intact'} ({checked})")
-        for line in wrong:
+            damaged_files, what_checked = [str(error)], "manifest"
+        rows.append({"step": checked_step, "damage": damaged_files})
+        print(f"step {checked_step}: {'DAMAGED' if damaged_files else 'intact'} ({what_checked})")
+        for line in damaged_files:
             print(f"  {line}", file=sys.stderr)
-    for lost in files.lost_manifests(folder) if step is None else ():
-        rows.append({"step": lost, "damage": [f"{files.MANIFEST} is missing"]})
-        print(f"step {lost}: DAMAGED ({files.MANIFEST} is missing)")
+    # Arrays without a manifest, which no step's folder lists.
+    for unsealed_step in removal.lost_manifests(folder) if step is None else ():
+        rows.append({"step": unsealed_step, "damage": [f"{files.MANIFEST} is missing"]})
+        print(f"step {unsealed_step}: DAMAGED ({files.MANIFEST} is missing)")
     if any(row["damage"] for row in rows):
-        whole = [row["step"] for row in rows if not row["damage"]]
+        intact_steps = [row["step"] for row in rows if not row["damage"]]
         print(
-            f"error: damaged checkpoints. Intact steps: {whole or 'none'}. Move the damaged ones out of "
-            f"{folder}.",
+            f"error: damaged checkpoints. Intact steps: {intact_steps or 'none'}. Move the damaged ones out "
+            f"of {folder}.",
             file=sys.stderr,
         )
         return rows, 2
     return rows, 0
 
 
-def _chosen(folder: Path, step: int | None, *, default: tuple[int, ...]) -> tuple[int, ...]:
-    there = files.steps(folder)
-    if not there:
+def _choose_steps(folder: Path, step: int | None, *, default: tuple[int, ...]) -> tuple[int, ...]:
+    complete_steps = files.steps(folder)
+    if not complete_steps:
         raise CheckpointError(f"No complete checkpoint in {folder}.")
     if step is None:
         return default
-    if step not in there:
+    if step not in complete_steps:
         raise CheckpointError(
             f"--step {step}: no complete checkpoint in {folder}, which has steps "
-            f"{', '.join(map(str, there))}."
+            f"{', '.join(map(str, complete_steps))}."
         )
     return (step,)
 

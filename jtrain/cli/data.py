@@ -119,12 +119,14 @@ def inspect(args: Args, run: "Run", dataset: "TextDataset") -> int:
     pieces = pieces_of_step(dataset, step)
     tokens = sum(piece["end_token"] - piece["start_token"] for piece in pieces)
     documents = len({(piece["source"], piece["document"]) for piece in pieces})
+    # All rows of the step, whichever process of the run would read them.
     rows = run.data.global_batch
     print(dataset.describe())
     print(
         f"step {step}: {rows} rows, {tokens:,} tokens of {documents} documents, "
         f"{tokens / (rows * run.data.seq_len):.2%} full"
     )
+    # With one source, its name would be the same in every line.
     several = len(dataset.names) > 1
     names = [f"{piece['source']} {piece['document']}" if several else piece["document"] for piece in pieces]
     table = Table("documents", numbers("row") + words("document") + numbers("tokens") + words("text"))
@@ -141,6 +143,7 @@ def inspect_order(args: Args, dataset: "TextDataset") -> int:
     from jtrain.data.inspect.order_report import lines_of, measure_order  # lazy: numpy
 
     if args.step is not None:
+        # A step and an order of steps are two questions.
         raise UserError(
             f"--order reads all steps from the first one on, so --step {args.step} has no meaning with it."
         )
@@ -155,17 +158,18 @@ def plan(args: Args, run: "Run", dataset: "TextDataset") -> int:
     """Prints the estimated resources of one host; returns the exit code."""
     from jtrain.data.inspect.resource_estimate import budget
 
-    found = budget(dataset, rows=run.data.global_batch)
+    # All rows of the batch, as if one host read them.
+    estimate = budget(dataset, rows=run.data.global_batch)
     print(dataset.describe())
     print(f"data.engine={run.data.engine}, for each host:")
     fields = ("processes", "threads", "descriptors", "memory_mib")
     table = Table("resources", words("role") + numbers("processes", "threads", "descriptors", "about MiB"))
-    for role in found.roles:
+    for role in estimate.roles:
         table.add(role.role, *(f"{getattr(role, field):,}" for field in fields))
-    table.add("all", *(f"{found.total(field):,}" for field in fields))
+    table.add("all", *(f"{estimate.total(field):,}" for field in fields))
     print("\n".join(table.lines()))
-    totals = {field: found.total(field) for field in fields}
-    write_json(args, {"roles": [dataclasses.asdict(role) for role in found.roles], **totals})
+    totals = {field: estimate.total(field) for field in fields}
+    write_json(args, {"roles": [dataclasses.asdict(role) for role in estimate.roles], **totals})
     return 0
 
 
@@ -175,18 +179,19 @@ def bench(args: Args, run: "Run", dataset: "TextDataset") -> int:
         raise UserError(
             f"--steps {args.steps} must be at least 2, because the first batch is timed separately."
         )
+    # The ranks over which a batch is balanced; with `data=auto` the fewest.
     ranks = math.prod(run.mesh.resolve_data(1).shape[axis] for axis in BATCH_AXES)
     from jtrain.data.inspect.throughput import measure_throughput
 
-    figures, said = measure_throughput(dataset, args.steps, ranks=ranks)
+    figures, lines = measure_throughput(dataset, args.steps, ranks=ranks)
     print(dataset.describe())
-    for line in said:
+    for line in lines:
         print(line)
     for name, value in figures.items():
-        shown = f"{value:,.4g}" if isinstance(value, float) else value
+        value_text = f"{value:,.4g}" if isinstance(value, float) else value
         if isinstance(value, dict):
-            shown = ", ".join(f"{key} {number:,.4g}" for key, number in value.items())
-        print(f"{name:>18}  {shown}")
+            value_text = ", ".join(f"{key} {number:,.4g}" for key, number in value.items())
+        print(f"{name:>18}  {value_text}")
     write_json(args, figures)
     return 0
 
@@ -204,6 +209,7 @@ def prepare(args: Args) -> int:
         on_bad_record=run.data.on_bad_record,
         cache_dir=Path(run.data.cache_dir).expanduser(),
         workers=args.workers,
+        # The words as they were typed, so that the file that is written can repeat the command.
         command=shlex.join(["python", "-m", "jtrain.data", "prepare", *args.words]),
     )
     write_json(args, {"sources": [dataclasses.asdict(row) for row in rows]})
@@ -242,36 +248,40 @@ def verify(args: Args) -> int:
     from jtrain.data.pretokenized.reader import INDEX, PreparedIndex, command  # lazy: numpy
 
     root = Path(args.folder)
+    # A URL cannot be listed for folders: it is taken as one source's index.
     if "://" in args.folder or (root / INDEX).exists():
         folders = [args.folder]
     else:
-        there = root.iterdir() if root.is_dir() else ()
-        folders = sorted(str(path) for path in there if path.is_dir() and not path.name.startswith("."))
+        entries = root.iterdir() if root.is_dir() else ()
+        folders = sorted(str(path) for path in entries if path.is_dir() and not path.name.startswith("."))
     if not folders:
         raise FileError(f"{args.folder} has no prepared index. Make one: {command(str(root / 'NAME'))}")
-    found, commands = [], {}
+    rows, commands = [], {}
     for folder in folders:
         try:
             index = PreparedIndex(folder)
+            # Kept before the check: the command to repeat is known even if the index is damaged.
             commands[folder] = index.command
             damage = index.verify()
-            what = f"{index.num_records:,} records, {index.num_tokens:,} tokens"
+            size_text = f"{index.num_records:,} records, {index.num_tokens:,} tokens"
         except (ValueError, OSError) as error:  # wrong sizes, or an unreadable index.json
-            damage, what = [str(error)], "its index"
+            damage, size_text = [str(error)], "its index"
         name = folder.rstrip("/").rpartition("/")[2]
-        found.append({"name": name, "damage": damage})
-        print(f"{name}: {'DAMAGED' if damage else 'intact'} ({what})", flush=True)
+        rows.append({"name": name, "damage": damage})
+        print(f"{name}: {'DAMAGED' if damage else 'intact'} ({size_text})", flush=True)
         for line in damage:
             print(f"  {folder}: {line.removeprefix(f'{folder}: ')}", file=sys.stderr)
-    write_json(args, {"sources": found})
-    damaged = [folder for folder, one in zip(folders, found, strict=True) if one["damage"]]
+    write_json(args, {"sources": rows})
+    # Both lists are in the order of `folders`.
+    damaged = [folder for folder, row in zip(folders, rows, strict=True) if row["damage"]]
     if not damaged:
         return 0
-    again = commands.get(damaged[0]) or command(damaged[0])
-    way_out = f"Make them again: rm -r {shlex.join(damaged)} && {again}"
+    # The index itself says how it was made; without it, the folder's name gives the command.
+    rebuild_command = commands.get(damaged[0]) or command(damaged[0])
+    way_out = f"Make them again: rm -r {shlex.join(damaged)} && {rebuild_command}"
     if "://" in damaged[0]:
-        way_out = f"Copy it there again, or make it again: {again}"
-    print(f"error: {len(damaged)} of {len(found)} indexes are damaged. {way_out}", file=sys.stderr)
+        way_out = f"Copy it there again, or make it again: {rebuild_command}"
+    print(f"error: {len(damaged)} of {len(rows)} indexes are damaged. {way_out}", file=sys.stderr)
     return 2
 
 
@@ -285,6 +295,7 @@ def sample(args: Args) -> int:
 
 
 def _run(args: Args) -> "Run":
+    # Before the config: it imports jax, whose platform must be chosen first.
     start_jax(os.environ)
 
     from jtrain.config.load import load_config  # lazy: imports jax and flax, which takes over a second
@@ -298,6 +309,7 @@ def _with_dataset(show: Callable[[Args, "Run", "TextDataset"], int], args: Args)
     run = _run(args)
     from jtrain.data.dataset import open_dataset
 
+    # Messages of the sources go to stderr, so that the table can be piped.
     dataset = open_dataset(run.data, seed=run.seed, say=lambda line: print(line, file=sys.stderr, flush=True))
     return show(args, run, dataset)
 

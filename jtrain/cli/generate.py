@@ -31,6 +31,7 @@ def add_options(parser: Parser) -> None:
 
 def generate(args: Args) -> int:
     """Samples as the parsed arguments ask; returns the exit code."""
+    # Before sampling: the platform is chosen before jax is imported.
     start_jax(os.environ)
     from jtrain.train.sampling import load, stream  # lazy: importing jax takes over a second
 
@@ -47,6 +48,7 @@ def generate(args: Args) -> int:
         top_p=args.top_p,
         seed=args.seed,
     )
+    # The prompt is printed with the first piece, which continues it without a newline.
     for index, piece in enumerate(pieces):
         print(args.prompt + piece if index == 0 else piece, end="", flush=True)
     print()

@@ -41,18 +41,18 @@ def add_import_options(parser: Parser) -> None:
 def export(args: Args) -> int:
     """Writes a model directory; returns the exit code."""
     _start_jax()
-    from jtrain.train import hf_workdirs
+    from jtrain.hf import workdirs
 
-    hf_workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype)
+    workdirs.export(args.workdir, args.out, step=args.step, dtype=args.dtype)
     return 0
 
 
 def import_(args: Args) -> int:
     """Writes a workdir; returns the exit code."""
     _start_jax()
-    from jtrain.train import hf_workdirs
+    from jtrain.hf import workdirs
 
-    hf_workdirs.import_directory(
+    workdirs.import_directory(
         args.folder, args.workdir, config=args.config, fiddlers=args.fiddlers, sets=args.sets
     )
     return 0
@@ -60,6 +60,7 @@ def import_(args: Args) -> int:
 
 def _start_jax() -> None:
     """Starts jax on the CPU: conversion computes nothing, and host memory has room for a whole model."""
+    # One emulated device: conversion computes nothing, and host memory holds a whole model.
     start_jax(os.environ, emulate_devices=1)
 
 

@@ -68,31 +68,38 @@ def launch(args: Args) -> int:
     """Trains, or starts a supervisor that does; returns the exit code."""
     if args.processes is not None and not args.supervise:
         raise UserError(f"--processes {args.processes} starts processes from a supervisor. Add --supervise.")
+    # These only print, and end: no supervisor, no workdir.
     if args.dry_run or args.print_config:  # which only print, and end
         return train(args)
     if args.workdir is None:
         args.workdir = str(default_workdir(args.config))
+    # In the first process: a supervisor would find out only when its child does.
     check_workdir(args.workdir)
     return supervise(args) if args.supervise else train(args)
 
 
 def supervise(args: Args) -> int:
     """Runs the same command without `--supervise` under a supervisor; returns the exit code."""
-    own = Parser("", description="", epilog="")
-    _add_supervisor(own)
-    _, words = own.parse_known_args(args.words)
+    supervisor_options = Parser("", description="", epilog="")
+    _add_supervisor(supervisor_options)
+    # The options of the supervisor are left out, all others go to the child word for word.
+    _, run_words = supervisor_options.parse_known_args(args.words)
+    # None for a URL: supervisors of several hosts meet in folders only.
     workdir = None if re.match(r"\w+:/", args.workdir) else Path(args.workdir)
-    command = [sys.executable, "-m", "jtrain.launch", *words]
+    command = [sys.executable, "-m", "jtrain.launch", *run_words]
+    # One process, unless --processes says more.
     processes = 1 if args.processes is None else args.processes
     return Supervisor(command, os.environ, processes=processes, workdir=workdir).run()
 
 
 def train(args: Args) -> int:
     """Runs the command in this process; returns the exit code."""
+    # First: the heartbeat tells the supervisor that this process is alive before it imports jax.
     heart = start_heart(os.environ)
     if args.topology is not None and not args.dry_run:
         raise UserError(f"--topology {args.topology} compiles for a machine that is not here. Add --dry-run.")
     if args.topology is not None:
+        # Before jax is imported: it reads these variables when it looks for devices.
         os.environ.update(AOT_ENVIRONMENT)
     # Ignore trace requests until the loop handles them: by default SIGUSR1 would end the process.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -107,22 +114,24 @@ def train(args: Args) -> int:
         print(tree.flat(run_config), end="")
         return 0
     run = build_run(run_config)
+    # Before devices are used: XLA reads these variables when it makes its allocator.
     if run.layout.offload.unified_memory:
         use_unified_memory(os.environ, topology=args.topology)
 
-    from jtrain.config.devices import settle_mesh
+    from jtrain.config.devices import resolve_mesh
     from jtrain.plan import auto_layout
     from jtrain.plan.from_run import dry_run
     from jtrain.train.start import start
 
     if args.dry_run:
-        devices, lines = settle_mesh(run_config, auto_layout.devices_of(args.topology))
-        for line in (*lines, *auto_layout.settle(run_config, devices=devices, workdir=None)):
+        # The devices of the topology, which need not be here.
+        devices, lines = resolve_mesh(run_config, auto_layout.devices_of(args.topology))
+        for line in (*lines, *auto_layout.choose_layout(run_config, devices=devices, workdir=None)):
             print(line)
         dry_run(build_run(run_config), topology=args.topology, devices=devices)
         return 0
-    meant = dict(allow_change=args.allow_change, from_scratch=args.from_scratch)
-    return start(run_config, run, home=workdir_path(args.workdir), environ=os.environ, heart=heart, **meant)
+    options = dict(allow_change=args.allow_change, from_scratch=args.from_scratch)
+    return start(run_config, run, home=workdir_path(args.workdir), environ=os.environ, heart=heart, **options)
 
 
 VERB = Verb(

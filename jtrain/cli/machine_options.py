@@ -47,6 +47,7 @@ def add_count(parser: Parser, what: str = "devices (default: those of the config
 
 def start_without_devices() -> None:
     """Starts JAX for a plan: it is for another machine, so JAX must not look for devices of this one."""
+    # Before jax looks for devices: a plan's machine need not be here.
     os.environ.update(AOT_ENVIRONMENT)
     start_jax(os.environ)
 
@@ -67,11 +68,13 @@ def machine_and_price(
     from jtrain.plan.machine_file import load_machine
     from jtrain_kernels.device import DEVICES, from_name
 
+    # Gbit/s to bytes per second, as the machine states it.
     network = None if args.network is None else args.network * 1e9 / 8
     if args.machine is not None and args.device is not None:
         raise UserError(
             f"--machine {args.machine} with --device {args.device}: both name a machine. Leave one out."
         )
+    # The file is the whole machine; options change single fields of it.
     if args.machine is not None:
         machine, price = load_machine(args.machine, count=count)
         return machine.changed(host_memory_bytes=args.host_memory, network_bytes_per_s=network), price
@@ -79,6 +82,7 @@ def machine_and_price(
         names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
         raise UserError(f"no machine is named. Give --device, one of {', '.join(names)}, or --machine FILE.")
     if count is None:
+        # Without a count, one host of the device: its collectives need no network.
         count = of_config or from_name(args.device).host.devices
     return make_machine(
         args.device, count, host_memory_bytes=args.host_memory, network_bytes_per_s=network

@@ -10,6 +10,7 @@ from jtrain.cli.run import STDOUT, Parser, WrongValue
 from jtrain.runtime.accelerators import DEVICES
 
 _SUFFIXES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
+# 1024 in KiB, MiB, and in K, M without a unit, as nccl-tests counts; 1000 in KB, MB.
 _UNITS = {"": 1, "B": 1} | {f"{p}B": 1000**k for k, p in enumerate("KMGT", 1)}
 _UNITS |= {p + end: 1024**k for k, p in enumerate("KMGT", 1) for end in ("iB", "")}
 
@@ -72,6 +73,7 @@ def output_file(text: str) -> Path:
     begins.
     """
     path = Path(text)
+    # Refused before work begins: a plan may take minutes.
     if path != STDOUT and not path.absolute().parent.is_dir():
         raise WrongValue(f"{text}: there is no folder {path.absolute().parent}. Make it first")
     return path
@@ -79,11 +81,13 @@ def output_file(text: str) -> Path:
 
 def number(text: str) -> float:
     """A number above 0 such as `15T`, `300B`, `4M` or `1e9`."""
+    # A number as people write it: 15T, 4M, 1e9.
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([KMBGT]?)", text.strip())
     try:
         value = float(match[1]) * _SUFFIXES[match[2]] if match else math.nan
     except ValueError:
         value = math.nan
+    # 0 and infinity are no numbers of tokens or dollars.
     if not 0 < value < math.inf:
         raise WrongValue(f"{text} must be a number above 0, such as 2.5, 1e9, 300B or 15T")
     return value

@@ -88,7 +88,9 @@ def compile_point(run: "Run", point: "Point") -> Any:
     from jtrain_kernels.compile_only.targets import TARGETS, TPUS
 
     machine = point.job.machine
+    # A plan without a machine has no compiler to ask.
     assert machine is not None
+    # TARGETS and TPUS are what this installation can compile for.
     if machine.device.name not in (*TARGETS, *TPUS):
         raise UserError(
             f"--compile: no compiler for {machine.device.name} is known, only for "
@@ -109,6 +111,7 @@ def sheet_of(
     from jtrain.plan.report.plan_sheet import Sheet
 
     assert point.timed is not None
+    # Tokens of the whole run, unless they are given.
     tokens = run.num_steps * point.job.tokens if args.tokens is None else int(args.tokens)
     if tokens < 1:
         raise UserError(f"--tokens {args.tokens} must be at least 1.")
@@ -130,7 +133,7 @@ def sheet_of(
     )
 
 
-def command(args: Args, given: dict[str, str], settings: dict[str, object]) -> str:
+def command(args: Args, values: dict[str, str], settings: dict[str, object]) -> str:
     """The launch command of a layout: the config as given, with every setting that the search decided
     otherwise.
 
@@ -141,7 +144,8 @@ def command(args: Args, given: dict[str, str], settings: dict[str, object]) -> s
     for fiddler in args.fiddlers:
         words += ["--with", fiddler]
     settings = settings | {"layout.auto": False}  # otherwise the launch would decide again
-    decided = [f"{path}={value}" for path, value in settings.items() if repr(value) != given[path]]
+    # Only what differs from the config: the command stays short.
+    decided = [f"{path}={value}" for path, value in settings.items() if repr(value) != values[path]]
     for text in [*args.sets, *decided]:
         words += ["--set", text]
     return shlex.join(words)
@@ -158,26 +162,27 @@ def confirm(
     """
     from jtrain.plan.report.plan_sheet import TOLERANCE
 
-    said: dict[int, Any] = {}
-    good: list[int] = []
+    compiled_by_index: dict[int, Any] = {}
+    fitting_indices: list[int] = []
     for index, point in enumerate(points[: args.top or TOP]):
         console.print(f"compiling {index + 1} of {min(args.top or TOP, len(points))} ...", highlight=False)
-        compiled = said[index] = compile_point(run, point)
-        apart = abs(point.plan.total_bytes / compiled.peak_bytes - 1)
-        if compiled.peak_bytes <= task.machine.hbm_bytes and apart <= TOLERANCE:
-            good.append(index)
-    if not good:
-        listed = ", ".join(f"{c.peak_bytes / 2**30:.1f}" for c in said.values())
+        compiled = compiled_by_index[index] = compile_point(run, point)
+        # The formula's bytes against the compiler's: too far apart is a mistake of either.
+        difference = abs(point.plan.total_bytes / compiled.peak_bytes - 1)
+        if compiled.peak_bytes <= task.machine.hbm_bytes and difference <= TOLERANCE:
+            fitting_indices.append(index)
+    if not fitting_indices:
+        sizes_text = ", ".join(f"{c.peak_bytes / 2**30:.1f}" for c in compiled_by_index.values())
         raise UserError(
-            f"the compiler confirms none of the first {len(said)}: it says {listed} GiB per device of "
-            f"{task.machine.hbm_bytes / 2**30:.1f}, or more than {TOLERANCE:.0%} off the formula. Raise "
-            "--top."
+            f"the compiler confirms none of the first {len(compiled_by_index)}: it says {sizes_text} GiB per "
+            f"device of {task.machine.hbm_bytes / 2**30:.1f}, or more than {TOLERANCE:.0%} off the formula. "
+            "Raise --top."
         )
-    return said, good[0]
+    return compiled_by_index, fitting_indices[0]
 
 
 def search_command(
-    args: Args, run: "Run", task: "SearchTask", console: "Console", given: dict[str, str]
+    args: Args, run: "Run", task: "SearchTask", console: "Console", values: dict[str, str]
 ) -> "tuple[Point, Any]":
     """Prints the ranked table and the launch command; returns the chosen layout with the compiler's figures
     of it.
@@ -191,18 +196,21 @@ def search_command(
     from jtrain.plan.staged_search import search_with_stages
     from jtrain.report.terminal import print_blocks
 
-    over = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
-    points = search(task, over(task), keep=max(10, args.top or TOP))
+    # `layout.auto` alone keeps the config's mesh; --search chooses one too.
+    meshes_of = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
+    # More than are compiled, so that the table has some to compare.
+    points = search(task, meshes_of(task), keep=max(10, args.top or TOP))
     if args.search:
         staged = search_with_stages(task, points)
+        # The first criterion is speed, memory decides between equals.
         points = sorted([*points, *staged], key=lambda point: (point.step_s, point.plan.total_bytes))
     if not points:
         raise no_point(task, None if args.search else run.mesh)
-    said, best = confirm(args, run, task, points, console) if args.compile else ({}, 0)
-    print_blocks([search_table(task, points[: max(10, args.top or TOP)], said)], console)
-    console.print(f"the fastest{' that the compiler confirms' if said else ''}:", style="bold")
-    print(command(args, given, points[best].settings), flush=True)
-    return points[best], said.get(best)
+    compiled_by_index, best_index = confirm(args, run, task, points, console) if args.compile else ({}, 0)
+    print_blocks([search_table(task, points[: max(10, args.top or TOP)], compiled_by_index)], console)
+    console.print(f"the fastest{' that the compiler confirms' if compiled_by_index else ''}:", style="bold")
+    print(command(args, values, points[best_index].settings), flush=True)
+    return points[best_index], compiled_by_index.get(best_index)
 
 
 def execute(args: Args) -> int:
@@ -214,7 +222,7 @@ def execute(args: Args) -> int:
     )  # imported here because they import jax and flax, which takes over a second
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
-    from jtrain.plan.auto_layout import settle_loss_chunk
+    from jtrain.plan.auto_layout import choose_loss_chunk
     from jtrain.plan.calibration import calibrate, measured_computation
     from jtrain.plan.estimate.attention_time import explained
     from jtrain.plan.estimate.step_time import Assumptions
@@ -224,6 +232,7 @@ def execute(args: Args) -> int:
     from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
     from jtrain.report.terminal import new_console
 
+    # Refused rather than ignored.
     if args.top is not None and not (args.search and args.compile):
         raise UserError(
             f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile."
@@ -240,27 +249,31 @@ def execute(args: Args) -> int:
             "own. Leave --efficiency out."
         )
     run_config = load_config(args.config, args.fiddlers, args.sets)
-    given = tree.parse(tree.flat(run_config))
-    machine, of_file = machine_and_price(args, args.count, of_config=mesh_size(run_config))
-    args.price = of_file if args.price is None else args.price
+    # Before anything changes it: `command` prints what the search changes.
+    values = tree.parse(tree.flat(run_config))
+    machine, file_price = machine_and_price(args, args.count, of_config=mesh_size(run_config))
+    args.price = file_price if args.price is None else args.price
+    # The search finds the mesh: what the config says must not bind it.
     if args.search:  # the search finds the mesh
         axes = ("replica", "stage", "data", "expert", "context", "tensor")
         set_values(run_config, {f"mesh.{axis}": 1 for axis in axes} | {"layout.microbatches": 1})
         notes = []
     else:
         notes = for_devices(run_config, machine.count)
-    of_loss = settle_loss_chunk(run_config, machine.device)
+    # Before the run is built: the size of the loss's chunks depends on the chip.
+    loss_lines = choose_loss_chunk(run_config, machine.device)
     run = build_run(run_config)
     if run.layout.offload.unified_memory:
         use_unified_memory(os.environ, topology=f"{machine.device.name}:{machine.count}")
     assume = Assumptions(matmul=args.efficiency)
+    # Before the search, so that every layout is judged by it.
     if args.measured is not None:
         factor = measured_computation(
             args.measured, device=machine.device.name, matmul_dtype=run.precision.matmul_dtype
         )
         assume = dataclasses.replace(assume, computation=factor)
-        of_loss = [
-            *of_loss,
+        loss_lines = [
+            *loss_lines,
             f"computation takes {factor:.3g} times what is assumed, as measured in {args.measured}",
         ]
     task = search_task(
@@ -273,21 +286,23 @@ def execute(args: Args) -> int:
     console = new_console()
     compiled = None
     if args.search or run.layout.auto:
-        point, compiled = search_command(args, run, task, console, given)
+        point, compiled = search_command(args, run, task, console, values)
+        # The search has its own notes about the mesh.
         notes = []
     else:
         point = evaluate(task, resolve_as_needed(task, run.mesh), run.mesh)
         compiled = compile_point(run, point) if args.compile else None
     if notes:
         notes = [f"for --count {machine.count}: {', '.join(notes)}"]
-    # The run's config.txt has the mesh and layout as they were settled, and the model as it was asked for.
-    asked = {path: text for path, text in given.items() if path.startswith("model.")}
-    planned = tree.parse(tree.flat(run_config)) | asked
+    # The run's config.txt has the mesh and layout as they were chosen, and the model as it was asked for.
+    model_values = {path: text for path, text in values.items() if path.startswith("model.")}
+    planned = tree.parse(tree.flat(run_config)) | model_values
     sheet = sheet_of(args, run, task, point, compiled, planned)
-    assumed = assume.of(
+    assumptions_line = assume.of(
         machine.device, devices=machine.count, in_8_bits=run.precision.matmul_dtype != "compute"
     )
-    print_sheet(sheet, console, [*notes, *of_loss, assumed, explained(sheet.job)])
+    print_sheet(sheet, console, [*notes, *loss_lines, assumptions_line, explained(sheet.job)])
+    # Only a run that stepped has a measured time.
     if args.calibrate is not None and sheet.measured is not None and sheet.measured.step_s is not None:
         file = calibrate(
             args.calibrate, sheet.job, sheet.plan, assume=assume, measured_s=sheet.measured.step_s
@@ -300,7 +315,8 @@ def execute(args: Args) -> int:
         from jtrain.plan.report.plan_page import write_page
 
         write_page(args.html, sheet, run)
-    check_good(sheet, given)
+    # Last: the tables come before the refusal that they explain.
+    check_good(sheet, values)
     return 0
 
 

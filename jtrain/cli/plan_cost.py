@@ -60,6 +60,7 @@ def add_tokens_and_price(parser: Parser) -> None:
 def _counts(text: str) -> list[int]:
     """The numbers of --count."""
     try:
+        # Ascending, so that the curve can be read from left to right.
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
@@ -81,8 +82,9 @@ def failures_of(args: Args) -> "Failures":
     from jtrain.plan.economics.failures import Failures  # imported here because it imports jax
 
     names = {"mtbf": "mtbf_hours", "restart": "restart_s", "save": "save_s"}
-    given = {field: value for name, field in names.items() if (value := getattr(args, name)) is not None}
-    return Failures(**given)
+    # Only what was given: the defaults are Failures' own.
+    failures = {field: value for name, field in names.items() if (value := getattr(args, name)) is not None}
+    return Failures(**failures)
 
 
 def _check_energy(args: Args, machine: "Machine") -> None:
@@ -101,7 +103,7 @@ def execute(args: Args) -> int:
     from jtrain.config.load import load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.layout.mesh import AXES
-    from jtrain.plan.auto_layout import settle_loss_chunk
+    from jtrain.plan.auto_layout import choose_loss_chunk
     from jtrain.plan.economics.cost_curve import CARBON_G_PER_KWH, compare, cost_row
     from jtrain.plan.estimate.machine import make_machine
     from jtrain.plan.report.cost_tables import print_comparison, print_curve
@@ -110,31 +112,36 @@ def execute(args: Args) -> int:
     # Without --count, doublings of the config's own number.
     counts = args.count or [mesh_size(config) * 2**k for k in range(_DOUBLINGS)]
     machines = [machine_and_price(args, count) for count in counts]
+    # The first machine's price stands for all: a file has one price per hour.
     first, of_file = machines[0]
     _check_energy(args, first)
     price = of_file if args.price is None else args.price
     failures = failures_of(args)
     carbon = CARBON_G_PER_KWH if args.carbon is None else args.carbon
-    others = [] if args.against is None else [make_machine(args.against[0], count) for count in counts]
+    other_machines = (
+        [] if args.against is None else [make_machine(args.against[0], count) for count in counts]
+    )
 
     set_values(
         config, {f"mesh.{axis}": 1 for axis in AXES} | {"layout.microbatches": 1}
     )  # searched for, per count
-    settle_loss_chunk(config, first.device)
+    choose_loss_chunk(config, first.device)
     run = build_run(config)
     tokens = run.num_steps * run.data.global_batch * run.data.seq_len
     tokens = tokens if args.tokens is None else int(args.tokens)
 
-    def curve(each: Sequence["Machine"], usd_per_hour: float | None) -> "list[CostRow]":
+    def curve(chosen_machines: Sequence["Machine"], usd_per_hour: float | None) -> "list[CostRow]":
         return [
-            cost_row(run, one, tokens=tokens, failures=failures, usd_per_hour=usd_per_hour) for one in each
+            cost_row(run, machine, tokens=tokens, failures=failures, usd_per_hour=usd_per_hour)
+            for machine in chosen_machines
         ]
 
     rows = curve([machine for machine, _ in machines], price)
+    # After the rows: one size that works is enough.
     _check_any(run, rows, [machine for machine, _ in machines])
     title = f"{args.config} on {first.device.name}: {tokens:,} tokens"
     print_curve(title, rows, first.device, failures=failures, carbon_g_per_kwh=carbon)
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "config": args.config,
         "device": first.device.name,
         "tokens": tokens,
@@ -146,16 +153,17 @@ def execute(args: Args) -> int:
     }
     if args.against is not None:
         name, ratio = args.against
-        beside = curve(others, None if price is None else price * ratio)
-        compared = compare(rows, beside, price_ratio=ratio)
-        print_comparison(first.device.name, name, compared, beside, price_ratio=ratio)
-        found["against"] = {
+        # The same sizes on the other machine, so that rows can be compared.
+        other_rows = curve(other_machines, None if price is None else price * ratio)
+        compared = compare(rows, other_rows, price_ratio=ratio)
+        print_comparison(first.device.name, name, compared, other_rows, price_ratio=ratio)
+        report["against"] = {
             "device": name,
             "price_ratio": ratio,
-            "rows": [row.to_json(carbon) for row in beside],
-            "ratios": [vars(one) for one in compared],
+            "rows": [row.to_json(carbon) for row in other_rows],
+            "ratios": [vars(ratios_row) for ratios_row in compared],
         }
-    write_json(args, found)
+    write_json(args, report)
     return 0
 
 
@@ -168,6 +176,7 @@ def _check_any(run: "Run", rows: "Sequence[CostRow]", machines: Sequence["Machin
     from jtrain.plan.from_run import search_task
     from jtrain.plan.nothing_fits import no_point
 
+    # A size without a layout has no cost; one is enough for a curve.
     if any(row.cost is not None for row in rows):
         return
     for row in rows:

@@ -27,12 +27,13 @@ def _check(args: Args) -> None:
     Raises:
       UserError: names the first of them.
     """
-    for name, most in (("flows", MOST), ("links", MOST), ("trials", 1_000_000)):
+    for name, largest in (("flows", MOST), ("links", MOST), ("trials", 1_000_000)):
         value = getattr(args, name)
-        if value is not None and not 1 <= value <= most:
-            raise UserError(f"--{name} {value} must be from 1 to {most:,}.")
+        if value is not None and not 1 <= value <= largest:
+            raise UserError(f"--{name} {value} must be from 1 to {largest:,}.")
     if args.seed < 0:
         raise UserError(f"--seed {args.seed} must be 0 or more.")
+    # Either both numbers or a machine: a machine has its own links.
     numbers = args.flows is not None or args.links is not None
     if numbers and (args.flows is None or args.links is None):
         raise UserError("--flows and --links belong together. Give both, or a machine instead.")
@@ -54,17 +55,20 @@ def execute(args: Args) -> int:
         sheet = EcmpSheet(topology_of(args.flows, args.links), None, args.trials, args.seed)
     else:
         timed = time_collective(fabric_of(args), "all-reduce", args.bytes, scattered=not args.ordered)
+        # A switch that spreads by load has no collisions to count.
         if not timed.traffic.hashed:
             raise UserError(
                 f"{timed.fabric}: its switches spread flows by load, so no hashes collide. Set "
                 "network.routing to "
                 '"hashed" in a file for --machine, or give --flows and --links.'
             )
+        # Under one leaf no flow crosses the spine.
         if not timed.traffic.flows:
             raise UserError(
                 f"{timed.fabric}: all {timed.fabric.hosts} hosts are under one leaf, so nothing crosses the "
                 "spine. Raise --count, lower network.hosts_per_leaf, or give --flows and --links."
             )
+        # Without a machine there is no collective to time.
         sheet = EcmpSheet(timed.traffic, timed, args.trials, args.seed)
     print_ecmp(sheet)
     if args.shell is not None and sheet.timed is not None:

@@ -59,6 +59,7 @@ def fabric_of(args: Args) -> "jtrain.plan.fabric.fabric.Fabric":
     from jtrain.plan.machine_file import load_fabric
     from jtrain_kernels.device import DEVICES, from_name
 
+    # A file is the whole fabric, its own devices included.
     if args.machine is not None:
         if args.device is not None:
             raise UserError(f"--machine {args.machine} with --device: the file says it. Leave --device out.")
@@ -68,6 +69,7 @@ def fabric_of(args: Args) -> "jtrain.plan.fabric.fabric.Fabric":
         raise UserError(
             f"a network needs a machine. Give --device, one of {', '.join(names)}, or --machine FILE."
         )
+    # A device alone is no network.
     if args.count is None:
         raise UserError(f"--device {args.device}: how many? Give --count.")
     return make_fabric(from_name(args.device), args.count)
@@ -79,6 +81,7 @@ def execute(args: Args) -> int:
 
     if args.collective not in COLLECTIVES:
         raise UserError(f"--collective {args.collective} is unknown. Give one of {', '.join(COLLECTIVES)}.")
+    # In any order of hosts, as a scheduler leaves them, unless --ordered.
     sheet = time_collective(fabric_of(args), args.collective, args.bytes, scattered=not args.ordered)
     print_sheet(sheet)
     if args.shell is not None:

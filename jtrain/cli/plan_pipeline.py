@@ -55,6 +55,7 @@ def add_options(parser: Parser) -> None:
 
 def _times(text: str) -> tuple[float, float, float]:
     """The numbers of --costs."""
+    # Three numbers, in the order of the three passes of a chunk.
     try:
         forward, by_input, by_weight = (float(part) for part in text.split(","))
     except ValueError:
@@ -78,15 +79,17 @@ def _check_options(args: Args) -> None:
         raise UserError(
             f"--chunks {args.chunks}: the rows of --csv {args.csv} say the chunks. Leave --chunks out."
         )
-    one = args.schedule is not None or args.csv is not None
+    # One schedule has one picture; a comparison has none.
+    names_one = args.schedule is not None or args.csv is not None
     for name in ("svg", "html", "write_csv"):
         path, option = getattr(args, name), f"--{name.replace('_', '-')}"
-        if path is not None and not one:
+        if path is not None and not names_one:
             raise UserError(
                 f"{option} {path} shows one schedule. Add --schedule, one of {', '.join(FAMILIES)}."
             )
     if args.chunks is not None and args.schedule is None:
         raise UserError(f"--chunks {args.chunks} is of one schedule. Add --schedule interleaved.")
+    # Without a config there are no times to plan.
     if args.config is None:
         for option in ("device", "machine", "count", "network", "host_memory"):
             if getattr(args, option) is not None:
@@ -101,6 +104,7 @@ def _check_options(args: Args) -> None:
         raise UserError(
             f"--csv {args.csv}: a run takes a schedule from a file whose name ends in .csv. Rename it."
         )
+    # A config's times come from its plan; fixed ones would contradict it.
     elif args.costs is not None:
         raise UserError(f"--costs: the times of {args.config} are the plan's. Leave --costs out.")
 
@@ -120,6 +124,7 @@ def schedules(args: Args, stages: int | None, microbatches: int | None) -> list[
             raise UserError(f"a pipeline needs a number of {name}. Give --{name}, or --config with --device.")
     assert stages is not None
     assert microbatches is not None
+    # Only if the stages fit: otherwise their number is what is wrong.
     if stages * microbatches > MOST_PASSES >= stages > 0:
         raise UserError(
             f"--microbatches {microbatches} over {stages} stages: schedules are simulated and drawn pass by "
@@ -130,12 +135,13 @@ def schedules(args: Args, stages: int | None, microbatches: int | None) -> list[
     if args.schedule is not None:
         return [make_schedule(args.schedule, stages, microbatches, args.chunks)]
     make_schedule("gpipe", stages, microbatches)  # it exists for all numbers that are at least 1
+    # Those that exist for these numbers; the reasons of the others go to stderr.
     return list(
-        _that_exist(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES)
+        _make_existing(functools.partial(make_schedule, name, stages, microbatches) for name in FAMILIES)
     )
 
 
-def _that_exist[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
+def _make_existing[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
     """Yields what can be made; says why on the error stream where it cannot."""
     for make in makers:
         try:
@@ -153,7 +159,7 @@ def _show(schedule: PipelineSchedule, args: Args, planned: "Planned | None") -> 
     )
 
 
-def _planned(args: Args) -> "Planned | None":
+def _plan_stages(args: Args) -> "Planned | None":
     """The plan of the config's stages; None without a config."""
     if args.config is None:
         return None
@@ -165,9 +171,11 @@ def _planned(args: Args) -> "Planned | None":
     if args.csv is not None:
         from jtrain.pipeline.cells import read_csv
 
+        # The CSV decides both numbers, and the plan is of the config's layers over them.
         mine = read_csv(args.csv, stages=stages, microbatches=microbatches)
         stages, microbatches = mine.stages, mine.microbatches
     load = functools.partial(load_config, args.config, args.fiddlers, args.sets)
+    # Loaded here for its mesh alone; `plan_stages` loads its own.
     machine, _ = machine_and_price(args, args.count, of_config=mesh_size(load()))
     return plan_stages(
         args.config, load, machine, stages=stages, microbatches=microbatches, sets=args.sets, csv=args.csv
@@ -190,6 +198,7 @@ def _write_files(args: Args, shown: "Shown") -> None:
     if shown.point is not None:
         from jtrain.plan.estimate.peak_memory import slot_bytes  # imported here because it imports jax
 
+        # In bytes only with a plan: a schedule alone knows slots.
         buffer_bytes = slot_bytes(shown.point.job)
     title = f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches"
     of_picture = f"{title}, bubble {flow.bubble:.1%}"
@@ -206,24 +215,31 @@ def execute(args: Args) -> int:
     from jtrain.report.terminal import new_console
 
     _check_options(args)
-    planned = _planned(args)
+    planned = _plan_stages(args)
     stages, microbatches = args.stages, args.microbatches
     if planned is not None:
         stages, microbatches = planned.stages, planned.microbatches
-    one = args.schedule is not None or args.csv is not None
+    shows_one = args.schedule is not None or args.csv is not None
+    # As makers, so that a schedule that cannot be shown is left out of the comparison.
     makers = [
         functools.partial(_show, schedule, args, planned)
         for schedule in schedules(args, stages, microbatches)
     ]
-    found = [makers[0]()] if one else list(_that_exist(makers))
-    if one:
-        _write_files(args, found[0])
-    write_json(args, to_json(found[0]) if one else {shown.schedule.name: to_json(shown) for shown in found})
+    shown_schedules = [makers[0]()] if shows_one else list(_make_existing(makers))
+    if shows_one:
+        _write_files(args, shown_schedules[0])
+    # One schedule is one object, several are named.
+    write_json(
+        args,
+        to_json(shown_schedules[0])
+        if shows_one
+        else {shown.schedule.name: to_json(shown) for shown in shown_schedules},
+    )
     console = new_console()
-    if one:
-        print_one(found[0], console)
+    if shows_one:
+        print_one(shown_schedules[0], console)
     else:
-        print_comparison(found, planned, console)
+        print_comparison(shown_schedules, planned, console)
     return 0
 
 

@@ -58,23 +58,26 @@ def execute(args: Args) -> int:
 
     machine, _ = machine_and_price(args, args.count)
     days, batch = args.days, args.batch_tokens
+    # Microseconds on the command line, since an all-reduce takes some of them.
     latency_s = collective_latency_s(machine.device) if args.latency_us is None else args.latency_us / 1e6
     cluster = Cluster(machine.device, days * SECONDS_PER_DAY, batch, latency_s)
     wall = data_wall(cluster)
+    # The walls may lie beyond any machine: then no run scales at all.
     if wall is None:
         raise UserError(
             f"no run of {days:g} days with {batch:,.0f} tokens a step scales on {machine.device.name}: raise "
             "--days or --batch-tokens, or lower --latency-us."
         )
+    # Only a machine that the user named has a size of its own.
     count = args.count or (machine.count if args.machine is not None else None)
-    own = None if count is None else largest_run(cluster, count)
-    if count is not None and own is None:
+    own_run = None if count is None else largest_run(cluster, count)
+    if count is not None and own_run is None:
         raise UserError(
             f"--count {count}: no run of {days:g} days is possible with {batch:,.0f} tokens a step. Raise "
             "--days or --batch-tokens."
         )
-    last, table = latency_wall(cluster), moved(cluster)
-    print_walls(cluster, wall, last, table, own=own, count=count)
+    latency_shape, table = latency_wall(cluster), moved(cluster)
+    print_walls(cluster, wall, latency_shape, table, own=own_run, count=count)
     write_json(
         args,
         {
@@ -83,12 +86,14 @@ def execute(args: Args) -> int:
             "batch_tokens": batch,
             "latency_s": latency_s,
             "data_wall_flop": wall.shape.flop,
-            "latency_wall_flop": last.flop,
+            "latency_wall_flop": latency_shape.flop,
             "published_flop": PUBLISHED_FLOP,
             "data_wall": dataclasses.asdict(wall)
             | {"devices": wall.devices, "parameters": wall.shape.parameters},
             "moved": [dataclasses.asdict(row) for row in table],
-            "own": None if own is None else {"count": count, "flop": own.shape.flop, "share": own.share},
+            "own": None
+            if own_run is None
+            else {"count": count, "flop": own_run.shape.flop, "share": own_run.share},
         },
     )
     return 0

@@ -45,29 +45,37 @@ def add_export_options(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help=f"default: {TRACE} beside the trace")
 
 
-def find(name: str, step: int | None) -> Path:
+def find(run_or_window: str, step: int | None) -> Path:
     """Folder of a window: `name` itself if it is one, else its window after `step`, or its newest one.
 
     Raises:
       UserError: the folder does not exist, or has no window, or none after that step.
     """
-    workdir = Path(name)
+    workdir = Path(run_or_window)
     if not workdir.is_dir():
         raise UserError(f"{workdir} is not a directory. Give the workdir of a run, such as runs/tiny.")
-    if step is None and any((workdir / name).exists() for name in ("breakdown.json", "facts.json")):
+    # A window's own folder: no step can be meant in it.
+    if step is None and any(
+        (workdir / run_or_window).exists() for run_or_window in ("breakdown.json", "facts.json")
+    ):
         return workdir  # a window's own folder, possibly copied from its run
-    windows = {int(p.name): p for p in (workdir / FOLDER).glob("*") if p.is_dir() and p.name.isdecimal()}
+    windows = {
+        int(path.name): path
+        for path in (workdir / FOLDER).glob("*")
+        if path.is_dir() and path.name.isdecimal()
+    }
     if not windows:
         raise UserError(
             f"{workdir} holds no profile: there is no {workdir / FOLDER}/<step>. Run with --set "
             "profile.steps=(20,25), or send SIGUSR1 to the running job."
         )
+    # The newest window, which is the one that a run has just written.
     if step is None:
         return windows[max(windows)]
     if step not in windows:
-        there = ", ".join(map(str, sorted(windows)))
+        windows_text = ", ".join(map(str, sorted(windows)))
         raise UserError(
-            f"--step {step}: {workdir / FOLDER} has windows after the steps {there}. Give one of them."
+            f"--step {step}: {workdir / FOLDER} has windows after the steps {windows_text}. Give one of them."
         )
     return windows[step]
 
@@ -82,6 +90,7 @@ def load(folder: Path) -> "Breakdown":
     from jtrain.profile.postprocess import postprocess
 
     file = folder / "breakdown.json"
+    # A run that was stopped wrote its trace, but not its breakdown.
     if not file.exists():
         postprocess(folder)
     return read_json(file)
@@ -106,10 +115,13 @@ def show(args: Args) -> int:
     console = new_console()
     print_breakdown(breakdown, console)
     parts = other_parts(folder)
-    if others := [
-        found for process, part in parts.items() if (found := _of_process(process, part)) is not None
+    # Traces of other processes are beside this one's, and may be missing.
+    if other_breakdowns := [
+        other_breakdown
+        for process, part_folder in parts.items()
+        if (other_breakdown := _of_process(process, part_folder)) is not None
     ]:
-        print_blocks([processes_table([breakdown, *others])], console)
+        print_blocks([processes_table([breakdown, *other_breakdowns])], console)
     if (page := folder / "report.html").exists():
         print(f"HTML report with charts: {page}")
     write_json(args, breakdown.to_dict())
@@ -118,11 +130,14 @@ def show(args: Args) -> int:
 
 def compare(args: Args) -> int:
     """Prints what changed between two profiles; returns the exit code."""
-    before, after = find(args.against, None), find(args.workdir, args.step)
+    before_folder, after_folder = find(args.against, None), find(args.workdir, args.step)
     from jtrain.profile.report import compare  # lazy: rich
     from jtrain.report.terminal import new_console
 
-    comparison = compare.compare(load(before), load(after), a_name=str(before), b_name=str(after))
+    # Two windows of the same run too: the newest of --against with the one that --step names.
+    comparison = compare.compare(
+        load(before_folder), load(after_folder), a_name=str(before_folder), b_name=str(after_folder)
+    )
     compare.print_comparison(comparison, new_console())
     write_json(args, comparison.to_dict())
     return 0
@@ -161,8 +176,8 @@ VERB = Verb(
             compare,
             add_compare_options,
             description=(
-                "Shows what got slower from the profile --against to that of --workdir, and why: by "
-                "part of the step, by op (matched by name, phase and layer) and by collective. Seconds are per "
+                "Shows what got slower from the profile --against to that of --workdir, and why: by part of "
+                "the step, by op (matched by name, phase and layer) and by collective. Seconds are per "
                 "device and step."
             ),
             subject="workdir",
@@ -172,9 +187,9 @@ VERB = Verb(
             export,
             add_export_options,
             description=(
-                "Writes the trace of a window with steps, phases, layers, ops, clocks, power and "
-                "temperature to one file for Perfetto. XProf opens the xplane file in the same folder, which has "
-                "the same clocks."
+                "Writes the trace of a window with steps, phases, layers, ops, clocks, power and temperature "
+                "to one file for Perfetto. XProf opens the xplane file in the same folder, which has the "
+                "same clocks."
             ),
             subject="workdir",
         ),

@@ -37,12 +37,14 @@ def run(main: Callable[[], int]) -> int:
     A `UserError`, or an OSError that names a file, is printed as a message and gives exit code 2, a
     `HardwareFault` 76. Every other exception is a bug and keeps its traceback.
     """
+    # First of all: errors of the command itself must reach a closed pipe, too.
     keep_going_without_readers()
     try:
         return main()
     except KeyboardInterrupt:
         return 130  # shells report SIGINT as 130; during training the loop catches it, saves, and returns 75
     except (UserError, HardwareFault, OSError) as error:
+        # An OSError without a file is a bug of ours; one with a file is the user's path.
         if isinstance(error, OSError) and not isinstance(error, UserError) and error.filename is None:
             raise
         print(f"error: {without_secrets(str(error))}", file=sys.stderr)
@@ -58,6 +60,7 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> Any:
+        # argparse writes `argument --x: ...`; the option's name is enough.
         message = re.sub(r"^argument ([^:]+): ", r"\1 ", message)
         raise UserError(f"{message}. {self._help}")
 
@@ -82,6 +85,7 @@ class Parser(argparse.ArgumentParser):
                 raise UserError(
                     f"no option {name}. {did_you_mean(name, self._option_string_actions)}{self._help}"
                 )
+        # Args with the words, so that a command can be repeated as it was typed.
         return self.parse_args(words, Args(words=list(words)))
 
 
@@ -117,9 +121,11 @@ class Command:
     def main(self, prog: str, words: Sequence[str], listing: str = "") -> int:
         """Parses the words after the command and runs it; returns the exit code."""
         parser = self.parser(prog, listing)
+        # A word that is no option is the subject: `plan llama8b`.
         if self.subject and words and not words[0].startswith("-"):
             words = [f"--{self.subject}", *words]
         args = parser.parse_known_args(words)[0] if self.ignores_unknown else parser.parse(words)
+        # Kept before it is redirected: `--json -` is all that a pipe should get.
         args.stdout = sys.stdout
         # JSON on the standard output is alone there, without the tables of the command.
         as_json = getattr(args, "json", None) == STDOUT
@@ -148,6 +154,7 @@ class Verb:
 
     def _dispatch(self, words: list[str]) -> int:
         prog = f"python -m jtrain.{self.name}"
+        # A name of a command wins over a subject of the same name.
         if self.commands and words and not words[0].startswith("-"):
             name = words[0]
             if name in self.commands:
@@ -156,15 +163,16 @@ class Verb:
             subject = "" if self.alone is None else self.alone.subject
             # A word near a command's name is taken for a misspelt command.
             if nearest or not subject:
-                rest = (
+                advice = (
                     f"--{subject}={name} is a {subject} of that name"
                     if subject
                     else "everything else is an option"
                 )
                 raise UserError(
-                    f"no command {name} of `{prog}`. {nearest}There are: {', '.join(self.commands)}; {rest}, "
-                    f"as `{prog} --help` lists them."
+                    f"no command {name} of `{prog}`. {nearest}There are: {', '.join(self.commands)}; "
+                    f"{advice}, as `{prog} --help` lists them."
                 )
+        # Without commands, the verb itself is the command.
         return (self.alone or Command(self.summary, self._refuse)).main(prog, words, self._listing())
 
     def _refuse(self, args: Args) -> int:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    verb, *rest = words or [""]
+    verb, *arguments = words or [""]
     if verb in ("-h", "--help"):
         print(usage())
         return 0
@@ -44,7 +44,8 @@ def _dispatch(words: list[str]) -> int:
         raise UserError(f"no verb is given.\n{usage()}")
     if verb not in VERBS:
         raise UserError(f"no verb {verb}. {did_you_mean(verb, VERBS)}There are: {', '.join(VERBS)}.")
+    # Before the process is replaced: Python's buffer would be lost with it.
     sys.stdout.flush()
-    # `python -m`, word for word: the same sys.path, the same command in run.json, the same process id for
-    # signals.
-    return os.execv(sys.executable, [sys.executable, "-m", f"jtrain.{verb}", *rest])
+    # `python -m`, word for word: the same sys.path, the same
+    # command in run.json, the same process id for signals.
+    return os.execv(sys.executable, [sys.executable, "-m", f"jtrain.{verb}", *arguments])

@@ -10,7 +10,7 @@ from jtrain.config.run import Run, build_run, validate
 from jtrain.errors import UserError, first_few
 
 
-def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[str]]:
+def resolve_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[jax.Device], list[str]]:
     """Sets `mesh.data` if it is `auto`; returns the devices of the run, and lines for the log.
 
     `data` becomes the largest number that every check of the config passes: above all, the batch must split
@@ -28,26 +28,34 @@ def settle_mesh(run_config: Any, devices: Sequence[jax.Device]) -> tuple[list[ja
     if run.mesh.data != "auto":
         return list(devices), []
     processes = len({device.process_index for device in devices})
-    others = run.mesh.resolve_data(1)
+    # With `data=1`, the size of the mesh is the product of the other axes.
+    other_axes = run.mesh.resolve_data(1)
     refusal = None
-    for each in range(len(devices) // processes, 0, -1):
-        data, left = divmod(each * processes, others.size)
-        if left or not data:
+    # From the most devices down: the first number that every check passes is the largest.
+    for devices_per_process in range(len(devices) // processes, 0, -1):
+        data, leftover = divmod(devices_per_process * processes, other_axes.size)
+        if leftover or not data:
             continue
         try:
             _check(run, data)
         except UserError as error:
+            # The first refusal is the one to name: later ones are about fewer devices.
             refusal = refusal or error
             continue
+        # Written into the config, so that config.txt tells what the run really used.
         run_config.mesh.data = data
-        return _taken(devices, each, data, refusal or _axes(others.shape, others.size))
-    here = _count(len(devices), devices[0].platform)
-    inside = f" in {processes} processes, which each take equally many" if processes > 1 else ""
+        return _take_devices(
+            devices, devices_per_process, data, refusal or _axes(other_axes.shape, other_axes.size)
+        )
+    device_count = _count(len(devices), devices[0].platform)
+    process_text = f" in {processes} processes, which each take equally many" if processes > 1 else ""
     if refusal is not None:
-        raise UserError(f"mesh.data=auto finds no number of devices that suits: {here}{inside}. {refusal}")
+        raise UserError(
+            f"mesh.data=auto finds no number of devices that suits: {device_count}{process_text}. {refusal}"
+        )
     raise UserError(
-        f"{here}{inside}, but {_axes(others.shape, others.size)}. Set them lower, or add --emulate-devices "
-        f"{others.size} to try the layout on this CPU."
+        f"{device_count}{process_text}, but {_axes(other_axes.shape, other_axes.size)}. Set them lower, or "
+        f"add --emulate-devices {other_axes.size} to try the layout on this CPU."
     )
 
 
@@ -56,22 +64,25 @@ def _check(run: Run, data: int) -> None:
     validate(dataclasses.replace(run, mesh=run.mesh.resolve_data(data)))
 
 
-def _taken(
-    devices: Sequence[jax.Device], each: int, data: int, why_idle: object
+def _take_devices(
+    devices: Sequence[jax.Device], devices_per_process: int, data: int, why_idle: object
 ) -> tuple[list[jax.Device], list[str]]:
     """Returns the first `each` devices of every process, and the lines that say so."""
-    taken, seen = [], dict[int, int]()
+    taken_devices, num_seen = [], dict[int, int]()
     idle = []
     for device in devices:
-        seen[device.process_index] = seen.get(device.process_index, 0) + 1
-        (taken if seen[device.process_index] <= each else idle).append(device)
-    said = f"mesh.data=auto: {data}, on "
+        # Counted per process in the order of jax.devices(), which is the same everywhere.
+        num_seen[device.process_index] = num_seen.get(device.process_index, 0) + 1
+        (taken_devices if num_seen[device.process_index] <= devices_per_process else idle).append(device)
+    prefix = f"mesh.data=auto: {data}, on "
     if not idle:
-        return taken, [f"{said}all {len(devices)} devices" if len(devices) > 1 else f"{said}the one device"]
+        return taken_devices, [
+            f"{prefix}all {len(devices)} devices" if len(devices) > 1 else f"{prefix}the one device"
+        ]
     names = first_few([f"{device.platform}:{device.id}" for device in idle], 8)
     verb = "stays" if len(idle) == 1 else "stay"
-    return taken, [
-        f"{said}{len(taken)} of the {len(devices)} devices that are here; {names} {verb} idle",
+    return taken_devices, [
+        f"{prefix}{len(taken_devices)} of the {len(devices)} devices that are here; {names} {verb} idle",
         f"to use more: {why_idle}",
     ]
 

@@ -14,6 +14,7 @@ def debug(run: fdl.Config[Run]) -> None:
     A model for accelerators also gets few heads and experts, `mesh.data=auto`, and byte-level text of the
     standard library.
     """
+    # Read before the fields below change: `large` must not judge the shrunk model.
     large, moe = run.model.d_model >= 1024, getattr(run.model, "moe", None)
     run.num_steps = 5
     run.model.num_layers = 2
@@ -26,6 +27,7 @@ def debug(run: fdl.Config[Run]) -> None:
     run.metrics.log_every_steps = 1
     if not large:
         return
+    # The devices of a laptop, whatever mesh the config is for.
     run.mesh.data = "auto"
     run.mesh.expert = 1
     run.layout.microbatches = 1
@@ -33,6 +35,7 @@ def debug(run: fdl.Config[Run]) -> None:
     run.model.num_kv_heads = 2
     run.model.head_dim = 16
     run.model.vocab_size = 256
+    # Files that every installation has: the run must not download anything.
     run.data.path = "stdlib"
     run.data.tokenizer = "bytes"
     if moe is not None:

@@ -12,7 +12,7 @@ import fiddle as fdl
 
 from jtrain.config import fiddlers as shared
 from jtrain.config import tree
-from jtrain.config.run import Run, _built
+from jtrain.config.run import Run, build_component
 from jtrain.errors import UserError, did_you_mean
 from jtrain.layout.layout import LayoutSpec
 from jtrain.layout.mesh import BATCH_AXES, MeshSpec, shard_size
@@ -37,13 +37,17 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
         raise UserError(
             f"--config={name}: {function}() must return a fdl.Config(Run, ...), not {type(config).__name__}."
         )
+    # Before a fiddler or --set names a path: nested dataclasses get a path of their own.
     tree.expand(config)
     mesh = config.__arguments__.get("mesh")
+    # A config that does not mention `data` leaves it to the devices; one that sets 1 means 1.
     if isinstance(mesh, fdl.Config) and "data" not in mesh.__arguments__:
         mesh.data = "auto"
     for fiddler in fiddlers:
         _call(module, fiddler, "fiddler", 1, config)
+        # Again: a fiddler may have put a component in.
         tree.expand(config)
+    # Before `--set`, so that a message names the config's own value.
     tree.check_types(config)
     for text in sets:
         tree.set_path(config, text)
@@ -52,7 +56,7 @@ def load_config(name: str, fiddlers: Sequence[str] = (), sets: Sequence[str] = (
 
 def mesh_size(config: fdl.Config[Run]) -> int:
     """Number of devices in a config's mesh; with `mesh.data=auto` the fewest that it can have."""
-    return _built(config.mesh).resolve_data(1).size
+    return build_component(config.mesh).resolve_data(1).size
 
 
 def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
@@ -67,39 +71,55 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
       UserError: `count` is not a multiple of the other axes, or the batch does not split over `count`
         devices.
     """
-    asked: MeshSpec = _built(config.mesh)
-    layout: LayoutSpec = _built(config.layout)
-    was = asked.resolve_data(1)
-    if asked == was and was.size == count:
+    mesh_spec: MeshSpec = build_component(config.mesh)
+    layout: LayoutSpec = build_component(config.layout)
+    one_data_mesh = mesh_spec.resolve_data(1)
+    # Not `auto`, and the size fits already.
+    if mesh_spec == one_data_mesh and one_data_mesh.size == count:
         return []
-    others = was.size if asked != was else was.size // was.replica // was.shape["data"]
-    if count % others:
+    # Without `replica`, which `data` absorbs.
+    other_devices = (
+        one_data_mesh.size
+        if mesh_spec != one_data_mesh
+        else one_data_mesh.size // one_data_mesh.replica // one_data_mesh.shape["data"]
+    )
+    if count % other_devices:
         axes = " * ".join(
-            f"mesh.{axis}={size}" for axis, size in was.shape.items() if size > 1 and axis != "data"
+            f"mesh.{axis}={size}" for axis, size in one_data_mesh.shape.items() if size > 1 and axis != "data"
         )
         raise UserError(
-            f"{count} devices are not a multiple of {axes} = {others}. Use a multiple of {others}, or --set "
-            "them to 1."
+            f"{count} devices are not a multiple of {axes} = {other_devices}. Use a multiple of "
+            f"{other_devices}, or --set them to 1."
         )
-    if asked != was:
-        config.mesh.data = count // others
-        return [f"mesh.data={count // others} (the config: auto)"]
-    mesh = dataclasses.replace(was, replica=1, data=count // others)
+    if mesh_spec != one_data_mesh:
+        config.mesh.data = count // other_devices
+        return [f"mesh.data={count // other_devices} (the config: auto)"]
+    mesh = dataclasses.replace(one_data_mesh, replica=1, data=count // other_devices)
+    # The batch stays: losses must not change with the devices.
     batch = config.data.global_batch
     rows = shard_size("data.global_batch", batch, mesh.shape, BATCH_AXES)
-    at_a_time = max(1, batch // was.batch_shards // layout.microbatches)
-    parts = next(n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= at_a_time)
-    changes = {"mesh.replica": 1, "mesh.data": count // others, "layout.microbatches": parts}
-    before = {
-        "mesh.replica": was.replica,
-        "mesh.data": was.shape["data"],
+    sequences_at_a_time = max(1, batch // one_data_mesh.batch_shards // layout.microbatches)
+    # The smallest number of microbatches, so that a device gets no more sequences at once than before.
+    microbatches = next(
+        num_parts
+        for num_parts in range(1, rows + 1)
+        if rows % num_parts == 0 and rows // num_parts <= sequences_at_a_time
+    )
+    changes = {"mesh.replica": 1, "mesh.data": count // other_devices, "layout.microbatches": microbatches}
+    old_values = {
+        "mesh.replica": one_data_mesh.replica,
+        "mesh.data": one_data_mesh.shape["data"],
         "layout.microbatches": layout.microbatches,
     }
-    config.mesh.replica, config.mesh.data, config.layout.microbatches = 1, count // others, parts
+    config.mesh.replica, config.mesh.data, config.layout.microbatches = (
+        1,
+        count // other_devices,
+        microbatches,
+    )
     return [
-        f"{path}={value} (the config: {before[path]})"
+        f"{path}={value} (the config: {old_values[path]})"
         for path, value in changes.items()
-        if before[path] != value
+        if old_values[path] != value
     ]
 
 
@@ -123,6 +143,7 @@ def folders() -> list[Path]:
 
 def _find(name: str) -> tuple[types.ModuleType, str]:
     """Loads a config's module; returns it with the name of its base function."""
+    # A file before a module: `a.py:f` holds a colon as well.
     file, py, function = name.rpartition(".py")
     if py and function[:1] in ("", ":"):
         path = Path(file + py)
@@ -135,21 +156,23 @@ def _find(name: str) -> tuple[types.ModuleType, str]:
             return importlib.import_module(module), function
         except ModuleNotFoundError as error:
             raise UserError(f"--config={name}: no module {module} ({error}).") from error
-    here = [folder for folder in folders() if folder.is_dir()]
-    for folder in here:
+    # The first folder that has it wins, as with a PATH.
+    existing_folders = [folder for folder in folders() if folder.is_dir()]
+    for folder in existing_folders:
         if (path := folder / f"{name}.py").is_file():
             return load_python_file(path), name
-    names = sorted({path.stem for folder in here for path in folder.glob("*.py")})
+    names = sorted({path.stem for folder in existing_folders for path in folder.glob("*.py")})
     raise UserError(
         f"--config={name}: no such config. {did_you_mean(name, names)}There are: {', '.join(names)}. "
         "A config is also path/to/file.py[:function] or module:function."
     )
 
 
-def _call(module: types.ModuleType, name: str, what: str, num_arguments: int, *arguments: Any) -> Any:
+def _call(module: types.ModuleType, name: str, role: str, num_arguments: int, *arguments: Any) -> Any:
     """Calls the base function or fiddler `name` of a module."""
     assert module.__file__ is not None, module
-    found = {
+    # Functions of this module alone, not what it imports, and only those that take so many arguments.
+    functions = {
         key: value
         for key, value in vars(module).items()
         if inspect.isfunction(value)
@@ -157,14 +180,17 @@ def _call(module: types.ModuleType, name: str, what: str, num_arguments: int, *a
         and value.__module__ == module.__name__
         and len(inspect.signature(value).parameters) == num_arguments
     }
-    if what == "fiddler":
-        found |= {
-            each.__name__: each for each in (shared.debug, shared.profile) if each.__name__ not in found
+    if role == "fiddler":
+        # A config's own fiddler of the same name comes first.
+        functions |= {
+            fiddler.__name__: fiddler
+            for fiddler in (shared.debug, shared.profile)
+            if fiddler.__name__ not in functions
         }
-    if name not in found:
+    if name not in functions:
         raise UserError(
-            f"{module.__file__} has no {what} {name}. {did_you_mean(name, found)}It has: "
-            f"{', '.join(found) or 'none'}."
+            f"{module.__file__} has no {role} {name}. {did_you_mean(name, functions)}It has: "
+            f"{', '.join(functions) or 'none'}."
         )
     with located(Path(module.__file__)):
-        return found[name](*arguments)
+        return functions[name](*arguments)

@@ -11,7 +11,7 @@ from jtrain.config import tree
 from jtrain.config.run import Run, build_run
 from jtrain.errors import FileError, UserError, did_you_mean
 from jtrain.model.param import ParamInfo, Params, map_params
-from jtrain.runtime.secrets import shown_lines
+from jtrain.runtime.secrets import redact_lines
 
 _ASKED = "# asked: "
 
@@ -42,7 +42,9 @@ MAY_CHANGE_ON_RESUME = {
     "eval.": "changes what a run writes, not what it computes",
     "data.eval_batches": "changes what a run writes, not what it computes",
     "data.mixture": "the log records the change and its step",
-    "data.sources.": "the log records the change; the data state refuses documents that changed, not new ones",
+    "data.sources.": (
+        "the log records the change; the data state refuses documents that changed, not new ones"
+    ),
     "data.on_bad_record": "changes only what happens at an unreadable document",
     "data.epochs": "changes where the data ends, not its order",
     "data.shuffle_window_bytes": "sources keep the window that they began with",
@@ -84,6 +86,7 @@ def run_of_checkpoint(config_text: str) -> Run:
       UserError: as `config_from_text` and `build_run`.
     """
     run_config = config_from_text(config_text)
+    # A checkpoint holds whole layers in the model's order, so one stage reads it.
     run_config.mesh.stage = 1
     run_config.mesh.data = 1  # `auto` in a checkpoint of imported weights
     return build_run(run_config)
@@ -96,6 +99,7 @@ def open_checkpoint(checkpoints: Checkpoints, step: int | None) -> tuple[int, Ru
       FileError: there is no checkpoint.
       CheckpointError: there is none of this step.
     """
+    # In every process alike: `latest_step` is a collective.
     step = checkpoints.latest_step() if step is None else step
     if step is None:
         raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
@@ -111,6 +115,7 @@ def read_params(
       CheckpointError: the checkpoint is damaged.
     """
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    # One device: who reads a checkpoint for its weights has no mesh.
     like = map_params(
         lambda info: jax.ShapeDtypeStruct(info.shape, dtype_of(info), sharding=sharding),
         run.model.param_infos(),
@@ -118,17 +123,23 @@ def read_params(
     return checkpoints.restore_part(step, {"params": like})["params"]
 
 
-def differences(there: str, here: str) -> list[str]:
+def differences(saved_text: str, current_text: str) -> list[str]:
     """Lists the differences that make two flat config texts different runs, one `path: a there, b here` each.
 
     Fields in MAY_CHANGE_ON_RESUME are left out. A field that one of them lacks counts as a difference.
     """
     # Secrets are hidden, so that a renewed signature is not another run.
-    before, now = tree.parse(shown_lines(there)), tree.parse(shown_lines(here))
+    # Both sides through `redact_lines`: config.txt was written with secrets hidden.
+    saved_values, current_values = (
+        tree.parse(redact_lines(saved_text)),
+        tree.parse(redact_lines(current_text)),
+    )
     return [
-        f"{path}: {before.get(path, 'absent')} there, {now.get(path, 'absent')} here"
-        for path in dict.fromkeys([*before, *now])
-        if before.get(path) != now.get(path) and not path.startswith(tuple(MAY_CHANGE_ON_RESUME))
+        f"{path}: {saved_values.get(path, 'absent')} there, {current_values.get(path, 'absent')} here"
+        # Fields of both, in the order of the saved text; a field of one side alone counts as a difference.
+        for path in dict.fromkeys([*saved_values, *current_values])
+        if saved_values.get(path) != current_values.get(path)
+        and not path.startswith(tuple(MAY_CHANGE_ON_RESUME))
     ]
 
 
@@ -150,39 +161,44 @@ def check_same_run(workdir: Path, config_text: str, *, allow: Sequence[str] = ()
         )
     file = workdir / "config.txt"
     if not file.exists():
+        # A workdir without config.txt is of no run yet.
         return []
     lines = differences(file.read_text(), config_text)
-    if refused := [line for line in lines if not _covered(line, allow)]:
-        listed = "".join(f"\n  {line}" for line in refused)
-        names = [name for name in CHANGEABLE if any(_covered(line, [name]) for line in refused)]
+    if refused := [line for line in lines if not _is_covered(line, allow)]:
+        changed_lines = "".join(f"\n  {line}" for line in refused)
+        # Names that would allow these very changes, for the way out.
+        names = [name for name in CHANGEABLE if any(_is_covered(line, [name]) for line in refused)]
         options = " ".join(f"--allow-change {name}" for name in names)
-        way = (
+        way_out = (
             f", or add {options} to go on with other numbers"
-            if all(_covered(x, names) for x in refused)
+            if all(_is_covered(line, names) for line in refused)
             else ""
         )
         raise UserError(
-            f"{workdir} holds another run:{listed}\nSet --workdir to a new folder, or run with the config in "
-            f"{file}{way}."
+            f"{workdir} holds another run:{changed_lines}\nSet --workdir to a new folder, or run with the "
+            f"config in {file}{way_out}."
         )
     return lines
 
 
-def _covered(line: str, names: Sequence[str]) -> bool:
+def _is_covered(line: str, names: Sequence[str]) -> bool:
     """True if a line of `differences` is about a field that one of `names` of CHANGEABLE allows to change."""
     path = line.partition(":")[0]
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
-def with_asked(settled: str, asked: str) -> str:
-    """Appends to the config as it was settled a remark for each field that was asked to be `auto` or
+def with_auto_remarks(resolved: str, requested: str) -> str:
+    """Appends to the config as it was resolved a remark for each field that was asked to be `auto` or
     `as_needed`.
     """
-    before, after = tree.parse(asked), tree.parse(settled)
+    requested_values, resolved_values = tree.parse(requested), tree.parse(resolved)
+    # Only what the run could not decide itself; every other field is as it was given.
     open_paths = [
-        path for path, text in before.items() if text in ("'auto'", "'as_needed'") and after[path] != text
+        path
+        for path, text in requested_values.items()
+        if text in ("'auto'", "'as_needed'") and resolved_values[path] != text
     ]
-    return settled + "".join(f"{_ASKED}{path} = {before[path]}\n" for path in open_paths)
+    return resolved + "".join(f"{_ASKED}{path} = {requested_values[path]}\n" for path in open_paths)
 
 
 def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequence[str]) -> str:
@@ -194,7 +210,9 @@ def with_history(workdir: Path, config_text: str, *, step: int, changes: Sequenc
       changes: the lines that `check_same_run` returned.
     """
     file = workdir / "config.txt"
-    there = file.read_text().splitlines() if file.exists() else []
-    earlier = [line for line in there if line.startswith("#") and not line.startswith(_ASKED)]
+    saved_lines = file.read_text().splitlines() if file.exists() else []
+    # Remarks of earlier attempts stay; those about `auto` are written anew for the devices of this one.
+    earlier = [line for line in saved_lines if line.startswith("#") and not line.startswith(_ASKED)]
     remarks = [*earlier, *(f"# changed at step {step}: {change}" for change in changes)]
-    return config_text + shown_lines("".join(f"{remark}\n" for remark in remarks))
+    # Hidden again: a change may name a secret's old and new value.
+    return config_text + redact_lines("".join(f"{remark}\n" for remark in remarks))

@@ -112,16 +112,17 @@ def build_run(config: fdl.Config[Run]) -> Run:
     Raises:
       UserError: a field has no value, or a component or `validate` refuses one.
     """
+    # Before fiddle builds: its own message names neither the path nor the way out.
     if unset := [leaf.path for leaf in tree.leaves(config) if leaf.text == tree.NOT_SET]:
         raise UserError(
             f"{', '.join(unset)}: no value. Set it in the config, or with --set {unset[0]}=VALUE."
         )
-    run: Run = _built(config)
+    run: Run = build_component(config)
     validate(run)
     return run
 
 
-def _built(component: Any) -> Any:
+def build_component(component: Any) -> Any:
     """Builds a component; its refusal is raised as a UserError without fiddle's context."""
     try:
         return fdl.build(component)
@@ -153,21 +154,23 @@ def validate(run: Run) -> None:
     Raises:
       UserError: two components do not fit; names the fields, their values and the way out.
     """
-    # Whatever does not fit one device along `data` fits none: `settle_mesh` checks again with the number it
-    # chooses.
+    # Whatever does not fit one device along `data` fits none:
+    # `resolve_mesh` checks again with the number it chooses.
     run = dataclasses.replace(run, mesh=run.mesh.resolve_data(1))
     offload = run.layout.offload
+    # A scan is what moves layers between host and device one at a time.
     if {offload.params, offload.activations, offload.gradients} - {"none", 0}:
         check_scanned(run.model.scan_layers)
     if "as_needed" in (getattr(offload, name) for name in OFFLOADABLE):
         offload = OffloadSpec()  # the share depends on the devices
-    # Checks that heads, widths and vocabulary split over the mesh, and that offloaded activations are among
-    # the saved.
+    # Checks that heads, widths and vocabulary split over the mesh,
+    # and that offloaded activations are among the saved.
     layout = run_layout(dataclasses.replace(run, layout=dataclasses.replace(run.layout, offload=offload)))
     offloaded_names(layout)
     check_offload(run.layout, run.optimizer)
     registry.check(dict(run.kernels))
     check_layout(run.optimizer, layout)
+    # Built and thrown away: it checks its own fields.
     build_optimizer(
         run.optimizer, num_steps=run.num_steps, params=map_params(lambda info: info, run.model.param_infos())
     )

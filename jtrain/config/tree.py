@@ -18,7 +18,7 @@ from typing import Any, Literal
 import fiddle as fdl
 
 from jtrain.errors import UserError
-from jtrain.runtime.secrets import shown, shown_assignment, without_secrets
+from jtrain.runtime.secrets import redact_assignment, redact_value, without_secrets
 
 
 def flat(config: fdl.Config[Any]) -> str:
@@ -28,7 +28,7 @@ def flat(config: fdl.Config[Any]) -> str:
     Secrets are shown as `***` (jtrain/runtime/secrets.py), because runs print, keep and compare this text.
     """
     return "".join(
-        f"{leaf.path}: {_type_name(leaf.annotation)} = {shown(leaf.path, leaf.text)}\n"
+        f"{leaf.path}: {_type_name(leaf.annotation)} = {redact_value(leaf.path, leaf.text)}\n"
         for leaf in leaves(config)
     )
 
@@ -39,6 +39,7 @@ def parse(text: str) -> dict[str, str]:
     for line in text.splitlines():
         if line.startswith("#"):
             continue
+        # From the left at both ends: a value may hold ` = ` or `: `.
         head, _, value = line.partition(" = ")
         paths[head.partition(": ")[0]] = value
     return paths
@@ -52,6 +53,7 @@ def read(component: type, text: str) -> fdl.Config[Any]:
     """
     values = parse(text)
     config = _read(component, values, "")
+    # Fields that this version does not have: they would be dropped in silence.
     if unknown := values.keys() - {leaf.path for leaf in leaves(config)}:
         raise UserError(
             f"this version of jtrain has no field {', '.join(sorted(unknown))}. Use the one that wrote the "
@@ -64,18 +66,19 @@ def expand(config: fdl.Config[Any]) -> None:
     """Replaces every nested dataclass value by a config, so that each of its fields has a path to set."""
     for name, (annotation, value) in _fields(config).items():
         if _named_component(annotation) is not None and isinstance(value, dict):
-            setattr(config, name, {key: _expanded(item) for key, item in value.items()})
+            # A dict of components expands each of them; a plain dict of values stays a value.
+            setattr(config, name, {key: _expand_value(item) for key, item in value.items()})
         elif isinstance(value, fdl.Config) or (
             dataclasses.is_dataclass(value) and not isinstance(value, type)
         ):
-            setattr(config, name, _expanded(value))
+            setattr(config, name, _expand_value(value))
 
 
-def _expanded(value: Any) -> Any:
+def _expand_value(value: Any) -> Any:
     """Returns a component as an expanded config."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        given = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        value = fdl.Config(type(value), **given)
+        values = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        value = fdl.Config(type(value), **values)
     if isinstance(value, fdl.Config):
         expand(value)
     return value
@@ -91,11 +94,12 @@ def check_types(config: fdl.Config[Any], prefix: str = "") -> None:
     for name, (annotation, value) in _fields(config).items():
         if isinstance(value, fdl.Config):
             check_types(value, f"{prefix}{name}.")
-        elif (named := _named(annotation, value)) is not None:
+        elif (named := _named_components(annotation, value)) is not None:
             for key, item in named.items():
                 check_types(item, f"{prefix}{name}.{key}.")
+        # Defaults are the class's own, which its author has checked; only what was set is checked here.
         elif name in config.__arguments__:
-            setattr(config, name, _typed(prefix + name, value, annotation))
+            setattr(config, name, _convert_field(prefix + name, value, annotation))
 
 
 def set_path(config: fdl.Config[Any], text: str) -> None:
@@ -106,11 +110,13 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
       UserError: the path does not exist (the message suggests similar ones), the value has the wrong type, or
         the path is that of a component.
     """
+    # The first `=`: a value may hold more, as a URL does.
     path, equals, raw = (part.strip() for part in text.partition("="))
-    text = shown_assignment(text)  # for messages
+    text = redact_assignment(text)  # for messages
     if not equals or not path:
         raise UserError(f"--set {text}: expected PATH=VALUE, as in --set num_steps=100.")
     owner: Any = config
+    # From the root down, one component at a time, so that an error names the deepest name that exists.
     *parents, last = path.split(".")
     for depth, name in enumerate([*parents, last]):
         if isinstance(owner, dict):
@@ -118,8 +124,8 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
             if depth == len(parents):
                 raise UserError(f"--set {text}: {path} is a component, not a value. Set one of its fields.")
             if name not in owner:
-                near = difflib.get_close_matches(name, owner)
-                hint = f"Did you mean {near[0]}? " if near else ""
+                similar_names = difflib.get_close_matches(name, owner)
+                hint = f"Did you mean {similar_names[0]}? " if similar_names else ""
                 raise UserError(
                     f"--set {text}: {above} has no {name}. {hint}It has: {', '.join(owner) or 'none'}."
                 )
@@ -127,14 +133,17 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
             continue
         if not isinstance(owner, fdl.Config):
             above = ".".join(parents[:depth])
-            way = "A fiddler (--with) can put a component there." if owner is None else f"Set {above} itself."
-            raise UserError(f"--set {text}: {above} is {owner!r}, which has no fields. {way}")
+            way_out = (
+                "A fiddler (--with) can put a component there." if owner is None else f"Set {above} itself."
+            )
+            raise UserError(f"--set {text}: {above} is {owner!r}, which has no fields. {way_out}")
         if name not in _fields(owner):
             raise UserError(f"--set {text}: {_unknown_path(config, owner, path, depth)}")
         if depth < len(parents):
             owner = _fields(owner)[name][1]
     annotation, value = _fields(owner)[last]
     try:
+        # Quotes may be left out on the command line: `--set data.path=web/*.jsonl` is a string.
         literal = ast.literal_eval(raw)
     except (ValueError, SyntaxError):
         literal = raw
@@ -147,9 +156,10 @@ def set_path(config: fdl.Config[Any], text: str) -> None:
     if (kind := _named_component(annotation)) is not None:
         setattr(owner, last, _components(path, literal, kind))
         return
+    # In a string field, `--set name=1` means the text "1".
     if _convert(literal, annotation) is _NO and _convert(raw, annotation) is not _NO:
         literal = raw
-    setattr(owner, last, _typed(path, literal, annotation))
+    setattr(owner, last, _convert_field(path, literal, annotation))
 
 
 def _components(path: str, value: Any, kind: type) -> dict[str, fdl.Config[Any]]:
@@ -162,13 +172,13 @@ def _components(path: str, value: Any, kind: type) -> dict[str, fdl.Config[Any]]
             f"{path}={without_secrets(repr(value))} must be a dict of names and, for each, a dict of fields "
             f"of {kind.__name__}, such as {{'web': {{{names[0]!r}: ...}}}}."
         )
-    found = {}
+    components = {}
     for key, fields in value.items():
         if unknown := [name for name in fields if name not in names]:
             raise UserError(f"{path}.{key} has no field {unknown[0]}. It has: {', '.join(names)}.")
-        component = found[key] = fdl.Config(kind, **fields)
+        component = components[key] = fdl.Config(kind, **fields)
         check_types(component, f"{path}.{key}.")
-    return found
+    return components
 
 
 NOT_SET = "(not set)"
@@ -189,10 +199,11 @@ def leaves(config: fdl.Config[Any], prefix: str = "") -> Iterator[Leaf]:
     for name, (annotation, value) in _fields(config).items():
         path = prefix + name
         if isinstance(value, fdl.Config):
+            # The line names the chosen component only where the annotation leaves a choice.
             if annotation is not fdl.get_callable(value):
                 yield Leaf(path, annotation, fdl.get_callable(value).__name__)
             yield from leaves(value, path + ".")
-        elif (named := _named(annotation, value)) is not None and named:
+        elif (named := _named_components(annotation, value)) is not None and named:
             for key, item in named.items():
                 yield from leaves(item, f"{path}.{key}.")
         else:
@@ -209,6 +220,7 @@ def _fields(config: fdl.Config[Any]) -> dict[str, tuple[Any, Any]]:
     )  # not the class: flax's metaclass shows its signature as (*args, **kwargs)
     hints = typing.get_type_hints(component if dataclasses.is_dataclass(component) else constructor)
     factories = {
+        # Factories, since a default that is mutable must be made anew for each config.
         field.name: field.default_factory
         for field in (dataclasses.fields(component) if dataclasses.is_dataclass(component) else ())
         if field.default_factory is not dataclasses.MISSING
@@ -226,14 +238,17 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
         path = prefix + name
         components = [kind for kind in typing.get_args(annotation) or (annotation,) if isinstance(kind, type)]
         if (component_kind := _named_component(annotation)) is not None and path not in values:
+            # Keys of the components, in the order of the text.
             keys = dict.fromkeys(
                 p[len(path) + 1 :].partition(".")[0] for p in values if p.startswith(f"{path}.")
             )
             if keys:
                 setattr(config, name, {key: _read(component_kind, values, f"{path}.{key}.") for key in keys})
         elif path not in values:
-            if any(other.startswith(f"{path}.") for other in values):
+            # A component whose class name was not printed, because its annotation says it.
+            if any(other_path.startswith(f"{path}.") for other_path in values):
                 setattr(config, name, _read(annotation, values, f"{path}."))
+        # The name of a class that the annotation allows; anything else is a value.
         elif chosen := [kind for kind in components if kind.__name__ == values[path]]:
             setattr(config, name, _read(chosen[0], values, f"{path}."))
         elif values[path] != NOT_SET:
@@ -243,7 +258,7 @@ def _read(component: type, values: Mapping[str, str], prefix: str) -> fdl.Config
                 raise UserError(
                     f"{path} = {values[path]}: neither a value nor one of its components."
                 ) from error
-            setattr(config, name, _typed(path, value, annotation))
+            setattr(config, name, _convert_field(path, value, annotation))
     return config
 
 
@@ -259,7 +274,7 @@ def _named_component(annotation: Any) -> type | None:
     return arguments[1] if isinstance(arguments[1], type) else None
 
 
-def _named(annotation: Any, value: Any) -> dict[str, Any] | None:
+def _named_components(annotation: Any, value: Any) -> dict[str, Any] | None:
     """Returns the components of a `dict[str, Component]` field; None for every other field."""
     return value if _named_component(annotation) is not None and isinstance(value, dict) else None
 
@@ -269,26 +284,30 @@ def _unknown_path(config: fdl.Config[Any], owner: fdl.Config[Any], path: str, de
     above = ".".join(parts[:depth])
     everywhere = [leaf.path for leaf in leaves(config)]
     siblings = [".".join([*parts[:depth], field]) for field in _fields(owner)]
-    near = difflib.get_close_matches(path, everywhere)
-    near += [other for other in everywhere if other.split(".")[-1] == parts[-1]]
-    near += difflib.get_close_matches(".".join(parts[: depth + 1]), siblings)
-    hint = f"Did you mean {', '.join(list(dict.fromkeys(near))[:3])}? " if near else ""
-    where = above or "the config"
-    return f"{where} has no field {parts[depth]}. {hint}Fields of {where}: {', '.join(_fields(owner))}."
+    similar_paths = difflib.get_close_matches(path, everywhere)
+    # The last name alone: `warmup` finds optimizer.warmup_steps.
+    similar_paths += [other_path for other_path in everywhere if other_path.split(".")[-1] == parts[-1]]
+    similar_paths += difflib.get_close_matches(".".join(parts[: depth + 1]), siblings)
+    hint = f"Did you mean {', '.join(list(dict.fromkeys(similar_paths))[:3])}? " if similar_paths else ""
+    owner_name = above or "the config"
+    return (
+        f"{owner_name} has no field {parts[depth]}. {hint}Fields of {owner_name}: "
+        f"{', '.join(_fields(owner))}."
+    )
 
 
-def _typed(path: str, value: Any, annotation: Any) -> Any:
+def _convert_field(path: str, value: Any, annotation: Any) -> Any:
     converted = _convert(value, annotation)
     if converted is not _NO:
         return converted
     choices = typing.get_args(annotation) if typing.get_origin(annotation) is Literal else ()
     if not choices:
         raise UserError(
-            f"{path}={shown(path, repr(value))} is a {type(value).__name__}, but must be "
+            f"{path}={redact_value(path, repr(value))} is a {type(value).__name__}, but must be "
             f"{_type_name(annotation)}."
         )
-    near = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+    similar_choices = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1)
+    hint = f" Did you mean {similar_choices[0]}?" if similar_choices else ""
     raise UserError(f"{path}={value!r} must be one of {', '.join(map(repr, choices))}.{hint}")
 
 
@@ -305,22 +324,27 @@ def _convert(value: Any, annotation: Any) -> Any:
     if annotation is Any:
         return value
     if origin is Literal:
+        # Same type, because 1 == True and a Literal may hold both.
         return value if any(value == choice and type(value) is type(choice) for choice in arguments) else _NO
     if origin in (types.UnionType, typing.Union):
+        # The exact type first: an int in `float | int` must stay an int.
         exact = [choice for choice in arguments if type(value) is choice]
         return next(
-            (found for choice in exact or arguments if (found := _convert(value, choice)) is not _NO), _NO
+            (converted for choice in exact or arguments if (converted := _convert(value, choice)) is not _NO),
+            _NO,
         )
     if origin is tuple:
         if not isinstance(value, list | tuple):
             return _NO
-        same = len(arguments) == 2 and arguments[1] is Ellipsis
-        kinds = [arguments[0]] * len(value) if same else list(arguments)
+        # `tuple[int, ...]` takes any number; other tuples take exactly their arguments.
+        is_homogeneous = len(arguments) == 2 and arguments[1] is Ellipsis
+        kinds = [arguments[0]] * len(value) if is_homogeneous else list(arguments)
         items = [_convert(item, kind) for item, kind in zip(value, kinds, strict=False)]
         return _NO if len(kinds) != len(value) or any(item is _NO for item in items) else tuple(items)
     if annotation is float and type(value) is int:
         return float(value)
     kind = origin or annotation
+    # bool is a subclass of int, and `num_steps=True` is a mistake.
     if kind is int and isinstance(value, bool):
         return _NO
     return value if not isinstance(kind, type) or isinstance(value, kind) else _NO

@@ -203,7 +203,7 @@ class TextDataset:
                 state,
                 **who,
                 loaders=self.spec.num_loaders() * who["processes"],
-                shadows=self.spec.shadows,
+                standbys=self.spec.shadows,
                 read_timeout_s=self.spec.read_timeout_s,
             )
         else:
@@ -213,7 +213,7 @@ class TextDataset:
             setup = ProcessSetup(
                 constructor=work,
                 max_loaders=self.spec.num_loaders(),
-                shadows=self.spec.shadows,
+                standbys=self.spec.shadows,
                 read_timeout_s=self.spec.read_timeout_s,
                 slots=SLOTS,
                 state=state,

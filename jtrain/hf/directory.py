@@ -62,6 +62,7 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Callable[[], np.ndarray]]]:
       UserError: a file is not in the safetensors format, or lacks a tensor that the index places in it.
     """
     files = _weight_files(folder)
+    # All files stay open until the tensors are read, and are closed together.
     with contextlib.ExitStack() as stack:
         tensors: dict[str, Callable[[], np.ndarray]] = {}
         for file, placed in files.items():
@@ -75,6 +76,7 @@ def open_tensors(folder: Path) -> Iterator[dict[str, Callable[[], np.ndarray]]]:
                     f"{path} is no complete safetensors file: {error}. Download or export it again."
                 ) from None
             names = set(reader.keys())
+            # The index places tensors in files: one that lacks a tensor is not the file of this model.
             if absent := sorted(placed - names):
                 raise UserError(f"{path} has no {', '.join(absent[:8])}, which {_INDEX} places there.")
             tensors |= {name: functools.partial(reader.get_tensor, name) for name in names}
@@ -129,12 +131,15 @@ def _write_weights(
 ) -> None:
     shards = _plan_shards(model, dtype=dtype, max_shard_bytes=max_shard_bytes)
     count = len(shards)
+    # Numbered from 1, as transformers names them.
     files = [_SINGLE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     tensors = to_hf(params, model, dtype=dtype)
     weight_map: dict[str, str] = {}
     total_bytes = 0
     for file, names in zip(files, shards, strict=True):
+        # One file's tensors at a time: `to_hf` yields them in the order of the plan.
         held = dict(next(tensors) for _ in names)
+        # The plan and the tensors come from one list, so they cannot diverge.
         assert list(held) == names, (list(held), names)
         (folder / file).touch()
         mode = stat.S_IMODE((folder / file).stat().st_mode)  # as the umask allows
@@ -142,6 +147,7 @@ def _write_weights(
         (folder / file).chmod(mode)  # safetensors creates files readable by the owner only
         weight_map |= dict.fromkeys(names, file)
         total_bytes += sum(array.nbytes for array in held.values())
+    # One file needs no index.
     if count > 1:
         _write_json(folder / _INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
@@ -152,6 +158,7 @@ def _plan_shards(model: Transformer, *, dtype: str, max_shard_bytes: int) -> lis
     room = max_shard_bytes
     for slot in slots(model):
         size = int(np.prod(slot.shape)) * DTYPES[dtype].itemsize
+        # A file that is still empty takes any tensor, however large.
         if size > room and shards[-1]:
             shards.append([])
             room = max_shard_bytes
@@ -176,6 +183,7 @@ def _weight_files(folder: Path) -> dict[str, set[str]]:
         raise UserError(f"{folder / _INDEX} has no weight_map. Download it again.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or Path(file).name != file:
+            # A path in the index could point outside the directory.
             raise UserError(
                 f"{folder / _INDEX} places {name} in {file!r}, which names no file there. Download it again."
             )

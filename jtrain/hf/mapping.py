@@ -72,6 +72,7 @@ class Slot:
 
     @property
     def _our_dims(self) -> str:
+        # The stacked dimensions come first, so what follows them is one layer's or expert's.
         return self.info.dims[len(self.index) :]
 
     @property
@@ -86,22 +87,26 @@ class Slot:
         """Inverse of `to_theirs`, as a view."""
         permutation = self._permutation
         shape = self.info.shape[len(self.index) :]
+        # The inverse of a permutation is its argsort.
         return np.transpose(theirs.reshape([shape[i] for i in permutation]), np.argsort(permutation))
 
 
 def slots(model: Transformer) -> list[Slot]:
     """All Hugging Face tensors of a model, layer by layer, in the order of a forward pass."""
     infos = {info.path: info for info in model.param_infos()}
+    # A parameter that is not in the table would be missing in every export.
     assert set(infos) <= set(TABLE), "a parameter that the table does not know"
-    before = [path for path in TABLE if path in infos and path.startswith("embed")]
+    first_paths = [path for path in TABLE if path in infos and path.startswith("embed")]
     stacked = [path for path in TABLE if path in infos and infos[path].dims.startswith("Y")]
-    after = [path for path in TABLE if path in infos and path not in before and path not in stacked]
-    out = [_slot(infos[path], ()) for path in before]
+    last_paths = [path for path in TABLE if path in infos and path not in first_paths and path not in stacked]
+    ordered_slots = [_slot(infos[path], ()) for path in first_paths]
+    # Layer by layer, as the forward pass needs them.
     for y in range(model.num_layers):
         for path in stacked:
+            # With experts, a Hugging Face file has one tensor per expert, jtrain one per layer.
             experts = range(infos[path].shape[1]) if infos[path].is_experts else None
-            out += [_slot(infos[path], (y,) if x is None else (y, x)) for x in experts or (None,)]
-    return out + [_slot(infos[path], ()) for path in after]
+            ordered_slots += [_slot(infos[path], (y,) if x is None else (y, x)) for x in experts or (None,)]
+    return ordered_slots + [_slot(infos[path], ()) for path in last_paths]
 
 
 def _slot(info: ParamInfo, index: tuple[int, ...]) -> Slot:
@@ -127,6 +132,7 @@ def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[s
         leaf: Any = params
         for key in slot.info.path.split("."):
             leaf = leaf[key]
+        # One layer of the stack at a time: memory holds the parameters and this tensor.
         ours = np.asarray(leaf[slot.index] if slot.index else leaf)
         yield slot.name, slot.to_theirs(ours.astype(DTYPES[dtype], copy=False))
 
@@ -146,14 +152,17 @@ def from_hf(
     Raises:
       UserError: tensors are missing, unknown, or differ from the model in shape or dtype; names the tensors.
     """
-    wanted = {slot.name: slot for slot in slots(model)}
-    given = {name for name in tensors if not name.endswith(_DERIVED)}
-    if model.tie_embeddings and _TIED_HEAD in given:
+    slots_by_name = {slot.name: slot for slot in slots(model)}
+    # Buffers of old exports follow from config.json; transformers drops them too.
+    tensor_names = {name for name in tensors if not name.endswith(_DERIVED)}
+    # With tied embeddings the head is the embedding, and jtrain keeps one array.
+    if model.tie_embeddings and _TIED_HEAD in tensor_names:
         _check_tied(tensors)
-        given.remove(_TIED_HEAD)
-    _check_names(sorted(wanted.keys() - given), sorted(given - wanted.keys()))
+        tensor_names.remove(_TIED_HEAD)
+    # Before any tensor is read: a name tells at once that weights and config.json are of two models.
+    _check_names(sorted(slots_by_name.keys() - tensor_names), sorted(tensor_names - slots_by_name.keys()))
     stacks: dict[str, np.ndarray] = {}
-    for name, slot in wanted.items():
+    for name, slot in slots_by_name.items():
         theirs = tensors[name]()
         if theirs.shape != slot.shape:
             raise UserError(
@@ -169,19 +178,21 @@ def from_hf(
             )
         path = slot.info.path
         if path not in stacks:
+            # Made at the first tensor, whose dtype it takes if none is asked for.
             stacks[path] = np.empty(slot.info.shape, theirs.dtype if dtype is None else DTYPES[dtype])
         elif dtype is None and theirs.dtype != stacks[path].dtype:
             raise UserError(
                 f"tensor {name} has dtype {theirs.dtype}, other layers' have {stacks[path].dtype}, and "
                 "layers are stacked. Convert the directory to one dtype, or import with a dtype given."
             )
+        # `...` for a parameter that is not stacked: index is empty then.
         stacks[path][slot.index or ...] = slot.to_ours(theirs)
     return map_params(lambda info: stacks[info.path], model.param_infos())
 
 
 def _check_names(missing: list[str], extra: list[str]) -> None:
     kinds = {"missing": missing, "unknown": extra}
-    parts = [f"{what} {len(names)}: {first_few(names, 8)}" for what, names in kinds.items() if names]
+    parts = [f"{kind} {len(names)}: {first_few(names, 8)}" for kind, names in kinds.items() if names]
     if parts:
         raise UserError(
             f"the tensors are not those that config.json describes: {'; '.join(parts)}. Weights and "
@@ -192,6 +203,7 @@ def _check_names(missing: list[str], extra: list[str]) -> None:
 def _check_tied(tensors: Mapping[str, Callable[[], np.ndarray]]) -> None:
     """Checks that the head in a tied directory (Qwen3-0.6B has one) equals the embedding."""
     table, head = tensors[TABLE["embed_VD"][0]](), tensors[_TIED_HEAD]()
+    # Bit for bit, since a tied head that differs means the tie was wrong.
     if table.shape != head.shape or table.dtype != head.dtype or table.tobytes() != head.tobytes():
         raise UserError(
             f"config.json ties the embeddings (tie_word_embeddings), but {_TIED_HEAD} is another matrix than "

@@ -84,6 +84,7 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
 
 
 def _model(config: Mapping[str, Any]) -> Transformer:
+    # LlamaForSequenceClassification has model_type llama, too.
     model_type = config.get("model_type")
     if model_type not in tuple(ARCHITECTURES):
         raise UserError(f"config.json: model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}.")
@@ -93,6 +94,7 @@ def _model(config: Mapping[str, Any]) -> Transformer:
             f"config.json: architectures={classes} is not [{ARCHITECTURES[model_type]!r}]: only causal "
             "language models can be imported."
         )
+    # Refused first: a field that changes the function must not be ignored.
     _check_only(config)
     _check_full_attention(config)
     moe = _moe(config) if model_type == "qwen3_moe" else None
@@ -100,6 +102,7 @@ def _model(config: Mapping[str, Any]) -> Transformer:
     num_heads = sizes["num_heads"]
     if model_type == "llama":
         num_kv_heads = config.get("num_key_value_heads") or num_heads
+        # A Llama without head_dim divides its width, as transformers does.
         head_dim = config.get("head_dim") or sizes["d_model"] // num_heads
     else:  # Qwen3's defaults belong to one model size, so a value is required
         num_kv_heads, head_dim = _required(config, "num_key_value_heads"), _required(config, "head_dim")
@@ -110,6 +113,7 @@ def _model(config: Mapping[str, Any]) -> Transformer:
         head_dim=head_dim,
         rope=_rope(config),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        # Qwen3 normalises queries and keys; Llama does not.
         qk_norm=model_type != "llama",
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
@@ -159,6 +163,7 @@ def config_from_model(
         "eos_token_id": end_id,
         "torch_dtype": dtype,
     }
+    # Qwen3 has a sliding window field; None disables it.
     if model_type != "llama":
         config |= {"use_sliding_window": False, "sliding_window": None}
         if model.moe is not None:
@@ -174,6 +179,7 @@ def config_from_model(
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_seq_len,
         }
+        # The length that the scaled frequencies were made for, if the run trained on shorter sequences.
         scaled_seq_len = int(scaling.factor * scaling.original_seq_len)
         config["max_position_embeddings"] = max(max_seq_len, scaled_seq_len)
     return config
@@ -183,16 +189,17 @@ def model_differences(theirs: Transformer, ours: Transformer) -> list[str]:
     """Differences between two models: one line per field that changes the function they compute."""
     lines: list[str] = []
     for field, key in _COMPARED.items():
-        there, here = getattr(theirs, field), getattr(ours, field)
-        if there != here:
-            lines.append(f"model.{field}: {there} there ({key}), {here} here")
+        theirs_value, ours_value = getattr(theirs, field), getattr(ours, field)
+        if theirs_value != ours_value:
+            lines.append(f"model.{field}: {theirs_value} there ({key}), {ours_value} here")
     if (theirs.moe is None) != (ours.moe is None):
         lines.append(f"model.moe: {theirs.moe} there (model_type), {ours.moe} here")
     elif theirs.moe is not None and ours.moe is not None:
         for field, key in (("shared_experts", "model_type"), *_EXPERTS.items()):
-            there, here = getattr(theirs.moe, field), getattr(ours.moe, field)
-            if there != here and not field.endswith("_loss"):
-                lines.append(f"model.moe.{field}: {there} there ({key}), {here} here")
+            theirs_value, ours_value = getattr(theirs.moe, field), getattr(ours.moe, field)
+            # Loss coefficients change how a model trains, not what it computes.
+            if theirs_value != ours_value and not field.endswith("_loss"):
+                lines.append(f"model.moe.{field}: {theirs_value} there ({key}), {ours_value} here")
     return lines
 
 
@@ -233,6 +240,7 @@ def _moe(config: Mapping[str, Any]) -> MoESpec:
 
 def _num_experts(config: Mapping[str, Any]) -> int:
     """Number of experts, from `num_experts` (transformers 4) or `num_local_experts` (transformers 5)."""
+    # Where neither is set, the error names the first.
     keys = [key for key in _NUM_EXPERTS if config.get(key) is not None] or [_NUM_EXPERTS[0]]
     counts = [_required(config, key) for key in keys]
     if len(set(counts)) > 1:
@@ -245,6 +253,7 @@ def _num_experts(config: Mapping[str, Any]) -> int:
 
 def _required(config: Mapping[str, Any], key: str) -> Any:
     value = config.get(key)
+    # bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, int):
         raise UserError(f"config.json: {key}={value!r} must be a whole number.")
     return value
@@ -264,6 +273,7 @@ def _check_full_attention(config: Mapping[str, Any]) -> None:
             f"config.json: use_sliding_window=True (sliding_window={window}) is not supported: every layer "
             "of jtrain's model attends to the whole document."
         )
+    # Newer config.json files list a kind per layer.
     kinds = set(config.get("layer_types") or ()) - {"full_attention"}
     if kinds:
         raise UserError(
@@ -279,14 +289,17 @@ def _rope(config: Mapping[str, Any]) -> RopeSpec:
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters: Mapping[str, Any] = config.get(source) or {}
     theta = float(parameters.get("rope_theta", config.get("rope_theta", 10_000.0)))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if (share := parameters.get("partial_rotary_factor", 1)) not in (1, None):
-        raise UserError(f"config.json: {source}.partial_rotary_factor={share} is not supported, only 1.")
-    if kind == "default":
-        return RopeSpec(theta)
-    if kind != "llama3":
+    rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+    # A rotary factor below 1 rotates part of each head, which jtrain does not do.
+    if (rotary_share := parameters.get("partial_rotary_factor", 1)) not in (1, None):
         raise UserError(
-            f"config.json: {source}.rope_type={kind!r} is not supported, only 'default' and 'llama3'."
+            f"config.json: {source}.partial_rotary_factor={rotary_share} is not supported, only 1."
+        )
+    if rope_type == "default":
+        return RopeSpec(theta)
+    if rope_type != "llama3":
+        raise UserError(
+            f"config.json: {source}.rope_type={rope_type!r} is not supported, only 'default' and 'llama3'."
         )
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if missing := [key for key in keys if key not in parameters]:

@@ -28,7 +28,7 @@ class MeshSpec:
     replica: data parallelism without sharding, across slices or pods.
     stage: pipeline stages.
     data: data parallelism; ZeRO shards state over `data` and `context` together. `auto`, which a config has
-      that does not say it, is what is left of the devices that are here (`config.devices.settle_mesh`); all
+      that does not say it, is what is left of the devices that are here (`config.devices.resolve_mesh`); all
       else takes a number.
     expert: experts of MoE layers; data parallelism for all other parameters.
     context: positions of a sequence; ZeRO shards state over it too.
@@ -63,7 +63,7 @@ class MeshSpec:
         """
         if self.data == "auto":
             raise UserError(
-                "mesh.data=auto has to be settled first: it depends on the devices. Set it to a number."
+                "mesh.data=auto has to be chosen first: it depends on the devices. Set it to a number."
             )
         return {axis: getattr(self, axis) for axis in AXES}
 

@@ -330,7 +330,7 @@ class Transformer(nnx.Module):
         """
         if not isinstance(self.loss_chunk_tokens, int):
             raise UserError(
-                "model.loss_chunk_tokens=auto has to be settled first: the best value depends on the "
+                "model.loss_chunk_tokens=auto has to be chosen first: the best value depends on the "
                 "devices. `jtrain.plan` and `jtrain.launch` choose it; elsewhere set a number."
             )
         return self.loss_chunk_tokens

@@ -56,7 +56,7 @@ def devices_of(topology: str | None) -> list[jax.Device]:
     return jax.devices() if topology is None else topology_devices(topology)
 
 
-def settle(run_config: Any, *, devices: Sequence[jax.Device], workdir: Path | None) -> list[str]:
+def choose_layout(run_config: Any, *, devices: Sequence[jax.Device], workdir: Path | None) -> list[str]:
     """Decides the open settings of a config; returns lines for the log.
 
     Args:
@@ -68,7 +68,7 @@ def settle(run_config: Any, *, devices: Sequence[jax.Device], workdir: Path | No
       UserError: nothing fits (the message has the closest layout); the devices' peaks are unknown; or
         processes see different workdirs and would train differently.
     """
-    notes = settle_loss_chunk(run_config, live(devices[0])) + _settle(run_config, devices, workdir)
+    notes = choose_loss_chunk(run_config, live(devices[0])) + _choose_layout(run_config, devices, workdir)
     if notes and not same_everywhere(tree.flat(run_config)):
         raise UserError(
             f"{notes[0]}: other processes chose other settings, because {workdir} is not the same folder for "
@@ -78,7 +78,7 @@ def settle(run_config: Any, *, devices: Sequence[jax.Device], workdir: Path | No
     return notes
 
 
-def settle_loss_chunk(run_config: Any, device: DeviceSpec) -> list[str]:
+def choose_loss_chunk(run_config: Any, device: DeviceSpec) -> list[str]:
     """Sets `model.loss_chunk_tokens` if it is `auto`; returns lines for the log.
 
     Args:
@@ -101,7 +101,7 @@ def settle_loss_chunk(run_config: Any, device: DeviceSpec) -> list[str]:
     return [f"model.loss_chunk_tokens=auto: {tokens}, {because}"]
 
 
-def _settle(run_config: Any, devices: Sequence[jax.Device], workdir: Path | None) -> list[str]:
+def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path | None) -> list[str]:
     run = build_run(run_config)
     spec = run.layout
     shares = [path for path, value in layout_settings(spec).items() if value == "as_needed"]

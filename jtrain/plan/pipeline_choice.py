@@ -11,7 +11,7 @@ from jtrain.errors import UserError
 from jtrain.layout.mesh import AXES, BATCH_AXES, shard_size
 from jtrain.pipeline.schedule import PipelineSchedule
 from jtrain.pipeline.spec import PipelineSpec
-from jtrain.plan.auto_layout import settle_loss_chunk
+from jtrain.plan.auto_layout import choose_loss_chunk
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.from_run import search_task
@@ -171,7 +171,7 @@ def plan_stages(
             f"data.global_batch to a multiple of {run.data.global_batch // rows * max(1, microbatches)}."
         )
     set_values(config, {"layout.microbatches": microbatches})
-    settle_loss_chunk(config, machine.device)
+    choose_loss_chunk(config, machine.device)
     run = build_run(config)
     mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
     title = f"{name} on {machine}: {mesh} zero_stage={run.layout.zero_stage} remat={run.layout.remat}"
@@ -186,7 +186,7 @@ def _alone(config: Any, machine: Machine) -> Point | None:
     # Not every mesh has collectives to overlap.
     set_values(config, {"layout.microbatches": 1, "layout.auto": False, "layout.tensor_overlap": False})
     set_values(config, {"layout.sequence_groups": 1})
-    settle_loss_chunk(config, machine.device)
+    choose_loss_chunk(config, machine.device)
     task = search_task(build_run(config), machine)
     sharded = (mesh for mesh in meshes(task) if mesh.replica == 1 and mesh.zero_shards > 1)
     return next(iter(search(task, sharded, keep=1, zero=(3,))), None)

@@ -34,7 +34,7 @@ HIDDEN = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES under which CUDA sees no GPU."""
 
 
-def found(kind: Accelerator, environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
+def find_device(kind: Accelerator, environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
     """Returns the file or variable that shows a GPU or TPU of this host; None if there is none.
 
     Args:
@@ -43,13 +43,15 @@ def found(kind: Accelerator, environ: Mapping[str, str], *, root: Path = Path("/
     """
     for pattern in _FILES[kind]:
         files = sorted(root.glob(pattern))
+        # kfd counts with jax's plugin only; vfio serves other cards as well.
         counts = "kfd" not in pattern or _is_installed("xla_rocm")
         counts &= "vfio" not in pattern or _has_google_device(root)
         if files and counts:
             return f"/{files[0].relative_to(root)}"
     if kind == "tpu":
-        told = {name: environ.get(name, "") for name in _TPU_VARIABLES}
-        return next((f"{name}={value}" for name, value in told.items() if value and " " not in value), None)
+        values = {name: environ.get(name, "") for name in _TPU_VARIABLES}
+        # libtpu writes a sentence, with spaces, into these variables on a machine without TPUs.
+        return next((f"{name}={value}" for name, value in values.items() if value and " " not in value), None)
     return None
 
 
@@ -61,20 +63,22 @@ def platform_of(device: DeviceChoice, environ: Mapping[str, str], *, root: Path 
     """
     if device == "cpu":
         return "cpu"
-    if found(device, environ, root=root) is None:
-        shown = ", ".join(f"/{pattern}" for pattern in _FILES[device])
+    # Before jax starts: its own error names neither the file nor the package that is missing.
+    if find_device(device, environ, root=root) is None:
+        patterns = ", ".join(f"/{pattern}" for pattern in _FILES[device])
         raise UserError(
-            f"--device {device}: this host has no {device.upper()} (no {shown}). In a container, give it the "
-            "devices; else leave --device out, or give --device cpu."
+            f"--device {device}: this host has no {device.upper()} (no {patterns}). In a container, give it "
+            "the devices; else leave --device out, or give --device cpu."
         )
-    if lacks := _lacks(device):
-        raise UserError(f"--device {device}: {lacks}. Run {_install(device)}.")
+    if missing_software := _missing_software(device):
+        raise UserError(f"--device {device}: {missing_software}. Run {_install(device)}.")
+    # CUDA wins where both plugins are installed.
     return {"tpu": "tpu"}.get(
         device, "rocm" if _is_installed("xla_rocm") and not _is_installed("xla_cuda") else "cuda"
     )
 
 
-def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
+def unused_warning(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
     """Returns a warning about a GPU or TPU of this host that a run on CPUs leaves unused; None if there is
     none.
 
@@ -86,18 +90,20 @@ def unused(environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
     """
     kinds: tuple[Accelerator, ...] = ("gpu", "tpu")
     for kind in kinds:
+        # The user has hidden the GPUs: that is a choice, and no mistake to warn of.
         hidden = kind == "gpu" and environ.get("CUDA_VISIBLE_DEVICES", "all") in HIDDEN
-        if hidden or (path := found(kind, environ, root=root)) is None:
+        if hidden or (path := find_device(kind, environ, root=root)) is None:
             continue
-        why = _lacks(kind)
-        way = (
+        missing_software = _missing_software(kind)
+        advice = (
             f"run {_install(kind)}"
-            if why
+            if missing_software
             else f"run python -c \"import jax; jax.devices('{kind}')\", which says why"
         )
         return (
             f"WARNING: a {kind.upper()} is here ({path}), but this run computes on the CPU: "
-            f"{why or 'jax found none'}. To use it, {way}; --device cpu says that the CPU is meant."
+            f"{missing_software or 'jax found none'}. To use it, {advice}; --device cpu says that the CPU is "
+            "meant."
         )
     return None
 
@@ -107,10 +113,11 @@ def nvidia_gpus() -> list[tuple[str, int]]:
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
-    if done.returncode:  # a driver is installed, but no GPU
+    answer = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+    if answer.returncode:  # a driver is installed, but no GPU
         return []
-    lines = done.stdout.splitlines()
+    lines = answer.stdout.splitlines()
+    # From the right: a GPU's name may hold a comma.
     fields = [line.rpartition(",") for line in lines if line.strip()]
     return [(name.strip(), int(mib) << 20) for name, _, mib in fields]
 
@@ -130,25 +137,30 @@ def local_device_ids(environ: Mapping[str, str]) -> list[int] | None:
     Raises:
       UserError: the processes of this host are more than its GPUs, or do not divide them.
     """
-    if (place := _place(environ)) is None:
+    if (local_rank := _local_rank(environ)) is None:
         return None
-    number, processes = place
-    seen = _seen(environ)
-    own = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # `2`, or `h100:2`
-    if processes == 1 or seen == 1 or own == str(seen):
+    number, processes = local_rank
+    visible_gpus = _count_visible_gpus(environ)
+    gpus_per_task = environ.get("SLURM_GPUS_PER_TASK", "").rpartition(":")[2]  # `2`, or `h100:2`
+    # One process takes all; a process that sees one GPU, or as
+    # many as its share, was given them by the scheduler.
+    if processes == 1 or visible_gpus == 1 or gpus_per_task == str(visible_gpus):
         return None
-    if seen == 0:
+    if visible_gpus == 0:
         return [number]  # as jax does; a process on CPUs ignores it
-    if seen % processes:
+    # Uneven shares would give the processes different numbers of devices, which no mesh fits.
+    if visible_gpus % processes:
         raise UserError(
-            f"{processes} processes on this host cannot share its {seen} GPUs evenly. Start one process per "
-            f"host (--ntasks-per-node=1), which takes all GPUs, or one per GPU (--ntasks-per-node={seen})."
+            f"{processes} processes on this host cannot share its {visible_gpus} GPUs evenly. Start one "
+            "process per host (--ntasks-per-node=1), which takes all GPUs, or one per GPU "
+            f"(--ntasks-per-node={visible_gpus})."
         )
-    each = seen // processes
-    return list(range(number * each, (number + 1) * each))
+    gpus_per_process = visible_gpus // processes
+    # By number within what this process sees, which is the same list in all processes of the host.
+    return list(range(number * gpus_per_process, (number + 1) * gpus_per_process))
 
 
-def _lacks(kind: Accelerator) -> str:
+def _missing_software(kind: Accelerator) -> str:
     """Says what jax lacks for a kind of device; "" if it lacks nothing."""
     if kind == "tpu":
         return "" if importlib.util.find_spec("libtpu") else "libtpu is not installed"
@@ -163,6 +175,7 @@ def _is_installed(prefix: str) -> bool:
     """True if a plugin of jax is installed whose module begins with `prefix`."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    # By the names in the namespace package: nothing is imported.
     return any(path.name.startswith(prefix) for folder in folders for path in Path(folder).iterdir())
 
 
@@ -183,8 +196,8 @@ def _install(kind: Accelerator) -> str:
     """
     extra = {"gpu": "cuda", "tpu": "tpu"}[kind]
     checkout = Path(__file__).parents[2]
-    what = f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").is_file() else f"'jtrain[{extra}]'"
-    return f"pip install {what}"
+    package = f"-e '{checkout}[{extra}]'" if (checkout / "pyproject.toml").is_file() else f"'jtrain[{extra}]'"
+    return f"pip install {package}"
 
 
 def _has_google_device(root: Path) -> bool:
@@ -192,9 +205,10 @@ def _has_google_device(root: Path) -> bool:
     return any(path.read_text().strip() == _GOOGLE for path in vendors)
 
 
-def _place(environ: Mapping[str, str]) -> tuple[int, int] | None:
+def _local_rank(environ: Mapping[str, str]) -> tuple[int, int] | None:
     """Number of this process on its host, and how many processes the host has; None where nobody says."""
     if "SLURM_LOCALID" in environ:
+        # The step's list first: an allocation may have more tasks per node than the step that runs now.
         counts = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
         return int(environ["SLURM_LOCALID"]), _tasks(counts, int(environ.get("SLURM_NODEID", "0")))
     if "OMPI_COMM_WORLD_LOCAL_RANK" in environ:
@@ -206,14 +220,16 @@ def _tasks(counts: str, node: int) -> int:
     """Processes on a node, from Slurm's list of them: `8`, `8(x2)` or `8(x2),4`."""
     for part in counts.split(","):
         tasks, _, times = part.rstrip(")").partition("(x")
+        # Counts down over the nodes of each part until this node's own is reached.
         node -= int(times or 1)
         if node < 0:
             return int(tasks)
     return 1
 
 
-def _seen(environ: Mapping[str, str]) -> int:
+def _count_visible_gpus(environ: Mapping[str, str]) -> int:
     """Number of GPUs that CUDA shows to this process."""
+    # Set, even if empty: CUDA obeys it before anything that Slurm says.
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return 0 if visible in HIDDEN else len(visible.split(","))
     on_node = environ.get("SLURM_GPUS_ON_NODE", "")

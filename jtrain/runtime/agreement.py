@@ -65,6 +65,7 @@ class DictCarrier:
         raise AssertionError(f"nobody else tells {key}")
 
     def remove(self, key: str, author: str) -> None:
+        # Each task of a process that is alone has a carrier of its own (`multihost.agreement`).
         self._texts.clear()
 
 
@@ -82,11 +83,12 @@ class ServiceCarrier:
         self._client.key_value_set(f"jtrain/{key}/{author}", text)
 
     def read(self, key: str, authors: Collection[str]) -> dict[str, str]:
+        # A text for all is read alone: the directory of a key grows with the processes.
         if EVERYONE in authors:
             return self._read_one(key)
         prefix = f"jtrain/{key}/"
-        told = {name.rpartition(prefix)[2]: text for name, text in self._client.key_value_dir_get(prefix)}
-        return {author: told[author] for author in authors if author in told}
+        texts = {name.rpartition(prefix)[2]: text for name, text in self._client.key_value_dir_get(prefix)}
+        return {author: texts[author] for author in authors if author in texts}
 
     def _read_one(self, key: str) -> dict[str, str]:
         """Returns the text for all, without those of the processes, which may be thousands."""
@@ -99,6 +101,7 @@ class ServiceCarrier:
 
     def wait(self, key: str, author: str, seconds: float) -> None:
         try:
+            # In whole milliseconds, the unit of jax's client, and never 0.
             self._client.blocking_key_value_get(f"jtrain/{key}/{author}", max(1, int(1000 * seconds)))
         except Exception as error:  # jax raises JaxRuntimeError for a timeout as for a lost connection
             if "DEADLINE_EXCEEDED" not in str(error):
@@ -127,6 +130,7 @@ class FolderCarrier:
             file.write_text(text)
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
+            # Not durable: after a power cut no process is left to read it.
             write_whole(file, text, durable=False)
 
     def read(self, key: str, authors: Collection[str]) -> dict[str, str]:
@@ -191,9 +195,9 @@ class Agreement:
           counts: True for an answer; another text is one that was told earlier, for another purpose.
           enough: True for a text after which the others are not waited for.
         """
-        asked = [str(process) for process in (range(self.processes) if of is None else of)]
+        authors = [str(process) for process in (range(self.processes) if of is None else of)]
         return {
-            int(author): text for author, text in self._wait(topic, asked, seconds, counts, enough).items()
+            int(author): text for author, text in self._wait(topic, authors, seconds, counts, enough).items()
         }
 
     def _wait(
@@ -206,10 +210,12 @@ class Agreement:
     ) -> dict[str, str]:
         key, until_s = self._key(topic), time.monotonic() + seconds
         while True:
+            # Read before the clock is looked at: with 0 seconds there is still one reading.
             texts = {
                 author: text for author, text in self._carrier.read(key, authors).items() if counts(text)
             }
             missing = [author for author in authors if author not in texts]
+            # `enough` also ends a wait: one failure told is an answer for all.
             left_s = until_s - time.monotonic()
             if not missing or any(enough(text) for text in texts.values()) or left_s <= 0:
                 return texts
@@ -223,6 +229,7 @@ class Agreement:
           ProcessesSilent: some told nothing in time.
         """
         self.tell(topic, text)
+        # Own text first, then the wait: with both the other way round all would wait for each other.
         texts = self.collect(topic, seconds=seconds)
         if silent := self.silent(texts):
             raise ProcessesSilent(f"no word from {silent} within {seconds:g} s about {self._key(topic)}")

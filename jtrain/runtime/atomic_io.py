@@ -26,13 +26,16 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
       durable: force a file to the disk before it is renamed, so that it also survives a power cut; about 10
         ms.
     """
+    # Beside the target: a rename is atomic within one file system only.
     new = path.with_name(path.name + ".tmp")
     try:
         yield new
+        # Before the rename: after a power cut the new name must not stand for an empty file.
         if durable and new.is_file():
             with open(new, "rb") as file:
                 os.fsync(file.fileno())
         new.rename(path)
+    # BaseException: Ctrl-C must not leave a half-written `.tmp` either.
     except BaseException:
         if new.is_dir():
             shutil.rmtree(new, ignore_errors=True)
@@ -53,9 +56,10 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True, mode:
         return os.open(name, flags, mode)
 
     with replacing(path, durable=durable) as new, open(new, "wb", opener=opened) as file:
-        there = os.fstat(file.fileno()).st_mode
-        if stat.S_ISREG(there):  # a killed run may have left it with other permissions
-            os.fchmod(file.fileno(), mode & stat.S_IMODE(there))
+        file_mode = os.fstat(file.fileno()).st_mode
+        # Not on /dev/stdout or a pipe: their modes are not ours.
+        if stat.S_ISREG(file_mode):  # a killed run may have left it with other permissions
+            os.fchmod(file.fileno(), mode & stat.S_IMODE(file_mode))
         file.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -82,6 +86,8 @@ def sync_all(files: Iterable[Path], directories: Iterable[Path]) -> None:
             os.close(handle)
 
     with concurrent.futures.ThreadPoolExecutor(_SYNCS) as pool:
+        # `chain` yields in order, but both maps have submitted
+        # their work by then; `list` raises the first failure.
         list(itertools.chain(pool.map(sync, files), pool.map(sync_directory, directories)))
 
 

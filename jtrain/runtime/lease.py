@@ -27,9 +27,10 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from jtrain.errors import UserError
+from jtrain.runtime.lease_stores import Entry, Holder, LeaseStore
 
 BEAT_S = 3.0
 """Time between two beats of a holder, unless it is given."""
@@ -44,86 +45,8 @@ differently."""
 _POLL_S = 0.2
 
 
-@dataclasses.dataclass(frozen=True)
-class Holder:
-    """Identity of a process that holds a lease.
-
-    machine: name for all processes that can see each other by their ids: one boot of one machine, or one
-      container.
-    started: start of the process in ticks since boot, so that a process id that is used again is another
-      holder.
-    token: random; two leases of one process are two holders.
-    """
-
-    host: str
-    pid: int
-    since: str
-    machine: str
-    started: str
-    token: str
-
-    def __str__(self) -> str:
-        return f"process {self.pid} on host {self.host}, since {self.since}"
-
-
 NOBODY = "a process that has not written its name"
 """Name of a holder that was killed, or is, between creating its record and writing it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """State of a lease in its store.
-
-    number: fencing number of the newest holder; 0 if there was none.
-    content: its record; None if it has released the lease.
-    version: changes whenever the record is written.
-    """
-
-    number: int
-    content: bytes | None
-    version: Hashable = None
-
-    @property
-    def holder(self) -> Holder | None:
-        """Holder that the record names; None if it names nobody."""
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            return Holder(**json.loads(self.content or b"")["holder"])
-        return None
-
-    @property
-    def payload(self) -> Any:
-        """Payload of the last beat; None if there is none."""
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            return json.loads(self.content or b"")["payload"]
-        return None
-
-
-@runtime_checkable
-class LeaseStore(Protocol):
-    """Place of one lease's record. Each method raises OSError while the store is away."""
-
-    def read(self) -> Entry:
-        """Returns the newest state."""
-        ...
-
-    def create(self, old: Entry, content: bytes) -> Entry | None:
-        """Writes the record of the next holder if `old` is still the newest state; else returns None.
-
-        Of several processes that try, one succeeds.
-        """
-        ...
-
-    def swap(self, own: Entry, content: bytes) -> Entry | None:
-        """Writes the record of the same holder again; returns None if there is a newer holder."""
-        ...
-
-    def delete(self, own: Entry) -> None:
-        """Releases the lease; its number is remembered."""
-        ...
-
-    def age_s(self, entry: Entry) -> float:
-        """Seconds since the record was written, by the store's clock."""
-        ...
 
 
 class LeaseHeld(UserError):
@@ -152,6 +75,7 @@ class Watch:
             return False
         self._version, self._changed_s = version, time.monotonic()
         self._changes += 1
+        # The first look is no change: -1 becomes 0, and only the second version shows that somebody beats.
         return self._changes > 0
 
     @property
@@ -177,11 +101,15 @@ class Rival:
         if entry.content is None:
             return False
         holder = entry.holder
+        # Same machine: the kernel knows at once. The start time tells a reused process id apart.
         if holder is not None and holder.machine == self._machine:
             return process_started(holder.pid) == holder.started
+        # The number counts too: a new holder's first record may have the version of the old one's last.
         if self._watch.saw((entry.number, entry.version)):
             return True
         with contextlib.suppress(FileNotFoundError):  # removed just now: the next look tells
+            # Both clocks: the store's, which survives this process,
+            # and our own, since a file server's may be wrong.
             if self._watch.silent_s >= WATCH_S and self._store.age_s(entry) >= STALE_S:
                 return False
         return None
@@ -244,6 +172,7 @@ class Lease:
           LeaseHeld: a living process holds it.
         """
         rival, has_told = self._rival, False
+        # `seize` fails if a rival was faster: then its record is the one to watch.
         while (is_alive := rival.is_alive()) is not False or not self.seize(rival.entry):
             if is_alive:
                 raise LeaseHeld(rival.entry.holder)
@@ -274,10 +203,12 @@ class Lease:
         Args:
           old: state that this process has judged; None for any.
         """
+        # `create` compares with `old`, so what was judged is what is replaced.
         old = self._store.read() if old is None else old
         self._entry = self._store.create(old, self._record())
         if self._entry is None:
             return False
+        # Before the thread starts, which ends as soon as one of them is true.
         self.is_lost = self._is_closed = False
         self._beaten_s = time.monotonic()
         if self._beat_s != 0.0:
@@ -287,6 +218,7 @@ class Lease:
 
     def beat(self) -> None:
         """Writes the record again if this process is still the newest holder; notes the loss if it is not."""
+        # The thread beats, and `check` may in another one: two writes of one record would race for its file.
         with self._beating:
             if not self.is_held or self._entry is None:
                 return
@@ -294,10 +226,12 @@ class Lease:
             try:
                 entry = self._store.swap(self._entry, content)
             except OSError:  # the store is away, or full: what has happened meanwhile is seen when it is back
+                # No loss: `check` asks again before the next write, and STALE_S leaves many beats.
                 return
             if entry is None:
                 with contextlib.suppress(OSError):
                     self.taken_by = str(self._store.read().holder or NOBODY)
+                # Set before `on_lost`, which may look at it.
                 self.is_lost = True
                 self._on_lost()
                 return
@@ -313,6 +247,8 @@ class Lease:
         Reads the store only if the last beat is long ago, because this process was stopped or its disk was
         away.
         """
+        # A rival takes over after STALE_S without a write:
+        # within a quarter of it, the store need not be asked.
         if self.is_held and time.monotonic() - self._beaten_s > STALE_S / 4:
             self.beat()
         if self.is_lost:
@@ -324,10 +260,12 @@ class Lease:
         Args:
           wait_s: longest wait for the thread that beats, which may be in `payload`; None: until it has ended.
         """
+        # Before the event: the thread must find it true when it wakes.
         self._is_closed = True
         self._soon.set()
         if self._thread is not None:
             self._thread.join(wait_s)
+        # A lost lease belongs to somebody else: deleting it would release theirs.
         if self._entry is not None and not self.is_lost:
             with contextlib.suppress(OSError):  # then the next process finds that this one is gone
                 self._store.delete(self._entry)
@@ -342,6 +280,7 @@ class Lease:
     def _keep_beating(self) -> None:
         while self.is_held:
             self._soon.wait(BEAT_S if self._beat_s is None else self._beat_s)
+            # Cleared before the beat: a wish for a beat that comes during it is not lost.
             self._soon.clear()
             if self._is_closed:
                 return
@@ -363,6 +302,7 @@ def this_machine() -> str:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        # Containers share the boot's id; the inode of their PID namespace tells them apart.
         return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:  # not Linux: process ids count for the host's name
         return socket.gethostname()
@@ -371,7 +311,10 @@ def this_machine() -> str:
 def process_started(pid: int) -> str:
     """Start of a process of this machine, in ticks since boot; empty if there is no such process."""
     try:
+        # The name in parentheses may hold spaces and parentheses.
+        # Field 22 of the line, the 20th after the name.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        # Z, X: a zombie holds no lease any more, although its id still exists.
         return "" if fields[0] in "ZX" else fields[19]
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESRCH) and Path("/proc/self/stat").exists():
@@ -382,4 +325,5 @@ def process_started(pid: int) -> str:
         return ""
     except OSError:
         pass
+    # Another user's process: it lives, and its start is not known.
     return "unknown"

@@ -1,15 +1,97 @@
-"""Places of leases: a folder that hosts share, and messages to one watcher. Standard library only."""
+"""Records of leases and the places that keep them: a folder that hosts share, and messages to one watcher.
+
+Standard library only.
+"""
 
 import contextlib
 import dataclasses
+import json
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
-
-from jtrain.runtime.lease import Entry
+from typing import Any, Protocol, runtime_checkable
 
 _RELEASED = ".released"
+
+
+@dataclasses.dataclass(frozen=True)
+class Holder:
+    """Identity of a process that holds a lease.
+
+    machine: name for all processes that can see each other by their ids: one boot of one machine, or one
+      container.
+    started: start of the process in ticks since boot, so that a process id that is used again is another
+      holder.
+    token: random; two leases of one process are two holders.
+    """
+
+    host: str
+    pid: int
+    since: str
+    machine: str
+    started: str
+    token: str
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host}, since {self.since}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """State of a lease in its store.
+
+    number: fencing number of the newest holder; 0 if there was none.
+    content: its record; None if it has released the lease.
+    version: changes whenever the record is written.
+    """
+
+    number: int
+    content: bytes | None
+    version: Hashable = None
+
+    @property
+    def holder(self) -> Holder | None:
+        """Holder that the record names; None if it names nobody."""
+        # A record that was cut short by a full disk names nobody; the watch then judges by its age alone.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return Holder(**json.loads(self.content or b"")["holder"])
+        return None
+
+    @property
+    def payload(self) -> Any:
+        """Payload of the last beat; None if there is none."""
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            return json.loads(self.content or b"")["payload"]
+        return None
+
+
+@runtime_checkable
+class LeaseStore(Protocol):
+    """Place of one lease's record. Each method raises OSError while the store is away."""
+
+    def read(self) -> Entry:
+        """Returns the newest state."""
+        ...
+
+    def create(self, old: Entry, content: bytes) -> Entry | None:
+        """Writes the record of the next holder if `old` is still the newest state; else returns None.
+
+        Of several processes that try, one succeeds.
+        """
+        ...
+
+    def swap(self, own: Entry, content: bytes) -> Entry | None:
+        """Writes the record of the same holder again; returns None if there is a newer holder."""
+        ...
+
+    def delete(self, own: Entry) -> None:
+        """Releases the lease; its number is remembered."""
+        ...
+
+    def age_s(self, entry: Entry) -> float:
+        """Seconds since the record was written, by the store's clock."""
+        ...
 
 
 class FolderStore:
@@ -26,6 +108,8 @@ class FolderStore:
 
     def read(self) -> Entry:
         while True:
+            # Names first, then the file of the highest: between the two
+            # it may be renamed or removed, so both are read again.
             names = self._names()
             number = max(names, default=0)
             if not number or names[number].endswith(_RELEASED):
@@ -43,21 +127,25 @@ class FolderStore:
             try:
                 with contextlib.suppress(FileNotFoundError):  # somebody removes the folder, as it is empty
                     self.folder.mkdir(parents=True, exist_ok=True)
+                    # O_EXCL is the one step that the server decides: of two
+                    # processes one gets FileExistsError, also on NFS.
                     handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             except FileExistsError:
                 return None
         try:
             try:
                 os.write(handle, content)
+                # Before anything is removed: after a power cut there must be a newest record.
                 os.fsync(handle)
                 written_ns = os.fstat(handle).st_mtime_ns
             finally:
                 os.close(handle)
         except OSError:
+            # A full disk: without its content the file would name nobody and hold the lease for STALE_S.
             path.unlink(missing_ok=True)
             raise
-        # This number was free because its holder had been replaced, or had released it, since this process
-        # looked.
+        # This number was free because its holder had been
+        # replaced, or had released it, since this process looked.
         if max(self._names(), default=0) > number or path.with_name(path.name + _RELEASED).exists():
             path.unlink(missing_ok=True)
             return None
@@ -67,6 +155,7 @@ class FolderStore:
         return Entry(number, content, written_ns)
 
     def swap(self, own: Entry, content: bytes) -> Entry | None:
+        # A higher number is a newer holder, whether or not our file still exists.
         if max(self._names(), default=0) > own.number:
             return None
         path = self.folder / str(own.number)
@@ -91,13 +180,14 @@ class FolderStore:
         path.rename(path.with_name(path.name + _RELEASED))
 
     def age_s(self, entry: Entry) -> float:
-        now = self.folder / f"now.{os.getpid()}.{secrets.token_hex(4)}"
+        # A file made now has the store's time: clocks of the hosts may differ.
+        clock_file = self.folder / f"now.{os.getpid()}.{secrets.token_hex(4)}"
         try:
-            now.touch()
+            clock_file.touch()
             assert isinstance(entry.version, int)
-            return 1e-9 * (now.stat().st_mtime_ns - entry.version)
+            return 1e-9 * (clock_file.stat().st_mtime_ns - entry.version)
         finally:
-            now.unlink(missing_ok=True)
+            clock_file.unlink(missing_ok=True)
 
     def _names(self) -> dict[int, str]:
         """Records in the folder: number -> file name."""
@@ -130,6 +220,7 @@ class MessageStore:
         try:
             self._send(content)
         except BlockingIOError:
+            # The watcher is alive and only slow: a lost beat is no loss of the lease.
             pass
         except OSError:
             return None

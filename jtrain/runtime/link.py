@@ -83,10 +83,12 @@ def meet() -> tuple[socket.socket, Peers]:
     """
     host = multihost.own_address()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Port 0: the kernel chooses a free one, and the gather
+    # tells it to all. The backlog holds everybody at once.
     listening = socket.create_server((host, 0), family=family, backlog=multihost.process_count())
     texts = multihost.gather_texts(f"{host} {listening.getsockname()[1]}")
     token = multihost.from_process_zero(np.frombuffer(secrets.token_bytes(32), np.int32))
-    addresses = tuple((name, int(port)) for name, port in map(str.split, texts))
+    addresses = tuple((host_name, int(port)) for host_name, port in map(str.split, texts))
     return listening, Peers(multihost.process_index(), addresses, token.tobytes())
 
 
@@ -96,6 +98,7 @@ class Session:
     def __init__(self, send_key: bytes, receive_key: bytes) -> None:
         self._send_mac = hmac.new(send_key, digestmod="sha256")
         self._receive_mac = hmac.new(receive_key, digestmod="sha256")
+        # Both count frames, so a frame that is repeated or left out gets another MAC.
         self._sent = self._received = 0
 
     def sealed(self, content: bytes | memoryview) -> Iterator[bytes | memoryview]:
@@ -111,10 +114,12 @@ class Session:
     def frame(self) -> Generator[Request, bytearray, bytearray]:
         """Reads the content of the next frame."""
         [size] = _SIZE.unpack((yield _SIZE.size))
+        # Before the content is read: a wrong size must not make this process take 4 GiB of memory.
         if not 0 < size <= FRAME_BYTES:
             raise LinkError(f"a frame of {size:,} bytes arrived; frames have 1 to {FRAME_BYTES:,}")
         content = yield size
         mac = yield _MAC_BYTES
+        # In constant time, and before a byte of the content is used.
         if not hmac.compare_digest(mac, _mac_of(self._receive_mac, self._received, content)):
             raise LinkError(
                 f"frame {self._received} is not what the other process sent: altered, repeated or moved"
@@ -126,14 +131,16 @@ class Session:
         """Reads the next message."""
         header = yield from self.frame()
         try:
-            kind, fields, described = _checked(json.loads(header), schema)
+            kind, fields, described = _check_message(json.loads(header), schema)
         except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise LinkError(
                 f"a message arrived that no process sends ({type(error).__name__}: {error})"
             ) from error
+        # Arrays follow their message in this order, each in frames of its own.
         for name, dtype, shape in described:
             array = np.empty(shape, dtype)
             target, filled = memoryview(array.reshape(-1).view(np.uint8)), 0
+            # An empty array has no frame, as `sealed` yields none for no content.
             while filled < len(target):
                 part = yield from self.frame()
                 if filled + len(part) > len(target):
@@ -155,6 +162,7 @@ def encoded(kind: str, fields: Mapping[str, Any]) -> list[bytes]:
     """
     arrays = {name: value for name, value in fields.items() if isinstance(value, np.ndarray)}
     for name, array in arrays.items():
+        # A dtype such as object would need code to be read; foreign byte order would be read wrongly.
         if array.dtype.name not in DTYPES or not array.dtype.isnative:
             raise ValueError(f"array {name} of a message {kind} has dtype {array.dtype}")
     header = {
@@ -172,7 +180,9 @@ def calling(token: bytes, own: int, peer: int) -> Generator[Request, bytearray, 
     """Handshake of process `own`, which has connected to where process `peer` listens."""
     theirs = bytes((yield NONCE_BYTES))
     nonce = secrets.token_bytes(NONCE_BYTES)
+    # Both nonces: a recorded handshake proves nothing to a peer whose nonce is new.
     secret = _Secret(token, own, peer, nonce, theirs)
+    # The caller proves first: the called side tells a stranger nothing that depends on the token.
     yield _INDEX.pack(own) + nonce + secret.derive("proof of the caller")
     if not hmac.compare_digest((yield _MAC_BYTES), secret.derive("proof of the called")):
         raise LinkError(
@@ -190,12 +200,14 @@ def answering(token: bytes, own: int, processes: int) -> Generator[Request, byte
     secret = _Secret(token, peer, own, theirs, nonce)
     proof = yield _MAC_BYTES
     if (
+        # The whole condition after the proof: who does not know the token learns nothing about indices.
         not hmac.compare_digest(proof, secret.derive("proof of the caller"))
         or peer == own
         or peer >= processes
     ):
         raise LinkError("a program called that does not know the run's token")
     yield secret.derive("proof of the called")
+    # The keys of the two sides are swapped: what one sends with, the other receives with.
     return peer, Session(secret.derive("key of the called"), secret.derive("key of the caller"))
 
 
@@ -226,6 +238,7 @@ class Link:
             block = converse(self._connection, self._session.frame())
             size_bytes -= len(block)
             yield block
+        # A block may be longer than what was announced: the sender's frames do not fit the message.
         if size_bytes:
             raise LinkError(f"{-size_bytes} more bytes arrived than a message announced")
 
@@ -233,10 +246,12 @@ class Link:
 def converse[T](connection: socket.socket, steps: Generator[Request, bytearray, T]) -> T:
     """Runs one side of the protocol on a blocking socket."""
     try:
+        # `next` starts the generator up to its first request; a
+        # read is answered by `send`, a write by `next`.
         request = next(steps)
         while True:
             if isinstance(request, int):
-                request = steps.send(_exactly(connection, request))
+                request = steps.send(_read_exactly(connection, request))
             else:
                 connection.sendall(request)
                 request = next(steps)
@@ -259,17 +274,19 @@ class _Secret:
         self._link = _INDEX.pack(caller) + _INDEX.pack(called) + caller_nonce + called_nonce
 
     def derive(self, purpose: str) -> bytes:
+        # The zero byte ends the purpose: no purpose can be the start of another one's input.
         return hmac.digest(self._token, purpose.encode() + b"\0" + self._link, "sha256")
 
 
 def _mac_of(keyed: hmac.HMAC, number: int, content: bytes | bytearray | memoryview) -> bytes:
+    # `copy` is cheaper than hashing the key again for each frame.
     mac = keyed.copy()
     mac.update(_COUNTED_SIZE.pack(number, len(content)))
     mac.update(content)
     return mac.digest()
 
 
-def _checked(
+def _check_message(
     header: Any, schema: Schema
 ) -> tuple[str, dict[str, Any], list[tuple[str, np.dtype, tuple[int, ...]]]]:
     """Returns kind, plain fields and descriptions of the arrays of a message that fits the schema."""
@@ -279,11 +296,13 @@ def _checked(
     types = {name: type(value) for name, value in fields.items()} | dict.fromkeys(
         (n for n, *_ in described), np.ndarray
     )
+    # Exactly the fields of the schema, and no name both plain and an array.
     if types != dict(expected) or len(types) != len(fields) + len(described):
         raise ValueError(f"message {kind} has fields {types}")
     for name, dtype, shape in described:
         if dtype not in DTYPES or not all(type(dim) is int and dim >= 0 for dim in shape):
             raise ValueError(f"array {name} of message {kind} is {dtype}{shape}")
+        # Before memory is taken for them.
         if math.prod(shape) * np.dtype(dtype).itemsize > _MOST_ARRAY_BYTES:
             raise ValueError(
                 f"array {name} of message {kind} is {dtype}{shape}: more than {_MOST_ARRAY_BYTES:,} bytes"
@@ -291,7 +310,7 @@ def _checked(
     return kind, fields, [(name, np.dtype(dtype), shape) for name, dtype, shape in described]
 
 
-def _exactly(connection: socket.socket, size_bytes: int) -> bytearray:
+def _read_exactly(connection: socket.socket, size_bytes: int) -> bytearray:
     content = bytearray(size_bytes)
     target, filled = memoryview(content), 0
     while filled < size_bytes:

@@ -56,6 +56,7 @@ def own_address() -> str:
     from jax._src import distributed  # public jax does not tell the coordinator's address
 
     host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
+    # UDP: `connect` on such a socket sends nothing, and still binds it to the interface.
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_DGRAM
     )
@@ -72,6 +73,7 @@ def agreement(task: str) -> Agreement:
     Args:
       task: the same in all processes, and of no other task of this run.
     """
+    # From `sys.modules`: a process that has not imported jax is alone, and must not pay for the import.
     jax = sys.modules.get("jax")
     if jax is None or not jax.distributed.is_initialized():
         return Agreement(task, DictCarrier(), process=0, processes=1)
@@ -97,6 +99,7 @@ def gather_texts(text: str) -> list[str]:
     """
     if process_count() == 1:
         return [text]
+    # Counted in every process, so the topics match as long as all call it in the same order.
     number = next(_gathered)
     texts = agreement("gather").gather(str(number), text, seconds=GATHER_S)
     if number and process_index() == 0:
@@ -111,6 +114,7 @@ def from_process_zero(values: np.ndarray) -> np.ndarray:
     if process_count() == 1:
         return values
     values = np.asarray(values)
+    # In hex: the service carries text. Only process 0's counts, so the others send nothing.
     content = gather_texts(values.tobytes().hex() if process_index() == 0 else "")[0]
     return np.frombuffer(bytes.fromhex(content), values.dtype).reshape(values.shape)
 
@@ -142,6 +146,7 @@ def agree(*flags: bool) -> tuple[bool, ...]:
     steps already dispatched. The host waits for the device, so call it where the loop reads metrics anyway,
     not before each dispatch.
     """
+    # any over the processes: one that stops, fails or has a message is enough.
     return tuple(bool(flag) for flag in gather(np.asarray(flags, np.bool_)).any(axis=0))
 
 
@@ -163,22 +168,25 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
     coordinator = environ.get("JTRAIN_COORDINATOR")
     names = ("JTRAIN_NUM_PROCESSES", "JTRAIN_PROCESS_ID")
     if coordinator is None:
-        if given := [name for name in names if name in environ]:
+        if set_names := [name for name in names if name in environ]:
             raise UserError(
-                f"{given[0]} is set, but JTRAIN_COORDINATOR is not. Set it to host:port or to auto."
+                f"{set_names[0]} is set, but JTRAIN_COORDINATOR is not. Set it to host:port or to auto."
             )
         return
 
     if coordinator == "auto":
-        address, count, number = _found(environ)
+        address, count, number = _detect_cluster(environ)
     else:
         values = [environ.get(name, "") for name in names]
         if not all(value.isdecimal() for value in values):
-            said = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
-            raise UserError(f"JTRAIN_COORDINATOR={coordinator} needs two numbers too, but {said}. Set both.")
+            shown_values = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
+            raise UserError(
+                f"JTRAIN_COORDINATOR={coordinator} needs two numbers too, but {shown_values}. Set both."
+            )
         address, count, number = coordinator, int(values[0]), int(values[1])
     bind = environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     addresses = _coordinator_addresses(address, wait_s=NAME_S if number > 0 else 0.0)
+    # The others wait until process 0 listens; process 0 checks that it can, and names the port if not.
     if number > 0:
         _wait_for_coordinator(address, addresses, wait_s=float(JOIN_S))
     elif bind is None:
@@ -186,7 +194,8 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
         bind = address
         if coordinator == "auto":
             bind = _found_bind_address(address, [numbers[0] for _, numbers in addresses])
-    local = None if environ.get("JAX_LOCAL_DEVICE_IDS") else local_device_ids(environ)
+    # None leaves the choice to jax: the user has named the GPUs, or one process takes all.
+    local_ids = None if environ.get("JAX_LOCAL_DEVICE_IDS") else local_device_ids(environ)
 
     import jax
 
@@ -196,8 +205,9 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
             address,
             count,
             number,
-            local,
-            cluster_detection_method="deactivate",  # under Slurm it would leave each process one GPU of its host
+            local_ids,
+            # Under Slurm, jax's detection would leave each process one GPU of its host.
+            cluster_detection_method="deactivate",
             initialization_timeout=JOIN_S,
             heartbeat_timeout_seconds=math.ceil(peer_s),
             shutdown_timeout_seconds=JOIN_S,
@@ -205,26 +215,26 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
         )
     except RuntimeError as error:
         raise UserError(
-            f"JTRAIN_COORDINATOR={_shown(coordinator, address)}: process {number} of {count} could not join "
-            f"within {JOIN_S} s. Check that all processes were started, each with the same number of "
-            "processes and with its own JTRAIN_PROCESS_ID or rank, and that no other program listens there. "
-            f"jax says: {error}"
+            f"JTRAIN_COORDINATOR={_coordinator_text(coordinator, address)}: process {number} of {count} "
+            f"could not join within {JOIN_S} s. Check that all processes were started, each with the same "
+            "number of processes and with its own JTRAIN_PROCESS_ID or rank, and that no other program "
+            f"listens there. jax says: {error}"
         ) from error
 
 
-def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
+def _detect_cluster(environ: Mapping[str, str]) -> tuple[str, int, int]:
     """Returns what jax finds of a scheduler: address of process 0, number of processes, number of this
     one.
     """
     from jax._src.clusters import ClusterEnv  # public jax tells the address only after process 0 has listened
 
-    given = environ.get("JAX_COORDINATOR_ADDRESS")
+    coordinator = environ.get("JAX_COORDINATOR_ADDRESS")
     reason = (
         "it finds neither a step of Slurm (srun), Open MPI, a TPU pod nor an indexed Job of Kubernetes here"
     )
     try:
         address, count, number, _ = ClusterEnv.auto_detect_unset_distributed_params(
-            given, None, None, None, None, JOIN_S
+            coordinator, None, None, None, None, JOIN_S
         )
     except Exception as error:  # each scheduler has its own: a missing package, a server that does not answer
         address, count, number, reason = None, None, None, f"{type(error).__name__}: {error}"
@@ -237,7 +247,7 @@ def _found(environ: Mapping[str, str]) -> tuple[str, int, int]:
     return address, count, number
 
 
-def _shown(coordinator: str, address: str) -> str:
+def _coordinator_text(coordinator: str, address: str) -> str:
     return coordinator if coordinator == address else f"{coordinator} ({address})"
 
 
@@ -254,7 +264,8 @@ def _found_bind_address(coordinator: str, addresses: Sequence[str]) -> str | Non
     host, _, port = coordinator.rpartition(":")
     if host == "localhost" or host.strip("[]") in addresses:
         return coordinator
-    if not all(ipaddress.ip_address(one).is_loopback for one in addresses):
+    # One address that is not loopback is enough: others reach process 0 there.
+    if not all(ipaddress.ip_address(address).is_loopback for address in addresses):
         return coordinator
     print(
         f"process 0 listens on all interfaces: this host knows its name {host} as {addresses[0]} only, where "
@@ -325,6 +336,7 @@ def _wait_for_coordinator(coordinator: str, addresses: Sequence[tuple[Any, Any]]
     """Waits until something listens at the coordinator's address: process 0 may start later than this one."""
 
     def connect() -> None:
+        # The last address decides: a name may stand for an IPv6 address where nobody listens.
         for number, (family, address) in enumerate(addresses, start=1):
             with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.settimeout(5.0)

@@ -44,10 +44,12 @@ def matmul_fault(device: object) -> str:
     """
     import jax
 
+    # Fixed seed: all devices multiply the same matrices.
     rng = np.random.default_rng(0)
+    # -1, 0 and 1: sums of 1024 of them stay exact in float32.
     a, b = (rng.integers(-1, 2, (SIZE, SIZE)) for _ in range(2))
     v = rng.integers(0, 1000, SIZE)
-    on_device = [jax.device_put(one.astype(jax.numpy.bfloat16), device) for one in (a, b)]
+    on_device = [jax.device_put(matrix.astype(jax.numpy.bfloat16), device) for matrix in (a, b)]
     product = jax.jit(lambda a, b: jax.numpy.matmul(a, b, preferred_element_type=jax.numpy.float32))(
         *on_device
     )
@@ -64,26 +66,28 @@ def disk_fault(folder: Path) -> str:
         with tempfile.TemporaryFile(dir=folder) as file:
             for _ in range(FILE_BYTES // len(block)):
                 file.write(block)
+            # A full or broken disk may show only when the data reaches it.
             file.flush()
             os.fsync(file.fileno())
             file.seek(0)
-            same = all(file.read(len(block)) == block for _ in range(FILE_BYTES // len(block)))
+            is_same = all(file.read(len(block)) == block for _ in range(FILE_BYTES // len(block)))
     except OSError as error:
         return f"{folder}: {error.strerror or error}"
-    return "" if same else f"{folder}: what was read is not what was written"
+    return "" if is_same else f"{folder}: what was read is not what was written"
 
 
 def local_fault() -> str:
     """Checks the devices and the disk of this process; returns what is wrong, "" if nothing is."""
     import jax
 
-    found = [disk_fault(Path(tempfile.gettempdir()))]
+    faults = [disk_fault(Path(tempfile.gettempdir()))]
     for device in jax.local_devices():
         try:
-            found.append(matmul_fault(device))
+            faults.append(matmul_fault(device))
         except Exception as error:  # a broken device raises whatever its driver says
-            found.append(f"{device}: {type(error).__name__}: {error}")
-    return "; ".join(one for one in found if one)
+            faults.append(f"{device}: {type(error).__name__}: {error}")
+    # An empty text is no fault.
+    return "; ".join(fault for fault in faults if fault)
 
 
 def fewer_devices(counts: dict[int, int]) -> dict[int, str]:
@@ -106,6 +110,7 @@ def clock_apart(exchange: Agreement) -> str:
         exchange.announce("clock", repr(time.time()))
     clock = exchange.announced("clock")
     assert clock is not None, "an endless wait"
+    # The time until the text arrives is part of the difference: milliseconds, against CLOCKS_S.
     behind_s = float(clock) - time.time()
     if abs(behind_s) < CLOCKS_S:
         return ""
@@ -131,20 +136,22 @@ def check_nodes(exchange: Agreement, fault: str, devices: int, *, wait_s: float)
     """
     me, host = multihost.process_index(), socket.gethostname()
     exchange.tell("found", f"{host}\n{devices}\n{fault}")
-    told = exchange.collect("found", seconds=wait_s)
+    reports = exchange.collect("found", seconds=wait_s)
     if apart := clock_apart(exchange):
         print(f"node check: the clock of process {me} on {host} is {apart}", flush=True)
-    parts = {process: text.split("\n", 2) for process, text in told.items()}
-    hosts = {process: part[0] for process, part in parts.items()}
-    faults = fewer_devices({process: int(part[1]) for process, part in parts.items()})
-    for process, (_, _, text) in parts.items():
+    fields_of = {process: text.split("\n", 2) for process, text in reports.items()}
+    hosts = {process: fields[0] for process, fields in fields_of.items()}
+    # A node that lost a GPU still answers, with fewer devices: only the comparison shows it.
+    faults = fewer_devices({process: int(fields[1]) for process, fields in fields_of.items()})
+    for process, (_, _, text) in fields_of.items():
         if text:
             faults[process] = "; ".join([text, *filter(None, [faults.get(process)])])
-    silent = exchange.missing(told)
+    silent = exchange.missing(reports)
     lines = [f"process {process} on {hosts[process]}: {text}" for process, text in sorted(faults.items())]
     if silent:
         lines.append(f"no answer within {wait_s:g} s from process {', '.join(map(str, silent))}")
     if lines:
+        # The exit codes differ: a supervisor replaces the host that fails, and starts the others again.
         raise (HardwareFault if me in faults else OtherNode)("node check: " + "; ".join(lines))
 
 
@@ -156,11 +163,15 @@ def all_reduce_fault() -> str:
     mesh = jax.make_mesh((count,), ("all",), axis_types=(jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
     numbers = jax.make_array_from_callback(
-        (count,), sharding, lambda at: np.arange(1, count + 1, dtype=np.int32)[at]
+        (count,), sharding, lambda index: np.arange(1, count + 1, dtype=np.int32)[index]
     )
     total = int(jax.jit(jax.numpy.sum)(numbers))
-    want = count * (count + 1) // 2
-    return "" if total == want else f"the sum of 1 to {count} over {count} devices is {total} and not {want}"
+    expected = count * (count + 1) // 2
+    return (
+        ""
+        if total == expected
+        else f"the sum of 1 to {count} over {count} devices is {total} and not {expected}"
+    )
 
 
 def check_all_reduce(*, wait_s: float) -> None:
@@ -169,16 +180,18 @@ def check_all_reduce(*, wait_s: float) -> None:
     Raises:
       UserError: the sum is wrong.
     """
-    where = f"node check: process {multihost.process_index()} on {socket.gethostname()}"
+    prefix = f"node check: process {multihost.process_index()} on {socket.gethostname()}"
     advice = (
         "Each device computes alone, so look at the network: NCCL_DEBUG=INFO says which interface it takes, "
         "NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose others; a firewall must let all ports through between the "
         "nodes."
     )
 
+    # A collective that hangs cannot be interrupted from Python: a timer ends the process.
     def give_up() -> None:
         os.write(
-            2, f"error: {where}: a sum over all devices has not ended after {wait_s:g} s. {advice}\n".encode()
+            2,
+            f"error: {prefix}: a sum over all devices has not ended after {wait_s:g} s. {advice}\n".encode(),
         )
         os._exit(exit_codes.REFUSED)  # the main thread is in C++ and never returns
 
@@ -188,7 +201,7 @@ def check_all_reduce(*, wait_s: float) -> None:
     fault = all_reduce_fault()
     timer.cancel()
     if fault:
-        raise UserError(f"{where}: {fault}. {advice}")
+        raise UserError(f"{prefix}: {fault}. {advice}")
 
 
 def check(emulate_devices: int | None, device: DeviceChoice | None) -> int:
@@ -197,6 +210,7 @@ def check(emulate_devices: int | None, device: DeviceChoice | None) -> int:
     multihost.join_processes(os.environ)
     import jax
 
+    # Faults of single nodes first: a hanging sum would hide which node is to blame.
     exchange = multihost.agreement("node-check")
     try:
         check_nodes(exchange, local_fault(), jax.local_device_count(), wait_s=WAIT_S)

@@ -18,13 +18,14 @@ def keep_going_without_readers() -> None:
     120. Call it first of all. Streams that tests or notebooks have put there stay.
     """
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout = _tolerant(sys.stdout)
+        sys.stdout = _make_tolerant(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        sys.stderr = _tolerant(sys.stderr)
+        sys.stderr = _make_tolerant(sys.stderr)
 
 
-def _tolerant(stream: TextIO) -> TextIO:
+def _make_tolerant(stream: TextIO) -> TextIO:
     assert isinstance(stream, io.TextIOWrapper)
+    # What the old buffer holds comes first.
     with contextlib.suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(
@@ -48,6 +49,7 @@ class _Tolerant(io.FileIO):
 
     def write(self, data: bytes | memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]: any buffer
         try:
+            # First tells about the gap, so that a log with holes says where they are.
             if self._lost_bytes:
                 note = f"\n[{self._lost_bytes} bytes of output were lost here: {self._why}]\n".encode()
                 self._write(note)
@@ -60,6 +62,7 @@ class _Tolerant(io.FileIO):
                 errno.EPIPE,
                 errno.EIO,
             ):  # nobody will ever read it: the reader or the terminal is gone
+                # The descriptor itself points to /dev/null: child processes and C code print to it, too.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.fileno())
                 os.close(nowhere)
@@ -71,6 +74,7 @@ class _Tolerant(io.FileIO):
         while (
             written := super().write(data)
         ) is None:  # somebody has made the pipe non-blocking, and it is full
+            # Waits until the reader has made room, as a blocking pipe would.
             select.select([], [self.fileno()], [])
         return written
 
@@ -79,6 +83,7 @@ class _Tolerant(io.FileIO):
         name = {1: "stdout", 2: "stderr"}.get(self.fileno(), "output")
         with contextlib.suppress(OSError):
             os.write(
+                # 3 - 1 = 2 and 3 - 2 = 1: the other stream.
                 3 - self.fileno(),
                 f"warning: {name} cannot be written ({self._why}): going on without it\n".encode(),
             )

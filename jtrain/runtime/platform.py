@@ -63,6 +63,7 @@ def start_jax(
         flag = f"--xla_force_host_platform_device_count={emulate_devices}"
         environ["XLA_FLAGS"] = f"{environ.get('XLA_FLAGS', '')} {flag}".strip()
 
+    # Before the import: jax reads JAX_PLATFORMS when it is loaded.
     if emulate_devices is not None or device is not None:
         # For processes that this one starts, too; and to tell a choice from what jax finds.
         environ["JAX_PLATFORMS"] = platform_of(device or "cpu", environ, root=root)
@@ -70,18 +71,21 @@ def start_jax(
     import jax  # lazy: 0.6 s
 
     if emulate_devices is not None or device is not None:
+        # Again through the config: jax may have been imported already, by a test or a notebook.
         jax.config.update("jax_platforms", environ["JAX_PLATFORMS"])
     elif not environ.get("JAX_PLATFORMS") and not any(glob.glob(pattern) for pattern in ACCELERATOR_FILES):
         jax.config.update("jax_platforms", "cpu")
+    # Before a device exists, as `keep_freed_memory` says.
     if jax.config.jax_platforms == "cpu":
         keep_freed_memory()
+    # None unless JAX_COMPILATION_CACHE_DIR or the user's own code has set it.
     if jax.config.jax_compilation_cache_dir is None:
         user_cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(user_cache / "jtrain" / "xla"))
         # jax's default skips programs that compile in under a second: for `tiny`, all but the step.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-        # Programs of two versions of the code may differ only in the scope names of their ops, and trace
-        # analysis needs the right ones.
+        # Programs of two versions of the code may differ only in the scope
+        # names of their ops, and trace analysis needs the right ones.
         jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
 
 
@@ -106,13 +110,14 @@ def present_devices() -> "list[jax.Device]":
         ) from error
     numbers = [device.process_index for device in devices]
     counts = {number: numbers.count(number) for number in dict.fromkeys(numbers)}
+    # A process without any device is in no count.
     if len(set(counts.values())) > 1 or len(counts) < jax.process_count():
-        listed = ", ".join(
+        counts_text = ", ".join(
             f"process {number} has {counts.get(number, 0)}" for number in range(jax.process_count())
         )
         raise UserError(
             f"all processes of a run must have the same number of {devices[0].platform} devices, but "
-            f"{listed}. Give each as many, or leave out the hosts that have fewer."
+            f"{counts_text}. Give each as many, or leave out the hosts that have fewer."
         )
     return devices
 
@@ -124,11 +129,11 @@ def devices_line(devices: "Sequence[jax.Device]", hosts: Sequence[str]) -> str:
       hosts: host of each process.
     """
     names = list(dict.fromkeys(hosts))
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    first_names = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     first = devices[0]
     return (
         f"{first.platform}: {len(devices)} x {first.device_kind}, {len(hosts)} "
-        f"process{'es' * (len(hosts) > 1)} on {len(names)} host{'s' * (len(names) > 1)} ({shown})"
+        f"process{'es' * (len(hosts) > 1)} on {len(names)} host{'s' * (len(names) > 1)} ({first_names})"
     )
 
 
@@ -187,15 +192,17 @@ def use_unified_memory(environ: MutableMapping[str, str], *, topology: str | Non
             "it."
         )
     names = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-    given = next((name for name in names if environ.get(name)), None)
-    if given is None:
+    set_variable = next((name for name in names if environ.get(name)), None)
+    if set_variable is None:
+        # The smallest GPU decides: the fraction is one for all.
         device_bytes = min(size for _, size in gpus)
+        # 1 for the GPU's own memory, plus its share of the host's.
         fraction = 1 + HOST_SHARE * host_memory_bytes() / len(gpus) / device_bytes
         environ[names[0]] = f"{fraction:.2f}"
-    elif not _above_one(environ[given]):
+    elif not _above_one(environ[set_variable]):
         raise UserError(
-            f"{field}, but {given}={environ[given]} keeps JAX within the GPU's memory. Unset it, or set it "
-            "above 1."
+            f"{field}, but {set_variable}={environ[set_variable]} keeps JAX within the GPU's memory. Unset "
+            "it, or set it above 1."
         )
     environ["TF_FORCE_UNIFIED_MEMORY"] = "1"
     environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -215,6 +222,7 @@ def host_memory_bytes() -> int:
     total = 0
     for node in NUMA_NODES.glob("node[0-9]*"):
         if (node / "cpulist").read_text().strip():
+            # The line reads `Node 0 MemTotal:  131072 kB`: the last field but one, in KiB.
             line = next(line for line in (node / "meminfo").read_text().splitlines() if "MemTotal:" in line)
             total += int(line.split()[-2]) << 10
     return total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -224,6 +232,7 @@ def resident_bytes() -> int | None:
     """Bytes of this process that are in RAM, shared pages included; None where there is no /proc to tell."""
     try:
         with open("/proc/self/statm", "rb") as file:
+            # The second field of statm counts resident pages.
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return None

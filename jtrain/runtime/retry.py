@@ -57,13 +57,17 @@ def retried[T](
       wait: waits for so many seconds; if it returns True, such as that of an event, no try follows.
     """
     began_s = time.monotonic()
+    # Counts from 2: `number` is the try that follows the one in the loop.
     for number, wait_s in enumerate(backoff.waits_s(), start=2):
         try:
             return action()
         except Exception as error:  # clients of stores and servers agree on no class
+            # The deadline stops further tries and never cuts one short.
             if not passes(error) or time.monotonic() - began_s > backoff.deadline_s:
                 raise
             tell(error, wait_s, number)
+            # Shortened only, never lengthened: `longest_s` stays the longest.
             if wait(wait_s * (1.0 - backoff.jitter * random.random())) is True:
                 raise
+    # The last try lies outside the loop: its error is the caller's.
     return action()

@@ -33,7 +33,7 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
     """
     facts = {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": secrets.shown_command(sys.orig_argv),
+        "command": secrets.redact_command(sys.orig_argv),
         "commit": git_commit(),
         "versions": {"python": platform.python_version()} | versions(_VERSIONS),
         "devices": {"kind": mesh.devices.flat[0].device_kind, "count": mesh.devices.size},
@@ -44,11 +44,12 @@ def write_run_files(workdir: Path, config_text: str, mesh: Mesh, *, num_processe
         workdir.mkdir(parents=True, exist_ok=True)
         for name, text in (
             ("run.json", json.dumps(facts, indent=1) + "\n"),
-            ("config.txt", secrets.shown_lines(config_text)),
+            ("config.txt", secrets.redact_lines(config_text)),
         ):
             # Atomic, because half a config.txt would look like the config of another run. For the owner
             # alone, because they may hold a secret that nothing marks as one.
             write_whole(workdir / name, text, mode=0o600)
+        # Not forced to the disk: no run reads it to go on.
         write_whole(workdir / "plan.txt", plan, durable=False)
     except OSError as error:
         raise cannot_write(workdir, error) from error
@@ -62,6 +63,7 @@ def full_disk_named(workdir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        # Other errors are not about the disk's room; a FileError already says what to do.
         if isinstance(error, FileError) or error.errno not in _NO_WRITES:
             raise
         raise cannot_write(workdir, error) from error
@@ -70,13 +72,13 @@ def full_disk_named(workdir: Path) -> Iterator[None]:
 def versions(names: Iterable[str]) -> dict[str, str | None]:
     """Version of each distribution; None if it is not installed, as jtrain itself in a bare checkout."""
 
-    def one(name: str) -> str | None:
+    def version_of(name: str) -> str | None:
         try:
             return version(name)
         except PackageNotFoundError:
             return None
 
-    return {name: one(name) for name in names}
+    return {name: version_of(name) for name in names}
 
 
 def git_commit() -> str | None:

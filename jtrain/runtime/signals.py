@@ -18,6 +18,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     SIGINT counts even where it is ignored. A shell starts so what it puts into the background of a script,
     but a run is then stopped by `kill -INT` as well.
     """
+    # Under `nohup` the run must go on when the terminal closes.
     return tuple(n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) is not signal.SIG_IGN)
 
 
@@ -42,6 +43,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         for number in stop_signals():
+            # The old handlers are kept per signal, so that nested contexts restore each other's.
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -52,10 +54,12 @@ class StopRequest:
         self._before.clear()
 
     def _on_signal(self, number: int, _frame: types.FrameType | None) -> None:
+        # Read before it is set: only the first signal prints its line.
         first = not self.requested
         self.requested = True
         if number == signal.SIGINT:
             self._interrupts += 1
+        # Raised from the handler, so it stops even a loop that never looks at `requested`.
         if self._interrupts >= 3:
             raise KeyboardInterrupt
         if first:

@@ -47,19 +47,23 @@ def check_workdir(text: str) -> None:
         raise UserError(
             f"--workdir {text} is the root of the file system. Give a folder of its own to each run."
         )
-    there = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # Path.exists may raise
-    if not there.is_dir():
-        how = "is a file" if there == folder else f"is below {there}, which is a file"
-        raise UserError(f"--workdir {text} {how}. Give a folder, or a path where one can be made.")
+    # The nearest folder that exists: the rest of the path will be made below it.
+    existing_parent = next(
+        path for path in (folder, *folder.parents) if os.path.exists(path)
+    )  # Path.exists may raise
+    if not existing_parent.is_dir():
+        problem = "is a file" if existing_parent == folder else f"is below {existing_parent}, which is a file"
+        raise UserError(f"--workdir {text} {problem}. Give a folder, or a path where one can be made.")
+    # By trying it: only the kernel knows quotas, read-only mounts and ACLs.
     try:
         os.rmdir(
-            tempfile.mkdtemp(prefix=".jtrain-", dir=there)
+            tempfile.mkdtemp(prefix=".jtrain-", dir=existing_parent)
         )  # os.access is wrong for root on NFS, and in /proc
     except OSError as error:
         raise UserError(
-            f"--workdir {text} cannot be written to: {there} belongs to user {there.stat().st_uid}, this "
-            f"process to user {os.geteuid()} ({error.strerror}). Give a folder of your own, or have its "
-            "owner give you write access."
+            f"--workdir {text} cannot be written to: {existing_parent} belongs to user "
+            f"{existing_parent.stat().st_uid}, this process to user {os.geteuid()} ({error.strerror}). Give "
+            "a folder of your own, or have its owner give you write access."
         ) from error
 
 
@@ -73,11 +77,11 @@ def workdir_path(text: str) -> Path:
     if url is None:
         return Path(text)
     scheme = url[1]
-    known = " and ".join(f"{name}://" for name in EXTRAS)
+    schemes = " and ".join(f"{name}://" for name in EXTRAS)
     if scheme not in EXTRAS:
         raise UserError(
             f"--workdir {text}: {did_you_mean(scheme, EXTRAS)}A run can live in a folder, or in a store "
-            f"behind {known}, but not behind {scheme}://."
+            f"behind {schemes}, but not behind {scheme}://."
         )
     bucket = text[url.end() :].strip("/")
     if not text.startswith(f"{scheme}://") or not bucket:
@@ -91,6 +95,7 @@ def workdir_path(text: str) -> Path:
             f"--workdir {text}: the client of {scheme}:// is not installed ({error}). Run pip install "
             f"'jtrain[{extra}]'."
         ) from error
+    # Before the first connection: fsspec reads the limits when it makes a client, and caches the client.
     _limit_requests()
     with store_errors(text):
         return store_path(f"{scheme}://{bucket}")
@@ -128,14 +133,15 @@ def in_store(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def store_errors(what: object) -> Iterator[None]:
+def store_errors(name: object) -> Iterator[None]:
     """Converts errors of store clients, which share no classes, into a UserError that says what to do."""
     try:
         yield
+    # Already says what to do.
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{what} cannot be used ({said(error)}). {WAY_OUT}") from error
+        raise UserError(f"{name} cannot be used ({error_line(error)}). {WAY_OUT}") from error
 
 
 WAY_OUT = (
@@ -144,8 +150,9 @@ WAY_OUT = (
 )
 
 
-def said(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Returns type and text of an error in one line."""
     if isinstance(error, TimeoutError) and not str(error):
         return "no answer in time"
+    # One line: messages put it into parentheses, and clients' texts hold whole XML answers.
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":. ")

@@ -14,9 +14,9 @@ from jtrain.errors import UserError
 from jtrain.runtime import lease, multihost
 from jtrain.runtime.agreement import Agreement, FolderCarrier
 from jtrain.runtime.atomic_io import cannot_write
-from jtrain.runtime.lease import NOBODY, Holder, Lease, LeaseHeld, LeaseLost
-from jtrain.runtime.lease_stores import FolderStore
-from jtrain.runtime.store_paths import WAY_OUT, in_store, said
+from jtrain.runtime.lease import NOBODY, Lease, LeaseHeld, LeaseLost
+from jtrain.runtime.lease_stores import FolderStore, Holder
+from jtrain.runtime.store_paths import WAY_OUT, error_line, in_store
 
 FOLDER = "lock"
 
@@ -58,6 +58,7 @@ class WorkdirLock:
     def __enter__(self) -> "WorkdirLock":
         refused: UserError | None = None
         joined = multihost.is_joined()
+        # One lease for the run: process 0 holds it for all.
         if not (joined and multihost.process_index()):
             try:
                 self._take()
@@ -65,6 +66,7 @@ class WorkdirLock:
                 refused = self._refusal(error.holder)
             except OSError as error:
                 refused = cannot_write(self._workdir, error)
+        # All wait here until process 0 has the lock: nobody may write to the workdir before.
         if joined and multihost.agree(refused is not None)[0] and refused is None:
             raise UserError(f"process 0 could not lock --workdir {self._workdir}: see its message.")
         if refused is not None:
@@ -79,16 +81,18 @@ class WorkdirLock:
         Raises:
           LeaseLost: the lock was lost, and that is why the block failed.
         """
+        # Released first: `is_lost` is known for certain once the thread has ended.
         self._lease.release()
+        # The lost lock is the cause of whatever failed: two runs in one workdir overwrite each other.
         if self._lease.is_lost and isinstance(error, Exception) and not isinstance(error, LeaseLost):
-            raise self._lost() from error
+            raise self._lost_error() from error
 
     def check(self) -> None:
         """Raises LeaseLost if another run has taken the lock over; call it before anything is written."""
         try:
             self._lease.check()
         except LeaseLost:
-            raise self._lost() from None
+            raise self._lost_error() from None
 
     def _take(self) -> None:
         self._workdir.mkdir(parents=True, exist_ok=True)
@@ -101,13 +105,13 @@ class WorkdirLock:
         )
 
     def _refusal(self, holder: Holder | None) -> UserError:
-        how = "" if holder is None else f" (`kill {holder.pid}` on {holder.host}: it saves first)"
+        advice = "" if holder is None else f" (`kill {holder.pid}` on {holder.host}: it saves first)"
         return UserError(
             f"--workdir {self._workdir} is in use by another run: {holder or NOBODY}. Wait for it, stop "
-            f"it{how}, or set --workdir to another folder."
+            f"it{advice}, or set --workdir to another folder."
         )
 
-    def _lost(self) -> LeaseLost:
+    def _lost_error(self) -> LeaseLost:
         return LeaseLost(
             f"the lock of --workdir {self._workdir} was taken over by {self._lease.taken_by}, because this "
             f"process (pid {os.getpid()} on {socket.gethostname()}) had not touched it for more than "
@@ -135,35 +139,42 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
         return  # what a run refuses before it writes leaves no folder behind
     token = multihost.gather_texts(secrets.token_hex(8))[0]
     probe = Agreement("", FolderCarrier(folder), process=index, processes=count)
+    # Random, so that files of an earlier attempt do not count.
     topic = f".probe-{token}"
     failed = ""
     try:
         probe.tell(topic, token)
     except Exception as error:  # clients of object stores raise many types
-        failed = said(error)
-    wrote = multihost.gather_texts(failed)
+        # Told below, after the gathers: each of them needs all processes.
+        failed = error_line(error)
+    write_failures = multihost.gather_texts(failed)
     hosts = multihost.gather_texts(socket.gethostname())
-    if not any(wrote):
-        asked = range(count) if index == 0 else [0]
-        texts = probe.collect(topic, of=asked, seconds=patience_s, counts=lambda text: text == token)
-        failed = ",".join(str(process) for process in asked if process not in texts)
+    # Only if all could write: otherwise every process would wait for the missing file.
+    if not any(write_failures):
+        # Process 0 reads all files, the others only its: 2 n reads and not n squared.
+        expected_processes = range(count) if index == 0 else [0]
+        texts = probe.collect(
+            topic, of=expected_processes, seconds=patience_s, counts=lambda text: text == token
+        )
+        failed = ",".join(str(process) for process in expected_processes if process not in texts)
     unseen_by = multihost.gather_texts(failed)  # also keeps the files until every process has read them
     with contextlib.suppress(Exception):  # 16 bytes that nothing reads
         probe.withdraw(topic)
-    if any(wrote):
-        process = next(number for number, text in enumerate(wrote) if text)
-        who = "" if count == 1 else f" by process {process} on host {hosts[process]}"
+    if any(write_failures):
+        process = next(number for number, text in enumerate(write_failures) if text)
+        process_text = "" if count == 1 else f" by process {process} on host {hosts[process]}"
         raise UserError(
-            f"--workdir {folder} cannot be written to{who} ({wrote[process]}). "
+            f"--workdir {folder} cannot be written to{process_text} ({write_failures[process]}). "
             + (WAY_OUT if in_store(folder) else "Fix the cause, or choose another --workdir.")
         )
+    # What process 0 missed, and everybody who missed its file.
     apart = sorted(
-        {int(other) for text in unseen_by[:1] for other in text.split(",") if other}
+        {int(number) for text in unseen_by[:1] for number in text.split(",") if number}
         | {process for process, text in enumerate(unseen_by) if process and text}
     )
     if apart:
-        others = ", ".join(f"process {process} on host {hosts[process]}" for process in apart)
+        names = ", ".join(f"process {process} on host {hosts[process]}" for process in apart)
         raise UserError(
-            f"--workdir {folder} is not one shared folder: process 0 on host {hosts[0]} and {others} do not "
+            f"--workdir {folder} is not one shared folder: process 0 on host {hosts[0]} and {names} do not "
             f"see each other's files there, after waiting for {patience_s:.0f} s. {_WAY_OUT}"
         )

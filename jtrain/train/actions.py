@@ -55,8 +55,10 @@ class Cadence:
           stop_requested: a process of the run is to stop; nothing is evaluated for that.
           data_ended: the data has no batch for another step.
         """
+        # The end of the data is the end of the run, as its last step is.
         is_complete = step == self.num_steps or data_ended
         is_last = is_complete or stop_requested
+        # The last step always saves, so that nothing is lost at a stop.
         save = is_save_due or is_last
         return Actions(
             is_last=is_last,

@@ -42,6 +42,7 @@ class AlertWatch(Callback):
         self._run = run
         self._spec = run.alerts
         self._goodput = goodput
+        # One process: all of them see the same losses, and their alerts would arrive once per host.
         self._active = run.alerts.is_active and jax.process_index() == 0
         self._losses: collections.deque[float] = collections.deque(maxlen=_RECENT_STEPS)
         self._slow_lines: collections.Counter[str] = collections.Counter()
@@ -54,6 +55,7 @@ class AlertWatch(Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        # Before the join: the thread waits on it.
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -61,6 +63,7 @@ class AlertWatch(Callback):
     def on_start(self, context: RunContext) -> None:
         self._context = context
         if self._active:
+            # From here on: the setup before may take minutes.
             self._moved_s = time.monotonic()
             self._thread = threading.Thread(target=self._watch_for_hangs, name="alert watch", daemon=True)
             self._thread.start()
@@ -94,11 +97,13 @@ class AlertWatch(Callback):
 
     def _check_loss(self, step: int, loss: float) -> None:
         """Looks for spikes that the guard lets pass, because it is off or its bound is wider."""
+        # `inf` as a median would hide every later spike.
         if not math.isfinite(loss):
             return
         if len(self._losses) >= _LEAST_STEPS:
             median = statistics.median(self._losses)
-            sigma = 1.4826 * statistics.median(abs(one - median) for one in self._losses)
+            # 1.4826: the median deviation of a normal distribution is 1/1.4826 of its standard deviation.
+            sigma = 1.4826 * statistics.median(abs(past_loss - median) for past_loss in self._losses)
             if loss - median > max(self._spec.spike_sigmas * sigma, _LEAST_RISE * abs(median)):
                 self._context.metrics.alert(
                     "spike",
@@ -109,6 +114,7 @@ class AlertWatch(Callback):
                     median=median,
                     sigma=sigma,
                 )
+        # After the comparison: a spike would otherwise raise its own median.
         self._losses.append(loss)
 
     def _check_disk(self, step: int) -> None:
@@ -128,12 +134,14 @@ class AlertWatch(Callback):
 
     def _check_goodput(self, step: int) -> None:
         """Compares the ledger with what it was `goodput_minutes` ago; earlier attempts do not count."""
+        # Differences of the ledger since the window began: earlier attempts are in both and cancel out.
         seconds = self._goodput.ledger.so_far()
         self._seconds.append((sum(seconds.values()), seconds["compute"]))
         window_s = 60 * self._spec.goodput_minutes
         while len(self._seconds) > 2 and self._seconds[-1][0] - self._seconds[1][0] >= window_s:
             self._seconds.popleft()
         (wall_before_s, compute_before_s), (wall_s, compute_s) = self._seconds[0], self._seconds[-1]
+        # The window is not yet full right after a start.
         if wall_s - wall_before_s < window_s:
             return
         goodput = (compute_s - compute_before_s) / (wall_s - wall_before_s)
@@ -154,6 +162,7 @@ class AlertWatch(Callback):
         slow = {
             name: score for name, score in line.straggler_score.items() if score < self._spec.straggler_score
         }
+        # Only lines in a row count: a host that was slow once drops out of the counter.
         self._slow_lines = collections.Counter({name: self._slow_lines[name] + 1 for name in slow})
         lasting = {name: slow[name] for name, lines in self._slow_lines.items() if lines >= _STRAGGLER_LINES}
         if lasting:
@@ -170,10 +179,12 @@ class AlertWatch(Callback):
         limit_s = 60 * self._spec.hang_minutes
         said_for: float | None = None
         while not self._ended.wait(min(limit_s / 4, 10.0)):
+            # Read once: the main thread moves both while this one works.
             moved_s, phases = self._moved_s, list(self._phases)
             still_s = time.monotonic() - moved_s
             if still_s < limit_s or said_for == moved_s:
                 continue
+            # Once per stall: the same moment is not reported again.
             said_for = moved_s
             phase, step = phases[-1] if phases else ("start", self._context.start_step)
             self._context.metrics.alert(

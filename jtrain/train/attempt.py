@@ -70,9 +70,12 @@ def train(
     """
     started_s = time.time() if started_s is None else started_s
     home = workdir if home is None else home
+    # First: nothing may be written to a folder that the processes do not share.
     check_shared(home)
+    # Held only for the move: the run takes the lock again below, after the setup.
     with WorkdirLock(workdir, say=print_line) if from_scratch else contextlib.nullcontext():  # it moves files
         history_lines = check_history(workdir, home / "checkpoints", from_scratch=from_scratch)
+    # Before the setup: a change that is not allowed is refused at once.
     changes = check_same_run(workdir, config_text, allow=allow_change)
     saved_step = max(files.steps(home / "checkpoints"), default=0)
     config_text = with_history(workdir, config_text, step=saved_step, changes=changes)
@@ -82,17 +85,21 @@ def train(
     job, mesh = setup.job, setup.mesh
 
     integrity = IntegrityCheck(run.integrity, home / "checkpoints")
+    # Before the lock: an error in user code leaves the workdir untouched.
     user_callbacks = load_callbacks(run.callbacks)
     with (
         WorkdirLock(workdir, say=print_line) as lock,  # before anything in the workdir is written or removed
+        # Errors of a full disk become one message, wherever they happen inside.
         full_disk_named(workdir),
         explained(job, setup.optimizer, mesh, available=setup.memory_bytes),
+        # Inside the lock: a save in flight ends before another run can have the workdir.
         Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order) as checkpoints,
+        # Signals ask for a stop from here on: before, Ctrl-C ends the process at once.
         StopRequest() as stop,
         Callbacks(
             [*watchers, integrity, *built_in_callbacks(run, workdir, lock), *user_callbacks]
         ) as callbacks,
-        _local_memory(setup, workdir, config_text) as local,
+        open_local_memory(setup, workdir, checkpoints, config_text) as local,
     ):
         check_same_run(
             workdir, config_text, allow=allow_change
@@ -101,13 +108,15 @@ def train(
             plan = plan_text(job, available=setup.memory_bytes)
             write_run_files(workdir, config_text, mesh, num_processes=jax.process_count(), plan=plan)
         restart = RestartPoint(setup, checkpoints, data_may_change="data" in allow_change)
+        # Announced as a phase, so that goodput and the heartbeat count the restore.
         with callbacks.during("restore", 0):
             restored = restart.newest(local, workdir=workdir, from_scratch=from_scratch)
         with Metrics(
             workdir, run.metrics, num_steps=run.num_steps, start_step=restored.step, alerts=run.alerts
         ) as metrics:
+            # Warnings about saves go through the metrics' writer from here on.
             checkpoints.say = metrics.say
-            for line in (*history_lines, *restored.said, *_resume_lines(restored, changes)):
+            for line in (*history_lines, *restored.messages, *_resume_lines(restored, changes)):
                 metrics.say(line)
             train_step = make_train_step(
                 *(run.model, setup.optimizer, job.layout, mesh),
@@ -139,8 +148,11 @@ def train(
                 local=local,
             )
             loop = Loop(attempt)
+            # Closed even if the loop raises: entries that waited
+            # for room on the disk are written or reported.
             with contextlib.closing(attempt.bad_steps), callbacks.running(attempt.context):
                 loop.run(restored.state, restored.data_state, stop)
+            # A stopped run keeps its copies: it may go on on the same hosts.
             is_complete = loop.data_ended or loop.step == run.num_steps
             if local is not None and is_complete:
                 local.remove()
@@ -148,10 +160,10 @@ def train(
     return DONE if is_complete else STOPPED
 
 
-def _local_memory(
-    setup: Setup, workdir: Path, config_text: str
+def open_local_memory(
+    setup: Setup, workdir: Path, checkpoints: Checkpoints, config_text: str
 ) -> AbstractContextManager[LocalMemory | None]:
-    """Local memory of a run; none if its config keeps no state there."""
+    """Opens the local memory of a run; none if its config keeps no state there."""
     if setup.run.checkpoint.local_every_steps is None:
         return contextlib.nullcontext()
     return LocalMemory(
@@ -159,7 +171,8 @@ def _local_memory(
         setup.run.checkpoint.local_dir,
         abstract_state(setup.job.layout, setup.optimizer, setup.mesh),
         config_text,
-        newest_checkpoint=lambda: max(files.steps(workdir.absolute() / "checkpoints"), default=0),
+        # Of a run in a store, `workdir` holds the small files only.
+        newest_checkpoint=lambda: max(checkpoints.steps(), default=0),
         say=print_line,
     )
 
@@ -169,6 +182,7 @@ def _resume_lines(restored: Restored, changes: Sequence[str]) -> list[str]:
     step, lines = restored.step, []
     if step:
         lines.append(f"resumed from step {step}")
+    # `--allow-change data` lets the data begin anew, which the reader of the loss curve must see.
     if step and restored.data_state is None:
         lines.append(f"the data begins anew at step {step}, as --allow-change data permits")
     return lines + [f"changed from step {step} on, as --allow-change permits: {change}" for change in changes]

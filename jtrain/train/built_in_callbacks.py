@@ -26,6 +26,7 @@ class LockWatch(Callback):
     def during(
         self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]
     ) -> contextlib.AbstractContextManager[None]:
+        # An evaluation writes a line of metrics.jsonl.
         if phase in ("checkpoint", "evaluation"):
             self._lock.check()
         return contextlib.nullcontext()
@@ -50,4 +51,5 @@ def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callb
     recompiles = RecompileWatch()
     windows = TraceWindows(run, workdir, goodput)
     log = StepLog(run, times, windows.sampler, recompiles)
+    # In this order: the lock before anything writes, metrics before the ledger that reads them.
     return [LockWatch(lock), recompiles, windows, log, goodput, AlertWatch(run, goodput)]

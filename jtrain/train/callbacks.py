@@ -8,10 +8,10 @@ returns a callback; either is called without arguments. Order of events in one a
     on_start(context)               the state is initialised or restored, steps follow
       with during("step", k):
         with during("dispatch", k): state, metrics = train_step(state, batch)
-        on_results(step k - 1)      results are read one step late, so that the device never waits for the host
+        on_results(step k - 1)      results are read one step late: the device never waits for the host
         on_step(step k)             step k is dispatched and the next batch has arrived
       with during("evaluation", k), during("checkpoint", k): at the steps where they are due
-    on_rewind(step)                 after bad numbers the run has gone back to `step`; later steps follow once more
+    on_rewind(step)                 after bad numbers the run has gone back to `step`; later steps repeat
     on_end()                        all steps are done and saved
     on_error(error)                 instead: an exception ends the run; metrics can still be written
     __exit__                        always, also after an error
@@ -159,6 +159,8 @@ class Callbacks:
 
     def __enter__(self) -> "Callbacks":
         with contextlib.ExitStack() as stack:
+            # A callback that fails to enter closes those before it:
+            # `pop_all` moves them here only if all came in.
             for callback in self._callbacks:
                 stack.enter_context(callback)
             self._entered = stack.pop_all()
@@ -174,6 +176,7 @@ class Callbacks:
         """Context around all steps: calls on_start before them, and after them on_end, or on_error if one
         failed.
         """
+        # Before the `try`: an error in on_start is the start's, not the run's.
         for callback in self._callbacks:
             callback.on_start(context)
         try:
@@ -182,12 +185,14 @@ class Callbacks:
             for callback in self._callbacks:
                 callback.on_error(error)
             raise
+        # Not after an error: on_end means that everything is done and saved.
         for callback in self._callbacks:
             callback.on_end()
 
     @contextlib.contextmanager
     def during(self, phase: LoopPhase, step: int, *arguments: Any) -> Iterator[None]:
         """Context around a phase, in which all callbacks' contexts are open."""
+        # Contexts close in reverse order, also if one of them raises.
         with contextlib.ExitStack() as stack:
             for callback in self._callbacks:
                 stack.enter_context(callback.during(phase, step, arguments))
@@ -225,6 +230,7 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 def _load(name: str) -> Callback:
     make, _ = load_function("callbacks", name)
+    # Called here, so that an error in the user's code names `callbacks`.
     made = make()
     if not isinstance(made, Callback):
         raise UserError(

@@ -34,8 +34,10 @@ class Evaluation:
         self._context = run.mesh.context
         self._step = make_eval_step(run.model, layout, mesh)
         evaluates = run.eval.every_steps is not None
+        # Only if it will be used: opening a split reads an index of the data.
         self._split = dataset.held_out() if evaluates and run.data.eval_fraction else None
         self._sets = open_sets(run.eval.sets, run.data, dataset.setups, dataset.say) if evaluates else {}
+        # In every process and in the same order: the comparison is a collective.
         for name, held_out in self._sets.items():
             check_vocabulary(run.model, held_out.vocab_size, field=f"eval.sets.{name}.tokenizer")
             if not same_everywhere(held_out.fingerprint()):
@@ -50,18 +52,21 @@ class Evaluation:
 
     def __call__(self, params: Params) -> tuple[EvalResult | None, dict[str, EvalResult]]:
         """Returns the result on the split, and those on the sets by name."""
-        split = None if self._split is None else self._evaluated(params, self._split)
-        return split, {name: self._evaluated(params, held_out) for name, held_out in self._sets.items()}
+        split = None if self._split is None else self._evaluate(params, self._split)
+        return split, {name: self._evaluate(params, held_out) for name, held_out in self._sets.items()}
 
-    def _evaluated(self, params: Params, held_out: HeldOutSet) -> EvalResult:
+    def _evaluate(self, params: Params, held_out: HeldOutSet) -> EvalResult:
+        # One sum per document, since the standard error is over documents.
         nats, tokens = np.zeros(held_out.num_documents), np.zeros(held_out.num_documents, np.int64)
         text_bytes: int | None = 0
         for held in held_out.batches(context=self._context):
             nats_BL = np.asarray(jax.device_get(self._step(params, put_batch(held.batch, self._mesh))))
+            # IGNORE marks positions without a target.
             is_target_BL = held.batch.target_BL != IGNORE
             documents = held.document_BL[is_target_BL]
             nats += np.bincount(documents, nats_BL[is_target_BL], minlength=len(nats))
             tokens += np.bincount(documents, minlength=len(tokens))
+            # Without bytes from one batch, the bits per byte of the whole set are not known.
             text_bytes = (
                 None if text_bytes is None or held.text_bytes is None else text_bytes + held.text_bytes
             )
@@ -84,9 +89,11 @@ def eval_result(
       text_bytes: bytes of text of all targets.
     """
     nats, tokens = nats[tokens > 0], tokens[tokens > 0]
+    # A set without any target has no loss; 1 keeps the division defined.
     total, count = int(tokens.sum()), len(tokens)
     mean = float(nats.sum()) / max(total, 1)
     residual = nats - mean * tokens
+    # D / (D - 1) is Bessel's correction; one document alone has no error.
     error = math.sqrt(count / (count - 1) * float(residual @ residual)) / total if count > 1 else None
     bits = float(nats.sum()) / math.log(2) / text_bytes if text_bytes else None
     return EvalResult(mean, error, bits, total, count)

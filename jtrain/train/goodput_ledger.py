@@ -33,7 +33,8 @@ class GoodputLedger(Callback):
         self._run = run
         self._times = times
         self._compiled_before_s = 0.0
-        self._compile_seconds = CompileSeconds(self._compiled)
+        self._compile_seconds = CompileSeconds(self._count_compilation)
+        # Opened in on_start, which knows the step that the attempt begins at.
         self._opened: goodput.Ledger | None = None
         self._dispatched_s: float | None = None
 
@@ -51,14 +52,17 @@ class GoodputLedger(Callback):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         self._compile_seconds.__exit__(kind, error, trace)
+        # Without on_start no ledger was opened: the run ended before its first step.
         if self._opened is not None:
             if isinstance(error, LeaseLost):
+                # Another run has the workdir: nothing more may be written there.
                 self._opened.abandon()
             self._opened.close()
 
     def on_start(self, context: RunContext) -> None:
         self._context = context
         self._writes = jax.process_index() == 0 and context.start_step < self._run.num_steps
+        # Only process 0 writes, and only if a step can follow: a complete run leaves its ledger alone.
         self._opened = goodput.Ledger(
             context.workdir,
             start_step=context.start_step,
@@ -66,17 +70,20 @@ class GoodputLedger(Callback):
             writes=self._writes,
             say=context.metrics.say,
         )
+        # Compiled before the ledger was opened: those seconds are moved into it now.
         self._opened.move(self._compiled_before_s, "compile")
 
     @contextlib.contextmanager
     def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
         category = _CATEGORIES.get(phase)
+        # The first dispatch compiles: its time is not training.
         if phase == "dispatch" and self._dispatched_s is None:
             self.ledger.training()
             category = "compile"
         with self.ledger.during(category) if category is not None else contextlib.nullcontext():
             yield
         if phase == "dispatch":
+            # From here on the devices compute the step.
             self._dispatched_s = time.perf_counter()
 
     def on_step(self, dispatched: DispatchedStep) -> None:
@@ -90,6 +97,7 @@ class GoodputLedger(Callback):
         percentiles = self._times.percentiles()
         step_s = percentiles[0] if percentiles else 0.0
         since_dispatch_s = dispatched.data_arrived_s - self._dispatched_s
+        # The devices were busy for one step time after the dispatch; they idled for the rest of the wait.
         stalled_s = min(1e-3 * dispatched.data_wait_ms, since_dispatch_s - step_s)
         if stalled_s > 0:
             self.ledger.move(stalled_s, "data_wait")
@@ -108,8 +116,9 @@ class GoodputLedger(Callback):
         if summary is not None and self._writes:
             self._context.metrics.say(goodput.line(summary))
 
-    def _compiled(self, seconds: float) -> None:
+    def _count_compilation(self, seconds: float) -> None:
         if self._opened is None:
             self._compiled_before_s += seconds
+        # Compilation inside a phase that counts as compiling anyway is not counted twice.
         elif self._opened.current != "compile":
             self._opened.move(seconds, "compile")

@@ -45,6 +45,7 @@ class Heartbeat(Callback):
             rows = traffic(compiled_text(MODULE)[MODULE], self._mesh_shape)
         except Exception as error:
             return f"those of {MODULE} are not known ({error})"
+        # A group of one device moves nothing over the network.
         rows = [row for row in rows if row.group > 1]
         parts = [
             f"{row.count} x {row.kind} over {', '.join(row.axes)} ({row.group} devices, {row.dtype})"

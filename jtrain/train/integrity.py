@@ -55,6 +55,7 @@ class IntegrityCheck(Callback):
         like = abstract_state(layout, make_optimizer(context.run), mesh)
         self._names = [name for name, _ in summed_arrays(like)]
         self._dtypes = [str(array.dtype) for _, array in summed_arrays(like)]
+        # For each device and array, the first device that holds the same part: copies are compared with it.
         self._first = copies(like, mesh)
         self._kept = np.array([not name.startswith(_REWRITTEN) for name in self._names])
         self._signature = recompute.make_signature(
@@ -67,18 +68,27 @@ class IntegrityCheck(Callback):
         every = self._spec.recompute_every_steps
         if phase == "dispatch" and every is not None and step % every == 0 and not self._no_order:
             state, batch = arguments
-            own = self._signature(state.params, state.scaling, batch)  # on the devices, without waiting
-            self._recomputed[step] = own, self._signature(state.params, state.scaling, self._roll(batch))
+            own_signature = self._signature(
+                state.params, state.scaling, batch
+            )  # on the devices, without waiting
+            # The second pass gets the neighbour's batch, so that two devices compute each microbatch.
+            self._recomputed[step] = (
+                own_signature,
+                self._signature(state.params, state.scaling, self._roll(batch)),
+            )
         yield
+        # The loop reads this step's results before it saves, so `_last` has its sums.
         if phase == "checkpoint" and step not in self._saved:
             self._saved.add(step)
+            # Process 0 writes: all have the same sums.
             if self._last is not None and jax.process_index() == 0:
                 self._keep_sums(step, self._last[1])
 
     def on_rewind(self, step: int) -> None:
+        # The step after a rewind gets a restored state: there is nothing to compare it with.
         self._last = None
         self._recomputed.clear()
-        self._saved = {saved for saved in self._saved if saved <= step}
+        self._saved = {saved_step for saved_step in self._saved if saved_step <= step}
 
     def check(self, step: int, values: Mapping[str, Any]) -> None:
         """Checks the metrics of a step; the loop calls it in order, before anything else reads them.
@@ -89,12 +99,14 @@ class IntegrityCheck(Callback):
         """
         if self._spec.checksums:
             sums = np.asarray(values[METRIC])
-            given, returned = sums[:, 0], sums[:, 1]
+            given_sums, returned_sums = sums[:, 0], sums[:, 1]
+            # The first step of an attempt: its state comes from a checkpoint or from the seed.
             if self._last is None:
-                self._check_restored(step, given)
-            self._check_memory(step, given)
-            self._check_copies(step, returned)
-            self._last = step, returned
+                self._check_restored(step, given_sums)
+            self._check_memory(step, given_sums)
+            self._check_copies(step, returned_sums)
+            # Kept after all checks: a step whose copies differ must not become the reference.
+            self._last = step, returned_sums
         signatures = self._recomputed.pop(step, None)
         if (
             signatures is not None and not self._no_order
@@ -107,27 +119,34 @@ class IntegrityCheck(Callback):
         with contextlib.suppress(
             Exception
         ):  # a store that does not answer is the save's to report; all sums stay
-            there = {*files.steps(self._folder), *self._saved}
-            entries = {key: value for key, value in entries.items() if int(key) in there}
+            existing_steps = {*files.steps(self._folder), *self._saved}
+            entries = {key: value for key, value in entries.items() if int(key) in existing_steps}
         totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
-        entries[str(step)] = {n: [dtype, total] for n, dtype, total in totals if not n.startswith(_REWRITTEN)}
+        entries[str(step)] = {
+            name: [dtype, total] for name, dtype, total in totals if not name.startswith(_REWRITTEN)
+        }
         with contextlib.suppress(
             OSError
         ):  # a full disk is the save's to report; a restore without sums is not checked
             atomic_io.write_whole(file, json.dumps(entries))
 
-    def _check_restored(self, step: int, given: np.ndarray) -> None:
+    def _check_restored(self, step: int, given_sums: np.ndarray) -> None:
         """Compares the restored state with what the step that saved it had computed, in any layout.
 
         Raises:
           UserError: the checkpoint holds other bits; names it and the older ones.
         """
-        kept = _read(self._sums_file()).get(str(step - 1), {})
-        found = zip(self._names, self._dtypes, self._totals(given), strict=True)
-        wrong = [n for n, dtype, total in found if n in kept and kept[n][0] == dtype and kept[n][1] != total]
+        saved_sums = _read(self._sums_file()).get(str(step - 1), {})
+        restored_sums = zip(self._names, self._dtypes, self._totals(given_sums), strict=True)
+        # Only with the dtype that was saved: a checkpoint may be restored in another one.
+        wrong = [
+            name
+            for name, dtype, total in restored_sums
+            if name in saved_sums and saved_sums[name][0] == dtype and saved_sums[name][1] != total
+        ]
         if not wrong:
             return
-        older = [s for s in files.steps(self._folder) if s < step - 1]
+        older = [older_step for older_step in files.steps(self._folder) if older_step < step - 1]
         raise UserError(
             f"the state restored from {self._folder / str(step - 1)} has other bits in {wrong[0]} (and "
             f"{len(wrong) - 1} more arrays) than step {step - 1} computed: memory changed while it was saved "
@@ -141,34 +160,41 @@ class IntegrityCheck(Callback):
 
     def _totals(self, sums: np.ndarray) -> list[int]:
         """Returns the sum of each array as a whole, which no layout changes: each part counts once."""
-        once = self._first == np.arange(len(self._devices))[:, None]
-        return np.sum(sums, axis=0, where=once, dtype=np.uint32).tolist()
+        # Copies of a part have the same sum: only the first of them counts.
+        is_first_copy = self._first == np.arange(len(self._devices))[:, None]
+        # uint32 wraps around, as the sums on the device do.
+        return np.sum(sums, axis=0, where=is_first_copy, dtype=np.uint32).tolist()
 
     def _sums_file(self) -> Path:
         return self._context.workdir / FILE
 
-    def _check_memory(self, step: int, given: np.ndarray) -> None:
+    def _check_memory(self, step: int, given_sums: np.ndarray) -> None:
         """Compares the state that this step was given with the one that the step before returned."""
+        # After a rewind, or before the first step, nothing is there to compare.
         if self._last is None or self._last[0] != step - 1:
             return
-        wrong = np.argwhere((given != self._last[1]) & self._kept)
+        # `_kept` excludes the arrays that the host may rewrite between the steps.
+        wrong = np.argwhere((given_sums != self._last[1]) & self._kept)
         if not wrong.size:
             return
-        found = [(int(array), int(device)) for device, array in wrong]
-        devices = sorted({device for _, device in found})
+        places = [(int(array), int(device)) for device, array in wrong]
+        devices = sorted({device for _, device in places})
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} gave other bits of {self._arrays([a for a, _ in found])} "
-            f"than step {step - 1} had written: memory changed between the two steps (integrity.checksums). "
-            f"{self._way_on(step)}"
+            f"step {step}: {self._name_devices(devices)} gave other bits of "
+            f"{self._arrays([array for array, _ in places])} than step {step - 1} had written: memory "
+            f"changed between the two steps (integrity.checksums). {self._way_on(step)}"
         )
 
-    def _check_copies(self, step: int, returned: np.ndarray) -> None:
-        found = differing_copies(returned, self._first)
-        if not found:
+    def _check_copies(self, step: int, returned_sums: np.ndarray) -> None:
+        differences = differing_copies(returned_sums, self._first)
+        if not differences:
             return
-        outvoted = [d for _, devices, majority in found if majority for d in devices]
-        devices = sorted(set(outvoted)) or sorted({d for _, devices, _ in found for d in devices})
-        how = (
+        # A majority of equal copies names the odd one out; with two copies nobody can say which is wrong.
+        outvoted = [device for _, devices, majority in differences if majority for device in devices]
+        devices = sorted(set(outvoted)) or sorted(
+            {device for _, devices, _ in differences for device in devices}
+        )
+        verb = (
             "differs from most"
             if outvoted and len(devices) == 1
             else "differ from most"
@@ -176,21 +202,22 @@ class IntegrityCheck(Callback):
             else "differ"
         )
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} computed another "
-            f"{self._arrays([array for array, _, _ in found])}: its copies on several devices must be equal, "
-            f"and these {how} (integrity.checksums). A gradient, an update or memory was wrong during this "
-            f"step. {self._way_on(step)}"
+            f"step {step}: {self._name_devices(devices)} computed another "
+            f"{self._arrays([array for array, _, _ in differences])}: its copies on several devices must be "
+            f"equal, and these {verb} (integrity.checksums). A gradient, an update or memory was wrong "
+            f"during this step. {self._way_on(step)}"
         )
 
     def _check_arithmetic(self, step: int, *signatures: jax.Array) -> None:
-        own, again = (np.asarray(signature) for signature in signatures)
-        devices = recompute.suspects(own, again, self._context.mesh)
+        own_words, neighbour_words = (np.asarray(signature) for signature in signatures)
+        devices = recompute.suspects(own_words, neighbour_words, self._context.mesh)
         first, self._compared = not self._compared, True
         if not devices:
             self._agreed = step
             return
-        other = own != again[recompute.neighbours(self._context.mesh)]
-        differing = int(other.any(axis=1).sum())
+        differs_at = own_words != neighbour_words[recompute.neighbours(self._context.mesh)]
+        differing = int(differs_at.any(axis=1).sum())
+        # Many devices at the very first comparison: an unordered sum in a kernel, not that many faults.
         if first and differing > len(self._devices) / 2:
             self._no_order = True
             self._context.metrics.say(
@@ -202,25 +229,27 @@ class IntegrityCheck(Callback):
             return
         words = list(
             dict.fromkeys(
-                word for word, differs in zip(recompute.WORDS, other.any(axis=0), strict=True) if differs
+                word_name
+                for word_name, differs in zip(recompute.WORDS, differs_at.any(axis=0), strict=True)
+                if differs
             )
         )
         raise HardwareFault(
-            f"step {step}: {self._named(devices)} computed another {' and '.join(words)} for the same "
+            f"step {step}: {self._name_devices(devices)} computed another {' and '.join(words)} for the same "
             "sequences than the second time, on a neighbour where there is one "
             f"(integrity.recompute_every_steps). The check last passed at step {self._agreed}, so "
             f"checkpoints after that step may be affected. {self._way_on(step)}"
         )
 
-    def _named(self, devices: Sequence[int]) -> str:
+    def _name_devices(self, devices: Sequence[int]) -> str:
         """Names up to four devices with kind, process and host."""
-        listed = [
+        names = [
             f"device {device.id} ({device.device_kind}, process {process} on {self._hosts[process]})"
             for device in (self._devices[number] for number in devices[:4])
             for process in [device.process_index]
         ]
-        more = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
-        return " or ".join(listed) + more if not more else ", ".join(listed) + more
+        rest_text = f" and {len(devices) - 4} more" if len(devices) > 4 else ""
+        return " or ".join(names) + rest_text if not rest_text else ", ".join(names) + rest_text
 
     def _arrays(self, arrays: Sequence[int]) -> str:
         names = list(dict.fromkeys(self._names[array] for array in arrays))
@@ -228,22 +257,23 @@ class IntegrityCheck(Callback):
 
     def _way_on(self, step: int) -> str:
         """Says what was not saved, and where the same command goes on."""
-        there = [s for s in self._saved if s < step]
+        saved_steps = [saved_step for saved_step in self._saved if saved_step < step]
         with contextlib.suppress(Exception):  # a store that does not answer must not hide the fault
-            there += [s for s in files.steps(self._folder) if s < step]
-        if not there:
+            saved_steps += [saved_step for saved_step in files.steps(self._folder) if saved_step < step]
+        if not saved_steps:
             return (
                 "Nothing was saved. Take the device or its host out; the same command starts again, on "
                 "other hardware."
             )
         return (
             f"Nothing of step {step} was saved. Take the device or its host out; the same command goes on "
-            f"from the checkpoint of step {max(there)}, on other hardware."
+            f"from the checkpoint of step {max(saved_steps)}, on other hardware."
         )
 
 
 def _host_names() -> list[str]:
     """Returns the host name of each process; a collective with several."""
+    # A fixed number of bytes: gathered arrays have one shape.
     name = socket.gethostname().encode()[:_HOST_BYTES].ljust(_HOST_BYTES, b"\0")
     return [
         bytes(host).rstrip(b"\0").decode(errors="replace") for host in gather(np.frombuffer(name, np.uint8))

@@ -25,8 +25,9 @@ from jtrain.errors import UserError
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.signals import StopRequest
 from jtrain.step.state import TrainState
+from jtrain.step.step_numbers import StepNumbers
 from jtrain.train.actions import Cadence
-from jtrain.train.bad_steps import BadSteps, Numbers, WentBack
+from jtrain.train.bad_steps import BadSteps, WentBack
 from jtrain.train.callbacks import (
     Callbacks,
     DispatchedStep,
@@ -108,6 +109,8 @@ class Loop:
     def run(self, state: TrainState, data_state: dict[str, Any] | None, stop: StopRequest) -> int:
         """Runs steps as `run_steps` does; where bad numbers ask for it, goes back and runs them again."""
         while True:
+            # A function, as `Fed.state` is at later steps: the
+            # data state is computed only where it is needed.
             self._data_before = functools.partial(_unchanged, data_state)
             with self.attempt.open_batches(data_state, self.step) as batches:
                 try:
@@ -128,8 +131,10 @@ class Loop:
         """
         num_steps, bad_steps = self._cadence.num_steps, self.attempt.bad_steps
         checkpoints = self.attempt.checkpoints
+        # `since` changes when a replay has left batches out: then the state carries new decisions.
         saved_step, is_save_due, decided_since = self.step, False, bad_steps.since
         next_batch = self._next(batches)
+        # The data may be at its end before the first step: then nothing is saved, and the run is complete.
         self.data_ended = next_batch is None and self.step < num_steps
         while self.step < num_steps and next_batch is not None:
             batch = next_batch
@@ -137,7 +142,8 @@ class Loop:
             state, next_batch, stop_requested = self._run_step(state, batch, batches, stop)
             actions = self._cadence.decide(
                 self.step,
-                is_save_due=is_save_due or checkpoints.due(self.step),
+                # A save that could not be made at its own step is still owed at the next good one.
+                is_save_due=is_save_due or checkpoints.should_save(self.step),
                 stop_requested=stop_requested,
                 data_ended=self.data_ended,
             )
@@ -149,6 +155,7 @@ class Loop:
             is_in_doubt = bad_steps.in_doubt(self.step)
             if actions.evaluate:
                 self._evaluate(state)
+            # No copy while numbers are suspicious: there are two generations, and it replaces the older one.
             if actions.copy and not checkpoints.hold and not is_in_doubt:
                 self._copy(state, batch)
             # A save that is due waits for a step with good numbers, and so does a stop.
@@ -156,10 +163,12 @@ class Loop:
             if actions.save and not is_in_doubt:
                 self._save(state, batch, is_last=actions.is_last)
                 saved_step = self.step
+            # After the step's own save: a save in flight may have failed, and its next try is decided here.
             checkpoints.check(self.step)
             if stop_requested and saved_step == self.step:
                 self.data_ended = False
                 break
+        # Every way out of the loop has saved the state that it leaves.
         assert saved_step == self.step, (saved_step, self.step)
         self._wait_for_saves()
         return self.step
@@ -175,20 +184,25 @@ class Loop:
         train_step = self.attempt.context.train_step
         with self.callbacks.during("dispatch", self.step, state, batch):
             state, metrics = train_step(state, batch)
-        # While the devices compute this step, the host prepares a save and reads the results of the previous
-        # step.
+        # While the devices compute this step, the host prepares a
+        # save and reads the results of the previous step.
         self.attempt.checkpoints.prepare()
         self._report()
         for message in fed.said:
             self._note(self.step - 1, message)
         self._unread = UnreadStep(self.step, metrics, fed, self._data_before)
+        # The state after this batch, for the next step to save.
         self._data_before = fed.state
         has_next = self.step < self._cadence.num_steps
         next_batch = self._next(batches) if has_next else None
+        # Taken after the batch arrived, so the wait counts to this step.
         arrived_s = time.perf_counter()
         wait_ms = 0.0 if next_batch is None else next_batch.wait_ms
+        # A wait of at least 1 ms while the devices were already
+        # done: only then was the device idle for lack of data.
         is_idle = wait_ms >= 1.0 and metrics["loss_nats"].is_ready()
         self.data_ended = has_next and next_batch is None
+        # Last, because with several processes it waits for the step.
         stop_requested, callback_requested = self._agree(stop.requested)
         self.callbacks.on_step(
             DispatchedStep(self.step, metrics, wait_ms, arrived_s, is_idle, callback_requested)
@@ -201,6 +215,7 @@ class Loop:
         messages.
         """
         try:
+            # The name under which traces show the wait.
             with jax.profiler.TraceAnnotation("jtrain:data_wait"):
                 return next(batches, None)
         except Exception:
@@ -224,17 +239,20 @@ class Loop:
             return
         unread, self._unread = self._unread, None
         step, values = unread.step, self._read(unread.metrics)
+        # 32-bit words in hex.
         hash_hex = "".join(f"{word:08x}" for word in np.asarray(values["batch_hash"]).tolist())
         self.attempt.integrity.check(step, values)
         is_complete = self.step == self._cadence.num_steps or self.data_ended
         self.attempt.bad_steps.check(
-            Numbers.of(step, values, hash_hex),
+            StepNumbers.of(step, values, hash_hex),
             dispatched=self.step,
             last=step == self.step and is_complete,
+            # Of the step before, since a step's batch is planned from its data state.
             documents=lambda: documents_of_batch(
                 self.attempt.restart.setup.dataset, unread.data_before(), step=step - 1
             ),
         )
+        # After the checks, which may raise: then no callback sees the step.
         self.callbacks.on_results(StepResults(step, values, hash_hex, unread.batch))
 
     def _with_decisions(self, state: TrainState) -> TrainState:
@@ -244,8 +262,10 @@ class Loop:
     @_phase("checkpoint")
     def _go_back(self) -> tuple[TrainState, dict[str, Any] | None]:
         """Restores the state from which `bad_steps` has the steps run again."""
+        # The unread results belong to a step that is taken back.
         self._unread, self.data_ended, self.step = None, False, self.attempt.bad_steps.origin
         if self.attempt.local is not None:
+            # Copies of later steps would be newer than the run itself.
             self.attempt.local.forget_after(self.step)
         return self.attempt.restart.state_at(self.step)
 
@@ -291,6 +311,7 @@ class Loop:
 def _agreed_data_state(fed: Fed) -> dict[str, Any]:
     """Returns the data state after a batch; raises UserError if the processes have different ones."""
     data_state = fed.state()
+    # Compared as text: any difference, a skipped document too, gives another one.
     if not same_everywhere(json.dumps(data_state)):
         raise UserError(
             "the processes no longer plan the same batches: one of them skipped documents that others could "

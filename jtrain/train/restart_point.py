@@ -41,17 +41,19 @@ class RestartPoint:
             checkpoints.
         """
         if local is not None:
+            # A copy older than the newest checkpoint is not used.
             saved_step = self.checkpoints.latest_step() or 0
             if (copy := local.start(checkpoint=saved_step, is_wanted=not from_scratch)) is not None:
                 step, state, data_state = copy
                 line = f"the state of step {step} was in local memory"
-                return Restored(step, state, self._fitting(data_state), (line,))
+                return Restored(step, state, self._fit_data_state(data_state), (line,))
         restored = self.checkpoints.start(self._abstract_state(), workdir=workdir, from_scratch=from_scratch)
         if restored.state is None:
             state, data_state = self.state_at(0)
         else:
+            # A checkpoint always has a data state; only `--allow-change data` drops it.
             assert restored.data_state is not None
-            state, data_state = restored.state, self._fitting(restored.data_state)
+            state, data_state = restored.state, self._fit_data_state(restored.data_state)
         return dataclasses.replace(restored, state=state, data_state=data_state)
 
     def state_at(self, step: int) -> tuple[TrainState, dict[str, Any] | None]:
@@ -60,16 +62,17 @@ class RestartPoint:
         Step 0 is the start, drawn from the seed and without a data state, unless it has a checkpoint, as an
         imported model has.
         """
+        # Process 0 decides: a process that does not see the checkpoint would draw its weights from the seed.
         if step == 0 and not from_process_zero(np.asarray(0 in self.checkpoints.steps())):
             setup = self.setup
             return init_state(setup.job.layout, setup.optimizer, setup.mesh, seed=setup.run.seed), None
         state, data_state = self.checkpoints.restore(step, self._abstract_state())
-        return state, self._fitting(data_state)
+        return state, self._fit_data_state(data_state)
 
     def _abstract_state(self) -> TrainState:
         return abstract_state(self.setup.job.layout, self.setup.optimizer, self.setup.mesh)
 
-    def _fitting(self, data_state: dict[str, Any]) -> dict[str, Any] | None:
+    def _fit_data_state(self, data_state: dict[str, Any]) -> dict[str, Any] | None:
         if self.data_may_change and self.setup.dataset.misfit(data_state) is not None:
             return None  # where it fits, the run goes on: the same command may be started again and again
         return data_state
@@ -80,10 +83,11 @@ class RestartPoint:
         steps = np.zeros(LEFT_OUT, np.int32)
         steps[: len(left_out)] = left_out
         guard = dataclasses.replace(
-            state.guard, left_out=self._replicated(steps), since=self._replicated(np.asarray(since, np.int32))
+            state.guard, left_out=self._replicate(steps), since=self._replicate(np.asarray(since, np.int32))
         )
         return dataclasses.replace(state, guard=guard)
 
-    def _replicated(self, value: np.ndarray) -> jax.Array:
+    def _replicate(self, value: np.ndarray) -> jax.Array:
         sharding = jax.sharding.NamedSharding(self.setup.mesh, jax.sharding.PartitionSpec())
+        # Each process makes the pieces of its own devices.
         return jax.make_array_from_callback(jnp.shape(value), sharding, lambda index: value[index])

@@ -82,43 +82,46 @@ def stream(
     """
     sampler = TokenSampler(temperature, top_k, top_p, vocab_size=tokenizer.vocab_size)
     prompt_ids = tokenizer.encode(prompt)
+    # As in training: a document begins with this id.
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = np.asarray([*begin, *prompt_ids.tolist()], np.int32)
     if len(ids) == 0:
         raise UserError(
             "the prompt is empty, and this tokenizer has no id that begins a document. Give a prompt."
         )
-    max_tokens = _max_tokens(len(ids), context=context, asked=max_tokens)
+    max_tokens = _max_tokens(len(ids), context=context, wanted_tokens=max_tokens)
     chunks = generate_ids(
         model, params, ids, max_tokens=max_tokens, sampler=sampler, seed=seed, end_id=tokenizer.end_id
     )
-    known = prompt_ids.tolist()
-    shown = len(tokenizer.decode(known))
+    ids_so_far = prompt_ids.tolist()
+    # The prompt's text is printed by the caller, so output begins after it.
+    num_shown = len(tokenizer.decode(ids_so_far))
     text = ""
     for chunk in chunks:
         # Decodes everything again, with the prompt: the text of a token may depend on its neighbours.
-        known += chunk
-        text = tokenizer.decode(known)
-        whole = len(text.rstrip("\ufffd"))  # the last character may be incomplete
-        if whole > shown:
-            yield text[shown:whole]
-            shown = whole
-    if len(text) > shown:
-        yield text[shown:]
+        ids_so_far += chunk
+        text = tokenizer.decode(ids_so_far)
+        num_complete = len(text.rstrip("\ufffd"))  # the last character may be incomplete
+        if num_complete > num_shown:
+            yield text[num_shown:num_complete]
+            num_shown = num_complete
+    # What is left over was incomplete: the text ends in the middle of a character.
+    if len(text) > num_shown:
+        yield text[num_shown:]
 
 
-def _max_tokens(num_prompt: int, *, context: int, asked: int | None) -> int:
+def _max_tokens(num_prompt: int, *, context: int, wanted_tokens: int | None) -> int:
     room = context - num_prompt
     if room < 1:
         raise UserError(
             f"the prompt has {num_prompt} tokens, and the context is data.seq_len={context} for prompt and "
             "answer together. Shorten the prompt."
         )
-    if asked is None:
+    if wanted_tokens is None:
         return min(DEFAULT_MAX_TOKENS, room)
-    if not 1 <= asked <= room:
+    if not 1 <= wanted_tokens <= room:
         raise UserError(
-            f"--max-tokens {asked} must be from 1 to {room}: the context is data.seq_len={context}, and the "
-            f"prompt has {num_prompt} tokens of it."
+            f"--max-tokens {wanted_tokens} must be from 1 to {room}: the context is data.seq_len={context}, "
+            f"and the prompt has {num_prompt} tokens of it."
         )
-    return asked
+    return wanted_tokens

@@ -27,7 +27,7 @@ from jtrain.train.evaluation import Evaluation
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a run needs on these devices, known to fit them.
+    """Parts of a run on these devices, which are known to fit them.
 
     job: the model in its layout on this machine.
     memory_bytes: memory that each device has available; None where a device does not tell.
@@ -47,6 +47,7 @@ class Setup:
         """
         plan = [*brief_lines(self.job, available=self.memory_bytes), f"the whole plan: {home / 'plan.txt'}"]
         reads = without_secrets("\n".join([self.dataset.describe(), *self.evaluation.describe()]))
+        # Rows that this process reads: other processes read the rest.
         rows = place_tree(self.mesh, self.run.data.global_batch).rows(jax.process_index())
         return [*plan, reads, budget(self.dataset, rows=len(rows)).line()]
 
@@ -54,15 +55,15 @@ class Setup:
         """Opens this process's batches from `first_step` on; `data_state` is None at the start of the
         data.
         """
-        place = place_tree(self.mesh, self.run.data.global_batch)
+        placement = place_tree(self.mesh, self.run.data.global_batch)
         batches = self.dataset.train_batches(
             data_state,
             first_step=first_step,
-            rows=place.rows(jax.process_index()),
+            rows=placement.rows(jax.process_index()),
             context=self.run.mesh.context,
             cost=self._token_cost(),
         )
-        return Prefetch(batches, lambda batch: put_batch(batch, self.mesh, place))
+        return Prefetch(batches, lambda batch: put_batch(batch, self.mesh, placement))
 
     def _token_cost(self) -> tuple[float, float]:
         """Relative FLOPs of a token: 1.0 for itself, and those that each earlier token of its document
@@ -80,12 +81,16 @@ def set_up(run: Run, devices: Sequence[jax.Device]) -> Setup:
         more ids than the model.
     """
     job = with_host_memory(plan_job(run, machine_of(devices)))
+    # None where a device does not tell: then nothing can be checked.
     memory_bytes = available_bytes(devices)
     if memory_bytes is not None:
+        # Before the data is opened, which may take long.
         check_fits_devices(job, devices, available=memory_bytes)
     mesh = make_mesh(run.mesh, devices)
     optimizer = make_optimizer(run)
+    # One process says it, all open the same files.
     dataset = open_dataset(run.data, seed=run.seed, say=print_line if jax.process_index() == 0 else None)
+    # Before the first batch: processes that read different files would train on different data.
     if not same_everywhere(dataset.fingerprint()):
         raise UserError(
             f"the processes of this run find different files at {run.data.path_fields}. Give every host the "

@@ -1,4 +1,4 @@
-"""Start of a training process: joins the others, opens the workdir, settles what is automatic, and trains."""
+"""Start of a training process: joins the others, opens the workdir, chooses what is `auto`, and trains."""
 
 import sys
 from collections.abc import MutableMapping, Sequence
@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from jtrain.config import tree
-from jtrain.config.devices import settle_mesh
-from jtrain.config.resume import with_asked
+from jtrain.config.devices import resolve_mesh
+from jtrain.config.resume import with_auto_remarks
 from jtrain.config.run import Run, build_run
 from jtrain.plan import auto_layout
 from jtrain.runtime import accelerators
@@ -43,38 +43,44 @@ def start(
       allow_change, from_scratch: as of `attempt.train`.
     """
     if heart is not None:
+        # The heartbeat begins before the processes join: one that hangs there is found too.
         heart.configure(run.supervise, run.alerts.in_workdir(None if in_store(home) else home))
         heart.enter("joining")
-    asked = tree.flat(run_config)
-    own = this_process(tree.parse(asked))
+    config_text = tree.flat(run_config)
+    # Before joining, so that every process has its description when the others ask for it.
+    process = this_process(tree.parse(config_text))
     join_processes(environ, peer_s=run.supervise.peer_s)
-    hosts = compare_processes(own)
+    # Before devices are used: collectives between different versions could fail or wait for each other.
+    hosts = compare_processes(process)
     devices = present_devices()
     if jax.process_index() == 0:
         print(devices_line(devices, hosts), flush=True)
+    # Only where jax chose the CPU by itself: a set platform is a wish.
     if (
         devices[0].platform == "cpu"
         and not environ.get("JAX_PLATFORMS")
-        and (line := accelerators.unused(environ))
+        and (line := accelerators.unused_warning(environ))
     ):
         print(line, file=sys.stderr, flush=True)
     if heart is not None:
         heart.joined(jax.process_index(), jax.process_count())
         heart.enter("setup")
     compile_collectives_anew()
+    # Before the layout is chosen: a rerun takes it from the workdir.
     workdir, watchers = open_workdir(home, environ)
     if heart is not None:
         heart.configure(run.supervise, run.alerts.in_workdir(workdir))
         watchers = [*watchers, Heartbeat(heart)]
-    devices, lines = settle_mesh(run_config, devices)
-    for line in (*lines, *auto_layout.settle(run_config, devices=devices, workdir=workdir)):
+    # Chosen after the devices are known, and noted in the config that is kept.
+    devices, lines = resolve_mesh(run_config, devices)
+    for line in (*lines, *auto_layout.choose_layout(run_config, devices=devices, workdir=workdir)):
         if jax.process_index() == 0:
             print(line, flush=True)
     return attempt.train(
         build_run(run_config),
         workdir=workdir,
         home=home,
-        config_text=with_asked(tree.flat(run_config), asked),
+        config_text=with_auto_remarks(tree.flat(run_config), config_text),
         devices=devices,
         started_s=process_start_s(),
         watchers=watchers,

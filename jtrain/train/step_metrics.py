@@ -62,8 +62,9 @@ class RecompileWatch(Callback):
     @contextlib.contextmanager
     def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
         yield
-        if phase == "dispatch" and (again := self._compilations.called(*arguments)) is not None:
-            self._metrics.say(f"the train step was {again}")
+        # After the dispatch: the call itself tells what was compiled.
+        if phase == "dispatch" and (recompilation := self._compilations.called(*arguments)) is not None:
+            self._metrics.say(f"the train step was {recompilation}")
 
 
 class StepLog(Callback):
@@ -98,6 +99,7 @@ class StepLog(Callback):
             self._outside_s += seconds
         elif phase == "dispatch":
             self._dispatches += 1
+            # The first call compiles.
             if self._dispatches > 1:  # a call waits while the devices' queue is full
                 self._interval.device_s += seconds
         elif phase == "device_wait":
@@ -105,6 +107,7 @@ class StepLog(Callback):
 
     def on_results(self, results: StepResults) -> None:
         interval, now_s = self._interval, time.perf_counter()
+        # The first interval contains the compilation, and would be the longest of all.
         if not self._compiling:
             self._times.add(now_s - self._last_s - self._outside_s)
         interval.steps += 1
@@ -142,6 +145,7 @@ class StepLog(Callback):
                 batch_hash=results.hash_hex,
                 mfu=mfu(
                     self._flops,
+                    # Rows count in full: padding costs the same FLOPs.
                     tokens_per_s=interval.steps * run.data.global_batch * run.data.seq_len / seconds,
                     num_devices=mesh.devices.size,
                     peak_flops=chip.peak_flops(run.precision.compute_dtype),
@@ -164,22 +168,29 @@ class StepLog(Callback):
         processes.
         """
         interval = self._interval
+        # Before any step was timed, the mean stands in.
         percentiles_s = self._times.percentiles() or (step_s,) * len(step_timer.PERCENTILES)
         means = self._sampler.means(interval.since_ns, time.time_ns())
+        # What is not device time is the host's: that is what a straggler loses.
         own_s = max(0.0, step_s - interval.device_s / interval.steps)
         values = [own_s, *means.sm_mhz, *means.power_w, *means.energy_j]
-        known = gather(np.asarray([math.nan if value is None else value for value in values], np.float32))
+        # NaN for unknown: arrays carry no None.
+        measured = gather(np.asarray([math.nan if value is None else value for value in values], np.float32))
         mhz, power_w, energy_j = (
-            [None if math.isnan(x) else float(x) for x in part.ravel()]
-            for part in np.split(known[:, 1:], 3, axis=1)
+            [None if math.isnan(number) else float(number) for number in part.ravel()]
+            for part in np.split(measured[:, 1:], 3, axis=1)
         )
-        energy = None if None in energy_j or not energy_j else sum(x for x in energy_j if x is not None)
+        energy = (
+            None
+            if None in energy_j or not energy_j
+            else sum(number for number in energy_j if number is not None)
+        )
         resident = resident_bytes()
         return {
             "step_time_p50_ms": 1e3 * percentiles_s[0],
             "step_time_p90_ms": 1e3 * percentiles_s[1],
             "step_time_p99_ms": 1e3 * percentiles_s[2],
-            "straggler_score": step_timer.host_scores([float(own) for own in known[:, 0]], step_s)
+            "straggler_score": step_timer.host_scores([float(host_s) for host_s in measured[:, 0]], step_s)
             | step_timer.device_scores(mhz),
             "clock_mhz": _mean(mhz),
             "power_w": _mean(power_w),
@@ -190,12 +201,12 @@ class StepLog(Callback):
 
 
 def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    measured = [value for value in values if value is not None]
+    return sum(measured) / len(measured) if measured else None
 
 
 def _memory_peak_gib(mesh: Mesh) -> float | None:
     """Peak memory in use on any of this process's devices; None if they report none, as on a CPU."""
-    peaks = [(one.memory_stats() or {}).get("peak_bytes_in_use") for one in mesh.local_devices]
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) / 2**30 if known else None
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in mesh.local_devices]
+    peak_bytes = [peak for peak in peaks if peak is not None]
+    return max(peak_bytes) / 2**30 if peak_bytes else None

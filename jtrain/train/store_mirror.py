@@ -19,7 +19,7 @@ from typing import Any
 
 from jtrain.checkpoint import folders
 from jtrain.runtime.multihost import process_index
-from jtrain.runtime.store_paths import in_store, said, store_errors
+from jtrain.runtime.store_paths import error_line, in_store, store_errors
 from jtrain.runtime.workdir_lock import FOLDER, WorkdirLock
 from jtrain.train.callbacks import Callback, LoopPhase
 
@@ -80,34 +80,40 @@ class StoreMirror(Callback):
         self.local.mkdir(parents=True, exist_ok=True)
         for old in self.local.iterdir():
             if old.name != FOLDER:
+                # The local folder of a run in a store is a copy: what is here counts for nothing.
                 shutil.rmtree(old) if old.is_dir() else old.unlink()
         with store_errors(f"--workdir {self.url}"):
             for name in sorted({*folders.names(self.url)} - {*folders.folder_names(self.url)}):
                 if name not in _NOT_COPIED and not name.startswith("."):
                     (self.local / name).write_bytes((self.url / name).read_bytes())
-        self._copied = self._there()
+        # What has just been fetched is not copied back.
+        self._copied = self._stat_files()
 
     def copy(self) -> None:
         """Copies the files that have changed since the last copy, and removes those that were removed
         here.
         """
         try:
+            # One copy at a time: two would write the same names.
             with self._lock, concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-                there = self._there()
-                changed = [name for name, state in there.items() if self._copied.get(name) != state]
+                local_files = self._stat_files()
+                # Size and time of change: a file of the same length that was written again is noticed.
+                changed = [name for name, state in local_files.items() if self._copied.get(name) != state]
                 list(
                     pool.map(
                         lambda name: (self.url / name).write_bytes((self.local / name).read_bytes()), changed
                     )
                 )
-                for name in self._copied.keys() - there.keys():
+                for name in self._copied.keys() - local_files.keys():
                     (self.url / name).unlink(missing_ok=True)
-                self._copied = there
+                # Only after all copies: a failure leaves them for the next attempt.
+                self._copied = local_files
         except Exception as error:  # clients of stores raise many types
             if not self._warned:
                 print(
                     f"WARNING: metrics and logs of {self.local} cannot be copied to {self.url} now "
-                    f"({said(error)}). The run goes on, and tries again at its next save and at its end.",
+                    f"({error_line(error)}). The run goes on, and tries again at its next save and at its "
+                    "end.",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -119,6 +125,7 @@ class StoreMirror(Callback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        # Ends the thread, so that no copy runs beside the last one.
         self._pool.shutdown()
         self._warned = False  # what is not copied now is only here: say so again
         self.copy()
@@ -127,12 +134,13 @@ class StoreMirror(Callback):
     def during(self, phase: LoopPhase, step: int, arguments: tuple[Any, ...]) -> Iterator[None]:
         """Begins a copy in the background as a save begins."""
         if phase == "checkpoint":
+            # In the background: the save must not wait for the store.
             self._pool.submit(self.copy)
         yield
 
-    def _there(self) -> dict[str, tuple[int, int]]:
+    def _stat_files(self) -> dict[str, tuple[int, int]]:
         """Returns bytes and time of change of each local file by its path in the folder."""
-        found = {}
+        stats = {}
         for folder, _, names in os.walk(self.local):
             for name in names:
                 if name.endswith(".tmp"):
@@ -140,5 +148,5 @@ class StoreMirror(Callback):
                 with contextlib.suppress(FileNotFoundError):
                     stat = os.stat(os.path.join(folder, name))
                     path = os.path.relpath(os.path.join(folder, name), self.local)
-                    found[path] = (stat.st_size, stat.st_mtime_ns)
-        return {name: state for name, state in found.items() if name.partition("/")[0] not in _NOT_COPIED}
+                    stats[path] = (stat.st_size, stat.st_mtime_ns)
+        return {name: state for name, state in stats.items() if name.partition("/")[0] not in _NOT_COPIED}

@@ -49,7 +49,7 @@ class TraceWindows(Callback):
             workdir / FOLDER / "samples",
             source=run.profile.clocks,
             platform=local[0].platform,
-            devices=[one.local_hardware_id or 0 for one in local],
+            devices=[device.local_hardware_id or 0 for device in local],
         )
         self._entered = contextlib.ExitStack()
         self._last: DispatchedStep | None = None
@@ -82,6 +82,7 @@ class TraceWindows(Callback):
         if phase != "step":
             yield
             return
+        # Before the step's own phase: a window opens and closes between two steps.
         self._between_steps(step - 1)
         with self._windows.step(step):
             yield
@@ -94,6 +95,7 @@ class TraceWindows(Callback):
 
     def on_end(self) -> None:
         if self._last is not None:
+            # The last step of the run may be one of a window that is still open.
             self._close(self._last.step, last=True)
         with self._context.during("profile", 0 if self._last is None else self._last.step):
             self._say(self._windows.collect_reports(wait=True))
@@ -101,6 +103,7 @@ class TraceWindows(Callback):
     def _between_steps(self, step: int) -> None:
         """After `step`, closes a window and starts its analysis, opens one, and reports finished analyses."""
         self._close(step, last=False)
+        # `requested` of the last step: all processes know it, and open together.
         if self._last is not None and self._windows.decide_to_open(step, is_requested=self._last.requested):
             with self._context.during("device_wait", step):
                 jax.block_until_ready(
@@ -118,10 +121,11 @@ class TraceWindows(Callback):
                 self.sampler.fast(False)
 
     def _say(self, texts: Sequence[str | None]) -> None:
-        known = [text for text in texts if text]
-        for text in known:
+        messages = [text for text in texts if text]
+        for text in messages:
             self._context.metrics.say(text)
-        if known:
+        if messages:
+            # The analysis has new breakdowns: the ledger reads them.
             self._goodput.ledger.read_shares()
 
     def _facts(self) -> dict[str, Any]:
@@ -131,6 +135,7 @@ class TraceWindows(Callback):
         chip = machine_of([first]).device
         plan = memory(job)
         rows = [{"name": name, "bytes": size, "source": "plan"} for name, size in plan.classes().items()]
+        # The allocator's own number, where the device gives one: the plan's rows are computed.
         in_use = (mesh.local_devices[0].memory_stats() or {}).get("bytes_in_use")
         if in_use is not None:
             rows.append({"name": "in use", "bytes": in_use, "source": "allocator"})
@@ -168,8 +173,9 @@ class TraceWindows(Callback):
         layout, mesh = self._context.job.layout, self._context.mesh
         if layout.pipeline is None:
             return None
-        own = sorted(mesh.local_devices, key=lambda device: device.id)
+        local_devices = sorted(mesh.local_devices, key=lambda device: device.id)
         workers = [
-            int(np.argwhere(mesh.devices == device)[0][mesh.axis_names.index("stage")]) for device in own
+            int(np.argwhere(mesh.devices == device)[0][mesh.axis_names.index("stage")])
+            for device in local_devices
         ]
         return facts_of(ticks_of(layout), relative_costs(layout), workers)

@@ -22,7 +22,7 @@ from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
 from jtrain.hlo.memory_traffic import Pass, passes
 from jtrain.layout.precision import MatmulDtype
-from jtrain.plan.auto_layout import settle_loss_chunk
+from jtrain.plan.auto_layout import choose_loss_chunk
 from jtrain.plan.compile.compiled_step import compile_step, no_compile_cache, topology_devices
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.fit_check import check_fits
@@ -114,7 +114,7 @@ def test_training_steps(step: Step, chip: str) -> None:
         pytest.skip(why)
     devices = topology_devices(f"{chip}:1")
     config = load_config(name, h200.FIDDLERS[name], option(step, "--set"))
-    settle_loss_chunk(config, from_name(chip))
+    choose_loss_chunk(config, from_name(chip))
     built = sized(build_run(config), chip)
     layout = run_layout(dataclasses.replace(built, mesh=dataclasses.replace(built.mesh, data=1)))
     job = Job(built.model, layout, built.optimizer, built.data.global_batch, built.data.seq_len)

@@ -58,7 +58,7 @@ def train(checkpoints: Checkpoints, steps: range) -> list[int]:
     """Does what the loop does; returns the steps at which it saved."""
     saved = []
     for step in steps:
-        if checkpoints.due(step):
+        if checkpoints.should_save(step):
             checkpoints.save(step, state(step), {"next": step}, "")
             saved.append(step)
             assert checkpoints._task is not None
@@ -97,7 +97,7 @@ def test_a_failure_found_by_the_next_save_puts_that_one_off(
     assert checkpoints.save(64, state(64), {"next": 64}, "")
     assert not checkpoints.save(128, state(128), {"next": 128}, "")
     assert "the next try is after step 132: this was failure 1" in said[0]
-    assert not checkpoints.due(128)
+    assert not checkpoints.should_save(128)
     disk.full = False
     assert train(checkpoints, range(129, 193)) == [132, 192]
     assert len(said) == 1

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.checkpoint import Checkpoints, CheckpointSpec, files
+from jtrain.checkpoint import Checkpoints, CheckpointSpec, removal
 
 SAVERS = """
 import os, signal, sys
@@ -93,7 +93,7 @@ def stop_within_a_write(pid: int, workdir: Path) -> None:
         os.kill(pid, signal.SIGSTOP)
         while Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "T":
             pass  # the signal takes effect within microseconds, and what is on the disk counts only after that
-        if files.partial(workdir / "checkpoints"):
+        if removal.unread_names(workdir / "checkpoints"):
             return
         os.kill(pid, signal.SIGCONT)
         time.sleep(0.001)  # a half-written checkpoint shows for milliseconds, and nobody is told of it
@@ -170,10 +170,10 @@ def test_a_kill_at_this_instant_loses_nothing(
     """Kills at each of the four points where the order of writes matters; then a run continues from there."""
     durable = savers.run_one(tmp_path, instant)
     assert check(tmp_path, durable) == newest
-    assert files.partial(tmp_path / "checkpoints") == remains
+    assert removal.unread_names(tmp_path / "checkpoints") == remains
     durable = savers.run_one(tmp_path, kill_after_s=0.1)
     assert check(tmp_path, durable) > newest
-    assert not set(remains) & set(files.partial(tmp_path / "checkpoints"))
+    assert not set(remains) & set(removal.unread_names(tmp_path / "checkpoints"))
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.slow)])
@@ -183,5 +183,5 @@ def test_random_kills_one_after_another_lose_nothing(savers: Savers, tmp_path: P
     for kill in range(kills):
         within_a_write = kill % 2 == 0
         durable = savers.run_one(tmp_path, kill_after_s=rng.uniform(0, 0.1), within_a_write=within_a_write)
-        assert files.partial(tmp_path / "checkpoints") or not within_a_write
+        assert removal.unread_names(tmp_path / "checkpoints") or not within_a_write
         check(tmp_path, durable)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import removal
 from tests.checkpoint.test_kill import check
 from tests.ports import free_port
 
@@ -154,4 +154,4 @@ def test_a_kill_within_a_save_of_two_processes_loses_nothing(
     durable, ended = run(workdir, "never", "", until=6)
     assert ended
     assert check(workdir, durable) == 6
-    assert files.partial(workdir / "checkpoints") == ()
+    assert removal.unread_names(workdir / "checkpoints") == ()

@@ -116,7 +116,7 @@ def test_a_state_comes_back_bit_for_bit(
     assert bits_of(state) == bits_of(fill(like, 30))
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(lambda x: x.sharding, like)
     whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
-    chunks = list((second.own / "a" / "state").glob("*/c*"))
+    chunks = list((second.own_folder / "a" / "state").glob("*/c*"))
     assert sum(file.stat().st_size for file in chunks) == whole
     assert stat.S_IMODE(second.folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(file.stat().st_mode) for file in chunks} == {0o600}
@@ -189,7 +189,7 @@ def test_what_only_watches_a_run_may_change(memory: Callable[..., LocalMemory]) 
 
 def test_a_damaged_generation_gives_way_to_the_older_one(memory: Callable[..., LocalMemory]) -> None:
     one = kept(memory, 10, 20)
-    newest = max((one.own / name for name in SLOTS), key=lambda slot: files.read_manifest(slot).step)
+    newest = max((one.own_folder / name for name in SLOTS), key=lambda slot: files.read_manifest(slot).step)
     file = newest / "state" / "w" / "c.0.0"
     content = bytearray(file.read_bytes())
     content[3] ^= 1
@@ -239,11 +239,25 @@ def test_a_failure_ends_the_saves_and_not_the_run(
     one = memory(small(), said=said)
     one.save(10, filled(small(), 10), {})
     one._wait()
-    shutil.rmtree(one.own)
+    shutil.rmtree(one.own_folder)
     for step in (20, 30, 40):
         one.save(step, filled(small(), step), {})
     assert len(said) == 1
     assert said[0].startswith("No more states are kept in local memory in this attempt: FileNotFoundError")
+
+
+def test_a_store_that_does_not_answer_does_not_end_the_saves(tmp_path: Path) -> None:
+    """The newest checkpoint that the store has named last stands in the manifest."""
+    answers = iter([5])
+    said: list[str] = []
+    run = (tmp_path / "run", str(tmp_path), small(), "")
+    with LocalMemory(*run, newest_checkpoint=lambda: next(answers), say=said.append) as local:
+        for step in (10, 20, 30):
+            local.save(step, filled(small(), step), {})
+    assert said == []
+    with LocalMemory(*run, newest_checkpoint=lambda: 0, say=said.append) as local:
+        assert local.start(checkpoint=4) is None
+    assert "it is from after checkpoint 5, which is no longer there" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files, folders
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files, folders, removal
 from jtrain.checkpoint.lost_history import check_history
 
 LIKE = {
@@ -109,12 +109,12 @@ def test_any_damage_is_found_and_survived(workdir: Path, file: str, damage: str)
     assert found.data_state == {"next": 10}
     assert np.asarray(found.state["params"]["w"]).tobytes() == np.asarray(state(10)["params"]["w"]).tobytes()
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20.damaged", "30.damaged"]
-    assert len(found.said) == 2
+    assert len(found.messages) == 2
     for step in (20, 30):
-        [line] = (line for line in found.said if f"the checkpoint of step {step} is damaged" in line)
+        [line] = (line for line in found.messages if f"the checkpoint of step {step} is damaged" in line)
         assert line.startswith("WARNING: ")
         assert f"set aside as {folder / f'{step}.damaged'}, going on from step 10" in line
-    assert start(workdir).said == (), "said once"
+    assert start(workdir).messages == (), "said once"
 
 
 def test_a_damaged_one_is_kept_beside_an_earlier_one_of_its_step(workdir: Path) -> None:
@@ -124,8 +124,8 @@ def test_a_damaged_one_is_kept_beside_an_earlier_one_of_its_step(workdir: Path) 
     FILES["arrays"](folder / "30").unlink()
     assert start(workdir).step == 20
     assert sorted(path.name for path in folder.iterdir()) == ["10", "20", "30.damaged", "30.damaged-2"]
-    assert files.partial(folder) == ("30.damaged", "30.damaged-2")
-    files.sweep(folder)
+    assert removal.unread_names(folder) == ("30.damaged", "30.damaged-2")
+    removal.sweep(folder)
     assert (folder / "30.damaged-2" / files.MANIFEST).exists(), "damaged ones are never deleted"
 
 
@@ -137,7 +137,7 @@ def test_a_folder_copied_to_another_number_is_named_with_both(workdir: Path) -> 
         Checkpoints(workdir, CheckpointSpec()).restore(1000, like())
     found = start(workdir)
     assert found.step == 30
-    assert "checkpoints/1000 holds the checkpoint of step 20" in found.said[0]
+    assert "checkpoints/1000 holds the checkpoint of step 20" in found.messages[0]
     assert (folder / "1000.damaged").is_dir()
 
 
@@ -157,7 +157,7 @@ def test_a_manifest_without_the_files_of_a_process_is_no_checkpoint(workdir: Pat
     body["digest"] = files._digest(body)
     (path / files.MANIFEST).write_text(json.dumps(body))
     there = files.read_manifest(path)
-    assert files.damage(path, there) == ["state/params.w has 0 bytes, but the array has 16384"]
+    assert files.find_damage(path, there) == ["state/params.w has 0 bytes, but the array has 16384"]
     assert start(workdir).step == 20
 
 
@@ -181,7 +181,7 @@ def test_an_unreadable_one_is_set_aside_only_if_another_can_be_read(workdir: Pat
         checkpoints.save(25, state(25), {"next": 25}, "")
     found = start(workdir)
     assert found.step == 25
-    assert "step 30 cannot be read, although all its hashes match" in found.said[0]
+    assert "step 30 cannot be read, although all its hashes match" in found.messages[0]
     assert (folder / "30.damaged").is_dir()
 
 
@@ -198,7 +198,7 @@ def test_none_whole_is_refused_unless_from_scratch_is_said(workdir: Path) -> Non
     assert files.steps(folder) == (10, 20, 30), "nothing was changed"
     found = start(workdir, from_scratch=True)
     assert found.state is None
-    assert len(found.said) == 3
+    assert len(found.messages) == 3
     assert files.steps(folder) == ()
     assert (workdir / "history-1" / "metrics.jsonl").exists()
     assert not (workdir / "metrics.jsonl").exists()
@@ -213,15 +213,15 @@ def test_a_step_without_manifest_below_the_newest_is_said(workdir: Path) -> None
     (folder / "10" / files.MANIFEST).unlink()
     found = start(workdir)
     assert found.step == 30
-    assert "checkpoints/10 holds arrays but no manifest.json" in found.said[0]
+    assert "checkpoints/10 holds arrays but no manifest.json" in found.messages[0]
     assert (folder / "10").is_dir()
 
 
 def test_a_newest_one_that_is_gone_without_a_trace_is_said(workdir: Path) -> None:
     """Somebody moved it away, or restored an older copy of the folder."""
     shutil.rmtree(workdir / "checkpoints" / "30")
-    assert "committed a checkpoint of step 30, which is no longer in" in start(workdir).said[0]
-    assert start(workdir).said == (), "once"
+    assert "committed a checkpoint of step 30, which is no longer in" in start(workdir).messages[0]
+    assert start(workdir).messages == (), "once"
 
 
 @pytest.mark.parametrize("left", ["an empty folder", "no folder", "only damaged ones"])

@@ -64,7 +64,7 @@ def test_a_store_holds_checkpoints_as_a_disk_does(workdir: Path, capsys: pytest.
     folder = workdir / "checkpoints"
     assert folders.names(folder) == ["20", "30"]
     found = Checkpoints(workdir, CheckpointSpec()).start(like())
-    assert (found.step, found.data_state, found.said) == (30, {"next": 30}, ())
+    assert (found.step, found.data_state, found.messages) == (30, {"next": 30}, ())
     assert np.asarray(found.state["params"]["w"]).tobytes() == np.asarray(state(30)["params"]["w"]).tobytes()
     assert verb.main(["verify", "--workdir", str(workdir)]) == 0
     assert capsys.readouterr().out.count(": intact (") == 2
@@ -78,7 +78,7 @@ def test_a_store_holds_checkpoints_as_a_disk_does(workdir: Path, capsys: pytest.
     assert verb.main(["verify", "--workdir", str(workdir)]) == 2
     found = Checkpoints(workdir, CheckpointSpec()).start(like())
     assert found.step == 20
-    assert f"set aside as {folder / '30.damaged'}, going on from step 20" in found.said[0]
+    assert f"set aside as {folder / '30.damaged'}, going on from step 20" in found.messages[0]
     assert folders.names(folder) == ["20", "30.damaged"]
     capsys.readouterr()
     assert verb.main(["list", "--workdir", str(workdir)]) == 0
@@ -95,13 +95,13 @@ def test_the_remains_of_a_killed_save_are_no_checkpoint_and_a_lost_manifest_is_s
     for name in ("30/state/params.w/c.0.0", "30/state/step/c"):
         (folder / name).write_text("half")
     found = Checkpoints(workdir, CheckpointSpec()).start(like())
-    assert (found.step, found.said) == (20, ())
+    assert (found.step, found.messages) == (20, ())
     save(workdir, 30)
     assert Checkpoints(workdir, CheckpointSpec()).start(like()).step == 30
     (folder / "30" / files.MANIFEST).unlink()
     found = Checkpoints(workdir, CheckpointSpec()).start(like())
     assert found.step == 20
-    assert "step 30 is damaged (manifest.json is missing)" in found.said[0]
+    assert "step 30 is damaged (manifest.json is missing)" in found.messages[0]
 
 
 def test_small_files_are_fetched_and_copied_when_they_change(workdir: Path, tmp_path: Path) -> None:
@@ -157,13 +157,13 @@ def test_a_store_that_never_answers_is_a_failed_save(monkeypatch: pytest.MonkeyP
         checkpoints = Checkpoints(workdir, CheckpointSpec(every_steps=10, max_failures=2))
         checkpoints.say = said.append
         checkpoints.save(10, state(10), {}, "")
-        checkpoints.settle()
+        checkpoints.wait_for_save()
         store.answering.clear()
         with monkeypatch.context() as impatient:  # only while it is silent: a busy machine answers late
             impatient.setattr(client, "requests_timeout", 0.2)
             impatient.setattr(object_stores, "ANSWER_S", 0.2)
             checkpoints.save(20, state(20), {}, "")
-            checkpoints.settle()
+            checkpoints.wait_for_save()
             [line] = said
             assert (
                 "cannot take the checkpoint of step 20 (TimeoutError: gs://corpus did not take silent/"

@@ -57,7 +57,7 @@ def test_orbax_lists_the_leaves_as_array_files_writes_them(tmp_path: Path) -> No
         writer.save(tmp_path / "orbax", state)
     theirs = json.loads((tmp_path / "orbax" / array_files.LEAVES).read_text())
     leaves = {leaf.keys: leaf.sharding for leaf in array_writer.describe(state)}
-    ours = json.loads(array_files.lists(leaves)[array_files.LEAVES])
+    ours = json.loads(array_files.orbax_lists(leaves)[array_files.LEAVES])
     assert set(ours) <= set(theirs), f"orbax-checkpoint {ocp.__version__} writes {sorted(theirs)}"
     assert set(ours["tree_metadata"]) == set(theirs["tree_metadata"])
     for keys, leaf in ours["tree_metadata"].items():

@@ -56,7 +56,7 @@ if jax.process_index() == 1:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, most))
 checkpoints.save(4, state(4), {"next": 4}, "config")
 step = 4
-while not checkpoints.due(step):
+while not checkpoints.should_save(step):
     checkpoints.check(step)
     step += 1
 resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 
-from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files
+from jtrain.checkpoint import CheckpointError, Checkpoints, CheckpointSpec, files, removal
 from jtrain.step.state import TrainState
 
 MakeLike = Callable[..., TrainState]
@@ -129,7 +129,7 @@ def test_remains_of_killed_saves_are_swept_and_never_counted(
         (folder / name / files.MANIFEST).write_text("{}")
     checkpoints = Checkpoints(tmp_path, CheckpointSpec(keep_last=1))
     assert checkpoints.latest_step() is None
-    assert files.partial(folder) == ("007", "8.deleted", "9.orbax-checkpoint-tmp")
+    assert removal.unread_names(folder) == ("007", "8.deleted", "9.orbax-checkpoint-tmp")
     checkpoints.prepare()
     assert sorted(path.name for path in folder.iterdir()) == ["007", "notes"]
     checkpoints.close()
@@ -162,7 +162,7 @@ def test_the_manifest_lists_every_leaf_and_every_file(
     assert len(manifest.leaves) == len(jax.tree.leaves(like))
     assert str(manifest.leaves["params.layers.attention.q_DNH"]) == "float32[2,64,4,16]"
     assert manifest.state_bytes == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
-    assert files.damage(path, manifest) == []
+    assert files.find_damage(path, manifest) == []
     assert json.loads((path / files.MANIFEST).read_text())["step"] == 1
 
 

@@ -6,9 +6,9 @@ import jax
 import pytest
 
 from jtrain.config import tree
-from jtrain.config.devices import settle_mesh
+from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import for_devices, load_config, mesh_size
-from jtrain.config.resume import config_from_text, with_asked, with_history
+from jtrain.config.resume import config_from_text, with_auto_remarks, with_history
 from jtrain.config.run import build_run
 from jtrain.errors import UserError
 from jtrain.plan.compile.compiled_step import topology_devices
@@ -54,7 +54,7 @@ def test_auto_takes_as_many_as_the_config_divides(
     """And says which stay idle, and what would use them; what is left is a run that every check passes."""
     config = load_config("tiny", (), sets)
     devices = jax.devices()[:here]
-    got, lines = settle_mesh(config, devices)
+    got, lines = resolve_mesh(config, devices)
     assert (config.mesh.data, got) == (data, devices[:taken])
     assert build_run(config).mesh.size == taken
     assert lines[0].startswith(f"mesh.data=auto: {data}, on ")
@@ -71,7 +71,7 @@ def test_auto_takes_as_many_as_the_config_divides(
     ],
 )
 def test_what_would_use_the_idle_devices_is_said(here: int, sets: tuple[str, ...], way: str) -> None:
-    _, (_, line) = settle_mesh(load_config("tiny", (), sets), jax.devices()[:here])
+    _, (_, line) = resolve_mesh(load_config("tiny", (), sets), jax.devices()[:here])
     assert line.startswith("to use more: ")
     assert way in line
 
@@ -83,8 +83,8 @@ def test_what_would_use_the_idle_devices_is_said(here: int, sets: tuple[str, ...
 def test_a_setting_that_is_offered_uses_all_devices(
     here: int, given: tuple[str, ...], sets: tuple[str, ...]
 ) -> None:
-    assert len(settle_mesh(load_config("tiny", (), given), jax.devices()[:here])[1]) == 2
-    assert len(settle_mesh(load_config("tiny", (), (*given, *sets)), jax.devices()[:here])[1]) == 1
+    assert len(resolve_mesh(load_config("tiny", (), given), jax.devices()[:here])[1]) == 2
+    assert len(resolve_mesh(load_config("tiny", (), (*given, *sets)), jax.devices()[:here])[1]) == 1
 
 
 def test_every_process_keeps_as_many_devices_as_the_others() -> None:
@@ -93,43 +93,43 @@ def test_every_process_keeps_as_many_devices_as_the_others() -> None:
     assert [device.process_index for device in devices] == [0] * 4 + [1] * 4
     for batch, each in ((6, 3), (8, 4), (12, 3)):
         config = load_config("tiny", (), (f"data.global_batch={batch}",))
-        taken, lines = settle_mesh(config, devices)
+        taken, lines = resolve_mesh(config, devices)
         assert config.mesh.data == 2 * each
         assert taken == [*devices[:each], *devices[4 : 4 + each]]
         assert ("tpu:3, tpu:7 stay idle" in lines[0]) == (each == 3)
     with pytest.raises(
         UserError, match=r"8 devices are here \(tpu\) in 2 processes, .* data\.global_batch=5 does not"
     ):
-        settle_mesh(load_config("tiny", (), ("data.global_batch=5",)), devices)
+        resolve_mesh(load_config("tiny", (), ("data.global_batch=5",)), devices)
 
 
 def test_too_few_devices_for_the_other_axes_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"^3 devices are here \(cpu\), but mesh.tensor=4 takes 4 devices .* 4 to try"
     ):
-        settle_mesh(load_config("tiny", (), ("mesh.tensor=4",)), jax.devices()[:3])
+        resolve_mesh(load_config("tiny", (), ("mesh.tensor=4",)), jax.devices()[:3])
 
 
 def test_a_mesh_of_fixed_size_is_left_alone() -> None:
     """All devices are handed on; `make_mesh` refuses another number."""
     config = load_config("tiny", (), ("mesh.data=4",))
-    assert settle_mesh(config, jax.devices()) == (jax.devices(), [])
+    assert resolve_mesh(config, jax.devices()) == (jax.devices(), [])
     assert config.mesh.data == 4
 
 
-def test_nothing_counts_the_devices_of_auto_before_it_is_settled() -> None:
+def test_nothing_counts_the_devices_of_auto_before_it_is_resolved() -> None:
     mesh = build_run(load_config("tiny")).mesh
-    with pytest.raises(UserError, match=r"mesh\.data=auto has to be settled first"):
+    with pytest.raises(UserError, match=r"mesh\.data=auto has to be chosen first"):
         _ = mesh.size
     assert mesh.resolve_data(4).size == 4
 
 
-def test_the_text_keeps_what_was_asked_and_what_was_settled(tmp_path: Path) -> None:
+def test_the_text_keeps_what_was_asked_and_what_was_resolved(tmp_path: Path) -> None:
     """A later attempt on other devices replaces both, and keeps the remarks of changes."""
     config = load_config("tiny")
     asked = tree.flat(config)
-    settle_mesh(config, jax.devices()[:3])
-    text = with_asked(tree.flat(config), asked)
+    resolve_mesh(config, jax.devices()[:3])
+    text = with_auto_remarks(tree.flat(config), asked)
     assert "mesh.data: int | Literal['auto'] = 2\n" in text
     assert text.endswith("\n# asked: mesh.data = 'auto'\n")
     assert build_run(config_from_text(text)).mesh.size == 2

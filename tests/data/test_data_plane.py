@@ -96,7 +96,7 @@ def test_whatever_is_killed_at_whatever_step_the_stream_is_the_same(folder: Path
         want = digest(batches, 150)
     before, segments = descriptors(), segments_of([os.getpid()])
     random_kill, killed, seen = random.Random(0), [], set()
-    victims = itertools.cycle(("loader", "shadow", "constr", "data"))
+    victims = itertools.cycle(("loader", "standby", "constr", "data"))
 
     def with_kills(batches: BatchIterator) -> Iterator[Any]:
         for step, batch in enumerate(batches):
@@ -229,7 +229,7 @@ def test_a_document_that_takes_its_loader_along_is_named(
         ),
     ):
         digest(batches, 400)
-    assert any("shadow-0 took over" in line for line in batches.said())
+    assert any("standby-0 took over" in line for line in batches.said())
 
 
 @pytest.mark.parametrize(("act", "timeout_s"), [(HANG, 2.0), (DIE, 60.0)], ids=["hang", "die"])
@@ -320,7 +320,7 @@ def test_a_loader_that_is_let_go_and_dies_at_the_same_time_leaves_nothing(folder
         setups,
         forkserver.client,
         placement={"loader-0": (0, 1), "loader-1": (2, 3)},
-        shadows=1,
+        standbys=1,
         read_timeout_s=60.0,
         say=lambda text: None,
     )

@@ -137,7 +137,7 @@ def pool_of(setup: SourceSetup, loaders: int) -> Iterator[ProcessPool]:
         (setup,),
         forkserver.client,
         placement={f"loader-{i}": (0,) for i in range(loaders)},
-        shadows=1,
+        standbys=1,
         read_timeout_s=60.0,
         say=lambda text: None,
     )

@@ -11,7 +11,7 @@ import pytest
 from configs import tiny
 from jtrain.config.load import set_values
 from jtrain.model.ops import linear_cross_entropy, linear_cross_entropy_in_parts
-from jtrain.plan.auto_layout import settle_loss_chunk
+from jtrain.plan.auto_layout import choose_loss_chunk
 from jtrain_kernels import registry
 from jtrain_kernels.device import DEVICES
 from jtrain_kernels.linear_cross_entropy.api import LINEAR_CROSS_ENTROPY
@@ -118,15 +118,15 @@ def test_a_loss_without_a_size_of_chunks_is_the_same_loss() -> None:
 def test_auto_in_a_config_becomes_a_number_for_the_devices() -> None:
     """`auto` is replaced before planning; a number stays, without a message."""
     run_config = tiny.tiny()
-    assert settle_loss_chunk(run_config, DEVICES["h200"]) == []
+    assert choose_loss_chunk(run_config, DEVICES["h200"]) == []
     set_values(run_config, {"model.loss_chunk_tokens": "auto", "data.global_batch": 512})
     run = fdl.build(run_config)
-    with pytest.raises(ValueError, match=r"model\.loss_chunk_tokens=auto has to be settled first"):
+    with pytest.raises(ValueError, match=r"model\.loss_chunk_tokens=auto has to be chosen first"):
         _ = run.model.loss_chunk
-    (said,) = settle_loss_chunk(run_config, DEVICES["h200"])
-    settled = fdl.build(run_config).model.loss_chunk
-    assert said.startswith(f"model.loss_chunk_tokens=auto: {settled}, ")
-    assert settled in CANDIDATES
+    (said,) = choose_loss_chunk(run_config, DEVICES["h200"])
+    chunk_tokens = fdl.build(run_config).model.loss_chunk
+    assert said.startswith(f"model.loss_chunk_tokens=auto: {chunk_tokens}, ")
+    assert chunk_tokens in CANDIDATES
 
 
 @pytest.mark.parametrize("value", (0, "many"))

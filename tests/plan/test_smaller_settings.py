@@ -56,7 +56,7 @@ def checked(name: str, device: str, count: int, host_gib: int | None, sets: list
     """
     run: Run = build_run(load_config(name, sets=sets))
     machine = make_machine(device, count, host_memory_bytes=None if host_gib is None else host_gib * 2**30)
-    if "as_needed" in layout_settings(run.layout).values():  # as `auto_layout.settle` does
+    if "as_needed" in layout_settings(run.layout).values():  # as `auto_layout.choose_layout` does
         run = dataclasses.replace(run, layout=resolve_as_needed(search_task(run, machine), run.mesh))
     try:
         check_fits_devices(plan_job(run, machine), jax.devices()[:1] * count, available=machine.hbm_bytes)

@@ -7,7 +7,7 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.runtime import accelerators, platform
-from jtrain.runtime.accelerators import found, platform_of, unused
+from jtrain.runtime.accelerators import find_device, platform_of, unused_warning
 
 
 def root_with(tmp_path: Path, *files: str) -> Path:
@@ -41,7 +41,7 @@ def test_device_files_tell_what_is_here(
     files: tuple[str, ...], environ: dict[str, str], gpu: str | None, tpu: str | None, tmp_path: Path
 ) -> None:
     root = root_with(tmp_path, *files)
-    assert (found("gpu", environ, root=root), found("tpu", environ, root=root)) == (gpu, tpu)
+    assert (find_device("gpu", environ, root=root), find_device("tpu", environ, root=root)) == (gpu, tpu)
 
 
 def test_a_gpu_that_jax_has_no_cuda_for_is_said_with_the_command(
@@ -53,17 +53,17 @@ def test_a_gpu_that_jax_has_no_cuda_for_is_said_with_the_command(
         "jax's CUDA plugin is not installed",
         "jax's CUDA plugin is installed without CUDA's libraries",
     ):
-        monkeypatch.setattr(accelerators, "_lacks", lambda _, lacks=lacks: lacks)
-        line = unused({}, root=root) or ""
+        monkeypatch.setattr(accelerators, "_missing_software", lambda _, lacks=lacks: lacks)
+        line = unused_warning({}, root=root) or ""
         assert line.startswith(
             f"WARNING: a GPU is here (/dev/nvidia0), but this run computes on the CPU: {lacks}. "
         )
         assert f"run pip install -e '{Path(__file__).parents[2]}[cuda]'; --device cpu says" in line
-        assert unused({"CUDA_VISIBLE_DEVICES": "-1"}, root=root) is None
+        assert unused_warning({"CUDA_VISIBLE_DEVICES": "-1"}, root=root) is None
         with pytest.raises(UserError, match=rf"--device gpu: {lacks}\. Run pip install .*\[cuda\]'\.$"):
             platform_of("gpu", {}, root=root)
-    monkeypatch.setattr(accelerators, "_lacks", lambda _: "")
-    assert "jax.devices('gpu')\", which says why" in (unused({}, root=root) or "")
+    monkeypatch.setattr(accelerators, "_missing_software", lambda _: "")
+    assert "jax.devices('gpu')\", which says why" in (unused_warning({}, root=root) or "")
     assert platform_of("gpu", {}, root=root) == "cuda"
 
 
@@ -72,7 +72,7 @@ def test_a_tpu_without_libtpu_is_said_with_the_command(
 ) -> None:
     root = root_with(tmp_path, "dev/accel0")
     monkeypatch.setattr(accelerators.importlib.util, "find_spec", lambda _: None)
-    line = unused({"CUDA_VISIBLE_DEVICES": "-1"}, root=root) or ""
+    line = unused_warning({"CUDA_VISIBLE_DEVICES": "-1"}, root=root) or ""
     assert "a TPU is here (/dev/accel0), but this run computes on the CPU: libtpu is not installed" in line
     assert "[tpu]'" in line
 
@@ -91,4 +91,4 @@ def test_emulated_devices_are_cpus() -> None:
 
 
 def test_nothing_is_said_of_a_host_without_accelerators(tmp_path: Path) -> None:
-    assert unused({}, root=tmp_path) is None
+    assert unused_warning({}, root=tmp_path) is None

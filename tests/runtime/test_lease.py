@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jtrain.runtime import lease
-from jtrain.runtime.lease import Entry, Lease, LeaseHeld, LeaseLost, Rival
-from jtrain.runtime.lease_stores import FolderStore, MessageStore
+from jtrain.runtime.lease import Lease, LeaseHeld, LeaseLost, Rival
+from jtrain.runtime.lease_stores import Entry, FolderStore, MessageStore
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from jtrain.config.run import build_run
 from jtrain.errors import FileError, UserError
 from jtrain.runtime.atomic_io import write_whole
 from jtrain.runtime.run_files import write_run_files
-from jtrain.runtime.secrets import is_secret, shown, shown_command, without_secrets
+from jtrain.runtime.secrets import is_secret, redact_command, redact_value, without_secrets
 from jtrain.telemetry.metrics import MetricsSpec
 from jtrain.telemetry.metrics_writer import Metrics
 
@@ -50,9 +50,9 @@ def test_names_that_hold_secrets() -> None:
     """And names that only look alike."""
     for name in ("data.api_key", "hub_token", "a.secret", "db.password", "aws_credentials", "alerts.webhook"):
         assert is_secret(name), name
-        assert shown(name, "'5ec7e7'") == "'***'"
-        assert shown(name, "None") == "None"
-    assert shown("data.api_key", "17") == "17"
+        assert redact_value(name, "'5ec7e7'") == "'***'"
+        assert redact_value(name, "None") == "None"
+    assert redact_value("data.api_key", "17") == "17"
     for name in (
         "data.tokenizer",
         "model.loss_chunk_tokens",
@@ -110,7 +110,7 @@ def test_messages_quote_no_secret() -> None:
         with pytest.raises(UserError, match=message) as caught:
             load_config("tiny", (), sets)
         assert "5ec7e7" not in str(caught.value)
-    assert shown_command(["a", "--workdir=https://u:5ec7e7@h/x", "b=c"]) == [
+    assert redact_command(["a", "--workdir=https://u:5ec7e7@h/x", "b=c"]) == [
         "a",
         "--workdir=https://***@h/x",
         "b=c",

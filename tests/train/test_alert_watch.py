@@ -20,10 +20,11 @@ from jtrain.checkpoint import Checkpoints
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.step.guard import GuardSpec
+from jtrain.step.step_numbers import StepNumbers
 from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.step_timer import StepTimes
 from jtrain.train.alert_watch import AlertWatch
-from jtrain.train.bad_steps import BadSteps, Numbers
+from jtrain.train.bad_steps import BadSteps
 from jtrain.train.callbacks import Callbacks, RunContext, StepResults
 from jtrain.train.goodput_ledger import GoodputLedger
 from tests.telemetry.test_metrics import LINE
@@ -106,7 +107,7 @@ def test_numbers_that_the_guard_finds_bad(
     say, alert = run.metrics.say, run.metrics.alert
     bad_steps = BadSteps(GuardSpec(), tmp_path, mesh, partly(Checkpoints), say, alert)
     by_device = np.asarray([[values[0], 0.0]], np.float32)
-    numbers = Numbers(
+    numbers = StepNumbers(
         7, np.asarray(values, np.float32), np.asarray(bounds, np.float32), False, by_device, "00ff"
     )
     bad_steps.check(numbers, dispatched=8, last=False, documents=dict)

@@ -1,5 +1,6 @@
 """Whole runs that are killed go on from local memory, with the losses of the unbroken run."""
 
+import contextlib
 import json
 import shutil
 import signal
@@ -8,9 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from jtrain.checkpoint import Checkpoints, CheckpointSpec, files
+from jtrain.errors import UserError
+from jtrain.train import attempt
+from jtrain.train.setup import Setup
 from tests.ports import free_port
 from tests.train.test_resume import (
     ENVIRON,
@@ -115,9 +121,27 @@ def test_two_processes_go_on_from_local_memory(tmp_path: Path) -> None:
     assert list(memory.iterdir()) == []
 
 
-def test_an_interval_below_one_is_refused() -> None:
-    from jtrain.checkpoint import CheckpointSpec
-    from jtrain.errors import UserError
+def test_local_memory_asks_where_the_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not in the local folder of a run in a store, which holds none."""
+    questions: list[Callable[[], int]] = []
 
+    def opened(*_: object, newest_checkpoint: Callable[[], int], say: object) -> Any:
+        questions.append(newest_checkpoint)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(attempt, "LocalMemory", opened)
+    monkeypatch.setattr(attempt, "abstract_state", lambda *_: None)
+    setup: Any = mock.Mock(spec=Setup, job=mock.Mock(), optimizer=None, mesh=None)
+    setup.run = mock.Mock(checkpoint=CheckpointSpec(local_every_steps=2))
+    with Checkpoints(tmp_path / "home", CheckpointSpec()) as checkpoints:
+        attempt.open_local_memory(setup, tmp_path / "cache", checkpoints, "")
+        [newest] = questions
+        assert newest() == 0
+        (checkpoints.folder / "30").mkdir(parents=True)
+        (checkpoints.folder / "30" / files.MANIFEST).touch()
+        assert newest() == 30
+
+
+def test_an_interval_below_one_is_refused() -> None:
     with pytest.raises(UserError, match=r"local_every_steps=0 must be at least 1 or None to keep no state"):
         CheckpointSpec(local_every_steps=0)

@@ -13,7 +13,7 @@ import jax
 import pytest
 
 from jtrain.config import tree
-from jtrain.config.devices import settle_mesh
+from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.telemetry import metrics
@@ -116,7 +116,7 @@ def test_too_few_devices_are_counted(tmp_path: Path) -> None:
 def test_idle_devices_change_no_batch_and_no_loss(finished: Path, tmp_path: Path) -> None:
     """`mesh.data=auto` on three of the eight devices takes two: the batches and losses of all eight."""
     config = load_config("tiny", ["debug"], ("metrics.log_every_steps=1", "optimizer.warmup_steps=0"))
-    devices, lines = settle_mesh(config, jax.devices()[:3])
+    devices, lines = resolve_mesh(config, jax.devices()[:3])
     assert "on 2 of the 3 devices that are here; cpu:2 stays idle" in lines[0]
     assert (
         attempt.train(build_run(config), workdir=tmp_path, config_text=tree.flat(config), devices=devices)

@@ -40,7 +40,7 @@ class ProcessSetup:
 
     constructor: ConstructorSetup
     max_loaders: int
-    shadows: int
+    standbys: int
     read_timeout_s: float
     slots: int
     state: DataState | None
@@ -104,7 +104,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
             work.sources,
             door,
             placement=_named(placement),
-            shadows=setup.shadows,
+            standbys=setup.standbys,
             read_timeout_s=setup.read_timeout_s,
             say=say,
             observe=lambda run: scaler.observe(

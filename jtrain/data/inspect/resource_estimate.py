@@ -69,7 +69,7 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
     if spec.engine == "ray":  # Ray decides the number of threads and descriptors
         roles = (("constructor", 1), ("loader", spec.num_loaders()), ("standby", spec.shadows))
         return Budget(tuple(RoleUsage(role, count, 0, 0, _RAY_MIB) for role, count in roles))
-    loaders, shadows = spec.num_loaders(), spec.shadows
+    loaders, standbys = spec.num_loaders(), spec.shadows
     prepared = len(sources) if spec.prepared is not None else 0
     arrow = (
         "pyarrow" in sys.modules and not prepared
@@ -86,10 +86,10 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
     documents = [max(1, corpus.size_bytes // len(corpus)) for corpus in corpora]
     ahead = spec.lookahead_steps * spec.global_batch * spec.seq_len * 4 + IN_FLIGHT * sum(documents) * 16
     slots = SLOTS * slot_bytes(rows, spec.seq_len)
-    # A loader maps few files per open source (line starts of JSON lines, or lengths and ids of a prepared
-    # source).
+    # A loader maps few files per open source (line starts of
+    # JSON lines, or lengths and ids of a prepared source).
     loader_descriptors = 8 + 2 * len(sources)
-    children = 1 + loaders + shadows
+    children = 1 + loaders + standbys
     share = -(-(decoded + ahead) // loaders // _MIB)
     return Budget(
         (
@@ -102,6 +102,6 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
                 _PYTHON_MIB - (-(slots + ahead) // _MIB),
             ),
             RoleUsage("loader", loaders, threads, loader_descriptors, base + share),
-            RoleUsage("standby", shadows, threads, loader_descriptors, _PYTHON_MIB),
+            RoleUsage("standby", standbys, threads, loader_descriptors, _PYTHON_MIB),
         )
     )

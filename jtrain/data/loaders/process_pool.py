@@ -77,7 +77,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
       setups: the sources.
       forkserver: starts the loader processes.
       placement: initial placement, loader name -> its sources.
-      shadows: number of standbys.
+      standbys: number of standbys.
       read_timeout_s: time limit for reading one document; opening a source may take ten times as long.
       say: called with messages for the user.
       observe: called with each run of documents that arrives.
@@ -91,7 +91,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         forkserver: ForkserverClient,
         *,
         placement: dict[str, tuple[int, ...]],
-        shadows: int,
+        standbys: int,
         read_timeout_s: float,
         say: Callable[[str], None],
         observe: Callable[[ChunkRun], None] = lambda run: None,
@@ -104,7 +104,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         self._placed: set[int] = set()
         self._number = itertools.count()
         self.place(placement)
-        self._standbys = [self._start(f"shadow-{i}") for i in range(shadows)]
+        self._standbys = [self._start(f"standby-{i}") for i in range(standbys)]
 
     def connections(self) -> list[Connection]:
         return [loader.child.connection for loader in [*self._loaders.values(), *self._standbys]]
@@ -280,7 +280,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         was = successor.name
         successor.name, successor.sources, successor.retiring = loader.name, loader.sources, loader.retiring
         self._loaders[loader.name] = successor
-        if was.startswith("shadow"):
+        if was.startswith("standby"):
             self._standbys.append(self._start(was))
         milliseconds = (time.perf_counter() - begun_s) * 1e3
         self._say(f"data: {loader.name} {why} {where}; {was} took over in {milliseconds:.0f} ms")

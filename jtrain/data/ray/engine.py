@@ -121,7 +121,7 @@ class RayPlane(RestartedPlane):
     Args:
       run: name that only the trainers of this run share.
       process, processes: index of this trainer and number of trainers.
-      loaders, shadows: Source Loaders and standbys in all; the values of process 0 count.
+      loaders, standbys: Source Loaders and standbys in all; the values of process 0 count.
 
     Raises:
       UserError: the package ray is missing, or this machine is not part of a cluster.
@@ -140,7 +140,7 @@ class RayPlane(RestartedPlane):
         process: int,
         processes: int,
         loaders: int,
-        shadows: int,
+        standbys: int,
         read_timeout_s: float,
     ) -> None:
         super().__init__(state)
@@ -149,14 +149,14 @@ class RayPlane(RestartedPlane):
         self._process = process
         self._read_timeout_s = read_timeout_s
         self._asked: collections.deque[list[Any]] = collections.deque()
-        # One thread may take while another closes, and any call after ray.shutdown() would start a new
-        # cluster.
+        # One thread may take while another closes, and any call
+        # after ray.shutdown() would start a new cluster.
         self._changing = threading.Lock()
         self._constructor: Any = None
         self._loaders: dict[str, Any] = {}
         try:
             if process == 0:
-                self._loaders = self._start_loaders(f"jtrain-{run}", processes, loaders, shadows)
+                self._loaders = self._start_loaders(f"jtrain-{run}", processes, loaders, standbys)
             else:
                 self._loaders = self._find_loaders(f"jtrain-{run}")
             self._start()
@@ -197,9 +197,9 @@ class RayPlane(RestartedPlane):
                 RayPlane._connected_here = False
                 self._ray.shutdown()
 
-    def _start_loaders(self, space: str, processes: int, loaders: int, shadows: int) -> dict[str, Any]:
+    def _start_loaders(self, space: str, processes: int, loaders: int, standbys: int) -> dict[str, Any]:
         nodes = sorted(node["NodeID"] for node in self._ray.nodes() if node["Alive"])
-        names = (*(f"loader-{i}" for i in range(loaders)), *(f"shadow-{i}" for i in range(shadows)))
+        names = (*(f"loader-{i}" for i in range(loaders)), *(f"standby-{i}" for i in range(standbys)))
         actor = _actor_class(self._ray, RayLoader)
         started = {}
         for i, name in enumerate(names):

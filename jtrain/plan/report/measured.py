@@ -29,7 +29,7 @@ def measured(workdir: Path, planned: Mapping[str, str], machine: Machine) -> Mea
     """Measurements of the run in a workdir: its peak memory and its median step.
 
     Args:
-      planned: path -> value as text, of the config that is planned, its mesh and layout settled.
+      planned: path -> value as text, of the config that is planned, its mesh and layout chosen.
 
     Raises:
       UserError: there is no metrics.jsonl with train steps, or the run had another model, batch, layout or
@@ -72,7 +72,7 @@ def _check_same(workdir: Path, there: Mapping[str, str], here: Mapping[str, str]
     chosen = (
         "layout.auto",
         *(path for path, text in here.items() if "as_needed" in text),
-    )  # settled by the plan
+    )  # chosen by the plan
     paths = [path for path in here if path.startswith(_SAME) and path not in chosen]
     other = [
         f"{path}={there.get(path)} there, {here[path]} here"

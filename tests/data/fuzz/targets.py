@@ -169,7 +169,7 @@ def _manifest(files: list[bytes], folder: Path) -> None:
     except (ValueError, TypeError, AttributeError, RecursionError):
         content = files[0]
     (folder / "manifest.json").write_bytes(content)
-    checkpoint_files.damage(folder, checkpoint_files.read_manifest(folder))
+    checkpoint_files.find_damage(folder, checkpoint_files.read_manifest(folder))
 
 
 def _prepared(files: list[bytes], folder: Path) -> None:

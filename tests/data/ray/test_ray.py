@@ -64,7 +64,7 @@ def ray_plane(
     setup: ConstructorSetup, name: str, process: int = 0, processes: int = 1, read_timeout_s: float = 60.0
 ) -> RayPlane:
     who: dict[str, Any] = {"run": name, "process": process, "processes": processes}
-    return RayPlane(setup, None, **who, loaders=2, shadows=1, read_timeout_s=read_timeout_s)
+    return RayPlane(setup, None, **who, loaders=2, standbys=1, read_timeout_s=read_timeout_s)
 
 
 def actors_left(cluster: Any) -> list[str]:
@@ -279,7 +279,7 @@ def test_killed_actors_do_not_change_the_stream(cluster: Any, spec: PackedText) 
             go_on(40)
             assert until(lambda: everyone(plane)).items().isdisjoint((name, actors[name]) for name in names)
         text = "\n".join(said)
-        assert "loader-0 died; shadow-0 answers for it" in text
+        assert "loader-0 died; standby-0 answers for it" in text
         assert len(re.findall("the constructor died; another one goes on from step [0-9]+", text)) == 1
     finally:
         plane.close()

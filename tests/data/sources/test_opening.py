@@ -128,7 +128,7 @@ def test_a_loader_tells_the_pool_how_far_it_is(folder: Path, monkeypatch: pytest
     with slow_server(folder, delay_s=0.03) as url:
         setups = spec(url, folder).setups(seed=0)
         placement = {"loader-0": (0,)}
-        options = {"placement": placement, "shadows": 0, "read_timeout_s": 60.0}
+        options = {"placement": placement, "standbys": 0, "read_timeout_s": 60.0}
         pool = pools.ProcessPool(setups, forkserver.client, say=said.append, **options)
         pool.request([RequestPart(0, np.arange(8))])
         end_s = time.monotonic() + 60

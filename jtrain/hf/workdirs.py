@@ -37,6 +37,7 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
       FileError: there is no checkpoint, or `out` is not empty.
       UserError: the model cannot be described by a config.json.
     """
+    # First: nothing is computed for a directory that cannot be written to.
     check_empty(out)
     with Checkpoints(workdir_path(workdir), CheckpointSpec()) as checkpoints:
         step, run = open_checkpoint(checkpoints, step)
@@ -45,6 +46,7 @@ def export(workdir: str, out: Path, *, step: int | None, dtype: str | None) -> N
         their_config = config_from_model(
             run.model,
             dtype=dtype,
+            # The run's own length: a longer one would promise what the model has not learnt.
             max_seq_len=run.data.seq_len,
             begin_id=tokenizer.begin_id,
             end_id=tokenizer.end_id,
@@ -78,15 +80,17 @@ def import_directory(
         raise UserError(
             f"{workdir}: import writes to a disk. Give a folder, and copy it to the store afterwards."
         )
+    # Before the model is read: a full folder needs no import.
     check_empty(home)
     theirs = model_from_config(read_config(folder))
     run_config = load_config(config, fiddlers, sets)
     run = build_run(run_config)
     if lines := model_differences(theirs, run.model):
-        listed = "".join(f"\n  {line}" for line in lines)
+        difference_lines = "".join(f"\n  {line}" for line in lines)
         raise UserError(
-            f"{folder} is not the model of --config={config}:{listed}\nSet these fields by --set."
+            f"{folder} is not the model of --config={config}:{difference_lines}\nSet these fields by --set."
         )
+    # The first data state comes from the run's own data: step 0 begins with its first batch.
     dataset = open_dataset(run.data, seed=run.seed)
     check_vocabulary(run.model, dataset.vocab_size)
     with open_tensors(folder) as tensors:
@@ -96,16 +100,18 @@ def import_directory(
     optimizer = optim.build(run.optimizer, num_steps=run.num_steps, params=infos)
     delayed = run.precision.matmul_dtype == "fp8_delayed"
     scaling = first_scaling(run.model.param_infos(), params) if delayed else {}
+    # As at the start of a run: step 0, and the optimizer's first state.
     state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params), scaling)
     config_text = tree.flat(run_config)
     home.mkdir(parents=True, exist_ok=True)
     with Checkpoints(home, run.checkpoint) as checkpoints:
+        # One checkpoint at step 0, so that the run resumes from the imported weights like from its own.
         checkpoints.save(0, state, dataset.first_state(), config_text)
     # Written last: a config.txt without a checkpoint would let a run start from random weights.
     (home / "config.txt").write_text(config_text)
     print(f"{folder}, {_size(run.model.param_infos())} parameters -> step 0 of {workdir}. Train on from it:")
-    options = [f"--config={config}", *(part for name in fiddlers for part in ("--with", name))]
-    options += [*(part for text in sets for part in ("--set", text)), "--workdir", workdir]
+    options = [f"--config={config}", *(option for name in fiddlers for option in ("--with", name))]
+    options += [*(option for text in sets for option in ("--set", text)), "--workdir", workdir]
     print(f"  python -m jtrain.launch {shlex.join(options)}")
 
 
