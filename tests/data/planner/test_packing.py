@@ -39,7 +39,7 @@ class Endless:
                 carried, more, rows=rows, seq_len=seq_len, slack_tokens=seq_len, best=packing == "best_fit"
             )
         self.next = numbers[packed.used] if packed.used < len(numbers) else self.next
-        self.carry = [(numbers[i], (start, spans[i][1])) for i, start in packed.left.T.tolist()]
+        self.carry = [(numbers[i], (start, spans[i][1])) for i, start in packed.remainders.T.tolist()]
         return [(row, numbers[i], start, end) for row, i, start, end in packed.pieces.T.tolist()]
 
 
