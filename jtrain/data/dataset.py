@@ -277,8 +277,8 @@ class TextDataset:
             schedule=self._schedule(),
             epochs=spec.epochs,
             ends=None
-            if (e := spec.epochs) is None
-            else tuple(s.order.numbers.first_of(e) for s in self.streams),
+            if (epochs := spec.epochs) is None
+            else tuple(stream.order.numbers.first_of(epochs) for stream in self.streams),
             balance=spec.balance,
             cost_linear=cost[0],
             cost_quadratic=cost[1],

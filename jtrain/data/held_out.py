@@ -203,10 +203,10 @@ class HeldOutSet:
 
     def _document_BL(self, pieces: Pieces) -> Int32[np.ndarray, "B L"]:
         document_BL = np.full((self.spec.global_batch, self.spec.seq_len), -1, np.int32)
-        filled = np.zeros(self.spec.global_batch, np.int64)
+        row_tokens = np.zeros(self.spec.global_batch, np.int64)
         for row, (_, number, start, end) in zip(pieces.row.tolist(), iterate_pieces(pieces), strict=True):
-            document_BL[row, filled[row] : filled[row] + end - start] = self._document_of(number)[0]
-            filled[row] += end - start
+            document_BL[row, row_tokens[row] : row_tokens[row] + end - start] = self._document_of(number)[0]
+            row_tokens[row] += end - start
         return document_BL
 
     def _text_bytes(self, pieces: Pieces, reads: Mapping[int, Read]) -> int | None:

@@ -109,15 +109,17 @@ class _Loaders:
         time_share = self.need[source] / copies
         # Its present loaders first: they have it open.
         candidates = sorted(current_loaders) + sorted(self.sources.keys() - current_loaders)
-        chosen = [loader for loader in candidates if self.load(loader) + time_share <= 1 + _EPS][:copies]
-        while len(chosen) < copies and len(self.sources) < self.max_loaders:
-            chosen.append(self.add_loader())
+        chosen_loaders = [loader for loader in candidates if self.load(loader) + time_share <= 1 + _EPS][
+            :copies
+        ]
+        while len(chosen_loaders) < copies and len(self.sources) < self.max_loaders:
+            chosen_loaders.append(self.add_loader())
         # No loader has room and none can be added: the least loaded ones, to be relieved later.
-        chosen += sorted(
-            set(candidates) - set(chosen),
+        chosen_loaders += sorted(
+            set(candidates) - set(chosen_loaders),
             key=lambda loader: (self.load(loader), loader not in current_loaders, loader),
-        )[: copies - len(chosen)]
-        self.place(source, set(chosen))
+        )[: copies - len(chosen_loaders)]
+        self.place(source, set(chosen_loaders))
 
     def relieve(self) -> None:
         """Moves sources off overloaded loaders, the smallest that are enough, or splits them if need be."""

@@ -98,9 +98,9 @@ class Autoscaler:
         self._weight = self._weights_ahead(step)
         self._recent_weight[:] = self._weight
         self._replan(step, merge=False)
-        used, total = np.count_nonzero(self._weight), len(self.names)
+        num_weighted, total = np.count_nonzero(self._weight), len(self.names)
         return self.placement, [
-            f"start: {used} of {total} sources have a weight: {_loaders(len(self.placement))}"
+            f"start: {num_weighted} of {total} sources have a weight: {_loaders(len(self.placement))}"
         ]
 
     def observe(self, source: int, *, read_s: float, tokens: int, documents: int) -> None:
@@ -202,17 +202,19 @@ class Autoscaler:
     ) -> list[str]:
         """Returns a sentence on what has moved, the largest needs first."""
         old_loaders, new_loaders = (_loaders_of(placement) for placement in (old_placement, self.placement))
-        moved = [
+        moved_sources = [
             source
             for source in old_loaders.keys() | new_loaders.keys()
             if old_loaders.get(source) != new_loaders.get(source)
         ]
-        moved.sort(key=lambda source: (-needs[source], source))
+        moved_sources.sort(key=lambda source: (-needs[source], source))
         sentences = [
             self._reason(source, needs) + f", now on {_numbers(new_loaders.get(source, []))}"
-            for source in moved[:_MOST_NAMED]
+            for source in moved_sources[:_MOST_NAMED]
         ]
-        suffix = f"; and {len(moved) - _MOST_NAMED} more moved" if len(moved) > _MOST_NAMED else ""
+        suffix = (
+            f"; and {len(moved_sources) - _MOST_NAMED} more moved" if len(moved_sources) > _MOST_NAMED else ""
+        )
         counts = f"{len(old_placement)} -> {len(self.placement)}"
         return [f"step {step}: loaders {counts}: {'; '.join(sentences)}{suffix}"]
 

@@ -29,7 +29,7 @@ def keys_of(source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]) ->
     return source * _ABOVE + number
 
 
-def places_of(keys: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+def split_keys(keys: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
     """Returns the source and the number of each key."""
     return keys // _ABOVE, keys % _ABOVE
 
@@ -119,7 +119,7 @@ class ChunkBuffer:
 
     def find(self, source: int, number: int) -> tuple[ChunkRun, int] | None:
         """Returns the run of a document and its index in the run; None if it has not arrived."""
-        run_index = int(self._find(*(np.asarray([x], np.int64) for x in (source, number)))[0][0])
+        run_index = int(self._find(*(np.asarray([value], np.int64) for value in (source, number)))[0][0])
         if run_index < 0:
             return None
         run = self._runs[run_index]
@@ -139,7 +139,7 @@ class ChunkBuffer:
             )
         ids = self._ids
         token_spans = zip(run.tolist(), (first + pieces.start).tolist(), end.tolist(), strict=True)
-        return [ids[r][a:b] for r, a, b in token_spans]
+        return [ids[run_index][low:high] for run_index, low, high in token_spans]
 
     def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         """Returns the runs of each piece that are not learned, counted from its first token; all must have
@@ -172,9 +172,9 @@ class ChunkBuffer:
         Returns:
           (run, number) of each dropped document that its run lists as skipped.
         """
-        source, number = places_of(passed_keys)
+        source, number = split_keys(passed_keys)
         run, _, _ = self._find(source, number)
-        open_source, open_number = places_of(open_keys)
+        open_source, open_number = split_keys(open_keys)
         open_rows = self._table_rows(open_source, open_number)
         # Before the cursors move: open documents leave the ring, whose rows the next documents will take.
         on_ring = self._table[open_rows, NUMBER] == open_number

@@ -90,21 +90,26 @@ def fill_rows(out: Rows, pieces: Pieces, views: Views) -> None:
     if not num_rows:
         return
     ids, lengths = views(pieces), pieces.end - pieces.start
-    filled = np.bincount(pieces.row, weights=lengths, minlength=num_rows).astype(np.int64)
-    assert len(filled) == num_rows, "a piece lies beyond the last row"
-    assert (filled <= seq_len).all(), "a row holds more than there is room for"
+    row_tokens = np.bincount(pieces.row, weights=lengths, minlength=num_rows).astype(np.int64)
+    assert len(row_tokens) == num_rows, "a piece lies beyond the last row"
+    assert (row_tokens <= seq_len).all(), "a row holds more than there is room for"
     # Pieces are sorted by row: first_piece[r] is the first of row r, and its last entry the number of
     # pieces.
     first_piece = np.searchsorted(pieces.row, np.arange(num_rows + 1))
     segment = np.arange(1, len(pieces) + 1) - first_piece[pieces.row]
-    padded = np.flatnonzero(filled < seq_len)
+    padded_rows = np.flatnonzero(row_tokens < seq_len)
     # Padding becomes one more piece, of segment 0, at the end of its row: all rows are then full.
-    if len(padded):
-        insert_index, missing = first_piece[padded + 1], seq_len - filled[padded]
-        lengths, segment = np.insert(lengths, insert_index, missing), np.insert(segment, insert_index, 0)
-        zeros = np.zeros(int(missing.max()), np.int8)
+    if len(padded_rows):
+        insert_index, padding_tokens = first_piece[padded_rows + 1], seq_len - row_tokens[padded_rows]
+        lengths, segment = (
+            np.insert(lengths, insert_index, padding_tokens),
+            np.insert(segment, insert_index, 0),
+        )
+        zeros = np.zeros(int(padding_tokens.max()), np.int8)
         # From the end, so that the indexes of earlier insertions stay right.
-        for index, size in zip(reversed(insert_index.tolist()), reversed(missing.tolist()), strict=True):
+        for index, size in zip(
+            reversed(insert_index.tolist()), reversed(padding_tokens.tolist()), strict=True
+        ):
             ids.insert(index, zeros[:size])
     # All rows together are one long sequence from here on, with no gaps between pieces.
     ends = np.cumsum(lengths)
@@ -135,6 +140,6 @@ def fill_rows(out: Rows, pieces: Pieces, views: Views) -> None:
         start = np.repeat(starts[low:high] - np.int32(first_token), lengths[low:high])
         np.subtract(counting[: len(token)], start, out=position_out[block_slice])
     # The padding piece counted positions and took targets like any other.
-    for row in padded.tolist():
-        out.target_BL[row, filled[row] :] = IGNORE
-        out.position_BL[row, filled[row] :] = 0
+    for row in padded_rows.tolist():
+        out.target_BL[row, row_tokens[row] :] = IGNORE
+        out.position_BL[row, row_tokens[row] :] = 0

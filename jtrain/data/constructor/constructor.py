@@ -70,7 +70,7 @@ class ConstructorSetup:
     all_runs_bytes: int = ALL_RUNS_BYTES
 
 
-class _Planned(NamedTuple):
+class _PlannedStep(NamedTuple):
     """Step that is planned ahead; `pieces` are the pieces in this host's rows."""
 
     plan: LoadingPlan
@@ -93,19 +93,27 @@ class Constructor:
             self._planner.start(), np.zeros(num_sources, np.int64), (None,) * num_sources
         )
         self._anchors = [[] if anchor is None else [anchor] for anchor in self._state.anchors]
-        self._plans: collections.deque[_Planned] = collections.deque()
+        self._plans: collections.deque[_PlannedStep] = collections.deque()
         # A host that needs all rows reads prepared sources in runs, like other sources. A host that needs
         # some rows plans with the lengths of the index first, and then asks only for the documents in its
         # rows.
         # Strictly fewer: a host with all rows needs every document, and runs are fewer messages.
         needs_some_rows = len(setup.rows) < setup.planner.global_batch
-        prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and needs_some_rows}
-        self._prepared = {i: ChunkStream(s) for i, s in prepared.items()}
+        prepared = {
+            source: setup_of_source
+            for source, setup_of_source in enumerate(setup.sources)
+            if setup_of_source.prepared is not None and needs_some_rows
+        }
+        self._prepared = {
+            source: ChunkStream(setup_of_source) for source, setup_of_source in prepared.items()
+        }
         # With hundreds of sources, one run of each must still fit into all_runs_bytes.
         run_bytes = min(RUN_BYTES, setup.all_runs_bytes // num_sources)
         self._run_documents = [
-            MAPPED_RUN_CHUNKS if source.map_ids else max(1, min(MOST_RUN_CHUNKS, run_bytes // max(b, 1)))
-            for source, b in zip(setup.sources, setup.chunk_bytes, strict=True)
+            MAPPED_RUN_CHUNKS
+            if source.map_ids
+            else max(1, min(MOST_RUN_CHUNKS, run_bytes // max(mean_bytes, 1)))
+            for source, mean_bytes in zip(setup.sources, setup.chunk_bytes, strict=True)
         ]
         self._buffer = ChunkBuffer(self._state.planner.cursors, pool.release)
         self.messages: list[str] = []
@@ -133,7 +141,7 @@ class Constructor:
             pool.request([self._part(source, np.asarray(numbers, np.int64))], first=True)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if no batch is left to fill."""
         return self._planned_all and not self._plans
 
@@ -151,14 +159,14 @@ class Constructor:
             # Planning would stop at the same document again; trying costs as much as a step.
             return
         self._missing = []
-        new_plans: list[_Planned] = []
+        new_plans: list[_PlannedStep] = []
         try:
             while len(self._plans) < self._setup.lookahead_steps and not self._planned_all:
                 plan, state_after = self._planner.plan(
                     self._plans[-1].state_after if self._plans else self._state.planner
                 )
                 pieces = plan.pieces.of_rows(self._setup.rows)
-                new_plans.append(_Planned(plan, state_after, pieces))
+                new_plans.append(_PlannedStep(plan, state_after, pieces))
                 self._plans.append(new_plans[-1])
                 self._planned_all = plan.last
         except EndOfData:
@@ -177,30 +185,30 @@ class Constructor:
         if self._prepared:
             self._request_documents(new_plans)
         if new_plans or self._missing:
-            planned = self._plans[-1].state_after if self._plans else self._state.planner
+            last_state = self._plans[-1].state_after if self._plans else self._state.planner
             # Counted from the last planned step, so loaders stay lookahead_steps ahead of planning too.
-            request_ends = self._planner.lookahead(planned, self._setup.lookahead_steps)
+            request_ends = self._planner.lookahead(last_state, self._setup.lookahead_steps)
             self._request_until(
                 request_ends[request_ends[:, 1] > self._first_unrequested[request_ends[:, 0]]].tolist()
             )
 
     def fill(self, out: dict[str, Int[np.ndarray, "rows L"]]) -> Built | None:
         """Fills the next batch into `out`; returns None while documents of it are missing."""
-        if self.ended:
+        if self.has_ended:
             return None
         # The wait counts from the first vain call, and ends with the batch.
         if not self._plans or not self._has_payload(self._plans[0].pieces):
             self._waiting_since_s = self._waiting_since_s or time.perf_counter()
             return None
-        planned = self._plans.popleft()
-        plan, state_after = planned.plan, planned.state_after
+        planned_step = self._plans.popleft()
+        plan, state_after = planned_step.plan, planned_step.state_after
         if self._waiting_since_s is not None:
             self._wait_s = time.perf_counter() - self._waiting_since_s
             self._waiting_since_s = None
         rows = Rows(**out)
-        fill_rows(rows, planned.pieces, self._views)
+        fill_rows(rows, planned_step.pieces, self._views)
         if self._masked:
-            ignore_targets(rows.target_BL, planned.pieces, self._ignored(planned.pieces))
+            ignore_targets(rows.target_BL, planned_step.pieces, self._ignored(planned_step.pieces))
         # Last: targets and ignored runs are computed on neighbouring tokens of the unpermuted row.
         if (order := self._setup.column_order) is not None:
             for array in out.values():
@@ -259,10 +267,10 @@ class Constructor:
     def _part(self, source: int, numbers: Int[np.ndarray, " n"]) -> RequestPart:
         return RequestPart(source, numbers, _latest(self._anchors[source], int(numbers[0])))
 
-    def _request_documents(self, planned: list[_Planned]) -> None:
+    def _request_documents(self, planned_steps: list[_PlannedStep]) -> None:
         """Asks for the documents of prepared sources that are in this host's rows, and for no others."""
         documents_of: dict[int, set[int]] = collections.defaultdict(set)
-        for step in planned:
+        for step in planned_steps:
             for source, document in zip(
                 step.pieces.source.tolist(), step.pieces.document.tolist(), strict=True
             ):

@@ -75,11 +75,13 @@ class FetchedRows(Constructor):
 
     def advance(self) -> None:
         super().advance()
-        for planned in self._plans:
+        for planned_step in self._plans:
             # `_plans` keeps steps until they are filled: each is looked at once.
-            if planned.plan.step > self._last_claimed_step:
-                self._last_claimed_step = planned.plan.step
-                keys = zip(planned.pieces.source.tolist(), planned.pieces.document.tolist(), strict=True)
+            if planned_step.plan.step > self._last_claimed_step:
+                self._last_claimed_step = planned_step.plan.step
+                keys = zip(
+                    planned_step.pieces.source.tolist(), planned_step.pieces.document.tolist(), strict=True
+                )
                 # Prepared sources arrive with their ids. dict.fromkeys: several pieces may be of one
                 # document.
                 self._unfetched.append([key for key in dict.fromkeys(keys) if key[0] not in self._prepared])

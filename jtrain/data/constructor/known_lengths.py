@@ -43,8 +43,8 @@ class KnownLengths:
         self.lengths[numbers - self.first] = lengths
         # Runs arrive in any order: this one may close a gap, and make those behind it usable.
         if int(numbers[0]) == self.end:
-            unknown = self.lengths[self.end - self.first :] == _UNKNOWN
-            self.end += int(np.argmax(unknown)) if unknown.any() else len(unknown)
+            is_unknown = self.lengths[self.end - self.first :] == _UNKNOWN
+            self.end += int(np.argmax(is_unknown)) if is_unknown.any() else len(is_unknown)
 
     def at(self, number: int, count: int) -> Int[np.ndarray, " known"]:
         """Returns the lengths of at most `count` documents from `number` on, which is before `end`."""

@@ -120,7 +120,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
         for line in reasons:
             say(line)
         constructor, pool = _constructor(setup, loaders, descriptors[2:], say)
-        ended, updated_s, steps, starved_s = False, time.monotonic(), 0, 0.0
+        end_sent, updated_s, steps, starved_s = False, time.monotonic(), 0, 0.0
         while True:
             constructor.advance()
             while free and (built := constructor.fill(slots.arrays(free[0]))) is not None:
@@ -148,9 +148,9 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 # Again after each batch: it made room in the look-ahead, and loaders must not idle while
                 # slots fill.
                 constructor.advance()
-            if constructor.ended and not ended:
+            if constructor.has_ended and not end_sent:
                 send(("end",))
-                ended = True
+                end_sent = True
             begun_s = time.monotonic()
             # The time-out bounds the time until a loader's death is noticed (`collect`).
             readable = wait([connection, *pool.connections()], timeout=0.2)

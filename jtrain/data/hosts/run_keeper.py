@@ -64,14 +64,14 @@ class RunKeeper:
 
     Args:
       local: pool of this host's loaders.
-      here: number of this host.
+      this_host: number of this host.
       num_hosts: number of hosts.
       answer: sends a message to a host.
     """
 
-    def __init__(self, local: Pool, *, here: int, num_hosts: int, answer: Answer) -> None:
+    def __init__(self, local: Pool, *, this_host: int, num_hosts: int, answer: Answer) -> None:
         self._local = local
-        self._this_host = here
+        self._this_host = this_host
         self._num_hosts = num_hosts
         self._answer = answer
         # From the clock on: a constructor that was restarted must not use numbers of the one before it.
@@ -139,7 +139,7 @@ class RunKeeper:
         self._rereads[tag] = _Reread(host, request, numbers)
         self._local.request([RequestPart(source, numbers, anchor, tag=tag)], first=True)
 
-    def done(self, host: int, number: int) -> None:
+    def finish_run(self, host: int, number: int) -> None:
         """Notes that a host needs a run no more; frees it after the last host."""
         if (stored := self._stored_runs.get(number)) is None:
             return

@@ -75,7 +75,9 @@ class SharedPool:
         self._links = links
         self._say = say
         self._this_host, self._num_hosts = links.peers.index, len(links.peers.addresses)
-        self._keeper = RunKeeper(local, here=self._this_host, num_hosts=self._num_hosts, answer=self._send)
+        self._keeper = RunKeeper(
+            local, this_host=self._this_host, num_hosts=self._num_hosts, answer=self._send
+        )
         # From the clock on: answers to a constructor before this one must not match new requests.
         self._request = itertools.count(time.time_ns())
         self._open_requests: dict[int, _OpenRequest] = {}
@@ -189,7 +191,7 @@ class SharedPool:
             case ("fetch", *fields):
                 self._keeper.fetch(host, *fields)
             case ("done", number):
-                self._keeper.done(host, number)
+                self._keeper.finish_run(host, number)
             case ("run", request, number, numbers, lengths, skipped, anchor, seconds):
                 run = ChunkRun(-1, numbers, starts_of(lengths), _NO_IDS, skipped, seconds, f"host-{host}")
                 # source is unknown here: the answer does not carry it, the open request does.

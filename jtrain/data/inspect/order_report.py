@@ -292,20 +292,20 @@ def _documents(
     step = np.repeat(np.arange(len(pieces)), [len(step_pieces) for step_pieces in pieces])
     source = np.concatenate([step_pieces.source for step_pieces in pieces])
     number = np.concatenate([step_pieces.document for step_pieces in pieces])
-    for i, stream in enumerate(dataset.streams):
-        if not (of_source := source == i).any():
+    for source_index, stream in enumerate(dataset.streams):
+        if not (of_source := source == source_index).any():
             continue
         # Unique: a chunk may have several pieces in a step.
-        drawn = np.unique(np.stack([number[of_source], step[of_source]]), axis=1)
-        chunks = stream.locate(drawn[0])
+        drawn_chunks = np.unique(np.stack([number[of_source], step[of_source]]), axis=1)
+        chunks = stream.locate(drawn_chunks[0])
         records, record_index = np.unique(chunks.record, return_inverse=True)
         # One integer per document and step that has it: document * number of steps + step.
-        document_steps = np.unique(record_index * len(pieces) + drawn[1])
+        document_steps = np.unique(record_index * len(pieces) + drawn_chunks[1])
         documents += len(document_steps)
         counts = np.unique(stream.chunks_of(records).record, return_counts=True)[1][record_index] / chunks.num
-        drawn_in = np.bincount(drawn[1], minlength=len(pieces))
+        drawn_in = np.bincount(drawn_chunks[1], minlength=len(pieces))
         # Slots minus the empty ones: scaled by the share of slots read so far that held a chunk.
-        num_chunks = max(len(stream) * len(np.unique(drawn[0])) / int(cursors[i]), 1.0)
+        num_chunks = max(len(stream) * len(np.unique(drawn_chunks[0])) / int(cursors[source_index]), 1.0)
         for lag_index, lag in enumerate(LAGS):
             # Steps that have a step `lag` later among those read.
             earlier = document_steps[document_steps % len(pieces) < len(pieces) - lag]

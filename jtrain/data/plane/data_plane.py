@@ -78,7 +78,7 @@ class InlinePlane(Plane):
             self._constructor.advance()
             if (built := self._constructor.fill(arrays)) is not None:
                 return Delivered(arrays, built.state, built.stats, built.plan)
-            if self._constructor.ended:
+            if self._constructor.has_ended:
                 raise StopIteration
 
     def take_messages(self) -> list[str]:
@@ -94,7 +94,7 @@ class ConstructorReply:
     """Reply of a constructor; one without batch, end or failure says that it is still at work."""
 
     batch: tuple[DataState, BatchStats] | None = None
-    ended: bool = False
+    has_ended: bool = False
     failed: str | None = None
     messages: tuple[str, ...] = ()
 
@@ -112,7 +112,7 @@ class RestartedPlane(Plane):
         self._state = state
         self._messages: list[str] = []
         self._deaths = 0
-        self._ended = self._closed = False
+        self._has_ended = self._closed = False
         # `take` runs on the prefetch thread, `close` on the trainer's.
         self._take_lock = threading.Lock()
 
@@ -131,7 +131,7 @@ class RestartedPlane(Plane):
     def take(self) -> Delivered:
         with self._take_lock:
             silence = Watch()
-            while not (self._ended or self._closed):
+            while not (self._has_ended or self._closed):
                 try:
                     reply_and_arrays = self._receive()
                 except ConnectionError as error:
@@ -148,7 +148,7 @@ class RestartedPlane(Plane):
                 reply, arrays = reply_and_arrays
                 # Before a failure is raised: its lines tell what led to it.
                 self._messages += reply.messages
-                self._ended = reply.ended
+                self._has_ended = reply.has_ended
                 if reply.failed is not None:
                     raise DataError(reply.failed)
                 if reply.batch is not None:
@@ -246,7 +246,7 @@ class ProcessPlane(RestartedPlane):
             case "say":
                 return ConstructorReply(messages=(fields[0],)), {}
             case "end":
-                return ConstructorReply(ended=True), {}
+                return ConstructorReply(has_ended=True), {}
             case "failed":
                 return ConstructorReply(failed=fields[0]), {}
             case "batch":

@@ -99,8 +99,8 @@ class Graph:
         group = _Group(carry, draws.more_ahead if packing == "concat" else draws.more)
         packed = group.pack(packing, rows, seq_len)
         # Carried documents were drawn, and counted, by an earlier step.
-        self.cursors, self.deficit, self.units = draws.commit(packed.used - len(carry))
-        self.pieces, self.carry = group.result(packed)
+        self.cursors, self.deficit, self.units = draws.commit(packed.num_used - len(carry))
+        self.pieces, self.carry = group.pieces_and_carry(packed)
         self.at_end = group.at_end
         return self
 
@@ -133,39 +133,41 @@ class Graph:
         Rows that no source with a share can fill take the open documents of sources whose share is now 0.
         """
         num_sources = len(self._buffers.names)
-        carries = {s: carry[carry[:, 0] == s] for s in np.unique(carry[:, 0]).tolist()}
+        carries = {source: carry[carry[:, 0] == source] for source in np.unique(carry[:, 0]).tolist()}
         waiting_tokens = np.bincount(
             carry[:, 0], weights=carry[:, 3] - carry[:, 2], minlength=num_sources
         ).astype(np.int64)
         no_spans = np.empty((0, 4), np.int64)
         pieces: list[Pieces] = []
         free = np.arange(rows)
-        ended = np.zeros(num_sources, bool)
+        has_ended = np.zeros(num_sources, bool)
         # Usually one round; another one when a source ended before the rows of its turns were full.
         while len(free):
-            active = (
-                (self.weights > 0) & ((self.cursors < self._buffers.ends) | (waiting_tokens > 0)) & ~ended
+            is_active = (
+                (self.weights > 0) & ((self.cursors < self._buffers.ends) | (waiting_tokens > 0)) & ~has_ended
             )
-            drawing = bool(active.any())
+            is_drawing = bool(is_active.any())
             # All sources with a share have ended: their rows go to documents that are still open.
-            if not drawing and not (active := waiting_tokens > 0).any():
+            if not is_drawing and not (is_active := waiting_tokens > 0).any():
                 break
-            shares = integer_shares(np.where(active, self.weights if drawing else 1.0, 0.0))
+            shares = integer_shares(np.where(is_active, self.weights if is_drawing else 1.0, 0.0))
             turns = _turns(shares, self.deficit, len(free))
             # Rows per source, lowered below to the rows that it filled.
             counts = np.bincount(turns, minlength=num_sources)
             # Tokens to look up: the rows' capacity, less what the source has open.
             feed = _Feed(
-                self._buffers, self.cursors, np.maximum(counts * seq_len - waiting_tokens, 0) * drawing
+                self._buffers, self.cursors, np.maximum(counts * seq_len - waiting_tokens, 0) * is_drawing
             )
             unfilled_rows = []
             for source in np.flatnonzero(counts).tolist():
                 own_rows = free[turns == source]
-                group = _Group(carries.get(source, no_spans), feed.of(source) if drawing else lambda _: None)
+                group = _Group(
+                    carries.get(source, no_spans), feed.of(source) if is_drawing else lambda _: None
+                )
                 packed = group.pack(packing, len(own_rows), seq_len)
                 # The remainder stays with its source: no other source may use the row.
-                source_pieces, carries[source] = group.result(packed)
-                self.cursors = feed.commit(self.cursors, source, packed.used - group.carried)
+                source_pieces, carries[source] = group.pieces_and_carry(packed)
+                self.cursors = feed.commit(self.cursors, source, packed.num_used - group.carried)
                 waiting_tokens[source] = (carries[source][:, 3] - carries[source][:, 2]).sum()
                 used_rows = np.unique(source_pieces.row)
                 # packed numbers the rows 0, 1, ...; the group's rows lie scattered in the batch.
@@ -182,13 +184,13 @@ class Graph:
                 unfilled_rows.append(own_rows[len(used_rows) :])
                 counts[source] = len(used_rows)
                 # Documents ran out, or else the rows would be full.
-                ended[source] = drawing and len(used_rows) < len(own_rows)
+                has_ended[source] = is_drawing and len(used_rows) < len(own_rows)
             # By rows that were filled, so that the rows handed on in the next round count for who fills
             # them.
             self.deficit = self.deficit + shares * int(counts.sum()) - (counts << SHARE_BITS)
             free = np.sort(np.concatenate(unfilled_rows))
         # Empty documents after the last token are passed too, or the source would never count as ended.
-        self.cursors = np.where(ended, self._buffers.ends, self.cursors)
+        self.cursors = np.where(has_ended, self._buffers.ends, self.cursors)
         self.units, self.at_end = rows - len(free), len(free) > 0
         joined = [np.concatenate(arrays) for arrays in zip(*map(_arrays, pieces), strict=True)] or [
             no_spans[:, 0]
@@ -216,10 +218,10 @@ class _Group:
         slack_tokens, best = max(1, rows // 16) * seq_len, packing == "best_fit"
         return fit(carried, self._grow, rows=rows, seq_len=seq_len, slack_tokens=slack_tokens, best=best)
 
-    def result(self, packed: Packed) -> tuple[Pieces, Spans]:
+    def pieces_and_carry(self, packed: Packed) -> tuple[Pieces, Spans]:
         """Returns pieces and carry by source and number; checks that each token is there exactly once."""
         # Documents that were looked up and not used stay undrawn.
-        spans = np.concatenate(self._arrays)[: packed.used]
+        spans = np.concatenate(self._arrays)[: packed.num_used]
         row, span, start, end = packed.pieces
         remainder, remainder_start = packed.remainders
         pieces_and_carry = (

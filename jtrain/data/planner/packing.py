@@ -24,12 +24,12 @@ class Packed(NamedTuple):
 
     pieces: row, document, start, end; sorted by row, and within a row in the order of placement.
     remainders: document and start of each remainder that waits for a later step, the next one due first.
-    used: number of documents taken, from the first one on.
+    num_used: number of documents taken, from the first one on.
     """
 
     pieces: Int64[np.ndarray, "4 pieces"]
     remainders: Int64[np.ndarray, "2 remainders"]
-    used: int
+    num_used: int
 
 
 def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
@@ -55,19 +55,19 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
             break
         spans = np.concatenate([spans, new_spans])
     # The document in which the running total reaches the capacity is the last one used.
-    used = min(len(spans), int(np.searchsorted(total, capacity)) + 1)
-    start, end = spans[:used].T
+    num_used = min(len(spans), int(np.searchsorted(total, capacity)) + 1)
+    start, end = spans[:num_used].T
     remainders = np.empty((2, 0), np.int64)
-    excess = int(total[used - 1]) - capacity if used else 0
+    excess = int(total[num_used - 1]) - capacity if num_used else 0
     if excess > 0:
         # `end` is a view of spans, which the caller still needs.
         end = end.copy()
         end[-1] -= excess
-        remainders = np.asarray([[used - 1], [end[-1]]], np.int64)
+        remainders = np.asarray([[num_used - 1], [end[-1]]], np.int64)
 
     # Full rows first: parts of a row's length, each in a row of its own.
     full_rows = (end - start) // seq_len
-    document = np.repeat(np.arange(used), full_rows)
+    document = np.repeat(np.arange(num_used), full_rows)
     # 0, 1, ... within each document: a running number minus the parts of the documents before.
     part = np.arange(len(document)) - np.repeat(np.cumsum(full_rows) - full_rows, full_rows)
     full_start = start[document] + part * seq_len
@@ -96,18 +96,18 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
     # Fewer than `rows` only when the documents have ended.
     num_rows = int(row.max()) + 1 if len(row) else 0
     # Smallest document number of each row: the order in which its documents were drawn.
-    first_document = np.full(num_rows, used, np.int64)
+    first_document = np.full(num_rows, num_used, np.int64)
     np.minimum.at(first_document, row, pieces[1])
     position = np.empty(num_rows, np.int64)
     # The inverse permutation: position[r] is where row r goes.
     position[np.argsort(first_document, kind="stable")] = np.arange(num_rows)
     pieces[0] = position[row]
     # More than one step's worth may be carried if the run used another packing before.
-    if used < len(carried):
-        untouched = np.arange(used, len(carried))
+    if num_used < len(carried):
+        untouched = np.arange(num_used, len(carried))
         remainders = np.concatenate([remainders, np.stack([untouched, spans[untouched, 0]])], axis=1)
     # Stable: within a row the pieces keep the order of placement.
-    return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], remainders, max(used, len(carried)))
+    return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], remainders, max(num_used, len(carried)))
 
 
 def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: int, best: bool) -> Packed:
@@ -141,13 +141,13 @@ def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: in
         else:
             break
     # Carried documents count as used even if unplaced: they are not drawn again.
-    used = max(len(carried), min(len(spans), int(np.searchsorted(total, needed_tokens)) + 1))
+    num_used = max(len(carried), min(len(spans), int(np.searchsorted(total, needed_tokens)) + 1))
 
     # Splits each document into parts of at most a row. Carried ones go first, then the longest or the given
     # order.
-    size = size[:used]
+    size = size[:num_used]
     parts = -(-size // seq_len)
-    document = np.repeat(np.arange(used), parts)
+    document = np.repeat(np.arange(num_used), parts)
     part_start = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * seq_len
     length = np.minimum(size[document] - part_start, seq_len)
     start = spans[document, 0] + part_start
@@ -161,14 +161,14 @@ def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: in
     # Unplaced parts have row -1 and sort first: they are cut off.
     by_row = np.argsort(row, kind="stable")[np.count_nonzero(row < 0) :]
     row, placed = row[by_row], order[by_row]
-    next_start = spans[:used, 0].copy()
+    next_start = spans[:num_used, 0].copy()
     # Parts of a document are placed in order, so the sum of lengths is where its remainder starts.
     np.add.at(next_start, document[placed], length[placed])
-    unfinished = np.flatnonzero(next_start < spans[:used, 1])
+    unfinished = np.flatnonzero(next_start < spans[:num_used, 1])
     # Partly placed documents go last: they have had their turn.
     unfinished = unfinished[np.argsort(next_start[unfinished] != spans[unfinished, 0], kind="stable")]
     pieces = np.stack([row, document[placed], start[placed], start[placed] + length[placed]])
-    return Packed(pieces, np.stack([unfinished, next_start[unfinished]]), used)
+    return Packed(pieces, np.stack([unfinished, next_start[unfinished]]), num_used)
 
 
 PlaceParts = Callable[[list[int], list[int]], list[int]]

@@ -115,25 +115,25 @@ class PlannerState:
         The names may differ from the saved ones or be in another order. A new source begins at its first
         document with a deficit of 0; if a source is gone, its open documents are dropped.
         """
-        old, lines, step = saved["sources"], [], saved["step"]
+        saved_sources, lines, step = saved["sources"], [], saved["step"]
         for name in names:
-            if name not in old:
+            if name not in saved_sources:
                 lines.append(f"step {step}: source {name} is new; it begins at its first document")
         new_index = {name: i for i, name in enumerate(names)}
         carry = np.asarray(saved["carry"], np.int64).reshape(4, -1).T
         # Index among the saved sources -> index among today's, -1 for a source that is gone.
-        renumbered = np.asarray([new_index.get(name, -1) for name in old], np.int64)
+        renumbered = np.asarray([new_index.get(name, -1) for name in saved_sources], np.int64)
         carry_source = renumbered[carry[:, 0]]
-        for index, name in enumerate(old):
+        for index, name in enumerate(saved_sources):
             if name not in new_index:
                 dropped_carry = carry[carry[:, 0] == index]
                 dropped_tokens = (dropped_carry[:, 3] - dropped_carry[:, 2]).sum()
                 lines.append(
-                    f"step {step}: source {name} is gone, after {old[name][2]:,} tokens; "
+                    f"step {step}: source {name} is gone, after {saved_sources[name][2]:,} tokens; "
                     f"{dropped_tokens:,} tokens of {len(dropped_carry)} open documents are dropped"
                 )
         carry = np.concatenate([carry_source[:, None], carry[:, 1:]], axis=1)[carry_source >= 0]
-        rows = np.asarray([old.get(name, [0, 0, 0, 0]) for name in names], np.int64).reshape(-1, 4)
+        rows = np.asarray([saved_sources.get(name, [0, 0, 0, 0]) for name in names], np.int64).reshape(-1, 4)
         # Copies: the columns of a transposed array are not contiguous.
         cursors, deficit, tokens, weights_ppm = (column.copy() for column in rows.T)
         history = tuple((int(index), str(identity), str(text)) for index, identity, text in saved["history"])
@@ -273,7 +273,9 @@ class Planner:
         pieces, row_cost = graph.plan()
 
         # Carried documents still fill a further step, even where all sources are read.
-        ended = not len(graph.carry) and (graph.at_end or bool((graph.cursors >= self._buffers.ends).all()))
+        has_ended = not len(graph.carry) and (
+            graph.at_end or bool((graph.cursors >= self._buffers.ends).all())
+        )
         num = len(spec.names)
         tokens = np.zeros(num, np.int64)
         np.add.at(tokens, pieces.source, pieces.end - pieces.start)
@@ -296,7 +298,7 @@ class Planner:
             fill=int(tokens.sum()) / (spec.global_batch * spec.seq_len),
             row_cost=row_cost,
             drift=_drift(next_state),
-            last=ended and self._next_unread_source(state.step, graph.cursors) is None,
+            last=has_ended and self._next_unread_source(state.step, graph.cursors) is None,
         )
         return plan, next_state
 

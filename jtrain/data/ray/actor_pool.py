@@ -68,7 +68,12 @@ class RayPool(LoaderPool[_LoaderActor]):
     most_deaths = 3
 
     def __init__(
-        self, setups: tuple[SourceSetup, ...], actors: dict[str, Any], *, who: int, read_timeout_s: float
+        self,
+        setups: tuple[SourceSetup, ...],
+        actors: dict[str, Any],
+        *,
+        constructor_index: int,
+        read_timeout_s: float,
     ) -> None:
         # Imported where it is needed: it takes 1 s and 60 MB.
         import ray
@@ -76,7 +81,7 @@ class RayPool(LoaderPool[_LoaderActor]):
         self._messages: list[str] = []
         super().__init__(setups, lambda line: self._messages.append(line))
         self._ray: Any = ray
-        self._constructor_index = who
+        self._constructor_index = constructor_index
         self._read_timeout_s = read_timeout_s
         self._peers = {name: _LoaderActor(name, actor) for name, actor in actors.items()}
         self._loaders = [name for name in actors if name.startswith("loader")]
@@ -145,7 +150,9 @@ class RayPool(LoaderPool[_LoaderActor]):
         states = []
         for name in self._loaders:
             peer = self._peers[name]
-            queued = len(peer.in_flight) + sum(r.loader == name for r in (*self._urgent, *self._waiting))
+            queued = len(peer.in_flight) + sum(
+                request.loader == name for request in (*self._urgent, *self._waiting)
+            )
             numbers = peer.answer.memory_bytes, peer.answer.documents, peer.busy_s
             states.append(LoaderState(name, queued, *numbers, peer.sources))
         return states

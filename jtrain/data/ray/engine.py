@@ -58,13 +58,15 @@ class RayConstructor:
         surroundings: ActorEnvironment,
         actors: dict[str, Any],
         *,
-        who: int,
+        constructor_index: int,
         read_timeout_s: float,
     ) -> None:
         surroundings.enter()
         self._setup = setup
         self._state = state
-        self._pool = RayPool(setup.sources, actors, who=who, read_timeout_s=read_timeout_s)
+        self._pool = RayPool(
+            setup.sources, actors, constructor_index=constructor_index, read_timeout_s=read_timeout_s
+        )
         self._rows: FetchedRows | None = None
 
     def alive(self) -> tuple[int, str]:
@@ -89,10 +91,10 @@ class RayConstructor:
                     return ConstructorReply(
                         batch=(built.state, built.stats), messages=self._take_messages()
                     ), arrays
-                if self._rows.ended or time.monotonic() > until_s:
-                    return ConstructorReply(ended=self._rows.ended, messages=self._take_messages()), arrays[
-                        :, :0
-                    ]
+                if self._rows.has_ended or time.monotonic() > until_s:
+                    return ConstructorReply(
+                        has_ended=self._rows.has_ended, messages=self._take_messages()
+                    ), arrays[:, :0]
                 self._pool.wait(0.2)
         except (ValueError, OSError) as error:
             return ConstructorReply(failed=str(error), messages=self._take_messages()), arrays[:, :0]
@@ -214,7 +216,7 @@ class RayPlane(RestartedPlane):
                 **options, scheduling_strategy=_node_affinity(nodes[i % len(nodes)], soft=True)
             ).remote(
                 self._setup.sources,
-                ActorEnvironment.here(),
+                ActorEnvironment.of_this_process(),
                 constructors=processes,
                 read_timeout_s=self._read_timeout_s,
                 names=names,
@@ -255,9 +257,9 @@ class RayPlane(RestartedPlane):
             self._constructor = actor.remote(
                 self._setup,
                 self._state,
-                ActorEnvironment.here(),
+                ActorEnvironment.of_this_process(),
                 self._loaders,
-                who=self._process,
+                constructor_index=self._process,
                 read_timeout_s=self._read_timeout_s,
             )
 

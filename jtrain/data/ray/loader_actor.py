@@ -42,12 +42,13 @@ class ActorEnvironment:
     modules: tuple[str, ...]
 
     @classmethod
-    def here(cls) -> "ActorEnvironment":
+    def of_this_process(cls) -> "ActorEnvironment":
         return cls(os.getcwd(), tuple(path for path in sys.path if path))
 
     def enter(self) -> None:
         """Applies both to this process; FileNotFoundError if the trainer's folder is not on this node."""
-        sys.modules["jax"] = None  # pyright: ignore[reportArgumentType]: jax takes 1 s and 200 MB and is never needed here
+        # jax takes 1 s and 200 MB and is never needed here.
+        sys.modules["jax"] = None  # pyright: ignore[reportArgumentType]
         # Appended: the worker's own modules, Ray's among them, keep precedence.
         sys.path += [path for path in self.modules if path not in sys.path]
         # Before the libraries are imported: they read these once. One thread each, as there is a loader per
@@ -132,13 +133,13 @@ class RayLoader:
         return self._documents, self._stored_bytes, heavy
 
     def read(
-        self, who: int, parts: list[RequestPart], done: list[RunKey]
+        self, constructor: int, parts: list[RequestPart], released_runs: list[RunKey]
     ) -> tuple[LoaderReply, UInt8[np.ndarray, " bytes"]]:
         """Answers one request of constructor `who`, which needs nothing more of the runs in `done`."""
         # First: it makes room for what is read below.
-        for key in done:
+        for key in released_runs:
             if (stored := self._stored_runs.get(key)) is not None:
-                stored.finished_constructors.add(who)
+                stored.finished_constructors.add(constructor)
                 if len(stored.finished_constructors) == self._constructors:
                     self._drop_run(key)
         # -1: no document yet. A source may hang while it is opened, too.

@@ -62,7 +62,7 @@ class ChunkOrder(Protocol):
         """Numbers of the slots of all epochs."""
         ...
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+    def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots at `positions` (0 to `slots` - 1) of an epoch."""
         ...
 
@@ -121,16 +121,16 @@ class _Permuted(abc.ABC):
 
     def _slots_at(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Returns the slots at positions of an epoch."""
-        base, joined = members(self._generations, epoch)
+        base, joining = members(self._generations, epoch)
         # Newest first: its permutation is the outermost, and maps into the positions of the order
         # before it.
-        for generation in reversed(joined):
+        for generation in reversed(joining):
             span = self._generations[generation].place, self._slots[generation]
             positions = permuted_within(positions, span, join_key(self._seed, generation, epoch))
         base_slots = self._slots[base]
         # Without joined files every position is below base_slots: no need to look for those that
         # are.
-        if not joined:
+        if not joining:
             return permuted(positions, np.int64(base_slots), epoch_key(self._seed, epoch))
         return permuted_within(positions, (0, base_slots), epoch_key(self._seed, epoch))
 

@@ -79,7 +79,7 @@ class ChunkReader:
             ignored = self.prepared.ignored(chunks.record, start, end)
             return Read((end - start).astype(np.int32), ids, ignored=ignored)
         assert self.corpus is not None
-        masked = self.setup.source.mask is not None
+        has_mask = self.setup.source.mask is not None
         text_chunks: list[TextChunk] = []
         masked_parts: list[list[ChunkPart]] = []
         reasons = []
@@ -117,11 +117,11 @@ class ChunkReader:
                 # next chunks will start from a mark.
                 if len(chunk.content) < len(content) and self.corpus.mark(record, text):
                     self.has_marks = True
-            if masked:
+            if has_mask:
                 masked_parts.append(split_chunk(chunk, start, text))
             else:
                 text_chunks.append(chunk)
-        if not masked:
+        if not has_mask:
             return Read(*self.tokenizer.encode_chunks(text_chunks), tuple(reasons))
         encoded, ignored = encode_parts(self.tokenizer, masked_parts)
         return Read(*encoded, tuple(reasons), ignored)

@@ -53,9 +53,9 @@ class ChunkStream:
         self.setup = setup
         self.opening = opening or Opening()
         with self.opening:
-            self._open()
+            self._open_files()
 
-    def _open(self) -> None:
+    def _open_files(self) -> None:
         setup = self.setup
         self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
         self.corpus: Corpus | None = None
@@ -234,11 +234,11 @@ class ChunkStream:
         skipped = []
         if skip:
             # These killed their loader: they must not be touched, only reported.
-            lost = np.isin(numbers, list(skip))
-            is_training &= ~lost
-            names = map(self.identity_of, chunks.record[lost].tolist())
+            is_lost = np.isin(numbers, list(skip))
+            is_training &= ~is_lost
+            names = map(self.identity_of, chunks.record[is_lost].tolist())
             reasons = [f"document {name}: its loader did not survive it" for name in names]
-            skipped = list(zip(numbers[lost].tolist(), reasons, strict=True))
+            skipped = list(zip(numbers[is_lost].tolist(), reasons, strict=True))
         indexes = np.flatnonzero(is_training)
         chunks_to_read = Chunks(*(array[indexes] for array in chunks))
         # Chunks that are not read keep the length 0, which the planner passes over.

@@ -145,15 +145,17 @@ class GrowingChunks:
 
     def _files_by_window(self, epoch: int) -> list[Int64[np.ndarray, " _"]]:
         """Returns the files of each window of an epoch."""
-        base, joined = members(self._generations, epoch)
+        base, joining = members(self._generations, epoch)
         windows = self._split(shuffled_parts(self._generations[base].files, epoch_key(self._seed, epoch)))
         # In the order in which they joined: each cuts anew what the one before it left unread.
-        for generation in joined:
+        for generation in joining:
             num_started = self._generations[generation].window
-            new = np.arange(self._generations[generation - 1].files, self._generations[generation].files)
+            new_files = np.arange(
+                self._generations[generation - 1].files, self._generations[generation].files
+            )
             # Sorted, so that the order follows from the set of files and not from the windows
             # they were in.
-            files = np.sort(np.concatenate([*windows[num_started:], new]))
+            files = np.sort(np.concatenate([*windows[num_started:], new_files]))
             order = shuffled_parts(len(files), join_key(self._seed, generation, epoch))
             windows = windows[:num_started] + self._split(files[order])
         return windows
@@ -192,8 +194,15 @@ class GrowingChunks:
 
     def _forget(self, anchor: WindowAnchor, *, keep: list[int]) -> None:
         del self._opened[anchor]
-        used_files = {*keep, *(n for a in self._opened for n in self._windows_of(a.epoch)[a.window].tolist())}
+        used_files = {
+            *keep,
+            *(
+                file
+                for open_anchor in self._opened
+                for file in self._windows_of(open_anchor.epoch)[open_anchor.window].tolist()
+            ),
+        }
         unused_files = [
-            n for n in self._windows_of(anchor.epoch)[anchor.window].tolist() if n not in used_files
+            file for file in self._windows_of(anchor.epoch)[anchor.window].tolist() if file not in used_files
         ]
         self._corpus.forget(unused_files)

@@ -101,28 +101,30 @@ def resume_source(
     # The first files must be those of then; the fingerprint over these alone tells.
     if num_saved > num_files or stream.fingerprint(range(num_saved)) != saved["fingerprint"]:
         return _changed(stream, saved)
-    unjoined = stream.with_setup(dataclasses.replace(setup, generations=generations))
+    old_stream = stream.with_setup(dataclasses.replace(setup, generations=generations))
     if num_saved == num_files:
-        return Resumed(unjoined, "")
-    joining = join(unjoined.order, cursor, anchor, files=num_files, epochs=epochs)
-    joined = unjoined.with_setup(dataclasses.replace(setup, generations=(*generations, joining)))
-    return Resumed(joined, _message_of_joined(joined, step))
+        return Resumed(old_stream, "")
+    joining = join(old_stream.order, cursor, anchor, files=num_files, epochs=epochs)
+    joined_stream = old_stream.with_setup(dataclasses.replace(setup, generations=(*generations, joining)))
+    return Resumed(joined_stream, _message_of_joined(joined_stream, step))
 
 
 def _message_of_joined(stream: ChunkStream, step: int) -> str:
     """Returns the line for the log about the files of the last generation."""
     corpus = stream.corpus
     assert corpus is not None
-    old, new = (generation.files for generation in stream.generations[-2:])
-    count = len(corpus.stored_names(old, new))
+    num_old, num_new = (generation.files for generation in stream.generations[-2:])
+    count = len(corpus.stored_names(num_old, num_new))
     documents = (
-        f"{corpus.records_before(new) - corpus.records_before(old):,} documents, " if corpus.is_open else ""
+        f"{corpus.records_before(num_new) - corpus.records_before(num_old):,} documents, "
+        if corpus.is_open
+        else ""
     )
-    size = int(corpus.file_sizes()[old:new].sum())
+    size = int(corpus.file_sizes()[num_old:num_new].sum())
     line = (
         f"step {step}: {field_of(stream.setup.name)} has gained {count:,} {'files' if count > 1 else 'file'} "
-        f"({documents}{size:,} bytes; first: {corpus.names[old]}); from this step on they are read together "
-        "with what the running epoch has left of the others"
+        f"({documents}{size:,} bytes; first: {corpus.names[num_old]}); from this step on they are read "
+        "together with what the running epoch has left of the others"
     )
     if stream.setup.eval_fraction:
         line += "; evaluations go on with held-out documents of the files that the run began with"
@@ -172,9 +174,9 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
     candidates = range(num_saved if num_saved <= _MOST_TRIED else 0)
     first_new = next(
         (
-            n
-            for n in candidates
-            if stream.fingerprint(_without(n, num_new, num_saved)) == saved["fingerprint"]
+            number
+            for number in candidates
+            if stream.fingerprint(_numbers_without(number, num_new, num_saved)) == saved["fingerprint"]
         ),
         None,
     )
@@ -184,11 +186,11 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
             "or others changed",
             way_out,
         )
-    which = (
+    subject = (
         f"{names[first_new]} sorts" if num_new == 1 else f"{num_new:,} files from {names[first_new]} on sort"
     )
     return (
-        f"{which} before {last_file}, which the run has read: new files can only join if their names sort "
+        f"{subject} before {last_file}, which the run has read: new files can only join if their names sort "
         "after all others",
         f"Rename it so that it sorts after {last_file}"
         if num_new == 1
@@ -196,7 +198,7 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
     )
 
 
-def _without(first: int, count: int, num_saved: int) -> list[int]:
+def _numbers_without(first: int, count: int, num_saved: int) -> list[int]:
     """Returns the numbers of the first files without `count` from `first` on, `known` of them."""
     return [n for n in range(num_saved + count) if not first <= n < first + count]
 

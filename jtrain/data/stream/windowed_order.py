@@ -25,14 +25,14 @@ class _Epoch(NamedTuple):
     """Windows of an epoch: the parts of each, ascending; its first slot, then the end; the parts before it;
     its key.
 
-    joined: span of places, and key, of the permutation with which each generation joined, newest first.
+    join_spans: span of positions and key of the permutation with which each generation joined, newest first.
     """
 
     windows: list[Int64[np.ndarray, " _"]]
     first_slot: Int64[np.ndarray, " windows_and_end"]
     first_part: Int64[np.ndarray, " windows"]
     keys: np.ndarray
-    joined: list[tuple[tuple[int, int], np.uint64]]
+    join_spans: list[tuple[tuple[int, int], np.uint64]]
 
 
 class WindowedChunks:
@@ -131,7 +131,7 @@ class WindowedChunks:
         """
         order = self._epoch(epoch)
         # Newest generation first: each maps to positions of the order before it.
-        for span, key in order.joined:
+        for span, key in order.join_spans:
             positions = permuted_within(positions, span, key)
         window_of = np.searchsorted(order.first_slot, positions, side="right") - 1
         by_window = []
@@ -163,21 +163,21 @@ class WindowedChunks:
         order = self._epoch(epoch)
         # A window that was filled up at an earlier join is permuted as a whole: it stays as it is,
         # even where unread.
-        reached = max([place, *(end for (_, end), _ in order.joined)])
+        reached = max([place, *(end for (_, end), _ in order.join_spans)])
         return Generation(epoch, place, int(np.searchsorted(order.first_slot, reached)), files)
 
     def _open_epoch(self, epoch: int) -> _Epoch:
         base, newer = members(self._generations, epoch)
         key = epoch_key(self._seed, epoch)
         windows = self._split(shuffled_parts(self._parts[base], key))
-        joined = []
+        join_spans = []
         for generation in newer:
             position, num_started = self._generations[generation].place, self._generations[generation].window
             generation_key = join_key(self._seed, generation, epoch)
-            new = np.arange(self._parts[generation - 1], self._parts[generation])
+            new_parts = np.arange(self._parts[generation - 1], self._parts[generation])
             # Sorted first, so that the shuffle depends on the set of parts and not on the
             # windows of before.
-            parts = np.sort(np.concatenate([*windows[num_started:], new]))
+            parts = np.sort(np.concatenate([*windows[num_started:], new_parts]))
             parts = parts[shuffled_parts(len(parts), generation_key)]
             windows, ends = windows[:num_started], self._ends(windows[:num_started])
             # Bytes of started windows that reach beyond the position of the join: the one being
@@ -192,12 +192,12 @@ class WindowedChunks:
             if open_bytes and num_fillers:
                 windows.append(np.sort(parts[:num_fillers]))
                 parts = parts[num_fillers:]
-                joined.append(((position, int(self._ends(windows)[-1])), generation_key))
+                join_spans.append(((position, int(self._ends(windows)[-1])), generation_key))
             windows += self._split(parts)
         lengths = np.asarray([len(window) for window in windows], np.int64)
         # Keys follow from a window's number, so windows before the join keep their order.
         keys = window_keys(np.arange(len(windows)), key)
-        return _Epoch(windows, self._ends(windows), np.cumsum(lengths) - lengths, keys, joined[::-1])
+        return _Epoch(windows, self._ends(windows), np.cumsum(lengths) - lengths, keys, join_spans[::-1])
 
     def _split(self, parts: Int64[np.ndarray, " parts"]) -> list[Int64[np.ndarray, " _"]]:
         """Returns parts in this order as windows."""
