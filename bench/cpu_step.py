@@ -118,6 +118,7 @@ def our_steps() -> Steps:
     )
     infos = model.param_infos()
     layout = make_layout(LayoutSpec(remat="none"), MeshSpec(), infos)
+    # The horizon below, 10,000 steps, is far beyond the measurement: the schedule does not end in it.
     adamw = optim.AdamW(peak_lr=1e-3, warmup_steps=2)
     optimizer = optim.build(adamw, num_steps=10_000, params=map_params(lambda info: info, infos))
     steps_s = random_steps(model, layout, optimizer, global_batch=SEQUENCES, seq_len=SEQ_LEN)

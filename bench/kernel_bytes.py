@@ -102,6 +102,7 @@ def attention_hlo(chip: str, avals: Avals) -> str:
     function: Any = jax.jit(
         aot.op_function(ATTENTION, avals, gradients=True), in_shardings=any_layout, out_shardings=any_layout
     )
+    # Scalars among the case's arguments are compiled in.
     arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
     with registry.on(spec), compat.lowering_for(mesh, spec), compat.no_compile_cache():
         return function.lower(arrays).compile().as_text()
@@ -138,6 +139,7 @@ def score_arrays(hlo: str, avals: Avals) -> tuple[tuple[str, tuple[int, ...]], .
 def loss_rows(chip: str) -> Iterator[Row]:
     """GiB of temporaries by the dtype of the unembedding, whose gradient, an output, has the same dtype."""
     chunk = best_chunk(from_name(chip), tokens=TOKENS, d_model=D, vocab=V)[0]
+    # The gradient of the unembedding is summed in float32 in both.
     for dtype in ("float32", "bfloat16"):
         chunked_bytes = loss_temp_bytes(
             functools.partial(linear_cross_entropy, chunk_tokens=chunk), chip, dtype

@@ -147,6 +147,7 @@ class Finder(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         """The condition turned round, unless it only refuses."""
         if any(isinstance(part, ast.Raise) for part in node.body) or "TYPE_CHECKING" in self._text(node.test):
+            # The refusal itself is left alone; what follows in `else` is not.
             for statement in node.orelse:
                 self.visit(statement)
             return
@@ -252,6 +253,7 @@ def possible_changes(package: str) -> list[Change]:
         source = path.read_bytes()
         finder = Finder(str(path.relative_to(ROOT)), source)
         for statement in ast.parse(source).body:
+            # Module-level code runs at import, where any change breaks every test.
             if isinstance(statement, ast.FunctionDef | ast.ClassDef):
                 finder.visit(statement)
         changes += finder.changes
@@ -276,6 +278,7 @@ def sample(trials: int, seed: int) -> list[Change]:
 
 def run(args: Options) -> Iterator[Row]:
     """Runs the trials; prints a line for each."""
+    # The whole sample is drawn even for one trial, so that trial K is always the same change.
     chosen = chosen_trials(args.only, args.trials)
     changes = sample(args.trials, args.seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -327,6 +330,7 @@ def tests_of(change: Change, lines: dict[str, Any]) -> tuple[list[str], list[str
     """
     reached = [name for name, test in lines.items() if change.line in test["lines"].get(change.file, ())]
     if not reached:
+        # jtrain/data/x.py is tested in tests/data.
         mirror = change.file.replace("jtrain/", "tests/", 1).rpartition("/")[0]
         reached = [name for name in lines if name.startswith(mirror)]
     stem = "/test_" + change.file.rpartition("/")[2]

@@ -30,6 +30,7 @@ class PublishedTime:
     @property
     def predicted_us(self) -> float:
         """Time of the algorithm and protocol that NCCL's model chooses, by that model."""
+        # Whole hosts: NCCL then uses NVLink inside and the network between them.
         group = nccl_group(make_fabric(DEVICES["h100"], 8 * self.hosts, self.network))
         assert group is not None
         return timed(group, "all-reduce", self.array_bytes)[0].nccl_us
@@ -47,6 +48,7 @@ def published_tables() -> list[tuple[str, list[PublishedTime]]]:
     for table in document["tables"]:
         hosts, network = table["hosts"], Network(**document["networks"][table["network"]])
         ranks = 8 * hosts
+        # Tables give either times or bus bandwidths.
         times = dict(table.get("us", ()))
         for size, rate in table.get("bus_gb_per_s", ()):
             # nccl-tests: bus bandwidth = size / time * 2 (n - 1) / n for an all-reduce of n ranks.
@@ -66,6 +68,7 @@ def run(args: Options) -> Iterator[Row]:
     yield row(f"all {len(everything)} times: mean error", _mean(everything), "%", bar="<= 15")
     farthest = max(everything, key=lambda time: abs(time.error))
     label = f"largest error, {farthest.hosts} hosts, {farthest.array_bytes:,} bytes: predicted"
+    # The worst size is named: a mean could hide a wrong choice of algorithm.
     yield row(label, farthest.predicted_us, "us", baseline=farthest.us)
 
 

@@ -120,12 +120,14 @@ def compiled_rows(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row
     Raises:
       UserError: the compiler is not installed.
     """
+    # Only settings differ between the forms.
     built = build_run(load_config("llama8b", sets=(*SETTINGS, *sets)))
     job = plan_job(built)
     options = IN_CUBLAS if sets == IN_8_BITS else {}
     devices = topology_devices(TOPOLOGIES[device])
     program = compile_step(job, make_optimizer(built), devices=devices, compiler_options=options)
     network_traffic = traffic.overlap(program.traffic)
+    # The plan's rates: the schedule alone decides what is hidden.
     rates = rates_of(from_name(device), DEVICES)
     timeline = two_streams(program.hlo, job.layout.mesh.shape, rates, attention_s(device))
     name = f"{device}, {form}"
@@ -154,6 +156,7 @@ def compiled_rows(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row
     hidden: collections.defaultdict[str, float] = collections.defaultdict(float)
     # By phase and layer, to show where the rest is not hidden.
     for hop in timeline.hops:
+        # The scope of an instruction names the layer whose transfer it is.
         phase, layer = scope_mark(hop.scope)
         kind = f"{phase} of {layer}" if layer.startswith("layers/") else "embedding, loss and the rest"
         seconds[kind] += hop.seconds

@@ -126,6 +126,7 @@ def run(args: Options) -> Iterator[Row]:
             # Peaks alone: arguments must be exact, and seconds have a bar for some programs only.
             errors.append(_error(planned_figures(program).peak_bytes, figures.peak_bytes))
             yield from rows(program, figures)
+    # --only may have chosen none.
     if errors:
         yield row("peak: mean error", sum(errors) / len(errors), "%", bar="<= 5")
         yield row("peak: largest error", max(errors), "%", bar="<= 10")
@@ -179,6 +180,8 @@ def compiled_figures(program: PlannedProgram) -> Figures:
     """
     job, optimizer = program_job(program), make_optimizer(program_run(program))
     devices, options = topology_devices(TOPOLOGIES[program.chip]), COMPILER_OPTIONS[program.chip]
+    # The plan's job with the plan's options: both describe one program.
     step = compile_step(job, optimizer, devices=devices, compiler_options=options)
+    # The compiled schedule at the plan's own rates: what differs is the schedule, not the network.
     waits_s = compiled_timeline(step.hlo, job).waiting_s
     return Figures(step.argument_bytes, step.host_argument_bytes, step.peak_bytes, waits_s)

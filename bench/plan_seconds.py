@@ -123,6 +123,7 @@ def planned_job(step: Published) -> Job:
         # Parameters in bfloat16 need stochastic rounding, and the source stores its moments in 16 bits too.
         rounding = dict(moment_dtype="bfloat16_sr", param_rounding="stochastic")
     layout = make_layout(spec, mesh, model.param_infos(), precision=PrecisionSpec(**step.precision))
+    # Host memory is not what limits these steps: 2 TB hold any offloaded state.
     machine = make_machine(step.device, mesh.size, host_memory_bytes=2 * 10**12)
     return Job(model, layout, AdamW(peak_lr=1e-4, **rounding), *step.batch, machine)
 

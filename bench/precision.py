@@ -97,6 +97,7 @@ def run(args: Options) -> Iterator[Row]:
                 [getattr(losses_of_seed, split) for losses_of_seed in runs[precision]]
                 for precision in (name, baseline_name)
             )
+            # Seed by seed: both runs saw the same weights and batches, so their noise is shared.
             differences = [
                 value / baseline_loss - 1
                 for value, baseline_loss in zip(values, baseline_losses, strict=True)
@@ -115,6 +116,7 @@ def run(args: Options) -> Iterator[Row]:
 
 def final_losses(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Losses:
     """One run, from its first weights to its last evaluation."""
+    # One evaluation, after the last update.
     sets += (
         f"seed={seed}",
         f"num_steps={num_steps}",
@@ -135,6 +137,7 @@ def bytes_per_parameter(sets: tuple[str, ...]) -> float:
     """Bytes of parameters and of the optimizer's state."""
     built = build_run(load_config("tiny", (), sets))
     infos = built.model.param_infos()
+    # Moments and masters by state_bytes, the parameter itself by its own dtype.
     total = sum(
         state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.precision.param_dtype)
         for i in infos

@@ -138,6 +138,7 @@ def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
     from jtrain.data.sources.source import Source
 
     files = sorted(folder.iterdir())
+    # From the protocol that the peers import too: one home for the weights.
     weights = np.asarray(protocol.weights_of(len(files)))
     # an ArrayRecord's record is the text itself; in a tar, txt is the members' suffix
     field = {".parquet": "text", ".jsonl": "text", ".tar": "txt", ".arrayrecord": ""}[files[0].suffix]

@@ -144,6 +144,7 @@ def open_readers(stack: ExitStack, python: str | None, num_sources: int, corpus:
         return files.sources(format, num_sources=num_sources, corpus=corpus, peer=python)
 
     records = files.sources("arrayrecord", num_sources=num_sources, corpus=corpus)
+    # Preparing is not timed: a run does it once, before training.
     index = files.prepare_index(files.mixture(records, seq_len=files.ROW_TOKENS, global_batch=ROWS), records)
     shape = dict(rows=ROWS, seq_len=files.ROW_TOKENS)
     peers = [peer for peer in PEERS if python is not None or not peer.is_foreign]
@@ -174,6 +175,7 @@ def open_reader(python: str | None, name: str, folder: object, **options: object
     with reader(python, "mixing", name, folder, **options) as program:
         filled = program.answer()["filled"]
         turns = Turns(program, filled, time.perf_counter() - start_s)
+        # Reads and discards, so that no turn pays for opening files.
         program.ask(WARM_S)
         yield turns
 

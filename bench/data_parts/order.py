@@ -94,6 +94,7 @@ def long_corpora(folder: Path, *, documents: int, size: int) -> Iterator[tuple[s
     texts = long_texts(documents, size=size)
     lines = folder / "long.jsonl"
     files.write_jsonl(lines, texts)
+    # Rows as in `tiny`: 16 of 256 tokens.
     spec = PackedText(
         path=str(lines), seq_len=256, global_batch=16, eval_fraction=0.0, cache_dir=str(folder / "cache")
     )
@@ -126,6 +127,7 @@ def shipped_mixture(folder: Path) -> PackedText:
 
 def two_sources(folder: Path) -> PackedText:
     """Writes two sources of 17 KB documents; returns a mixture of nine parts and one part."""
+    # Two sources of equal size: the weights alone make one frequent.
     for name in ("most", "rest"):
         files.write_jsonl(folder / f"{name}.jsonl", long_texts(400, size=17_000))
     return PackedText(

@@ -39,6 +39,7 @@ def rows(*, sources: int = 306, steps: int | None = None) -> Iterator[Row]:
       sources: in the balanced mixture.
       steps: planned steps per measurement: 12 packed (the best of three counts), 40 balanced.
     """
+    # The same documents for every packing.
     documents = web_documents(20_000, seed=0)
     for packing in PACKINGS:
         yield from packing_rows(packing, documents, steps or 12)
@@ -134,6 +135,7 @@ def pack_with_grain(packing: Packing, documents: list[np.ndarray], batches: int)
     import grain
     from grain import experimental
 
+    # Shuffled and endless, as the planner's documents are.
     source = grain.MapDataset.source([{"token": ids} for ids in documents]).seed(0).shuffle().repeat()
     stream = source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     if packing == "concat":

@@ -28,6 +28,7 @@ def peer_python(path: str | None) -> str:
     check = (
         "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
     )
+    # find_spec looks a package up without importing it, which would take seconds.
     if path is None or subprocess.run([path, "-c", check], capture_output=True, check=False).returncode:
         reason = f"{path} cannot import them all" if path else "no interpreter that has them was given"
         raise UserError(
@@ -112,6 +113,7 @@ class Usage:
 def usage(pids: Iterable[int]) -> Usage:
     """Returns memory, threads and open files of some processes."""
     pids = list(pids)
+    # One entry per thread, the main one included.
     threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
     fds = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
     return Usage(sum(_smaps(pid)["Pss"] for pid in pids) / 1024, len(pids), threads, fds)

@@ -99,6 +99,7 @@ def keep(processes: Sequence[Any], first_batches: Any, all_batches: Any, end: An
     for _ in processes:
         all_batches.acquire()
     answer(first_batch_s=first_batch_s)
+    # Blocks until the parent closes the pipe, or dies.
     sys.stdin.read()
     end.set()
     for process in processes:
@@ -119,6 +120,7 @@ def _consume(
         next(batches)
         if number == 0:
             first_batches.release()
+    # Imports alone are measured: nothing to draw.
     if not args.batches:
         first_batches.release()
     all_batches.release()

@@ -121,6 +121,7 @@ def _grain_records(folder: str) -> Any:
     """Endless records by `MapDataset.mix`, Grain's fastest: every source shuffled."""
     import grain
 
+    # Sorted: the weights follow the order of the files.
     files = sorted(Path(folder).glob("*.arrayrecord"))
     sources = [
         grain.MapDataset.source(grain.sources.ArrayRecordDataSource(str(file)))
@@ -269,6 +270,7 @@ def mosaicml_mixture(args: Any) -> Batches:
     clean_stale_shared_memory()
     sources = sorted(Path(args.folder).iterdir())
     weights = weights_of(len(sources))
+    # Local shards: nothing is downloaded.
     streams = [Stream(local=str(s), proportion=weight) for s, weight in zip(sources, weights, strict=True)]
     dataset = StreamingDataset(
         streams=streams, shuffle=True, batch_size=args.rows, num_canonical_nodes=1, epoch_size=1 << 20
@@ -293,6 +295,7 @@ def jtrain_mixture(args: Any) -> Batches:
     # As the training loop does on a CPU.
     keep_freed_memory()
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.rows)
+    # Options of the command line have no None: "" stands for it.
     spec = dataclasses.replace(spec, prepared=args.prepared or None, engine=args.engine)
     with open_dataset(spec, seed=0).train_batches() as batches:
         for batch in batches:
@@ -341,6 +344,7 @@ def _jtrain_trainer(
     from bench.data_parts.files import mixture
 
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.rows)
+    # As equal as possible; the constructor takes any ascending rows.
     rows = np.array_split(np.arange(args.rows), args.hosts)[host]
     ready_trainers.release()
     steps[1].wait()

@@ -114,7 +114,9 @@ class TextDataset:
                     f"; {stream.prepared.num_skipped:,} bad documents were left out when it was prepared"
                 )
         if len(lines) > _MOST_LINES:
+            # Hundreds of sources would fill the screen.
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
+        # Prepared sources have no corpus.
         corpora = [stream.corpus for stream in self.streams if stream.corpus is not None]
         lines += [corpus.left_out for corpus in corpora if corpus.left_out]
         lines += self._small_windows()
@@ -235,6 +237,7 @@ class TextDataset:
         return to_json(self._start_state(self._planner_spec((1.0, 0.0))), self._identity(setups), self.names)
 
     def _start_state(self, planner: PlannerSpec, first_step: int = 0) -> DataState:
+        # No lengths are needed to build a state.
         state = dataclasses.replace(Planner(planner, _no_lengths).start(), step=first_step)
         return DataState(state, np.zeros(len(self.names), np.int64), (None,) * len(self.names))
 

@@ -210,8 +210,7 @@ class ChunkBuffer:
                 finished_run = self._runs[run_index]
                 assert finished_run is not None
                 self._runs[run_index], self._ids[run_index] = None, _NO_IDS
-                # The release may free shared memory, so no view of this run's ids may be left (`_ids`
-                # above).
+                # Its ids are let go (`_ids` above) first: the pool uses their memory again.
                 self._unused.append(run_index)
                 self._release(finished_run)
         return skipped

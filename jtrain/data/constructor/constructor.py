@@ -156,7 +156,7 @@ class Constructor:
         for run in self._pool.collect():
             self._add_run(run)
         if any(self._known_lengths[source].end <= first for source, first, _ in self._missing):
-            # Planning would stop at the same document again; trying costs as much as a step.
+            # Planning would stop at the same document again.
             return
         self._missing = []
         new_plans: list[_PlannedStep] = []

@@ -116,7 +116,6 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 run.source, read_s=run.read_s, tokens=len(run.ids), documents=len(run.numbers)
             ),
         )
-        # Only once the pool stands: an error above must be the first message about it.
         for line in reasons:
             say(line)
         constructor, pool = _constructor(setup, loaders, descriptors[2:], say)
@@ -124,7 +123,6 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
         while True:
             constructor.advance()
             while free and (built := constructor.fill(slots.arrays(free[0]))) is not None:
-                # Pickled apart: the trainer unpickles a state only when it saves a checkpoint.
                 state = pickle.dumps(built.state, protocol=pickle.HIGHEST_PROTOCOL)
                 # Messages before the batch: the log tells of a left-out document no later than its step.
                 for line in constructor.messages:
@@ -152,7 +150,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 send(("end",))
                 end_sent = True
             begun_s = time.monotonic()
-            # The time-out bounds the time until a loader's death is noticed (`collect`).
+            # The time-out bounds the time until `collect` notices a loader that hangs.
             readable = wait([connection, *pool.connections()], timeout=0.2)
             # All slots free: the trainer is waiting for data, and this process for its loaders.
             if len(free) == setup.slots:

@@ -93,7 +93,7 @@ class RunKeeper:
             tag = self._tag_of[key] = next(self._number)
             requested = self._requested[tag] = _Requested(key)
             self._forget_old_requests()
-        # Before the read is requested: a pool may answer within the call.
+        # Before the read is requested, so that `take` finds everyone who has asked.
         requested.request_of_host[host] = request
         for stored in requested.stored_runs.values():
             self._tell(host, request, stored)
@@ -113,7 +113,7 @@ class RunKeeper:
             return False
         stored = _StoredRun(next(self._number), run)
         self._stored_runs[stored.number] = requested.stored_runs[stored.number] = stored
-        # This host may have restarted, and is past this run by now.
+        # Only other hosts have asked for it so far: its ids count against KEPT_BYTES.
         if self._this_host not in requested.request_of_host:
             self._store_for_others(stored)
         for host, request in requested.request_of_host.items():

@@ -204,7 +204,7 @@ class _RowStatistics:
         if not variance:
             return Correlation(1.0, 0.0)
         covariance = float((deviations[lag:] * deviations[:-lag]).sum()) / pairs
-        # Bartlett's formula for independent steps, over bins that are correlated among themselves.
+        # The norm of X @ X.T is that of X.T @ X, the bins' covariance: bins do not vary independently.
         error = float(np.linalg.norm(deviations @ deviations.T)) / len(deviations) / pairs**0.5
         return Correlation(covariance / variance, error / variance)
 

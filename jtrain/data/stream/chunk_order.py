@@ -244,7 +244,7 @@ class SizedChunks(_Permuted):
             counts = cut.counts(corpus.sizes(start, end))
             entries = np.arange(0, end - start, _TABLE_STRIDE)
             firsts.append(start + entries)
-            # reduceat refuses an empty list of indexes: a file without records.
+            # A file without records has no entry.
             slots.append(np.add.reduceat(counts, entries) if len(entries) else entries)
         self._first_record = np.concatenate([*firsts, [len(corpus)]])
         self._first_slot = np.concatenate([[0], np.cumsum(np.concatenate(slots))])

@@ -83,7 +83,7 @@ def resume_source(
     setup = dataclasses.replace(stream.setup, window_bytes=window_bytes, chunk_bytes=chunk_bytes)
     corpus = stream.corpus
     if corpus is None or not generations:
-        # A prepared source or a Grain dataset has one generation at most: any change is refused.
+        # A prepared source saves no generations: any change of it is refused.
         is_unchanged = stream.fingerprint() == saved["fingerprint"]
         return Resumed(stream.with_setup(setup), "") if is_unchanged else _changed(stream, saved)
     if corpus.is_open != saved["opened_whole"]:

@@ -147,8 +147,8 @@ class WindowedChunks:
                     ),
                 )
             )
-        # Windows hold decoded text: keep those of this call and the last, as callers go back and
-        # forth by one.
+        # Windows hold decoded text: keep those of this call and the last, as neighbouring runs may lie in
+        # two windows.
         requested = {(epoch, window) for window, _, _ in by_window}
         self._windows = {
             epoch_and_window: part_window
