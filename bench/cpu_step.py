@@ -1,5 +1,4 @@
-"""Tokens/s of one train step on this CPU, beside Hugging Face on torch and MaxText: same shape, same
-precision.
+"""Tokens/s of a train step on this CPU beside Hugging Face on torch and MaxText, in one shape and precision.
 
     python -m jtrain.bench cpu_step --torch-python T/bin/python --maxtext-python M/bin/python
 
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench.data_parts.programs import INSTALL as INSTALL_PEERS
-from bench.data_parts.programs import started
+from bench.data_parts.programs import start_program
 from bench.peers import protocol
 from jtrain import optim
 from jtrain.bench import Options, Row, option, row
@@ -64,6 +63,7 @@ def run(args: Options) -> list[Row]:
     Raises:
       UserError: no interpreter was given for a peer, or it lacks the peer.
     """
+    # As the training loop does on a CPU: without it each step would fault its pages in anew.
     keep_freed_memory()
     torch_python = _python("torch", args.torch_python, "import torch, transformers")
     maxtext_python = _python(
@@ -73,10 +73,11 @@ def run(args: Options) -> list[Row]:
     with contextlib.ExitStack() as stack:
         programs = {"jtrain": our_steps()}
         for mode in ("eager", "compile"):
-            torch = stack.enter_context(started(torch_python, TORCH_STEP, mode=mode, threads=cores))
-            torch.answer()  # it is warm
+            torch = stack.enter_context(start_program(torch_python, TORCH_STEP, mode=mode, threads=cores))
+            torch.answer()  # sent once it is warm
             programs[f"torch {mode}"] = lambda count, torch=torch: torch.ask(count)["step_ms"]
         step_ms: dict[str, list[float]] = {name: [] for name in programs}
+        # Turns, so that other work on the machine meets all programs alike.
         for _ in range(args.rounds):
             for name, steps in programs.items():
                 step_ms[name] += steps(args.steps)
@@ -84,6 +85,7 @@ def run(args: Options) -> list[Row]:
 
     tokens_per_s = {name: 1e3 * SEQUENCES * SEQ_LEN / min(ms) for name, ms in step_ms.items()}
     ours = tokens_per_s["jtrain"]
+    # The bar is against the better of the two.
     best = max("torch eager", "torch compile", key=lambda name: tokens_per_s[name])
     return [
         row(
@@ -116,6 +118,7 @@ def our_steps() -> Steps:
     )
     infos = model.param_infos()
     layout = make_layout(LayoutSpec(remat="none"), MeshSpec(), infos)
+    # The horizon below, 10,000 steps, is far beyond the measurement: the schedule does not end in it.
     adamw = optim.AdamW(peak_lr=1e-3, warmup_steps=2)
     optimizer = optim.build(adamw, num_steps=10_000, params=map_params(lambda info: info, infos))
     steps_s = random_steps(model, layout, optimizer, global_batch=SEQUENCES, seq_len=SEQ_LEN)
@@ -141,10 +144,11 @@ def maxtext_step_ms(python: str, count: int) -> list[float]:
         command = [python, "-m", "maxtext.trainers.pre_train.train", f"{config}/configs/base.yml"]
         command += [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, check=False, env=environment, cwd=folder
         )
-    log = done.stdout + done.stderr
+    log = process.stdout + process.stderr
+    # MaxText logs this line once per step.
     seconds = [float(s) for s in re.findall(r"completed step: \d+, seconds: ([0-9.]+)", log)]
     if len(seconds) != 3 + count:
         raise RuntimeError(
@@ -155,9 +159,9 @@ def maxtext_step_ms(python: str, count: int) -> list[float]:
 
 def _python(peer: str, path: str | None, test: str) -> str:
     if path is None or subprocess.run([path, "-c", test], capture_output=True, check=False).returncode:
-        wrong = f"{path} cannot import it" if path else "no interpreter that has it was given"
+        reason = f"{path} cannot import it" if path else "no interpreter that has it was given"
         raise UserError(
-            f"cpu_step compares with {peer}, but {wrong}. Make one with `{INSTALL[peer]}`, then give "
+            f"cpu_step compares with {peer}, but {reason}. Make one with `{INSTALL[peer]}`, then give "
             f"--{peer}-python or PEER_{peer.upper()}_PYTHON."
         )
     return path

@@ -1,5 +1,4 @@
-"""The data plane: memory, mixed reading, resuming, first batches, order, packing and balance, several hosts,
-scaling.
+"""The data plane: memory, mixed reading, resuming, first batches, order, packing, several hosts, scaling.
 
     python -m jtrain.bench data --torch-python T/bin/python
     python -m jtrain.bench data --only mixing --sources 24 --rounds 3
@@ -58,7 +57,8 @@ def run(args: Options) -> Iterator[Row]:
       UserError: a part compares with peers that are not here, or cannot take an option's value.
     """
     for name in args.only:
-        taken = inspect.signature(PARTS[name]).parameters
+        # Each part takes the options that it knows; one that was not given keeps the part's own default.
+        parameters = inspect.signature(PARTS[name]).parameters
         yield from PARTS[name](
-            **{key: value for key, value in vars(args).items() if key in taken and value is not None}
+            **{key: value for key, value in vars(args).items() if key in parameters and value is not None}
         )

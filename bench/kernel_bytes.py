@@ -45,8 +45,7 @@ from jtrain_kernels.registry import Avals
 
 GIB = 2**30
 BAR_GIB = 1.0
-"""Of attention: twice its arrays (0.47 GiB), and a margin: kernels read keys and values more than once, and
-pad."""
+"""Of attention: twice its arrays (0.47 GiB) and a margin, as kernels pad and read keys repeatedly."""
 
 
 OPTIONS = (
@@ -71,11 +70,12 @@ def run(args: Options) -> Iterator[Row]:
 def _in_a_process(part: str, chip: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
+        # A process per chip; see the module's docstring.
         command = [sys.executable, "-m", "jtrain.bench", "kernel_bytes", "--only", part, "--chip", chip]
-        done = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, check=False)
+        process = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, check=False)
         if not file.exists():
             raise UserError(
-                f"kernel_bytes of {part} for {chip} failed: {done.stderr.strip().splitlines()[-1]}"
+                f"kernel_bytes of {part} for {chip} failed: {process.stderr.strip().splitlines()[-1]}"
             )
         return json.loads(file.read_text())["rows"]
 
@@ -85,10 +85,10 @@ def attention_rows(chip: str) -> Iterator[Row]:
     avals = ATTENTION.cases["llama8b"]
     name = registry.choose(ATTENTION, from_name(chip), avals).implementation.name
     hlo = attention_hlo(chip, avals)
-    what = f"{chip}, attention of a llama8b layer, {name}"
-    yield row(f"{what}: read and written", moved_bytes(hlo) / GIB, "GiB", bar=f"<= {BAR_GIB}")
-    yield row(f"{what}: over each array once", moved_bytes(hlo) / needed_bytes(avals), "x")
-    yield row(f"{what}: arrays of queries x keys", float(len(score_arrays(hlo, avals))), "", bar="<= 0")
+    label = f"{chip}, attention of a llama8b layer, {name}"
+    yield row(f"{label}: read and written", moved_bytes(hlo) / GIB, "GiB", bar=f"<= {BAR_GIB}")
+    yield row(f"{label}: over each array once", moved_bytes(hlo) / needed_bytes(avals), "x")
+    yield row(f"{label}: arrays of queries x keys", float(len(score_arrays(hlo, avals))), "", bar="<= 0")
 
 
 def attention_hlo(chip: str, avals: Avals) -> str:
@@ -96,21 +96,21 @@ def attention_hlo(chip: str, avals: Avals) -> str:
 
     The compiler chooses the layouts of arguments and results, as it does inside a step.
     """
+    # No chip is needed: the compiler takes a description.
     mesh, spec = aot.virtual_device(chip), from_name(chip)
     any_layout = Format(Layout.AUTO, NamedSharding(mesh, P()))
     function: Any = jax.jit(
         aot.op_function(ATTENTION, avals, gradients=True), in_shardings=any_layout, out_shardings=any_layout
     )
+    # Scalars among the case's arguments are compiled in.
     arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
     with registry.on(spec), compat.lowering_for(mesh, spec), compat.no_compile_cache():
         return function.lower(arrays).compile().as_text()
 
 
 def moved_bytes(hlo: str) -> int:
-    """Bytes that the instructions of a program read and write; each distinct operand of an instruction counts
-    once.
-    """
-    return sum(one.read_bytes + one.written_bytes for one in passes(hlo))
+    """Bytes that a program's instructions read and write; a distinct operand counts once per instruction."""
+    return sum(array_pass.read_bytes + array_pass.written_bytes for array_pass in passes(hlo))
 
 
 def needed_bytes(avals: Avals) -> int:
@@ -118,18 +118,19 @@ def needed_bytes(avals: Avals) -> int:
     q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
     B, L, N, _ = q.shape
     lse = 4 * B * N * L
+    # Forward: q, the result, k, v and lse; backward: these as well, with dy, dq, dk and dv instead of the
+    # result.
     return 2 * size_bytes(q) + 2 * size_bytes(k) + lse + 4 * size_bytes(q) + 4 * size_bytes(k) + lse
 
 
 def score_arrays(hlo: str, avals: Avals) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Arrays in memory with a dimension of all queries and another of all keys, such as
-    `bf16[1,8192,8192]`.
-    """
+    """Arrays in memory with a dimension of all queries and one of all keys, such as `bf16[1,8192,8192]`."""
     L, M = (array(avals, name).shape[1] for name in ("q_BLNH", "k_BMKH"))
     return tuple(
         sorted(
             (dtype, dims)
             for dtype, dims in written_arrays(hlo)
+            # One dimension of that size is no array of scores, where queries and keys are as many.
             if L in dims and M in dims and (L != M or dims.count(L) > 1)
         )
     )
@@ -138,18 +139,28 @@ def score_arrays(hlo: str, avals: Avals) -> tuple[tuple[str, tuple[int, ...]], .
 def loss_rows(chip: str) -> Iterator[Row]:
     """GiB of temporaries by the dtype of the unembedding, whose gradient, an output, has the same dtype."""
     chunk = best_chunk(from_name(chip), tokens=TOKENS, d_model=D, vocab=V)[0]
+    # The gradient of the unembedding is summed in float32 in both.
     for dtype in ("float32", "bfloat16"):
-        chunked = loss_temp_bytes(functools.partial(linear_cross_entropy, chunk_tokens=chunk), chip, dtype)
-        what = f"{chip}, {chunk} tokens at a time, unembedding {dtype}"
+        chunked_bytes = loss_temp_bytes(
+            functools.partial(linear_cross_entropy, chunk_tokens=chunk), chip, dtype
+        )
+        label = f"{chip}, {chunk} tokens at a time, unembedding {dtype}"
         # The sum of a bfloat16 gradient is float32 until the end: 1.96 GiB that are no output.
-        yield row(what, chunked / GIB, "GiB", bar="<= 2" if dtype == "float32" else "<= 3")
-    whole = loss_temp_bytes(linear_cross_entropy_reference, chip, "bfloat16")
-    yield row(f"{chip}, all logits at once, unembedding bfloat16", whole / GIB, "GiB")
+        yield row(label, chunked_bytes / GIB, "GiB", bar="<= 2" if dtype == "float32" else "<= 3")
+    full_logits_bytes = loss_temp_bytes(linear_cross_entropy_reference, chip, "bfloat16")
+    yield row(f"{chip}, all logits at once, unembedding bfloat16", full_logits_bytes / GIB, "GiB")
     if chip == "h200":
-        split, sent = split_loss_bytes("h200:8", 8)
-        yield row("8 x h200 along tensor, unembedding float32", split / GIB, "GiB", bar="<= 1.5")
-        gathered = 2 * D * V * 2 * 7 // 8
-        yield row("8 x h200, sent by each", sent / 2**20, "MiB", baseline=gathered / 2**20, bar="<= 0.25")
+        split_temp_bytes, sent_bytes = split_loss_bytes("h200:8", 8)
+        yield row("8 x h200 along tensor, unembedding float32", split_temp_bytes / GIB, "GiB", bar="<= 1.5")
+        # Two gatherings (forward, backward) of a bfloat16 unembedding; each device has an eighth already.
+        gathered_bytes = 2 * D * V * 2 * 7 // 8
+        yield row(
+            "8 x h200, sent by each",
+            sent_bytes / 2**20,
+            "MiB",
+            baseline=gathered_bytes / 2**20,
+            bar="<= 0.25",
+        )
 
 
 def loss_temp_bytes(loss: Callable[..., Any], chip: str, unembed_dtype: str) -> int:
@@ -169,12 +180,12 @@ def split_loss_bytes(topology: str, num_devices: int) -> tuple[int, int]:
         return jax.lax.psum(sums, "tensor"), gradients
 
     specs = P(None, "tensor"), P(None, "tensor"), P()
-    placed = [
+    sharded_arrays = [
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
         for x, spec in zip(shapes, specs, strict=True)
     ]
     step = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=((P(), P()), specs[:2]), check_vma=False)
-    report = aot.compile_for(mesh, step, *placed)
+    report = aot.compile_for(mesh, step, *sharded_arrays)
     return report.temp_bytes, sum(t.wire_bytes for t in traffic(report.hlo, dict(mesh.shape)))
 
 
@@ -184,8 +195,10 @@ def elementwise_rows(chip: str) -> Iterator[Row]:
         for name in implementations_on(from_name(chip), case.op):
             forced = {} if case.op is None else {case.op.name: name}
             report = aot.compile_for(chip, case.function, *case.arguments, forced=forced)
-            needed = case.needed_bytes() / 2**20
-            yield row(f"{chip}, {case.name}, {name}", moved_bytes(report.hlo) / 2**20, "MiB", baseline=needed)
+            needed_mib = case.needed_bytes() / 2**20
+            yield row(
+                f"{chip}, {case.name}, {name}", moved_bytes(report.hlo) / 2**20, "MiB", baseline=needed_mib
+            )
 
 
 PARTS: dict[str, tuple[tuple[str, ...], Callable[[str], Iterator[Row]]]] = {

@@ -29,11 +29,9 @@ from jtrain.bench.layouts import chosen_trials
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("step", "pipeline", "model", "optim", "data")
 CHEAP_S, ALL_S = 20, 60
-"""Seconds of tests in the first process of a trial, and in the second, which runs if nothing failed in the
-first."""
+"""Seconds of tests in a trial's first process, and in its second, which runs if the first noticed nothing."""
 START_S = 90
-"""Longest start of such a process on a busy machine; tests that take ALL_S longer than they should hang, and
-notice."""
+"""Longest start of such a process on a busy machine; tests that take much longer hang, and so notice."""
 
 OPTIONS = (
     option("--trials", type=int, default=200, help="changes to try (default: %(default)s)"),
@@ -104,9 +102,7 @@ MESSAGES = {
 
 
 class Finder(ast.NodeVisitor):
-    """Collects the possible changes of one file; leaves out messages, types, refusals and what runs at import
-    only.
-    """
+    """Collects the possible changes of one file, without messages, types, refusals and module-level code."""
 
     def __init__(self, file: str, source: bytes) -> None:
         """Reads the file's source."""
@@ -114,6 +110,7 @@ class Finder(ast.NodeVisitor):
         self.source = source
         self.starts = [0]
         for line in source.splitlines(keepends=True):
+            # In bytes, as ast counts columns in bytes.
             self.starts.append(self.starts[-1] + len(line))
         self.changes: list[Change] = []
         self.assigned: set[str] = set()
@@ -131,6 +128,7 @@ class Finder(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Only bodies: no decorators, types or docstring."""
+        # Parameters count as bound: assigning to one again makes a stale value possible.
         outer, self.assigned = (
             self.assigned,
             {argument.arg for argument in ast.walk(node.args) if isinstance(argument, ast.arg)},
@@ -149,6 +147,7 @@ class Finder(ast.NodeVisitor):
     def visit_If(self, node: ast.If) -> None:
         """The condition turned round, unless it only refuses."""
         if any(isinstance(part, ast.Raise) for part in node.body) or "TYPE_CHECKING" in self._text(node.test):
+            # The refusal itself is left alone; what follows in `else` is not.
             for statement in node.orelse:
                 self.visit(statement)
             return
@@ -165,6 +164,7 @@ class Finder(ast.NodeVisitor):
         names = {
             name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
         }
+        # A first binding left out is a NameError, which any test notices.
         if names and names <= self.assigned:
             self._add("stale", node, "pass")
         self.assigned |= names
@@ -177,18 +177,19 @@ class Finder(ast.NodeVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         """A comparison's other side of equality."""
-        if len(node.ops) == 1 and (other := COMPARISONS.get(type(node.ops[0]))):
+        if len(node.ops) == 1 and (opposite := COMPARISONS.get(type(node.ops[0]))):
             self._add(
-                "comparison", node, f"{self._text(node.left)} {other} {self._text(node.comparators[0])}"
+                "comparison", node, f"{self._text(node.left)} {opposite} {self._text(node.comparators[0])}"
             )
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         """Another sign."""
-        if (other := SIGNS.get(type(node.op))) and not isinstance(
+        # Formatting, repeating a list or scaling a constant: mostly no arithmetic of the model.
+        if (other_sign := SIGNS.get(type(node.op))) and not isinstance(
             node.left, ast.Constant | ast.JoinedStr | ast.List
         ):
-            self._add("sign", node, f"({self._text(node.left)} {other} {self._text(node.right)})")
+            self._add("sign", node, f"({self._text(node.left)} {other_sign} {self._text(node.right)})")
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
@@ -202,15 +203,16 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        """`and` for `or`."""
-        other = " or " if isinstance(node.op, ast.And) else " and "
+        """Swaps `and` and `or`."""
+        other_word = " or " if isinstance(node.op, ast.And) else " and "
         self._add(
-            "condition", node, "(" + other.join(f"({self._text(value)})" for value in node.values) + ")"
+            "condition", node, "(" + other_word.join(f"({self._text(value)})" for value in node.values) + ")"
         )
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
         """An integer and one."""
+        # Not True and False, which are ints as well.
         if type(node.value) is int:
             self._add("off by one", node, str(node.value + 1))
 
@@ -219,9 +221,10 @@ class Finder(ast.NodeVisitor):
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if name in MESSAGES:
             return
-        plain = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
-        if name in REDUCTIONS and plain and len(plain) == len(node.args):
-            operand = plain[0]
+        operands = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
+        if name in REDUCTIONS and operands and len(operands) == len(node.args):
+            # np.sum(x): the first argument; x.sum(): the array itself, below.
+            operand = operands[0]
             if isinstance(node.func, ast.Attribute) and self._text(node.func.value) not in (
                 "jnp",
                 "jax",
@@ -231,8 +234,9 @@ class Finder(ast.NodeVisitor):
                 "jax.numpy",
             ):
                 operand = node.func.value
-            if name == "where" and len(plain) == 3:
-                operand = plain[1]
+            # where(condition, x, y) becomes x.
+            if name == "where" and len(operands) == 3:
+                operand = operands[1]
             self._add("reduction", node, f"({self._text(operand)})")
         for keyword in node.keywords:
             if keyword.arg in ("axis", "axes", "dimension") and isinstance(
@@ -249,6 +253,7 @@ def possible_changes(package: str) -> list[Change]:
         source = path.read_bytes()
         finder = Finder(str(path.relative_to(ROOT)), source)
         for statement in ast.parse(source).body:
+            # Module-level code runs at import, where any change breaks every test.
             if isinstance(statement, ast.FunctionDef | ast.ClassDef):
                 finder.visit(statement)
         changes += finder.changes
@@ -256,27 +261,30 @@ def possible_changes(package: str) -> list[Change]:
 
 
 def sample(trials: int, seed: int) -> list[Change]:
-    """As many changes of each package, in turn, and within a package as many of each kind as there are."""
-    drawn = random.Random(seed)
+    """Returns as many changes of each package, in turn; within a package its kinds take turns."""
+    rng = random.Random(seed)
     by_package = []
     for package in PACKAGES:
         by_kind: dict[str, list[Change]] = {}
         for change in possible_changes(package):
             by_kind.setdefault(change.kind, []).append(change)
         for changes in by_kind.values():
-            drawn.shuffle(changes)
-        turns = itertools.zip_longest(*by_kind.values())
-        by_package.append([change for turn in turns for change in turn if change is not None])
+            # One generator for all packages: the sample depends on the seed and the tree alone.
+            rng.shuffle(changes)
+        rounds = itertools.zip_longest(*by_kind.values())
+        by_package.append([change for turn in rounds for change in turn if change is not None])
     return [by_package[trial % len(PACKAGES)][trial // len(PACKAGES)] for trial in range(trials)]
 
 
 def run(args: Options) -> Iterator[Row]:
     """Runs the trials; prints a line for each."""
+    # The whole sample is drawn even for one trial, so that trial K is always the same change.
     chosen = chosen_trials(args.only, args.trials)
     changes = sample(args.trials, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         for name in ("jtrain", "kernels", "tests", "configs", "bench"):
+            # A copy: the checkout stays as it is, also if a trial is killed.
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / name, tree / name)
@@ -285,32 +293,34 @@ def run(args: Options) -> Iterator[Row]:
         for number in chosen:
             change = changes[number]
             source = (ROOT / change.file).read_bytes()
-            begun = time.monotonic()
+            start_s = time.monotonic()
             (tree / change.file).write_bytes(change.apply(source))
-            noticer = first_failure(tree, *tests_of(change, lines))
+            failed_test = first_failure(tree, *tests_of(change, lines))
+            # Put back before the next trial: each has one change.
             (tree / change.file).write_bytes(source)
-            noticed += noticer is not None
-            verdict = noticer or "SURVIVED"
+            noticed += failed_test is not None
+            verdict = failed_test or "SURVIVED"
             print(
-                f"{number} {change.describe(source)}  {verdict} {time.monotonic() - begun:.0f} s", flush=True
+                f"{number} {change.describe(source)}  {verdict} {time.monotonic() - start_s:.0f} s",
+                flush=True,
             )
     yield row("changes that were tried", len(chosen), "changes")
     yield row("changes that the quick tests notice", 100 * noticed / len(chosen), "%")
 
 
-def lines_of_tests(tree: Path, kept: Path | None) -> dict[str, Any]:
+def lines_of_tests(tree: Path, lines_file: Path | None) -> dict[str, Any]:
     """Seconds and lines of each quick test of the packages: `{test: {seconds, lines: {file: [line]}}}`."""
-    kept = kept or tree / "lines.json"
-    if not kept.exists():
+    lines_file = lines_file or tree / "lines.json"
+    if not lines_file.exists():
         pytest(
             tree,
             "-p",
             "tests.lines_of_tests",
             "--lines-of-tests",
-            str(kept.absolute()),
+            str(lines_file.absolute()),
             *(f"tests/{name}" for name in PACKAGES),
         )
-    return json.loads(kept.read_text())
+    return json.loads(lines_file.read_text())
 
 
 def tests_of(change: Change, lines: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -320,6 +330,7 @@ def tests_of(change: Change, lines: dict[str, Any]) -> tuple[list[str], list[str
     """
     reached = [name for name, test in lines.items() if change.line in test["lines"].get(change.file, ())]
     if not reached:
+        # jtrain/data/x.py is tested in tests/data.
         mirror = change.file.replace("jtrain/", "tests/", 1).rpartition("/")[0]
         reached = [name for name in lines if name.startswith(mirror)]
     stem = "/test_" + change.file.rpartition("/")[2]
@@ -327,33 +338,36 @@ def tests_of(change: Change, lines: dict[str, Any]) -> tuple[list[str], list[str
     def order(name: str) -> tuple[bool, float]:
         return stem not in name, lines[name]["seconds"]
 
+    # A test of every file first, as tests of one file tend to notice the same.
     by_file: dict[str, list[str]] = {}
     for name in sorted(reached, key=order):
         by_file.setdefault(name.partition("::")[0], []).append(name)
     rounds = max(map(len, by_file.values()), default=0)
     in_turn = [names[turn] for turn in range(rounds) for names in by_file.values() if turn < len(names)]
-    cheap, more, cheap_s, more_s = [], [], 0.0, 0.0
+    cheap, further, cheap_s, further_s = [], [], 0.0, 0.0
     for name in in_turn:
         seconds = lines[name]["seconds"]
+        # Cheapest first within a file, the file that mirrors the changed one before all others.
         if cheap_s + seconds <= CHEAP_S:
             cheap.append(name)
             cheap_s += seconds
-        elif more_s + seconds <= ALL_S or not more:
-            more.append(name)
-            more_s += seconds
-    return cheap, more
+        # At least one, however slow: it may be the only test that reaches the line.
+        elif further_s + seconds <= ALL_S or not further:
+            further.append(name)
+            further_s += seconds
+    return cheap, further
 
 
 def first_failure(tree: Path, *stages: list[str]) -> str | None:
     """Name of the first test that fails, or how the tests ended otherwise; None if all pass."""
     for tests in filter(None, stages):
         try:
-            done = pytest(tree, "-x", *tests)
+            process = pytest(tree, "-x", *tests)
         except subprocess.TimeoutExpired:
             return "does not end"
-        if done.returncode != 0:
-            failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return failed[0].split(" - ")[0] if failed else f"pytest ended with {done.returncode}"
+        if process.returncode != 0:
+            failures = [line for line in process.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            return failures[0].split(" - ")[0] if failures else f"pytest ended with {process.returncode}"
     return None
 
 
@@ -361,6 +375,7 @@ def pytest(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs quick tests of the copy."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), str(tree / "kernels")])}
     command = [sys.executable, "-m", "pytest", "-q", *arguments]
+    # The measuring run (-p) has no limit: it runs every test.
     limit_s = None if "-p" in arguments else 3 * ALL_S + START_S
     return subprocess.run(
         command, cwd=tree, env=environment, capture_output=True, text=True, check=False, timeout=limit_s

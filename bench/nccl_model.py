@@ -19,7 +19,7 @@ TABLES = Path(__file__).with_name("nccl_tables.json")
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class PublishedTime:
     """One published time of an all-reduce over `hosts` hosts of 8 x H100."""
 
     hosts: int
@@ -30,6 +30,7 @@ class Measured:
     @property
     def predicted_us(self) -> float:
         """Time of the algorithm and protocol that NCCL's model chooses, by that model."""
+        # Whole hosts: NCCL then uses NVLink inside and the network between them.
         group = nccl_group(make_fabric(DEVICES["h100"], 8 * self.hosts, self.network))
         assert group is not None
         return timed(group, "all-reduce", self.array_bytes)[0].nccl_us
@@ -40,36 +41,37 @@ class Measured:
         return self.predicted_us / self.us - 1
 
 
-def published() -> list[tuple[str, list[Measured]]]:
+def published_tables() -> list[tuple[str, list[PublishedTime]]]:
     """The tables, each with its name."""
     document: dict[str, Any] = json.loads(TABLES.read_text())
-    found = []
+    tables = []
     for table in document["tables"]:
         hosts, network = table["hosts"], Network(**document["networks"][table["network"]])
         ranks = 8 * hosts
+        # Tables give either times or bus bandwidths.
         times = dict(table.get("us", ()))
         for size, rate in table.get("bus_gb_per_s", ()):
+            # nccl-tests: bus bandwidth = size / time * 2 (n - 1) / n for an all-reduce of n ranks.
             times[size] = size / (1000 * rate) * 2 * (ranks - 1) / ranks
-        what = f"{hosts} x 8 H100, {table['network']}, {len(times)} sizes, {table['source']}"
-        found.append((what, [Measured(hosts, network, size, us) for size, us in times.items()]))
-    return found
+        label = f"{hosts} x 8 H100, {table['network']}, {len(times)} sizes, {table['source']}"
+        tables.append((label, [PublishedTime(hosts, network, size, us) for size, us in times.items()]))
+    return tables
 
 
 def run(args: Options) -> Iterator[Row]:
     """A row per table, then all sizes of all tables together."""
     del args
-    tables = published()
-    for what, rows in tables:
-        yield row(f"{what}: mean error of times", _mean(rows), "%")
-    everything = [one for _, rows in tables for one in rows]
+    tables = published_tables()
+    for label, rows in tables:
+        yield row(f"{label}: mean error of times", _mean(rows), "%")
+    everything = [time for _, rows in tables for time in rows]
     yield row(f"all {len(everything)} times: mean error", _mean(everything), "%", bar="<= 15")
-    worst = max(everything, key=lambda one: abs(one.error))
-    yield row(
-        f"largest error, {worst.hosts} hosts, {worst.array_bytes:,} bytes: predicted", worst.predicted_us, "us",
-        baseline=worst.us,
-    )  # fmt: skip
+    farthest = max(everything, key=lambda time: abs(time.error))
+    label = f"largest error, {farthest.hosts} hosts, {farthest.array_bytes:,} bytes: predicted"
+    # The worst size is named: a mean could hide a wrong choice of algorithm.
+    yield row(label, farthest.predicted_us, "us", baseline=farthest.us)
 
 
-def _mean(rows: list[Measured]) -> float:
+def _mean(rows: list[PublishedTime]) -> float:
     """Mean of the errors without their signs, in percent."""
-    return 100 * sum(abs(one.error) for one in rows) / len(rows)
+    return 100 * sum(abs(time.error) for time in rows) / len(rows)

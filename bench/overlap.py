@@ -1,5 +1,4 @@
-"""llama8b over tensor=8 and a mixture over expert=4, compiled for 8 absent chips: what of the network is
-hidden.
+"""llama8b over tensor=8 and a mixture over expert=4, compiled for 8 absent chips: hidden network time.
 
     python -m jtrain.bench overlap [--device v5p]
 
@@ -43,8 +42,7 @@ SETTINGS = (
     f"data.global_batch={SEQUENCES}",
     f"data.seq_len={SEQ_LEN}",
 )
-"""Settings. With one sequence the unembedding's all-gather would be a tenth of all bytes, with four a
-30th."""
+"""Settings. The unembedding's all-gather is a 30th of all bytes with four sequences, a tenth with one."""
 
 IN_PIECES, IN_GROUPS = "layout.tensor_overlap=True", f"layout.sequence_groups={SEQUENCES}"
 IN_8_BITS = (IN_PIECES, "precision.matmul_dtype=fp8_delayed")
@@ -80,7 +78,7 @@ def run(args: Options) -> Iterator[Row]:
     """
     for device in args.device or TOPOLOGIES:
         for form, sets in FORMS[device].items():
-            yield from compiled(device, form, sets)
+            yield from compiled_rows(device, form, sets)
         if device == "h200":  # the mixture as it ships needs more memory than a v5p has
             yield from exchange_rows(device)
 
@@ -98,48 +96,67 @@ def mixture_step(device: str) -> CompiledStep:
 def exchange_rows(device: str) -> Iterator[Row]:
     """Rows of the mixture's expert exchange, all ragged all-to-alls of a step."""
     program = mixture_step(device)
-    (sent,) = (t for t in program.traffic if t.kind == "ragged-all-to-all")
-    what = f"{device}, expert exchange"
+    # Exactly one kind of traffic: another one would mean another program.
+    (exchange,) = (t for t in program.traffic if t.kind == "ragged-all-to-all")
+    label = f"{device}, expert exchange"
     yield row(
-        f"qwen3_30b_a3b, 8 x {device}, expert exchange: sent per device and step", sent.wire_bytes / 1e9, "GB"
+        f"qwen3_30b_a3b, 8 x {device}, expert exchange: sent per device and step",
+        exchange.wire_bytes / 1e9,
+        "GB",
     )
-    yield row(f"{what}: share of it asynchronous", sent.async_bytes / sent.array_bytes, "")
-    yield row(f"{what}: share of it beside a matmul", sent.hidden_bytes / sent.array_bytes, "", bar=">= 0.6")
-    yield row(f"{what}: temporaries", program.temp_bytes / 1e9, "GB")
+    yield row(f"{label}: share of it asynchronous", exchange.async_bytes / exchange.array_bytes, "")
+    yield row(
+        f"{label}: share of it beside a matmul",
+        exchange.hidden_bytes / exchange.array_bytes,
+        "",
+        bar=">= 0.6",
+    )
+    yield row(f"{label}: temporaries", program.temp_bytes / 1e9, "GB")
 
 
-def compiled(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
+def compiled_rows(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row]:
     """Rows of the step of llama8b as the device's compiler scheduled it.
 
     Raises:
       UserError: the compiler is not installed.
     """
+    # Only settings differ between the forms.
     built = build_run(load_config("llama8b", sets=(*SETTINGS, *sets)))
     job = plan_job(built)
     options = IN_CUBLAS if sets == IN_8_BITS else {}
     devices = topology_devices(TOPOLOGIES[device])
     program = compile_step(job, make_optimizer(built), devices=devices, compiler_options=options)
-    sent = traffic.overlap(program.traffic)
+    network_traffic = traffic.overlap(program.traffic)
+    # The plan's rates: the schedule alone decides what is hidden.
     rates = rates_of(from_name(device), DEVICES)
-    found = two_streams(program.hlo, job.layout.mesh.shape, rates, attention_s(device))
+    timeline = two_streams(program.hlo, job.layout.mesh.shape, rates, attention_s(device))
     name = f"{device}, {form}"
-    beside = sent.hidden_bytes / sent.wire_bytes
+    byte_share = network_traffic.hidden_bytes / network_traffic.wire_bytes
     bar = None if form == "plain" else ">= 0.9"
-    yield row(f"llama8b, 8 x {name}: sent per device and step", sent.wire_bytes / 1e9, "GB")
-    yield row(f"{name}: share of its bytes asynchronous", sent.async_bytes / sent.wire_bytes, "")
+    yield row(f"llama8b, 8 x {name}: sent per device and step", network_traffic.wire_bytes / 1e9, "GB")
     yield row(
-        f"{name}: share of its bytes beside a matmul", beside, "", bar=bar if form != "in groups" else None
+        f"{name}: share of its bytes asynchronous",
+        network_traffic.async_bytes / network_traffic.wire_bytes,
+        "",
     )
     yield row(
-        f"{name}: share of its seconds hidden", found.hidden_share, "", bar=SECONDS_BAR.get((device, form))
+        f"{name}: share of its bytes beside a matmul",
+        byte_share,
+        "",
+        bar=bar if form != "in groups" else None,
     )
-    yield row(f"{name}: seconds on the wire", 1e3 * found.wire_s, "ms")
-    yield row(f"{name}: seconds of computation", 1e3 * found.compute_s, "ms")
-    yield row(f"{name}: seconds of a step", 1e3 * (found.compute_s + found.waiting_s), "ms")
+    yield row(
+        f"{name}: share of its seconds hidden", timeline.hidden_share, "", bar=SECONDS_BAR.get((device, form))
+    )
+    yield row(f"{name}: seconds on the wire", 1e3 * timeline.wire_s, "ms")
+    yield row(f"{name}: seconds of computation", 1e3 * timeline.compute_s, "ms")
+    yield row(f"{name}: seconds of a step", 1e3 * (timeline.compute_s + timeline.waiting_s), "ms")
     yield row(f"{name}: temporaries", program.temp_bytes / 1e9, "GB")
     seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
     hidden: collections.defaultdict[str, float] = collections.defaultdict(float)
-    for hop in found.hops:
+    # By phase and layer, to show where the rest is not hidden.
+    for hop in timeline.hops:
+        # The scope of an instruction names the layer whose transfer it is.
         phase, layer = scope_mark(hop.scope)
         kind = f"{phase} of {layer}" if layer.startswith("layers/") else "embedding, loss and the rest"
         seconds[kind] += hop.seconds
@@ -160,6 +177,7 @@ def attention_s(device: str) -> dict[tuple[str, str], float]:
     peak = spec.peak_bf16_flops
     assert peak is not None, "both devices have one"
     forward, backward = ATTENTION[KERNEL[spec.platform]][model.head_dim]
+    # 4 = two matmuls of 2 FLOPs per multiply-add.
     flops = (
         model.num_layers * 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim
     )  # half of it is masked

@@ -53,7 +53,7 @@ class Published:
     batch: sequences per step, and tokens of each. axes: of the mesh. published_s: seconds of a step.
     """
 
-    what: str
+    title: str
     model: Fields
     device: str
     axes: Fields
@@ -100,7 +100,7 @@ PUBLISHED = (
 )  # fmt: skip
 """Published steps, in the order of the list that they were taken from."""
 
-KEPT = ("attention_q", "attention_k", "attention_v", "attention")
+SAVED_ACTIVATIONS = ("attention_q", "attention_k", "attention_v", "attention")
 
 
 def planned_job(step: Published) -> Job:
@@ -111,16 +111,19 @@ def planned_job(step: Published) -> Job:
     model = Transformer(**fields)
     mesh = MeshSpec(**step.axes)
     spec = LayoutSpec(
+        # A single device has nothing to shard.
         zero_stage=3 if mesh.shape["data"] > 1 else 0,
         microbatches=step.microbatches,
         remat="named",
-        remat_save=KEPT,
+        remat_save=SAVED_ACTIVATIONS,
         offload=OffloadSpec(optimizer=1.0) if step.offloads else OffloadSpec(),
     )
     rounding: Any = {}
     if step.precision.get("param_dtype") == "bfloat16":
+        # Parameters in bfloat16 need stochastic rounding, and the source stores its moments in 16 bits too.
         rounding = dict(moment_dtype="bfloat16_sr", param_rounding="stochastic")
     layout = make_layout(spec, mesh, model.param_infos(), precision=PrecisionSpec(**step.precision))
+    # Host memory is not what limits these steps: 2 TB hold any offloaded state.
     machine = make_machine(step.device, mesh.size, host_memory_bytes=2 * 10**12)
     return Job(model, layout, AdamW(peak_lr=1e-4, **rounding), *step.batch, machine)
 
@@ -137,15 +140,15 @@ def run(args: Options) -> list[Row]:
     rows: list[Row] = []
     errors: list[float] = []
     for step in PUBLISHED:
-        found = row(
-            f"{step.what}, {step.device}, {step.source}: planned",
+        step_row = row(
+            f"{step.title}, {step.device}, {step.source}: planned",
             predicted_s(step),
             "s",
             baseline=step.published_s,
         )
-        assert found["ratio"] is not None
-        errors.append(100 * abs(found["ratio"] - 1))
-        rows.append(found)
+        assert step_row["ratio"] is not None
+        errors.append(100 * abs(step_row["ratio"] - 1))
+        rows.append(step_row)
     rows.append(row("mean error", sum(errors) / len(errors), "%", bar="<= 10"))
     rows.append(row("largest error", max(errors), "%", bar="<= 25"))
     return rows

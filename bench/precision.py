@@ -4,8 +4,7 @@
     python -m jtrain.bench precision --only 8-bit --whole --steps 100
 
 All precisions see the same weights and batches, seed by seed. A CPU computes 8-bit matmuls as a GPU would,
-but not as
-fast: `fp8_speed` measures their speed on one.
+but not as fast: `fp8_speed` measures their speed on one.
 """
 
 import statistics
@@ -55,9 +54,7 @@ float32."""
 
 
 class Losses(NamedTuple):
-    """Final losses of one run, nats/byte: the mean of the last tenth of its steps, and of what was held
-    out.
-    """
+    """Final losses of one run, nats/byte: mean of the last tenth of its steps, and of held-out documents."""
 
     train: float
     held_out: float
@@ -74,8 +71,10 @@ OPTIONS = (
 def run(args: Options) -> Iterator[Row]:
     """Rows of each precision; a spread is that of the seeds."""
     chosen = [name for name in PRECISIONS if args.only is None or args.only in name]
-    slow = any("0.999" in name for name in chosen)
-    baselines = [name for name in PRECISIONS if name.startswith("float32") and (slow or "0.999" not in name)]
+    has_slow_b2 = any("0.999" in name for name in chosen)
+    baselines = [
+        name for name in PRECISIONS if name.startswith("float32") and (has_slow_b2 or "0.999" not in name)
+    ]
     shape = () if args.whole else SMALLER
     runs = {
         name: [final_losses((*shape, *sets), seed=seed, num_steps=args.steps) for seed in range(args.seeds)]
@@ -84,24 +83,40 @@ def run(args: Options) -> Iterator[Row]:
     }
     for name, losses in runs.items():
         size = bytes_per_parameter((*shape, *PRECISIONS[name]))
+        # Baselines have no ratio.
         if name in baselines:
-            for what, values in zip(Losses._fields, zip(*losses, strict=True), strict=True):
-                yield row(f"{name}: {what.replace('_', ' ')}", statistics.mean(values), "nats/byte")
+            for split, values in zip(Losses._fields, zip(*losses, strict=True), strict=True):
+                yield row(f"{name}: {split.replace('_', ' ')}", statistics.mean(values), "nats/byte")
             yield row(f"{name}: parameters and state", size, "bytes/parameter")
             continue
-        of = baselines[-1 if "0.999" in name else 0]
+        baseline_name = baselines[-1 if "0.999" in name else 0]
+        # Rounding to nearest is there to show what stochastic rounding gains.
         bar = None if "nearest" in name else "<= 1.02" if "matmuls" in name else "<= 1.01"
-        for what in Losses._fields:
-            values, wanted = ([getattr(one, what) for one in runs[each]] for each in (name, of))
-            apart = [value / want - 1 for value, want in zip(values, wanted, strict=True)]
-            label = f"{name}: {what.replace('_', ' ')} ({min(apart):+.2%} .. {max(apart):+.2%})"
-            yield row(label, statistics.mean(values), "nats/byte", baseline=statistics.mean(wanted), bar=bar)
-        baseline = bytes_per_parameter((*shape, *PRECISIONS[of]))
+        for split in Losses._fields:
+            values, baseline_losses = (
+                [getattr(losses_of_seed, split) for losses_of_seed in runs[precision]]
+                for precision in (name, baseline_name)
+            )
+            # Seed by seed: both runs saw the same weights and batches, so their noise is shared.
+            differences = [
+                value / baseline_loss - 1
+                for value, baseline_loss in zip(values, baseline_losses, strict=True)
+            ]
+            label = f"{name}: {split.replace('_', ' ')} ({min(differences):+.2%} .. {max(differences):+.2%})"
+            yield row(
+                label,
+                statistics.mean(values),
+                "nats/byte",
+                baseline=statistics.mean(baseline_losses),
+                bar=bar,
+            )
+        baseline = bytes_per_parameter((*shape, *PRECISIONS[baseline_name]))
         yield row(f"{name}: parameters and state", size, "bytes/parameter", baseline=baseline)
 
 
 def final_losses(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Losses:
     """One run, from its first weights to its last evaluation."""
+    # One evaluation, after the last update.
     sets += (
         f"seed={seed}",
         f"num_steps={num_steps}",
@@ -112,6 +127,7 @@ def final_losses(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Losses:
         lines = trained(
             "tiny", (*sets, "checkpoint.every_steps=None", "metrics.tensorboard=False"), Path(folder)
         )
+    # The last tenth: a single step's loss has the noise of its batch.
     losses = [line["loss_nats"] for line in lines if "loss_nats" in line]
     held_out = [line["eval_loss_nats"] for line in lines if "eval_loss_nats" in line]
     return Losses(statistics.mean(losses[-max(num_steps // 10, 1) :]), held_out[-1])
@@ -121,6 +137,7 @@ def bytes_per_parameter(sets: tuple[str, ...]) -> float:
     """Bytes of parameters and of the optimizer's state."""
     built = build_run(load_config("tiny", (), sets))
     infos = built.model.param_infos()
+    # Moments and masters by state_bytes, the parameter itself by its own dtype.
     total = sum(
         state_bytes(built.optimizer, i, i.size) + i.size * itemsize(built.precision.param_dtype)
         for i in infos

@@ -1,5 +1,4 @@
-"""Corpora of the data benchmarks: the same documents of many text sources in seven forms, written once and
-kept.
+"""Corpora of the data benchmarks: the same documents of many text sources in seven forms, written once.
 
 306 sources of 400 documents, the number of sources that OVERLORD's navit_data has (arXiv:2504.09844). A
 document holds 16 to 8192 characters, one token each for the byte tokenizer; lengths are lognormal, median 318
@@ -40,15 +39,14 @@ class Corpus(NamedTuple):
 
     documents: int
     median: int
-    most: int
+    longest: int
 
 
-SHORT = Corpus(documents=400, median=318, most=8192)
-LONG = Corpus(documents=12, median=16384, most=1 << 17)
+SHORT = Corpus(documents=400, median=318, longest=8192)
+LONG = Corpus(documents=12, median=16384, longest=1 << 17)
 
 ROW_GROUP = 200
-"""Documents of a Parquet row group: 133 KB of text. Usual are 64 MB and more, of which every open file holds
-one."""
+"""Documents of a Parquet row group: 133 KB. Usual are 64 MB and more, of which every open file holds one."""
 
 READERS = Path(protocol.__file__).with_name("readers.py")
 """Script of all readers, jtrain's and the peers'."""
@@ -86,7 +84,7 @@ def sources(
       folder: where to keep them; by default below the user's folder for temporary files.
     """
     target = (
-        (folder or kept())
+        (folder or data_folder())
         / f"sources-{_VERSION}"
         / f"{num_sources}x{corpus.documents}x{corpus.median}"
         / format
@@ -94,6 +92,7 @@ def sources(
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside the target, then renamed: a benchmark that is killed leaves no half corpus.
     unfinished = Path(tempfile.mkdtemp(prefix=f"{format}-", dir=target.parent))
     try:
         if format == "mds":  # its package only writes from Parquet: one generator
@@ -114,33 +113,32 @@ def sources(
     return target
 
 
-def kept() -> Path:
-    """Where the benchmarks' data stays between runs."""
+def data_folder() -> Path:
+    """Folder in which the benchmarks' data stays between runs."""
     return Path(tempfile.gettempdir()) / f"jtrain-bench-{getpass.getuser()}"
 
 
 def lengths_of(num_sources: int, corpus: Corpus = SHORT) -> Int[np.ndarray, "sources documents"]:
     """Characters of every document: lognormal, clipped to [16, corpus.most]."""
-    drawn = np.random.default_rng(0).lognormal(np.log(corpus.median), 1.243, (num_sources, corpus.documents))
-    return np.clip(drawn, 16, corpus.most).astype(np.int64)
+    lengths = np.random.default_rng(0).lognormal(
+        np.log(corpus.median), 1.243, (num_sources, corpus.documents)
+    )
+    return np.clip(lengths, 16, corpus.longest).astype(np.int64)
 
 
 def texts_of(source: int, lengths: Int[np.ndarray, " documents"], pool: str) -> list[str]:
-    """The documents of one source: stretches of the pool of words, with nothing but its own to tell them
-    apart.
-    """
+    """The documents of one source: random stretches of the pool of words."""
     start = np.random.default_rng((1, source)).integers(0, len(pool) - lengths.max(), len(lengths))
     return [pool[s : s + n] for s, n in zip(start.tolist(), lengths.tolist(), strict=True)]
 
 
 def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
-    """What a user would write to train on all files of a folder, in the proportions that the peers are
-    given.
-    """
+    """Data config that a user would write for all files of a folder, with the weights of the peers."""
     from jtrain.data.dataset import PackedText
     from jtrain.data.sources.source import Source
 
     files = sorted(folder.iterdir())
+    # From the protocol that the peers import too: one home for the weights.
     weights = np.asarray(protocol.weights_of(len(files)))
     # an ArrayRecord's record is the text itself; in a tar, txt is the members' suffix
     field = {".parquet": "text", ".jsonl": "text", ".tar": "txt", ".arrayrecord": ""}[files[0].suffix]
@@ -155,12 +153,12 @@ def mixture(folder: Path, *, seq_len: int, global_batch: int) -> "PackedText":
         global_batch=global_batch,
         mixture_unit="samples",
         eval_fraction=0.0,
-        shuffle_window_bytes=1
-        << 20,  # a row group at a time: a window is never smaller. The peers shuffle no Parquet
+        # A row group at a time, as a window is never smaller. The peers shuffle no Parquet.
+        shuffle_window_bytes=1 << 20,
     )
 
 
-def prepared(spec: "PackedText", folder: Path) -> Path:
+def prepare_index(spec: "PackedText", folder: Path) -> Path:
     """The prepared index of a mixture, beside its files; made if missing."""
     from jtrain.data.pretokenized.build import prepare
     from jtrain.data.pretokenized.shard import Recipe
@@ -184,6 +182,7 @@ def _pool() -> str:
         letters[np.minimum(rng.geometric(0.12, size) - 1, 25)].tobytes().decode()
         for size in rng.integers(2, 11, 20_000).tolist()
     ]
+    # Zipf's law, as in natural text: it then compresses about as well.
     rank = np.minimum(rng.zipf(1.2, _POOL_BYTES // 5) - 1, len(words) - 1)
     return " ".join([words[r] for r in rank.tolist()])[:_POOL_BYTES]
 
@@ -234,10 +233,8 @@ _WRITERS: dict[Format, Callable[[Path, Sequence[str]], None]] = {
 }
 
 
-class Slowly:
-    """Texts that take `seconds` each to read, with the interpreter's lock held: as decoding on a core of
-    one's own.
-    """
+class SlowTexts:
+    """Texts that take `seconds` each to read with the interpreter's lock held, like decoding on one core."""
 
     def __init__(self, seconds: float) -> None:
         self._us = int(1e6 * seconds)
@@ -259,15 +256,15 @@ class Slowly:
 
 def quick() -> "grain.MapDataset[str]":
     """A source: `bench.data_parts.files:quick`."""
-    return _dataset(QUICK_S)
+    return _slow_dataset(QUICK_S)
 
 
 def slow() -> "grain.MapDataset[str]":
     """A source: `bench.data_parts.files:slow`."""
-    return _dataset(SLOW_S)
+    return _slow_dataset(SLOW_S)
 
 
-def _dataset(seconds: float) -> "grain.MapDataset[str]":
+def _slow_dataset(seconds: float) -> "grain.MapDataset[str]":
     import grain  # lazy: 0.9 s
 
-    return grain.MapDataset.source(Slowly(seconds))
+    return grain.MapDataset.source(SlowTexts(seconds))

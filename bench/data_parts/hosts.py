@@ -23,12 +23,15 @@ from jtrain.bench import Row, row
 from jtrain.data.dataset import open_dataset
 from jtrain.errors import UserError
 
-_WORKER = "import sys; from bench.data_parts.hosts import work; work(*map(int, sys.argv[1:5]), *sys.argv[5:])"
+_WORKER = (
+    "import sys; from bench.data_parts.hosts import read_as_host; "
+    "read_as_host(*map(int, sys.argv[1:5]), *sys.argv[5:])"
+)
 _ARRAYS = ("token_BL", "target_BL", "position_BL", "segment_BL")
 
 
-class Work(NamedTuple):
-    """What a process has read, and a digest of each of its rows.
+class HostReading(NamedTuple):
+    """Documents that a process has read, and a digest of each of its rows.
 
     documents: chunks of documents that its loaders were asked for.
     read_s: seconds that they took.
@@ -45,28 +48,35 @@ def rows(*, hosts: int = 4, sources: int = 24, steps: int = 60) -> Iterator[Row]
     Raises:
       UserError: there are too few hosts, sources or steps.
     """
-    for name, value, least in (("hosts", hosts, 2), ("sources", sources, 1), ("steps", steps, 1)):
-        if value < least:
-            raise UserError(f"--{name} {value} must be at least {least}.")
+    for name, value, minimum in (("hosts", hosts, 2), ("sources", sources, 1), ("steps", steps, 1)):
+        if value < minimum:
+            raise UserError(f"--{name} {value} must be at least {minimum}.")
     for format in ("jsonl", "parquet"):
         folder = files.sources(format, num_sources=sources)
-        [alone] = together(folder, hosts=1, steps=steps)
-        parts = together(folder, hosts=hosts, steps=steps)
+        # One process reads everything: the baseline, and the rows that the hosts must give together.
+        [alone] = run_hosts(folder, hosts=1, steps=steps)
+        parts = run_hosts(folder, hosts=hosts, steps=steps)
         joined = {number: digest for part in parts for number, digest in part.rows.items()}
         assert joined == alone.rows, "the hosts' rows are not those of one process"
-        most = max(part.documents for part in parts)
+        most_documents = max(part.documents for part in parts)
+        # The slowest host counts, as all wait for it in a step.
         seconds = max(part.read_s for part in parts)
-        what, bar = f"{format}, {hosts} hosts", f"<= {1.32 / hosts:g}"
+        label, bar = f"{format}, {hosts} hosts", f"<= {1.32 / hosts:g}"
         yield row(
-            f"{what}: documents read by the host that reads most", most, "", baseline=alone.documents, bar=bar
+            f"{label}: documents read by the host that reads most",
+            most_documents,
+            "",
+            baseline=alone.documents,
+            bar=bar,
         )
-        yield row(f"{what}: seconds of reading, that host", seconds, "s", baseline=alone.read_s)
+        yield row(f"{label}: seconds of reading, that host", seconds, "s", baseline=alone.read_s)
 
 
-def together(folder: Path, *, hosts: int, steps: int) -> list[Work]:
+def run_hosts(folder: Path, *, hosts: int, steps: int) -> list[HostReading]:
     """Runs the processes to their end."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
+        # Free when it was asked for; the workers bind it a moment later.
         port = free.getsockname()[1]
     command = [sys.executable, "-c", _WORKER]
     processes = [
@@ -75,15 +85,18 @@ def together(folder: Path, *, hosts: int, steps: int) -> list[Work]:
         )
         for i in range(hosts)
     ]
-    said = [process.communicate(timeout=900)[0] for process in processes]
+    # communicate, not wait: a full pipe would block a worker for ever.
+    outputs = [process.communicate(timeout=900)[0] for process in processes]
     codes = [process.returncode for process in processes]
     assert not any(codes), codes
-    found = [json.loads(text.splitlines()[-1]) for text in said]
-    return [Work(one["documents"], one["read_s"], dict(one["rows"])) for one in found]
+    readings = [json.loads(text.splitlines()[-1]) for text in outputs]
+    return [
+        HostReading(reading["documents"], reading["read_s"], dict(reading["rows"])) for reading in readings
+    ]
 
 
-def work(index: int, hosts: int, port: int, steps: int, folder: str) -> None:
-    """One process: takes the batches of its rows, and prints what it has read."""
+def read_as_host(index: int, hosts: int, port: int, steps: int, folder: str) -> None:
+    """Takes the batches of one host's rows, and prints what it has read."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -99,15 +112,16 @@ def work(index: int, hosts: int, port: int, steps: int, folder: str) -> None:
     with open_dataset(spec, seed=0).train_batches(rows=own_rows) as batches:
         for _ in range(steps):
             batch = next(batches)
-            for place, number in enumerate(own_rows.tolist()):
+            for index_of_row, number in enumerate(own_rows.tolist()):
                 for name in _ARRAYS:
-                    digests[number].update(getattr(batch, name)[place].tobytes())
+                    digests[number].update(getattr(batch, name)[index_of_row].tobytes())
         stats = batches.stats
+        # A collective, and so a barrier.
         multihost.gather(np.zeros(1))  # nobody leaves while another one still needs what it has read
     assert stats is not None
-    found: dict[str, Any] = {
+    reading: dict[str, Any] = {
         "documents": sum(loader.documents for loader in stats.loaders),
         "read_s": sum(loader.busy_s for loader in stats.loaders),
         "rows": [(number, digest.hexdigest()) for number, digest in digests.items()],
     }
-    print(json.dumps(found))
+    print(json.dumps(reading))

@@ -25,9 +25,8 @@ ROWS, SEQ_LEN = 1, 8192
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
-    """One loader's figures: from the start of its first process to the last consumer's first batch, and after
-    all.
+class LoaderFigures:
+    """One loader's figures: seconds until the last consumer's first batch, and its use after all batches.
 
     trainer_imports_mib: of ours, what the trainers' imports of jtrain.data take.
     """
@@ -40,7 +39,7 @@ class Measured:
 def rows(
     *, torch_python: str | None = None, consumers: int = 32, hosts: int = 4, sources: int = files.NUM_SOURCES
 ) -> Iterator[Row]:
-    """Ours first, then each baseline, one after the other: together they would not fit."""
+    """Yields rows of ours first, then of each baseline: together they would not fit into memory."""
     python = peer_python(torch_python)
     folder = files.sources("parquet", num_sources=sources)
     ours = our_consumers(folder, hosts=hosts, consumers=consumers)
@@ -49,6 +48,7 @@ def rows(
         ("torch StatefulDataLoader", python, "torch"),
     ):
         theirs = peer_consumers(interpreter, peer, folder, consumers=consumers)
+        # batches=0: they import and open nothing, which leaves the memory of the imports alone.
         imports = peer_consumers(interpreter, peer, folder, consumers=consumers, batches=0)
         yield from rows_of(f"{consumers} consumers, {sources} sources, against {name}", ours, theirs, imports)
         yield row(
@@ -59,28 +59,39 @@ def rows(
     )
 
 
-def rows_of(what: str, ours: Measured, theirs: Measured, imports: Measured) -> list[Row]:
-    """Both bars, and the counts beside them. The bars are on ours / theirs: 13.5x less, 20x sooner."""
-    a, b = ours.usage, theirs.usage
-    opened_mib = b.pss_mib - imports.usage.pss_mib
+def rows_of(comparison: str, ours: LoaderFigures, theirs: LoaderFigures, imports: LoaderFigures) -> list[Row]:
+    """Returns both bars and the counts beside them. The bars are on ours / theirs: 13.5x less, 20x sooner."""
+    our_usage, peer_usage = ours.usage, theirs.usage
+    opened_mib = peer_usage.pss_mib - imports.usage.pss_mib
     return [
-        row(f"memory (PSS), {what}", a.pss_mib, "MiB", baseline=b.pss_mib, bar=f"<= {1 / 13.5:.4f}"),
-        row(f"the same with the peer's imports taken off, {what}", a.pss_mib, "MiB", baseline=opened_mib),
         row(
-            f"time to first batch, {what}",
+            f"memory (PSS), {comparison}",
+            our_usage.pss_mib,
+            "MiB",
+            baseline=peer_usage.pss_mib,
+            bar=f"<= {1 / 13.5:.4f}",
+        ),
+        row(
+            f"the same with the peer's imports taken off, {comparison}",
+            our_usage.pss_mib,
+            "MiB",
+            baseline=opened_mib,
+        ),
+        row(
+            f"time to first batch, {comparison}",
             ours.first_batch_s,
             "s",
             baseline=theirs.first_batch_s,
             bar="<= 0.05",
         ),
-        row(f"processes, {what}", float(a.processes), "", baseline=float(b.processes)),
-        row(f"threads, {what}", float(a.threads), "", baseline=float(b.threads)),
-        row(f"open files, {what}", float(a.fds), "", baseline=float(b.fds)),
+        row(f"processes, {comparison}", float(our_usage.processes), "", baseline=float(peer_usage.processes)),
+        row(f"threads, {comparison}", float(our_usage.threads), "", baseline=float(peer_usage.threads)),
+        row(f"open files, {comparison}", float(our_usage.fds), "", baseline=float(peer_usage.fds)),
     ]
 
 
-def our_consumers(folder: Path, *, hosts: int, consumers: int, batches: int = BATCHES) -> Measured:
-    """One constructor per host, whose batch holds the rows of its consumers, until each had all its batches.
+def our_consumers(folder: Path, *, hosts: int, consumers: int, batches: int = BATCHES) -> LoaderFigures:
+    """Figures of one constructor per host, whose batch holds the rows of its consumers.
 
     Args:
       folder: the Parquet files.
@@ -91,20 +102,23 @@ def our_consumers(folder: Path, *, hosts: int, consumers: int, batches: int = BA
     sizes = dict(hosts=hosts, rows=consumers * ROWS, seq_len=SEQ_LEN, batches=batches)
     with reader(None, "trainers", "jtrain", folder, **sizes) as program:
         trainers = program.answer()["trainers"]
-        before = Trainers(trainers)
+        trainers_before = Trainers(trainers)
+        # Two steps, so that the memory of our imports has a row of its own.
         program.ask("import")
-        imports_mib = before.grown_mib()
+        imports_mib = trainers_before.grown_mib()
         first_batch_s = program.ask("open")["first_batch_s"]
-        below = {pid for trainer in trainers for pid in tree(trainer)} - set(trainers)
-        used = largest_usage(below, seconds=1.0)
-        used = dataclasses.replace(used, pss_mib=used.pss_mib + before.grown_mib())
-        return Measured(first_batch_s, used, imports_mib)
+        # Without the trainers: JAX's memory in them is not the data's.
+        loader_pids = {pid for trainer in trainers for pid in tree(trainer)} - set(trainers)
+        usage = largest_usage(loader_pids, seconds=1.0)
+        # And what the trainers themselves have grown by, which is the data's.
+        usage = dataclasses.replace(usage, pss_mib=usage.pss_mib + trainers_before.grown_mib())
+        return LoaderFigures(first_batch_s, usage, imports_mib)
 
 
 def peer_consumers(
     python: str | None, name: str, folder: Path, *, consumers: int, batches: int = BATCHES
-) -> Measured:
-    """Loaders that each open every source, after each has drawn all its batches.
+) -> LoaderFigures:
+    """Figures of loaders that each open every source, after each has drawn all its batches.
 
     Args:
       python: the peer's interpreter; None for this one.
@@ -118,5 +132,5 @@ def peer_consumers(
     ) as program:
         answer = program.answer()
         # The process that started them stands for the trainer.
-        used = largest_usage(set(tree(program.pid)) - {program.pid}, seconds=1.0)
-        return Measured(answer["first_batch_s"], used)
+        usage = largest_usage(set(tree(program.pid)) - {program.pid}, seconds=1.0)
+        return LoaderFigures(answer["first_batch_s"], usage)

@@ -1,13 +1,11 @@
-"""Mixed reading of 306 sources on one core, in ids/s, beside MosaicML, a memmap, Grain, WebDataset and a
-plain reader.
+"""Mixed reading of 306 sources on one core, in ids/s, beside MosaicML, memmaps, Grain, WebDataset, JSON.
 
 Every reader gives batches of 64 rows of 8192 byte tokens and their targets, int32, from the same documents,
 and is compared with jtrain reading the same form: prepared ids (MosaicML's MDS, a flat memory-mapped file),
 ArrayRecord (Grain), tars (WebDataset), JSON lines (a plain reader). All but the memmap and the plain reader
 mix the 306 sources by the same weights and shuffle. jtrain also fills positions and segment numbers, and
-leaves out the targets between
-documents: so do the two readers whose rows have "four arrays", and no others. Writing and preparing is not
-  timed.
+leaves out the targets between documents: so do the two readers whose rows have "four arrays", and no others.
+Writing and preparing is not timed.
 
 Each reader is one process, jtrain with `engine="inline"`; all are pinned to the same core and take turns of
 the same length. A figure is the median of the turns. Once with short documents (mean 660 ids), once with
@@ -32,8 +30,7 @@ from jtrain.bench import Row, row
 ROWS = 64
 """Rows of a batch, of `files.ROW_TOKENS` each."""
 PAUSE_S = 0.5
-"""Between turns: a reader that reads ahead has filled its buffers by then, and takes no time from the
-next."""
+"""Between turns: a reader that reads ahead fills its buffers here, and takes no time from the next turn."""
 WARM_S = 1.0
 """Drawn before the first turn: files are open and buffers full."""
 
@@ -92,11 +89,13 @@ class Turns:
 
     def take(self, seconds: float) -> None:
         """Draws batches for that long, and counts."""
+        # The whole tree of processes: loaders' time counts too.
         before_s = cpu_s(tree(self.program.pid))
-        told = self.program.ask(seconds)
+        reply = self.program.ask(seconds)
         self.cpu_s += cpu_s(tree(self.program.pid)) - before_s
-        self.ids += told["ids"] * self.filled
-        self.ids_per_s.append(told["ids"] * self.filled / told["wall_s"])
+        # Padding is no id that was read.
+        self.ids += reply["ids"] * self.filled
+        self.ids_per_s.append(reply["ids"] * self.filled / reply["wall_s"])
 
 
 def rows(
@@ -112,66 +111,71 @@ def rows(
         with ExitStack() as stack:
             turns = open_readers(stack, python, sources, corpus)
             for _ in range(rounds):
-                for one in turns.values():
-                    time.sleep(PAUSE_S)  # its buffers fill again
-                    one.take(seconds)
+                for turn in turns.values():
+                    time.sleep(PAUSE_S)
+                    turn.take(seconds)
             yield from rows_of(turns, f"{name}, {sources} sources")
 
 
-def rows_of(turns: dict[str, Turns], where: str) -> Iterator[Row]:
-    """Ratios with their bars; the same by CPU time, which other work on the machine changes less;
-    start-up.
-    """
+def rows_of(turns: dict[str, Turns], location: str) -> Iterator[Row]:
+    """Yields ratios with their bars, the same by CPU time (other work changes it less), and start-up."""
     pairs = [(peer, turns[f"jtrain, {peer.form}"], turns[peer.name]) for peer in PEERS if peer.name in turns]
     for peer, *both in pairs:
-        ours, theirs = (statistics.median(one.ids_per_s) for one in both)
-        yield row(f"{where}: {peer.form} against {peer.name}", ours, "ids/s", baseline=theirs, bar=peer.bar)
+        # The median of the turns: one disturbed turn on either side changes nothing.
+        ours, theirs = (statistics.median(turn.ids_per_s) for turn in both)
+        yield row(
+            f"{location}: {peer.form} against {peer.name}", ours, "ids/s", baseline=theirs, bar=peer.bar
+        )
     for peer, *both in pairs:
-        ours, theirs = (one.ids / one.cpu_s for one in both)
-        what = f"{where}: the same per second of CPU time, against {peer.name}"
-        yield row(what, ours, "ids/s", baseline=theirs)
-    for name, one in turns.items():
+        ours, theirs = (turn.ids / turn.cpu_s for turn in both)
+        label = f"{location}: the same per second of CPU time, against {peer.name}"
+        yield row(label, ours, "ids/s", baseline=theirs)
+    for name, turn in turns.items():
         if "loader processes" in name:
-            yield row(f"{where}: {name}", statistics.median(one.ids_per_s), "ids/s")
-    for name, one in turns.items():
-        yield row(f"{where}: first batch, {name}", one.first_batch_s, "s")
+            yield row(f"{location}: {name}", statistics.median(turn.ids_per_s), "ids/s")
+    for name, turn in turns.items():
+        yield row(f"{location}: first batch, {name}", turn.first_batch_s, "s")
 
 
 def open_readers(stack: ExitStack, python: str | None, num_sources: int, corpus: Corpus) -> dict[str, Turns]:
-    """All readers by name, open until the stack ends, on one core; without `python` those that run in this
-    one.
-    """
+    """Returns all readers by name, open until the stack ends, on one core; without `python`, no foreign ones."""
 
     def folder(format: Format) -> object:
         return files.sources(format, num_sources=num_sources, corpus=corpus, peer=python)
 
     records = files.sources("arrayrecord", num_sources=num_sources, corpus=corpus)
-    index = files.prepared(files.mixture(records, seq_len=files.ROW_TOKENS, global_batch=ROWS), records)
+    # Preparing is not timed: a run does it once, before training.
+    index = files.prepare_index(files.mixture(records, seq_len=files.ROW_TOKENS, global_batch=ROWS), records)
     shape = dict(rows=ROWS, seq_len=files.ROW_TOKENS)
     peers = [peer for peer in PEERS if python is not None or not peer.is_foreign]
     formats: list[Format] = [peer.format for peer in peers]
+    # All files before the first reader is open: writing them on one core would take much longer.
     formats.extend(format for format, _ in OURS.values())
     folders = {format: folder(format) for format in formats}
+    # From here on: readers inherit the core from this process.
     stack.enter_context(one_core())
     turns = {}
     for name, (format, options) in OURS.items():
-        more = options | ({"prepared": str(index)} if "prepared" in name else {})
-        turns[name] = stack.enter_context(opened(None, "jtrain", folders[format], **shape, **more))
+        reader_options = options | ({"prepared": str(index)} if "prepared" in name else {})
+        turns[name] = stack.enter_context(
+            open_reader(None, "jtrain", folders[format], **shape, **reader_options)
+        )
     for peer in peers:
         interpreter = python if peer.is_foreign else None
         turns[peer.name] = stack.enter_context(
-            opened(interpreter, peer.reader, folders[peer.format], **shape)
+            open_reader(interpreter, peer.reader, folders[peer.format], **shape)
         )
     return turns
 
 
 @contextlib.contextmanager
-def opened(python: str | None, name: str, folder: object, **options: object) -> Iterator[Turns]:
-    """A reader after its first batch, and warm."""
+def open_reader(python: str | None, name: str, folder: object, **options: object) -> Iterator[Turns]:
+    """Yields a reader after its first batch, and warm."""
     start_s = time.perf_counter()
     with reader(python, "mixing", name, folder, **options) as program:
         filled = program.answer()["filled"]
         turns = Turns(program, filled, time.perf_counter() - start_s)
+        # Reads and discards, so that no turn pays for opening files.
         program.ask(WARM_S)
         yield turns
 
@@ -179,9 +183,9 @@ def opened(python: str | None, name: str, folder: object, **options: object) -> 
 @contextlib.contextmanager
 def one_core() -> Iterator[None]:
     """Pins this process, and with it what it starts, to one of its cores."""
-    before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(before)})
+    cores_before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores_before)})
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, cores_before)

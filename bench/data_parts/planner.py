@@ -1,5 +1,4 @@
-"""Planning and filling rows in memory: tokens/s and fill beside Grain's packings; cost over data ranks after
-balancing.
+"""Planning and filling rows in memory: tokens/s and fill beside Grain's packings; cost over ranks, balanced.
 
 Lengths are those of a web corpus (median 318, mean 663 tokens, at most 8192), in rows of 8192. Filling alone
 is what each host does for its rows; the plan is made from lengths ahead of time. Grain packs while it copies,
@@ -34,24 +33,24 @@ BALANCED: tuple[tuple[Packing, int, int], ...] = (
 
 
 def rows(*, sources: int = 306, steps: int | None = None) -> Iterator[Row]:
-    """Each packing of ours with the one of Grain's, one after the other; then balance, ranks of one row to
-    eight.
+    """Yields each packing of ours beside Grain's; then balance, ranks of one row to eight.
 
     Args:
       sources: in the balanced mixture.
       steps: planned steps per measurement: 12 packed (the best of three counts), 40 balanced.
     """
+    # The same documents for every packing.
     documents = web_documents(20_000, seed=0)
     for packing in PACKINGS:
         yield from packing_rows(packing, documents, steps or 12)
     for packing, ranks, per_rank in BALANCED:
-        plan_ms, balanced, plain = balance(sources, ranks, per_rank, packing, steps or 40)
-        what = f"{packing}, {ranks} ranks x {per_rank} rows of {SEQ_LEN}"
+        plan_ms, balanced, random_order = balance(sources, ranks, per_rank, packing, steps or 40)
+        label = f"{packing}, {ranks} ranks x {per_rank} rows of {SEQ_LEN}"
         # One row to a rank leaves nothing to exchange: the row with the longest document is the floor.
         bar = "<= 1.05" if per_rank >= 4 else None
-        yield row(f"{what}: max/mean cost (rows at random: {plain:.3f})", balanced, "ratio", bar=bar)
+        yield row(f"{label}: max/mean cost (rows at random: {random_order:.3f})", balanced, "ratio", bar=bar)
         bar = "<= 5" if (ranks, per_rank, packing) == (64, 4, "concat") else None
-        yield row(f"{what}: plan one step, {sources} sources", plan_ms, "ms", bar=bar)
+        yield row(f"{label}: plan one step, {sources} sources", plan_ms, "ms", bar=bar)
 
 
 def web_lengths(shape: Any, rng: np.random.Generator) -> np.ndarray:
@@ -67,7 +66,7 @@ def web_documents(count: int, *, seed: int) -> list[np.ndarray]:
 
 
 def spec_of(weights: dict[str, float], chunks: int, global_batch: int, packing: Packing) -> PlannerSpec:
-    """What is planned: so many documents of each source."""
+    """Returns the planner's settings: so many documents of each source."""
     return PlannerSpec(
         names=tuple(weights),
         chunks_per_epoch=(chunks,) * len(weights),
@@ -80,48 +79,49 @@ def spec_of(weights: dict[str, float], chunks: int, global_batch: int, packing: 
     )
 
 
-def planned(planner: Planner, steps: int) -> tuple[list[float], list[LoadingPlan]]:
-    """CPU seconds to plan each of so many steps, and the plans; one more goes before, which asks for first
-    lengths.
-    """
+def plan_steps(planner: Planner, steps: int) -> tuple[list[float], list[LoadingPlan]]:
+    """Returns CPU seconds to plan each of so many steps, and the plans; a step before them is not timed."""
+    # The first step looks up lengths, which later ones find in the buffers.
     _, state = planner.plan(planner.start())
-    spent_s, plans = [], []
+    plan_s, plans = [], []
     for _ in range(steps):
+        # CPU time: a busy machine must not decide.
         start_s = time.process_time()
         plan, state = planner.plan(state)
-        spent_s.append(time.process_time() - start_s)
+        plan_s.append(time.process_time() - start_s)
         plans.append(plan)
-    return spent_s, plans
+    return plan_s, plans
 
 
 def packing_rows(packing: Packing, documents: list[np.ndarray], batches: int) -> Iterator[Row]:
     """Rows of one packing, ours and Grain's."""
     grain_tokens_per_s, grain_fill = best_of_three(
-        functools.partial(grain_packs, packing, documents, batches)
+        functools.partial(pack_with_grain, packing, documents, batches)
     )
     lengths = np.asarray([len(ids) for ids in documents], np.int32)
     planner = Planner(
         spec_of({"web": 1.0}, len(documents), BATCH_ROWS, packing),
         lambda source, first, count: np.take(lengths, range(first, first + count), mode="wrap"),
     )
-    spent_s, plans = planned(planner, batches)
+    plan_s, plans = plan_steps(planner, batches)
     tokens = sum(int(plan.tokens_by_source.sum()) for plan in plans)
-    fill_tokens_per_s, fill = best_of_three(functools.partial(we_fill, plans, documents))
-    both = tokens / (sum(spent_s) + tokens / fill_tokens_per_s)
-    what = f"{packing}, {BATCH_ROWS} x {SEQ_LEN}"
-    yield row(f"{what}: fill rows", fill_tokens_per_s, "tokens/s", bar=">= 50e6")
-    yield row(f"{what}: plan and fill", both, "tokens/s", baseline=grain_tokens_per_s, bar=">= 1")
-    yield row(f"{what}: real tokens over capacity", fill, "share", bar=">= 0.998")
-    yield row(f"{what}: the same of Grain", grain_fill, "share")
+    fill_tokens_per_s, fill = best_of_three(functools.partial(fill_from_plans, plans, documents))
+    # Seconds add up: planning, then filling at its own rate.
+    tokens_per_s = tokens / (sum(plan_s) + tokens / fill_tokens_per_s)
+    label = f"{packing}, {BATCH_ROWS} x {SEQ_LEN}"
+    yield row(f"{label}: fill rows", fill_tokens_per_s, "tokens/s", bar=">= 50e6")
+    yield row(f"{label}: plan and fill", tokens_per_s, "tokens/s", baseline=grain_tokens_per_s, bar=">= 1")
+    yield row(f"{label}: real tokens over capacity", fill, "share", bar=">= 0.998")
+    yield row(f"{label}: the same of Grain", grain_fill, "share")
 
 
 def best_of_three(measure: Callable[[], tuple[float, float]]) -> tuple[float, float]:
-    """Tokens/s of CPU time, and fill."""
+    """Returns the best tokens/s of CPU time of three measurements, with its fill."""
     return max(measure() for _ in range(3))
 
 
-def we_fill(plans: list[LoadingPlan], documents: list[np.ndarray]) -> tuple[float, float]:
-    """Rows filled from plans: tokens/s and fill."""
+def fill_from_plans(plans: list[LoadingPlan], documents: list[np.ndarray]) -> tuple[float, float]:
+    """Fills rows from plans; returns tokens/s and fill."""
     out, tokens = Rows.empty(BATCH_ROWS, SEQ_LEN), 0
     start_s = time.process_time()
     for plan in plans:
@@ -130,22 +130,24 @@ def we_fill(plans: list[LoadingPlan], documents: list[np.ndarray]) -> tuple[floa
     return tokens / (time.process_time() - start_s), tokens / (len(plans) * BATCH_ROWS * SEQ_LEN)
 
 
-def grain_packs(packing: Packing, documents: list[np.ndarray], batches: int) -> tuple[float, float]:
-    """The same from Grain, on one thread."""
+def pack_with_grain(packing: Packing, documents: list[np.ndarray], batches: int) -> tuple[float, float]:
+    """Packs the same with Grain, on one thread; returns tokens/s and fill."""
     import grain
     from grain import experimental
 
+    # Shuffled and endless, as the planner's documents are.
     source = grain.MapDataset.source([{"token": ids} for ids in documents]).seed(0).shuffle().repeat()
     stream = source.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     if packing == "concat":
         packed: Any = experimental.ConcatThenSplitIterDataset(stream, length_struct={"token": SEQ_LEN})
     else:
-        kind = {
+        dataset_class = {
             "first_fit": experimental.FirstFitPackIterDataset,
             "best_fit": experimental.BestFitPackIterDataset,
         }
-        packed = kind[packing](stream, length_struct={"token": SEQ_LEN}, num_packing_bins=BATCH_ROWS)
+        packed = dataset_class[packing](stream, length_struct={"token": SEQ_LEN}, num_packing_bins=BATCH_ROWS)
     batched: Iterator[Any] = iter(packed.batch(BATCH_ROWS))
+    # The first batch fills Grain's packing bins, and is not timed.
     next(batched)
     tokens, start_s = 0, time.process_time()
     for _ in range(batches):
@@ -162,18 +164,21 @@ def balance(
     names = [f"source{i:03}" for i in range(sources)]
     weights = dict(zip(names, (rng.pareto(1.2, sources) + 0.05).tolist(), strict=True))
 
-    def ahead(source: int, first: int, count: int) -> np.ndarray:
+    def lengths_from(source: int, first: int, count: int) -> np.ndarray:
         first %= lengths.shape[1]
-        return lengths[source, first : first + count]  # at least one: `Lengths` may give fewer than asked for
+        # May be fewer than `count`, at the end of the array: `Lengths` allows it, if there is one at least.
+        return lengths[source, first : first + count]
 
-    planner = Planner(spec_of(weights, lengths.shape[1], ranks * per_rank, packing), ahead)
-    spent_s, plans = planned(planner, steps)
+    planner = Planner(spec_of(weights, lengths.shape[1], ranks * per_rank, packing), lengths_from)
+    spent_s, plans = plan_steps(planner, steps)
     balanced = [spread(plan.row_cost, ranks) for plan in plans]
-    plain = [spread(rng.permutation(row_costs(plan.pieces, ranks * per_rank)), ranks) for plan in plans]
-    return 1e3 * float(np.median(spent_s)), float(np.mean(balanced)), float(np.mean(plain))
+    random_order = [
+        spread(rng.permutation(row_costs(plan.pieces, ranks * per_rank)), ranks) for plan in plans
+    ]
+    return 1e3 * float(np.median(spent_s)), float(np.mean(balanced)), float(np.mean(random_order))
 
 
 def row_costs(pieces: Pieces, num_rows: int) -> np.ndarray:
-    """Counted again, from the plan alone."""
+    """Returns the cost of each row, counted again from the plan alone."""
     lengths = pieces.end - pieces.start
     return np.bincount(pieces.row, weights=LINEAR * lengths + lengths**2, minlength=num_rows).astype(np.int64)

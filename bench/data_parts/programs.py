@@ -1,6 +1,4 @@
-"""Readers in processes of their own: starting them, asking them, and what their processes take of the
-machine.
-"""
+"""Readers in processes of their own: starting them, asking them, and measuring what they use."""
 
 import contextlib
 import dataclasses
@@ -22,18 +20,19 @@ INSTALL = "sh bench/peers/setup.sh"
 
 
 def peer_python(path: str | None) -> str:
-    """The peers' interpreter.
+    """Returns the peers' interpreter.
 
     Raises:
       UserError: none was given, or it lacks a peer.
     """
-    find = (
+    check = (
         "import importlib.util as u; [u.find_spec(n).name for n in ('torchdata', 'webdataset', 'streaming')]"
     )
-    if path is None or subprocess.run([path, "-c", find], capture_output=True, check=False).returncode:
-        wrong = f"{path} cannot import them all" if path else "no interpreter that has them was given"
+    # find_spec looks a package up without importing it, which would take seconds.
+    if path is None or subprocess.run([path, "-c", check], capture_output=True, check=False).returncode:
+        reason = f"{path} cannot import them all" if path else "no interpreter that has them was given"
         raise UserError(
-            f"the data benchmarks compare with torchdata, webdataset and mosaicml-streaming, but {wrong}. "
+            f"the data benchmarks compare with torchdata, webdataset and mosaicml-streaming, but {reason}. "
             f"Make one with `{INSTALL}`, then give --torch-python or PEER_TORCH_PYTHON."
         )
     return path
@@ -48,9 +47,7 @@ class Program:
         self.pid = process.pid
 
     def ask(self, line: object = "") -> dict[str, Any]:
-        """Sends the line, waits for the answer. The first answer, that it is ready, needs no question:
-        `answer`.
-        """
+        """Sends the line and waits for the answer. The first answer needs no question: see `answer`."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
@@ -70,15 +67,17 @@ class Program:
 
 
 @contextlib.contextmanager
-def started(python: str | None, script: Path, *words: object, **options: object) -> Iterator[Program]:
+def start_program(python: str | None, script: Path, *words: object, **options: object) -> Iterator[Program]:
     """Starts a script, in this interpreter if python is None; it ends where its standard input does.
 
     Args:
       words: its first arguments.
       options: more of them, as `--name value`.
     """
-    named = (word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value))
-    command = [python or sys.executable, *map(str, (script, *words, *named))]
+    option_words = (
+        word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)
+    )
+    command = [python or sys.executable, *map(str, (script, *words, *option_words))]
     # PYTHONPATH names packages of this interpreter's version; another interpreter must not find them.
     environment = {
         name: value for name, value in os.environ.items() if python is None or name != "PYTHONPATH"
@@ -90,19 +89,20 @@ def started(python: str | None, script: Path, *words: object, **options: object)
         try:
             yield Program(process, command)
         finally:
+            # Programs end at the end of their standard input, also if this process is killed.
             process.stdin.close()
 
 
 @contextlib.contextmanager
-def reader(python: str | None, what: str, name: str, folder: object, **options: object) -> Iterator[Program]:
+def reader(python: str | None, task: str, name: str, folder: object, **options: object) -> Iterator[Program]:
     """Starts one of `peers/readers.py`."""
-    with started(python, READERS, what, name, folder, **options) as program:
+    with start_program(python, READERS, task, name, folder, **options) as program:
         yield program
 
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What some processes hold at one moment. pss_mib: pages that n processes share count 1/n in each."""
+    """Resources of some processes at one moment. pss_mib: a page shared by n counts 1/n in each."""
 
     pss_mib: float
     processes: int
@@ -111,27 +111,27 @@ class Usage:
 
 
 def usage(pids: Iterable[int]) -> Usage:
-    """Memory, threads and open files."""
+    """Returns memory, threads and open files of some processes."""
     pids = list(pids)
+    # One entry per thread, the main one included.
     threads = sum(len(os.listdir(f"/proc/{pid}/task")) for pid in pids)
     fds = sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
     return Usage(sum(_smaps(pid)["Pss"] for pid in pids) / 1024, len(pids), threads, fds)
 
 
 def largest_usage(pids: Iterable[int], *, seconds: float) -> Usage:
-    """The largest use in that time: a pipeline that refills its buffers must not be caught while they are
-    empty.
-    """
+    """Returns the largest use within `seconds`, so that no pipeline is caught with empty buffers."""
     end = time.monotonic() + seconds
     largest = usage(pids)
     while time.monotonic() < end:
         time.sleep(0.1)  # looking at every process takes milliseconds of the cores that they use
-        largest = max(largest, usage(pids), key=lambda used: used.pss_mib)
+        largest = max(largest, usage(pids), key=lambda usage_then: usage_then.pss_mib)
     return largest
 
 
 def _smaps(pid: int) -> dict[str, int]:
     """KiB by name, such as Pss, Pss_Anon and Pss_Shmem."""
+    # The first line is the range of addresses.
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     return {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
 
@@ -148,19 +148,18 @@ class Trainers:
         self._anonymous_kib = {pid: _smaps(pid)["Pss_Anon"] for pid in pids}
 
     def grown_mib(self) -> float:
-        """What they own now beyond then, with shared memory, and with pages of the files mapped since."""
+        """Returns the growth of their own and shared memory, and the pages of files mapped since."""
         grown_kib = 0
-        for pid, known in self._files.items():
+        for pid, files_before in self._files.items():
             smaps = _smaps(pid)
+            # Shared memory counts in full: slots of batches exist only since the data is open.
             grown_kib += smaps["Pss_Anon"] + smaps["Pss_Shmem"] - self._anonymous_kib[pid]
-            grown_kib += sum(kib for path, kib in _file_kib(pid).items() if path not in known)
+            grown_kib += sum(kib for path, kib in _file_kib(pid).items() if path not in files_before)
         return grown_kib / 1024
 
 
 def _file_kib(pid: int) -> dict[str, int]:
-    """Page cache by the path of the mapped file, shared pages divided; without pages that are the process's
-    own.
-    """
+    """Returns KiB of page cache by path of the mapped file, shared pages divided, private pages left out."""
     sizes: dict[str, int] = {}
     path = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -177,14 +176,16 @@ def _file_kib(pid: int) -> dict[str, int]:
 
 
 def tree(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Returns a process and all its descendants."""
     return [pid, *descendants(pid)]
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """CPU seconds that the processes have used so far, user and system, without children that have ended."""
+    """Returns the CPU seconds of the processes so far, user and system, without children that have ended."""
     ticks = 0
     for pid in pids:
+        # After the last parenthesis: a process name may hold spaces. utime and stime are then fields 11 and
+        # 12.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")

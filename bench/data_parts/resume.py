@@ -19,7 +19,7 @@ from jtrain.data.dataset import PackedText, open_dataset
 BATCH = 64
 EARLY, LATE = 10, 1_000_000
 TORCH_LATE = 10_000
-"""What torchdata can be waited for."""
+"""Late step of torchdata: it reads all earlier batches again, so a million would take too long."""
 
 
 def rows(
@@ -37,21 +37,22 @@ def rows(
             ours[step].append(our_resume_s(parquet, states[step]))
             grain[step].append(peer_resume_s(None, "grain", arrayrecord, step))
     torch = {step: peer_resume_s(python, "torch", parquet, step) for step in (EARLY, TORCH_LATE)}
+    # The difference of two resumes: start-up cancels out.
     per_step_s = (torch[TORCH_LATE] - torch[EARLY]) / (TORCH_LATE - EARLY)
-    what = f"first batch, {sources} sources"
+    label = f"first batch, {sources} sources"
     for step in ours:
-        yield row(f"{what}, step {step:,}", min(ours[step]), "s", bar="< 5")
-    late = f"{what}, step {LATE:,} against step {EARLY}"
+        yield row(f"{label}, step {step:,}", min(ours[step]), "s", bar="< 5")
+    late = f"{label}, step {LATE:,} against step {EARLY}"
     yield row(late, min(ours[LATE]), "s", baseline=min(ours[EARLY]), bar="<= 1.25")
     for step in ours:
-        yield row(f"{what}, step {step:,}, against Grain", min(ours[step]), "s", baseline=min(grain[step]))
+        yield row(f"{label}, step {step:,}, against Grain", min(ours[step]), "s", baseline=min(grain[step]))
     for step, seconds in torch.items():
-        yield row(f"{what}, step {step:,}, torchdata", seconds, "s")
-    yield row(f"{what}, step {LATE:,}, torchdata, by its seconds per step", per_step_s * LATE, "s")
+        yield row(f"{label}, step {step:,}, torchdata", seconds, "s")
+    yield row(f"{label}, step {LATE:,}, torchdata, by its seconds per step", per_step_s * LATE, "s")
 
 
 def our_resume_s(folder: Path, state: dict[str, Any] | None) -> float:
-    """From `open_dataset` to the first batch after `state`."""
+    """Returns the seconds from `open_dataset` to the first batch after `state`."""
     start_s = time.perf_counter()
     with open_dataset(spec_of(folder), seed=0).train_batches(state) as batches:
         next(batches)
@@ -59,13 +60,12 @@ def our_resume_s(folder: Path, state: dict[str, Any] | None) -> float:
 
 
 def states_of(folder: Path) -> dict[int, dict[str, Any]]:
-    """The state after EARLY steps, and one as it is after LATE: by then each source has been read hundreds of
-    times.
-    """
+    """Returns the state after EARLY steps, and one as after LATE: sources were read hundreds of times."""
     with open_dataset(spec_of(folder), seed=0).train_batches() as batches:
         for _ in range(EARLY):
             next(batches)
         early = batches.state()
+    # Scaled, not run: a state holds positions alone, and a million steps would take too long.
     late = copy.deepcopy(early)
     planner = late["planner"]
     planner |= {"step": LATE, "units": planner["units"] * LATE // EARLY, "carry": [[], [], [], []]}
@@ -80,8 +80,9 @@ def spec_of(folder: Path) -> PackedText:
 
 
 def peer_resume_s(python: str | None, name: str, folder: Path, step: int) -> float:
-    """From the first call of the peer's to the batch after `step`, in a new process; its imports are not
-    counted.
+    """Returns the seconds from the peer's first call to the batch after `step`, in a new process.
+
+    The peer's imports are not counted.
     """
     with reader(python, "resume", name, folder, step=step, batch=BATCH) as program:
         return program.answer()["first_batch_s"]

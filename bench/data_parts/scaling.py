@@ -27,7 +27,7 @@ EVEN, RARE, FREQUENT = 1 / SOURCES, 0.01, 0.30
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class StepTimes:
     """Medians in seconds: before the change, and in the last third of the steps after it.
 
     slowest_s: the slowest step between.
@@ -42,38 +42,41 @@ class Steps:
 
 def rows(*, steps: int = 60) -> Iterator[Row]:
     """Both scenarios, `steps` before the change, and after."""
-    slow, risen = our_slow_source(steps), our_risen_weight(steps)
-    for what, found in (
-        ("one source 10x slower, against none", slow),
-        ("slow source at 30 %, against 1 %", risen),
+    slow_source, rising_weight = our_slow_source(steps), our_rising_weight(steps)
+    for scenario, step_times in (
+        ("one source 10x slower, against none", slow_source),
+        ("slow source at 30 %, against 1 %", rising_weight),
     ):
-        yield row(f"step, {what}", 1e3 * found.after_s, "ms", baseline=1e3 * found.before_s, bar="<= 1.1")
-    yield row("slowest step after the weight rose", 1e3 * risen.slowest_s, "ms")
-    yield row("steps until they are within 10 %", float(risen.steps_until_back), "steps")
+        yield row(
+            f"step, {scenario}",
+            1e3 * step_times.after_s,
+            "ms",
+            baseline=1e3 * step_times.before_s,
+            bar="<= 1.1",
+        )
+    yield row("slowest step after the weight rose", 1e3 * rising_weight.slowest_s, "ms")
+    yield row("steps until they are within 10 %", float(rising_weight.steps_until_back), "steps")
 
 
-def our_slow_source(steps: int) -> Steps:
-    """Two runs: `before_s` of one whose last source is as quick as the rest, `after_s` of one where it is
-    slow.
-    """
+def our_slow_source(steps: int) -> StepTimes:
+    """Compares two runs: in that of `before_s` the last source is quick, in that of `after_s` it is slow."""
     even = Constant(dict.fromkeys(NAMES, EVEN))
     return steps_of(our_steps(even, "quick", steps), our_steps(even, "slow", 2 * steps))
 
 
-def our_risen_weight(steps: int) -> Steps:
+def our_rising_weight(steps: int) -> StepTimes:
     """One run whose schedule takes the slow source from 1 % to 30 % after `steps` steps."""
     rare, frequent = (
         dict.fromkeys(NAMES, (1 - weight) / (SOURCES - 1)) | {NAMES[-1]: weight}
         for weight in (RARE, FREQUENT)
     )
     step_s = our_steps(Staged(((0, rare), (steps, frequent))), "slow", 3 * steps)
+    # From the middle on: the autoscaler has settled by then.
     return steps_of(step_s[steps // 2 : steps], step_s[steps:])
 
 
 def our_steps(mixture: Constant | Staged, last: str, steps: int) -> list[float]:
-    """Seconds of each step of a trainer that sleeps for its accelerator; the last source is that
-    function's.
-    """
+    """Returns the seconds of each step of a trainer that sleeps; function `last` makes the last source."""
     mixed = {name: Source(path="bench.data_parts.files:quick", format="grain") for name in NAMES[:-1]}
     mixed[NAMES[-1]] = Source(path=f"bench.data_parts.files:{last}", format="grain")
     spec = PackedText(
@@ -86,6 +89,7 @@ def our_steps(mixture: Constant | Staged, last: str, steps: int) -> list[float]:
     )
     step_s = []
     with open_dataset(spec, seed=0).train_batches() as batches:
+        # Start-up is not part of any step.
         next(batches)
         for _ in range(steps):
             start_s = time.perf_counter()
@@ -95,14 +99,15 @@ def our_steps(mixture: Constant | Staged, last: str, steps: int) -> list[float]:
     return step_s
 
 
-def steps_of(before_s: list[float], after_s: list[float]) -> Steps:
-    """What the step times before and after the change say."""
-    before = statistics.median(before_s)
-    smooth = [statistics.median(after_s[first : first + 5]) for first in range(len(after_s))]
-    above = [number for number, seconds in enumerate(smooth) if seconds > 1.1 * before]
-    return Steps(
-        before_s=before,
+def steps_of(before_s: list[float], after_s: list[float]) -> StepTimes:
+    """Returns the medians before and after the change, and how long the steps stayed slow."""
+    median_before = statistics.median(before_s)
+    # Median of five: a single slow step is noise, a slow loader is not.
+    smoothed_s = [statistics.median(after_s[first : first + 5]) for first in range(len(after_s))]
+    slow_steps = [number for number, seconds in enumerate(smoothed_s) if seconds > 1.1 * median_before]
+    return StepTimes(
+        before_s=median_before,
         after_s=statistics.median(after_s[-(len(after_s) // 3) :]),
         slowest_s=max(after_s),
-        steps_until_back=above[-1] + 1 if above else 0,
+        steps_until_back=slow_steps[-1] + 1 if slow_steps else 0,
     )

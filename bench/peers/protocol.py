@@ -29,9 +29,7 @@ def arguments(*names: str, **defaults: Any) -> SimpleNamespace:
 
 
 def weights_of(num_sources: int) -> list[float]:
-    """Mixture weights that everyone is given: unequal, but none so small that a short run leaves its source
-    closed.
-    """
+    """Returns all readers' mixture weights: unequal, but large enough that a short run opens each source."""
     return [1.0 + i % 7 for i in range(num_sources)]
 
 
@@ -41,21 +39,21 @@ def answer(**values: object) -> None:
 
 
 def rows_of(documents: Iterator[bytes], rows: int, seq_len: int) -> Batches:
-    """Batches of the documents' bytes, joined with a zero before and behind each document, and cut into
-    rows.
-    """
+    """Yields batches of the documents' bytes, joined with a zero before and behind each, cut into rows."""
     import numpy as np
 
+    # One id more than tokens, for the last target.
     count = rows * seq_len + 1
-    held = bytearray()
+    buffer = bytearray()
     for document in documents:
-        held += b"\0"
-        held += document
-        held += b"\0"
-        while len(held) >= count:
-            ids = np.frombuffer(bytes(held[:count]), np.uint8).astype(np.int32)
+        buffer += b"\0"
+        buffer += document
+        buffer += b"\0"
+        while len(buffer) >= count:
+            ids = np.frombuffer(bytes(buffer[:count]), np.uint8).astype(np.int32)
             yield ids[:-1].reshape(rows, seq_len), ids[1:].reshape(rows, seq_len)
-            del held[: count - 1]
+            # The last target is the first token of the next batch.
+            del buffer[: count - 1]
 
 
 def draw(batches: Batches) -> None:
@@ -63,8 +61,8 @@ def draw(batches: Batches) -> None:
     held.
     """
     for line in sys.stdin:
-        start, wanted_s, ids = time.perf_counter(), float(line), 0
-        while (wall_s := time.perf_counter() - start) < wanted_s:
+        start, limit_s, ids = time.perf_counter(), float(line), 0
+        while (wall_s := time.perf_counter() - start) < limit_s:
             ids += next(batches)[0].size
         answer(wall_s=wall_s, ids=ids)
 
@@ -74,32 +72,34 @@ def consumers(batches_of: Callable[[str, int, int], Iterator[Any]], args: Any) -
 
     Processes are started by spawn, as Grain starts its workers, and as torch does where CUDA is in use.
     """
+    # The same for all peers, so that none shares memory with its parent by fork.
     context = multiprocessing.get_context("spawn")
-    first, done, end = context.Semaphore(0), context.Semaphore(0), context.Event()
+    first_batches, all_batches, end = context.Semaphore(0), context.Semaphore(0), context.Event()
     start = time.perf_counter()
     processes = [
-        context.Process(target=_consume, args=(batches_of, seed, args, first, done, end))
+        context.Process(target=_consume, args=(batches_of, seed, args, first_batches, all_batches, end))
         for seed in range(args.consumers)
     ]
     for process in processes:
         process.start()
-    keep(processes, first, done, end, since_s=start)
+    keep(processes, first_batches, all_batches, end, since_s=start)
 
 
-def keep(processes: Sequence[Any], first: Any, done: Any, end: Any, *, since_s: float) -> None:
+def keep(processes: Sequence[Any], first_batches: Any, all_batches: Any, end: Any, *, since_s: float) -> None:
     """Answers once all processes have drawn their batches; keeps their data until standard input ends.
 
     Args:
-      first, done: semaphores that each process releases after its first batch and after its last.
+      first_batches, all_batches: semaphores that each process releases after its first batch and its last.
       end: event that ends the processes.
       since_s: moment from which the answer counts the seconds to the last process's first batch.
     """
     for _ in processes:
-        first.acquire()
+        first_batches.acquire()
     first_batch_s = time.perf_counter() - since_s
     for _ in processes:
-        done.acquire()
+        all_batches.acquire()
     answer(first_batch_s=first_batch_s)
+    # Blocks until the parent closes the pipe, or dies.
     sys.stdin.read()
     end.set()
     for process in processes:
@@ -110,18 +110,18 @@ def _consume(
     batches_of: Callable[[str, int, int], Iterator[Any]],
     seed: int,
     args: Any,
-    first: Any,
-    done: Any,
+    first_batches: Any,
+    all_batches: Any,
     end: Any,
 ) -> None:
-    batches = batches_of(
-        args.folder, seed, args.batch
-    )  # imports everything, opens nothing before the first batch
+    # Imports everything; opens nothing before the first batch.
+    batches = batches_of(args.folder, seed, args.batch)
     for number in range(args.batches):
         next(batches)
         if number == 0:
-            first.release()
+            first_batches.release()
+    # Imports alone are measured: nothing to draw.
     if not args.batches:
-        first.release()
-    done.release()
+        first_batches.release()
+    all_batches.release()
     end.wait()

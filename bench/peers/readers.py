@@ -1,5 +1,4 @@
-"""Readers that the data benchmarks compare, jtrain's among them: each is a process with the protocol of
-protocol.py.
+"""Readers that the data benchmarks compare, jtrain's among them: processes with the protocol of protocol.py.
 
     python readers.py mixing READER FOLDER --rows 64 --seq-len 8192        rows of a mixture, drawn for some seconds
     python readers.py consumers READER FOLDER --consumers 32 --batches 40  each opens every source (Parquet)
@@ -27,7 +26,7 @@ from typing import Any
 import numpy as np
 from protocol import Batches, answer, arguments, consumers, draw, keep, rows_of, weights_of
 
-SHUFFLED = 100
+SHUFFLE_BUFFER = 100
 """Documents in the shuffle buffer of each of WebDataset's sources."""
 
 
@@ -43,9 +42,7 @@ def memmap_nanogpt(args: Any) -> Batches:
 
 
 def memmap_windows(args: Any) -> Batches:
-    """The same windows, each copied once: the least work of a batch of int32; tokens and targets are views of
-    it.
-    """
+    """The same windows, each copied once, the least work for int32; tokens and targets are views of them."""
     ids = np.memmap(Path(args.folder) / "tokens.bin", np.uint16, "r")
     rng = np.random.default_rng(0)
     while True:
@@ -57,19 +54,19 @@ def memmap_windows(args: Any) -> Batches:
 
 def memmap_documents(args: Any) -> Batches:
     """Documents of the flat file in random order, in rows of four arrays."""
-    ids = np.asarray(
-        np.memmap(Path(args.folder) / "tokens.bin", np.uint16, "r")
-    )  # slices of np.memmap are slow
-    borders = np.flatnonzero(ids == 0)  # an id before each document and one behind
+    # np.asarray: slicing an np.memmap makes an np.memmap, which is slow.
+    ids = np.asarray(np.memmap(Path(args.folder) / "tokens.bin", np.uint16, "r"))
+    # A zero before each document and one behind it.
+    borders = np.flatnonzero(ids == 0)
     starts, ends = borders[::2].tolist(), (borders[1::2] + 1).tolist()
     rng = random.Random(0)
 
-    def shuffled() -> Iterator[Any]:
+    def shuffled_documents() -> Iterator[Any]:
         while True:
             for i in rng.sample(range(len(starts)), len(starts)):
                 yield ids[starts[i] : ends[i]]
 
-    return _packed(shuffled(), args.rows, args.seq_len)
+    return _pack_rows(shuffled_documents(), args.rows, args.seq_len)
 
 
 def _json_texts(folder: str) -> Iterator[bytes]:
@@ -91,30 +88,31 @@ def json_lines(args: Any) -> Batches:
 def json_documents(args: Any) -> Batches:
     """Documents of JSON lines in rows of four arrays."""
     documents = (np.frombuffer(b"\0%b\0" % text, np.uint8) for text in _json_texts(args.folder))
-    return _packed(documents, args.rows, args.seq_len)
+    return _pack_rows(documents, args.rows, args.seq_len)
 
 
-def _packed(documents: Iterator[Any], rows: int, seq_len: int) -> Batches:
+def _pack_rows(documents: Iterator[Any], rows: int, seq_len: int) -> Batches:
     """Joins documents and cuts them into rows; each array is written once, piece by piece.
 
     The four arrays are what a step on packed documents needs: tokens; targets, none at the end of a document;
     positions and segment numbers.
     """
     count = np.arange(seq_len, dtype=np.int32)
-    left = next(documents)
+    remaining = next(documents)
     while True:
         tokens, targets, positions, segments = (np.empty((rows, seq_len), np.int32) for _ in range(4))
         for token, target, position, segment in zip(tokens, targets, positions, segments, strict=True):
             start = number = 0
             while start < seq_len:
-                end = min(start + len(left), seq_len)
+                end = min(start + len(remaining), seq_len)
                 number += 1
-                token[start:end] = left[: end - start]
+                token[start:end] = remaining[: end - start]
                 target[start : end - 1] = token[start + 1 : end]
+                # No target at the end of a document.
                 target[end - 1] = -1
                 position[start:end] = count[: end - start]
                 segment[start:end] = number
-                left = left[end - start :] if end - start < len(left) else next(documents)
+                remaining = remaining[end - start :] if end - start < len(remaining) else next(documents)
                 start = end
         yield tokens, targets
 
@@ -123,6 +121,7 @@ def _grain_records(folder: str) -> Any:
     """Endless records by `MapDataset.mix`, Grain's fastest: every source shuffled."""
     import grain
 
+    # Sorted: the weights follow the order of the files.
     files = sorted(Path(folder).glob("*.arrayrecord"))
     sources = [
         grain.MapDataset.source(grain.sources.ArrayRecordDataSource(str(file)))
@@ -157,6 +156,7 @@ def grain_consumer(folder: str, seed: int, batch: int) -> Iterator[Any]:
     mixed = grain.IterDataset.mix(sources, weights=weights_of(len(files)))
     ids = mixed.map(lambda record: np.frombuffer(record["text"].encode(), np.uint8).astype(np.int32))
 
+    # A generator: nothing is opened before the first next().
     def batches() -> Iterator[Any]:
         yield from ids.seed(seed).batch(batch, batch_fn=list)
 
@@ -172,14 +172,14 @@ def grain_resume(args: Any) -> Callable[[], None]:
         iterator = iter(ids.batch(args.batch, batch_fn=list).to_iter_dataset(grain.ReadOptions(0, 0)))
         iterator.set_state(iterator.get_state() | {"next_index": args.step})
         next(iterator)
+        # Guards against a Grain that ignores the number.
         assert iterator.get_state()["next_index"] == args.step + 1, iterator.get_state()
 
     return first_batch
 
 
 def _torch_loader(folder: str, seed: int, batch: int) -> Any:
-    """torchdata's loader as users write it: an iterator per source, and a weighted choice among them for each
-    sample.
+    """torchdata's loader as users write it: an iterator per source, a weighted choice for each sample.
 
     The loader is inside the consumer's process: a worker process on top would only add to it.
     """
@@ -215,17 +215,16 @@ def torch_consumer(folder: str, seed: int, batch: int) -> Iterator[Any]:
 
 
 def torch_resume(args: Any) -> Callable[[], None]:
-    """torchdata's first batch after a step; the iterable has no state, so all earlier batches are read
-    again.
-    """
+    """torchdata's first batch after a step; its iterable has no state: all earlier batches are read again."""
     loader = _torch_loader(args.folder, 0, args.batch)  # imports
+    # Runs once, so that the state has all its keys, and imports do not count.
     next(iter(loader))
     state = loader.state_dict() | {"_num_yielded": args.step, "_sampler_iter_yielded": args.step}
 
     def first_batch() -> None:
-        resumed = _torch_loader(args.folder, 0, args.batch)
-        resumed.load_state_dict(state)
-        next(iter(resumed))
+        resumed_loader = _torch_loader(args.folder, 0, args.batch)
+        resumed_loader.load_state_dict(state)
+        next(iter(resumed_loader))
 
     return first_batch
 
@@ -235,7 +234,7 @@ def webdataset_mixture(args: Any) -> Batches:
     import webdataset
 
     sources = [
-        webdataset.WebDataset(str(tar), shardshuffle=False).repeat().shuffle(SHUFFLED)
+        webdataset.WebDataset(str(tar), shardshuffle=False).repeat().shuffle(SHUFFLE_BUFFER)
         for tar in sorted(Path(args.folder).glob("*.tar"))
     ]
     samples = webdataset.RandomMix(sources, weights_of(len(sources)))
@@ -259,8 +258,7 @@ def mosaicml_write(args: Any) -> None:
 
 
 def mosaicml_mixture(args: Any) -> Batches:
-    """A stream per source, mixed by proportion, shuffled; drawn in this process, as workers would only add to
-    a core.
+    """A stream per source, mixed by proportion, shuffled; drawn in this process, as there is one core.
 
     A sample is a row of one token more than it trains on.
     """
@@ -268,20 +266,22 @@ def mosaicml_mixture(args: Any) -> Batches:
     from streaming import Stream, StreamingDataset
     from streaming.base.util import clean_stale_shared_memory
 
+    # Left by a run that was killed, it would make this one fail.
     clean_stale_shared_memory()
     sources = sorted(Path(args.folder).iterdir())
     weights = weights_of(len(sources))
+    # Local shards: nothing is downloaded.
     streams = [Stream(local=str(s), proportion=weight) for s, weight in zip(sources, weights, strict=True)]
     dataset = StreamingDataset(
         streams=streams, shuffle=True, batch_size=args.rows, num_canonical_nodes=1, epoch_size=1 << 20
     )
 
-    def collated(samples: list[dict[str, Any]]) -> Any:
+    def collate(samples: list[dict[str, Any]]) -> Any:
         return np.stack([sample["tokens"] for sample in samples]).astype(np.int32)
 
     while True:
         for window in torch.utils.data.DataLoader(
-            dataset, batch_size=args.rows, collate_fn=collated, drop_last=True
+            dataset, batch_size=args.rows, collate_fn=collate, drop_last=True
         ):
             yield window[:, :-1], window[:, 1:]
 
@@ -292,8 +292,10 @@ def jtrain_mixture(args: Any) -> Batches:
     from jtrain.data.dataset import open_dataset
     from jtrain.runtime.platform import keep_freed_memory
 
+    # As the training loop does on a CPU.
     keep_freed_memory()
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.rows)
+    # Options of the command line have no None: "" stands for it.
     spec = dataclasses.replace(spec, prepared=args.prepared or None, engine=args.engine)
     with open_dataset(spec, seed=0).train_batches() as batches:
         for batch in batches:
@@ -308,44 +310,50 @@ def jtrain_trainers(args: Any) -> None:
     jtrain.data imported, and the next one opens the data.
     """
     context = multiprocessing.get_context("spawn")
-    ready, first, done = (context.Semaphore(0) for _ in range(3))
+    ready_trainers, first_batches, all_batches = (context.Semaphore(0) for _ in range(3))
     steps, end = (context.Event(), context.Event()), context.Event()
     processes = [
-        context.Process(target=_jtrain_trainer, args=(args, host, ready, steps, first, done, end))
+        context.Process(
+            target=_jtrain_trainer, args=(args, host, ready_trainers, steps, first_batches, all_batches, end)
+        )
         for host in range(args.hosts)
     ]
     for process in processes:
         process.start()
     start = 0.0
+    # Two phases, import and open: in each all trainers get ready before any goes on.
     for step in steps:
         for _ in processes:
-            ready.acquire()
+            ready_trainers.acquire()
         answer(trainers=[process.pid for process in processes])
         sys.stdin.readline()
         start = time.perf_counter()
         step.set()
-    keep(processes, first, done, end, since_s=start)
+    keep(processes, first_batches, all_batches, end, since_s=start)
 
 
-def _jtrain_trainer(args: Any, host: int, ready: Any, steps: Any, first: Any, done: Any, end: Any) -> None:
+def _jtrain_trainer(
+    args: Any, host: int, ready_trainers: Any, steps: Any, first_batches: Any, all_batches: Any, end: Any
+) -> None:
     """Opens every source, draws its batches, and keeps its data until the end."""
     import jax  # noqa: F401, a trainer has it, and its memory counts
 
-    ready.release()
+    ready_trainers.release()
     steps[0].wait()
     import jtrain.data.dataset
     from bench.data_parts.files import mixture
 
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.rows)
+    # As equal as possible; the constructor takes any ascending rows.
     rows = np.array_split(np.arange(args.rows), args.hosts)[host]
-    ready.release()
+    ready_trainers.release()
     steps[1].wait()
     with jtrain.data.dataset.open_dataset(spec, seed=0).train_batches(rows=rows) as batches:
         next(batches)
-        first.release()
+        first_batches.release()
         for _ in range(args.batches - 1):
             next(batches)
-        done.release()
+        all_batches.release()
         end.wait()
 
 
@@ -361,8 +369,8 @@ MIXTURES: dict[str, Callable[[Any], Batches]] = {
     "json-documents": json_documents,
 }
 CONSUMERS = {"grain": grain_consumer, "torch": torch_consumer}
-RESUMED = {"grain": grain_resume, "torch": torch_resume}
-OTHERS = {"trainers": jtrain_trainers, "write": mosaicml_write}
+RESUMES = {"grain": grain_resume, "torch": torch_resume}
+TASKS = {"trainers": jtrain_trainers, "write": mosaicml_write}
 
 
 def main() -> None:
@@ -375,17 +383,18 @@ def main() -> None:
         case "mixing":
             batches = MIXTURES[args.reader](args)
             tokens, _, *segments = next(batches)
+            # Segment 0 is padding; readers without segments have none.
             answer(filled=np.count_nonzero(segments[0]) / tokens.size if segments else 1.0)
             draw(batches)
         case "consumers":
             consumers(CONSUMERS[args.reader], args)
         case "resume":
-            first_batch = RESUMED[args.reader](args)
+            first_batch = RESUMES[args.reader](args)
             start = time.perf_counter()
             first_batch()
             answer(first_batch_s=time.perf_counter() - start)
         case _:
-            OTHERS[args.what](args)
+            TASKS[args.what](args)
 
 
 if __name__ == "__main__":

@@ -49,12 +49,14 @@ def main() -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        # To None, torch's default: no pass over the gradients.
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
     if args.mode == "compile":
         model = torch.compile(model)
     start = time.perf_counter()
+    # Three steps: torch.compile compiles in the first, and may again once gradients exist.
     losses = [step().item() for _ in range(3)]
     print(json.dumps({
         "ready": args.mode,

@@ -1,6 +1,4 @@
-"""Data pipeline from text on disk to packed global batches: loaders read and tokenise, constructors plan and
-pack.
-"""
+"""Data pipeline from text to packed batches: loaders read and tokenise, constructors plan and pack."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -54,12 +52,11 @@ _MODULES = (
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a name at its first use, so that `python -m jtrain.data --help` does not wait over a second for
-    jax.
-    """
+    """Imports a name at its first use: `python -m jtrain.data --help` does not wait over a second for jax."""
     if name in __all__:
         for module in _MODULES:
-            found = vars(importlib.import_module(f"jtrain.data.{module}"))
-            if name in found and found[name].__module__ == f"jtrain.data.{module}":
-                return globals().setdefault(name, found[name])
+            module_names = vars(importlib.import_module(f"jtrain.data.{module}"))
+            # __module__ tells where it is defined: several modules import the same names.
+            if name in module_names and module_names[name].__module__ == f"jtrain.data.{module}":
+                return globals().setdefault(name, module_names[name])
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,4 @@
-"""Dataset of a run: opens the sources, splits off evaluation documents, and gives train and evaluation
-batches.
-"""
+"""Dataset of a run: opens the sources, splits off held-out documents, gives train and evaluation batches."""
 
 import dataclasses
 import sys
@@ -10,7 +8,8 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.constructor.constructor import ConstructorSetup, DataState
+from jtrain.data.constructor.batch_state import DataState
+from jtrain.data.constructor.constructor import ConstructorSetup
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.constructor.process import ProcessSetup
 from jtrain.data.held_out import HeldOutSet
@@ -25,7 +24,7 @@ from jtrain.data.spec import PackedText
 from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.stream.chunk_stream import ChunkStream
 from jtrain.data.stream.growing_order import WindowAnchor
-from jtrain.data.stream.saved_sources import Resumed, resumed, running_setup, saved_source, ways_out
+from jtrain.data.stream.saved_sources import Resumed, resume_source, running_setup, source_to_json, ways_out
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.errors import UserError
@@ -33,6 +32,7 @@ from jtrain.runtime import multihost
 from jtrain.runtime.link import meet
 
 _STATE_VERSION = 4
+"""Version of the saved form; a state of another version is refused, as its batches could not be the same."""
 
 SLOTS = 2
 """Batches that a constructor fills ahead in shared memory; the trainer's prefetch holds as many more."""
@@ -78,6 +78,7 @@ class TextDataset:
         setups = spec.setups(seed=seed)
         self.names = tuple(setup.name for setup in setups)
         self.streams = [ChunkStream(setup, opening_of(setup.name, say)) for setup in setups]
+        # The setups as found: a growing source estimates its chunk size when it is opened.
         self.setups = tuple(
             dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes, grouped=stream.is_grouped)
             for setup, stream in zip(setups, self.streams, strict=True)
@@ -113,16 +114,16 @@ class TextDataset:
                     f"; {stream.prepared.num_skipped:,} bad documents were left out when it was prepared"
                 )
         if len(lines) > _MOST_LINES:
+            # Hundreds of sources would fill the screen.
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
+        # Prepared sources have no corpus.
         corpora = [stream.corpus for stream in self.streams if stream.corpus is not None]
         lines += [corpus.left_out for corpus in corpora if corpus.left_out]
         lines += self._small_windows()
         return "\n".join(lines)
 
     def _small_windows(self) -> list[str]:
-        """Returns a warning if a window of some source is smaller than one of its row groups; nothing
-        otherwise.
-        """
+        """Returns a warning if a window of some source is smaller than one of its row groups."""
         largest = {
             name: stream.order.largest_part
             for name, stream, setup in zip(self.names, self.streams, self.setups, strict=True)
@@ -130,13 +131,14 @@ class TextDataset:
         }
         if not largest:
             return []
-        worst = max(largest, key=lambda name: largest[name])
+        largest_name = max(largest, key=lambda name: largest[name])
+        largest_bytes = largest[largest_name]
         return [
             f"data.shuffle_window_bytes={self.spec.shuffle_window_bytes} is too small for {len(largest)} of "
-            f"{len(self.names)} sources ({worst}: row groups of up to {largest[worst]:,} bytes of text, and "
-            f"{self.setups[0].window_bytes:,} bytes for each source): their rows are shuffled within one row "
-            "group at a time, and such groups are kept in memory whole. Set "
-            f"data.shuffle_window_bytes={2 * largest[worst] * len(self.names)}, or write smaller row groups."
+            f"{len(self.names)} sources ({largest_name}: row groups of up to {largest_bytes:,} bytes of "
+            f"text, and {self.setups[0].window_bytes:,} bytes for each source): their rows are shuffled "
+            "within one row group at a time, and such groups are kept in memory whole. Set "
+            f"data.shuffle_window_bytes={2 * largest_bytes * len(self.names)}, or write smaller row groups."
         ]
 
     def train_batches(
@@ -149,8 +151,7 @@ class TextDataset:
         cost: tuple[float, float] = (1.0, 0.0),
         inline: bool = False,
     ) -> BatchIterator:
-        """Starts the data plane; returns batches of `global_batch` rows, from the first one or from a saved
-        state.
+        """Starts the data plane; returns batches of `global_batch` rows, from the first or a saved state on.
 
         The iterator must be closed. A collective where processes have joined, as they divide the reading.
 
@@ -166,24 +167,26 @@ class TextDataset:
         Raises:
           UserError: the state was saved with another seed, source or tokenizer, so the batches would differ.
         """
-        joined: list[str] = []
+        join_messages: list[str] = []
         if start_state is not None:
-            found = self._resumed(start_state)
-            if isinstance(found, str):
-                raise UserError(found)
-            self.streams[:] = [source.stream for source in found]
-            joined = [source.said for source in found if source.said]
+            resumed_sources = self._resume_sources(start_state)
+            if isinstance(resumed_sources, str):
+                raise UserError(resumed_sources)
+            # Replaced in place: held-out sets share this list.
+            self.streams[:] = [source.stream for source in resumed_sources]
+            join_messages = [source.message for source in resumed_sources if source.message]
         setups = tuple(running_setup(stream) for stream in self.streams)
         planner = self._planner_spec(cost)
-        changes: list[str] = []
+        change_messages: list[str] = []
         if start_state is not None:
-            planner_state, changes = Planner(planner, _no_lengths).resume(start_state["planner"])
+            # A mixture may change at a resume; a source, its order or the seed may not.
+            planner_state, change_messages = Planner(planner, _no_lengths).resume(start_state["planner"])
             counts = [start_state["skipped"].get(name, 0) for name in self.names]
             anchors = tuple(_anchor(start_state, name) for name in self.names)
             state = DataState(planner_state, np.asarray(counts, np.int64), anchors)
         else:
             state = self._start_state(planner, first_step)
-        work = ConstructorSetup(
+        constructor_setup = ConstructorSetup(
             sources=setups,
             planner=planner,
             rows=np.arange(self.spec.global_batch) if rows is None else rows,
@@ -194,24 +197,26 @@ class TextDataset:
             lookahead_steps=self.spec.lookahead_steps,
         )
         plane: Plane
+        # Everything below this line starts processes or actors.
         if inline or self.spec.engine == "inline":
-            plane = InlinePlane(work, state)
+            plane = InlinePlane(constructor_setup, state)
         elif self.spec.engine == "ray":
-            who = trainers()
+            trainer_args = trainers()
             plane = RayPlane(
-                work,
+                constructor_setup,
                 state,
-                **who,
-                loaders=self.spec.num_loaders() * who["processes"],
+                **trainer_args,
+                loaders=self.spec.num_loaders() * trainer_args["processes"],
                 standbys=self.spec.shadows,
                 read_timeout_s=self.spec.read_timeout_s,
             )
         else:
             listening, peers = (
+                # Prepared sources need no division: each host reads what its rows need.
                 meet() if multihost.is_joined() and self.spec.prepared is None else (None, None)
             )
             setup = ProcessSetup(
-                constructor=work,
+                constructor=constructor_setup,
                 max_loaders=self.spec.num_loaders(),
                 standbys=self.spec.shadows,
                 read_timeout_s=self.spec.read_timeout_s,
@@ -219,9 +224,12 @@ class TextDataset:
                 state=state,
                 peers=peers,
             )
+            # Importing what no source needs would cost memory in every loader.
             preload = tuple(name for name in _PRELOAD if name in sys.modules)
             plane = ProcessPlane(setup, preload=preload, listening=listening)
-        return BatchIterator(plane, state, self._identity(setups), self.names, joined + changes)
+        return BatchIterator(
+            plane, state, self._identity(setups), self.names, join_messages + change_messages
+        )
 
     def first_state(self) -> dict[str, Any]:
         """Returns the state before the first batch, without starting anything."""
@@ -229,6 +237,7 @@ class TextDataset:
         return to_json(self._start_state(self._planner_spec((1.0, 0.0))), self._identity(setups), self.names)
 
     def _start_state(self, planner: PlannerSpec, first_step: int = 0) -> DataState:
+        # No lengths are needed to build a state.
         state = dataclasses.replace(Planner(planner, _no_lengths).start(), step=first_step)
         return DataState(state, np.zeros(len(self.names), np.int64), (None,) * len(self.names))
 
@@ -238,7 +247,7 @@ class TextDataset:
             "version": _STATE_VERSION,
             "seed": self.seed,
             "sources": {
-                setup.name: saved_source(setup, stream.names[-1])
+                setup.name: source_to_json(setup, stream.names[-1])
                 for setup, stream in zip(setups, self.streams, strict=True)
             },
         }
@@ -256,8 +265,8 @@ class TextDataset:
         return HeldOutSet(self.streams, self.spec)
 
     def _schedule(self) -> Any:
-        own = {name: source.weight for name, source in self.spec.named_sources.items()}
-        return own_weights(self.spec.mixture, own)
+        weight_of_source = {name: source.weight for name, source in self.spec.named_sources.items()}
+        return own_weights(self.spec.mixture, weight_of_source)
 
     def _planner_spec(self, cost: tuple[float, float]) -> PlannerSpec:
         spec = self.spec
@@ -271,38 +280,37 @@ class TextDataset:
             schedule=self._schedule(),
             epochs=spec.epochs,
             ends=None
-            if (e := spec.epochs) is None
-            else tuple(s.order.numbers.first_of(e) for s in self.streams),
+            if (epochs := spec.epochs) is None
+            else tuple(stream.order.numbers.first_of(epochs) for stream in self.streams),
             balance=spec.balance,
             cost_linear=cost[0],
             cost_quadratic=cost[1],
         )
 
-    def misfit(self, state: dict[str, Any]) -> str | None:
-        """Returns why no stream can go on from a saved state, as a clause and the way out; None if one
-        can.
-        """
-        found = self._resumed(state)
-        return found if isinstance(found, str) else None
+    def resume_refusal(self, state: dict[str, Any]) -> str | None:
+        """Returns why no stream can go on from a saved state, with the way out; None if one can."""
+        resumed_sources = self._resume_sources(state)
+        return resumed_sources if isinstance(resumed_sources, str) else None
 
-    def _resumed(self, state: dict[str, Any]) -> list[Resumed] | str:
+    def _resume_sources(self, state: dict[str, Any]) -> list[Resumed] | str:
         """Returns the sources as they go on from a saved state, or why they cannot."""
-        for key, here in {"version": _STATE_VERSION, "seed": self.seed}.items():
-            if state.get(key) != here:
-                way = (
+        for key, expected in {"version": _STATE_VERSION, "seed": self.seed}.items():
+            if state.get(key) != expected:
+                way_out = (
                     "Finish the run with the jtrain that began it" if key == "version" else "Restore the seed"
                 )
                 return (
-                    f"the data state was saved with {key}={state.get(key)!r}, but here it is {here!r}: "
-                    f"{ways_out(way)}"
+                    f"the data state was saved with {key}={state.get(key)!r}, but here it is {expected!r}: "
+                    f"{ways_out(way_out)}"
                 )
-        found = []
+        resumed_sources = []
         for name, stream in zip(self.names, self.streams, strict=True):
+            # A source that is new in the config begins at its first document.
             if (saved := state["sources"].get(name)) is None:
-                found.append(Resumed(stream, ""))
+                resumed_sources.append(Resumed(stream, ""))
                 continue
             planner = state["planner"]
-            source = resumed(
+            source = resume_source(
                 stream,
                 saved,
                 cursor=planner["sources"][name][0],
@@ -312,41 +320,45 @@ class TextDataset:
             )
             if isinstance(source, str):
                 return source
-            found.append(source)
-        return found
+            resumed_sources.append(source)
+        return resumed_sources
 
     def _check_size(self, purpose: Literal["training", "evaluation"]) -> None:
         """Refuses a split that does not fill one row. Reads only as many documents as the check needs."""
         tokens = documents_left = 0
         for stream in self.streams:
             if purpose == "training":
-                parts = (r[~stream.held_out(r)] for r in stream.records_at_random(epoch_key(0, 0)))
+                # epoch_key(0, 0): any fixed random order does, as this check is not part of the stream.
+                record_batches = (r[~stream.held_out(r)] for r in stream.records_at_random(epoch_key(0, 0)))
             else:
-                parts = stream.held_out_records()
-            for records in parts:
+                record_batches = stream.held_out_records()
+            for records in record_batches:
                 documents_left += len(records)
+                # A few at a time: the first row is usually full after one document.
                 for start in range(0, len(records), 16):
                     chunks = stream.chunks_of(records[start : start + 16])
                     tokens += len(stream.read_chunks(Chunks(*(array[:256] for array in chunks))).ids)
                     if tokens >= self.spec.seq_len:
                         return
         spec = self.spec
-        way = (
+        way_out = (
             "or lower data.eval_fraction."
             if purpose == "training"
             else "raise data.eval_fraction, or set it to 0."
         )
-        what = f"data.path={spec.path!r}" if spec.path is not None else f"the {len(self.names)} data.sources"
+        location = (
+            f"data.path={spec.path!r}" if spec.path is not None else f"the {len(self.names)} data.sources"
+        )
         raise UserError(
-            f"{what} is too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} documents "
-            f"with {tokens} tokens for {purpose}, and one row needs data.seq_len={spec.seq_len}. Add text, "
-            f"lower data.seq_len, {way}"
+            f"{location} is too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} "
+            f"documents with {tokens} tokens for {purpose}, and one row needs data.seq_len={spec.seq_len}. "
+            f"Add text, lower data.seq_len, {way_out}"
         )
 
 
 def _anchor(state: dict[str, Any], name: str) -> WindowAnchor | None:
     """Returns the anchor of a source in a saved state, if it has one."""
-    return WindowAnchor(*found) if (found := state["anchors"].get(name)) else None
+    return WindowAnchor(*fields) if (fields := state["anchors"].get(name)) else None
 
 
 def _no_lengths(source: int, first: int, count: int) -> Int[np.ndarray, " count"]:

@@ -1,6 +1,4 @@
-"""Held-out sets: documents that are evaluated and never trained on, as batches that are the same each
-time.
-"""
+"""Held-out sets: documents that are evaluated and never trained on, as the same batches each time."""
 
 import dataclasses
 import functools
@@ -12,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-from jtrain.data.constructor.collate import Rows, each, fill_rows, views_of
+from jtrain.data.constructor.collate import Rows, fill_rows, iterate_pieces, views_of
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.loss_mask import ignore_targets, runs_within
 from jtrain.data.mixture.schedule import Constant
@@ -24,7 +22,8 @@ from jtrain.data.sources.source import HELD_OUT_PREFIX, Source, field_of
 from jtrain.data.sources.storage import find_files
 from jtrain.data.spec import PackedText
 from jtrain.data.stream.chunk_order import Chunks
-from jtrain.data.stream.chunk_stream import ChunkStream, Read
+from jtrain.data.stream.chunk_reader import Read
+from jtrain.data.stream.chunk_stream import ChunkStream
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.errors import FileError, UserError
 from jtrain.layout.dims import Batch
@@ -32,7 +31,7 @@ from jtrain.layout.dims import Batch
 _READ_AHEAD = 16
 """Number of chunks read at a time."""
 
-_SPARE, _SPARE_READ = 4.0, 1.25
+_DOCUMENTS_PER_ROW, _DOCUMENTS_PER_ROW_READ = 4.0, 1.25
 """Documents, and rows of text, from which an evaluation draws, over the rows that it needs.
 
 With as many documents as rows the standard error would be a quarter larger than with four times as many.
@@ -55,9 +54,7 @@ class HeldOutBatch:
 
 
 class _Documents(NamedTuple):
-    """Documents from which the chunks of an evaluation are drawn, and the number of chunks up to the end of
-    each.
-    """
+    """Documents from which an evaluation draws its chunks, and the number of chunks up to each one's end."""
 
     source: Int64[np.ndarray, " documents"]
     record: Int64[np.ndarray, " documents"]
@@ -69,10 +66,8 @@ class HeldOutSet:
 
     Documents are taken in a random order that is the same for every run, the same number from each source,
     until there are some for every row of an evaluation, or all are taken. Rows are filled with chunks drawn
-    from all of these at
-    random: the more documents an evaluation has, the smaller its standard error. A set that is smaller than
-      an
-    evaluation is read whole.
+    from all of these at random: the more documents an evaluation has, the smaller its standard error. A set
+    that is smaller than an evaluation is read whole.
 
     A target is a token whose predecessor is in the same piece of the same document: all but the first token
     of a chunk, and the token after each cut where a row ends. End ids are targets, of 0 bytes of text.
@@ -98,8 +93,8 @@ class HeldOutSet:
 
     def describe(self) -> str:
         """Returns the size of the sources, for the plan of a run."""
-        known = [stream.num_documents for stream in self.streams if stream.num_documents is not None]
-        documents = f"{sum(known):,} documents" if len(known) == len(self.streams) else "documents"
+        counts = [stream.num_documents for stream in self.streams if stream.num_documents is not None]
+        documents = f"{sum(counts):,} documents" if len(counts) == len(self.streams) else "documents"
         files, size = (sum(len(s.names) for s in self.streams), sum(s.size_bytes for s in self.streams))
         return f"{documents} in {files:,} files, {size / 2**20:,.1f} MiB, all held out"
 
@@ -108,11 +103,10 @@ class HeldOutSet:
         return " ".join(stream.fingerprint() for stream in self.streams)
 
     def has_targets(self) -> bool:
-        """True if some chunk has a learned token after its first one; reads chunks up to the first such
-        one.
-        """
+        """True if some chunk has a learned token after its first one; reads chunks up to that one."""
         reads = (self._read(number) for number in range(int(self._documents.end[-1])))
         return any(
+            # Targets are all tokens but the first; the ignored runs are counted from token 1 on.
             len(read.ids) - 1 > (read.ignored[:, 1] - np.maximum(read.ignored[:, 0], 1)).sum()
             for read in reads
         )
@@ -128,6 +122,7 @@ class HeldOutSet:
         order = context_order(spec.seq_len, context, spec.context_order)
 
         def lengths(source: int, first: int, count: int) -> Int[np.ndarray, " read"]:
+            # Reads ahead of the planner in small portions: an evaluation may end in the middle of a set.
             numbers = range(first, first + min(count, _READ_AHEAD))
             reads.update((number, self._read(number)) for number in numbers)
             return np.asarray([len(reads[number].ids) for number in numbers], np.int64)
@@ -151,65 +146,77 @@ class HeldOutSet:
                 plan, state = planner.plan(state)
             except EndOfData:
                 return
+            # New arrays per batch: the caller may hold several.
             rows = Rows.empty(spec.global_batch, spec.seq_len)
             fill_rows(rows, plan.pieces, views_of(lambda _, number: reads[number].ids))
-            runs = [runs_within(reads[n].ignored, start, end) for _, n, start, end in each(plan.pieces)]
+            runs = [
+                runs_within(reads[n].ignored, start, end) for _, n, start, end in iterate_pieces(plan.pieces)
+            ]
             ignore_targets(rows.target_BL, plan.pieces, runs)
             arrays = rows.token_BL, rows.target_BL, rows.position_BL, rows.segment_BL
+            # Permuted last, as targets and runs are computed on neighbouring tokens.
             batch = Batch(*(array[:, order] for array in arrays))
             yield HeldOutBatch(
                 batch, self._document_BL(plan.pieces)[:, order], self._text_bytes(plan.pieces, reads)
             )
+            # Chunks before the oldest that a later step can need are in their batches by now.
             for number in [number for number in reads if number < state.oldest()[0]]:
                 del reads[number]
 
     @functools.cached_property
     def _documents(self) -> _Documents:
+        # Rows per source, rounded up: each source gives the same number, however large it is.
         share = -(-self.spec.eval_batches * self.spec.global_batch // len(self.streams))
-        found: list[np.ndarray] = [np.empty((0, 3), np.int64)]
+        columns: list[np.ndarray] = [np.empty((0, 3), np.int64)]
         for source, stream in enumerate(self.streams):
-            documents = rows = share * (_SPARE if stream.sizes_are_known else _SPARE_READ)
+            documents = rows = share * (
+                _DOCUMENTS_PER_ROW if stream.sizes_are_known else _DOCUMENTS_PER_ROW_READ
+            )
             for records in stream.held_out_records():
                 while len(records) and (documents > 0 or rows > 0):
-                    some, records = np.split(records, [max(_READ_AHEAD, math.ceil(documents))])
-                    some = np.sort(some)  # neighbours in a Parquet file are decoded together
-                    lengths = stream.rows_of(some)
+                    sample, records = np.split(records, [max(_READ_AHEAD, math.ceil(documents))])
+                    # Sorted: neighbours in a Parquet file are decoded together.
+                    sample = np.sort(sample)
+                    lengths = stream.rows_of(sample)
                     chunks = np.maximum(np.ceil(lengths), 1).astype(np.int64)
-                    found.append(np.stack([np.full_like(some, source), some, chunks], axis=1))
-                    documents, rows = documents - len(some), rows - float(lengths.sum())
+                    columns.append(np.stack([np.full_like(sample, source), sample, chunks], axis=1))
+                    documents, rows = documents - len(sample), rows - float(lengths.sum())
+                # Both: enough documents for the standard error, and enough text for the rows.
                 if documents <= 0 and rows <= 0:
                     break
-        sources, records, chunks = np.concatenate(found).T
+        sources, records, chunks = np.concatenate(columns).T
         return _Documents(sources, records, np.cumsum(chunks))
 
     def _document_of(self, number: int) -> tuple[int, int]:
         """Returns the document of chunk `number` of the sample, and the chunk's number in the document."""
+        # Chunk numbers are permuted once more, so that the rows mix documents of all sources.
         total = np.int64(self._documents.end[-1])
-        at = int(permuted(np.asarray([number], np.int64), total, epoch_key(0, 0))[0])
-        document = int(np.searchsorted(self._documents.end, at, side="right"))
-        return document, at - (int(self._documents.end[document - 1]) if document else 0)
+        chunk = int(permuted(np.asarray([number], np.int64), total, epoch_key(0, 0))[0])
+        document = int(np.searchsorted(self._documents.end, chunk, side="right"))
+        return document, chunk - (int(self._documents.end[document - 1]) if document else 0)
 
     def _read(self, number: int) -> Read:
         document, chunk = self._document_of(number)
         record = int(self._documents.record[document])
-        one = Chunks(*(np.asarray([value], np.int64) for value in (record, chunk, 1)))
-        return self.streams[int(self._documents.source[document])].read_chunks(one)
+        chunks = Chunks(*(np.asarray([value], np.int64) for value in (record, chunk, 1)))
+        return self.streams[int(self._documents.source[document])].read_chunks(chunks)
 
     def _document_BL(self, pieces: Pieces) -> Int32[np.ndarray, "B L"]:
         document_BL = np.full((self.spec.global_batch, self.spec.seq_len), -1, np.int32)
-        filled = np.zeros(self.spec.global_batch, np.int64)
-        for row, (_, number, start, end) in zip(pieces.row.tolist(), each(pieces), strict=True):
-            document_BL[row, filled[row] : filled[row] + end - start] = self._document_of(number)[0]
-            filled[row] += end - start
+        row_tokens = np.zeros(self.spec.global_batch, np.int64)
+        for row, (_, number, start, end) in zip(pieces.row.tolist(), iterate_pieces(pieces), strict=True):
+            document_BL[row, row_tokens[row] : row_tokens[row] + end - start] = self._document_of(number)[0]
+            row_tokens[row] += end - start
         return document_BL
 
     def _text_bytes(self, pieces: Pieces, reads: Mapping[int, Read]) -> int | None:
         total = 0
-        for _, number, start, end in each(pieces):
+        for _, number, start, end in iterate_pieces(pieces):
             source = int(self._documents.source[self._document_of(number)[0]])
             sizes = self.streams[source].tokenizer.text_bytes(reads[number].ids)
             if sizes is None:
                 return None
+            # + 1: the first token of a piece is nobody's target, so its bytes do not count.
             total += int(sizes[start + 1 : end].sum())
             for first, last in runs_within(reads[number].ignored, start + 1, end).tolist():
                 total -= int(sizes[start + 1 + first : start + 1 + last].sum())
@@ -234,7 +241,7 @@ def open_sets(
       UserError: a set has files of a training source, or no text; the message names field, file and way out.
       FileError: nothing is there, or it cannot be read.
     """
-    found = {}
+    held_out_sets = {}
     for name, source in sets.items():
         field = f"{HELD_OUT_PREFIX}{name}"
         tokenizer = source.tokenizer or spec.tokenizer
@@ -249,35 +256,37 @@ def open_sets(
             prepared=None,
             fingerprint=None,
         )
-        found[name] = HeldOutSet([ChunkStream(setup, opening_of(field, say))], spec)
+        held_out_sets[name] = HeldOutSet([ChunkStream(setup, opening_of(field, say))], spec)
+        # After opening: a wrong path is reported as such, not as a set without shared files.
         _check_apart(source, field, setups)
-        if not found[name].has_targets():
+        # Found now and not at the first evaluation, hours later.
+        if not held_out_sets[name].has_targets():
             learned = "" if source.mask is None else " of which the second is learned"
             raise UserError(
-                f"{field}.path={source.path!r}: none of its {found[name].num_documents} documents has two "
-                f"tokens{learned}, so there is nothing to predict. Set {field}.path to files with text in "
-                "them."
+                f"{field}.path={source.path!r}: none of its {held_out_sets[name].num_documents} documents "
+                f"has two tokens{learned}, so there is nothing to predict. Set {field}.path to files with "
+                "text in them."
             )
-    return found
+    return held_out_sets
 
 
 def _check_apart(source: Source, field: str, setups: Sequence[SourceSetup]) -> None:
     """Refuses a set that shares a file with a training source."""
-    own = _locations(source, f"{field}.path")
+    locations = _locations(source, f"{field}.path")
     for setup in setups:
-        trained = field_of(setup.name)
+        training_field = field_of(setup.name)
         try:
-            shared = own & _locations(setup.source, f"{trained}.path")
+            shared = locations & _locations(setup.source, f"{training_field}.path")
         except FileError:
             if setup.prepared is None:
                 raise
             continue  # a prepared source needs its files no more
         if shared:
             raise UserError(
-                f"{field}.path={source.path!r}: {len(shared)} of its {len(own)} files are trained on by "
-                f"{trained}.path={setup.source.path!r} (first: {min(shared)}). Move them out of "
-                f"{trained}.path, set {field}.path to other files, or remove {field}: data.eval_fraction "
-                f"holds out documents of {trained}."
+                f"{field}.path={source.path!r}: {len(shared)} of its {len(locations)} files are trained on "
+                f"by {training_field}.path={setup.source.path!r} (first: {min(shared)}). Move them out of "
+                f"{training_field}.path, set {field}.path to other files, or remove {field}: "
+                f"data.eval_fraction holds out documents of {training_field}."
             )
 
 

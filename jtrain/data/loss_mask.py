@@ -1,6 +1,4 @@
-"""Loss mask of tokens, as runs of tokens that are read and not learned; sources without masks have no
-runs.
-"""
+"""Loss mask of tokens: runs of tokens that are read and not learned; sources without masks have no runs."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,14 +35,17 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
     stop = start + len(chunk.content)
 
     def add(low: int, high: int, *, learned: bool) -> None:
+        # Spans are of the whole text; only what lies in this chunk counts.
         low, high = max(low, start), min(high, stop)
         if low < high:
+            # The begin id goes to the first part, the end id to a part of its own below.
             begins = chunk.begins and not parts
             parts.append(
                 ChunkPart(TextChunk(chunk.content[low - start : high - start], begins, False), learned)
             )
 
     characters = end = 0  # of the text so far; `end` in bytes
+    # Spans count characters, chunks bytes: the text between spans is encoded once, as it goes by.
     for first, last in text.learned:
         low = end + len(text[characters:first].encode("utf-8"))
         add(end, low, learned=False)
@@ -61,11 +62,10 @@ def split_chunk(chunk: TextChunk, start: int, text: str) -> list[ChunkPart]:
 def encode_parts(
     tokenizer: Tokenizer, chunks: Sequence[list[ChunkPart]]
 ) -> tuple[EncodedDocuments, Int32[np.ndarray, "runs 2"]]:
-    """Returns lengths and ids of chunks, each part tokenised by itself, and the runs of ids that are not
-    learned.
-    """
+    """Returns lengths and ids of chunks, each part tokenised by itself, and the runs not learned."""
     parts = [part for chunk in chunks for part in chunk]
     lengths, ids = tokenizer.encode_chunks([part.chunk for part in parts])
+    # Number of the chunk of each part: the parts are summed into chunks by it.
     chunk = np.repeat(np.arange(len(chunks)), [len(chunk) for chunk in chunks])
     total = np.bincount(chunk, weights=lengths, minlength=len(chunks)).astype(np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
@@ -74,12 +74,13 @@ def encode_parts(
 
 
 def runs_within(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> Int[np.ndarray, "some 2"]:
-    """Returns the runs among tokens `start` to `end` - 1, counted from `start`; `runs` ascend and do not
-    overlap.
+    """Returns the runs among tokens `start` to `end` - 1, counted from `start`; `runs` must ascend.
+
+    Example: of the runs [2, 5) and [8, 12), tokens 4 to 9 have [0, 1) and [4, 6).
     """
-    borders = runs.reshape(
-        -1
-    )  # one contiguous array, so that a search in a mapped file reads a few pages of it
+    # One contiguous array: bisecting it in a mapped file reads a few pages, a column would be copied.
+    borders = runs.reshape(-1)
+    # Borders alternate start, end: // 2 gives the run. side="right": a run that ends at `start` is out.
     low = int(np.searchsorted(borders, start, side="right")) // 2
     high = (int(np.searchsorted(borders, end, side="left")) + 1) // 2
     return np.clip(runs[low:high], start, end) - start
@@ -88,15 +89,13 @@ def runs_within(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> Int[np
 def runs_of_spans(
     runs: Int[np.ndarray, "runs 2"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
 ) -> Int32[np.ndarray, "some 2"]:
-    """Returns the runs in spans of tokens that follow one another: counted from the first token of the first
-    span.
-    """
-    found, at = [NO_RUNS], 0
+    """Returns the runs in spans of tokens, counted as if the spans were joined end to end."""
+    shifted_runs, offset = [NO_RUNS], 0
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        if len(here := runs_within(runs, start, end)):
-            found.append((here + at).astype(np.int32))
-        at += end - start
-    return np.concatenate(found)
+        if len(span_runs := runs_within(runs, start, end)):
+            shifted_runs.append((span_runs + offset).astype(np.int32))
+        offset += end - start
+    return np.concatenate(shifted_runs)
 
 
 def ignore_targets(
@@ -108,12 +107,13 @@ def ignore_targets(
       runs: runs of each piece, counted from its first token.
     """
     length = pieces.end - pieces.start
-    before: Int64[np.ndarray, " pieces"] = np.cumsum(length) - length
+    tokens_before: Int64[np.ndarray, " pieces"] = np.cumsum(length) - length
+    # Index of the first piece in the same row: pieces are sorted by row.
     first_of_row = np.searchsorted(pieces.row, pieces.row)
-    place = pieces.row * target_BL.shape[1] + before - before[first_of_row]
+    first_position = pieces.row * target_BL.shape[1] + tokens_before - tokens_before[first_of_row]
     target = target_BL.reshape(-1)
     assert np.shares_memory(target, target_BL), "the batch is contiguous"
-    for at, here in zip(place.tolist(), runs, strict=True):
-        for start, end in here.tolist():
+    for position, piece_runs in zip(first_position.tolist(), runs, strict=True):
+        for start, end in piece_runs.tolist():
             # Token i is the target at i - 1. A piece's first token is nobody's target.
-            target[at + max(start, 1) - 1 : at + end - 1] = IGNORE
+            target[position + max(start, 1) - 1 : position + end - 1] = IGNORE

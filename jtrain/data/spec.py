@@ -78,11 +78,11 @@ class PackedText:
     shuffle_window_bytes: int = 1 << 28
 
     def __post_init__(self) -> None:
-        least_of = {"seq_len": 2, "global_batch": 1, "text_piece_bytes": 16, "eval_batches": 1, "epochs": 1}
-        least_of |= {"max_loaders": 1, "shadows": 0, "lookahead_steps": 1, "shuffle_window_bytes": 1 << 16}
-        for field, least in least_of.items():
-            if (value := getattr(self, field)) is not None and value < least:
-                raise UserError(f"data.{field}={value} must be at least {least}. Set data.{field}.")
+        minimum_of = {"seq_len": 2, "global_batch": 1, "text_piece_bytes": 16, "eval_batches": 1, "epochs": 1}
+        minimum_of |= {"max_loaders": 1, "shadows": 0, "lookahead_steps": 1, "shuffle_window_bytes": 1 << 16}
+        for field, minimum in minimum_of.items():
+            if (value := getattr(self, field)) is not None and value < minimum:
+                raise UserError(f"data.{field}={value} must be at least {minimum}. Set data.{field}.")
         if not 0 <= self.eval_fraction < 1:
             raise UserError(
                 f"data.eval_fraction={self.eval_fraction} must be at least 0 (nothing held out) and below 1. "
@@ -129,12 +129,14 @@ class PackedText:
     def setups(self, *, seed: int) -> tuple[SourceSetup, ...]:
         """Returns the settings with which a process opens each source."""
         sources = self.named_sources
+        # The setting is for all sources together: memory must not grow with their number.
         share = self.shuffle_window_bytes // len(sources)
         return tuple(
             SourceSetup(
                 name=name,
                 source=source,
                 tokenizer=source.tokenizer or self.tokenizer,
+                # data.end_token names a token of data.tokenizer; another tokenizer has its own.
                 end_token=self.end_token if (source.tokenizer or self.tokenizer) == self.tokenizer else None,
                 seed=seed,
                 eval_fraction=self.eval_fraction,
@@ -142,6 +144,7 @@ class PackedText:
                 chunk_tokens=self.seq_len,
                 chunk_bytes=None,
                 window_bytes=share,
+                # Counted epochs need the number of chunks, so every file is opened at the start.
                 eager_bytes=self.shuffle_window_bytes if self.epochs is None else None,
                 decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),

@@ -20,8 +20,7 @@ from jtrain.errors import FileError, UserError
 
 type Ids = Int[np.ndarray, " tokens"]
 type EncodedDocuments = tuple[Int[np.ndarray, " documents"], UInt[np.ndarray, " tokens"]]
-"""Tokens of each document (int32), and the ids of all documents one after another in the tokenizer's
-`id_dtype`."""
+"""Tokens of each document (int32), and the ids of all documents, end to end, in the `id_dtype`."""
 
 
 class TextChunk(NamedTuple):
@@ -33,9 +32,7 @@ class TextChunk(NamedTuple):
 
 
 def smallest_id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Returns the smallest unsigned dtype that holds every id: 1, 2 or 4 bytes, on disk and between
-    processes.
-    """
+    """Returns the smallest unsigned dtype that holds every id: 1, 2 or 4 bytes, on disk and on the way."""
     return np.dtype(np.min_scalar_type(vocab_size - 1))
 
 
@@ -71,16 +68,14 @@ class Tokenizer(Protocol):
         ...
 
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
-        """Returns the tokens of each chunk and the ids of all, with the border ids of the documents that they
-        end.
+        """Returns the tokens of each chunk and the ids of all, with the border ids that belong to them.
 
         RAYON_NUM_THREADS sets the number of threads of a Hugging Face tokenizer.
         """
         ...
 
     def text_bytes(self, ids: Integer[np.ndarray, " tokens"]) -> Int[np.ndarray, " tokens"] | None:
-        """Returns the UTF-8 bytes of text that each id stands for, 0 for begin and end; None if ids do not
-        tell.
+        """Returns the UTF-8 bytes of text of each id, 0 for begin and end; None if ids do not tell.
 
         The bytes of a chunk's ids add up to those of its text, as the tokenizer normalises it (Unicode NFC,
         say).
@@ -125,9 +120,7 @@ class ByteTokenizer:
         return (ids != 0).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
-        """Returns the text; bytes that are not UTF-8 become U+FFFD, since sampling may stop inside a
-        character.
-        """
+        """Returns the text; bytes that are not UTF-8 become U+FFFD, as sampling may stop in a character."""
         return np.asarray(ids, np.int64).astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
@@ -163,6 +156,7 @@ class HFTokenizer:
 
         file = Path(path).expanduser()
         if file.is_dir():
+            # Folders as Hugging Face writes them hold more than this file.
             file /= "tokenizer.json"
         if not file.is_file():
             raise FileError(
@@ -179,12 +173,13 @@ class HFTokenizer:
                 f"data.tokenizer={str(path)!r} is not a tokenizer.json that the tokenizers package can read: "
                 f"{error}"
             ) from error
+        # Text that spells a special token is encoded as plain characters; see the class.
         self._rust.encode_special_tokens = True
         vocabulary: dict[str, int] = self._rust.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
         """Largest id + 1; ids may have gaps."""
-        # A token takes more than one byte of the file, so only a damaged one has larger ids; tables have a
-        # row per id.
+        # A token takes more than one byte of the file, so only a damaged file has larger ids. Refused, as
+        # tables have a row per id.
         if not 0 < self.vocab_size <= len(content):
             raise UserError(
                 f"data.tokenizer={str(path)!r}: a file of {len(content):,} bytes with {len(vocabulary):,} "
@@ -193,8 +188,10 @@ class HFTokenizer:
             )
         self.id_dtype = smallest_id_dtype(self.vocab_size)
         self.end_id = _end_id(str(path), file.parent / "tokenizer_config.json", vocabulary, end_token)
-        marked, plain = self._rust.encode("a").ids, self.encode("a").tolist()
-        self.begin_id = marked[0] if marked and marked[:1] != plain[:1] else None
+        ids_with_template, plain_ids = self._rust.encode("a").ids, self.encode("a").tolist()
+        self.begin_id = (
+            ids_with_template[0] if ids_with_template and ids_with_template[:1] != plain_ids[:1] else None
+        )
         self.identity = f"{hashlib.blake2b(content, digest_size=8).hexdigest()}/{self.end_id}"
 
     def encode(self, text: str) -> Ids:
@@ -204,14 +201,15 @@ class HFTokenizer:
         return np.asarray(self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
+        # Gives concatenate a dtype when there are no chunks.
         parts = [np.empty(0, self.id_dtype)]
         lengths = np.zeros(len(chunks), np.int32)
         encoded = self._rust.encode_batch_fast(
             [c.content.decode("utf-8") for c in chunks], add_special_tokens=False
         )
-        for i, (chunk, one) in enumerate(zip(chunks, encoded, strict=True)):
+        for i, (chunk, encoding) in enumerate(zip(chunks, encoded, strict=True)):
             begin = [self.begin_id] if chunk.begins and self.begin_id is not None else []
-            parts.append(np.asarray([*begin, *one.ids, *[self.end_id] * chunk.ends], self.id_dtype))
+            parts.append(np.asarray([*begin, *encoding.ids, *[self.end_id] * chunk.ends], self.id_dtype))
             lengths[i] = len(parts[-1])
         return lengths, np.concatenate(parts)
 
@@ -225,6 +223,7 @@ class HFTokenizer:
             return None
         sizes = self._bytes_of_id[ids]
         if self.begin_id is not None:
+            # The text after a begin id starts with the tokenizer's own space, which is not the user's.
             sizes[1:][ids[:-1] == self.begin_id] -= self._added_bytes
         return sizes
 
@@ -235,6 +234,7 @@ class HFTokenizer:
 
     @functools.cached_property
     def _bytes_of_id(self) -> Int[np.ndarray, " vocabulary"] | None:
+        # The probe has the cases in which spellings and text differ: if it adds up, other texts do.
         counted = int(self._table[self.encode(_PROBE)].sum()) - self._added_bytes
         return self._table if counted == len(_PROBE.encode("utf-8")) else None
 
@@ -255,9 +255,8 @@ class HFTokenizer:
             elif '"ByteFallback"' in decoder and _FALLBACK_BYTE.fullmatch(token):
                 table[i] = 1
             else:
-                table[i] = len(
-                    token.replace("\u2581", " ").encode("utf-8")
-                )  # SentencePiece spells a space so
+                # SentencePiece spells a space as U+2581, of three bytes.
+                table[i] = len(token.replace("\u2581", " ").encode("utf-8"))
         return table
 
     def decode(self, ids: Sequence[int] | Ids) -> str:
@@ -279,9 +278,9 @@ def encode_documents(tokenizer: Tokenizer, texts: Sequence[str]) -> EncodedDocum
 
 def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str | None) -> int:
     """Returns the id that ends a document; raises UserError if it is unknown or ambiguous."""
-    where = "data.end_token"
+    setting = "data.end_token"
     if end_token is None and config.is_file():
-        where = f"eos_token of {config}"
+        setting = f"eos_token of {config}"
         try:
             declared = json.loads(config.read_text()).get("eos_token")
         except (ValueError, AttributeError, RecursionError) as error:
@@ -289,30 +288,32 @@ def _end_id(path: str, config: Path, vocabulary: dict[str, int], end_token: str 
         end_token = declared.get("content") if isinstance(declared, dict) else declared
         if not isinstance(end_token, str | None):
             raise UserError(
-                f"{where} is {type(end_token).__name__}, not text. Mend it, or set data.end_token."
+                f"{setting} is {type(end_token).__name__}, not text. Mend it, or set data.end_token."
             )
     if end_token is not None:
         if end_token not in vocabulary:
             raise UserError(
-                f"{where}={end_token!r} is not one of the {len(vocabulary)} tokens of "
+                f"{setting}={end_token!r} is not one of the {len(vocabulary)} tokens of "
                 f"data.tokenizer={path!r}. Set data.end_token to the token that ends a document."
             )
         return vocabulary[end_token]
-    known = [token for token in _KNOWN_END_TOKENS if token in vocabulary]
-    if len(known) != 1:
-        found = (
-            f"several candidates: {', '.join(known)}" if known else f"none of {', '.join(_KNOWN_END_TOKENS)}"
+    # The last resort, and only where it cannot be wrong: exactly one of them exists.
+    known_tokens = [token for token in _KNOWN_END_TOKENS if token in vocabulary]
+    if len(known_tokens) != 1:
+        candidates = (
+            f"several candidates: {', '.join(known_tokens)}"
+            if known_tokens
+            else f"none of {', '.join(_KNOWN_END_TOKENS)}"
         )
         raise UserError(
             f"data.tokenizer={path!r} does not say which token ends a document: there is no eos_token in a "
-            f"tokenizer_config.json beside it, and its vocabulary has {found}. Set data.end_token."
+            f"tokenizer_config.json beside it, and its vocabulary has {candidates}. Set data.end_token."
         )
-    return vocabulary[known[0]]
+    return vocabulary[known_tokens[0]]
 
 
 def make_tokenizer(name: str, *, end_token: str | None = None) -> ByteTokenizer | HFTokenizer:
-    """Returns the tokenizer called `name`: `bytes`, or the path of a `tokenizer.json` or of the folder that
-    holds it.
+    """Returns the tokenizer called `name`: `bytes`, or the path of a `tokenizer.json` or of its folder.
 
     Raises:
       UserError: as of `HFTokenizer`, or `end_token` is set for bytes.

@@ -188,7 +188,7 @@ class Loop:
         # save and reads the results of the previous step.
         self.attempt.checkpoints.prepare()
         self._report()
-        for message in fed.said:
+        for message in fed.messages:
             self._note(self.step - 1, message)
         self._unread = UnreadStep(self.step, metrics, fed, self._data_before)
         # The state after this batch, for the next step to save.
@@ -219,7 +219,7 @@ class Loop:
             with jax.profiler.TraceAnnotation("jtrain:data_wait"):
                 return next(batches, None)
         except Exception:
-            for message in batches.said:
+            for message in batches.messages:
                 self._note(self.step, message)
             raise
 

@@ -73,7 +73,7 @@ class RestartPoint:
         return abstract_state(self.setup.job.layout, self.setup.optimizer, self.setup.mesh)
 
     def _fit_data_state(self, data_state: dict[str, Any]) -> dict[str, Any] | None:
-        if self.data_may_change and self.setup.dataset.misfit(data_state) is not None:
+        if self.data_may_change and self.setup.dataset.resume_refusal(data_state) is not None:
             return None  # where it fits, the run goes on: the same command may be started again and again
         return data_state
 

@@ -29,7 +29,7 @@ from bench.data_parts import (
     resume,
     scaling,
 )
-from bench.data_parts.memory import Measured
+from bench.data_parts.memory import LoaderFigures
 from bench.data_parts.programs import Program, Usage
 from jtrain.bench import Options, checkpoint, meets_bar
 from jtrain.data import open_dataset
@@ -174,9 +174,9 @@ def test_the_bars_of_memory_are_the_issues() -> None:
     """13.5x less memory, imports included, and 20x sooner; the row without the peer's imports has no bar."""
 
     def met(ours_mib: float, ours_s: float) -> list[bool | None]:
-        ours = Measured(ours_s, Usage(ours_mib, 4, 4, 4))
-        theirs = Measured(20.0, Usage(13500.0, 32, 64, 10000))
-        imports = Measured(1.0, Usage(3500.0, 32, 32, 100))
+        ours = LoaderFigures(ours_s, Usage(ours_mib, 4, 4, 4))
+        theirs = LoaderFigures(20.0, Usage(13500.0, 32, 64, 10000))
+        imports = LoaderFigures(1.0, Usage(3500.0, 32, 32, 100))
         rows = memory.rows_of("x", ours, theirs, imports)
         assert rows[1]["baseline"] == 10000.0
         return [meets_bar(row) for row in rows]
@@ -285,8 +285,8 @@ def test_a_made_up_index_of_terabytes_gives_batches(tmp_path: Path) -> None:
 def test_hosts_read_a_part_each() -> None:
     """Two real JAX processes and one; the rows' digests are compared by the benchmark itself."""
     folder = files.sources("jsonl", num_sources=2, corpus=FIVE._replace(documents=60))
-    [alone] = hosts.together(folder, hosts=1, steps=2)
-    parts = hosts.together(folder, hosts=2, steps=2)
+    [alone] = hosts.run_hosts(folder, hosts=1, steps=2)
+    parts = hosts.run_hosts(folder, hosts=2, steps=2)
     assert {**parts[0].rows, **parts[1].rows} == alone.rows
     assert len(alone.rows) == 256
     assert (

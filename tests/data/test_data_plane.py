@@ -111,7 +111,7 @@ def test_whatever_is_killed_at_whatever_step_the_stream_is_the_same(folder: Path
 
     with dataset.train_batches() as batches:
         assert digest(with_kills(batches), 150) == want
-        said = "\n".join(batches.said())
+        said = "\n".join(batches.take_messages())
         seen.update(plane_of(batches).pids())
     assert len(killed) >= 12
     assert len({name.rstrip("0123456789") for name in killed}) >= 3, killed
@@ -162,7 +162,7 @@ def test_signals_to_the_whole_group_do_not_stop_the_data(folder: Path) -> None:
             os.kill(pid, signal.SIGTERM)
         digest(batches, 30)
         assert plane_of(batches).pids() == pids
-        assert not [line for line in batches.said() if "died" in line]
+        assert not [line for line in batches.take_messages() if "died" in line]
 
 
 def test_no_process_of_the_data_plane_can_import_jax(folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_document_that_takes_its_loader_along_is_named(
         ),
     ):
         digest(batches, 400)
-    assert any("standby-0 took over" in line for line in batches.said())
+    assert any("standby-0 took over" in line for line in batches.take_messages())
 
 
 @pytest.mark.parametrize(("act", "timeout_s"), [(HANG, 2.0), (DIE, 60.0)], ids=["hang", "die"])
@@ -305,7 +305,7 @@ def test_skipped_documents_are_named(folder: Path) -> None:
     for inline in (True, False):
         with dataset.train_batches(inline=inline) as batches:
             list(batches)
-            named = [line for line in batches.said() if "left out" in line]
+            named = [line for line in batches.take_messages() if "left out" in line]
             assert len(named) == 11, "ten by name, and that there are more"
             assert "web.jsonl, line 1" in named[0]
             assert batches.state()["skipped"] == {"web": 12}
@@ -354,7 +354,7 @@ def test_sources_may_come_and_go_where_parquet_is_shuffled_in_windows(folder: Pa
     more = {**sources, "c": Source(path=str(folder / "c.parquet"))}
     second = open_dataset(spec(folder, sources=more, **fields), seed=0)
     with second.train_batches(state, inline=True) as batches:
-        assert any("source c is new" in line for line in batches.said())
+        assert any("source c is new" in line for line in batches.take_messages())
         digest(batches, 10)
         assert batches.state()["sources"]["a"] == state["sources"]["a"]
 

@@ -118,7 +118,7 @@ def test_a_changed_mixture_goes_on_and_says_what_changed_from_which_step(folder:
     }
     second = open_dataset(spec(folder, sources=sources), seed=0)
     with second.train_batches(state, inline=True) as batches:
-        said = "\n".join(batches.said())
+        said = "\n".join(batches.take_messages())
         assert "step 12: the mixture was" in said
         assert "step 12: web 0.1000 -> 0.0000" in said
         digest(batches, 40)

@@ -20,7 +20,7 @@ from jtrain.data.pretokenized.build import prepare_command
 from jtrain.data.stream.chunk_order import SizedChunks
 from jtrain.data.stream.chunk_stream import ChunkStream
 from jtrain.data.stream.growing_order import GrowingChunks
-from jtrain.data.stream.saved_sources import Resumed, resumed, running_setup, saved_source
+from jtrain.data.stream.saved_sources import Resumed, resume_source, running_setup, source_to_json
 from jtrain.data.stream.windowed_order import WindowedChunks
 from jtrain.errors import UserError
 from tests.data.test_chunk_order import TEXTS, stream
@@ -58,14 +58,14 @@ KINDS: dict[str, Kind] = {
 
 
 def saved(source: ChunkStream) -> dict[str, Any]:
-    return json.loads(json.dumps(saved_source(running_setup(source), source.names[-1])))
+    return json.loads(json.dumps(source_to_json(running_setup(source), source.names[-1])))
 
 
 def gain(source: ChunkStream, tmp_path: Path, cursor: int, **fields: Any) -> ChunkStream:
     """Returns the source as a run goes on with it that had drawn the chunks before `cursor`."""
     anchor = source.order.anchor(cursor) if isinstance(source.order, GrowingChunks) else None
     again = stream(tmp_path / "files", tmp_path, **fields)
-    found = resumed(again, saved(source), cursor=cursor, anchor=anchor, step=7, epochs=None)
+    found = resume_source(again, saved(source), cursor=cursor, anchor=anchor, step=7, epochs=None)
     assert isinstance(found, Resumed), found
     return found.stream
 
@@ -192,7 +192,7 @@ def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resu
     dataset = open_dataset(spec(folder, window, engine="inline"), seed=3)
     with dataset.train_batches(state) as batches:
         want = list(itertools.islice(batches, 120))
-        [said] = [line for line in batches.said() if "gained" in line]
+        [said] = [line for line in batches.take_messages() if "gained" in line]
     assert "step 100: data has gained 10 files (" in said
     assert ("120 documents, " in said) == (kind != "opened as it is read")
     assert "first: 60." in said
@@ -220,7 +220,7 @@ def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resu
                 )
             if step == 79:
                 break
-        assert not [line for line in batches.said() if "gained" in line], "they had joined before"
+        assert not [line for line in batches.take_messages() if "gained" in line], "they had joined before"
 
 
 def test_a_source_that_has_become_large_is_opened_as_at_its_first_start(
@@ -246,7 +246,7 @@ def test_a_source_that_has_become_large_is_opened_as_at_its_first_start(
     assert second.streams[0].num_documents is None
     with second.train_batches(state, inline=True) as batches:
         next(batches)
-        assert "data has gained 49 files (588 documents" in batches.said()[0]
+        assert "data has gained 49 files (588 documents" in batches.take_messages()[0]
     assert second.streams[0].num_documents == 99 * 12
     (tmp_path / "files" / "03.jsonl").unlink()
     assert "(1 of its 50 files are gone): " in refused(tmp_path / "files", state, window=1 << 17)
@@ -294,7 +294,7 @@ def test_evaluations_go_on_with_the_same_documents(tmp_path: Path) -> None:
             next(batches)
             assert (
                 "evaluations go on with held-out documents of the files that the run began with"
-                in batches.said()[0]
+                in batches.take_messages()[0]
             )
         np.testing.assert_array_equal(
             np.stack([b.batch.token_BL for b in held_out.batches()]), np.stack(want)
@@ -308,7 +308,7 @@ def refused(folder: Path, state: Any, **fields: Any) -> str:
     dataset = open_dataset(spec(folder, **fields), seed=0)
     with pytest.raises(UserError, match=r"start in a new --workdir, or add --allow-change data: ") as found:
         dataset.train_batches(state, inline=True)
-    assert dataset.misfit(state) == str(found.value)
+    assert dataset.resume_refusal(state) == str(found.value)
     return str(found.value)
 
 
@@ -322,7 +322,7 @@ def test_refusals_say_which_file_and_a_way_that_works(tmp_path: Path) -> None:
     assert "(00.jsonl sorts before 08.jsonl, which the run has read: new files can only join if their" in said
     assert "Rename it so that it sorts after 08.jsonl, start" in said
     (folder / "00.jsonl").rename(folder / "09.jsonl")
-    assert open_dataset(spec(folder), seed=0).misfit(state) is None, "the way out works"
+    assert open_dataset(spec(folder), seed=0).resume_refusal(state) is None, "the way out works"
 
     for name in ("05a", "05b", "05c", "20"):
         (folder / f"{name}.jsonl").write_bytes((folder / "05.jsonl").read_bytes())
@@ -339,7 +339,7 @@ def test_refusals_say_which_file_and_a_way_that_works(tmp_path: Path) -> None:
 
     content = (folder / "03.jsonl").read_bytes()
     (folder / "03.jsonl").write_bytes(content[:-3] + b'x"}')
-    assert open_dataset(spec(folder), seed=0).misfit(state) is None, (
+    assert open_dataset(spec(folder), seed=0).resume_refusal(state) is None, (
         "names, sizes and counts are what is compared"
     )
     (folder / "03.jsonl").write_bytes(content + b"\n" + content)
@@ -370,7 +370,7 @@ def test_files_of_another_kind_cannot_join(window: int, tmp_path: Path) -> None:
     )
     assert why in refused(folder, state, window=window)
     (folder / "00.parquet").rename(tmp_path / "00.parquet")
-    assert open_dataset(spec(folder, window), seed=0).misfit(state) is None, "the way out works"
+    assert open_dataset(spec(folder, window), seed=0).resume_refusal(state) is None, "the way out works"
 
 
 def test_a_prepared_folder_with_more_files_is_another_index(tmp_path: Path) -> None:
@@ -398,4 +398,6 @@ def test_a_prepared_folder_with_more_files_is_another_index(tmp_path: Path) -> N
         in said
     )
     assert "Restore the folder that data.prepared named" in said
-    assert open_dataset(spec(folder, prepared=before), seed=0).misfit(state) is None, "the way out works"
+    assert open_dataset(spec(folder, prepared=before), seed=0).resume_refusal(state) is None, (
+        "the way out works"
+    )

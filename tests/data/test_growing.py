@@ -166,7 +166,7 @@ def test_kills_do_not_change_the_stream_of_windows(large: Path, same_batch: Any)
                 )
             if step == len(want) - 1:
                 break
-        said = "\n".join(batches.said())
+        said = "\n".join(batches.take_messages())
     assert "took over" in said
     assert "the constructor died" in said
 

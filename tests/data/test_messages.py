@@ -207,7 +207,9 @@ def test_what_messages_are_not(tmp_path: Path) -> None:
         good = [f"<|user|>\na\n<|assistant|>\n{'b' * i}\n" for i in (*range(9), 1)]
         assert tokens == sum(len(text) + 2 for text in good), "each begins and ends with an id of its own"
         assert batches.state()["skipped"] == {"sft": 1}
-        assert any(f"document a.jsonl:9: {folder}/a.jsonl, line 10: " in line for line in batches.said())
+        assert any(
+            f"document a.jsonl:9: {folder}/a.jsonl, line 10: " in line for line in batches.take_messages()
+        )
 
 
 def test_a_file_of_chats_without_text_names_the_setting_that_trains_on_them(tmp_path: Path) -> None:

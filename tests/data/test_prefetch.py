@@ -39,7 +39,7 @@ class Counting:
         made = self.made
         return lambda: {"next": made}
 
-    def said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         return [f"made {self.made}"]
 
     def close(self) -> None:
@@ -166,7 +166,7 @@ def test_prefetch_yields_batches_in_order_with_the_state_after_each() -> None:
     assert [(int(f.batch.token_BL[0, 0]), f.state()) for f in seen] == [
         (k, {"next": k + 1}) for k in range(20)
     ]
-    assert [fed.said for fed in seen] == [[f"made {k + 1}"] for k in range(20)]
+    assert [fed.messages for fed in seen] == [[f"made {k + 1}"] for k in range(20)]
     assert all(fed.wait_ms >= 0 for fed in seen)
     assert source.closed
     assert threads() == []

@@ -18,7 +18,8 @@ from jtrain.data.loaders.forkserver import Forkserver
 from jtrain.data.loaders.messages import ChunkRun, LoaderState, RequestPart
 from jtrain.data.loaders.process_pool import ProcessPool
 from jtrain.data.sources.formats.row_group_cache import shared_cache
-from jtrain.data.stream.chunk_stream import ChunkStream, Read
+from jtrain.data.stream.chunk_reader import Read
+from jtrain.data.stream.chunk_stream import ChunkStream
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.data.stream.windowed_order import WindowedChunks
 from tests.data.four_sources import digest

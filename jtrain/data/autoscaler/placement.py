@@ -3,23 +3,24 @@
 import math
 
 FULL = 1.1
-"""Limit of a loader's planned time: above it, sources are moved away; new placements fill a loader only to
-1."""
+"""Planned time of a loader above which sources are moved away; new placements fill it only to 1."""
 
 _SPARE = 0.8  # merging fills a loader up to here, so that merged sources do not have to be split again soon
 _EVEN = 0.1  # loads that differ by less are even
 _EPS = 1e-9
 
 Placement = dict[int, tuple[int, ...]]
-"""Loader number -> its sources, ascending. A number is never reused for another process, so that logs stay
-clear."""
+"""Loader number -> its sources, ascending. No number is used for two processes, so that logs stay clear."""
 
 
 def repair(
     placement: Placement, need: list[float], *, max_loaders: int, next_loader: int, merge: bool
 ) -> tuple[Placement, int]:
-    """Returns a placement for other needs with few moves, since the new loader of a source has to open it
-    again.
+    """Returns a placement for other needs with few moves, since each move opens a source again.
+
+    Example: loaders 0 and 1 hold sources {0} and {1, 2}, and source 1 has grown: needs 0.5, 0.9, 0.3. Loader
+    1 is at 1.2, above FULL; its smallest source that takes the excess of 0.2 is source 2, which fits on
+    loader 0 (0.5 + 0.3): the result is {0: (0, 2), 1: (1,)}.
 
     Args:
       placement: placement to start from.
@@ -32,17 +33,21 @@ def repair(
     Returns:
       The placement and the number of the next loader to start.
     """
-    work = _Loaders(placement, need, max_loaders, next_loader)
-    for s in sorted(range(len(need)), key=lambda s: (-need[s], s)):
-        work.fit(s)
-    work.relieve()
-    for loader in [loader for loader, sources in work.sources.items() if not sources]:
-        del work.sources[loader]
+    loaders = _Loaders(placement, need, max_loaders, next_loader)
+    # Largest needs first: small sources then fill the gaps that are left.
+    for source in sorted(range(len(need)), key=lambda source: (-need[source], source)):
+        loaders.fit_source(source)
+    # After all sources have loaders: only then is it known which loaders are overloaded.
+    loaders.relieve()
+    for loader in [loader for loader, sources in loaders.sources.items() if not sources]:
+        del loaders.sources[loader]
+    # any() stops at the first loader that was emptied; each one changes the loads, so look again from the
+    # idlest.
     while merge and any(
-        work.empty(loader) for loader in sorted(work.sources, key=lambda n: (work.share(n), -n))
+        loaders.try_empty(loader) for loader in sorted(loaders.sources, key=lambda n: (loaders.load(n), -n))
     ):
         pass
-    return {n: tuple(sorted(work.sources[n])) for n in sorted(work.sources)}, work.next_loader
+    return {n: tuple(sorted(loaders.sources[n])) for n in sorted(loaders.sources)}, loaders.next_loader
 
 
 class _Loaders:
@@ -51,111 +56,143 @@ class _Loaders:
     def __init__(self, placement: Placement, need: list[float], max_loaders: int, next_loader: int) -> None:
         self.need, self.max_loaders, self.next_loader = need, max_loaders, next_loader
         self.sources = {loader: {s for s in held if need[s] > 0} for loader, held in placement.items()}
-        self.on: list[set[int]] = [set() for _ in need]
+        self.loaders_of: list[set[int]] = [set() for _ in need]
         for loader, held in self.sources.items():
             for s in held:
-                self.on[s].add(loader)
+                self.loaders_of[s].add(loader)
 
-    def part(self, s: int) -> float:
+    def time_share(self, s: int) -> float:
         """Returns the share of time that source s takes of each of its loaders."""
-        return self.need[s] / max(len(self.on[s]), 1)
+        return self.need[s] / max(len(self.loaders_of[s]), 1)
 
-    def share(self, loader: int) -> float:
+    def load(self, loader: int) -> float:
         """Returns the share of a loader's planned time that its sources take."""
-        return sum(map(self.part, self.sources[loader]), 0.0)
+        return sum(map(self.time_share, self.sources[loader]), 0.0)
 
-    def put(self, s: int, loaders: set[int]) -> None:
+    def place(self, s: int, loaders: set[int]) -> None:
         """Places source s on exactly these loaders."""
-        for loader in self.on[s]:
+        for loader in self.loaders_of[s]:
             self.sources[loader].discard(s)
-        self.on[s] = set(loaders)
+        self.loaders_of[s] = set(loaders)
         for loader in loaders:
             self.sources[loader].add(s)
 
-    def open(self) -> int:
+    def add_loader(self) -> int:
         """Adds a loader."""
         loader = self.next_loader
         self.next_loader += 1
         self.sources[loader] = set()
         return loader
 
-    def fit(self, s: int) -> None:
-        """Places a new source, spreads one that has outgrown its loaders, and takes back loaders it needs no
-        more.
-        """
-        if not self.need[s]:
+    def fit_source(self, source: int) -> None:
+        """Places a new source, spreads one that has outgrown its loaders, or takes back spare loaders."""
+        if not self.need[source]:
             return
-        copies, have = min(self.max_loaders, max(1, math.ceil(self.need[s] - _EPS))), self.on[s]
-        fewer = max(1, math.ceil(self.need[s] / _SPARE - _EPS))
-        if len(have) > fewer:
-            keep = sorted(have, key=lambda n: (self.share(n), n))[:fewer]
-            if all(self.share(n) - self.part(s) + self.need[s] / fewer <= 1 + _EPS for n in keep):
-                self.put(s, set(keep))
+        current_loaders = self.loaders_of[source]
+        copies = min(self.max_loaders, max(1, math.ceil(self.need[source] - _EPS)))
+        # Fewer loaders only down to a load of _SPARE, or the next rise would take one more again.
+        min_loaders = max(1, math.ceil(self.need[source] / _SPARE - _EPS))
+        if len(current_loaders) > min_loaders:
+            remaining_loaders = sorted(current_loaders, key=lambda loader: (self.load(loader), loader))[
+                :min_loaders
+            ]
+            if all(
+                self.load(loader) - self.time_share(source) + self.need[source] / min_loaders <= 1 + _EPS
+                for loader in remaining_loaders
+            ):
+                self.place(source, set(remaining_loaders))
             return
-        if have and (self.part(s) <= FULL or len(have) >= copies):
+        if current_loaders and (self.time_share(source) <= FULL or len(current_loaders) >= copies):
             return
-        self.put(s, set())
-        part = self.need[s] / copies
-        order = sorted(have) + sorted(self.sources.keys() - have)
-        found = [loader for loader in order if self.share(loader) + part <= 1 + _EPS][:copies]
-        while len(found) < copies and len(self.sources) < self.max_loaders:
-            found.append(self.open())
-        found += sorted(set(order) - set(found), key=lambda n: (self.share(n), n not in have, n))[
-            : copies - len(found)
+        # Taken off first, so that `load` counts the loaders without it.
+        self.place(source, set())
+        time_share = self.need[source] / copies
+        # Its present loaders first: they have it open.
+        candidates = sorted(current_loaders) + sorted(self.sources.keys() - current_loaders)
+        chosen_loaders = [loader for loader in candidates if self.load(loader) + time_share <= 1 + _EPS][
+            :copies
         ]
-        self.put(s, set(found))
+        while len(chosen_loaders) < copies and len(self.sources) < self.max_loaders:
+            chosen_loaders.append(self.add_loader())
+        # No loader has room and none can be added: the least loaded ones, to be relieved later.
+        chosen_loaders += sorted(
+            set(candidates) - set(chosen_loaders),
+            key=lambda loader: (self.load(loader), loader not in current_loaders, loader),
+        )[: copies - len(chosen_loaders)]
+        self.place(source, set(chosen_loaders))
 
     def relieve(self) -> None:
-        """Moves sources off overloaded loaders, the smallest that are enough, or splits them if nothing else
-        helps.
-        """
+        """Moves sources off overloaded loaders, the smallest that are enough, or splits them if need be."""
+        # A bound: moving sources to and fro between two loaders must end.
         for _ in range(8 * self.max_loaders):
-            hot = max(self.sources, key=lambda n: (self.share(n), -n), default=-1)
-            if hot < 0 or self.share(hot) <= FULL:
+            busiest = max(self.sources, key=lambda loader: (self.load(loader), -loader), default=-1)
+            if busiest < 0 or self.load(busiest) <= FULL:
                 return
-            excess = self.share(hot) - 1
-            parts = sorted(self.sources[hot], key=lambda s: (self.part(s), s))
-            s = next((s for s in parts if self.part(s) >= excess), parts[-1])
-            room = [n for n in sorted(self.sources) if n != hot and self.share(n) + self.part(s) <= 1 + _EPS]
-            if room := [n for n in room if n not in self.on[s]]:
-                self.put(s, self.on[s] - {hot} | {room[0]})
-            elif len(self.sources) < self.max_loaders and len(parts) > 1:
-                self.put(s, self.on[s] - {hot} | {self.open()})
-            elif not self._even_out(hot):
+            excess = self.load(busiest) - 1
+            by_time_share = sorted(
+                self.sources[busiest], key=lambda source: (self.time_share(source), source)
+            )
+            # Smallest source that is enough by itself, else the largest.
+            source = next(
+                (source for source in by_time_share if self.time_share(source) >= excess), by_time_share[-1]
+            )
+            free_loaders = [
+                loader
+                for loader in sorted(self.sources)
+                if loader != busiest and self.load(loader) + self.time_share(source) <= 1 + _EPS
+            ]
+            if free_loaders := [loader for loader in free_loaders if loader not in self.loaders_of[source]]:
+                self.place(source, self.loaders_of[source] - {busiest} | {free_loaders[0]})
+            # A loader's only source is not moved to a new one: it would be as full.
+            elif len(self.sources) < self.max_loaders and len(by_time_share) > 1:
+                self.place(source, self.loaders_of[source] - {busiest} | {self.add_loader()})
+            elif not self._even_out(busiest):
                 return
 
-    def _even_out(self, hot: int) -> bool:
-        """Moves or splits a source of the busiest loader where none can be added; returns False if nothing is
-        won.
-        """
-        cool = min(self.sources, key=lambda n: (self.share(n), n))
-        gap = self.share(hot) - self.share(cool)
-        able = [s for s in sorted(self.sources[hot]) if cool not in self.on[s]]
-        if whole := [s for s in able if _EVEN / 2 <= self.part(s) <= gap - _EVEN / 2]:
-            s = min(whole, key=lambda s: (abs(self.part(s) - gap / 2), s))
-            self.put(s, self.on[s] - {hot} | {cool})
+    def _even_out(self, busiest: int) -> bool:
+        """Moves or splits a source of the busiest loader where none can be added; False if nothing helps."""
+        idlest = min(self.sources, key=lambda loader: (self.load(loader), loader))
+        gap = self.load(busiest) - self.load(idlest)
+        movable = [
+            source for source in sorted(self.sources[busiest]) if idlest not in self.loaders_of[source]
+        ]
+        if fitting := [
+            source for source in movable if _EVEN / 2 <= self.time_share(source) <= gap - _EVEN / 2
+        ]:
+            # Nearest to half the gap: both loaders are then equally busy.
+            source = min(fitting, key=lambda source: (abs(self.time_share(source) - gap / 2), source))
+            self.place(source, self.loaders_of[source] - {busiest} | {idlest})
             return True
-        for s in sorted(able, key=lambda s: (-self.part(s), s)):
-            if self.need[s] / (len(self.on[s]) + 1) <= gap - _EVEN / 2:
-                self.put(s, self.on[s] | {cool})
+        # No source is small enough to move: share the largest one that helps.
+        for source in sorted(movable, key=lambda source: (-self.time_share(source), source)):
+            if self.need[source] / (len(self.loaders_of[source]) + 1) <= gap - _EVEN / 2:
+                self.place(source, self.loaders_of[source] | {idlest})
                 return True
         return False
 
-    def empty(self, loader: int) -> bool:
+    def try_empty(self, loader: int) -> bool:
         """Moves all sources of a loader to others and closes it, or does nothing; returns True if it did."""
-        others = sorted(self.sources.keys() - {loader})
-        saved = {s: set(self.on[s]) for s in self.sources[loader]}
-        for s in sorted(saved, key=lambda s: (-self.part(s), s)):
-            part, rest = self.part(s), saved[s] - {loader}
-            grown = self.need[s] / max(len(rest), 1) - part
-            to = [n for n in others if n not in rest and self.share(n) + part <= _SPARE + _EPS]
-            if rest and all(self.share(n) + grown <= _SPARE + _EPS for n in rest):
-                self.put(s, rest)
-            elif to:
-                self.put(s, rest | {to[0]})
+        other_loaders = sorted(self.sources.keys() - {loader})
+        # To take the moves back if one of the sources fits nowhere.
+        loaders_before = {source: set(self.loaders_of[source]) for source in self.sources[loader]}
+        for source in sorted(loaders_before, key=lambda source: (-self.time_share(source), source)):
+            time_share, remaining_loaders = self.time_share(source), loaders_before[source] - {loader}
+            # What each remaining loader of the source would take over.
+            growth = self.need[source] / max(len(remaining_loaders), 1) - time_share
+            free_loaders = [
+                candidate
+                for candidate in other_loaders
+                if candidate not in remaining_loaders and self.load(candidate) + time_share <= _SPARE + _EPS
+            ]
+            if remaining_loaders and all(
+                self.load(candidate) + growth <= _SPARE + _EPS for candidate in remaining_loaders
+            ):
+                self.place(source, remaining_loaders)
+            elif free_loaders:
+                self.place(source, remaining_loaders | {free_loaders[0]})
             else:
-                for moved, on in saved.items():
-                    self.put(moved, on)
+                for moved_source, old_loaders in loaders_before.items():
+                    self.place(moved_source, old_loaders)
                 return False
         del self.sources[loader]
         return True

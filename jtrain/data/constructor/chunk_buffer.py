@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jtrain.data.constructor.collate import shrunk
+from jtrain.data.constructor.collate import shrunk_error
 from jtrain.data.loaders.messages import ChunkRun
 from jtrain.data.loss_mask import runs_within
 from jtrain.data.planner.pieces import Pieces
@@ -29,7 +29,7 @@ def keys_of(source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]) ->
     return source * _ABOVE + number
 
 
-def places_of(keys: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+def split_keys(keys: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
     """Returns the source and the number of each key."""
     return keys // _ABOVE, keys % _ABOVE
 
@@ -39,6 +39,10 @@ class ChunkBuffer:
 
     Document n is at position n modulo the size of the ring. A document before the cursor of its source that
     is still needed is kept outside the ring (`_open`), so a ring is only as long as its source is read ahead.
+
+    Example: source 0 has cursor 100 and a ring of 64. Documents 100 to 163 fit: 100 is in row 100 % 64 = 36,
+    163 in row 35. When the cursor moves to 130 and document 120 is only half placed, `drop` moves 120 to
+    `_open`, and row 120 % 64 = 56 is free for document 184.
 
     Args:
       cursors: first document of each source that is still to be drawn.
@@ -50,10 +54,9 @@ class ChunkBuffer:
         self._release = release
         self._size = np.full(num_sources, _SMALLEST, np.int64)
         self._base = np.arange(num_sources) * _SMALLEST
-        self._used = num_sources * _SMALLEST
-        self._table = np.full((self._used, 4), _NOTHING, np.int64)
-        """Number, run, first token and end of each document: a look-up reads one row, and so one cache
-        line."""
+        self._table_end = num_sources * _SMALLEST
+        self._table = np.full((self._table_end, 4), _NOTHING, np.int64)
+        """Number, run, first token and end of each document: a look-up reads one row, one cache line."""
         self._open: dict[int, tuple[int, int, int]] = {}
         self._runs: list[ChunkRun | None] = []
         self._ids: list[np.ndarray] = []
@@ -63,27 +66,31 @@ class ChunkBuffer:
 
     def put(self, run: ChunkRun) -> None:
         """Adds a run, whose document numbers ascend."""
-        at = self._unused.pop() if self._unused else len(self._runs)
-        if at == len(self._runs):
+        # Indexes of released runs are used again, so these lists are as long as the most runs held at once.
+        run_index = self._unused.pop() if self._unused else len(self._runs)
+        if run_index == len(self._runs):
             self._runs.append(None)
             self._ids.append(run.ids)
-            if at >= len(self._live):
-                self._live = np.concatenate([self._live, np.zeros(max(64, at), np.int64)])
-        self._runs[at], self._ids[at], self._live[at] = run, run.ids, len(run.numbers)
+            if run_index >= len(self._live):
+                # Doubling: appending to an array one by one would copy it each time.
+                self._live = np.concatenate([self._live, np.zeros(max(64, run_index), np.int64)])
+        self._runs[run_index], self._ids[run_index], self._live[run_index] = run, run.ids, len(run.numbers)
         source, numbers = run.source, run.numbers
         starts, ends = run.bounds
         oldest = int(self._cursors[source])
-        if int(numbers[0]) < oldest:  # documents that were open in the state that the run resumed from
-            behind = int(np.searchsorted(numbers, oldest))
-            for i, number in enumerate(numbers[:behind].tolist()):
-                self._open[source * _ABOVE + number] = at, int(starts[i]), int(ends[i])
-            numbers, starts, ends = numbers[behind:], starts[behind:], ends[behind:]
+        # Documents that were open in the state that the run resumed from lie before the cursor.
+        if int(numbers[0]) < oldest:
+            num_reread = int(np.searchsorted(numbers, oldest))
+            for i, number in enumerate(numbers[:num_reread].tolist()):
+                self._open[source * _ABOVE + number] = run_index, int(starts[i]), int(ends[i])
+            numbers, starts, ends = numbers[num_reread:], starts[num_reread:], ends[num_reread:]
             if not len(numbers):
                 return
         if int(numbers[-1]) - oldest >= self._size[source]:
             self._grow(source, int(numbers[-1]) - oldest + 1)
         rows = np.empty((len(numbers), 4), np.int64)
-        rows[:, NUMBER], rows[:, RUN], rows[:, FIRST], rows[:, STOP] = numbers, at, starts, ends
+        rows[:, NUMBER], rows[:, RUN], rows[:, FIRST], rows[:, STOP] = numbers, run_index, starts, ends
+        # Sizes are powers of two: `& (size - 1)` is the modulus.
         self._table[self._base[source] + (numbers & (self._size[source] - 1))] = rows
 
     def expect(self, source: int, numbers: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " new"]:
@@ -93,16 +100,18 @@ class ChunkBuffer:
         if not len(numbers):
             return numbers
         oldest = int(self._cursors[source])
-        ahead = numbers[numbers >= oldest]
-        if len(ahead) and int(ahead.max()) - oldest >= self._size[source]:
-            self._grow(source, int(ahead.max()) - oldest + 1)
-        place = self._base[source] + (ahead & (self._size[source] - 1))
-        new = ahead[self._table[place, NUMBER] != ahead]
-        place = self._base[source] + (new & (self._size[source] - 1))
-        self._table[place, NUMBER], self._table[place, RUN] = new, _NOTHING
-        behind = [n for n in numbers[numbers < oldest].tolist() if source * _ABOVE + n not in self._open]
-        self._open.update((source * _ABOVE + n, (_NOTHING, 0, 0)) for n in behind)
-        return np.concatenate([np.asarray(behind, np.int64), new])
+        ahead_numbers = numbers[numbers >= oldest]
+        if len(ahead_numbers) and int(ahead_numbers.max()) - oldest >= self._size[source]:
+            self._grow(source, int(ahead_numbers.max()) - oldest + 1)
+        table_rows = self._base[source] + (ahead_numbers & (self._size[source] - 1))
+        new_numbers = ahead_numbers[self._table[table_rows, NUMBER] != ahead_numbers]
+        # Computed after `_grow`, which moves the ring.
+        table_rows = self._base[source] + (new_numbers & (self._size[source] - 1))
+        # A number without a run: expected, and not arrived.
+        self._table[table_rows, NUMBER], self._table[table_rows, RUN] = new_numbers, _NOTHING
+        new_reread = [n for n in numbers[numbers < oldest].tolist() if source * _ABOVE + n not in self._open]
+        self._open.update((source * _ABOVE + n, (_NOTHING, 0, 0)) for n in new_reread)
+        return np.concatenate([np.asarray(new_reread, np.int64), new_numbers])
 
     def holds(self, pieces: Pieces) -> bool:
         """True if all documents of `pieces` have arrived."""
@@ -110,10 +119,10 @@ class ChunkBuffer:
 
     def find(self, source: int, number: int) -> tuple[ChunkRun, int] | None:
         """Returns the run of a document and its index in the run; None if it has not arrived."""
-        at = int(self._find(*(np.asarray([x], np.int64) for x in (source, number)))[0][0])
-        if at < 0:
+        run_index = int(self._find(*(np.asarray([value], np.int64) for value in (source, number)))[0][0])
+        if run_index < 0:
             return None
-        run = self._runs[at]
+        run = self._runs[run_index]
         assert run is not None
         return run, int(np.searchsorted(run.numbers, number))
 
@@ -121,31 +130,36 @@ class ChunkBuffer:
         """Returns the ids of each piece; all must have arrived. Raises UserError like `collate.Views`."""
         run, first, stop = self._find(pieces.source, pieces.document)
         end = first + pieces.end
+        # A piece planned with a length from an index may end beyond what the loader has read now.
         if (end > stop).any():
-            at = int(np.argmax(end > stop))
-            length = int(stop[at] - first[at])
-            raise shrunk(int(pieces.source[at]), int(pieces.document[at]), int(pieces.end[at]), length)
+            piece = int(np.argmax(end > stop))
+            length = int(stop[piece] - first[piece])
+            raise shrunk_error(
+                int(pieces.source[piece]), int(pieces.document[piece]), int(pieces.end[piece]), length
+            )
         ids = self._ids
-        where = zip(run.tolist(), (first + pieces.start).tolist(), end.tolist(), strict=True)
-        return [ids[r][a:b] for r, a, b in where]
+        token_spans = zip(run.tolist(), (first + pieces.start).tolist(), end.tolist(), strict=True)
+        return [ids[run_index][low:high] for run_index, low, high in token_spans]
 
     def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         """Returns the runs of each piece that are not learned, counted from its first token; all must have
         arrived.
         """
-        at, first, _ = self._find(pieces.source, pieces.document)
-        where = zip(at.tolist(), (first + pieces.start).tolist(), (first + pieces.end).tolist(), strict=True)
-        found = []
-        for i, start, end in where:
-            run = self._runs[i]
+        run_indexes, first, _ = self._find(pieces.source, pieces.document)
+        token_spans = zip(
+            run_indexes.tolist(), (first + pieces.start).tolist(), (first + pieces.end).tolist(), strict=True
+        )
+        ignored_runs = []
+        for run_index, start, end in token_spans:
+            run = self._runs[run_index]
             assert run is not None
-            found.append(runs_within(run.ignored, start, end) if len(run.ignored) else run.ignored)
-        return found
+            ignored_runs.append(runs_within(run.ignored, start, end) if len(run.ignored) else run.ignored)
+        return ignored_runs
 
     def drop(
         self,
-        done: Int64[np.ndarray, " n"],
-        kept: Int64[np.ndarray, " open"],
+        passed_keys: Int64[np.ndarray, " n"],
+        open_keys: Int64[np.ndarray, " open"],
         cursors: Int64[np.ndarray, " sources"],
     ) -> list[tuple[ChunkRun, int]]:
         """Drops the documents `done` and releases the runs that are no longer needed.
@@ -158,42 +172,50 @@ class ChunkBuffer:
         Returns:
           (run, number) of each dropped document that its run lists as skipped.
         """
-        source, number = places_of(done)
+        source, number = split_keys(passed_keys)
         run, _, _ = self._find(source, number)
-        kept_source, kept_number = places_of(kept)
-        kept_place = self._place(kept_source, kept_number)
-        on_ring = self._table[kept_place, NUMBER] == kept_number
-        for key, (_, at, first, stop) in zip(
-            kept[on_ring].tolist(), self._table[kept_place[on_ring]].tolist(), strict=True
+        open_source, open_number = split_keys(open_keys)
+        open_rows = self._table_rows(open_source, open_number)
+        # Before the cursors move: open documents leave the ring, whose rows the next documents will take.
+        on_ring = self._table[open_rows, NUMBER] == open_number
+        for key, (_, run_index, first, stop) in zip(
+            open_keys[on_ring].tolist(), self._table[open_rows[on_ring]].tolist(), strict=True
         ):
-            self._open.setdefault(key, (at, first, stop))
+            self._open.setdefault(key, (run_index, first, stop))
         if self._open:
-            ascending = np.sort(done)
-            opened = np.fromiter(self._open, np.int64, len(self._open))
-            at = np.minimum(np.searchsorted(ascending, opened), len(done) - 1)
-            for key in opened[ascending[at] == opened].tolist() if len(done) else ():
+            ascending = np.sort(passed_keys)
+            ring_less = np.fromiter(self._open, np.int64, len(self._open))
+            index = np.minimum(np.searchsorted(ascending, ring_less), len(passed_keys) - 1)
+            # np.isin would do, but it imports numpy.ma: 3 MB in each process.
+            for key in ring_less[ascending[index] == ring_less].tolist() if len(passed_keys) else ():
                 del self._open[key]
-        place = self._place(source, number)
-        self._table[place[self._table[place, NUMBER] == number], NUMBER] = _NOTHING
+        table_rows = self._table_rows(source, number)
+        # A row may belong to a newer document by now: only rows that still have this number are cleared.
+        self._table[table_rows[self._table[table_rows, NUMBER] == number], NUMBER] = _NOTHING
         self._cursors = cursors
-        here = run >= 0
-        gone = np.bincount(run[here], minlength=len(self._live))
-        self._live -= gone
+        has_arrived = run >= 0
+        # One count per run instead of one decrement per document.
+        num_dropped = np.bincount(run[has_arrived], minlength=len(self._live))
+        self._live -= num_dropped
         skipped: list[tuple[ChunkRun, int]] = []
-        touched = np.flatnonzero(gone).tolist()
-        for at in touched:
-            if (found := self._runs[at]) is not None and found.skipped:
-                skipped += [(found, n) for n in number[run == at].tolist() if n in found.skipped]
-        for at in touched:
-            if not self._live[at]:
-                finished = self._runs[at]
-                assert finished is not None
-                self._runs[at], self._ids[at] = None, _NO_IDS
-                self._unused.append(at)
-                self._release(finished)
+        touched_runs = np.flatnonzero(num_dropped).tolist()
+        # Two loops: the first needs the runs that the second releases.
+        for run_index in touched_runs:
+            if (touched_run := self._runs[run_index]) is not None and touched_run.skipped:
+                skipped += [
+                    (touched_run, n) for n in number[run == run_index].tolist() if n in touched_run.skipped
+                ]
+        for run_index in touched_runs:
+            if not self._live[run_index]:
+                finished_run = self._runs[run_index]
+                assert finished_run is not None
+                self._runs[run_index], self._ids[run_index] = None, _NO_IDS
+                # Its ids are let go (`_ids` above) first: the pool uses their memory again.
+                self._unused.append(run_index)
+                self._release(finished_run)
         return skipped
 
-    def _place(
+    def _table_rows(
         self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]
     ) -> Int64[np.ndarray, " n"]:
         return self._base[source] + (number & (self._size[source] - 1))
@@ -204,28 +226,30 @@ class ChunkBuffer:
         """Returns the run of each document, -1 if it has not arrived, and the document's start and end in the
         run.
         """
-        rows = self._table[self._place(source, number)]
+        # A copy, as the index is an array: the writes below do not change the table.
+        rows = self._table[self._table_rows(source, number)]
         run = np.where(rows[:, NUMBER] == number, rows[:, RUN], _NOTHING)
         first, stop = rows[:, FIRST], rows[:, STOP]
         if self._open:
-            elsewhere = np.flatnonzero(run < 0)
-            for at, key in zip(elsewhere.tolist(), keys_of(source, number)[elsewhere].tolist(), strict=True):
-                run[at], first[at], stop[at] = self._open.get(key, (_NOTHING, 0, 0))
+            not_in_ring = np.flatnonzero(run < 0)
+            for index, key in zip(
+                not_in_ring.tolist(), keys_of(source, number)[not_in_ring].tolist(), strict=True
+            ):
+                run[index], first[index], stop[index] = self._open.get(key, (_NOTHING, 0, 0))
         return run, first, stop
 
     def _grow(self, source: int, span: int) -> None:
-        """Moves a source to a ring for `span` documents at the end of the table; its old places stay
-        empty.
-        """
-        old = self._table[self._base[source] : self._base[source] + self._size[source]]
-        kept = old[old[:, NUMBER] != _NOTHING]
-        old[:, NUMBER] = _NOTHING
+        """Moves a source to a ring for `span` documents at the table's end; its old rows stay empty."""
+        old_ring = self._table[self._base[source] : self._base[source] + self._size[source]]
+        used_rows = old_ring[old_ring[:, NUMBER] != _NOTHING]
+        old_ring[:, NUMBER] = _NOTHING
+        # Next power of two, so that old rings take at most as many rows as the rings in use.
         size = 1 << (span - 1).bit_length()
-        if self._used + size > len(
+        if self._table_end + size > len(
             self._table
         ):  # twice the room: copying it for each source would take seconds
-            more = np.full((self._used + size, 4), _NOTHING, np.int64)
-            self._table = np.concatenate([self._table[: self._used], more])
-        self._base[source], self._size[source] = self._used, size
-        self._used += size
-        self._table[self._base[source] + (kept[:, NUMBER] & (size - 1))] = kept
+            more_rows = np.full((self._table_end + size, 4), _NOTHING, np.int64)
+            self._table = np.concatenate([self._table[: self._table_end], more_rows])
+        self._base[source], self._size[source] = self._table_end, size
+        self._table_end += size
+        self._table[self._base[source] + (used_rows[:, NUMBER] & (size - 1))] = used_rows

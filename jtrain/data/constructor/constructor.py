@@ -9,19 +9,18 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int, Int64
+from jaxtyping import Bool, Int, Int64
 
+from jtrain.data.constructor.batch_state import BatchStats, Built, DataState
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
 from jtrain.data.constructor.collate import Rows, fill_rows
 from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
-from jtrain.data.loaders.messages import ChunkRun, LoaderState, RequestPart
+from jtrain.data.loaders.messages import ChunkRun, RequestPart
 from jtrain.data.loaders.pool import Pool
 from jtrain.data.loss_mask import ignore_targets
-from jtrain.data.planner import balance
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.planner.planner import EndOfData, LoadingPlan, NotYet, Planner, PlannerSpec, PlannerState
 from jtrain.data.sources.source import field_of
@@ -31,15 +30,16 @@ from jtrain.data.stream.source_setup import SourceSetup
 
 RUN_BYTES, ALL_RUNS_BYTES = 1 << 16, 6 << 20
 MOST_RUN_CHUNKS = 64
-"""Size of a run: about RUN_BYTES of text, at most MOST_RUN_CHUNKS documents: few messages, little read in
-vain.
+"""Size of a run: about RUN_BYTES of text, at most MOST_RUN_CHUNKS documents.
+
+Large enough that messages are few, small enough that little is read in vain.
 
 At least one run of each source is in memory, so with hundreds of sources runs are shorter: ALL_RUNS_BYTES in
 total.
 """
 
 INLINE_RUNS_BYTES = 32 << 20
-"""ALL_RUNS_BYTES where one process does everything, so that none of it is there once more for each loader."""
+"""ALL_RUNS_BYTES where one process does everything: no loader holds a second copy."""
 
 MAPPED_RUN_CHUNKS = 512
 """Size of a run of a source whose ids are mapped: it holds 28 bytes per chunk."""
@@ -70,64 +70,11 @@ class ConstructorSetup:
     all_runs_bytes: int = ALL_RUNS_BYTES
 
 
-@dataclasses.dataclass(frozen=True)
-class DataState:
-    """Position in the stream: the planner's state, the number of documents skipped so far by source, and the
-    anchors.
-
-    anchors: by source, where a window at or before the oldest chunk that is still needed begins; see
-      `GrowingChunks`.
-    """
-
-    planner: PlannerState
-    skipped: Int[np.ndarray, " sources"]
-    anchors: tuple[WindowAnchor | None, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchStats:
-    """Statistics of one batch, for logs.
-
-    drift: largest difference, over the sources, between the share of all tokens so far and the scheduled
-      share.
-    wait_s: seconds that the constructor waited for documents of this batch.
-    retries: reads that the loaders of this host repeated since they began.
-    """
-
-    step: int
-    tokens_by_source: Int[np.ndarray, " sources"]
-    fill: float
-    drift: float
-    row_cost: Float64[np.ndarray, " rows"]
-    wait_s: float
-    skipped: int
-    retries: int
-    loaders: tuple[LoaderState, ...]
-
-    def spread(self, ranks: int) -> float:
-        """Returns the largest over the mean cost of `ranks` data ranks."""
-        return balance.spread(self.row_cost, ranks)
-
-    def tokens(self, names: Sequence[str]) -> dict[str, int]:
-        """Returns the number of tokens by source name; sources without tokens are left out."""
-        counts = zip(names, self.tokens_by_source.tolist(), strict=True)
-        return {name: count for name, count in counts if count}
-
-
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """Filled batch, and the state from which the next one follows."""
-
-    state: DataState
-    stats: BatchStats
-    plan: LoadingPlan
-
-
-class _Planned(NamedTuple):
+class _PlannedStep(NamedTuple):
     """Step that is planned ahead; `pieces` are the pieces in this host's rows."""
 
     plan: LoadingPlan
-    after: PlannerState
+    state_after: PlannerState
     pieces: Pieces
 
 
@@ -146,44 +93,55 @@ class Constructor:
             self._planner.start(), np.zeros(num_sources, np.int64), (None,) * num_sources
         )
         self._anchors = [[] if anchor is None else [anchor] for anchor in self._state.anchors]
-        self._plans: collections.deque[_Planned] = collections.deque()
+        self._plans: collections.deque[_PlannedStep] = collections.deque()
         # A host that needs all rows reads prepared sources in runs, like other sources. A host that needs
         # some rows plans with the lengths of the index first, and then asks only for the documents in its
         # rows.
-        some_rows = len(setup.rows) < setup.planner.global_batch
-        prepared = {i: s for i, s in enumerate(setup.sources) if s.prepared is not None and some_rows}
-        self._prepared = {i: ChunkStream(s) for i, s in prepared.items()}
+        # Strictly fewer: a host with all rows needs every document, and runs are fewer messages.
+        needs_some_rows = len(setup.rows) < setup.planner.global_batch
+        prepared = {
+            source: setup_of_source
+            for source, setup_of_source in enumerate(setup.sources)
+            if setup_of_source.prepared is not None and needs_some_rows
+        }
+        self._prepared = {
+            source: ChunkStream(setup_of_source) for source, setup_of_source in prepared.items()
+        }
+        # With hundreds of sources, one run of each must still fit into all_runs_bytes.
         run_bytes = min(RUN_BYTES, setup.all_runs_bytes // num_sources)
         self._run_documents = [
-            MAPPED_RUN_CHUNKS if source.map_ids else max(1, min(MOST_RUN_CHUNKS, run_bytes // max(b, 1)))
-            for source, b in zip(setup.sources, setup.chunk_bytes, strict=True)
+            MAPPED_RUN_CHUNKS
+            if source.map_ids
+            else max(1, min(MOST_RUN_CHUNKS, run_bytes // max(mean_bytes, 1)))
+            for source, mean_bytes in zip(setup.sources, setup.chunk_bytes, strict=True)
         ]
         self._buffer = ChunkBuffer(self._state.planner.cursors, pool.release)
-        self.said: list[str] = []
+        self.messages: list[str] = []
         """Lines for the log that nobody has taken yet."""
-        self._named = [0] * num_sources
+        self._num_reported = [0] * num_sources
         self._planned_all = False
         self._missing: list[tuple[int, int, int]] = []
         self._waiting_since_s: float | None = None
         self._wait_s = 0.0
         cursors = self._state.planner.cursors.tolist()
-        self._known = [KnownLengths.nothing(cursor) for cursor in cursors]
-        self._asked = self._state.planner.cursors.copy()
+        self._known_lengths = [KnownLengths.nothing(cursor) for cursor in cursors]
+        self._first_unrequested = self._state.planner.cursors.copy()
         """First document of each source that has not been asked for."""
-        # Documents that were open or postponed when the state was saved are read again.
-        self._carried = _carried(self._state.planner)
+        # Documents that were drawn and not placed when the state was saved are read again: it holds no ids.
+        self._carried = _carried_keys(self._state.planner)
         open_documents = map(tuple, self._state.planner.carry[:, :2].tolist())
         self._awaited = {
             (source, number) for source, number in open_documents if source not in self._prepared
         }
-        again: dict[int, list[int]] = collections.defaultdict(list)
+        numbers_to_reread: dict[int, list[int]] = collections.defaultdict(list)
         for source, number in sorted(self._awaited):
-            again[source].append(number)
-        for source, numbers in again.items():
+            numbers_to_reread[source].append(number)
+        # first=True: the first step cannot be filled without them.
+        for source, numbers in numbers_to_reread.items():
             pool.request([self._part(source, np.asarray(numbers, np.int64))], first=True)
 
     @property
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         """True if no batch is left to fill."""
         return self._planned_all and not self._plans
 
@@ -194,59 +152,70 @@ class Constructor:
         Raises:
           DataError: the stream cannot continue.
         """
+        # Collect before planning: each run brings lengths that the planner needs.
         for run in self._pool.collect():
-            self._keep(run)
-        if any(self._known[source].end <= first for source, first, _ in self._missing):
-            return  # planning would stop at the same document again
+            self._add_run(run)
+        if any(self._known_lengths[source].end <= first for source, first, _ in self._missing):
+            # Planning would stop at the same document again.
+            return
         self._missing = []
-        new: list[_Planned] = []
+        new_plans: list[_PlannedStep] = []
         try:
             while len(self._plans) < self._setup.lookahead_steps and not self._planned_all:
-                plan, after = self._planner.plan(
-                    self._plans[-1].after if self._plans else self._state.planner
+                plan, state_after = self._planner.plan(
+                    self._plans[-1].state_after if self._plans else self._state.planner
                 )
                 pieces = plan.pieces.of_rows(self._setup.rows)
-                new.append(_Planned(plan, after, pieces))
-                self._plans.append(new[-1])
+                new_plans.append(_PlannedStep(plan, state_after, pieces))
+                self._plans.append(new_plans[-1])
                 self._planned_all = plan.last
         except EndOfData:
             self._planned_all = True
-        except (
-            ValueError
-        ):  # no further step can be planned, but the run may end with the steps planned so far
+        except ValueError:
+            # No further step can be planned, but the run may end with the steps planned so far.
             if not self._plans:
                 raise
         except NotYet as not_yet:
+            # The planner's lengths alone are missing; whole runs are requested, as documents are read in
+            # runs.
             self._missing = not_yet.wanted
-            self._ask([[source, first + count] for source, first, count in self._missing], first=True)
+            self._request_until(
+                [[source, first + count] for source, first, count in self._missing], first=True
+            )
         if self._prepared:
-            self._ask_for_payload(new)
-        if new or self._missing:
-            planned = self._plans[-1].after if self._plans else self._state.planner
-            ahead = self._planner.lookahead(planned, self._setup.lookahead_steps)
-            self._ask(ahead[ahead[:, 1] > self._asked[ahead[:, 0]]].tolist())
+            self._request_documents(new_plans)
+        if new_plans or self._missing:
+            last_state = self._plans[-1].state_after if self._plans else self._state.planner
+            # Counted from the last planned step, so loaders stay lookahead_steps ahead of planning too.
+            request_ends = self._planner.lookahead(last_state, self._setup.lookahead_steps)
+            self._request_until(
+                request_ends[request_ends[:, 1] > self._first_unrequested[request_ends[:, 0]]].tolist()
+            )
 
     def fill(self, out: dict[str, Int[np.ndarray, "rows L"]]) -> Built | None:
         """Fills the next batch into `out`; returns None while documents of it are missing."""
-        if self.ended:
+        if self.has_ended:
             return None
+        # The wait counts from the first vain call, and ends with the batch.
         if not self._plans or not self._has_payload(self._plans[0].pieces):
             self._waiting_since_s = self._waiting_since_s or time.perf_counter()
             return None
-        planned = self._plans.popleft()
-        plan, after = planned.plan, planned.after
+        planned_step = self._plans.popleft()
+        plan, state_after = planned_step.plan, planned_step.state_after
         if self._waiting_since_s is not None:
             self._wait_s = time.perf_counter() - self._waiting_since_s
             self._waiting_since_s = None
         rows = Rows(**out)
-        fill_rows(rows, planned.pieces, self._views)
+        fill_rows(rows, planned_step.pieces, self._views)
         if self._masked:
-            ignore_targets(rows.target_BL, planned.pieces, self._ignored(planned.pieces))
+            ignore_targets(rows.target_BL, planned_step.pieces, self._ignored(planned_step.pieces))
+        # Last: targets and ignored runs are computed on neighbouring tokens of the unpermuted row.
         if (order := self._setup.column_order) is not None:
             for array in out.values():
                 array[:] = array[:, order]
-        skipped = self._state.skipped + self._forget(self._state.planner, after)
-        self._state = DataState(after, skipped, self._drop_anchors(after))
+        # Only after fill_rows: this frees the ids that the rows were copied from.
+        skipped = self._state.skipped + self._drop_passed(self._state.planner, state_after)
+        self._state = DataState(state_after, skipped, self._drop_anchors(state_after))
         stats = BatchStats(
             step=plan.step,
             tokens_by_source=plan.tokens_by_source,
@@ -265,45 +234,50 @@ class Constructor:
         """Returns the known lengths of documents first, first + 1, ...; raises NotYet if the first is not
         known.
         """
-        known = self._known[source]
-        if source in self._prepared and first + count > known.end:
-            known.drop_before(int(self._state.planner.cursors[source]))
-            numbers = np.arange(known.end, max(first + count, known.end + LENGTHS_AT_A_TIME), dtype=np.int64)
-            known.add(numbers, self._prepared[source].lengths(numbers))
-        if first >= known.end:
+        known_lengths = self._known_lengths[source]
+        # The index knows all lengths: look up a block of them, ahead of the planner.
+        if source in self._prepared and first + count > known_lengths.end:
+            known_lengths.drop_before(int(self._state.planner.cursors[source]))
+            numbers = np.arange(
+                known_lengths.end, max(first + count, known_lengths.end + LENGTHS_AT_A_TIME), dtype=np.int64
+            )
+            known_lengths.add(numbers, self._prepared[source].lengths(numbers))
+        if first >= known_lengths.end:
             raise NotYet
-        return known.at(first, count)
+        return known_lengths.at(first, count)
 
-    def _ask(self, ends: list[list[int]], *, first: bool = False) -> None:
+    def _request_until(self, ends: list[list[int]], *, first: bool = False) -> None:
         """Asks for the whole runs up to document `end` of each source that have not been asked for.
 
         Prepared sources are left out: their documents are asked for after planning (`_ask_for_payload`).
         """
         parts = []
         for source, end in ends:
-            asked, size = int(self._asked[source]), self._run_documents[source]
-            while source not in self._prepared and asked < end:
-                stop = (asked // size + 1) * size
-                parts.append(self._part(source, np.arange(asked, stop, dtype=np.int64)))
-                asked = stop
-            self._asked[source] = asked
-        for at in range(0, len(parts), RUNS_AT_A_TIME):
-            self._pool.request(parts[at : at + RUNS_AT_A_TIME], first=first)
+            unrequested, size = int(self._first_unrequested[source]), self._run_documents[source]
+            while source not in self._prepared and unrequested < end:
+                # Runs end at multiples of their size, so that all hosts and restarts request the same runs.
+                stop = (unrequested // size + 1) * size
+                parts.append(self._part(source, np.arange(unrequested, stop, dtype=np.int64)))
+                unrequested = stop
+            self._first_unrequested[source] = unrequested
+        # Several runs per message, but not all: one loader must not get the work of the others.
+        for part in range(0, len(parts), RUNS_AT_A_TIME):
+            self._pool.request(parts[part : part + RUNS_AT_A_TIME], first=first)
 
     def _part(self, source: int, numbers: Int[np.ndarray, " n"]) -> RequestPart:
         return RequestPart(source, numbers, _latest(self._anchors[source], int(numbers[0])))
 
-    def _ask_for_payload(self, planned: list[_Planned]) -> None:
+    def _request_documents(self, planned_steps: list[_PlannedStep]) -> None:
         """Asks for the documents of prepared sources that are in this host's rows, and for no others."""
-        wanted: dict[int, set[int]] = collections.defaultdict(set)
-        for step in planned:
+        documents_of: dict[int, set[int]] = collections.defaultdict(set)
+        for step in planned_steps:
             for source, document in zip(
                 step.pieces.source.tolist(), step.pieces.document.tolist(), strict=True
             ):
                 if source in self._prepared:
-                    wanted[source].add(document)
+                    documents_of[source].add(document)
         parts = []
-        for source, documents in wanted.items():
+        for source, documents in documents_of.items():
             numbers = self._buffer.expect(source, np.asarray(sorted(documents), np.int64))
             if len(numbers):
                 parts.append(RequestPart(source, numbers))
@@ -322,71 +296,81 @@ class Constructor:
     def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         return self._buffer.ignored(pieces)
 
-    def _keep(self, run: ChunkRun) -> None:
-        if self._awaited:  # only after a resume
+    def _add_run(self, run: ChunkRun) -> None:
+        # Empty but for the first steps after a resume.
+        if self._awaited:
             self._awaited.difference_update(zip(itertools.repeat(run.source), run.numbers.tolist()))
         self._buffer.put(run)
         anchors = self._anchors[run.source]
         if run.anchor is not None and run.anchor not in anchors:
             bisect.insort(anchors, run.anchor, key=lambda anchor: anchor.first)
-        known = self._known[run.source]
-        known.drop_before(
-            int(self._state.planner.cursors[run.source])
-        )  # here, since each step would take too long
-        if run.source not in self._prepared and int(run.numbers[0]) >= known.end:
+        known_lengths = self._known_lengths[run.source]
+        # Dropped per run: over all sources at each step it would take too long.
+        known_lengths.drop_before(int(self._state.planner.cursors[run.source]))
+        # Runs read again after a resume lie before the cursor: their lengths are in the state.
+        if run.source not in self._prepared and int(run.numbers[0]) >= known_lengths.end:
             starts, ends = run.bounds
-            known.add(run.numbers, (ends - starts).astype(np.int32))
+            known_lengths.add(run.numbers, (ends - starts).astype(np.int32))
 
-    def _forget(self, before: PlannerState, after: PlannerState) -> Int[np.ndarray, " sources"]:
+    def _drop_passed(
+        self, state_before: PlannerState, state_after: PlannerState
+    ) -> Int[np.ndarray, " sources"]:
         """Drops the documents that no later step needs; returns the number of bad ones among them, by
         source.
         """
         skipped = np.zeros_like(self._state.skipped)
-        moved = np.flatnonzero(after.cursors != before.cursors)
-        count = (after.cursors - before.cursors)[moved]
-        passed = np.arange(int(count.sum())) + np.repeat(
-            before.cursors[moved] - np.cumsum(count) + count, count
+        moved_sources = np.flatnonzero(state_after.cursors != state_before.cursors)
+        count = (state_after.cursors - state_before.cursors)[moved_sources]
+        # Numbers before[s], ..., after[s] - 1 of each source, all sources in one array.
+        passed_numbers = np.arange(int(count.sum())) + np.repeat(
+            state_before.cursors[moved_sources] - np.cumsum(count) + count, count
         )
-        drawn = np.concatenate([self._carried, keys_of(np.repeat(moved, count), passed)])
-        self._carried = _carried(after)
-        bad = self._buffer.drop(drawn[~_among(drawn, self._carried)], self._carried, after.cursors)
-        for run, number in bad:
+        # Dropped now: what was open before or drawn in this step, and is not open after it.
+        drawn_keys = np.concatenate([self._carried, keys_of(np.repeat(moved_sources, count), passed_numbers)])
+        self._carried = _carried_keys(state_after)
+        skipped_documents = self._buffer.drop(
+            drawn_keys[~_is_in(drawn_keys, self._carried)], self._carried, state_after.cursors
+        )
+        for run, number in skipped_documents:
             skipped[run.source] += 1
-            self._name_skipped(run.source, run.skipped[number])
+            self._report_skipped(run.source, run.skipped[number])
         return skipped
 
     def _drop_anchors(self, state: PlannerState) -> tuple[WindowAnchor | None, ...]:
         """Returns the anchors from which a run can go on after `state`, and drops those before them."""
         if not any(self._anchors):  # most sources never have one, and this runs at every step
             return self._state.anchors
-        found = []
+        latest_anchors = []
         for anchors, oldest in zip(self._anchors, state.oldest().tolist(), strict=True):
-            found.append(_latest(anchors, oldest))
-            while anchors and anchors[0] != found[-1]:
+            latest_anchors.append(_latest(anchors, oldest))
+            # Anchors ascend; those before the latest usable one serve no later step.
+            while anchors and anchors[0] != latest_anchors[-1]:
                 anchors.pop(0)
-        return tuple(found)
+        return tuple(latest_anchors)
 
-    def _name_skipped(self, source: int, why: str) -> None:
-        self._named[source] += 1
+    def _report_skipped(self, source: int, reason: str) -> None:
+        self._num_reported[source] += 1
         name = self._setup.sources[source].name
-        if self._named[source] <= NAMED_SKIPPED:
-            self.said.append(f"data: {field_of(name)}: left out: {why}")
-        elif self._named[source] == NAMED_SKIPPED + 1:
-            self.said.append(f"data: {field_of(name)}: more documents are left out; data_skipped counts them")
+        if self._num_reported[source] <= NAMED_SKIPPED:
+            self.messages.append(f"data: {field_of(name)}: left out: {reason}")
+        elif self._num_reported[source] == NAMED_SKIPPED + 1:
+            self.messages.append(
+                f"data: {field_of(name)}: more documents are left out; data_skipped counts them"
+            )
 
 
 def _latest(anchors: list[WindowAnchor], number: int) -> WindowAnchor | None:
     """Returns the last anchor at or before a chunk; None if there is none."""
-    at = bisect.bisect_right(anchors, number, key=lambda anchor: anchor.first)
-    return anchors[at - 1] if at else None
+    num_before = bisect.bisect_right(anchors, number, key=lambda anchor: anchor.first)
+    return anchors[num_before - 1] if num_before else None
 
 
-def _carried(state: PlannerState) -> Int64[np.ndarray, " open"]:
+def _carried_keys(state: PlannerState) -> Int64[np.ndarray, " open"]:
     """Returns the keys of the documents that are drawn but not yet completely placed, ascending."""
     return np.sort(keys_of(state.carry[:, 0], state.carry[:, 1]))
 
 
-def _among(keys: Int64[np.ndarray, " n"], ascending: Int64[np.ndarray, " m"]) -> Bool[np.ndarray, " n"]:
+def _is_in(keys: Int64[np.ndarray, " n"], ascending: Int64[np.ndarray, " m"]) -> Bool[np.ndarray, " n"]:
     """Returns True for each of `keys` that is in `ascending`. Avoids np.isin, which would import numpy.ma."""
     if not len(ascending):
         return np.zeros(len(keys), np.bool_)

@@ -18,6 +18,9 @@ class KnownLengths:
     lengths: lengths of documents from `first` on; `_UNKNOWN` for those that have not arrived, though later
       ones have.
     end: first document whose length is not known.
+
+    Example: after documents 5, 6 and then 9, 10 have arrived with `first` = 5, lengths is
+    [l5, l6, -1, -1, l9, l10] and `end` is 7; the arrival of 7 and 8 moves `end` to 11.
     """
 
     first: int
@@ -30,18 +33,18 @@ class KnownLengths:
 
     def add(self, numbers: Int[np.ndarray, " n"], lengths: Int[np.ndarray, " n"]) -> None:
         """Adds the lengths of some documents, ascending, in whatever order they arrive."""
-        stop, have = int(numbers[-1]) + 1, self.first + len(self.lengths)
-        if int(numbers[0]) == have == self.end and stop - have == len(
-            numbers
-        ):  # the next run, whole: nearly always
+        stop, known_stop = int(numbers[-1]) + 1, self.first + len(self.lengths)
+        # Nearly always: the run that follows the known ones, without a gap.
+        if int(numbers[0]) == known_stop == self.end and stop - known_stop == len(numbers):
             self.lengths, self.end = np.concatenate([self.lengths, lengths]), stop
             return
-        if stop > have:
-            self.lengths = np.concatenate([self.lengths, np.full(stop - have, _UNKNOWN, np.int32)])
+        if stop > known_stop:
+            self.lengths = np.concatenate([self.lengths, np.full(stop - known_stop, _UNKNOWN, np.int32)])
         self.lengths[numbers - self.first] = lengths
+        # Runs arrive in any order: this one may close a gap, and make those behind it usable.
         if int(numbers[0]) == self.end:
-            unknown = self.lengths[self.end - self.first :] == _UNKNOWN
-            self.end += int(np.argmax(unknown)) if unknown.any() else len(unknown)
+            is_unknown = self.lengths[self.end - self.first :] == _UNKNOWN
+            self.end += int(np.argmax(is_unknown)) if is_unknown.any() else len(is_unknown)
 
     def at(self, number: int, count: int) -> Int[np.ndarray, " known"]:
         """Returns the lengths of at most `count` documents from `number` on, which is before `end`."""
@@ -51,4 +54,5 @@ class KnownLengths:
         """Drops lengths before `number`."""
         if number > self.first:
             self.lengths = self.lengths[number - self.first :]
+            # A cursor may jump beyond `end` when a source ends at its last epoch.
             self.first, self.end = number, max(self.end, number)

@@ -15,8 +15,9 @@ from jaxtyping import Int
 
 from jtrain.data.autoscaler.placement import Placement
 from jtrain.data.autoscaler.policy import Autoscaler
+from jtrain.data.constructor.batch_state import DataState
 from jtrain.data.constructor.collate import ARRAYS
-from jtrain.data.constructor.constructor import Constructor, ConstructorSetup, DataState
+from jtrain.data.constructor.constructor import Constructor, ConstructorSetup
 from jtrain.data.constructor.fetched_rows import FetchedRows
 from jtrain.data.loaders.forkserver import ForkserverClient
 from jtrain.data.loaders.pool import Pool
@@ -79,6 +80,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     )
     free = collections.deque(range(setup.slots))
 
+    # Two threads send: this one, and the lease's with `alive`.
     sending = threading.Lock()
 
     def send(message: tuple[Any, ...]) -> None:
@@ -91,19 +93,22 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     # Its thread sends `alive`, because opening hundreds of remote sources may take minutes.
     Lease(MessageStore(lambda _: send(("alive",))), beat_s=1.0).seize()
     try:
-        planned, hosts = work.planner, 1 if setup.peers is None else len(setup.peers.addresses)
+        planner_spec, hosts = work.planner, 1 if setup.peers is None else len(setup.peers.addresses)
         scaler = Autoscaler(
-            planned.names,
-            planned.schedule,
-            step_tokens=planned.global_batch * planned.seq_len // hosts,  # hosts divide the reading evenly
-            unit=planned.unit,
+            planner_spec.names,
+            planner_spec.schedule,
+            step_tokens=planner_spec.global_batch
+            * planner_spec.seq_len
+            // hosts,  # hosts divide the reading evenly
+            unit=planner_spec.unit,
             max_loaders=setup.max_loaders,
         )
-        placement, why = scaler.start(0 if setup.state is None else setup.state.planner.step)
+        # At the step of the saved state: shares, and so the needed loaders, may differ from step 0.
+        placement, reasons = scaler.start(0 if setup.state is None else setup.state.planner.step)
         loaders = ProcessPool(
             work.sources,
             door,
-            placement=_named(placement),
+            placement=_by_loader_name(placement),
             standbys=setup.standbys,
             read_timeout_s=setup.read_timeout_s,
             say=say,
@@ -111,48 +116,56 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 run.source, read_s=run.read_s, tokens=len(run.ids), documents=len(run.numbers)
             ),
         )
-        for line in why:
+        for line in reasons:
             say(line)
         constructor, pool = _constructor(setup, loaders, descriptors[2:], say)
-        ended, looked_s, steps, starved_s = False, time.monotonic(), 0, 0.0
+        end_sent, updated_s, steps, starved_s = False, time.monotonic(), 0, 0.0
         while True:
             constructor.advance()
             while free and (built := constructor.fill(slots.arrays(free[0]))) is not None:
                 state = pickle.dumps(built.state, protocol=pickle.HIGHEST_PROTOCOL)
-                for line in constructor.said:
+                # Messages before the batch: the log tells of a left-out document no later than its step.
+                for line in constructor.messages:
                     say(line)
-                constructor.said.clear()
+                constructor.messages.clear()
                 send(("batch", free.popleft(), state, built.stats))
                 steps += 1
-                if (seconds := time.monotonic() - looked_s) > SCALE_EVERY_S:
-                    ahead = built.stats.step + work.lookahead_steps
-                    new, lines = scaler.update(
-                        ahead, steps=steps, seconds=seconds, wait_s=min(starved_s, seconds)
+                # Measured here, per batch: without batches there is no rate to judge by.
+                if (seconds := time.monotonic() - updated_s) > SCALE_EVERY_S:
+                    planned_step = built.stats.step + work.lookahead_steps
+                    new_placement, lines = scaler.update(
+                        planned_step, steps=steps, seconds=seconds, wait_s=min(starved_s, seconds)
                     )
-                    looked_s, steps, starved_s = time.monotonic(), 0, 0.0
-                    if new != placement:
-                        placement = new
-                        pool.place(_named(new))
+                    updated_s, steps, starved_s = time.monotonic(), 0, 0.0
+                    # Placing stops and starts processes: only on a change.
+                    if new_placement != placement:
+                        placement = new_placement
+                        pool.place(_by_loader_name(new_placement))
                     for line in lines:
                         say(line)
+                # Again after each batch: it made room in the look-ahead, and loaders must not idle while
+                # slots fill.
                 constructor.advance()
-            if constructor.ended and not ended:
+            if constructor.has_ended and not end_sent:
                 send(("end",))
-                ended = True
+                end_sent = True
             begun_s = time.monotonic()
-            ready = wait([connection, *pool.connections()], timeout=0.2)
-            if len(free) == setup.slots:  # all slots are free: the trainer is waiting for data
+            # The time-out bounds the time until `collect` notices a loader that hangs.
+            readable = wait([connection, *pool.connections()], timeout=0.2)
+            # All slots free: the trainer is waiting for data, and this process for its loaders.
+            if len(free) == setup.slots:
                 starved_s += time.monotonic() - begun_s
-            while connection in ready and connection.poll():
+            while connection in readable and connection.poll():
                 free.append(connection.recv()[1])
     except (ValueError, OSError) as error:
+        # The trainer is gone: nobody to report to.
         if isinstance(error, ConnectionError):
             raise
         send(("failed", str(error)))
         connection.recv()  # waits for the trainer to close the connection
 
 
-def _named(placement: Placement) -> dict[str, tuple[int, ...]]:
+def _by_loader_name(placement: Placement) -> dict[str, tuple[int, ...]]:
     return {f"loader-{number}": sources for number, sources in placement.items()}
 
 
@@ -163,9 +176,8 @@ def _constructor(
     work = setup.constructor
     if setup.peers is None:
         return Constructor(work, pool, setup.state), pool
-    from jtrain.data.hosts.peer_links import (
-        PeerLinks,
-    )  # lazy, both: asyncio takes 5 MB, which one host need not pay
+    # Imported here, both: asyncio takes 5 MB, which a run on one host need not pay.
+    from jtrain.data.hosts.peer_links import PeerLinks
     from jtrain.data.hosts.shared_pool import SharedPool
 
     links = PeerLinks(socket.socket(fileno=listening[0]), setup.peers)

@@ -30,13 +30,13 @@ SCHEMA: link.Schema = {
     "ids": dict(request=int, lengths=np.ndarray, ids=np.ndarray, ignored=np.ndarray),
     "done": dict(number=int),
 }
-"""Fields of each message on a link, in the order of its tuple but for `ask`; an anchor is three numbers, or
-none."""
+"""Fields of each message, in the order of its tuple but for `ask`; an anchor is three numbers, or none."""
 
 
-def encoded(message: tuple[Any, ...]) -> list[bytes]:
+def encode_message(message: tuple[Any, ...]) -> list[bytes]:
     """Returns the contents that a message consists of on a link."""
     kind, *values = message
+    # A RequestPart is taken apart: a link carries numbers, strings, lists and arrays, and no pickles.
     if kind == "ask":
         request, part, first = values
         values = [
@@ -48,30 +48,32 @@ def encoded(message: tuple[Any, ...]) -> list[bytes]:
             _numbers(part.skip),
             _numbers(part.share),
         ]
-    types = SCHEMA[kind].items()  # of numbers, which may be those of NumPy
+    # Numbers may be NumPy's, which a link does not carry: int and float fields are converted below.
+    field_types = SCHEMA[kind].items()
     fields: dict[str, Any] = {
-        name: kind_of(value) if kind_of in (int, float) else value
-        for (name, kind_of), value in zip(types, values, strict=True)
+        name: field_type(value) if field_type in (int, float) else value
+        for (name, field_type), value in zip(field_types, values, strict=True)
     }
     if "anchor" in fields:
         fields["anchor"] = _numbers(fields["anchor"])
     if kind == "run":
+        # Pairs, as the keys of a JSON object are strings.
         fields["skipped"] = [[int(document), reason] for document, reason in fields["skipped"].items()]
     return link.encoded(kind, fields)
 
 
-def decoded(kind: str, fields: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the message that a link has carried; raises TypeError or ValueError for a list of other
-    contents.
-    """
+def decode_message(kind: str, fields: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns the message that a link has carried; raises TypeError or ValueError for other contents."""
     fields = dict(fields)
     if "anchor" in fields:
         fields["anchor"] = WindowAnchor(*map(_number, fields["anchor"])) if fields["anchor"] else None
     if kind == "run":
         fields["skipped"] = {_number(document): str(reason) for document, reason in fields["skipped"]}
     if kind == "ask":
-        skip, (rest, modulus) = frozenset(map(_number, fields["skip"])), map(_number, fields["share"])
-        part = RequestPart(fields["source"], fields["numbers"], fields["anchor"], skip, share=(rest, modulus))
+        skip, (index, modulus) = frozenset(map(_number, fields["skip"])), map(_number, fields["share"])
+        part = RequestPart(
+            fields["source"], fields["numbers"], fields["anchor"], skip, share=(index, modulus)
+        )
         return kind, fields["request"], part, fields["first"]
     return kind, *(fields[name] for name in SCHEMA[kind])
 
@@ -81,6 +83,7 @@ def _numbers(values: Any) -> list[int]:
 
 
 def _number(value: Any) -> int:
+    # Not isinstance: True is an int too, and a peer that sends it is not one of ours.
     if type(value) is not int:
         raise TypeError(f"{value!r} is no whole number")
     return value

@@ -37,10 +37,11 @@ class PeerLinks:
         self.peers = peers
         self._listening = listening
         self._inbox: collections.deque[tuple[int, Any]] = collections.deque()
+        # The constructor waits for this descriptor among those of its loaders.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         self._links: dict[int, tuple[asyncio.StreamWriter, Session]] = {}
-        others = [i for i in range(len(peers.addresses)) if i != peers.index]
-        self._down = {i: (time.monotonic(), "never connected") for i in others}
+        other_peers = [i for i in range(len(peers.addresses)) if i != peers.index]
+        self._down = {i: (time.monotonic(), "never connected") for i in other_peers}
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._run, name="data-peers", daemon=True).start()
 
@@ -50,17 +51,22 @@ class PeerLinks:
 
     def send(self, peer: int, batch: list[tuple[Any, ...]]) -> None:
         """Sends messages to one process, without waiting."""
-        contents = [content for message in batch for content in messages.encoded(message)]
+        contents = [content for message in batch for content in messages.encode_message(message)]
+        # Encoded on the caller's thread, sealed on the loop's: seals count messages, in the order of
+        # writing.
         self._loop.call_soon_threadsafe(self._write, peer, contents)
 
     def received(self) -> list[tuple[int, Any]]:
         """Returns (process, message) of what has arrived since the last call, in order per process."""
         with contextlib.suppress(BlockingIOError):
+            # Reset before the inbox is emptied: a message that arrives in between wakes the constructor once
+            # in vain.
             os.eventfd_read(self._wake)
-        found = []
+        arrivals = []
+        # deque.popleft is atomic; the other thread only appends.
         while self._inbox:
-            found.append(self._inbox.popleft())
-        return found
+            arrivals.append(self._inbox.popleft())
+        return arrivals
 
     def unreachable(self) -> dict[int, tuple[float, str]]:
         """Returns the processes without a connection: since when (`time.monotonic`), and why."""
@@ -68,21 +74,25 @@ class PeerLinks:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._dials = [self._loop.create_task(self._dial(i)) for i in self._down if i > self.peers.index]
-        self._loop.run_until_complete(asyncio.start_server(self._accepted, sock=self._listening))
+        # The list keeps the tasks alive: the loop itself holds them weakly.
+        self._dial_tasks = [
+            self._loop.create_task(self._keep_connected(i)) for i in self._down if i > self.peers.index
+        ]
+        self._loop.run_until_complete(asyncio.start_server(self._serve_accepted, sock=self._listening))
         self._loop.run_forever()
 
     def _write(self, peer: int, contents: list[bytes]) -> None:
+        # Dropped without a link: the sender repeats what matters at the next CONNECTED.
         if peer in self._links:
             writer, session = self._links[peer]
             for part in itertools.chain.from_iterable(map(session.sealed, contents)):
                 writer.write(part)
 
-    def _arrived(self, peer: int, message: Any) -> None:
+    def _add_to_inbox(self, peer: int, message: Any) -> None:
         self._inbox.append((peer, message))
         os.eventfd_write(self._wake, 1)
 
-    async def _dial(self, peer: int) -> None:
+    async def _keep_connected(self, peer: int) -> None:
         """Keeps up the connection to a process with a larger index."""
         host, port = self.peers.addresses[peer]
         pause_s = 0.02
@@ -92,14 +102,15 @@ class PeerLinks:
                 reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _HANDSHAKE_S)
                 steps = link.calling(self.peers.token, self.peers.index, peer)
                 session = await asyncio.wait_for(_converse(reader, writer, steps), _HANDSHAKE_S)
+                # Back to the short pause: a constructor that is restarted listens again within a second.
                 pause_s = 0.02
                 await self._listen(peer, reader, writer, session)
             except OSError as error:  # LinkError and TimeoutError are such
-                self._lost(peer, writer, error)
+                self._note_lost(peer, writer, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves a connection that was made from elsewhere; closes it if it is of no process of this run."""
         peer = -1
         try:
@@ -107,7 +118,7 @@ class PeerLinks:
             peer, session = await asyncio.wait_for(_converse(reader, writer, steps), _HANDSHAKE_S)
             await self._listen(peer, reader, writer, session)
         except OSError as error:
-            self._lost(peer, writer, error)
+            self._note_lost(peer, writer, error)
         finally:
             writer.close()
 
@@ -115,24 +126,28 @@ class PeerLinks:
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session
     ) -> None:
         """Takes messages from a link until it breaks, which raises OSError."""
+        # A peer that connects anew has lost its old link, even if this side has not noticed.
         if peer in self._links:
             self._links[peer][0].close()
         self._links[peer] = writer, session
         self._down.pop(peer, None)
-        self._arrived(peer, CONNECTED)
+        # Before any message of the new link, so that what was lost is repeated first.
+        self._add_to_inbox(peer, CONNECTED)
         while True:
             kind, fields = await _converse(reader, writer, session.message(messages.SCHEMA))
             try:
-                message = messages.decoded(kind, fields)
+                message = messages.decode_message(kind, fields)
             except (TypeError, ValueError) as error:
                 raise LinkError(f"a message {kind} arrived that no process sends ({error})") from error
-            self._arrived(peer, message)
+            self._add_to_inbox(peer, message)
 
-    def _lost(self, peer: int, writer: asyncio.StreamWriter | None, error: Exception) -> None:
+    def _note_lost(self, peer: int, writer: asyncio.StreamWriter | None, error: Exception) -> None:
         if writer is not None:
             writer.close()
+        # An old link that breaks late must not take down the new one.
         if peer >= 0 and (peer not in self._links or self._links[peer][0] is writer):
             self._links.pop(peer, None)
+            # The time of the first failure counts: each further attempt only renews the reason.
             since_s = self._down.get(peer, (time.monotonic(), ""))[0]
             self._down[peer] = since_s, str(error) or type(error).__name__
 
@@ -150,6 +165,7 @@ async def _converse[T](
                 writer.write(request)
                 request = next(steps)
     except StopIteration as end:
+        # A generator's return value arrives in StopIteration.
         return end.value
     except asyncio.IncompleteReadError as error:
         raise link.ended_early(len(error.partial), error.expected) from None

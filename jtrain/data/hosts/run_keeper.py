@@ -15,8 +15,7 @@ from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.stream.growing_order import WindowAnchor
 
 KEPT_BYTES = 64 << 20
-"""Most bytes of ids kept for other hosts only; beyond it the oldest are dropped, and read again if they are
-wanted."""
+"""Most bytes of ids kept for other hosts only; the oldest are dropped first, and read again on request."""
 
 _MOST_PASSED = 4096
 """Requests that are remembered, in case another host has yet to make them."""
@@ -28,30 +27,30 @@ Answer = Callable[[int, tuple[Any, ...]], None]
 
 
 @dataclasses.dataclass(eq=False)
-class _Kept:
-    """Run that was read. taken: hosts that need it no more."""
+class _StoredRun:
+    """Run that was read. finished_hosts: hosts that need it no more."""
 
     number: int
     run: ChunkRun
-    taken: set[int] = dataclasses.field(default_factory=set)
+    finished_hosts: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(eq=False)
 class _Requested:
     """Request for a run, which loaders answer with one or several.
 
-    asked: number of the request at each host that has made it.
+    request_of_host: number of the request at each host that has made it.
     broken: a part of the answer was freed, so the run must be read again if somebody asks anew.
     """
 
     key: _RunKey
-    asked: dict[int, int] = dataclasses.field(default_factory=dict)
-    kept: dict[int, _Kept] = dataclasses.field(default_factory=dict)
+    request_of_host: dict[int, int] = dataclasses.field(default_factory=dict)
+    stored_runs: dict[int, _StoredRun] = dataclasses.field(default_factory=dict)
     broken: bool = False
 
 
 @dataclasses.dataclass(eq=False)
-class _Again:
+class _Reread:
     """Documents that are read once more, because a host wants ids that are not here any more."""
 
     host: int
@@ -65,58 +64,60 @@ class RunKeeper:
 
     Args:
       local: pool of this host's loaders.
-      here: number of this host.
+      this_host: number of this host.
       num_hosts: number of hosts.
       answer: sends a message to a host.
     """
 
-    def __init__(self, local: Pool, *, here: int, num_hosts: int, answer: Answer) -> None:
+    def __init__(self, local: Pool, *, this_host: int, num_hosts: int, answer: Answer) -> None:
         self._local = local
-        self._here = here
+        self._this_host = this_host
         self._num_hosts = num_hosts
         self._answer = answer
-        self._number = itertools.count(
-            time.time_ns()
-        )  # other numbers than those of a constructor before this one
+        # From the clock on: a constructor that was restarted must not use numbers of the one before it.
+        self._number = itertools.count(time.time_ns())
         self._requested: dict[int, _Requested] = {}
         self._tag_of: dict[_RunKey, int] = {}
-        self._kept: dict[int, _Kept] = {}
-        self._for_others: dict[int, int] = {}  # runs that only other hosts may want -> bytes of ids
-        self._again: dict[int, _Again] = {}
+        self._stored_runs: dict[int, _StoredRun] = {}
+        # Number of each run that only other hosts may want -> bytes of its ids.
+        self._for_others: dict[int, int] = {}
+        self._rereads: dict[int, _Reread] = {}
 
     def ask(self, host: int, request: int, part: RequestPart, *, first: bool) -> None:
-        """Notes that a host wants the lengths of a run; answers with what has been read, and later with the
-        rest.
-        """
+        """Notes that a host wants the lengths of a run; answers with those read so far, others later."""
+        # By content: hosts number their requests independently.
         key = part.source, part.numbers.tobytes(), part.share
         requested = self._requested.get(self._tag_of.get(key, -1))
         is_new = requested is None or requested.broken
         if requested is None or requested.broken:
             tag = self._tag_of[key] = next(self._number)
             requested = self._requested[tag] = _Requested(key)
-            self._forget_passed()
-        requested.asked[host] = request
-        for kept in requested.kept.values():
-            self._tell(host, request, kept)
+            self._forget_old_requests()
+        # Before the read is requested, so that `take` finds everyone who has asked.
+        requested.request_of_host[host] = request
+        for stored in requested.stored_runs.values():
+            self._tell(host, request, stored)
         if is_new:
             self._local.request([dataclasses.replace(part, tag=self._tag_of[key])], first=first)
 
     def take(self, run: ChunkRun) -> bool:
         """Handles a run that loaders of this host have read; returns False if it was requested elsewhere."""
-        if (again := self._again.get(run.tag)) is not None:
-            again.runs.append(run)
-            if sum(len(part.numbers) for part in again.runs) == len(again.numbers):
-                del self._again[run.tag]
-                self._answer_again(again)
+        if (reread := self._rereads.get(run.tag)) is not None:
+            reread.runs.append(run)
+            # A pool may answer one request with several runs.
+            if sum(len(part.numbers) for part in reread.runs) == len(reread.numbers):
+                del self._rereads[run.tag]
+                self._answer_reread(reread)
             return True
         if (requested := self._requested.get(run.tag)) is None:
             return False
-        kept = _Kept(next(self._number), run)
-        self._kept[kept.number] = requested.kept[kept.number] = kept
-        if self._here not in requested.asked:
-            self._keep_for_others(kept)
-        for host, request in requested.asked.items():
-            self._tell(host, request, kept)
+        stored = _StoredRun(next(self._number), run)
+        self._stored_runs[stored.number] = requested.stored_runs[stored.number] = stored
+        # Only other hosts have asked for it so far: its ids count against KEPT_BYTES.
+        if self._this_host not in requested.request_of_host:
+            self._store_for_others(stored)
+        for host, request in requested.request_of_host.items():
+            self._tell(host, request, stored)
         return True
 
     def fetch(
@@ -129,75 +130,81 @@ class RunKeeper:
         anchor: WindowAnchor | None,
     ) -> None:
         """Answers with ids of some documents of a run; reads them again if the run is not here any more."""
-        if (kept := self._kept.get(number)) is not None:
+        if (stored := self._stored_runs.get(number)) is not None:
             self._answer(
-                host, ("ids", request, *_payload(kept.run, np.searchsorted(kept.run.numbers, numbers)))
+                host, ("ids", request, *_payload(stored.run, np.searchsorted(stored.run.numbers, numbers)))
             )
             return
         tag = next(self._number)
-        self._again[tag] = _Again(host, request, numbers)
+        self._rereads[tag] = _Reread(host, request, numbers)
         self._local.request([RequestPart(source, numbers, anchor, tag=tag)], first=True)
 
-    def done(self, host: int, number: int) -> None:
+    def finish_run(self, host: int, number: int) -> None:
         """Notes that a host needs a run no more; frees it after the last host."""
-        if (kept := self._kept.get(number)) is None:
+        if (stored := self._stored_runs.get(number)) is None:
             return
-        kept.taken.add(host)
-        if len(kept.taken) == self._num_hosts:
-            self._free(kept)
-        elif host == self._here:
-            self._keep_for_others(kept)
+        stored.finished_hosts.add(host)
+        if len(stored.finished_hosts) == self._num_hosts:
+            self._free(stored)
+        elif host == self._this_host:
+            self._store_for_others(stored)
 
-    def _tell(self, host: int, request: int, kept: _Kept) -> None:
-        run = kept.run
-        if host == self._here:
-            self._for_others.pop(kept.number, None)
+    def _tell(self, host: int, request: int, stored: _StoredRun) -> None:
+        run = stored.run
+        if host == self._this_host:
+            self._for_others.pop(stored.number, None)
+        # Lengths alone: each host fetches the ids of its own rows.
         lengths = np.diff(run.starts).astype(np.int32)
-        more = run.skipped, run.anchor, run.read_s
-        self._answer(host, ("run", request, kept.number, run.numbers, lengths, *more))
+        details = run.skipped, run.anchor, run.read_s
+        self._answer(host, ("run", request, stored.number, run.numbers, lengths, *details))
 
-    def _keep_for_others(self, kept: _Kept) -> None:
-        self._for_others[kept.number] = kept.run.ids.nbytes
+    def _store_for_others(self, stored: _StoredRun) -> None:
+        self._for_others[stored.number] = stored.run.ids.nbytes
         total = sum(self._for_others.values())
         while total > KEPT_BYTES:
+            # dicts keep insertion order: the first has waited longest.
             oldest = next(iter(self._for_others))
             total -= self._for_others[oldest]
-            self._free(self._kept[oldest])
+            self._free(self._stored_runs[oldest])
 
-    def _free(self, kept: _Kept) -> None:
-        del self._kept[kept.number]
-        self._for_others.pop(kept.number, None)
-        if (requested := self._requested.get(kept.run.tag)) is not None:
-            del requested.kept[kept.number]
+    def _free(self, stored: _StoredRun) -> None:
+        del self._stored_runs[stored.number]
+        self._for_others.pop(stored.number, None)
+        if (requested := self._requested.get(stored.run.tag)) is not None:
+            del requested.stored_runs[stored.number]
+            # A later request for the same run cannot be answered from the parts that are left.
             requested.broken = True
-        self._local.release(kept.run)
+        self._local.release(stored.run)
 
-    def _forget_passed(self) -> None:
+    def _forget_old_requests(self) -> None:
         for tag in list(itertools.islice(self._requested, max(0, len(self._requested) - _MOST_PASSED))):
-            if not self._requested[tag].kept:
+            # Requests with stored runs are still in use, however old.
+            if not self._requested[tag].stored_runs:
                 requested = self._requested.pop(tag)
+                # The run may have been requested again since, under a newer tag.
                 if self._tag_of.get(requested.key) == tag:
                     del self._tag_of[requested.key]
 
-    def _answer_again(self, again: _Again) -> None:
-        found = {
-            number: _payload(run, np.asarray([at]))
-            for run in again.runs
-            for at, number in enumerate(run.numbers.tolist())
+    def _answer_reread(self, reread: _Reread) -> None:
+        payloads = {
+            number: _payload(run, np.asarray([index]))
+            for run in reread.runs
+            for index, number in enumerate(run.numbers.tolist())
         }
-        lengths, ids, ignored = zip(*(found[number] for number in again.numbers.tolist()), strict=True)
+        lengths, ids, ignored = zip(*(payloads[number] for number in reread.numbers.tolist()), strict=True)
+        # Ignored runs count from their document's first id: shifted to the joined ids.
         first = np.cumsum([0, *map(len, ids)])[:-1].tolist()
-        runs = np.concatenate([one + start for one, start in zip(ignored, first, strict=True)]).astype(
-            np.int32
-        )
-        self._answer(again.host, ("ids", again.request, np.concatenate(lengths), np.concatenate(ids), runs))
-        for run in again.runs:
+        runs = np.concatenate(
+            [document_runs + start for document_runs, start in zip(ignored, first, strict=True)]
+        ).astype(np.int32)
+        self._answer(reread.host, ("ids", reread.request, np.concatenate(lengths), np.concatenate(ids), runs))
+        for run in reread.runs:
             self._local.release(run)
 
 
-def _payload(run: ChunkRun, places: Int64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _payload(run: ChunkRun, indexes: Int64[np.ndarray, " n"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns lengths and ids of documents of a run, and the runs of those ids that are not learned."""
-    starts, ends = run.starts[places], run.starts[places + 1]
+    starts, ends = run.starts[indexes], run.starts[indexes + 1]
     ids = [run.ids[low:high] for low, high in zip(starts.tolist(), ends.tolist(), strict=True)]
     ignored = runs_of_spans(run.ignored, starts, ends) if len(run.ignored) else NO_RUNS
     return (ends - starts).astype(np.int32), np.concatenate(ids), ignored

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jtrain.data.constructor.fetched_rows import FetchedIds, to_fetch
+from jtrain.data.constructor.fetched_rows import FetchedIds, claim_unrequested
 from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.hosts.run_keeper import RunKeeper
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart, starts_of
@@ -25,7 +25,7 @@ _NO_IDS = np.empty(0, np.int32)
 
 
 @dataclasses.dataclass(eq=False)
-class _Asked:
+class _OpenRequest:
     """Request of this host's constructor, until all its numbers have been answered."""
 
     part: RequestPart
@@ -34,7 +34,7 @@ class _Asked:
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class _Place(FetchedIds):
+class _RunPayload(FetchedIds):
     """Payload of a run: kept by `host` under `number`, or read here for this host alone (`local`)."""
 
     host: int = -1
@@ -44,10 +44,10 @@ class _Place(FetchedIds):
 
 @dataclasses.dataclass(eq=False)
 class _Fetch:
-    """Request for the ids of documents `places` of a run."""
+    """Request for the ids of the documents at `indexes` of a run."""
 
     run: ChunkRun
-    places: list[int]
+    indexes: list[int]
     message: tuple[Any, ...]
 
 
@@ -74,14 +74,17 @@ class SharedPool:
         self._local = local
         self._links = links
         self._say = say
-        self._here, self._num_hosts = links.peers.index, len(links.peers.addresses)
-        self._keeper = RunKeeper(local, here=self._here, num_hosts=self._num_hosts, answer=self._send)
+        self._this_host, self._num_hosts = links.peers.index, len(links.peers.addresses)
+        self._keeper = RunKeeper(
+            local, this_host=self._this_host, num_hosts=self._num_hosts, answer=self._send
+        )
+        # From the clock on: answers to a constructor before this one must not match new requests.
         self._request = itertools.count(time.time_ns())
-        self._asked: dict[int, _Asked] = {}
+        self._open_requests: dict[int, _OpenRequest] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._replaced: set[int] = set()
-        self._ready: list[ChunkRun] = []
-        self._out: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
+        self._ready_runs: list[ChunkRun] = []
+        self._outbox: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
 
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
         prepared = [part for part in parts if self._setups[part.source].prepared is not None]
@@ -90,19 +93,21 @@ class SharedPool:
         for part in parts:
             if self._setups[part.source].prepared is None:
                 request, hosts = next(self._request), self._readers(part)
-                self._asked[request] = _Asked(part, hosts, np.ones(len(part.numbers), np.bool_))
+                # Registered before it is sent: this host's own part is answered within `_send`.
+                self._open_requests[request] = _OpenRequest(part, hosts, np.ones(len(part.numbers), np.bool_))
+                # All questions before the first is sent: an answer may close the request.
                 questions = [self._question(request, host, first=first) for host in hosts]
                 for host, question in zip(hosts, questions, strict=True):
                     self._send(host, question)
         self._flush()
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
-        """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
-        for run, places in to_fetch(documents).items():
-            request, place = next(self._request), run.place
-            message = ("fetch", request, place.number, run.source, run.numbers[places], run.anchor)
-            self._fetches[request] = _Fetch(run, places, message)
-            self._send(place.host, message)
+        """Requests the ids of document `run.numbers[index]` for each (run, index), unless done before."""
+        for run, indexes in claim_unrequested(documents).items():
+            request, payload = next(self._request), run.place
+            message = ("fetch", request, payload.number, run.source, run.numbers[indexes], run.anchor)
+            self._fetches[request] = _Fetch(run, indexes, message)
+            self._send(payload.host, message)
         self._flush()
 
     def connections(self) -> list[Any]:
@@ -110,26 +115,27 @@ class SharedPool:
 
     def collect(self) -> list[ChunkRun]:
         for run in self._local.collect():
-            if not self._keeper.take(run):  # of a prepared source
-                place = _Place(local=run)
-                place.put(range(len(run.numbers)), np.diff(run.starts), run.ids, run.ignored)
-                self._ready.append(dataclasses.replace(run, place=place))
+            if not self._keeper.take(run):  # a run of a prepared source, which no other host shares
+                payload = _RunPayload(local=run)
+                # Its ids have come with it: nothing is left to fetch.
+                payload.put(range(len(run.numbers)), np.diff(run.starts), run.ids, run.ignored)
+                self._ready_runs.append(dataclasses.replace(run, place=payload))
         for host, message in self._links.received():
             if message == CONNECTED:
-                self._repeat(host)
+                self._resend(host)
             else:
-                self._take(host, message)
+                self._handle(host, message)
         self._replace_unreachable()
         self._flush()
-        ready, self._ready = self._ready, []
-        return ready
+        runs, self._ready_runs = self._ready_runs, []
+        return runs
 
     def release(self, run: ChunkRun) -> None:
-        place: _Place = run.place
-        if place.local is not None:
-            self._local.release(place.local)
+        payload: _RunPayload = run.place
+        if payload.local is not None:
+            self._local.release(payload.local)
         else:
-            self._send(place.host, ("done", place.number))
+            self._send(payload.host, ("done", payload.number))
 
     @property
     def retries(self) -> int:
@@ -151,104 +157,121 @@ class SharedPool:
         """
         if self._setups[part.source].grouped:
             return tuple(range(self._num_hosts))
+        # The index of the run, counted from its end: a run cut short at the cursor keeps its turn.
         turn = part.source + (int(part.numbers[-1]) + 1) // len(part.numbers)
         return (turn % self._num_hosts,)
 
     def _question(self, request: int, host: int, *, first: bool) -> tuple[Any, ...]:
-        asked = self._asked[request]
-        part = asked.part.split(self._num_hosts)[host] if len(asked.hosts) > 1 else asked.part
+        open_request = self._open_requests[request]
+        part = (
+            open_request.part.split(self._num_hosts)[host]
+            if len(open_request.hosts) > 1
+            else open_request.part
+        )
         return "ask", request, part, first
 
     def _send(self, host: int, message: tuple[Any, ...]) -> None:
-        """Sends a message with the next `_flush`; what this host is asked, also in place of another, it does
-        now.
-        """
-        if host == self._here or host in self._replaced:
-            self._take(self._here, message)
+        """Sends a message with the next `_flush`; handles it here if this host stands in for the receiver."""
+        if host == self._this_host or host in self._replaced:
+            self._handle(self._this_host, message)
         else:
-            self._out[host].append(message)
+            self._outbox[host].append(message)
 
     def _flush(self) -> None:
-        for host, messages in self._out.items():
+        for host, messages in self._outbox.items():
             if messages:
                 self._links.send(host, messages)
-        self._out.clear()
+        self._outbox.clear()
 
-    def _take(self, host: int, message: tuple[Any, ...]) -> None:
+    def _handle(self, host: int, message: tuple[Any, ...]) -> None:
         """Handles a message from a host."""
         match message:
             case ("ask", request, part, first):
                 self._keeper.ask(host, request, part, first=first)
-            case ("fetch", *what):
-                self._keeper.fetch(host, *what)
+            case ("fetch", *fields):
+                self._keeper.fetch(host, *fields)
             case ("done", number):
-                self._keeper.done(host, number)
+                self._keeper.finish_run(host, number)
             case ("run", request, number, numbers, lengths, skipped, anchor, seconds):
                 run = ChunkRun(-1, numbers, starts_of(lengths), _NO_IDS, skipped, seconds, f"host-{host}")
-                run.place, run.anchor = _Place(host=host, number=number), anchor
-                self._got(request, run)
+                # source is unknown here: the answer does not carry it, the open request does.
+                run.place, run.anchor = _RunPayload(host=host, number=number), anchor
+                self._add_run(request, run)
             case ("ids", request, lengths, ids, ignored):
-                self._got_ids(request, lengths, ids, ignored)
+                self._add_ids(request, lengths, ids, ignored)
             case _:
                 raise AssertionError(message)
 
-    def _got(self, request: int, run: ChunkRun) -> None:
+    def _add_run(self, request: int, run: ChunkRun) -> None:
         """Hands a run to the constructor, but for numbers that have been answered before."""
-        asked = self._asked.get(request)
-        at = np.searchsorted(asked.part.numbers, run.numbers) if asked is not None else None
-        if asked is None or not (new := asked.missing[at]).any():
+        open_request = self._open_requests.get(request)
+        indexes = (
+            np.searchsorted(open_request.part.numbers, run.numbers) if open_request is not None else None
+        )
+        # Answered twice, after a repeated request: the reader must still hear that it is not needed.
+        if open_request is None or not (is_new := open_request.missing[indexes]).any():
             self.release(run)
             return
-        run.source = asked.part.source
-        asked.missing[at] = False
-        if not asked.missing.any():
-            del self._asked[request]
-        if not new.all():
-            run.numbers, run.starts = run.numbers[new], starts_of(np.diff(run.starts)[new])
-        self._ready.append(run)
+        run.source = open_request.part.source
+        open_request.missing[indexes] = False
+        if not open_request.missing.any():
+            del self._open_requests[request]
+        # Drops the numbers that another answer brought; the run keeps its number for `fetch`.
+        if not is_new.all():
+            run.numbers, run.starts = run.numbers[is_new], starts_of(np.diff(run.starts)[is_new])
+        self._ready_runs.append(run)
 
-    def _got_ids(
+    def _add_ids(
         self,
         request: int,
         lengths: Int[np.ndarray, " n"],
         ids: np.ndarray,
         ignored: Int[np.ndarray, "runs 2"],
     ) -> None:
+        # A second answer after a repeated request.
         if (fetch := self._fetches.pop(request, None)) is None:
             return
         run = fetch.run
-        planned = np.diff(run.starts)[fetch.places]
-        if (differs := lengths != planned).any():
-            at = int(np.argmax(differs))
+        planned_lengths = np.diff(run.starts)[fetch.indexes]
+        if (differs := lengths != planned_lengths).any():
+            index = int(np.argmax(differs))
+            source, document = field_of(self._setups[run.source].name), run.numbers[fetch.indexes[index]]
             raise DataError(
-                f"{field_of(self._setups[run.source].name)}: document {run.numbers[fetch.places[at]]} has "
-                f"{lengths[at]} tokens now and had {planned[at]} before: its files have changed, or differ "
-                "between the hosts. Restore them, or start in a new --workdir."
+                f"{source}: document {document} has {lengths[index]} tokens now and had "
+                f"{planned_lengths[index]} before: its files have changed, or differ between the hosts. "
+                "Restore them, or start in a new --workdir."
             )
-        run.place.put(fetch.places, lengths, ids, ignored)
+        run.place.put(fetch.indexes, lengths, ids, ignored)
 
-    def _repeat(self, host: int) -> None:
-        """Sends again what may have been lost with the connection before."""
+    def _resend(self, host: int) -> None:
+        """Sends again the requests that may have been lost with the connection before."""
         if host in self._replaced:
             self._replaced.discard(host)
             self._say(f"data: process {host} is back, and reads its part of the data again")
-        self._out[host] = [
-            *(self._question(n, host, first=True) for n, asked in self._asked.items() if host in asked.hosts),
+        # Replaces what is queued: the open requests and fetches cover it.
+        self._outbox[host] = [
+            *(
+                self._question(n, host, first=True)
+                for n, open_request in self._open_requests.items()
+                if host in open_request.hosts
+            ),
             *(fetch.message for fetch in self._fetches.values() if fetch.run.place.host == host),
         ]
 
     def _replace_unreachable(self) -> None:
-        """Reads here what hosts should read that have been without a connection for `PATIENCE_S`."""
-        for host, (since_s, why) in self._links.unreachable().items():
+        """Takes over the reading of hosts that have been without a connection for `PATIENCE_S`."""
+        for host, (since_s, reason) in self._links.unreachable().items():
+            # A constructor restarts in a second: taking over sooner would read its part twice.
             if host in self._replaced or time.monotonic() - since_s < PATIENCE_S:
                 continue
             address, port = self._links.peers.addresses[host]
             self._say(
                 f"data: process {host} at {address}:{port} has not been reached for {PATIENCE_S:g} s "
-                f"({why}): this process reads its part of the data too, until it is back. TCP must be open "
-                "between the hosts"
+                f"({reason}): this process reads its part of the data too, until it is back. TCP must be "
+                "open between the hosts"
             )
-            self._repeat(host)
+            # Before `_replaced` has the host: `_resend` would otherwise report it as back.
+            self._resend(host)
             self._replaced.add(host)
-            for message in self._out.pop(host):
-                self._take(self._here, message)
+            for message in self._outbox.pop(host):
+                self._handle(self._this_host, message)

@@ -9,23 +9,24 @@ _MARKED_SPANS = 3
 """Learned spans of a piece that are shown; more are counted."""
 
 
-def marked(ids: list[int], learned: list[tuple[int, int]], tokenizer: "Tokenizer") -> str:
+def mark_learned(ids: list[int], learned: list[tuple[int, int]], tokenizer: "Tokenizer") -> str:
     """Returns the text of a piece, shortened, with its learned spans between [[ and ]]."""
-    shown, at = [], 0
+    excerpts, position = [], 0
+    # Between two learned spans lies text that is read and not learned: shown without brackets.
     for start, end in learned[:_MARKED_SPANS]:
-        if at < start:
-            shown.append(excerpt(tokenizer.decode(ids[at:start])))
-        shown.append(f"[[{excerpt(tokenizer.decode(ids[start:end]))}]]")
-        at = end
+        if position < start:
+            excerpts.append(excerpt(tokenizer.decode(ids[position:start])))
+        excerpts.append(f"[[{excerpt(tokenizer.decode(ids[start:end]))}]]")
+        position = end
     if len(learned) > _MARKED_SPANS:
-        shown.append(f"... and {len(learned) - _MARKED_SPANS} more learned spans")
-    elif at < len(ids):
-        shown.append(excerpt(tokenizer.decode(ids[at:])))
-    return " ".join(shown)
+        excerpts.append(f"... and {len(learned) - _MARKED_SPANS} more learned spans")
+    elif position < len(ids):
+        excerpts.append(excerpt(tokenizer.decode(ids[position:])))
+    return " ".join(excerpts)
 
 
 def excerpt(text: str, length: int = 60) -> str:
-    """Shortens a text to one line with its start and its end."""
+    """Shortens a text to one line with its start and its end; repr keeps line breaks visible."""
     if len(text) <= length:
         return repr(text)
     return f"{text[: length // 2]!r} ... {text[-length // 2 :]!r}"

@@ -1,6 +1,4 @@
-"""Report on the order of the training data, measured on batches: how alike neighbouring rows and steps
-are.
-"""
+"""Report on the order of the training data, measured on batches: likeness of neighbouring rows and steps."""
 
 import dataclasses
 import itertools
@@ -27,7 +25,7 @@ LEAST_STEPS = 20
 MOST_SOURCES = 12
 """Sources that the table lists, those farthest from their shares first."""
 
-_GOOD = {
+_ADVICE = {
     "documents": "Good is many: rows of one document teach less than rows of several.",
     "distinct": "Good is 0.95 or more; rows of many short documents make it larger than 1.",
     "overlap": (
@@ -51,9 +49,7 @@ BINS = 256
 
 @dataclasses.dataclass(frozen=True)
 class DocumentOverlap:
-    """Share of a step's documents that are in a later step too; `chance`: the same if all chunks were
-    shuffled.
-    """
+    """Share of a step's documents that are in a later step too; `chance`: the same for shuffled chunks."""
 
     found: float
     chance: float
@@ -86,8 +82,7 @@ class OrderReport:
     row_correlation: correlation of the token histograms of two rows of a step; 0 if rows are independent.
     effective_rows: number of independent rows whose mean varies as much as the mean of a step's rows.
     drift: by step, largest difference between the share of a source so far and its wanted share.
-    drift_beyond_a_chunk: the same, without one chunk per source: no order of whole chunks can avoid that
-      much.
+    drift_beyond_a_chunk: the same, less one chunk per source, which no order of whole chunks can avoid.
     fill: mean share of the token positions that hold tokens.
     cut_chunks_per_step: mean number of places at which a chunk is cut because a row ends.
     """
@@ -142,22 +137,26 @@ def measure_order(dataset: "TextDataset", steps: int) -> OrderReport:
     rows = _RowStatistics(spec.global_batch)
     mixture = _MixtureStatistics(dataset)
     pieces, fills, cursors = [], [], np.zeros(len(dataset.names), np.int64)
+    # Inline: the plan of a batch is known in the process that made it alone.
     with dataset.train_batches(inline=True) as batches:
         for batch in itertools.islice(batches, steps):
             assert batches.plan is not None
             pieces.append(batches.plan.pieces)
             fills.append(batches.plan.fill)
             mixture.add(batches.plan.pieces, cursors)
+            # After `mixture.add`, which needs the cursors before the step.
             cursors = batches.cursors
-            if not batches.plan.last:  # part of the last step may be empty
+            # Part of the last step may be padding, which would count as rows unlike all others.
+            if not batches.plan.last:
                 rows.add(batch)
+    # Full steps count here, those read above: the last one may not be full.
     if len(rows.means) < LEAST_STEPS:
         raise UserError(
             f"data.epochs={spec.epochs}: the data ends after {len(pieces)} steps, and the order of at least "
             f"{LEAST_STEPS} full ones is measured. Raise data.epochs or set it to None."
         )
     documents, overlap = _documents(dataset, pieces, cursors)
-    num_pieces = sum(len(one) for one in pieces)
+    num_pieces = sum(len(step_pieces) for step_pieces in pieces)
     return OrderReport(
         steps=len(pieces),
         rows=spec.global_batch,
@@ -172,7 +171,8 @@ def measure_order(dataset: "TextDataset", steps: int) -> OrderReport:
         sources=mixture.shares(),
         fill=float(np.mean(fills)),
         pieces_per_row=num_pieces / (len(pieces) * spec.global_batch),
-        cut_chunks_per_step=sum(int(np.count_nonzero(one.start)) for one in pieces) / len(pieces),
+        cut_chunks_per_step=sum(int(np.count_nonzero(step_pieces.start)) for step_pieces in pieces)
+        / len(pieces),
     )
 
 
@@ -186,7 +186,9 @@ class _RowStatistics:
 
     def add(self, batch: "Batch") -> None:
         tokens = np.asarray(batch.token_BL)
+        # Segment 0 is padding.
         row, column = np.nonzero(np.asarray(batch.segment_BL))
+        # One bincount for all rows: row r has the bins r * BINS to (r + 1) * BINS - 1.
         counts = np.bincount(row * BINS + tokens[row, column] % BINS, minlength=self.rows * BINS)
         counts = counts.reshape(self.rows, BINS)
         shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
@@ -194,35 +196,37 @@ class _RowStatistics:
         self._within += float(((shares - self.means[-1]) ** 2).sum())
 
     def autocorrelation(self, lag: int) -> Correlation:
-        """Returns the mean over the bins of the autocorrelation of a step's share, weighted by the bins'
-        variance.
-        """
-        off = np.stack(self.means) - np.mean(self.means, axis=0)
-        pairs = len(off) - lag
-        variance = float((off * off).sum()) / len(off)
+        """Returns the autocorrelation of a step's shares, the mean over bins weighted by their variance."""
+        deviations = np.stack(self.means) - np.mean(self.means, axis=0)
+        pairs = len(deviations) - lag
+        variance = float((deviations * deviations).sum()) / len(deviations)
+        # Every step has the same tokens: as alike as can be.
         if not variance:
             return Correlation(1.0, 0.0)
-        covariance = float((off[lag:] * off[:-lag]).sum()) / pairs
-        error = float(np.linalg.norm(off @ off.T)) / len(off) / pairs**0.5
+        covariance = float((deviations[lag:] * deviations[:-lag]).sum()) / pairs
+        # The norm of X @ X.T is that of X.T @ X, the bins' covariance: bins do not vary independently.
+        error = float(np.linalg.norm(deviations @ deviations.T)) / len(deviations) / pairs**0.5
         return Correlation(covariance / variance, error / variance)
 
     def correlation(self) -> float:
         """Returns the intraclass correlation of the rows of a step (analysis of variance with one factor)."""
-        between, within = self._mean_squares()
-        total = between + (self.rows - 1) * within
-        return (between - within) / total if total else 1.0
+        between_steps, within_steps = self._mean_squares()
+        # Intraclass correlation: (MSB - MSW) / (MSB + (n - 1) MSW).
+        total = between_steps + (self.rows - 1) * within_steps
+        return (between_steps - within_steps) / total if total else 1.0
 
     def effective_rows(self) -> float:
-        """Returns rows / (1 + (rows - 1) * correlation): it is more than `rows` where steps are alike by
-        design.
+        """Returns rows / (1 + (rows - 1) * correlation): above `rows` where steps are alike by design.
+
+        Example: 256 rows with a correlation of 0.01 are worth 256 / 3.55 = 72 independent rows.
         """
-        between, within = self._mean_squares()
-        return (between + (self.rows - 1) * within) / between if between else 1.0
+        between_steps, within_steps = self._mean_squares()
+        return (between_steps + (self.rows - 1) * within_steps) / between_steps if between_steps else 1.0
 
     def _mean_squares(self) -> tuple[float, float]:
         steps = len(self.means)
-        off = np.stack(self.means) - np.mean(self.means, axis=0)
-        return self.rows * float((off * off).sum()) / (steps - 1), self._within / max(
+        deviations = np.stack(self.means) - np.mean(self.means, axis=0)
+        return self.rows * float((deviations * deviations).sum()) / (steps - 1), self._within / max(
             steps * (self.rows - 1), 1
         )
 
@@ -234,78 +238,91 @@ class _MixtureStatistics:
         spec = dataset.spec
         self._names, self._unit = dataset.names, spec.mixture_unit
         self._schedule = own_weights(
-            spec.mixture, {name: one.weight for name, one in spec.named_sources.items()}
+            spec.mixture, {name: source.weight for name, source in spec.named_sources.items()}
         )
         slots = np.asarray([len(stream) for stream in dataset.streams], np.int64)
         self._ends = None if spec.epochs is None else slots * spec.epochs
-        self._found: list[np.ndarray] = []
-        self._wanted: list[np.ndarray] = []
+        self._drawn_units: list[np.ndarray] = []
+        self._scheduled_units: list[np.ndarray] = []
 
     def add(self, pieces: "Pieces", cursors: Int64[np.ndarray, " sources"]) -> None:
         """Adds a step; a source that `cursors` says has ended before it is wanted no more."""
         if self._unit == "tokens":
+            # Weight of a piece in the unit of the mixture: its tokens, 1 per document begun, 1 per row
+            # begun.
             weights = pieces.end - pieces.start
         elif self._unit == "samples":
             weights = pieces.start == 0
         else:
             weights = np.diff(pieces.row, prepend=-1) > 0
-        found = np.bincount(pieces.source, weights=weights, minlength=len(self._names))
-        shares = self._schedule.weights(len(self._found), self._names)
+        units = np.bincount(pieces.source, weights=weights, minlength=len(self._names))
+        shares = self._schedule.weights(len(self._drawn_units), self._names)
         if self._ends is not None:
+            # The mixture gives the share of an ended source to the others.
             shares = shares * (cursors < self._ends)
-        self._found.append(found)
-        self._wanted.append(found.sum() * shares / max(shares.sum(), 1e-30))
+        self._drawn_units.append(units)
+        self._scheduled_units.append(units.sum() * shares / max(shares.sum(), 1e-30))
 
     def drift(self, allowed: int) -> Float64[np.ndarray, " steps"]:
-        """Returns max(0, |found - wanted| - allowed) / all, of the sums up to each step; the largest of the
-        sources.
-        """
-        found, wanted = np.cumsum(self._found, axis=0), np.cumsum(self._wanted, axis=0)
-        return np.maximum(np.abs(found - wanted) - allowed, 0).max(axis=1) / found.sum(axis=1)
+        """Returns max(0, |drawn - scheduled| - allowed) / all drawn, up to each step; the largest source."""
+        drawn, scheduled = np.cumsum(self._drawn_units, axis=0), np.cumsum(self._scheduled_units, axis=0)
+        return np.maximum(np.abs(drawn - scheduled) - allowed, 0).max(axis=1) / drawn.sum(axis=1)
 
     def shares(self) -> tuple[SourceShare, ...]:
-        found, wanted = np.sum(self._found, axis=0), np.sum(self._wanted, axis=0)
-        rows = zip(self._names, (wanted / found.sum()).tolist(), (found / found.sum()).tolist(), strict=True)
+        drawn, scheduled = np.sum(self._drawn_units, axis=0), np.sum(self._scheduled_units, axis=0)
+        rows = zip(
+            self._names, (scheduled / drawn.sum()).tolist(), (drawn / drawn.sum()).tolist(), strict=True
+        )
         return tuple(SourceShare(*row) for row in rows)
 
 
 def _documents(
     dataset: "TextDataset", pieces: "list[Pieces]", cursors: Int64[np.ndarray, " sources"]
 ) -> tuple[float, dict[int, DocumentOverlap]]:
-    """Returns the mean number of documents of a step, and how many of them later steps have too.
+    """Returns the mean number of documents of a step, and the share of them that later steps have too.
 
     By chance: a document of c chunks is in a step that draws m of the source's C chunks with 1 - q(m), and in
     two steps of one epoch with 1 - q(m) - q(m') + q(m + m'), where q(m) = (1 - m / C) ** c. Steps of two
     epochs are independent. The sums over all documents are estimated from the chunks that were read: each
     stands for 1 / c documents.
     """
-    total = np.zeros(len(LAGS))
-    both, by_chance, any_chance = total.copy(), total.copy(), total.copy()
+    in_first = np.zeros(len(LAGS))
+    in_both, both_by_chance, first_by_chance = in_first.copy(), in_first.copy(), in_first.copy()
     documents = 0
-    step = np.repeat(np.arange(len(pieces)), [len(one) for one in pieces])
-    source = np.concatenate([one.source for one in pieces])
-    number = np.concatenate([one.document for one in pieces])
-    for i, stream in enumerate(dataset.streams):
-        if not (here := source == i).any():
+    step = np.repeat(np.arange(len(pieces)), [len(step_pieces) for step_pieces in pieces])
+    source = np.concatenate([step_pieces.source for step_pieces in pieces])
+    number = np.concatenate([step_pieces.document for step_pieces in pieces])
+    for source_index, stream in enumerate(dataset.streams):
+        if not (of_source := source == source_index).any():
             continue
-        drawn = np.unique(
-            np.stack([number[here], step[here]]), axis=1
-        )  # a chunk may have several pieces in a step
-        chunks = stream.locate(drawn[0])
-        records, which = np.unique(chunks.record, return_inverse=True)
-        seen = np.unique(which * len(pieces) + drawn[1])  # a document's number, and a step that has it
-        documents += len(seen)
-        counts = np.unique(stream.chunks_of(records).record, return_counts=True)[1][which] / chunks.num
-        drawn_in = np.bincount(drawn[1], minlength=len(pieces))
-        num_chunks = max(len(stream) * len(np.unique(drawn[0])) / int(cursors[i]), 1.0)
-        for at, lag in enumerate(LAGS):
-            first = seen[seen % len(pieces) < len(pieces) - lag]
-            total[at] += len(first)
-            both[at] += np.isin(first + lag, seen).sum()
+        # Unique: a chunk may have several pieces in a step.
+        drawn_chunks = np.unique(np.stack([number[of_source], step[of_source]]), axis=1)
+        chunks = stream.locate(drawn_chunks[0])
+        records, record_index = np.unique(chunks.record, return_inverse=True)
+        # One integer per document and step that has it: document * number of steps + step.
+        document_steps = np.unique(record_index * len(pieces) + drawn_chunks[1])
+        documents += len(document_steps)
+        counts = np.unique(stream.chunks_of(records).record, return_counts=True)[1][record_index] / chunks.num
+        drawn_in = np.bincount(drawn_chunks[1], minlength=len(pieces))
+        # Slots minus the empty ones: scaled by the share of slots read so far that held a chunk.
+        num_chunks = max(len(stream) * len(np.unique(drawn_chunks[0])) / int(cursors[source_index]), 1.0)
+        for lag_index, lag in enumerate(LAGS):
+            # Steps that have a step `lag` later among those read.
+            earlier = document_steps[document_steps % len(pieces) < len(pieces) - lag]
+            in_first[lag_index] += len(earlier)
+            # + lag moves only the step part of the integer.
+            in_both[lag_index] += np.isin(earlier + lag, document_steps).sum()
             chance = _chance(drawn_in[:-lag], drawn_in[lag:], np.ceil(counts), num_chunks, lag)
-            any_chance[at], by_chance[at] = any_chance[at] + chance[0], by_chance[at] + chance[1]
-    overlaps = zip(LAGS, (both / total).tolist(), (by_chance / any_chance).tolist(), strict=True)
-    return documents / len(pieces), {lag: DocumentOverlap(found, chance) for lag, found, chance in overlaps}
+            first_by_chance[lag_index], both_by_chance[lag_index] = (
+                first_by_chance[lag_index] + chance[0],
+                both_by_chance[lag_index] + chance[1],
+            )
+    overlaps = zip(
+        LAGS, (in_both / in_first).tolist(), (both_by_chance / first_by_chance).tolist(), strict=True
+    )
+    return documents / len(pieces), {
+        lag: DocumentOverlap(overlap_share, chance) for lag, overlap_share, chance in overlaps
+    }
 
 
 def _chance(
@@ -315,15 +332,15 @@ def _chance(
     num_chunks: float,
     lag: int,
 ) -> tuple[float, float]:
-    """Returns how many documents of a source are expected in one step and in both, summed over pairs of
-    steps.
-    """
-    count, times = np.unique(counts, return_counts=True)
-    documents = num_chunks * times / times.sum() / count  # estimated number of documents with so many chunks
+    """Returns the documents of a source expected in one step and in both, summed over pairs of steps."""
+    count, num_chunks_with = np.unique(counts, return_counts=True)
+    # Estimated number of documents with `count` chunks: their chunks, divided by `count`.
+    documents = num_chunks * num_chunks_with / num_chunks_with.sum() / count
 
     def absent(drawn: Int64[np.ndarray, " pairs"]) -> Float64[np.ndarray, "pairs counts"]:
         return np.maximum(1 - drawn[:, None] / num_chunks, 0) ** count
 
+    # Probability that no epoch ends between the two steps.
     same_epoch = max(0.0, 1 - lag * float(first.mean()) / num_chunks)
     in_first, in_second = 1 - absent(first), 1 - absent(second)
     in_both = (
@@ -337,31 +354,39 @@ def lines_of(report: OrderReport) -> list[str]:
     """Returns the report as tables: each figure, what it is compared with, and a sentence on what is good."""
     head = f"order of the first {report.steps} steps of {report.rows} rows x {report.seq_len} tokens"
     table = Table("order", words(head) + numbers("found", "beside") + words(""))
-    table.add("documents per step", f"{report.documents_per_step:.1f}", "", _GOOD["documents"])
-    table.add("documents per step / rows", f"{report.distinct_over_rows:.3f}", "", _GOOD["distinct"])
+    table.add("documents per step", f"{report.documents_per_step:.1f}", "", _ADVICE["documents"])
+    table.add("documents per step / rows", f"{report.distinct_over_rows:.3f}", "", _ADVICE["distinct"])
     for lag, overlap in report.overlap.items():
-        what, good = f"share of step k's documents in k+{lag}", _GOOD["overlap"] if lag == LAGS[0] else ""
-        table.add(what, f"{overlap.found:.3f}", f"{overlap.chance:.3f}", good)
-    for lag, one in report.autocorrelation.items():
-        what, good = (
-            f"correlation of the tokens of k and k+{lag}",
-            _GOOD["autocorrelation"] if lag == LAGS[0] else "",
+        label, advice = (
+            f"share of step k's documents in k+{lag}",
+            _ADVICE["overlap"] if lag == LAGS[0] else "",
         )
-        table.add(what, f"{one.found:.3f}", f"±{one.error:.3f}", good)
+        table.add(label, f"{overlap.found:.3f}", f"{overlap.chance:.3f}", advice)
+    for lag, correlation in report.autocorrelation.items():
+        label, advice = (
+            f"correlation of the tokens of k and k+{lag}",
+            _ADVICE["autocorrelation"] if lag == LAGS[0] else "",
+        )
+        table.add(label, f"{correlation.found:.3f}", f"±{correlation.error:.3f}", advice)
     rows = f"{report.effective_rows:.1f}", str(report.rows)
-    table.add("independent rows in a step", *rows, _GOOD["effective_rows"])
-    table.add("fill", f"{report.fill:.2%}", "", _GOOD["fill"])
-    table.add("pieces per row", f"{report.pieces_per_row:.2f}", "", _GOOD["pieces"])
-    table.add("cut chunks per step", f"{report.cut_chunks_per_step:.2f}", "", _GOOD["cuts"])
+    table.add("independent rows in a step", *rows, _ADVICE["effective_rows"])
+    table.add("fill", f"{report.fill:.2%}", "", _ADVICE["fill"])
+    table.add("pieces per row", f"{report.pieces_per_row:.2f}", "", _ADVICE["pieces"])
+    table.add("cut chunks per step", f"{report.cut_chunks_per_step:.2f}", "", _ADVICE["cuts"])
+    # One source has no shares to drift from.
     if len(report.sources) == 1:
         return table.lines()
     for steps in report.drift_steps():
-        found, beside = (f"{drift[steps - 1]:.3%}" for drift in (report.drift, report.drift_beyond_a_chunk))
-        table.add(f"drift after {steps:,} steps", found, beside, _GOOD["drift"] if steps == 1 else "")
+        percent, percent_beyond = (
+            f"{drift[steps - 1]:.3%}" for drift in (report.drift, report.drift_beyond_a_chunk)
+        )
+        table.add(
+            f"drift after {steps:,} steps", percent, percent_beyond, _ADVICE["drift"] if steps == 1 else ""
+        )
     shares = Table("shares", words("share of a source") + numbers("found", "wanted"))
-    worst = sorted(report.sources, key=lambda source: -abs(source.found - source.wanted))[:MOST_SOURCES]
-    for one in worst:
-        shares.add(f"  {one.name}", f"{one.found:.3%}", f"{one.wanted:.3%}")
-    if more := len(report.sources) - len(worst):
-        shares.add(f"  ... and {more} more sources, which are closer to theirs")
+    farthest = sorted(report.sources, key=lambda source: -abs(source.found - source.wanted))[:MOST_SOURCES]
+    for source in farthest:
+        shares.add(f"  {source.name}", f"{source.found:.3%}", f"{source.wanted:.3%}")
+    if num_unlisted := len(report.sources) - len(farthest):
+        shares.add(f"  ... and {num_unlisted} more sources, which are closer to theirs")
     return [*table.lines(), *shares.lines()]

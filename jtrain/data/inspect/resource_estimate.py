@@ -1,6 +1,4 @@
-"""Estimate of the processes, threads, descriptors and memory of a host's data plane, before anything
-starts.
-"""
+"""Estimate of the processes, threads, descriptors and memory of a host's data plane before it starts."""
 
 import dataclasses
 import sys
@@ -21,9 +19,7 @@ _PYTHON_MIB, _ARROW_MIB, _ARRAY_RECORD_MIB, _TOKENIZER_MIB = 16, 40, 12, 30
 
 @dataclasses.dataclass(frozen=True)
 class RoleUsage:
-    """Resources of each process of one role. Threads and descriptors are upper bounds, memory is an
-    estimate.
-    """
+    """Resources of each process of one role: upper bounds of threads and descriptors, estimate of memory."""
 
     role: str
     processes: int
@@ -39,9 +35,7 @@ class Budget:
     roles: tuple[RoleUsage, ...]
 
     def total(self, field: str) -> int:
-        """Returns the total `threads`, `descriptors` or `memory_mib` of all processes, or the number of
-        `processes`.
-        """
+        """Returns the total `threads`, `descriptors` or `memory_mib` of all processes, or their number."""
         if field == "processes":
             return sum(role.processes for role in self.roles)
         return sum(role.processes * getattr(role, field) for role in self.roles)
@@ -51,10 +45,12 @@ class Budget:
         if not self.roles:
             return "data plane: in the trainer (data.engine=inline)"
         loaders = sum(role.processes for role in self.roles if role.role == "loader")
-        most = f"at most {self.total('threads')} threads and {self.total('descriptors')} descriptors, "
+        upper_bounds = (
+            f"at most {self.total('threads')} threads and {self.total('descriptors')} descriptors, "
+        )
         return (
             f"data plane: 1 constructor, up to {loaders} loaders, {self.total('processes')} processes in "
-            f"all, {most if self.total('threads') else ''}about {self.total('memory_mib')} MiB"
+            f"all, {upper_bounds if self.total('threads') else ''}about {self.total('memory_mib')} MiB"
         )
 
 
@@ -71,26 +67,33 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
         return Budget(tuple(RoleUsage(role, count, 0, 0, _RAY_MIB) for role, count in roles))
     loaders, standbys = spec.num_loaders(), spec.shadows
     prepared = len(sources) if spec.prepared is not None else 0
-    arrow = (
-        "pyarrow" in sys.modules and not prepared
-    )  # opening the sources has imported the libraries that they need
+    # Opening the sources has imported the libraries that they need.
+    arrow = "pyarrow" in sys.modules and not prepared
     array_record = "array_record" in sys.modules and not prepared
     threads = 1 + arrow * _ARROW_THREADS + array_record * _ARRAY_RECORD_THREADS
-    kinds = sum(d.setup.tokenizer != "bytes" for d in sources) > 0 and not prepared
-    base = _PYTHON_MIB + arrow * _ARROW_MIB + array_record * _ARRAY_RECORD_MIB + kinds * _TOKENIZER_MIB
+    has_tokenizer = sum(stream.setup.tokenizer != "bytes" for stream in sources) > 0 and not prepared
+    base_mib = (
+        _PYTHON_MIB + arrow * _ARROW_MIB + array_record * _ARRAY_RECORD_MIB + has_tokenizer * _TOKENIZER_MIB
+    )
+    # Growing corpora decode nothing ahead: their files are opened window by window.
     corpora = [stream.corpus for stream in sources if stream.corpus is not None and stream.corpus.is_open]
-    decoded = (
+    # Two windows per source at most are held decoded, and no more than the source has.
+    decoded_bytes = (
         sum(min(int(corpus.group_bytes.sum()), 2 * sources[0].setup.window_bytes) for corpus in corpora)
         * arrow
     )
-    documents = [max(1, corpus.size_bytes // len(corpus)) for corpus in corpora]
-    ahead = spec.lookahead_steps * spec.global_batch * spec.seq_len * 4 + IN_FLIGHT * sum(documents) * 16
-    slots = SLOTS * slot_bytes(rows, spec.seq_len)
-    # A loader maps few files per open source (line starts of
-    # JSON lines, or lengths and ids of a prepared source).
+    document_bytes = [max(1, corpus.size_bytes // len(corpus)) for corpus in corpora]
+    # int32 ids of the steps ahead, and the documents in flight in loaders.
+    lookahead_bytes = (
+        spec.lookahead_steps * spec.global_batch * spec.seq_len * 4 + IN_FLIGHT * sum(document_bytes) * 16
+    )
+    slots_bytes = SLOTS * slot_bytes(rows, spec.seq_len)
+    # A loader maps few files per open source (line starts of JSON lines, or lengths and ids of a prepared
+    # source).
     loader_descriptors = 8 + 2 * len(sources)
     children = 1 + loaders + standbys
-    share = -(-(decoded + ahead) // loaders // _MIB)
+    # Rounded up: what is decoded and read ahead is divided among the loaders.
+    share_mib = -(-(decoded_bytes + lookahead_bytes) // loaders // _MIB)
     return Budget(
         (
             RoleUsage("forkserver", 1, 1 + arrow * _ARROW_THREADS, 12 + 2 * children, _PYTHON_MIB),
@@ -99,9 +102,9 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
                 1,
                 2,
                 16 + 4 * children + 2 * prepared,
-                _PYTHON_MIB - (-(slots + ahead) // _MIB),
+                _PYTHON_MIB - (-(slots_bytes + lookahead_bytes) // _MIB),
             ),
-            RoleUsage("loader", loaders, threads, loader_descriptors, base + share),
+            RoleUsage("loader", loaders, threads, loader_descriptors, base_mib + share_mib),
             RoleUsage("standby", standbys, threads, loader_descriptors, _PYTHON_MIB),
         )
     )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.data.dataset import TextDataset
-from jtrain.data.inspect.excerpt import marked
+from jtrain.data.inspect.excerpt import mark_learned
 from jtrain.layout.constants import IGNORE
 from jtrain.runtime.multihost import process_index
 
@@ -23,16 +23,17 @@ def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
         batch = next(itertools.islice(iterator, step, None))
         assert iterator.plan is not None
         pieces = iterator.plan.pieces
-    found, at, row = [], 0, 0
+    entries, position, row = [], 0, 0
     for i in range(len(pieces)):
         source, start, end = int(pieces.source[i]), int(pieces.start[i]), int(pieces.end[i])
-        at, row = (at if pieces.row[i] == row else 0), int(pieces.row[i])
-        ids = batch.token_BL[row, at : at + end - start]
-        target = batch.target_BL[row, at : at + end - start]
-        at += len(ids)
+        # Pieces are sorted by row and lie end to end: the position starts anew with each row.
+        position, row = (position if pieces.row[i] == row else 0), int(pieces.row[i])
+        ids = batch.token_BL[row, position : position + end - start]
+        target = batch.target_BL[row, position : position + end - start]
+        position += len(ids)
         stream = dataset.streams[source]
         chunk = stream.locate(np.asarray([pieces.document[i]], np.int64))
-        found.append(
+        entries.append(
             {
                 "row": row,
                 "source": dataset.names[source],
@@ -49,16 +50,15 @@ def pieces_of_step(dataset: TextDataset, step: int) -> list[dict[str, Any]]:
                 -1, 2
             )
             spans = [(int(a), int(b)) for a, b in learned.tolist()]
-            found[-1]["learned"] = [[start + a, start + b] for a, b in spans]
-            found[-1]["marked"] = marked([int(i) for i in ids], spans, stream.tokenizer)
-    return found
+            entries[-1]["learned"] = [[start + a, start + b] for a, b in spans]
+            entries[-1]["marked"] = mark_learned([int(i) for i in ids], spans, stream.tokenizer)
+    return entries
 
 
 def documents_of_batch(
     dataset: TextDataset, state: dict[str, Any] | None, *, step: int
 ) -> dict[str, list[str]]:
-    """Returns the documents of the batch that follows a data state, by source: `file:number`, in the order of
-    rows.
+    """Returns the documents of the batch after a data state by source: `file:number`, in the order of rows.
 
     Reads that one batch again, in this thread. Process 0 alone looks; the others get an empty dict, and so
     does a process that cannot read the batch any more, because the message that wants to name documents
@@ -70,8 +70,9 @@ def documents_of_batch(
     """
     if process_index() != 0:
         return {}
+    # A resume replaces streams by those of the saved state: put back below.
     streams = list(dataset.streams)
-    found: dict[str, list[str]] = {}
+    names_by_source: dict[str, list[str]] = {}
     try:
         with dataset.train_batches(state, first_step=step, inline=True) as iterator:
             next(iterator)
@@ -80,7 +81,7 @@ def documents_of_batch(
         for source, document in zip(pieces.source.tolist(), pieces.document.tolist(), strict=True):
             stream = dataset.streams[source]
             record = int(stream.locate(np.asarray([document], np.int64)).record[0])
-            names = found.setdefault(dataset.names[source], [])
+            names = names_by_source.setdefault(dataset.names[source], [])
             if (name := stream.identity_of(record)) not in names:
                 names.append(name)
     except Exception as error:  # any format may fail in its own way
@@ -90,4 +91,4 @@ def documents_of_batch(
         )
     finally:
         dataset.streams[:] = streams
-    return found
+    return names_by_source

@@ -17,24 +17,25 @@ def measure_throughput(dataset: "TextDataset", steps: int, *, ranks: int) -> tup
     """
     begun_s = time.perf_counter()
     with dataset.train_batches() as batches:
+        # Timed by itself: it waits for processes to start and files to open.
         next(batches)
         first_s = time.perf_counter() - begun_s
         begun_s = time.perf_counter()
         stats = [batches.stats for _ in itertools.islice(batches, steps - 1) if batches.stats is not None]
         seconds = time.perf_counter() - begun_s
-        last, said = batches.stats, batches.said()
-    assert last is not None
+        last_stats, messages = batches.stats, batches.take_messages()
+    assert last_stats is not None
     figures = {
         "first_batch_s": first_s,
         "batches_per_s": len(stats) / seconds,
-        "tokens_per_s": sum(int(one.tokens_by_source.sum()) for one in stats) / seconds,
-        "fill": sum(one.fill for one in stats) / len(stats),
-        "cost_spread": sum(one.spread(ranks) for one in stats) / len(stats),
+        "tokens_per_s": sum(int(batch_stats.tokens_by_source.sum()) for batch_stats in stats) / seconds,
+        "fill": sum(batch_stats.fill for batch_stats in stats) / len(stats),
+        "cost_spread": sum(batch_stats.spread(ranks) for batch_stats in stats) / len(stats),
         "data_ranks": ranks,
-        "drift": last.drift,
-        "skipped": last.skipped,
-        "retries": last.retries,
-        "loader_memory_mib": {loader.name: loader.memory_bytes / 2**20 for loader in last.loaders},
-        "loader_documents": {loader.name: loader.documents for loader in last.loaders},
+        "drift": last_stats.drift,
+        "skipped": last_stats.skipped,
+        "retries": last_stats.retries,
+        "loader_memory_mib": {loader.name: loader.memory_bytes / 2**20 for loader in last_stats.loaders},
+        "loader_documents": {loader.name: loader.documents for loader in last_stats.loaders},
     }
-    return figures, said
+    return figures, messages

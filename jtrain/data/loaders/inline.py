@@ -76,7 +76,7 @@ class InlinePool:
     def _tell(self, line: str, wait_s: float) -> None:
         self._said += [f"data: {self._reading}: {line}"] if line else []
 
-    def said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Returns messages about repeated reads since the last call."""
         said, self._said = self._said, []
         return said

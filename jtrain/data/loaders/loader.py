@@ -16,7 +16,8 @@ from jtrain.data.loaders.shared_memory import HEADER_BYTES, SharedMemory
 from jtrain.data.sources import retry
 from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.opening import Opening
-from jtrain.data.stream.chunk_stream import ChunkStream, Read
+from jtrain.data.stream.chunk_reader import Read
+from jtrain.data.stream.chunk_stream import ChunkStream
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.runtime.platform import resident_bytes
 

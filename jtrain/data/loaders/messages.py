@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
 
 from jtrain.data.loss_mask import NO_RUNS
-from jtrain.data.stream.chunk_stream import WHOLE, Read
+from jtrain.data.stream.chunk_reader import Read
+from jtrain.data.stream.chunk_stream import WHOLE
 from jtrain.data.stream.growing_order import WindowAnchor
 from jtrain.errors import UserError
 

@@ -13,14 +13,9 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.constructor.batch_state import BatchStats, DataState
 from jtrain.data.constructor.collate import ARRAYS
-from jtrain.data.constructor.constructor import (
-    INLINE_RUNS_BYTES,
-    BatchStats,
-    Constructor,
-    ConstructorSetup,
-    DataState,
-)
+from jtrain.data.constructor.constructor import INLINE_RUNS_BYTES, Constructor, ConstructorSetup
 from jtrain.data.constructor.process import ProcessSetup, Slots, slot_bytes
 from jtrain.data.loaders.forkserver import Child, Forkserver
 from jtrain.data.loaders.inline import InlinePool
@@ -60,7 +55,7 @@ class Plane(abc.ABC):
         """
 
     @abc.abstractmethod
-    def said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Returns the log lines since the last call: takeovers, decisions of the autoscaler."""
 
     @abc.abstractmethod
@@ -77,17 +72,18 @@ class InlinePlane(Plane):
         self._shape = (len(setup.rows), setup.planner.seq_len)
 
     def take(self) -> Delivered:
+        # New arrays per batch: the caller keeps them, and may put them on devices later.
         arrays = {name: np.empty(self._shape, np.int32) for name in ARRAYS}
         while True:
             self._constructor.advance()
             if (built := self._constructor.fill(arrays)) is not None:
                 return Delivered(arrays, built.state, built.stats, built.plan)
-            if self._constructor.ended:
+            if self._constructor.has_ended:
                 raise StopIteration
 
-    def said(self) -> list[str]:
-        said, self._constructor.said = self._constructor.said, []
-        return [*self._pool.said(), *said]
+    def take_messages(self) -> list[str]:
+        messages, self._constructor.messages = self._constructor.messages, []
+        return [*self._pool.take_messages(), *messages]
 
     def close(self) -> None:
         self._pool.close()
@@ -95,21 +91,18 @@ class InlinePlane(Plane):
 
 @dataclasses.dataclass(frozen=True)
 class ConstructorReply:
-    """Reply of a constructor; without batch, end or failure it means that the constructor is still at
-    work.
-    """
+    """Reply of a constructor; one without batch, end or failure says that it is still at work."""
 
     batch: tuple[DataState, BatchStats] | None = None
-    ended: bool = False
+    has_ended: bool = False
     failed: str | None = None
-    said: tuple[str, ...] = ()
+    messages: tuple[str, ...] = ()
 
 
 class RestartedPlane(Plane):
-    """Data plane with a constructor elsewhere, which is restarted from the state of the last batch if it is
-    lost.
+    """Data plane with a constructor elsewhere; if lost, it is restarted from the state of the last batch.
 
-    So the stream is unchanged.
+    The stream is the same with and without restarts.
     """
 
     logs: ClassVar[str]
@@ -117,15 +110,15 @@ class RestartedPlane(Plane):
 
     def __init__(self, state: DataState | None) -> None:
         self._state = state
-        self._said: list[str] = []
+        self._messages: list[str] = []
         self._deaths = 0
-        self._ended = self._closed = False
-        self._taking = threading.Lock()  # `take` runs on the prefetch thread, `close` on the trainer's
+        self._has_ended = self._closed = False
+        # `take` runs on the prefetch thread, `close` on the trainer's.
+        self._take_lock = threading.Lock()
 
     @abc.abstractmethod
     def _receive(self) -> tuple[ConstructorReply, dict[str, Int[np.ndarray, "rows L"]]] | None:
-        """Returns what the constructor says next and the arrays of its batch; None if it has said nothing for
-        1 s.
+        """Returns the constructor's next reply and the arrays of its batch; None after 1 s without a reply.
 
         Raises:
           ConnectionError: the constructor is gone.
@@ -136,43 +129,47 @@ class RestartedPlane(Plane):
         """Ends the constructor, and starts one that continues after the last batch taken."""
 
     def take(self) -> Delivered:
-        with self._taking:
-            heard = Watch()
-            while not (self._ended or self._closed):
+        with self._take_lock:
+            silence = Watch()
+            while not (self._has_ended or self._closed):
                 try:
-                    answer = self._receive()
+                    reply_and_arrays = self._receive()
                 except ConnectionError as error:
                     self._replace("died", str(error))
-                    heard = Watch()
+                    silence = Watch()
                     continue
-                if answer is None:
-                    if heard.silent_s > SILENCE_S:
+                # No reply is no failure yet: opening remote sources may take minutes, with heartbeats.
+                if reply_and_arrays is None:
+                    if silence.silent_s > SILENCE_S:
                         self._replace(f"was silent for {SILENCE_S:g} s")
-                        heard = Watch()
+                        silence = Watch()
                     continue
-                heard = Watch()
-                reply, arrays = answer
-                self._said += reply.said
-                self._ended = reply.ended
+                silence = Watch()
+                reply, arrays = reply_and_arrays
+                # Before a failure is raised: its lines tell what led to it.
+                self._messages += reply.messages
+                self._has_ended = reply.has_ended
                 if reply.failed is not None:
                     raise DataError(reply.failed)
                 if reply.batch is not None:
+                    # From here on a restart continues after this batch.
                     self._state, stats = reply.batch
                     self._deaths = 0
                     return Delivered(arrays, self._state, stats)
             raise StopIteration
 
-    def said(self) -> list[str]:
-        said, self._said = self._said, []
-        return said
+    def take_messages(self) -> list[str]:
+        messages, self._messages = self._messages, []
+        return messages
 
-    def _replace(self, why: str, details: str = "") -> None:
+    def _replace(self, reason: str, details: str = "") -> None:
+        # `close` kills the constructor: its death is no reason to start another.
         if self._closed:
             return
         self._deaths += 1
         if self._deaths > MOST_RESTARTS:
             raise DataError(
-                f"the data constructor {why} {self._deaths} times in a row without making a batch. See "
+                f"the data constructor {reason} {self._deaths} times in a row without making a batch. See "
                 f"{self.logs}. "
                 f"{details}".rstrip()
             )
@@ -180,8 +177,9 @@ class RestartedPlane(Plane):
         self._restart()
         step = 0 if self._state is None else self._state.planner.step
         milliseconds = (time.perf_counter() - begun_s) * 1e3
-        self._said.append(
-            f"data: the constructor {why}; another one goes on from step {step} after {milliseconds:.0f} ms"
+        self._messages.append(
+            f"data: the constructor {reason}; another one goes on from step {step} "
+            f"after {milliseconds:.0f} ms"
         )
 
 
@@ -212,9 +210,11 @@ class ProcessPlane(RestartedPlane):
         """Starts a constructor that continues after the last batch taken."""
         setup = dataclasses.replace(self._setup, state=self._state)
         shape = {"rows": len(setup.constructor.rows), "seq_len": setup.constructor.planner.seq_len}
+        # The forkserver may have died with its constructor: the second attempt starts a new one.
         for attempt in (1, 2):
             if self._forkserver is None:
                 self._forkserver = Forkserver(preload=self._preload)
+            # A new slab per constructor: a dying one may still write to the old slab.
             self._slab = SharedMemory.create(setup.slots * slot_bytes(**shape))
             self._slots = Slots(self._slab, slots=setup.slots, **shape)
             try:
@@ -224,6 +224,7 @@ class ProcessPlane(RestartedPlane):
                     self._child: Child = self._forkserver.client.start(
                         "constructor", "jtrain-constr", descriptors
                     )
+                # The settings go by connection, as a forked child takes descriptors alone.
                 self._child.connection.send(setup)
                 return
             except ConnectionError:
@@ -238,23 +239,25 @@ class ProcessPlane(RestartedPlane):
         try:
             if not connection.poll(1.0):
                 return None
-            kind, *rest = connection.recv()
+            kind, *fields = connection.recv()
         except EOFError as error:
             raise ConnectionError from error
         match kind:
             case "say":
-                return ConstructorReply(said=(rest[0],)), {}
+                return ConstructorReply(messages=(fields[0],)), {}
             case "end":
-                return ConstructorReply(ended=True), {}
+                return ConstructorReply(has_ended=True), {}
             case "failed":
-                return ConstructorReply(failed=rest[0]), {}
+                return ConstructorReply(failed=fields[0]), {}
             case "batch":
-                slot, state, stats = rest
+                slot, state, stats = fields
+                # A copy, as the slot goes back to the constructor on the next line.
                 arrays = {name: array.copy() for name, array in self._slots.arrays(slot).items()}
-                with contextlib.suppress(ConnectionError):  # it died after this batch; the next call notices
+                # Suppressed: a constructor that died after this batch is noticed by the next call.
+                with contextlib.suppress(ConnectionError):
                     connection.send(("free", slot))
                 return ConstructorReply(batch=(pickle.loads(state), stats)), arrays
-        return ConstructorReply(), {}  # it lives
+        return ConstructorReply(), {}  # ("alive",): no content, but it breaks the silence
 
     def pids(self) -> list[int]:
         """Returns the process ids of the forkserver and its children."""
@@ -266,7 +269,8 @@ class ProcessPlane(RestartedPlane):
         self._closed = True
         if self._forkserver is not None:
             self._child.kill()  # ends a `take` that waits for it
-        with self._taking:
+        # Waits for `take` to return, which the kill above brings about, before its objects are closed.
+        with self._take_lock:
             if self._forkserver is not None:
                 self._child.close()
                 self._drop_slots()

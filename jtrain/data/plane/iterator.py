@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.constructor.constructor import BatchStats, DataState
+from jtrain.data.constructor.batch_state import BatchStats, DataState
 from jtrain.data.plane.data_plane import Delivered, Plane
 from jtrain.data.planner.planner import LoadingPlan
 from jtrain.layout.dims import Batch
@@ -33,7 +33,7 @@ class BatchIterator:
         self._plane = plane
         self._identity = identity
         self._names = names
-        self._said = changes
+        self._messages = changes
         self._state = state
         self.stats: BatchStats | None = None
         self.plan: LoadingPlan | None = None
@@ -43,6 +43,7 @@ class BatchIterator:
 
     def __next__(self) -> Batch:
         delivered: Delivered = self._plane.take()
+        # The state moves with the batch: saving it now means this batch counts as used.
         self._state, self.stats, self.plan = delivered.state, delivered.stats, delivered.plan
         return Batch(**delivered.arrays)
 
@@ -59,10 +60,10 @@ class BatchIterator:
         """Returns a function that converts the present state to JSON, so that only saved steps pay for it."""
         return functools.partial(to_json, self._state, self._identity, self._names)
 
-    def said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Returns the log lines since the last call."""
-        said, self._said = self._said, []
-        return said + self._plane.said()
+        messages, self._messages = self._messages, []
+        return messages + self._plane.take_messages()
 
     def close(self) -> None:
         """Ends every process and thread of the data plane. May be called twice."""
@@ -77,6 +78,7 @@ class BatchIterator:
 
 def to_json(state: DataState, identity: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     """Returns a state in its saved form: the identity of the stream, and the position in it."""
+    # Zeros and absent anchors are left out: with hundreds of sources most are.
     skipped = {name: count for name, count in zip(names, state.skipped.tolist(), strict=True) if count}
     anchors = {name: list(anchor) for name, anchor in zip(names, state.anchors, strict=True) if anchor}
     return {**identity, "skipped": skipped, "anchors": anchors, "planner": state.planner.to_json(names)}

@@ -26,32 +26,33 @@ def place_tree(mesh: Mesh, global_batch: int) -> ClientPlaceTree:
       UserError: `data.global_batch` does not split evenly over the mesh.
     """
     processes = np.vectorize(lambda device: device.process_index, otypes=[np.int64])(mesh.devices)
-    place = ClientPlaceTree(shape=dict(mesh.shape), process_of_device=processes, global_batch=global_batch)
-    return place.distribute(*BATCH_AXES).broadcast_at("tensor", "stage", "context")
+    tree = ClientPlaceTree(shape=dict(mesh.shape), process_of_device=processes, global_batch=global_batch)
+    return tree.distribute(*BATCH_AXES).broadcast_at("tensor", "stage", "context")
 
 
-def put_batch(batch: Batch, mesh: Mesh, place: ClientPlaceTree | None = None) -> Batch:
-    """Copies a host batch to global arrays: sequences split over replica, data and expert, positions over
-    context.
+def put_batch(batch: Batch, mesh: Mesh, tree: ClientPlaceTree | None = None) -> Batch:
+    """Copies a host batch to global arrays: sequences over replica, data, expert; positions over context.
 
     With several processes the sequences may be split over more axes until `share_batch` is called.
 
     Args:
-      batch: all rows, or the rows that `place` lets this process fetch.
+      batch: all rows, or the rows that `tree` lets this process fetch.
       mesh: mesh of the global arrays.
-      place: what `place_tree` returned; None if every process holds all rows.
+      tree: result of `place_tree`; None if every process holds all rows.
 
     Raises:
       UserError: `data.global_batch` or `data.seq_len` does not split evenly over the mesh.
     """
-    held, length = batch.token_BL.shape
-    num_rows = held if place is None else place.global_batch
-    rows = np.arange(held) if place is None else place.rows(jax.process_index())
-    levels = BATCH_AXES if place is None else place.levels
-    assert len(rows) == held, (len(rows), held)
+    num_held_rows, length = batch.token_BL.shape
+    num_rows = num_held_rows if tree is None else tree.global_batch
+    rows = np.arange(num_held_rows) if tree is None else tree.rows(jax.process_index())
+    levels = BATCH_AXES if tree is None else tree.levels
+    assert len(rows) == num_held_rows, (len(rows), num_held_rows)
     shape = dict(mesh.shape)
+    # The train step's split is checked, not only that of `levels`: its error names the mesh axes.
     shard_size("data.global_batch", num_rows, shape, BATCH_AXES)
     shard_size("data.seq_len", length, shape, ("context",))
+    # If hosts along context fetch different rows, context splits rows until `share_batch`.
     sharding = NamedSharding(mesh, PartitionSpec(levels, None if "context" in levels else "context"))
 
     def put(array: Any) -> jax.Array:
@@ -59,6 +60,7 @@ def put_batch(batch: Batch, mesh: Mesh, place: ClientPlaceTree | None = None) ->
 
         def block(index: Any) -> np.ndarray:
             start, stop, _ = index[0].indices(num_rows)
+            # Global row -> row of this process's array; a device's rows are consecutive in both.
             first = int(np.searchsorted(rows, start))
             return host[first : first + stop - start, index[1]]
 
@@ -66,9 +68,8 @@ def put_batch(batch: Batch, mesh: Mesh, place: ClientPlaceTree | None = None) ->
         # against 0.20 for 16 x 256 on 8 emulated devices, 0.06 against 0.11 on one.
         return jax.make_array_from_callback((num_rows, length), sharding, block)
 
-    with jax.transfer_guard_host_to_device(
-        "allow"
-    ):  # intended transfer, allowed even where the guard forbids accidental ones
+    # An intended transfer, allowed even where the guard forbids accidental ones.
+    with jax.transfer_guard_host_to_device("allow"):
         return jax.tree.map(put, batch)
 
 
@@ -96,14 +97,14 @@ class Fed(NamedTuple):
     batch: global arrays on the devices.
     state: returns the data state to save after the batch was used.
     stats: statistics of the batch; None if the source has none.
-    said: log lines since the previous batch.
+    messages: log lines since the previous batch.
     wait_ms: milliseconds that the consumer waited for the batch.
     """
 
     batch: Batch
     state: Callable[[], dict[str, Any]]
     stats: Any
-    said: list[str]
+    messages: list[str]
     wait_ms: float
 
 
@@ -117,7 +118,7 @@ class Batches(Protocol):
 
     def snapshot(self) -> Callable[[], dict[str, Any]]: ...
 
-    def said(self) -> list[str]: ...
+    def take_messages(self) -> list[str]: ...
 
     def close(self) -> None: ...
 
@@ -131,7 +132,7 @@ class Prefetch:
 
     def __init__(self, batches: Batches, put: Callable[[Batch], Batch], *, depth: int = 2) -> None:
         assert depth >= 1, depth
-        self.said: list[str] = []
+        self.messages: list[str] = []
         """Log lines between the last batch and an error."""
         self._batches = batches
         self._ready: collections.deque[Fed] = collections.deque()
@@ -147,19 +148,20 @@ class Prefetch:
     def _produce(self, batches: Batches, put: Callable[[Batch], Batch]) -> None:
         try:
             while True:
-                with (
-                    self._changed
-                ):  # waits for room first, because building earlier would hold one more batch
+                # Waits for room before building: a batch built earlier would be one more in memory.
+                with self._changed:
                     self._changed.wait_for(lambda: self._closed or len(self._ready) < self._depth)
                     if self._closed:
                         return
                 batch = put(next(batches))
-                fed = Fed(batch, batches.snapshot(), batches.stats, batches.said(), 0.0)
+                # The state is taken now, on this thread: the next batch would move it on.
+                fed = Fed(batch, batches.snapshot(), batches.stats, batches.take_messages(), 0.0)
                 with self._changed:
                     self._ready.append(fed)
                     self._changed.notify_all()
         except BaseException as error:  # handed to the consumer, StopIteration included
-            self.said = batches.said()
+            # Lines that explain the error would otherwise be lost with the batch that never came.
+            self.messages = batches.take_messages()
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -174,6 +176,7 @@ class Prefetch:
             self._changed.wait_for(lambda: self._ready or self._error or self._closed)
             if self._closed:
                 raise RuntimeError("this prefetch is closed")
+            # Good batches first: the error, or the end, comes after all of them.
             if not self._ready:
                 assert self._error is not None
                 raise self._error

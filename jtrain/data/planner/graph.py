@@ -70,8 +70,7 @@ class Graph:
         deficit: Int64[np.ndarray, " sources"],
         mean_tokens: int | None,
     ) -> "Graph":
-        """Sets the shares at `step` and the state of each source, which together decide which documents are
-        due.
+        """Sets the shares at `step` and the state of each source, which decide which documents are due.
 
         mean_tokens: mean tokens per document, the first estimate if shares do not count tokens. It must
           follow from the state alone: when a source ends, the order of documents depends on how much is asked
@@ -96,10 +95,12 @@ class Graph:
             by_tokens=self._unit == "tokens",
             typical_tokens=self._mean_tokens or seq_len,
         )
+        # concat uses documents in their order, whatever follows them: one look-up may draw more than needed.
         group = _Group(carry, draws.more_ahead if packing == "concat" else draws.more)
         packed = group.pack(packing, rows, seq_len)
-        self.cursors, self.deficit, self.units = draws.commit(packed.used - len(carry))
-        self.pieces, self.carry = group.result(packed)
+        # Carried documents were drawn, and counted, by an earlier step.
+        self.cursors, self.deficit, self.units = draws.commit(packed.num_used - len(carry))
+        self.pieces, self.carry = group.pieces_and_carry(packed)
         self.at_end = group.at_end
         return self
 
@@ -117,58 +118,85 @@ class Graph:
 
     def plan(self) -> GraphPlan:
         """Returns the rows in their order, and checks that each packed row is there exactly once."""
-        given = np.arange(len(self._order))
-        assert np.array_equal(np.sort(self._order), given), "a row was lost or doubled"
-        slot = np.empty_like(given)
-        slot[self._order] = given
+        row_numbers = np.arange(len(self._order))
+        # A plan is checked on every step: a lost row would corrupt training without any error.
+        assert np.array_equal(np.sort(self._order), row_numbers), "a row was lost or doubled"
+        slot = np.empty_like(row_numbers)
+        # The inverse permutation: order[i] is the packed row in slot i, slot[r] where packed row r goes.
+        slot[self._order] = row_numbers
         _, *spans = _arrays(self.pieces)
         return GraphPlan(_by_row(slot[self.pieces.row], *spans), self._row_cost[self._order])
 
     def _pack_by_source(self, packing: Packing, rows: int, seq_len: int, carry: Spans) -> "Graph":
-        """Packs rows of one source each; a source that ends before its rows are full leaves them to the
-        others.
+        """Packs rows of one source each; a source that ends before its rows are full leaves them to others.
 
         Rows that no source with a share can fill take the open documents of sources whose share is now 0.
         """
-        num = len(self._buffers.names)
-        carries = {s: carry[carry[:, 0] == s] for s in np.unique(carry[:, 0]).tolist()}
-        waiting = np.bincount(carry[:, 0], weights=carry[:, 3] - carry[:, 2], minlength=num).astype(np.int64)
-        nothing = np.empty((0, 4), np.int64)
+        num_sources = len(self._buffers.names)
+        carries = {source: carry[carry[:, 0] == source] for source in np.unique(carry[:, 0]).tolist()}
+        waiting_tokens = np.bincount(
+            carry[:, 0], weights=carry[:, 3] - carry[:, 2], minlength=num_sources
+        ).astype(np.int64)
+        no_spans = np.empty((0, 4), np.int64)
         pieces: list[Pieces] = []
         free = np.arange(rows)
-        ended = np.zeros(num, bool)
+        has_ended = np.zeros(num_sources, bool)
+        # Usually one round; another one when a source ended before the rows of its turns were full.
         while len(free):
-            active = (self.weights > 0) & ((self.cursors < self._buffers.ends) | (waiting > 0)) & ~ended
-            drawing = bool(active.any())
-            if not drawing and not (active := waiting > 0).any():
+            is_active = (
+                (self.weights > 0) & ((self.cursors < self._buffers.ends) | (waiting_tokens > 0)) & ~has_ended
+            )
+            is_drawing = bool(is_active.any())
+            # All sources with a share have ended: their rows go to documents that are still open.
+            if not is_drawing and not (is_active := waiting_tokens > 0).any():
                 break
-            shares = integer_shares(np.where(active, self.weights if drawing else 1.0, 0.0))
+            shares = integer_shares(np.where(is_active, self.weights if is_drawing else 1.0, 0.0))
             turns = _turns(shares, self.deficit, len(free))
-            counts = np.bincount(turns, minlength=num)
-            feed = _Feed(self._buffers, self.cursors, np.maximum(counts * seq_len - waiting, 0) * drawing)
-            left_over = []
+            # Rows per source, lowered below to the rows that it filled.
+            counts = np.bincount(turns, minlength=num_sources)
+            # Tokens to look up: the rows' capacity, less what the source has open.
+            feed = _Feed(
+                self._buffers, self.cursors, np.maximum(counts * seq_len - waiting_tokens, 0) * is_drawing
+            )
+            unfilled_rows = []
             for source in np.flatnonzero(counts).tolist():
-                mine = free[turns == source]
-                group = _Group(carries.get(source, nothing), feed.of(source) if drawing else lambda _: None)
-                packed = group.pack(packing, len(mine), seq_len)
-                found, carries[source] = group.result(packed)
-                self.cursors = feed.commit(self.cursors, source, packed.used - group.carried)
-                waiting[source] = (carries[source][:, 3] - carries[source][:, 2]).sum()
-                used = np.unique(found.row)
-                row = mine[np.searchsorted(used, found.row)]
-                pieces.append(Pieces(row, found.source, found.document, found.start, found.end))
-                left_over.append(mine[len(used) :])
-                counts[source] = len(used)
-                ended[source] = drawing and len(used) < len(mine)
+                own_rows = free[turns == source]
+                group = _Group(
+                    carries.get(source, no_spans), feed.of(source) if is_drawing else lambda _: None
+                )
+                packed = group.pack(packing, len(own_rows), seq_len)
+                # The remainder stays with its source: no other source may use the row.
+                source_pieces, carries[source] = group.pieces_and_carry(packed)
+                self.cursors = feed.commit(self.cursors, source, packed.num_used - group.carried)
+                waiting_tokens[source] = (carries[source][:, 3] - carries[source][:, 2]).sum()
+                used_rows = np.unique(source_pieces.row)
+                # packed numbers the rows 0, 1, ...; the group's rows lie scattered in the batch.
+                row = own_rows[np.searchsorted(used_rows, source_pieces.row)]
+                pieces.append(
+                    Pieces(
+                        row,
+                        source_pieces.source,
+                        source_pieces.document,
+                        source_pieces.start,
+                        source_pieces.end,
+                    )
+                )
+                unfilled_rows.append(own_rows[len(used_rows) :])
+                counts[source] = len(used_rows)
+                # Documents ran out, or else the rows would be full.
+                has_ended[source] = is_drawing and len(used_rows) < len(own_rows)
+            # By rows that were filled, so that the rows handed on in the next round count for who fills
+            # them.
             self.deficit = self.deficit + shares * int(counts.sum()) - (counts << SHARE_BITS)
-            free = np.sort(np.concatenate(left_over))
-        self.cursors = np.where(ended, self._buffers.ends, self.cursors)
+            free = np.sort(np.concatenate(unfilled_rows))
+        # Empty documents after the last token are passed too, or the source would never count as ended.
+        self.cursors = np.where(has_ended, self._buffers.ends, self.cursors)
         self.units, self.at_end = rows - len(free), len(free) > 0
         joined = [np.concatenate(arrays) for arrays in zip(*map(_arrays, pieces), strict=True)] or [
-            nothing[:, 0]
+            no_spans[:, 0]
         ] * 5
         self.pieces = _by_row(*joined)
-        self.carry = np.concatenate([nothing, *(carries[source] for source in sorted(carries))])
+        self.carry = np.concatenate([no_spans, *(carries[source] for source in sorted(carries))])
         return self
 
 
@@ -186,28 +214,36 @@ class _Group:
         carried = self._arrays[0][:, 2:]
         if packing == "concat":
             return concat(carried, self._grow, rows=rows, seq_len=seq_len)
+        # A sixteenth of a step in hand: small documents for the last gaps of rows.
         slack_tokens, best = max(1, rows // 16) * seq_len, packing == "best_fit"
         return fit(carried, self._grow, rows=rows, seq_len=seq_len, slack_tokens=slack_tokens, best=best)
 
-    def result(self, packed: Packed) -> tuple[Pieces, Spans]:
+    def pieces_and_carry(self, packed: Packed) -> tuple[Pieces, Spans]:
         """Returns pieces and carry by source and number; checks that each token is there exactly once."""
-        spans = np.concatenate(self._arrays)[: packed.used]
-        row, at, start, end = packed.pieces
-        left, left_start = packed.left
-        both = (np.concatenate(two) for two in ((at, left), (start, left_start), (end, spans[left, 3])))
-        _check_conserved(spans, *both)
-        carry = spans[left]
-        carry[:, 2] = left_start
-        return Pieces(row, spans[at, 0], spans[at, 1], start, end), carry
+        # Documents that were looked up and not used stay undrawn.
+        spans = np.concatenate(self._arrays)[: packed.num_used]
+        row, span, start, end = packed.pieces
+        remainder, remainder_start = packed.remainders
+        pieces_and_carry = (
+            np.concatenate(pair)
+            for pair in ((span, remainder), (start, remainder_start), (end, spans[remainder, 3]))
+        )
+        # Pieces and remainders together, or a token could be lost between two steps.
+        _check_conserved(spans, *pieces_and_carry)
+        carry = spans[remainder]
+        carry[:, 2] = remainder_start
+        return Pieces(row, spans[span, 0], spans[span, 1], start, end), carry
 
     def _grow(self, tokens: int) -> Int64[np.ndarray, "documents 2"] | None:
-        found = self._more(tokens)
-        if found is None:
+        lengths = self._more(tokens)
+        if lengths is None:
             self.at_end = True
             return None
-        new = np.stack([found.source, found.document, np.zeros_like(found.length), found.length], axis=1)
-        self._arrays.append(new)
-        return new[:, 2:]
+        new_spans = np.stack(
+            [lengths.source, lengths.document, np.zeros_like(lengths.length), lengths.length], axis=1
+        )
+        self._arrays.append(new_spans)
+        return new_spans[:, 2:]
 
 
 class _Feed:
@@ -215,71 +251,80 @@ class _Feed:
 
     def __init__(self, buffers: Buffers, cursors: np.ndarray, limits: np.ndarray) -> None:
         self._buffers, self._cursors = buffers, cursors
-        found, _, _ = buffers.ahead(cursors, limits, by_tokens=True)
-        border = np.searchsorted(found.source, np.arange(len(cursors) + 1))
-        self._given = {
-            s: [ChunkLengths(*(array[border[s] : border[s + 1]] for array in found))]
+        lengths, _, _ = buffers.ahead(cursors, limits, by_tokens=True)
+        first_of_source = np.searchsorted(lengths.source, np.arange(len(cursors) + 1))
+        self._batches_of = {
+            s: [ChunkLengths(*(array[first_of_source[s] : first_of_source[s + 1]] for array in lengths))]
             for s in np.flatnonzero(limits).tolist()
         }
-        self._asked: set[int] = set()
+        self._has_given: set[int] = set()
 
     def of(self, source: int) -> Callable[[int], ChunkLengths | None]:
         """Returns a function like `Draws.more` that gives the documents of one source."""
-        given = self._given.setdefault(source, [])
+        batches = self._batches_of.setdefault(source, [])
 
-        def more(tokens: int) -> ChunkLengths | None:
-            first_lot = given[:1] if source not in self._asked else []
-            self._asked.add(source)
-            if first_lot and len(first_lot[0].source):
-                return first_lot[0]
+        def next_batch(tokens: int) -> ChunkLengths | None:
+            # The first batch came from the common look-up of all sources.
+            unused_batch = batches[:1] if source not in self._has_given else []
+            self._has_given.add(source)
+            if unused_batch and len(unused_batch[0].source):
+                return unused_batch[0]
             cursors, limits = self._cursors.copy(), np.zeros_like(self._cursors)
+            # After the documents given so far; an empty batch says nothing of where to go on.
             cursors[source] = max(
-                [cursors[source], *(part.document[-1] + 1 for part in given if len(part.source))]
+                [cursors[source], *(part.document[-1] + 1 for part in batches if len(part.source))]
             )
             limits[source] = tokens
-            found, _, _ = self._buffers.ahead(cursors, limits, by_tokens=True)
-            if not len(found.source):
+            lengths, _, _ = self._buffers.ahead(cursors, limits, by_tokens=True)
+            if not len(lengths.source):
                 return None
-            given.append(found)
-            return found
+            batches.append(lengths)
+            return lengths
 
-        return more
+        return next_batch
 
     def commit(self, cursors: np.ndarray, source: int, count: int) -> np.ndarray:
         """Returns the cursors after the first `count` of the documents that `of(source)` gave."""
         if not count:
             return cursors
-        given = np.concatenate([part.document for part in self._given[source]])
+        numbers = np.concatenate([part.document for part in self._batches_of[source]])
         cursors = cursors.copy()
-        cursors[source] = given[count - 1] + 1
+        cursors[source] = numbers[count - 1] + 1
         return cursors
 
 
 def _turns(
     shares: Int64[np.ndarray, " s"], deficit: Int64[np.ndarray, " s"], rows: int
 ) -> Int64[np.ndarray, " rows"]:
-    """Returns the source of each row: fair queueing as in `Draws`, where every row counts 1."""
+    """Returns the source of each row: fair queueing as in `Draws`, where every row counts 1.
+
+    Example, 4 rows of two sources with shares 3/4 and 1/4 and no deficit: row n of a source is due at
+    (n + 1/2) / share: 0.67, 2, 3.33, ... and 2, 6, ...; the earliest four are of sources 0, 0, 1, 0.
+    """
+    # Far enough that the earliest `rows` turns are among those listed, even if all sources are ahead.
     horizon = 2 * rows + max(0, -(int(deficit[shares > 0].sum()) // ONE)) + len(shares)
     counts = np.where(shares > 0, np.maximum(-((-horizon * shares - deficit) // ONE), 0), 0)
     source = np.repeat(np.arange(len(shares)), counts)
     number = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
-    due = ((number << SHARE_BITS) + ONE // 2 - deficit[source]) * 256 // shares[source]
-    return source[np.argsort(due, kind="stable")][:rows]
+    # In units of 1/256 row, integers: rounding must not order turns differently on another machine.
+    due_time = ((number << SHARE_BITS) + ONE // 2 - deficit[source]) * 256 // shares[source]
+    return source[np.argsort(due_time, kind="stable")][:rows]
 
 
-def _check_conserved(spans: np.ndarray, at: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
+def _check_conserved(spans: np.ndarray, span: np.ndarray, start: np.ndarray, end: np.ndarray) -> None:
     """Asserts that pieces and carry together are exactly the spans that they were cut from."""
-    order = np.lexsort((start, at))
-    at, start, end = at[order], start[order], end[order]
-    new = np.append(True, at[1:] > at[:-1])[: len(at)]
-    whole = (
-        np.array_equal(at[new], np.arange(len(spans)))
-        and np.array_equal(start[new], spans[:, 2])
-        and np.array_equal(end[np.append(new[1:], True)[: len(at)]], spans[:, 3])
-        and bool((start[1:][~new[1:]] == end[:-1][~new[1:]]).all())
+    # By document, then by start: neighbours must then join without gap or overlap.
+    order = np.lexsort((start, span))
+    span, start, end = span[order], start[order], end[order]
+    is_first = np.append(True, span[1:] > span[:-1])[: len(span)]
+    is_conserved = (
+        np.array_equal(span[is_first], np.arange(len(spans)))
+        and np.array_equal(start[is_first], spans[:, 2])
+        and np.array_equal(end[np.append(is_first[1:], True)[: len(span)]], spans[:, 3])
+        and bool((start[1:][~is_first[1:]] == end[:-1][~is_first[1:]]).all())
         and bool((start < end).all())
     )
-    assert whole, "the plan does not hold exactly the tokens of the step's documents"
+    assert is_conserved, "the plan does not hold exactly the tokens of the step's documents"
 
 
 def _by_row(row: Int64[np.ndarray, " pieces"], *spans: Int64[np.ndarray, " pieces"]) -> Pieces:

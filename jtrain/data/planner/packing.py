@@ -9,8 +9,8 @@ from jaxtyping import Int64
 
 Packing = Literal["concat", "first_fit", "best_fit"]
 
-MOST_ROWS_OF_ONE = 32
-"""A document that is longer than a row gets at most this fraction of a step's rows, with `fit`."""
+MAX_DOCUMENT_FRACTION = 32
+"""A document longer than a row gets at most 1 / MAX_DOCUMENT_FRACTION of a step's rows, with `fit`."""
 
 Spans = Int64[np.ndarray, "documents 2"]
 """First token and end (exclusive) of each span of a document; no span is empty."""
@@ -20,17 +20,16 @@ More = Callable[[int], Spans | None]
 
 
 class Packed(NamedTuple):
-    """Result of packing. Documents are numbered in the order given: first the carried ones, then those of
-    `more`.
+    """Result of packing. Documents are numbered as given: the carried ones, then those of `more`.
 
     pieces: row, document, start, end; sorted by row, and within a row in the order of placement.
-    left: document and start of each remainder that waits for a later step, the next one due first.
-    used: number of documents taken, from the first one on.
+    remainders: document and start of each remainder that waits for a later step, the next one due first.
+    num_used: number of documents taken, from the first one on.
     """
 
     pieces: Int64[np.ndarray, "4 pieces"]
-    left: Int64[np.ndarray, "2 left"]
-    used: int
+    remainders: Int64[np.ndarray, "2 remainders"]
+    num_used: int
 
 
 def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
@@ -40,6 +39,11 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
     row ends, in the rows that are left. Every row is full until the documents end; each token is in exactly
     one row, and at most one chunk waits.
 
+    Example, 3 rows of 8 tokens, documents of 5, 8, 6 and 7 tokens. The step takes 24 of the 26 tokens: all of
+    documents 0, 1 and 2, and 5 tokens of document 3. Document 1 fills a row. The others are laid end to end
+    as 0 0 0 0 0 2 2 2 | 2 2 2 3 3 3 3 3 and cut after 8. Sorted by the first document in each row, the rows
+    are [0 and 2[0:3]], [1], [2[3:6] and 3[0:5]]; 3[5:7] waits for the next step.
+
     Args:
       carried: remainders that the previous step left.
     """
@@ -47,52 +51,63 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
     while True:
         total = np.cumsum(spans[:, 1] - spans[:, 0])
         lacking = capacity - (int(total[-1]) if len(total) else 0)
-        if lacking <= 0 or (found := more(lacking)) is None:
+        if lacking <= 0 or (new_spans := more(lacking)) is None:
             break
-        spans = np.concatenate([spans, found])
-    used = min(len(spans), int(np.searchsorted(total, capacity)) + 1)
-    start, end = spans[:used].T
-    left = np.empty((2, 0), np.int64)
-    over = int(total[used - 1]) - capacity if used else 0
-    if over > 0:
+        spans = np.concatenate([spans, new_spans])
+    # The document in which the running total reaches the capacity is the last one used.
+    num_used = min(len(spans), int(np.searchsorted(total, capacity)) + 1)
+    start, end = spans[:num_used].T
+    remainders = np.empty((2, 0), np.int64)
+    excess = int(total[num_used - 1]) - capacity if num_used else 0
+    if excess > 0:
+        # `end` is a view of spans, which the caller still needs.
         end = end.copy()
-        end[-1] -= over
-        left = np.asarray([[used - 1], [end[-1]]], np.int64)
+        end[-1] -= excess
+        remainders = np.asarray([[num_used - 1], [end[-1]]], np.int64)
 
-    # Whole rows first: parts of a row's length, each in a row of its own.
-    whole = (end - start) // seq_len
-    document = np.repeat(np.arange(used), whole)
-    part = np.arange(len(document)) - np.repeat(np.cumsum(whole) - whole, whole)
-    whole_start = start[document] + part * seq_len
+    # Full rows first: parts of a row's length, each in a row of its own.
+    full_rows = (end - start) // seq_len
+    document = np.repeat(np.arange(num_used), full_rows)
+    # 0, 1, ... within each document: a running number minus the parts of the documents before.
+    part = np.arange(len(document)) - np.repeat(np.cumsum(full_rows) - full_rows, full_rows)
+    full_start = start[document] + part * seq_len
 
     # Then what is left of each chunk, end to end, cut where a chunk ends and where a row ends.
-    rest = np.flatnonzero(start + whole * seq_len < end)
-    rest_start = (start + whole * seq_len)[rest]
-    ends = np.cumsum(end[rest] - rest_start)
-    filled = int(ends[-1]) if len(ends) else 0
-    cuts = np.sort(np.concatenate([ends, np.arange(seq_len, filled, seq_len)]))
+    with_tail = np.flatnonzero(start + full_rows * seq_len < end)
+    tail_start = (start + full_rows * seq_len)[with_tail]
+    ends = np.cumsum(end[with_tail] - tail_start)
+    tail_tokens = int(ends[-1]) if len(ends) else 0
+    cuts = np.sort(np.concatenate([ends, np.arange(seq_len, tail_tokens, seq_len)]))
     begin = np.zeros_like(cuts)
     begin[1:] = cuts[:-1]
+    # Where a document ends exactly at a row's end, both cuts coincide: an empty piece.
     begin, cuts = begin[begin < cuts], cuts[begin < cuts]
-    which = np.searchsorted(ends, begin, side="right")
-    shift = rest_start[which] - (ends[which] - (end[rest] - rest_start)[which])
+    # The tail that holds the token at `begin`; side="right", as `ends` are exclusive.
+    tail = np.searchsorted(ends, begin, side="right")
+    # Position in the concatenation + shift = token within the document.
+    shift = tail_start[tail] - (ends[tail] - (end[with_tail] - tail_start)[tail])
 
     # Rows in the order in which their first chunks were drawn, so that no rank gets all the short ones.
     row = np.concatenate([np.arange(len(document)), len(document) + begin // seq_len])
     pieces = np.empty((4, len(row)), np.int64)
-    pieces[1, : len(document)], pieces[1, len(document) :] = document, rest[which]
-    pieces[2, : len(document)], pieces[2, len(document) :] = whole_start, begin + shift
-    pieces[3, : len(document)], pieces[3, len(document) :] = whole_start + seq_len, cuts + shift
+    pieces[1, : len(document)], pieces[1, len(document) :] = document, with_tail[tail]
+    pieces[2, : len(document)], pieces[2, len(document) :] = full_start, begin + shift
+    pieces[3, : len(document)], pieces[3, len(document) :] = full_start + seq_len, cuts + shift
+    # Fewer than `rows` only when the documents have ended.
     num_rows = int(row.max()) + 1 if len(row) else 0
-    first = np.full(num_rows, used, np.int64)
-    np.minimum.at(first, row, pieces[1])
-    place = np.empty(num_rows, np.int64)
-    place[np.argsort(first, kind="stable")] = np.arange(num_rows)
-    pieces[0] = place[row]
-    if used < len(carried):  # more than one step's worth, if the packing was another one before
-        waiting = np.arange(used, len(carried))
-        left = np.concatenate([left, np.stack([waiting, spans[waiting, 0]])], axis=1)
-    return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], left, max(used, len(carried)))
+    # Smallest document number of each row: the order in which its documents were drawn.
+    first_document = np.full(num_rows, num_used, np.int64)
+    np.minimum.at(first_document, row, pieces[1])
+    position = np.empty(num_rows, np.int64)
+    # The inverse permutation: position[r] is where row r goes.
+    position[np.argsort(first_document, kind="stable")] = np.arange(num_rows)
+    pieces[0] = position[row]
+    # More than one step's worth may be carried if the run used another packing before.
+    if num_used < len(carried):
+        untouched = np.arange(num_used, len(carried))
+        remainders = np.concatenate([remainders, np.stack([untouched, spans[untouched, 0]])], axis=1)
+    # Stable: within a row the pieces keep the order of placement.
+    return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], remainders, max(num_used, len(carried)))
 
 
 def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: int, best: bool) -> Packed:
@@ -106,93 +121,113 @@ def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: in
     best: best fit decreasing: the longest document first, each into the row where it leaves the least room.
       Otherwise first fit: in the given order, each into the first row that has room.
     """
-    spans, most, need = carried, max(1, rows // MOST_ROWS_OF_ONE) * seq_len, rows * seq_len + slack_tokens
+    spans, document_limit, needed_tokens = (
+        carried,
+        max(1, rows // MAX_DOCUMENT_FRACTION) * seq_len,
+        rows * seq_len + slack_tokens,
+    )
     while True:
         size = spans[:, 1] - spans[:, 0]
-        size = np.where(size < most + seq_len, size, most)
+        # A little over the limit counts in full: its remainder would be less than a row, and can be placed
+        # now.
+        size = np.where(size < document_limit + seq_len, size, document_limit)
         total = np.cumsum(size)
-        lacking = need - int(total[-1]) if len(total) else need
-        if lacking > 0 and (found := more(lacking)) is not None:
-            spans = np.concatenate([spans, found])
-        elif lacking > 0 and most < rows * seq_len:
-            most = rows * seq_len
+        lacking = needed_tokens - int(total[-1]) if len(total) else needed_tokens
+        if lacking > 0 and (new_spans := more(lacking)) is not None:
+            spans = np.concatenate([spans, new_spans])
+        # No more documents: long ones may now take every row, rather than leave rows empty.
+        elif lacking > 0 and document_limit < rows * seq_len:
+            document_limit = rows * seq_len
         else:
             break
-    used = max(len(carried), min(len(spans), int(np.searchsorted(total, need)) + 1))
+    # Carried documents count as used even if unplaced: they are not drawn again.
+    num_used = max(len(carried), min(len(spans), int(np.searchsorted(total, needed_tokens)) + 1))
 
     # Splits each document into parts of at most a row. Carried ones go first, then the longest or the given
     # order.
-    size = size[:used]
+    size = size[:num_used]
     parts = -(-size // seq_len)
-    document = np.repeat(np.arange(used), parts)
+    document = np.repeat(np.arange(num_used), parts)
     part_start = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * seq_len
     length = np.minimum(size[document] - part_start, seq_len)
     start = spans[document, 0] + part_start
+    # 0: the longest waiting document; 1: the other carried ones; 2: those drawn now.
     urgency = np.where(document >= len(carried), 2, np.minimum(document, 1))
+    # One key: urgency first, then (best fit) the longer part. seq_len + 1 exceeds every seq_len - length.
     order = np.argsort(urgency * (seq_len + 1) + (seq_len - length if best else 0), kind="stable")
 
-    place = (_best_fit if best else _first_fit)(rows, seq_len)
-    row = np.asarray(place(length[order].tolist(), document[order].tolist()), np.int64)
+    place_parts = (_best_fit if best else _first_fit)(rows, seq_len)
+    row = np.asarray(place_parts(length[order].tolist(), document[order].tolist()), np.int64)
+    # Unplaced parts have row -1 and sort first: they are cut off.
     by_row = np.argsort(row, kind="stable")[np.count_nonzero(row < 0) :]
     row, placed = row[by_row], order[by_row]
-    next_start = spans[:used, 0].copy()
+    next_start = spans[:num_used, 0].copy()
+    # Parts of a document are placed in order, so the sum of lengths is where its remainder starts.
     np.add.at(next_start, document[placed], length[placed])
-    left = np.flatnonzero(next_start < spans[:used, 1])
-    left = left[
-        np.argsort(next_start[left] != spans[left, 0], kind="stable")
-    ]  # partly placed documents go last
+    unfinished = np.flatnonzero(next_start < spans[:num_used, 1])
+    # Partly placed documents go last: they have had their turn.
+    unfinished = unfinished[np.argsort(next_start[unfinished] != spans[unfinished, 0], kind="stable")]
     pieces = np.stack([row, document[placed], start[placed], start[placed] + length[placed]])
-    return Packed(pieces, np.stack([left, next_start[left]]), used)
+    return Packed(pieces, np.stack([unfinished, next_start[unfinished]]), num_used)
 
 
-Place = Callable[[list[int], list[int]], list[int]]
-"""place(lengths, documents) returns the row of each part, or -1; after a -1 no later part of it is placed."""
+PlaceParts = Callable[[list[int], list[int]], list[int]]
+"""place_parts(lengths, documents) returns each part's row; after a -1 no later part of it is placed."""
 
 
-def _best_fit(rows: int, seq_len: int) -> Place:
+def _best_fit(rows: int, seq_len: int) -> PlaceParts:
     """Places each part into the row with the least sufficient room."""
 
-    def place(lengths: list[int], documents: list[int]) -> list[int]:
+    def place_parts(lengths: list[int], documents: list[int]) -> list[int]:
+        # One integer per row sorts by room, then by row, which makes ties the same on every host.
         spaces = [seq_len * rows + row for row in range(rows)]  # room * rows + row, ascending
-        found, gone = [], set()
+        part_rows, refused_documents = [], set()
         for length, document in zip(lengths, documents, strict=True):
-            wanted = length * rows
-            at = bisect_left(spaces, wanted)
-            if at == len(spaces) or document in gone:
-                gone.add(document)
-                found.append(-1)
+            least_space = length * rows
+            # Smallest space with room >= length: least_space is `room * rows + row` for that room and row 0.
+            index = bisect_left(spaces, least_space)
+            # Parts of a document must be placed in order, or its remainder would have holes.
+            if index == len(spaces) or document in refused_documents:
+                refused_documents.add(document)
+                part_rows.append(-1)
                 continue
-            space = spaces.pop(at)
-            if (rest := space - wanted) >= rows:
-                insort(spaces, rest)
-            found.append(space % rows)
-        return found
+            space = spaces.pop(index)
+            # Below `rows` the room is 0: the row is full and leaves the list.
+            if (remaining_space := space - least_space) >= rows:
+                insort(spaces, remaining_space)
+            part_rows.append(space % rows)
+        return part_rows
 
-    return place
+    return place_parts
 
 
-def _first_fit(rows: int, seq_len: int) -> Place:
+def _first_fit(rows: int, seq_len: int) -> PlaceParts:
     """Places each part into the first row with enough room, found by a tree of the most room in each half."""
 
-    def place(lengths: list[int], documents: list[int]) -> list[int]:
+    def place_parts(lengths: list[int], documents: list[int]) -> list[int]:
+        # Heap layout: node n has the children 2 n and 2 n + 1; row r is leaf leaves + r. Missing rows have
+        # room 0.
         leaves = 1 << (rows - 1).bit_length()
-        most = [0] * leaves + [seq_len] * rows + [0] * (leaves - rows)
-        for i in range(leaves - 1, 0, -1):
-            most[i] = max(most[2 * i], most[2 * i + 1])
-        found, gone = [], set()
+        most_room = [0] * leaves + [seq_len] * rows + [0] * (leaves - rows)
+        for node in range(leaves - 1, 0, -1):
+            most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
+        part_rows, refused_documents = [], set()
         for length, document in zip(lengths, documents, strict=True):
-            if most[1] < length or document in gone:
-                gone.add(document)
-                found.append(-1)
+            # Node 1, the root, has the most room of any row.
+            if most_room[1] < length or document in refused_documents:
+                refused_documents.add(document)
+                part_rows.append(-1)
                 continue
-            i = 1
-            while i < leaves:
-                i = 2 * i + (most[2 * i] < length)
-            most[i] -= length
-            found.append(i - leaves)
-            while i > 1:
-                i //= 2
-                most[i] = max(most[2 * i], most[2 * i + 1])
-        return found
+            node = 1
+            while node < leaves:
+                # Left child if it has room, else right: the first row from the left.
+                node = 2 * node + (most_room[2 * node] < length)
+            most_room[node] -= length
+            part_rows.append(node - leaves)
+            while node > 1:
+                node //= 2
+                # The maxima from the changed leaf up to the root.
+                most_room[node] = max(most_room[2 * node], most_room[2 * node + 1])
+        return part_rows
 
-    return place
+    return place_parts

@@ -8,8 +8,7 @@ from jaxtyping import Int64
 
 @dataclasses.dataclass(frozen=True)
 class Pieces:
-    """Spans of documents as parallel arrays: piece i is tokens `start` to `end` of a document, placed in
-    `row`.
+    """Spans of documents as parallel arrays: piece i is tokens start[i] to end[i] of a document, in row[i].
 
     Pieces are sorted by row; the pieces of a row are in the order in which they are placed.
     """
@@ -22,9 +21,20 @@ class Pieces:
 
     def of_rows(self, rows: Int64[np.ndarray, " rows"]) -> "Pieces":
         """Returns the pieces in `rows`, renumbered by their index in `rows`, which must be ascending."""
-        at = np.searchsorted(rows, self.row)
-        here = np.flatnonzero(rows[np.minimum(at, len(rows) - 1)] == self.row) if len(rows) else at[:0]
-        return Pieces(at[here], self.source[here], self.document[here], self.start[here], self.end[here])
+        # Index of the first of `rows` that is not smaller; equal only if the row is among them.
+        row_index = np.searchsorted(rows, self.row)
+        selected = (
+            np.flatnonzero(rows[np.minimum(row_index, len(rows) - 1)] == self.row)
+            if len(rows)
+            else row_index[:0]
+        )
+        return Pieces(
+            row_index[selected],
+            self.source[selected],
+            self.document[selected],
+            self.start[selected],
+            self.end[selected],
+        )
 
     def __len__(self) -> int:
         return len(self.row)

@@ -36,8 +36,7 @@ class PlannerSpec:
     chunks_per_epoch: documents of each source, including held-out and skipped ones, whose length is 0.
     unit: the unit of the schedule's shares. With `rows`, a row holds one source only.
     epochs: how often each source is read; None: for ever.
-    ends: documents of each source over all `epochs`, which files that joined it have made longer; None: the
-      product.
+    ends: documents of each source over all `epochs`, more than the product if files joined; None: product.
     balance: order rows so that contiguous parts cost about the same, for any number of ranks.
     cost_linear, cost_quadratic: cost of a piece of n tokens is linear * n + quadratic * n**2.
     """
@@ -56,6 +55,7 @@ class PlannerSpec:
     cost_quadratic: float = 0.0
 
     def __post_init__(self) -> None:
+        # Token positions within a step are int32 in the batch arrays.
         if self.seq_len * self.global_batch >= 1 << 31:
             raise UserError(
                 f"data.seq_len={self.seq_len} * data.global_batch={self.global_batch} = "
@@ -91,13 +91,12 @@ class PlannerState:
     def oldest(self) -> Int64[np.ndarray, " sources"]:
         """Returns the first document of each source that a later step can still read."""
         oldest = self.cursors.copy()
+        # minimum.at, as a source may have several carried documents.
         np.minimum.at(oldest, self.carry[:, 0], self.carry[:, 1])
         return oldest
 
     def to_json(self, names: Sequence[str]) -> dict[str, Any]:
-        """Returns the state as plain integers and strings by source name: a few kilobytes for hundreds of
-        sources.
-        """
+        """Returns the state as plain integers and strings by source name: some KB for 300 sources."""
         columns = (self.cursors, self.deficit, self.tokens, self.weights_ppm)
         rows = np.stack(columns, axis=1).tolist()
         return {
@@ -116,25 +115,28 @@ class PlannerState:
         The names may differ from the saved ones or be in another order. A new source begins at its first
         document with a deficit of 0; if a source is gone, its open documents are dropped.
         """
-        old, lines, step = saved["sources"], [], saved["step"]
+        saved_sources, lines, step = saved["sources"], [], saved["step"]
         for name in names:
-            if name not in old:
+            if name not in saved_sources:
                 lines.append(f"step {step}: source {name} is new; it begins at its first document")
-        place = {name: i for i, name in enumerate(names)}
+        new_index = {name: i for i, name in enumerate(names)}
         carry = np.asarray(saved["carry"], np.int64).reshape(4, -1).T
-        renumbered = np.asarray([place.get(name, -1) for name in old], np.int64)
-        owner = renumbered[carry[:, 0]]
-        for at, name in enumerate(old):
-            if name not in place:
-                gone = carry[carry[:, 0] == at]
+        # Index among the saved sources -> index among today's, -1 for a source that is gone.
+        renumbered = np.asarray([new_index.get(name, -1) for name in saved_sources], np.int64)
+        carry_source = renumbered[carry[:, 0]]
+        for index, name in enumerate(saved_sources):
+            if name not in new_index:
+                dropped_carry = carry[carry[:, 0] == index]
+                dropped_tokens = (dropped_carry[:, 3] - dropped_carry[:, 2]).sum()
                 lines.append(
-                    f"step {step}: source {name} is gone, after {old[name][2]:,} tokens; "
-                    f"{(gone[:, 3] - gone[:, 2]).sum():,} tokens of {len(gone)} open documents are dropped"
+                    f"step {step}: source {name} is gone, after {saved_sources[name][2]:,} tokens; "
+                    f"{dropped_tokens:,} tokens of {len(dropped_carry)} open documents are dropped"
                 )
-        carry = np.concatenate([owner[:, None], carry[:, 1:]], axis=1)[owner >= 0]
-        rows = np.asarray([old.get(name, [0, 0, 0, 0]) for name in names], np.int64).reshape(-1, 4)
+        carry = np.concatenate([carry_source[:, None], carry[:, 1:]], axis=1)[carry_source >= 0]
+        rows = np.asarray([saved_sources.get(name, [0, 0, 0, 0]) for name in names], np.int64).reshape(-1, 4)
+        # Copies: the columns of a transposed array are not contiguous.
         cursors, deficit, tokens, weights_ppm = (column.copy() for column in rows.T)
-        history = tuple((int(at), str(identity), str(text)) for at, identity, text in saved["history"])
+        history = tuple((int(index), str(identity), str(text)) for index, identity, text in saved["history"])
         state = PlannerState(
             step=step,
             cursors=cursors,
@@ -211,21 +213,23 @@ class Planner:
                 f"step {step}: data.mixture_unit {state.unit} -> {spec.unit}; drift is counted from this "
                 "step on"
             )
+            # A deficit of tokens means nothing in samples or rows.
             zeros = np.zeros(len(spec.names), np.int64)
             state = dataclasses.replace(state, unit=spec.unit, units=0, deficit=zeros)
         if not state.history or state.history[-1][1] != schedule.identity:
-            before = state.history[-1][2] if state.history else "none"
+            old_description = state.history[-1][2] if state.history else "none"
             lines.append(
-                f"step {step}: the mixture was '{before}', from this step on it is "
+                f"step {step}: the mixture was '{old_description}', from this step on it is "
                 f"'{schedule.describe(step)}'"
             )
-            new = np.rint(schedule.weights(step, spec.names) * _PPM).astype(np.int64)
-            change = np.abs(new - state.weights_ppm)
+            new_weights_ppm = np.rint(schedule.weights(step, spec.names) * _PPM).astype(np.int64)
+            change = np.abs(new_weights_ppm - state.weights_ppm)
+            # The eight largest changes: hundreds of sources would fill the log.
             for i in np.argsort(-change, kind="stable")[:8].tolist():
                 if change[i]:
                     lines.append(
                         f"step {step}: {spec.names[i]} {state.weights_ppm[i] / _PPM:.4f} -> "
-                        f"{new[i] / _PPM:.4f}"
+                        f"{new_weights_ppm[i] / _PPM:.4f}"
                     )
             entry = (step, schedule.identity, schedule.describe(step))
             state = dataclasses.replace(state, history=(*state.history, entry))
@@ -241,6 +245,7 @@ class Planner:
             have ended and others get weight only later.
         """
         spec = self.spec
+        # Nothing before the cursors is asked for again, so lengths are held for the look-ahead alone.
         self._buffers.forget(state.cursors)
         mean_tokens = (
             int(state.tokens.sum()) // state.units if spec.unit == "samples" and state.units else None
@@ -258,19 +263,23 @@ class Planner:
             .pack(spec.packing, rows=spec.global_batch, seq_len=spec.seq_len, carry=state.carry)
         )
         if not len(graph.pieces):
-            if (to_come := self._to_come(state.step, graph.cursors)) is not None:
-                raise UserError(self._gap(state, graph.weights, *to_come))
+            # A gap in the schedule is a user's mistake; an end of the data is not.
+            if (to_come := self._next_unread_source(state.step, graph.cursors)) is not None:
+                raise UserError(self._gap_message(state, graph.weights, *to_come))
             raise EndOfData(f"data ends before step {state.step}")
         graph.cost(lambda n: spec.cost_linear * n + spec.cost_quadratic * (n * n))
         if spec.balance:
             graph.balance()
         pieces, row_cost = graph.plan()
 
-        ended = not len(graph.carry) and (graph.at_end or bool((graph.cursors >= self._buffers.ends).all()))
+        # Carried documents still fill a further step, even where all sources are read.
+        has_ended = not len(graph.carry) and (
+            graph.at_end or bool((graph.cursors >= self._buffers.ends).all())
+        )
         num = len(spec.names)
         tokens = np.zeros(num, np.int64)
         np.add.at(tokens, pieces.source, pieces.end - pieces.start)
-        after = PlannerState(
+        next_state = PlannerState(
             step=state.step + 1,
             cursors=graph.cursors,
             deficit=graph.deficit,
@@ -288,41 +297,40 @@ class Planner:
             tokens_by_source=tokens,
             fill=int(tokens.sum()) / (spec.global_batch * spec.seq_len),
             row_cost=row_cost,
-            drift=_drift(after),
-            last=ended and self._to_come(state.step, graph.cursors) is None,
+            drift=_drift(next_state),
+            last=has_ended and self._next_unread_source(state.step, graph.cursors) is None,
         )
-        return plan, after
+        return plan, next_state
 
-    def _to_come(self, step: int, cursors: Int64[np.ndarray, " sources"]) -> tuple[int, int] | None:
-        """Returns an unread source that gets weight only after `step`, and the step at which it does; else
-        None.
-        """
+    def _next_unread_source(
+        self, step: int, cursors: Int64[np.ndarray, " sources"]
+    ) -> tuple[int, int] | None:
+        """Returns an unread source that gets weight only after `step`, and that step; None without one."""
         unread = np.flatnonzero(cursors < self._buffers.ends).tolist()
-        for at, weights in self.spec.schedule.later(step):
+        for step_of_change, weights in self.spec.schedule.later(step):
             for source in unread:
                 if weights.get(self.spec.names[source], 0) > 0:
-                    return source, at
+                    return source, step_of_change
         return None
 
-    def _gap(
-        self, state: PlannerState, weights: Float64[np.ndarray, " sources"], source: int, at: int
+    def _gap_message(
+        self, state: PlannerState, weights: Float64[np.ndarray, " sources"], source: int, weight_step: int
     ) -> str:
         spec = self.spec
         ended = [
             f"{field_of(spec.names[i])} ({self._buffers.ends[i]:,})" for i in np.flatnonzero(weights).tolist()
         ]
-        more = f" and {len(ended) - 4} more" if len(ended) > 4 else ""
+        suffix = f" and {len(ended) - 4} more" if len(ended) > 4 else ""
         unread = self._buffers.ends[source] - state.cursors[source]
         return (
             f"data.mixture: at step {state.step} every source with weight is read to its end (documents with "
-            f"data.epochs={spec.epochs}: {', '.join(ended[:4])}{more}), while "
+            f"data.epochs={spec.epochs}: {', '.join(ended[:4])}{suffix}), while "
             f"{field_of(spec.names[source])}, with {unread:,} unread documents, has no weight before step "
-            f"{at}. Give it weight from step {state.step} on at the latest, or set data.epochs=None."
+            f"{weight_step}. Give it weight from step {state.step} on at the latest, or set data.epochs=None."
         )
 
     def lookahead(self, state: PlannerState, steps: int) -> Int64[np.ndarray, "sources 2"]:
-        """Estimates the documents that the next `steps` will ask for: rows of a source and the end of its
-        documents.
+        """Estimates the documents of the next `steps`: rows of a source and the end of its documents.
 
         The estimate uses the schedule, `state` and the mean length of the documents seen so far. A source
         whose share will rise is included from the step of the rise on.
@@ -330,6 +338,7 @@ class Planner:
         spec = self.spec
         per_step = spec.global_batch * spec.seq_len
         shares = [spec.schedule.weights(state.step + k, spec.names) for k in range(steps)]
+        # Per source: sum of its shares over the steps, i.e. how many steps' worth it gives.
         total = functools.reduce(np.add, shares)
         mean = self._buffers.mean_tokens
         if spec.unit == "tokens":
@@ -338,23 +347,23 @@ class Planner:
             documents = (total * spec.global_batch + state.deficit / ONE) * spec.seq_len / mean
         else:
             documents = total * per_step / max(1.0, float(total @ mean) / steps) + state.deficit / ONE
+        # A tenth and two documents more than the mean asks for: lengths scatter.
         count = np.where(total > 0, np.ceil(np.maximum(documents, 0) * 1.1) + 2, 0).astype(np.int64)
         ends = np.minimum(state.cursors + count, self._buffers.ends)
-        at = np.flatnonzero(ends > state.cursors)
-        return np.stack([at, ends[at]], axis=1)
+        sources = np.flatnonzero(ends > state.cursors)
+        return np.stack([sources, ends[sources]], axis=1)
 
 
 def _drift(state: PlannerState) -> float:
-    """Returns the largest difference between a source's share of the placed units and its scheduled share, 0
-    to 1.
+    """Returns the largest difference of a source's share so far from its scheduled share, 0 to 1.
 
     Tokens of documents that are carried into the next step are drawn and not placed yet.
     """
     deficit, tokens = state.deficit / ONE, state.tokens
     if state.unit != "tokens":
         return float(np.abs(deficit).max() / max(1, state.units))
-    waiting = np.bincount(
+    carried_tokens = np.bincount(
         state.carry[:, 0], weights=state.carry[:, 3] - state.carry[:, 2], minlength=len(deficit)
     )
-    due = tokens + waiting + deficit
-    return float(np.abs(tokens / tokens.sum() - due / due.sum()).max())
+    scheduled_tokens = tokens + carried_tokens + deficit
+    return float(np.abs(tokens / tokens.sum() - scheduled_tokens / scheduled_tokens.sum()).max())

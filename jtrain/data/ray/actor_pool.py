@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
-from jtrain.data.constructor.fetched_rows import FetchedIds, to_fetch
+from jtrain.data.constructor.fetched_rows import FetchedIds, claim_unrequested
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart
 from jtrain.data.loaders.pool import LoaderPool, Request
 from jtrain.data.ray.loader_actor import LoaderReply, RunKey, key_of
 from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 4
-"""Requests of one constructor that a loader holds, so that the next one is there while an answer is in
-transit."""
+"""Requests of one constructor that a loader holds: the next one is there while an answer is in transit."""
 
 _CALL_EVERY_S = 0.1
 
@@ -45,14 +44,14 @@ class _LoaderActor:
     actor: Any
     sources: tuple[int, ...] = ()
     in_flight: dict[Any, Request] = dataclasses.field(default_factory=dict)
-    done: list[RunKey] = dataclasses.field(default_factory=list)
-    away: bool = False
-    calling: Any = None
-    called_s: float = 0.0
-    dying: int = -1
+    released_runs: list[RunKey] = dataclasses.field(default_factory=list)
+    is_away: bool = False
+    return_call: Any = None
+    return_call_s: float = 0.0
+    dying_pid: int = -1
     lost_s: float = 0.0
     heard_s: float = 0.0
-    watch: Any = None
+    liveness_call: Any = None
     answer: LoaderReply = dataclasses.field(default_factory=lambda: LoaderReply(-1))
     busy_s: float = 0.0
 
@@ -69,28 +68,34 @@ class RayPool(LoaderPool[_LoaderActor]):
     most_deaths = 3
 
     def __init__(
-        self, setups: tuple[SourceSetup, ...], actors: dict[str, Any], *, who: int, read_timeout_s: float
+        self,
+        setups: tuple[SourceSetup, ...],
+        actors: dict[str, Any],
+        *,
+        constructor_index: int,
+        read_timeout_s: float,
     ) -> None:
+        # Imported where it is needed: it takes 1 s and 60 MB.
         import ray
 
-        self._said: list[str] = []
-        super().__init__(setups, lambda line: self._said.append(line))
+        self._messages: list[str] = []
+        super().__init__(setups, lambda line: self._messages.append(line))
         self._ray: Any = ray
-        self._who = who
+        self._constructor_index = constructor_index
         self._read_timeout_s = read_timeout_s
         self._peers = {name: _LoaderActor(name, actor) for name, actor in actors.items()}
         self._loaders = [name for name in actors if name.startswith("loader")]
         self._standbys = [name for name in actors if not name.startswith("loader")]
-        self.place(_dealt_out(len(setups), self._loaders))
+        self.place(_deal_out(len(setups), self._loaders))
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
         requests: dict[str, Request] = {}
-        for run, places in to_fetch(documents).items():
+        for run, indexes in claim_unrequested(documents).items():
             part: RequestPart = run.place.part
             request = requests.setdefault(self._home(part), Request([], self._home(part), into=[]))
             assert request.into is not None
-            request.parts.append(dataclasses.replace(part, wanted=np.asarray(places, np.int64)))
+            request.parts.append(dataclasses.replace(part, wanted=np.asarray(indexes, np.int64)))
             request.into.append(run)
         self._urgent.extend(requests.values())
         self._hand_out()
@@ -108,15 +113,17 @@ class RayPool(LoaderPool[_LoaderActor]):
     def collect(self) -> list[ChunkRun]:
         runs: list[ChunkRun] = []
         refs = self._pending()
-        ready = set(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
+        # One call for all references, not one per loader.
+        ready_refs = set(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]) if refs else set()
         for peer in self._peers.values():
-            for ref in [ref for ref in peer.in_flight if ref in ready]:
+            for ref in [ref for ref in peer.in_flight if ref in ready_refs]:
                 if ref not in peer.in_flight:
                     continue  # requeued when an earlier one of this loop was lost
                 try:
                     answer, payload = self._ray.get(peer.in_flight[ref].refs)
                 except self._ray.exceptions.RayActorError as error:
-                    self._away(peer, "died", "")
+                    self._lose_loader(peer, "died", "")
+                    # More than two losses per loader without an answer in between: the fault lies elsewhere.
                     if self._fruitless > 2 * (2 + len(self._peers)):
                         raise DataError(
                             f"data.engine='ray': {self._fruitless} loaders were lost in a row, {peer.name} "
@@ -125,36 +132,38 @@ class RayPool(LoaderPool[_LoaderActor]):
                 except self._ray.exceptions.ObjectLostError:  # the node is gone, and the objects on it
                     self._urgent.appendleft(peer.in_flight.pop(ref))
                 else:
-                    peer.heard_s, peer.watch = time.monotonic(), None
+                    # Any answer shows that it is alive.
+                    peer.heard_s, peer.liveness_call = time.monotonic(), None
                     self._take(peer, ref, answer, payload, runs)
-            self._look_after(peer)
+            self._check_loader(peer)
         self._hand_out()
         return runs
 
     def release(self, run: ChunkRun) -> None:
         part: RequestPart = run.place.part
         if part.wanted is None:
-            self._peers[self._home(part)].done.append(key_of(part))
+            # Told with the next request, not in a call of its own.
+            self._peers[self._home(part)].released_runs.append(key_of(part))
         run.place = None
 
     def states(self) -> list[LoaderState]:
         states = []
         for name in self._loaders:
             peer = self._peers[name]
-            queued = len(peer.in_flight) + sum(r.loader == name for r in (*self._urgent, *self._waiting))
+            queued = len(peer.in_flight) + sum(
+                request.loader == name for request in (*self._urgent, *self._waiting)
+            )
             numbers = peer.answer.memory_bytes, peer.answer.documents, peer.busy_s
             states.append(LoaderState(name, queued, *numbers, peer.sources))
         return states
 
-    def said(self) -> list[str]:
+    def take_messages(self) -> list[str]:
         """Returns messages about losses and returns of loaders since the last call."""
-        said, self._said = self._said, []
-        return said
+        messages, self._messages = self._messages, []
+        return messages
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
-        """Sets which loader gets which requests; it starts and ends no loaders, since other constructors
-        share them.
-        """
+        """Sets which loader gets which requests; starts and ends none, as other constructors share them."""
         self._readers: list[list[str]] = [[] for _ in self._setups]
         for name in self._loaders:
             self._peers[name].sources = placement.get(name, ())
@@ -169,19 +178,25 @@ class RayPool(LoaderPool[_LoaderActor]):
     def _home(self, part: RequestPart) -> str:
         """Returns the loader that reads a run; several loaders of one source take turns by run."""
         names = self._readers[part.source]
+        # By the end of the run, which is a multiple of its length on every host: all ask the same loader.
         return names[(int(part.numbers[-1]) + 1) // len(part.numbers) % len(names)]
 
     def _pending(self) -> list[Any]:
-        refs = [ref for peer in self._peers.values() for ref in (*peer.in_flight, peer.calling, peer.watch)]
+        refs = [
+            ref
+            for peer in self._peers.values()
+            for ref in (*peer.in_flight, peer.return_call, peer.liveness_call)
+        ]
         return [ref for ref in refs if ref is not None]
 
     def _requests(self, parts: list[RequestPart]) -> list[Request]:
         by_home: dict[str, list[RequestPart]] = collections.defaultdict(list)
         for part in parts:
             if self._setups[part.source].prepared is not None:
+                # The lengths of prepared sources are known: the ids are requested at once.
                 part = dataclasses.replace(part, wanted=np.arange(len(part.numbers)))
             by_home[self._home(part)].append(part)
-        return [Request(asked, home) for home, asked in by_home.items()]
+        return [Request(parts_of_home, home) for home, parts_of_home in by_home.items()]
 
     def _loader_for(self, request: Request) -> _LoaderActor | None:
         assert request.loader is not None
@@ -189,23 +204,22 @@ class RayPool(LoaderPool[_LoaderActor]):
         return None if peer is None or len(peer.in_flight) >= IN_FLIGHT else peer
 
     def _send(self, loader: _LoaderActor, request: Request) -> None:
+        # Idle until now: the time-out counts from this request.
         if not loader.in_flight:
             loader.heard_s = time.monotonic()
-        done, loader.done = loader.done, []
+        released_runs, loader.released_runs = loader.released_runs, []
         reply, payload = request.refs = loader.actor.read.options(num_returns=2).remote(
-            self._who, request.parts, done
+            self._constructor_index, request.parts, released_runs
         )
         # The reply is sent at once; a large payload stays on the loader's node until somebody waits for it.
         loader.in_flight[reply if all(part.wanted is None for part in request.parts) else payload] = request
 
     def _stand_in(self, home: str) -> _LoaderActor | None:
-        """Returns the loader; while it is away a standby, the same for every constructor; None if all are
-        away.
-        """
-        if not self._peers[home].away:
+        """Returns the loader, or a standby while it is away (the same for all hosts); None if all are."""
+        if not self._peers[home].is_away:
             return self._peers[home]
-        up = [name for name in self._standbys if not self._peers[name].away]
-        return self._peers[up[self._loaders.index(home) % len(up)]] if up else None
+        standbys = [name for name in self._standbys if not self._peers[name].is_away]
+        return self._peers[standbys[self._loaders.index(home) % len(standbys)]] if standbys else None
 
     def _take(
         self,
@@ -215,42 +229,49 @@ class RayPool(LoaderPool[_LoaderActor]):
         payload: UInt8[np.ndarray, " bytes"],
         runs: list[ChunkRun],
     ) -> None:
-        self.retries, self._said = (
-            self.retries + len(answer.again),
-            [*self._said, *filter(None, answer.again)],
+        self.retries, self._messages = (
+            self.retries + len(answer.retry_lines),
+            [*self._messages, *filter(None, answer.retry_lines)],
         )
         if answer.failed is not None:
             raise self._failed(*answer.failed)
         if answer.stuck is not None:
             source, number, identity = answer.stuck
-            peer.dying = answer.pid
-            why = f"has not moved for {self._read_timeout_s:g} s (data.read_timeout_s)"
-            where = f"opening {self._field(source)}"
+            peer.dying_pid = answer.pid
+            reason = f"has not moved for {self._read_timeout_s:g} s (data.read_timeout_s)"
+            activity = f"opening {self._field(source)}"
             if number >= 0:
-                where = f"at {self._field(source)}, document {number} ({identity})"
-            self._away(peer, why, where, request=peer.in_flight[ref], opening=source if number < 0 else None)
+                activity = f"at {self._field(source)}, document {number} ({identity})"
+            self._lose_loader(
+                peer, reason, activity, request=peer.in_flight[ref], opening=source if number < 0 else None
+            )
             return
         request = self._answered(peer, ref)
         peer.answer = answer
-        begin = 0
+        first_byte = 0
         for i, (part, head) in enumerate(zip(request.parts, answer.heads, strict=True)):
-            ids = payload[begin : begin + head.ids_bytes]
-            begin += head.ids_bytes
+            # The ids of all parts lie end to end in one payload, in the order of the heads.
+            ids = payload[first_byte : first_byte + head.ids_bytes]
+            first_byte += head.ids_bytes
             run = head.run(part, ids, peer.name)
-            place: _Fetched | None = _Fetched(part=part) if request.into is None else request.into[i].place
-            if part.wanted is not None and place is not None:  # None: released before its ids have arrived
-                place.put(part.wanted.tolist(), head.lengths, run.ids, run.ignored)
-            if request.into is None and place is not None:
+            run_payload: _Fetched | None = (
+                _Fetched(part=part) if request.into is None else request.into[i].place
+            )
+            if (
+                part.wanted is not None and run_payload is not None
+            ):  # None: released before its ids have arrived
+                run_payload.put(part.wanted.tolist(), head.lengths, run.ids, run.ignored)
+            if request.into is None and run_payload is not None:
                 peer.busy_s += head.read_s
-                place.asked = set(place.ids)
-                run.place = place
+                run_payload.requested = set(run_payload.ids)
+                run.place = run_payload
                 runs.append(run)
 
-    def _away(
+    def _lose_loader(
         self,
         peer: _LoaderActor,
-        why: str,
-        where: str,
+        reason: str,
+        activity: str,
         *,
         request: Request | None = None,
         opening: int | None = None,
@@ -261,34 +282,40 @@ class RayPool(LoaderPool[_LoaderActor]):
           request: the one that it was reading; None: perhaps the oldest.
           where: what it was doing; empty if nobody knows.
         """
-        if (
-            request is not None
-        ):  # answers with large payloads to earlier ones may be on their way: they come after it
-            others = {ref: other for ref, other in peer.in_flight.items() if other is not request}
-            peer.in_flight = {None: request, **others}
-        if not where and peer.in_flight:
+        # The request that it was reading goes first: answers to earlier ones, with large payloads, may still
+        # be on their way.
+        if request is not None:
+            other_requests = {
+                ref: other_request
+                for ref, other_request in peer.in_flight.items()
+                if other_request is not request
+            }
+            peer.in_flight = {None: request, **other_requests}
+        if not activity and peer.in_flight:
             part = next(iter(peer.in_flight.values())).parts[0]
             number = int(part.numbers[0 if part.wanted is None else part.wanted[0]])
-            where = f"at {self._field(part.source)}, document {number}"
-        self._lost(peer, why, where, opening=opening)
-        peer.watch = None
-        if not peer.away:
-            peer.away, peer.lost_s = True, time.monotonic()
-            instead = self._stand_in(peer.name) if peer.name in self._loaders else None
-            said = f"{peer.name} {why}" + (f" {where}" if request is not None else "")
-            self._said.append(f"data: {said}" + (f"; {instead.name} answers for it" if instead else ""))
+            activity = f"at {self._field(part.source)}, document {number}"
+        # Counts the loss, and requeues the requests.
+        self._lost(peer, reason, activity, opening=opening)
+        peer.liveness_call = None
+        if not peer.is_away:
+            peer.is_away, peer.lost_s = True, time.monotonic()
+            standby = self._stand_in(peer.name) if peer.name in self._loaders else None
+            loss = f"{peer.name} {reason}" + (f" {activity}" if request is not None else "")
+            self._messages.append(f"data: {loss}" + (f"; {standby.name} answers for it" if standby else ""))
 
-    def _look_after(self, peer: _LoaderActor) -> None:
+    def _check_loader(self, peer: _LoaderActor) -> None:
         """Checks whether a lost loader is back, and kills one that does not answer at all."""
         now_s = time.monotonic()
-        if peer.away:
-            if peer.calling is None and now_s - peer.called_s > _CALL_EVERY_S:
-                peer.calling, peer.called_s = peer.actor.alive.remote(), now_s
-            if peer.calling is None or not self._is_ready(peer.calling):
+        # An actor that Ray restarts keeps its handle: a call that succeeds shows that it is back.
+        if peer.is_away:
+            if peer.return_call is None and now_s - peer.return_call_s > _CALL_EVERY_S:
+                peer.return_call, peer.return_call_s = peer.actor.alive.remote(), now_s
+            if peer.return_call is None or not self._is_ready(peer.return_call):
                 return
-            calling, peer.calling = peer.calling, None
+            return_call, peer.return_call = peer.return_call, None
             try:
-                pid, node, _ = self._ray.get(calling)
+                pid, node, _ = self._ray.get(return_call)
             except self._ray.exceptions.ActorUnavailableError:
                 return  # is being started
             except self._ray.exceptions.RayActorError as error:
@@ -296,24 +323,26 @@ class RayPool(LoaderPool[_LoaderActor]):
                     f"data.engine='ray': {peer.name} is gone for good; its owner, process 0, may have ended. "
                     f"Restart the run: it goes on from its last save. Ray: {error}"
                 ) from None
-            if pid == peer.dying:
+            # The old process still answers, in the half second before it ends itself.
+            if pid == peer.dying_pid:
                 return
-            peer.away, peer.heard_s = False, now_s
-            self._said.append(
+            peer.is_away, peer.heard_s = False, now_s
+            self._messages.append(
                 f"data: {peer.name} is back after {now_s - peer.lost_s:.1f} s, on node {node[:8]}"
             )
         elif peer.in_flight and now_s - peer.heard_s > self._read_timeout_s:
-            answered = peer.watch is not None and self._is_ready(peer.watch)
-            if peer.watch is not None and not answered:  # not even its other thread answers
+            answered = peer.liveness_call is not None and self._is_ready(peer.liveness_call)
+            # Not even the thread for `alive` answers: the process hangs as a whole.
+            if peer.liveness_call is not None and not answered:
                 self._ray.kill(peer.actor, no_restart=False)
-            peer.watch = peer.actor.alive.remote() if peer.watch is None else None
+            peer.liveness_call = peer.actor.alive.remote() if peer.liveness_call is None else None
             peer.heard_s = now_s
 
     def _is_ready(self, ref: Any) -> bool:
         return bool(self._ray.wait([ref], timeout=0)[0])
 
 
-def _dealt_out(num_sources: int, loaders: list[str]) -> dict[str, tuple[int, ...]]:
+def _deal_out(num_sources: int, loaders: list[str]) -> dict[str, tuple[int, ...]]:
     """Deals sources to loaders in turn or, if there are more loaders than sources, loaders to sources."""
     if len(loaders) > num_sources:
         return {name: (i % num_sources,) for i, name in enumerate(loaders)}

@@ -23,8 +23,8 @@ from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.shuffle import epoch_key, permuted
 
-_LOOKED_UP = 64
-"""Records between two entries of the table of `SizedChunks`: 24 bytes for so many records."""
+_TABLE_STRIDE = 64
+"""Records between two entries of the table of `SizedChunks`: 24 bytes of memory per 64 records."""
 
 
 _FIRST = (Generation(0, 0, 0, 0),)
@@ -62,35 +62,41 @@ class ChunkOrder(Protocol):
         """Numbers of the slots of all epochs."""
         ...
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        """Returns the contents of slots `places` (0 to `slots` - 1) of an epoch."""
+    def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
+        """Returns the contents of the slots at `positions` (0 to `slots` - 1) of an epoch."""
         ...
 
 
 class _Permuted(abc.ABC):
     """Order that permutes all slots of a source together. A small one is computed once, in 6 bytes per slot.
 
-    The slots of a generation follow those of the earlier ones. In the epoch in which it joins, the places
-    that are left and the new slots are permuted together: a place below the number of old slots then stands
-    for what the old order has there, another one for the new slot of that number.
+    The slots of a generation follow those of the earlier ones. In the epoch in which it joins, the positions
+    not yet read and the new slots are permuted together: a position below the number of old slots then stands
+    for the old order's slot at that position, a higher one for the new slot of that number.
+
+    Example: generation 1 adds slots 6 and 7 to a source of 6 slots, before position 4 of epoch 0. Positions 0
+    to 3 of that epoch keep their slots; positions 4 to 7 are permuted among themselves, then 4 and 5 go
+    through the old permutation of 6 slots, while 6 and 7 are the new slots. Epoch 1 permutes all 8 together.
     """
 
     slots: int
     numbers: EpochNumbers
     _seed: int
 
-    def _know(self, generations: Sequence[Generation], slots: Sequence[int]) -> None:
+    def _set_generations(self, generations: Sequence[Generation], slots: Sequence[int]) -> None:
         """Sets the generations, and the slots of an epoch with the files of each."""
         self._generations, self._slots = generations, slots
         self.slots, self.numbers = slots[-1], EpochNumbers(generations, slots)
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+    def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
+        # A table costs 6 bytes per slot (two int16 here, one per epoch): fine for small sources
+        # alone.
         if self.slots > _TABLE_SLOTS:
-            record, first = self._contents(self._slots_at(epoch, places))
+            record, first = self._contents(self._slots_at(epoch, positions))
         else:
-            slots = self._table_of(epoch)[places]
+            slots = self._table_of(epoch)[positions]
             record, first = (table[slots].astype(np.int64) for table in self._tables)
-        return Chunks(record, first, np.ones(len(places), np.int64))
+        return Chunks(record, first, np.ones(len(positions), np.int64))
 
     @abc.abstractmethod
     def _contents(
@@ -104,26 +110,29 @@ class _Permuted(abc.ABC):
         return record.astype(np.int16), first.astype(np.int16)
 
     def _table_of(self, epoch: int) -> Int16[np.ndarray, " slots"]:
-        """Returns the permutation of an epoch; the last two are kept, as reading goes from one to the
-        next.
-        """
+        """Returns the permutation of an epoch. Keeps the last two: a read may straddle an epoch's end."""
         if epoch not in self._epochs:
             if len(self._epochs) > 1:
+                # dicts keep insertion order: the first key is the oldest epoch.
                 del self._epochs[next(iter(self._epochs))]
-            places = np.arange(self.numbers.first_of(epoch + 1) - self.numbers.first_of(epoch))
-            self._epochs[epoch] = self._slots_at(epoch, places).astype(np.int16)
+            positions = np.arange(self.numbers.first_of(epoch + 1) - self.numbers.first_of(epoch))
+            self._epochs[epoch] = self._slots_at(epoch, positions).astype(np.int16)
         return self._epochs[epoch]
 
-    def _slots_at(self, epoch: int, places: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        """Returns the slots at places of an epoch."""
-        base, joined = members(self._generations, epoch)
-        for generation in reversed(joined):
+    def _slots_at(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Returns the slots at positions of an epoch."""
+        base, joining = members(self._generations, epoch)
+        # Newest first: its permutation is the outermost, and maps into the positions of the order
+        # before it.
+        for generation in reversed(joining):
             span = self._generations[generation].place, self._slots[generation]
-            places = permuted_within(places, span, join_key(self._seed, generation, epoch))
-        old = self._slots[base]
-        if not joined:
-            return permuted(places, np.int64(old), epoch_key(self._seed, epoch))
-        return permuted_within(places, (0, old), epoch_key(self._seed, epoch))
+            positions = permuted_within(positions, span, join_key(self._seed, generation, epoch))
+        base_slots = self._slots[base]
+        # Without joined files every position is below base_slots: no need to look for those that
+        # are.
+        if not joining:
+            return permuted(positions, np.int64(base_slots), epoch_key(self._seed, epoch))
+        return permuted_within(positions, (0, base_slots), epoch_key(self._seed, epoch))
 
     @functools.cached_property
     def _epochs(self) -> dict[int, Int16[np.ndarray, " slots"]]:
@@ -131,24 +140,27 @@ class _Permuted(abc.ABC):
 
 
 def permuted_within(
-    places: Int[np.ndarray, " n"], span: tuple[int, int], key: Any
+    positions: Int[np.ndarray, " n"], span: tuple[int, int], key: Any
 ) -> Int64[np.ndarray, " n"]:
-    """Returns the places with those in range(*span) permuted among themselves."""
+    """Returns the positions, those in range(*span) permuted among themselves."""
     start, end = span
-    found = places.astype(np.int64)
-    inside = np.flatnonzero((places >= start) & (places < end))
-    found[inside] = start + permuted(found[inside] - start, np.int64(end - start), key)
-    return found
+    permuted_positions = positions.astype(np.int64)
+    in_span = np.flatnonzero((positions >= start) & (positions < end))
+    permuted_positions[in_span] = start + permuted(
+        permuted_positions[in_span] - start, np.int64(end - start), key
+    )
+    return permuted_positions
 
 
 class PreparedChunks(_Permuted):
-    """Order of a prepared source, exact in tokens, one permutation of the whole source, without any table of
-    its own.
+    """Order of a prepared source, exact in tokens: one permutation of the whole source, without a table.
 
-    The index stores the first token of every block of 16 records. Block b gets the slots from starts[b] //
-    chunk + 17 b
-    on: at least as many as its 16 records can have chunks, because rounding up adds less than one for each of
-      them.
+    The index stores the first token of every block of 16 records. Block b gets the slots from
+    starts[b] // chunk + 17 b on: at least as many as its 16 records can have chunks, because rounding up adds
+    less than one for each of them.
+
+    Example, chunks of 100 tokens: block 0 has 1,650 tokens, so block 1 begins at slot 1650 // 100 + 17 = 33.
+    The 16 records of block 0 have at most 16 + 16 = 32 chunks, and its other slots are empty.
     """
 
     def __init__(self, index: PreparedIndex, *, chunk_tokens: int, seed: int) -> None:
@@ -156,35 +168,45 @@ class PreparedChunks(_Permuted):
         self._chunk = chunk_tokens
         self._seed = seed
         self._blocks = -(-len(index) // BLOCK)
-        self._know(_FIRST, [int(self._first_slot(np.asarray([self._blocks], np.int64))[0])])
+        self._set_generations(_FIRST, [int(self._first_slot(np.asarray([self._blocks], np.int64))[0])])
 
     def _contents(
         self, slots: Int64[np.ndarray, " n"]
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        # Every array below is [slots, BLOCK]: one index look-up serves the 16 records of each
+        # block.
         block = self._block_of(slots)
         records = block[:, None] * BLOCK + np.arange(BLOCK)
-        inside = records < len(self._index)
+        exists = records < len(self._index)
+        # The last block may be short: its missing records look up the last record, and count no
+        # chunk.
         lengths = self._index.lengths(np.minimum(records, len(self._index) - 1).ravel()).reshape(-1, BLOCK)
-        counts = np.where(inside, -(-lengths.astype(np.int64) // self._chunk), 0)
+        counts = np.where(exists, -(-lengths.astype(np.int64) // self._chunk), 0)
         ends = np.cumsum(counts, axis=1)
-        at = slots - self._first_slot(block)
-        which = (ends <= at[:, None]).sum(axis=1)
-        full = which < BLOCK
-        which = np.minimum(which, BLOCK - 1)
+        slot_in_block = slots - self._first_slot(block)
+        # Number of records whose chunks all lie before the slot: the index of the record that holds
+        # it.
+        record_in_block = (ends <= slot_in_block[:, None]).sum(axis=1)
+        has_chunk = record_in_block < BLOCK
+        # Only keeps the look-up inside the block; has_chunk already marks these slots as empty.
+        record_in_block = np.minimum(record_in_block, BLOCK - 1)
         row = np.arange(len(slots))
-        first = at - (ends[row, which] - counts[row, which])
-        return np.where(full, records[row, which], -1), first
+        chunk = slot_in_block - (ends[row, record_in_block] - counts[row, record_in_block])
+        return np.where(has_chunk, records[row, record_in_block], -1), chunk
 
     def _first_slot(self, block: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        # 16 for rounding up each record, 1 for the fraction of a chunk with which the block's
+        # tokens begin.
         return self._index.token_starts(block) // self._chunk + (BLOCK + 1) * block
 
     def _block_of(self, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Finds the last block that begins at or before each slot, by bisection of all slots together."""
+        # Invariant: first_slot(low) <= slot < first_slot(high).
         low, high = np.zeros_like(slots), np.full_like(slots, self._blocks)
         while (high - low > 1).any():
             middle = (low + high) // 2
-            before = self._first_slot(middle) <= slots
-            low, high = np.where(before, middle, low), np.where(before, high, middle)
+            starts_before = self._first_slot(middle) <= slots
+            low, high = np.where(starts_before, middle, low), np.where(starts_before, high, middle)
         return low
 
 
@@ -200,8 +222,8 @@ class WholeRecords:
         self.numbers = EpochNumbers(_FIRST, (num_records,))
         self._seed = seed
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        records = permuted(places, np.int64(self.slots), epoch_key(self._seed, epoch))
+    def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
+        records = permuted(positions, np.int64(self.slots), epoch_key(self._seed, epoch))
         return Chunks(records, np.zeros_like(records), np.full_like(records, _WHOLE))
 
 
@@ -214,16 +236,22 @@ class SizedChunks(_Permuted):
         self._corpus = corpus
         self._cut = cut
         self._seed = seed
+        # The empty arrays give concatenate a dtype when the corpus has no files.
         firsts, slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        # Entries start anew at each file, so that a generation, which ends with a file, ends with
+        # an entry.
         for start, end in corpus.file_bounds():
             counts = cut.counts(corpus.sizes(start, end))
-            cuts = np.arange(0, end - start, _LOOKED_UP)
-            firsts.append(start + cuts)
-            slots.append(np.add.reduceat(counts, cuts) if len(cuts) else cuts)
+            entries = np.arange(0, end - start, _TABLE_STRIDE)
+            firsts.append(start + entries)
+            # A file without records has no entry.
+            slots.append(np.add.reduceat(counts, entries) if len(entries) else entries)
         self._first_record = np.concatenate([*firsts, [len(corpus)]])
         self._first_slot = np.concatenate([[0], np.cumsum(np.concatenate(slots))])
-        last = [int(corpus.file_ends[generation.files - 1]) for generation in generations]
-        self._know(generations, self._first_slot[np.searchsorted(self._first_record, last)].tolist())
+        first_record_after = [int(corpus.file_ends[generation.files - 1]) for generation in generations]
+        self._set_generations(
+            generations, self._first_slot[np.searchsorted(self._first_record, first_record_after)].tolist()
+        )
 
     def join(self, epoch: int, place: int, files: int) -> Generation:
         """Returns the generation with which more files join the order before `place` of an epoch."""
@@ -232,18 +260,23 @@ class SizedChunks(_Permuted):
     def _contents(
         self, slots: Int64[np.ndarray, " n"]
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
+        # side="right": an entry without slots is skipped in favour of the one that holds the slot.
         block = np.searchsorted(self._first_slot, slots, side="right") - 1
         record, first = np.empty_like(slots), np.empty_like(slots)
-        for one in sorted(set(block.tolist())):
-            here = np.flatnonzero(block == one)
-            start, end = int(self._first_record[one]), int(self._first_record[one + 1])
+        # Sizes are looked up once per entry, not once per slot.
+        for entry in sorted(set(block.tolist())):
+            in_entry = np.flatnonzero(block == entry)
+            start, end = int(self._first_record[entry]), int(self._first_record[entry + 1])
             sizes = self._corpus.sizes(start, end)
             counts = self._cut.counts(sizes)
             # A file that cannot be read any more has lost its sizes: its slots go to records that cannot be
             # read.
-            counts[np.argmin(sizes)] += self._first_slot[one + 1] - self._first_slot[one] - counts.sum()
+            counts[np.argmin(sizes)] += self._first_slot[entry + 1] - self._first_slot[entry] - counts.sum()
             ends = np.cumsum(counts)
-            at = slots[here] - self._first_slot[one]
-            which = np.searchsorted(ends, at, side="right")
-            record[here], first[here] = start + which, at - (ends[which] - counts[which])
+            slot_in_entry = slots[in_entry] - self._first_slot[entry]
+            record_in_entry = np.searchsorted(ends, slot_in_entry, side="right")
+            record[in_entry], first[in_entry] = (
+                start + record_in_entry,
+                slot_in_entry - (ends[record_in_entry] - counts[record_in_entry]),
+            )
         return record, first

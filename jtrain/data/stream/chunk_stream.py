@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -10,54 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int, Int32, Int64, Integer
+from jaxtyping import Bool, Float64, Int, Int64
 
-from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import GAP, Corpus
-from jtrain.data.sources.formats import BadRecord
-from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
 from jtrain.data.sources.source import FileKeys, identity_of, split_positions
 from jtrain.data.stream.chunk_order import ChunkOrder, Chunks
+from jtrain.data.stream.chunk_reader import ChunkReader, Read
 from jtrain.data.stream.growing_order import GrowingChunks, WindowAnchor
 from jtrain.data.stream.source_order import estimated_chunk_bytes, make_order
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.data.stream.windowed_order import WindowedChunks
-from jtrain.data.tokenizer import TextChunk, make_tokenizer
+from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import UserError
 
-_HELD_OUT_AT_A_TIME = 1 << 16
+_RECORDS_AT_A_TIME = 1 << 16
 
 WHOLE = (0, 1)
-"""Share of a grouped source that is all of it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Read:
-    """Result of reading some chunks, in the order of the request.
-
-    lengths: tokens of each chunk; 0 if there is none, or its document is held out for evaluation or skipped.
-    ids: token ids of all chunks, one after another; or those of the whole source in a memory map, see
-      `starts`.
-    skipped: number of the first chunk of each bad document that was left out, and its `file:number` and the
-      reason.
-    ignored: runs (start, end) of `ids` that are read and not learned, ascending; none without a loss mask.
-    numbers: numbers of the chunks; None if they are those of the request, in its order.
-    """
-
-    lengths: Int[np.ndarray, " n"]
-    ids: Integer[np.ndarray, " tokens"]
-    skipped: tuple[tuple[int, str], ...] = ()
-    ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
-    anchor: WindowAnchor | None = None
-    """Where the window of the first chunk begins, if the order is one of `GrowingChunks`."""
-    starts: Int64[np.ndarray, " n"] | None = None
-    """Place of the first token of each chunk in `ids`; None if the chunks are one after another."""
-    numbers: Int[np.ndarray, " n"] | None = None
+"""Share of a grouped source that is all of it: number 0 of 1."""
 
 
 class ChunkStream:
@@ -80,19 +53,19 @@ class ChunkStream:
         self.setup = setup
         self.opening = opening or Opening()
         with self.opening:
-            self._open()
+            self._open_files()
 
-    def _open(self) -> None:
+    def _open_files(self) -> None:
         setup = self.setup
         self.tokenizer = make_tokenizer(setup.tokenizer, end_token=setup.end_token)
         self.corpus: Corpus | None = None
         self.prepared: PreparedIndex | None = None
-        self._has_marks = False
         self.chunk_bytes = setup.chunk_tokens
         if setup.prepared is not None:
             index = self.prepared = PreparedIndex(
                 f"{setup.prepared.rstrip('/')}/{setup.name}", Path(setup.cache_dir)
             )
+            # An index prepared with other settings holds other chunks under the same numbers.
             fields = {
                 name: getattr(setup.source, name) for name in ("format", "text_field", "text_piece_bytes")
             }
@@ -101,6 +74,7 @@ class ChunkStream:
             self.names, self._file_ends = index.names, index.file_ends
             self.size_bytes = index.num_tokens * index.dtype.itemsize
         else:
+            # Opening a corpus may need seconds per remote file; `opening` reports them.
             corpus = self.corpus = Corpus(
                 setup.source,
                 name=setup.name,
@@ -114,13 +88,22 @@ class ChunkStream:
             self.chunk_bytes = setup.chunk_bytes or estimated_chunk_bytes(
                 corpus, self.tokenizer, setup.chunk_tokens
             )
+        # Reader before order: the order cuts texts as the reader does.
+        self._reader = ChunkReader(
+            setup=setup,
+            tokenizer=self.tokenizer,
+            corpus=self.corpus,
+            prepared=self.prepared,
+            cut=self._chunk_cut(),
+            identities=(self.names, self._file_ends),
+        )
         self.order = self._new_order()
         self._file_keys = FileKeys(self.names)
-        if setup.fingerprint is not None and (found := self.fingerprint()) != setup.fingerprint:
+        if setup.fingerprint is not None and (fingerprint := self.fingerprint()) != setup.fingerprint:
             raise UserError(
-                f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, {found} "
-                "now): some were removed or rewritten, new ones sort before them, or this host sees others. "
-                "Restore them and run again."
+                f"its files changed since the run opened them (fingerprint {setup.fingerprint} then, "
+                f"{fingerprint} now): some were removed or rewritten, new ones sort before them, or this "
+                "host sees others. Restore them and run again."
             )
 
     def _new_order(self) -> ChunkOrder:
@@ -129,19 +112,26 @@ class ChunkStream:
         assert documents is not None
         return make_order(
             documents,
-            self._chunk_cut,
+            self._reader.cut,
             self.generations,
             seed=order_seed(setup.seed, setup.name),
             chunk_tokens=setup.chunk_tokens,
             window_bytes=setup.window_bytes,
         )
 
-    def resumed(self, setup: SourceSetup) -> "ChunkStream":
+    def with_setup(self, setup: SourceSetup) -> "ChunkStream":
         """Returns the same open source in the order of another setup, by its cuts and generations."""
+        # Shares the open files: opening a remote corpus once more may take minutes.
         stream = copy.copy(self)
         stream.setup, stream.chunk_bytes = setup, setup.chunk_bytes or self.chunk_bytes
+        # The reader keeps its marks: they are of the same open corpus.
+        stream._reader = dataclasses.replace(stream._reader, setup=setup, cut=stream._chunk_cut())
         stream.order = stream._new_order()
         return stream
+
+    def _chunk_cut(self) -> ChunkCut:
+        border_tokens = 1 + (self.tokenizer.begin_id is not None)
+        return ChunkCut(self.chunk_bytes, border_tokens, exact=self.tokenizer.identity == "bytes")
 
     @property
     def generations(self) -> tuple[Generation, ...]:
@@ -154,10 +144,6 @@ class ChunkStream:
     def _growing(self) -> GrowingChunks | None:
         return self.order if isinstance(self.order, GrowingChunks) else None
 
-    @functools.cached_property
-    def _border_tokens(self) -> int:
-        return 1 + (self.tokenizer.begin_id is not None)
-
     def __len__(self) -> int:
         """Number of slots in an epoch, including empty ones and those of held-out and bad documents."""
         return self.order.slots
@@ -169,6 +155,7 @@ class ChunkStream:
 
     def held_out(self, records: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         """True for records held out for evaluation, chosen for ever by a hash of file name and number."""
+        # Nothing is held out: no record needs to be hashed.
         if not self.setup.eval_fraction:
             return np.zeros(len(records), np.bool_)
         return split_positions(self._file_ends, self._file_keys, records) < self.setup.eval_fraction
@@ -187,15 +174,14 @@ class ChunkStream:
 
     def locate(self, numbers: Int[np.ndarray, " n"]) -> Chunks:
         """Returns the contents of the slots `numbers`, of any epochs."""
-        epochs, places = self.order.numbers.split(numbers)
-        found = Chunks(*(np.zeros(len(numbers), np.int64) for _ in range(3)))
-        for epoch in sorted(
-            set(epochs.tolist())
-        ):  # np.unique would import numpy.ma: 0.1 s and 3 MB in each loader
-            here = epochs == epoch
-            for array, values in zip(found, self.order.locate(epoch, places[here]), strict=True):
-                array[here] = values
-        return found
+        epochs, positions = self.order.numbers.split(numbers)
+        chunks = Chunks(*(np.zeros(len(numbers), np.int64) for _ in range(3)))
+        # Not np.unique, which imports numpy.ma: 0.1 s and 3 MB in each loader.
+        for epoch in sorted(set(epochs.tolist())):
+            in_epoch = epochs == epoch
+            for array, values in zip(chunks, self.order.locate(epoch, positions[in_epoch]), strict=True):
+                array[in_epoch] = values
+        return chunks
 
     @property
     def can_map_ids(self) -> bool:
@@ -207,9 +193,9 @@ class ChunkStream:
         assert self.prepared is not None
         chunks = self.locate(numbers)
         lengths = np.zeros(len(numbers), np.int64)
-        wanted = self._wanted(chunks)
-        start, end = self._spans(Chunks(*(array[wanted] for array in chunks)))
-        lengths[wanted] = end - start
+        is_training = self._is_training(chunks)
+        start, end = self._reader.spans(Chunks(*(array[is_training] for array in chunks)))
+        lengths[is_training] = end - start
         return lengths.astype(np.int32)
 
     def read(
@@ -234,37 +220,49 @@ class ChunkStream:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
           FileError: the prepared index cannot be read, or an error that may pass did not pass.
         """
+        # Which share reads a number follows from sizes of parts alone, so every process decides
+        # alike.
         if share != WHOLE:
             assert isinstance(self.order, WindowedChunks), "only grouped sources are shared"
             numbers = numbers[self.order.share_of(numbers, share[1]) == share[0]]
+        # Before `locate`: without the anchor it would open all windows from the start of the run.
         if self._growing and anchor is not None:
             self._growing.start_at(anchor)
         chunks = self.locate(numbers)
-        at = self._growing.anchor(int(numbers.min())) if self._growing and len(numbers) else None
-        wanted = self._wanted(chunks)
+        read_anchor = self._growing.anchor(int(numbers.min())) if self._growing and len(numbers) else None
+        is_training = self._is_training(chunks)
         skipped = []
         if skip:
-            lost = np.isin(numbers, list(skip))
-            wanted &= ~lost
-            names = map(self.identity_of, chunks.record[lost].tolist())
-            why = [f"document {name}: its loader did not survive it" for name in names]
-            skipped = list(zip(numbers[lost].tolist(), why, strict=True))
-        places = np.flatnonzero(wanted)
-        here = Chunks(*(array[places] for array in chunks))
+            # These killed their loader: they must not be touched, only reported.
+            is_lost = np.isin(numbers, list(skip))
+            is_training &= ~is_lost
+            names = map(self.identity_of, chunks.record[is_lost].tolist())
+            reasons = [f"document {name}: its loader did not survive it" for name in names]
+            skipped = list(zip(numbers[is_lost].tolist(), reasons, strict=True))
+        indexes = np.flatnonzero(is_training)
+        chunks_to_read = Chunks(*(array[indexes] for array in chunks))
+        # Chunks that are not read keep the length 0, which the planner passes over.
         lengths = np.zeros(len(numbers), np.int32)
-        if watch is None:  # a call for each chunk would take as long as to read a short one
-            read = self._read(here, None)
+        if watch is None:  # calling a function per chunk takes as long as reading a short chunk
+            read = self._reader.read(chunks_to_read, None)
         else:
-            read = self._read(here, lambda i: watch(int(numbers[places[i]]), int(here.record[i])))
-        lengths[places] = read.lengths
+            read = self._reader.read(
+                chunks_to_read, lambda i: watch(int(numbers[indexes[i]]), int(chunks_to_read.record[i]))
+            )
+        lengths[indexes] = read.lengths
         starts = None
         if read.starts is not None:
             starts = np.zeros(len(numbers), np.int64)
-            starts[places] = read.starts
-        skipped += [(int(numbers[places[i]]), reason) for i, reason in read.skipped]
+            starts[indexes] = read.starts
+        skipped += [(int(numbers[indexes[i]]), reason) for i, reason in read.skipped]
         numbers_read = None if share == WHOLE else numbers
         return dataclasses.replace(
-            read, lengths=lengths, skipped=tuple(skipped), anchor=at, starts=starts, numbers=numbers_read
+            read,
+            lengths=lengths,
+            skipped=tuple(skipped),
+            anchor=read_anchor,
+            starts=starts,
+            numbers=numbers_read,
         )
 
     def identity_of(self, record: int) -> str:
@@ -277,6 +275,7 @@ class ChunkStream:
         They are those of the files with which the run began, so that evaluations stay comparable when files
         join it.
         """
+        # Seed 0, not the run's: all runs with these files evaluate on the same documents.
         key = epoch_key(order_seed(0, f"held out/{self.setup.name}"), 0)
         for records in self.records_at_random(
             key, files=None if self.corpus is None else self.generations[0].files
@@ -294,13 +293,15 @@ class ChunkStream:
             total = self.corpus.records_before(files)
         if total is None:
             assert self.corpus is not None
+            # Number of records unknown: shuffle files, then the records of each, so that files
+            # open one by one.
             for file in shuffled_parts(files or len(self.names), key).tolist():
                 count = self.corpus.count(file)
                 yield file * GAP + permuted(np.arange(count), np.int64(max(count, 1)), key)
             return
-        for start in range(0, total, _HELD_OUT_AT_A_TIME):
-            places = np.arange(start, min(start + _HELD_OUT_AT_A_TIME, total), dtype=np.int64)
-            yield permuted(places, np.int64(total), key)
+        for start in range(0, total, _RECORDS_AT_A_TIME):
+            positions = np.arange(start, min(start + _RECORDS_AT_A_TIME, total), dtype=np.int64)
+            yield permuted(positions, np.int64(total), key)
 
     @property
     def sizes_are_known(self) -> bool:
@@ -308,24 +309,24 @@ class ChunkStream:
         return self.corpus is None or not self.corpus.is_open or not self.corpus.sizes_need_reading
 
     def rows_of(self, records: Int[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
-        """Returns the length of records in chunks; the number of chunks is that rounded up, and at least
-        1.
-        """
+        """Returns the length of records in chunks: round up, to at least 1, for the number of chunks."""
         if self.prepared is not None:
             return self.prepared.lengths(records) / self.setup.chunk_tokens
         assert self.corpus is not None
+        # One by one: the records are scattered, and `sizes` takes a range.
         sizes = np.asarray([int(self.corpus.sizes(r, r + 1)[0]) for r in records.tolist()], np.int64)
-        return (sizes + self._border_tokens) / self.chunk_bytes
+        return (sizes + self._reader.cut.border_tokens) / self.chunk_bytes
 
     def chunks_of(self, records: Int[np.ndarray, " n"]) -> Chunks:
         """Returns all chunks of some records, held out or not, record by record."""
         counts = np.maximum(np.ceil(self.rows_of(records)), 1).astype(np.int64)
+        # Counts up from 0 within each record: a running number minus the chunks before the record.
         first = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         return Chunks(np.repeat(records, counts), first, np.ones_like(first))
 
     def read_chunks(self, chunks: Chunks) -> Read:
         """Reads and tokenises chunks, held out or not, in the given order; for evaluation."""
-        return dataclasses.replace(self._read(chunks, None), skipped=())
+        return dataclasses.replace(self._reader.read(chunks, None), skipped=())
 
     def fingerprint(self, files: Sequence[int] | None = None) -> str:
         """Returns a hash that changes whenever a number could stand for other tokens.
@@ -334,6 +335,8 @@ class ChunkStream:
           files: the numbers of the files that count; None: all.
         """
         setup = self.setup
+        # Seed and generations are not in it: they are saved beside it, and change the order, not
+        # the tokens.
         parts = [self.tokenizer.identity, setup.eval_fraction, setup.chunk_tokens]
         if self.prepared is not None:
             parts += ["prepared", self.prepared.made_of, self.prepared.num_records, self.prepared.num_tokens]
@@ -351,77 +354,9 @@ class ChunkStream:
         if self.corpus is not None:
             self.corpus.close()
 
-    def _wanted(self, chunks: Chunks) -> Bool[np.ndarray, " n"]:
+    def _is_training(self, chunks: Chunks) -> Bool[np.ndarray, " n"]:
         """True for slots that hold a chunk of a document that is not held out."""
-        wanted = chunks.record >= 0
-        wanted[wanted] = ~self.held_out(chunks.record[wanted])
-        return wanted
-
-    def _read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
-        """Reads chunks; `skipped` has their indexes instead of their numbers."""
-        if watch is not None and len(chunks.record) and (self.prepared is not None or self._has_marks):
-            watch(0)
-        if self.prepared is not None:
-            start, end = self._spans(chunks)
-            if self.setup.map_ids:
-                assert self.prepared.mapped_ids is not None
-                at = self.prepared.places(chunks.record, start, end)
-                return Read((end - start).astype(np.int32), self.prepared.mapped_ids, starts=at)
-            ids = self.prepared.read_spans(chunks.record, start, end)
-            ignored = self.prepared.ignored(chunks.record, start, end)
-            return Read((end - start).astype(np.int32), ids, ignored=ignored)
-        assert self.corpus is not None
-        masked = self.setup.source.mask is not None
-        cut: list[TextChunk] = []
-        parts: list[list[ChunkPart]] = []
-        reasons = []
-        known = self._marked_parts(chunks)
-        begin = bool(self._border_tokens - 1)
-        reading = self.corpus.read(np.delete(chunks.record, list(known)) if known else chunks.record)
-        for i, (record, first, num) in enumerate(zip(*(array.tolist() for array in chunks), strict=True)):
-            if i in known:
-                cut.append(self._chunk_cut.chunk(known[i], first, num)[0])
-                continue
-            if watch is not None:
-                watch(i)
-            text = next(reading)
-            if isinstance(text, BadRecord):
-                if self.setup.on_bad_record == "fail":
-                    raise text
-                if first == 0:
-                    reasons.append((i, f"document {self.identity_of(int(chunks.record[i]))}: {text}"))
-                text = ""
-            content = text.encode("utf-8")
-            if content and not first and len(content) + self._border_tokens <= num * self.chunk_bytes:
-                chunk, start = TextChunk(content, begin, ends=True), 0  # most are whole, and a cut takes 2 us
-            else:
-                chunk, start = self._chunk_cut.chunk(TextPart(content, 0, len(content)), first, num)
-                if len(chunk.content) < len(content) and self.corpus.mark(record, text):
-                    self._has_marks = True
-            if masked:
-                parts.append(split_chunk(chunk, start, text))
-            else:
-                cut.append(chunk)
-        if not masked:
-            return Read(*self.tokenizer.encode_chunks(cut), tuple(reasons))
-        encoded, ignored = encode_parts(self.tokenizer, parts)
-        return Read(*encoded, tuple(reasons), ignored)
-
-    def _spans(self, chunks: Chunks) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Returns first token and end of each chunk of a prepared source within its document."""
-        assert self.prepared is not None
-        length = self.prepared.lengths(chunks.record).astype(np.int64)
-        start = np.minimum(chunks.first * self.setup.chunk_tokens, length)
-        return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
-
-    def _marked_parts(self, chunks: Chunks) -> dict[int, TextPart]:
-        """Reads the chunks of documents with marks: for each, by its index, the text around it."""
-        if not self._has_marks or not len(chunks.record):
-            return {}
-        assert self.corpus is not None
-        found = self.corpus.parts(chunks.record, self._chunk_cut.spans(chunks.first, chunks.num))
-        return {i: part for i, part in enumerate(found) if part is not None}
-
-    @property
-    def _chunk_cut(self) -> ChunkCut:
-        return ChunkCut(self.chunk_bytes, self._border_tokens, exact=self.tokenizer.identity == "bytes")
+        is_training = chunks.record >= 0
+        # Held-out is a hash per record: asked only for slots that hold one.
+        is_training[is_training] = ~self.held_out(chunks.record[is_training])
+        return is_training

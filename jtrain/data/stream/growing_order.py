@@ -81,12 +81,17 @@ class GrowingChunks:
         """Returns where the window of a chunk begins; opens the windows from the last one known to that
         one.
         """
-        at = bisect.bisect_right(self._anchors, number, key=_first) - 1
-        assert at >= 0, f"chunk {number} lies before the first anchor {self._anchors[0]}"
-        anchor, empty = self._anchors[at], 0
+        # bisect_right: of several anchors with one first chunk (empty windows), the last holds the
+        # chunk.
+        index = bisect.bisect_right(self._anchors, number, key=_first) - 1
+        assert index >= 0, f"chunk {number} lies before the first anchor {self._anchors[0]}"
+        anchor, num_empty = self._anchors[index], 0
         while number >= (end := anchor.first + self._count(anchor)):
-            empty = empty + 1 if end == anchor.first else 0
-            if empty > len(self._windows_of(anchor.epoch)):
+            # Counts empty windows in a row, so that a source without any record is refused
+            # instead of searched for ever.
+            num_empty = num_empty + 1 if end == anchor.first else 0
+            # More empty windows than an epoch has: all files are empty.
+            if num_empty > len(self._windows_of(anchor.epoch)):
                 raise UserError(
                     f"{self._corpus.source.path}: none of its {len(self._corpus.names):,} files holds a "
                     "record. Set the source's path to files with text in them."
@@ -100,28 +105,39 @@ class GrowingChunks:
 
     def start_at(self, anchor: WindowAnchor) -> None:
         """Notes where a window begins, so that chunks from there on are found without those before it."""
+        # `_count` finds windows in order, so anchors are mostly appended; a resume may insert one
+        # before them.
         if anchor not in self._anchors:
             bisect.insort(self._anchors, anchor, key=_first)
 
     def join(self, number: int, files: int) -> Generation:
         """Returns the generation with which more files join the order before chunk `number`."""
         anchor = self.anchor(number)
+        # A window whose first chunk was drawn stays as it is; one that nobody has started is cut
+        # anew.
         return Generation(anchor.epoch, 0, anchor.window + (number > anchor.first), files)
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
+    def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
+        # Epoch and window follow from the anchor: sizes of epochs are unknown, so numbers cannot
+        # name one.
         assert epoch == 0, epoch
-        found = Chunks(*(np.zeros(len(places), np.int64) for _ in range(3)))
-        anchors = [self.anchor(place) for place in places.tolist()]
+        chunks = Chunks(*(np.zeros(len(positions), np.int64) for _ in range(3)))
+        anchors = [self.anchor(position) for position in positions.tolist()]
         for anchor in dict.fromkeys(anchors):
-            here = np.flatnonzero([other == anchor for other in anchors])
+            in_window = np.flatnonzero([candidate == anchor for candidate in anchors])
             window = self._window(anchor)
+            # The key follows from epoch and window alone: a resumed run permutes the window in
+            # the same way.
             key = window_keys(np.asarray([anchor.window]), epoch_key(self._seed, anchor.epoch))[0]
-            slot = permuted(places[here] - anchor.first, window.ends[-1], key)
-            at = np.searchsorted(window.ends, slot, side="right")
-            found.record[here] = window.records[at]
-            found.first[here] = slot - np.where(at > 0, window.ends[at - 1], 0)
-            found.num[here] = 1
-        return found
+            slot = permuted(positions[in_window] - anchor.first, window.ends[-1], key)
+            record_in_window = np.searchsorted(window.ends, slot, side="right")
+            chunks.record[in_window] = window.records[record_in_window]
+            # The first record has no predecessor; index -1 is read, and not used.
+            chunks.first[in_window] = slot - np.where(
+                record_in_window > 0, window.ends[record_in_window - 1], 0
+            )
+            chunks.num[in_window] = 1
+        return chunks
 
     def _count(self, anchor: WindowAnchor) -> int:
         ends = self._window(anchor).ends
@@ -129,34 +145,45 @@ class GrowingChunks:
 
     def _files_by_window(self, epoch: int) -> list[Int64[np.ndarray, " _"]]:
         """Returns the files of each window of an epoch."""
-        base, joined = members(self._generations, epoch)
+        base, joining = members(self._generations, epoch)
         windows = self._split(shuffled_parts(self._generations[base].files, epoch_key(self._seed, epoch)))
-        for generation in joined:
-            kept = self._generations[generation].window
-            new = np.arange(self._generations[generation - 1].files, self._generations[generation].files)
-            files = np.sort(np.concatenate([*windows[kept:], new]))
+        # In the order in which they joined: each cuts anew what the one before it left unread.
+        for generation in joining:
+            num_started = self._generations[generation].window
+            new_files = np.arange(
+                self._generations[generation - 1].files, self._generations[generation].files
+            )
+            # Sorted, so that the order follows from the set of files and not from the windows
+            # they were in.
+            files = np.sort(np.concatenate([*windows[num_started:], new_files]))
             order = shuffled_parts(len(files), join_key(self._seed, generation, epoch))
-            windows = windows[:kept] + self._split(files[order])
+            windows = windows[:num_started] + self._split(files[order])
         return windows
 
     def _split(self, files: Int64[np.ndarray, " files"]) -> list[Int64[np.ndarray, " _"]]:
         """Returns files in this order as windows."""
         sizes = self._corpus.file_sizes()[files]
+        # By the byte at which a file begins: a file belongs to one window, whatever its size.
         window = (np.cumsum(sizes) - sizes) // self._window_bytes
         return [
-            part
-            for same in np.split(files, np.flatnonzero(np.diff(window)) + 1)
-            for part in np.split(same, range(_MOST_FILES, len(same), _MOST_FILES))
+            window_part
+            for window_files in np.split(files, np.flatnonzero(np.diff(window)) + 1)
+            for window_part in np.split(window_files, range(_MOST_FILES, len(window_files), _MOST_FILES))
         ]
 
     def _window(self, anchor: WindowAnchor) -> _OpenWindow:
         if anchor not in self._opened:
+            # Ascending, as the corpus numbers its records: chunk numbers must not depend on the
+            # shuffle.
             files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
+            # Two windows stay open: a run of chunks may begin in one and end in the next.
             while len(self._opened) > 1:
                 self._forget(next(iter(self._opened)), keep=files)
             self._corpus.open(files)
             records, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
             for file in files:
+                # Record numbers leave a gap per file, as counts are unknown until a file is
+                # opened.
                 first = file * GAP
                 count = self._corpus.count(file)
                 records.append(np.arange(first, first + count))
@@ -167,6 +194,15 @@ class GrowingChunks:
 
     def _forget(self, anchor: WindowAnchor, *, keep: list[int]) -> None:
         del self._opened[anchor]
-        still = {*keep, *(n for a in self._opened for n in self._windows_of(a.epoch)[a.window].tolist())}
-        gone = [n for n in self._windows_of(anchor.epoch)[anchor.window].tolist() if n not in still]
-        self._corpus.forget(gone)
+        used_files = {
+            *keep,
+            *(
+                file
+                for open_anchor in self._opened
+                for file in self._windows_of(open_anchor.epoch)[open_anchor.window].tolist()
+            ),
+        }
+        unused_files = [
+            file for file in self._windows_of(anchor.epoch)[anchor.window].tolist() if file not in used_files
+        ]
+        self._corpus.forget(unused_files)

@@ -11,18 +11,17 @@ from jtrain.data.stream.source_order import join
 from jtrain.data.stream.source_setup import SourceSetup
 
 _MOST_TRIED = 4096
-"""Most files of which one is looked for that sorts before an old one: each try hashes the names of all of
-them."""
+"""Most files among which the new one is searched for: each try hashes the names of all files."""
 
 
 class Resumed(NamedTuple):
     """Source that goes on from a checkpoint, and a line for the log if files have joined it."""
 
     stream: ChunkStream
-    said: str
+    message: str
 
 
-def saved_source(setup: SourceSetup, last_file: str) -> dict[str, Any]:
+def source_to_json(setup: SourceSetup, last_file: str) -> dict[str, Any]:
     """Returns what a checkpoint keeps of a source.
 
     Args:
@@ -59,7 +58,7 @@ def running_setup(stream: ChunkStream) -> SourceSetup:
     )
 
 
-def resumed(
+def resume_source(
     stream: ChunkStream,
     saved: dict[str, Any],
     *,
@@ -72,7 +71,7 @@ def resumed(
 
     Args:
       stream: the source, opened with the settings of this start.
-      saved: what `saved_source` returned.
+      saved: result of `source_to_json`.
       cursor: the first chunk that was not drawn.
       anchor: where a window at or before it begins, if there are windows.
       step: step of the checkpoint.
@@ -80,46 +79,52 @@ def resumed(
     """
     window_bytes, chunk_bytes = saved["cut"]
     generations = tuple(Generation(*generation) for generation in saved["generations"])
+    # Cuts and windows of the first start: today's estimates may differ and would change the order.
     setup = dataclasses.replace(stream.setup, window_bytes=window_bytes, chunk_bytes=chunk_bytes)
     corpus = stream.corpus
     if corpus is None or not generations:
-        same = stream.fingerprint() == saved["fingerprint"]
-        return Resumed(stream.resumed(setup), "") if same else _changed(stream, saved)
+        # A prepared source saves no generations: any change of it is refused.
+        is_unchanged = stream.fingerprint() == saved["fingerprint"]
+        return Resumed(stream.with_setup(setup), "") if is_unchanged else _changed(stream, saved)
     if corpus.is_open != saved["opened_whole"]:
-        # It is opened as at the first start, which decides the order, however large it is now.
+        # Opened as at the first start, however large it is now: how it is opened decides the order.
         corpus.close()
-        again = dataclasses.replace(setup, eager_bytes=None if saved["opened_whole"] else 0)
-        stream = ChunkStream(again, stream.opening)
+        reopened_setup = dataclasses.replace(setup, eager_bytes=None if saved["opened_whole"] else 0)
+        stream = ChunkStream(reopened_setup, stream.opening)
         corpus = stream.corpus
         assert corpus is not None
-    known, here = generations[-1].files, len(corpus.names)
-    other = corpus.first_of_unknown_sizes if corpus.is_open else None
-    if other is not None and (other >= known or not saved["opened_whole"]):
-        return _other_format(stream, corpus.names[other])
-    if known > here or stream.fingerprint(range(known)) != saved["fingerprint"]:
+    num_saved, num_files = generations[-1].files, len(corpus.names)
+    # Sizes known only by reading need windows; a source without windows cannot take such files in.
+    unknown_size_file = corpus.first_of_unknown_sizes if corpus.is_open else None
+    if unknown_size_file is not None and (unknown_size_file >= num_saved or not saved["opened_whole"]):
+        return _other_format(stream, corpus.names[unknown_size_file])
+    # The first files must be those of then; the fingerprint over these alone tells.
+    if num_saved > num_files or stream.fingerprint(range(num_saved)) != saved["fingerprint"]:
         return _changed(stream, saved)
-    before = stream.resumed(dataclasses.replace(setup, generations=generations))
-    if known == here:
-        return Resumed(before, "")
-    joining = join(before.order, cursor, anchor, files=here, epochs=epochs)
-    after = before.resumed(dataclasses.replace(setup, generations=(*generations, joining)))
-    return Resumed(after, _said(after, step))
+    old_stream = stream.with_setup(dataclasses.replace(setup, generations=generations))
+    if num_saved == num_files:
+        return Resumed(old_stream, "")
+    joining = join(old_stream.order, cursor, anchor, files=num_files, epochs=epochs)
+    joined_stream = old_stream.with_setup(dataclasses.replace(setup, generations=(*generations, joining)))
+    return Resumed(joined_stream, _message_of_joined(joined_stream, step))
 
 
-def _said(stream: ChunkStream, step: int) -> str:
+def _message_of_joined(stream: ChunkStream, step: int) -> str:
     """Returns the line for the log about the files of the last generation."""
     corpus = stream.corpus
     assert corpus is not None
-    old, new = (generation.files for generation in stream.generations[-2:])
-    count = len(corpus.stored_names(old, new))
+    num_old, num_new = (generation.files for generation in stream.generations[-2:])
+    count = len(corpus.stored_names(num_old, num_new))
     documents = (
-        f"{corpus.records_before(new) - corpus.records_before(old):,} documents, " if corpus.is_open else ""
+        f"{corpus.records_before(num_new) - corpus.records_before(num_old):,} documents, "
+        if corpus.is_open
+        else ""
     )
-    size = int(corpus.file_sizes()[old:new].sum())
+    size = int(corpus.file_sizes()[num_old:num_new].sum())
     line = (
         f"step {step}: {field_of(stream.setup.name)} has gained {count:,} {'files' if count > 1 else 'file'} "
-        f"({documents}{size:,} bytes; first: {corpus.names[old]}); from this step on they are read together "
-        "with what the running epoch has left of the others"
+        f"({documents}{size:,} bytes; first: {corpus.names[num_old]}); from this step on they are read "
+        "together with what the running epoch has left of the others"
     )
     if stream.setup.eval_fraction:
         line += "; evaluations go on with held-out documents of the files that the run began with"
@@ -128,60 +133,74 @@ def _said(stream: ChunkStream, step: int) -> str:
 
 def _changed(stream: ChunkStream, saved: dict[str, Any]) -> str:
     """Returns why a source is not the one that was saved, and what to do."""
-    why, way = "", "Restore the files, the tokenizer, data.eval_fraction and seed"
+    reason, way_out = "", "Restore the files, the tokenizer, data.eval_fraction and seed"
+    # The most likely cause first: the message names one reason and one way out.
     if stream.prepared is not None:
-        why = (
+        reason = (
             "what is prepared anew, or with more files, has another order: an index is cut and shuffled as "
             "a whole"
         )
-        way = "Restore the folder that data.prepared named"
+        way_out = "Restore the folder that data.prepared named"
     elif stream.corpus is not None and saved["generations"]:
-        why, way = _changed_files(stream, saved, way)
+        reason, way_out = _changed_files(stream, saved, way_out)
     return (
         f"the data state was saved with sources.{stream.setup.name}={saved['fingerprint']!r}, but here it is "
-        f"{stream.fingerprint()!r}{f' ({why})' if why else ''}: {ways_out(way)}"
+        f"{stream.fingerprint()!r}{f' ({reason})' if reason else ''}: {ways_out(way_out)}"
     )
 
 
-def _changed_files(stream: ChunkStream, saved: dict[str, Any], way: str) -> tuple[str, str]:
+def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> tuple[str, str]:
     """Returns what changed of a source's files, as far as their number and the name of the last one tell, and
     a way.
     """
-    corpus, known, last = stream.corpus, saved["generations"][-1][-1], saved["last_file"]
+    corpus, num_saved, last_file = stream.corpus, saved["generations"][-1][-1], saved["last_file"]
     assert corpus is not None
     names = corpus.names
-    if last not in names:
-        return f"its last file of then, {last}, is gone", way
-    place = names.index(last)
-    if place < known:
-        gone = known - 1 - place
+    if last_file not in names:
+        return f"its last file of then, {last_file}, is gone", way_out
+    # Names ascend: the position of the old last file tells how many files now sort before it.
+    position = names.index(last_file)
+    if position < num_saved:
+        num_gone = num_saved - 1 - position
         return (
-            f"{gone:,} of its {known:,} files are gone" if gone else "its files, or what reads them, changed",
-            way,
+            f"{num_gone:,} of its {num_saved:,} files are gone"
+            if num_gone
+            else "its files, or what reads them, changed",
+            way_out,
         )
-    new = place + 1 - known
-    tried = range(known if known <= _MOST_TRIED else 0)
-    first = next(
-        (n for n in tried if stream.fingerprint(_without(n, new, known)) == saved["fingerprint"]), None
+    num_new = position + 1 - num_saved
+    # A new run of names was put in somewhere: leave out `num_new` names at each position in turn, until
+    # the fingerprint fits.
+    candidates = range(num_saved if num_saved <= _MOST_TRIED else 0)
+    first_new = next(
+        (
+            number
+            for number in candidates
+            if stream.fingerprint(_numbers_without(number, num_new, num_saved)) == saved["fingerprint"]
+        ),
+        None,
     )
-    if first is None:
+    if first_new is None:
         return (
-            f"{new:,} more files than then sort before its last one of then, {last}, or others changed",
-            way,
+            f"{num_new:,} more files than then sort before its last one of then, {last_file}, "
+            "or others changed",
+            way_out,
         )
-    which = f"{names[first]} sorts" if new == 1 else f"{new:,} files from {names[first]} on sort"
+    subject = (
+        f"{names[first_new]} sorts" if num_new == 1 else f"{num_new:,} files from {names[first_new]} on sort"
+    )
     return (
-        f"{which} before {last}, which the run has read: new files can only join if their names sort after "
-        "all others",
-        f"Rename it so that it sorts after {last}"
-        if new == 1
-        else f"Rename them so that they sort after {last}",
+        f"{subject} before {last_file}, which the run has read: new files can only join if their names sort "
+        "after all others",
+        f"Rename it so that it sorts after {last_file}"
+        if num_new == 1
+        else f"Rename them so that they sort after {last_file}",
     )
 
 
-def _without(first: int, count: int, known: int) -> list[int]:
+def _numbers_without(first: int, count: int, num_saved: int) -> list[int]:
     """Returns the numbers of the first files without `count` from `first` on, `known` of them."""
-    return [n for n in range(known + count) if not first <= n < first + count]
+    return [n for n in range(num_saved + count) if not first <= n < first + count]
 
 
 def _other_format(stream: ChunkStream, name: str) -> str:
@@ -192,11 +211,11 @@ def _other_format(stream: ChunkStream, name: str) -> str:
     )
 
 
-def ways_out(way: str) -> str:
+def ways_out(way_out: str) -> str:
     """Returns the end of a message that refuses a data state, with one way to mend it and the general
     ones.
     """
     return (
-        f"the next batches would differ from those of the uninterrupted run. {way}, start in a new "
+        f"the next batches would differ from those of the uninterrupted run. {way_out}, start in a new "
         "--workdir, or add --allow-change data: the weights go on, and the data begins anew."
     )

@@ -41,8 +41,11 @@ def make_order(
       chunk_tokens: most tokens of a chunk of a prepared source.
       window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
     """
+    # From the most that is known of the records' sizes to the least: tokens, nothing but a count,
+    # bytes, none.
     if isinstance(documents, PreparedIndex):
         return PreparedChunks(documents, chunk_tokens=chunk_tokens, seed=seed)
+    # The size of a Grain record is known only after its pipeline has made it.
     if documents.source.format == "grain":
         return WholeRecords(len(documents), seed=seed)
     if documents.is_open and not documents.sizes_need_reading:
@@ -64,37 +67,45 @@ def join(
       epochs: how often the source is read; None: without end.
     """
     if isinstance(order, GrowingChunks):
+        # Without the anchor the order would open every window from the start of the run.
         if anchor is not None:
             order.start_at(anchor)
         return order.join(number, files)
     assert isinstance(order, SizedChunks | WindowedChunks)
-    (epoch,), (place,) = (found.tolist() for found in order.numbers.split(np.asarray([number], np.int64)))
+    (epoch,), (position,) = (
+        values.tolist() for values in order.numbers.split(np.asarray([number], np.int64))
+    )
     if epochs is not None and number >= order.numbers.first_of(epochs):  # at its end: its last epoch goes on
-        epoch, place = epochs - 1, number - order.numbers.first_of(epochs - 1)
-    return order.join(epoch, place, files)
+        epoch, position = epochs - 1, number - order.numbers.first_of(epochs - 1)
+    return order.join(epoch, position, files)
 
 
 def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: int) -> int:
     """Returns the bytes of text that make about a row, by the first documents of a source."""
+    # One byte is one token: nothing to estimate.
     if tokenizer.identity == "bytes":
         return chunk_tokens
     texts, characters = [], 0
     first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else _first_records(corpus)
     for text in corpus.read(np.asarray(first, np.int64)):
         if isinstance(text, str) and text:
+            # One long first document must not decide alone how long opening takes.
             texts.append(text[: _SAMPLE_CHARACTERS - characters])
             characters += len(texts[-1])
         if characters >= _SAMPLE_CHARACTERS:
             break
+    # Without a sample, one token per byte: chunks are then too short, never too long for a row.
     if not texts:
         return chunk_tokens
     tokens = int(encode_documents(tokenizer, texts)[0].sum())
     content = sum(len(text.encode("utf-8")) for text in texts)
+    # At least a byte per token, even where a tokenizer needs more tokens than the text has bytes.
     return max(chunk_tokens, int(_FULL * chunk_tokens * content / tokens))
 
 
 def _first_records(corpus: Corpus) -> list[int]:
     """Returns the first records of the first file that has some; opens files up to that one."""
+    # File by file: opening all of a growing corpus may take minutes.
     for file in range(len(corpus.names)):
         if count := corpus.count(file):
             first = corpus.records_before(file)

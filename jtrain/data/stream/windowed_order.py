@@ -25,14 +25,14 @@ class _Epoch(NamedTuple):
     """Windows of an epoch: the parts of each, ascending; its first slot, then the end; the parts before it;
     its key.
 
-    joined: span of places, and key, of the permutation with which each generation joined, newest first.
+    join_spans: span of positions and key of the permutation with which each generation joined, newest first.
     """
 
     windows: list[Int64[np.ndarray, " _"]]
     first_slot: Int64[np.ndarray, " windows_and_end"]
     first_part: Int64[np.ndarray, " windows"]
     keys: np.ndarray
-    joined: list[tuple[tuple[int, int], np.uint64]]
+    join_spans: list[tuple[tuple[int, int], np.uint64]]
 
 
 class WindowedChunks:
@@ -69,13 +69,18 @@ class WindowedChunks:
         self._seed = seed
         self._generations = generations
         self._window_bytes = window_bytes
-        self._start, self._bytes, decoded, file_parts = _parts(corpus)
+        # From the metadata of the files alone: no record is read to know how many slots there are.
+        self._start, self._bytes, decoded, file_parts = _list_parts(corpus)
+        # Stored bytes may be compressed where a part is not decoded as a whole: reserve three times as
+        # many slots.
         text_bytes = self._bytes * np.where(decoded, 1, _MOST_EXPANSION)
+        # One slot per record for rounding up, and the bytes divided into chunks.
         self._slots = np.diff(self._start) + -(-text_bytes // cut.chunk_bytes)
         self._parts = [int(file_parts[generation.files]) for generation in generations]
         slots = [int(self._slots[:parts].sum()) for parts in self._parts]
         self.slots = slots[-1]
         self.numbers = EpochNumbers(generations, slots)
+        # Two epochs: a read may straddle the end of one.
         self._epoch = functools.lru_cache(maxsize=2)(self._open_epoch)
         self._windows: dict[tuple[int, int], PartWindow] = {}
         self._just_read: set[tuple[int, int]] = set()
@@ -92,28 +97,32 @@ class WindowedChunks:
         The shares take turns in each window. A source that fits a window has the same shares in each epoch,
         so that what is decoded once can serve the next one. Nothing is read to tell.
         """
-        epochs, places = self.numbers.split(numbers)
+        epochs, positions = self.numbers.split(numbers)
         share = np.empty(len(numbers), np.int64)
         for epoch in sorted(set(epochs.tolist())):
-            mine = np.flatnonzero(epochs == epoch)
+            in_epoch = np.flatnonzero(epochs == epoch)
             first_part = self._epoch(epoch).first_part
-            for one, here, slot in self._by_window(epoch, places[mine]):
-                share[mine[here]] = (first_part[one] + self._window(epoch, one).part_at(slot)) % modulus
+            for window, in_window, slot in self._by_window(epoch, positions[in_epoch]):
+                # Turns count on over the windows of an epoch, so that small windows do not
+                # all go to share 0.
+                share[in_epoch[in_window]] = (
+                    first_part[window] + self._window(epoch, window).part_at(slot)
+                ) % modulus
         return share
 
-    def locate(self, epoch: int, places: Int[np.ndarray, " n"]) -> Chunks:
-        found = Chunks(*(np.empty(len(places), np.int64) for _ in range(3)))
-        for one, here, slot in self._by_window(epoch, places):
-            for array, values in zip(found, self._window(epoch, one).locate(slot), strict=True):
-                array[here] = values
-        return found
+    def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
+        chunks = Chunks(*(np.empty(len(positions), np.int64) for _ in range(3)))
+        for window, in_window, slot in self._by_window(epoch, positions):
+            for array, values in zip(chunks, self._window(epoch, window).locate(slot), strict=True):
+                array[in_window] = values
+        return chunks
 
     def close(self) -> None:
         """Forgets what was read."""
         self._windows, self._just_read = {}, set()
 
     def _by_window(
-        self, epoch: int, places: Int[np.ndarray, " n"]
+        self, epoch: int, positions: Int[np.ndarray, " n"]
     ) -> list[tuple[int, Int64[np.ndarray, " k"], Int64[np.ndarray, " k"]]]:
         """Returns each window of some slots of an epoch: the indexes of its slots, and their slots in the
         window.
@@ -121,58 +130,81 @@ class WindowedChunks:
         Forgets the windows that neither these slots nor those of the last call are in.
         """
         order = self._epoch(epoch)
-        for span, key in order.joined:
-            places = permuted_within(places, span, key)
-        window_of = np.searchsorted(order.first_slot, places, side="right") - 1
-        found = []
-        for one in sorted(set(window_of.tolist())):
-            here = np.flatnonzero(window_of == one)
-            start, end = int(order.first_slot[one]), int(order.first_slot[one + 1])
-            found.append(
-                (one, here, permuted(places[here] - start, np.int64(end - start), np.uint64(order.keys[one])))
+        # Newest generation first: each maps to positions of the order before it.
+        for span, key in order.join_spans:
+            positions = permuted_within(positions, span, key)
+        window_of = np.searchsorted(order.first_slot, positions, side="right") - 1
+        by_window = []
+        for window in sorted(set(window_of.tolist())):
+            in_window = np.flatnonzero(window_of == window)
+            start, end = int(order.first_slot[window]), int(order.first_slot[window + 1])
+            by_window.append(
+                (
+                    window,
+                    in_window,
+                    permuted(
+                        positions[in_window] - start, np.int64(end - start), np.uint64(order.keys[window])
+                    ),
+                )
             )
-        now = {(epoch, one) for one, _, _ in found}
-        self._windows = {at: window for at, window in self._windows.items() if at in now | self._just_read}
-        self._just_read = now
-        return found
+        # Windows hold decoded text: keep those of this call and the last, as neighbouring runs may lie in
+        # two windows.
+        requested = {(epoch, window) for window, _, _ in by_window}
+        self._windows = {
+            epoch_and_window: part_window
+            for epoch_and_window, part_window in self._windows.items()
+            if epoch_and_window in requested | self._just_read
+        }
+        self._just_read = requested
+        return by_window
 
     def join(self, epoch: int, place: int, files: int) -> Generation:
         """Returns the generation with which more files join the order before `place` of an epoch."""
         order = self._epoch(epoch)
-        reached = max([place, *(end for (_, end), _ in order.joined)])
+        # A window that was filled up at an earlier join is permuted as a whole: it stays as it is,
+        # even where unread.
+        reached = max([place, *(end for (_, end), _ in order.join_spans)])
         return Generation(epoch, place, int(np.searchsorted(order.first_slot, reached)), files)
 
     def _open_epoch(self, epoch: int) -> _Epoch:
         base, newer = members(self._generations, epoch)
         key = epoch_key(self._seed, epoch)
         windows = self._split(shuffled_parts(self._parts[base], key))
-        joined = []
+        join_spans = []
         for generation in newer:
-            place, kept = self._generations[generation].place, self._generations[generation].window
-            mine = join_key(self._seed, generation, epoch)
-            new = np.arange(self._parts[generation - 1], self._parts[generation])
-            parts = np.sort(np.concatenate([*windows[kept:], new]))
-            parts = parts[shuffled_parts(len(parts), mine)]
-            windows, ends = windows[:kept], self._ends(windows[:kept])
+            position, num_started = self._generations[generation].place, self._generations[generation].window
+            generation_key = join_key(self._seed, generation, epoch)
+            new_parts = np.arange(self._parts[generation - 1], self._parts[generation])
+            # Sorted first, so that the shuffle depends on the set of parts and not on the
+            # windows of before.
+            parts = np.sort(np.concatenate([*windows[num_started:], new_parts]))
+            parts = parts[shuffled_parts(len(parts), generation_key)]
+            windows, ends = windows[:num_started], self._ends(windows[:num_started])
+            # Bytes of started windows that reach beyond the position of the join: the one being
+            # read.
             open_bytes = sum(
-                int(self._bytes[w].sum()) for w, end in zip(windows, ends[1:], strict=True) if end > place
+                int(self._bytes[w].sum()) for w, end in zip(windows, ends[1:], strict=True) if end > position
             )
-            few = int(
+            # Parts that still fit into the window being read, in the new random order.
+            num_fillers = int(
                 np.searchsorted(np.cumsum(self._bytes[parts]), self._window_bytes - open_bytes, side="right")
             )
-            if open_bytes and few:
-                windows.append(np.sort(parts[:few]))
-                parts = parts[few:]
-                joined.append(((place, int(self._ends(windows)[-1])), mine))
+            if open_bytes and num_fillers:
+                windows.append(np.sort(parts[:num_fillers]))
+                parts = parts[num_fillers:]
+                join_spans.append(((position, int(self._ends(windows)[-1])), generation_key))
             windows += self._split(parts)
         lengths = np.asarray([len(window) for window in windows], np.int64)
+        # Keys follow from a window's number, so windows before the join keep their order.
         keys = window_keys(np.arange(len(windows)), key)
-        return _Epoch(windows, self._ends(windows), np.cumsum(lengths) - lengths, keys, joined[::-1])
+        return _Epoch(windows, self._ends(windows), np.cumsum(lengths) - lengths, keys, join_spans[::-1])
 
     def _split(self, parts: Int64[np.ndarray, " parts"]) -> list[Int64[np.ndarray, " _"]]:
         """Returns parts in this order as windows."""
+        # Parts without slots (empty files) would make windows that no position falls into.
         parts = parts[self._slots[parts] > 0]
         sizes = self._bytes[parts]
+        # By the byte at which a part begins: a part larger than a window is one of its own.
         cut = np.split(parts, np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // self._window_bytes)) + 1)
         return [np.sort(window) for window in cut] if len(parts) else []
 
@@ -192,15 +224,18 @@ class WindowedChunks:
 
     def _read_part(self, part: int) -> ReadPart:
         start, end = int(self._start[part]), int(self._start[part + 1])
+        # Before `sizes`, which decodes the part: holding it keeps what was decoded.
         held = self._corpus.hold(start)
         sizes = self._corpus.sizes(start, end)
         per_slot = 1
+        # More text than the slots were reserved for: chunks are grouped 2, 3, ... per slot until
+        # they fit.
         while int((counts := self._cut.counts(sizes, per_slot=per_slot)).sum()) > self._slots[part]:
             per_slot += 1
         return ReadPart(np.cumsum(counts), per_slot, held)
 
 
-def _parts(corpus: Corpus) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _list_parts(corpus: Corpus) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Returns the first record of each part, then the number of records; the bytes of each; True where it is
     decoded; and the first part of each file, then the number of parts.
 
@@ -210,10 +245,12 @@ def _parts(corpus: Corpus) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarr
     bounds = zip(corpus.group_starts[:-1].tolist(), corpus.group_starts[1:].tolist(), strict=True)
     groups = zip(corpus.stored_bytes().tolist(), (corpus.group_bytes > 0).tolist(), strict=True)
     for (start, end), (size, decoded) in zip(bounds, groups, strict=True):
+        # A row group is decoded as a whole and stays one part; other files are split evenly.
         cuts = np.asarray([start], np.int64) if decoded else np.arange(start, end, _PART_RECORDS)
         starts.append(cuts)
         sizes.append(-(-size * np.diff(np.append(cuts, end)) // max(end - start, 1)))
         is_decoded.append(np.full(len(cuts), decoded))
-    before = np.cumsum([0, *map(len, starts[1:])])  # parts before each group
+    parts_before = np.cumsum([0, *map(len, starts[1:])])  # parts before each group
     first = np.append(np.concatenate(starts), len(corpus))
-    return first, np.concatenate(sizes), np.concatenate(is_decoded), before[corpus.first_groups]
+    # first_groups counts groups; through parts_before it counts parts.
+    return first, np.concatenate(sizes), np.concatenate(is_decoded), parts_before[corpus.first_groups]

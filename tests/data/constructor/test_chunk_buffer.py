@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of, places_of
+from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of, split_keys
 from jtrain.data.loaders.messages import ChunkRun, starts_of
 from jtrain.data.planner.pieces import Pieces
 
@@ -63,7 +63,7 @@ def test_a_buffer_is_a_dict_of_documents(seed: int) -> None:
 
 def test_keys_lead_back_to_documents() -> None:
     source, number = np.asarray([0, 305, 2]), np.asarray([(1 << 40) - 1, 0, 77])
-    assert [part.tolist() for part in places_of(keys_of(source, number))] == [
+    assert [part.tolist() for part in split_keys(keys_of(source, number))] == [
         source.tolist(),
         number.tolist(),
     ]

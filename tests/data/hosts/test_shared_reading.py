@@ -191,7 +191,7 @@ def test_the_part_of_a_host_that_is_gone_is_read_by_the_others(folder: Path, sta
     half = len(want[0].token_BL) // 2
     for batch in want[4:]:
         np.testing.assert_array_equal(next(hosts[0]).token_BL, batch.token_BL[:half])
-    [line] = [line for line in hosts[0].said() if "process 1 at 127.0.0.1" in line]
+    [line] = [line for line in hosts[0].take_messages() if "process 1 at 127.0.0.1" in line]
     assert "reads its part of the data too" in line
 
 

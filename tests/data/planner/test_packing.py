@@ -38,8 +38,8 @@ class Endless:
             packed = fit(
                 carried, more, rows=rows, seq_len=seq_len, slack_tokens=seq_len, best=packing == "best_fit"
             )
-        self.next = numbers[packed.used] if packed.used < len(numbers) else self.next
-        self.carry = [(numbers[i], (start, spans[i][1])) for i, start in packed.left.T.tolist()]
+        self.next = numbers[packed.num_used] if packed.num_used < len(numbers) else self.next
+        self.carry = [(numbers[i], (start, spans[i][1])) for i, start in packed.remainders.T.tolist()]
         return [(row, numbers[i], start, end) for row, i, start, end in packed.pieces.T.tolist()]
 
 

@@ -212,7 +212,7 @@ def test_actors_that_read_again_give_the_same_batches_and_say_so(
                 same_batch(next(batches), batch)
             assert batches.stats is not None
             assert (batches.stats.retries, batches.stats.skipped) == (2, 0)
-            said = batches.said()
+            said = batches.take_messages()
     assert sum("data.sources.books: " in line and "ClientResponseError: 503" in line for line in said) == 2
     until(lambda: not actors_left(cluster))
 
@@ -243,7 +243,7 @@ def test_two_trainers_share_the_loaders_and_each_run_is_read_once(cluster: Any, 
         assert [actors["constructor"][1] for actors in both] == [here, here]
         assert both[0]["loader-0"] == both[1]["loader-0"]
         assert both[0]["constructor"] != both[1]["constructor"]
-        kept = [ray.get(planes[0]._loaders[f"loader-{i}"].kept.remote()) for i in range(2)]
+        kept = [ray.get(planes[0]._loaders[f"loader-{i}"].memory_report.remote()) for i in range(2)]
         drawn = int(batch.state.planner.cursors.sum())
         assert drawn <= sum(documents for documents, _, _ in kept) < 1.7 * drawn, (
             "runs in advance, but none twice"
@@ -269,7 +269,7 @@ def test_killed_actors_do_not_change_the_stream(cluster: Any, spec: PackedText) 
         def go_on(steps: int) -> None:
             for _ in range(steps):
                 assert_same(plane.take(), want.take())
-            said.extend(plane.said())
+            said.extend(plane.take_messages())
 
         go_on(5)
         for names in (("loader-0",), ("loader-1", "constructor")):

@@ -168,7 +168,7 @@ def test_a_window_that_takes_long_is_said_in_the_log_of_a_run(
         assert dataset.streams[0].num_documents is None
         with dataset.train_batches() as batches:
             next(batches)
-            lines = [line for line in batches.said() if "is opening" in line]
+            lines = [line for line in batches.take_messages() if "is opening" in line]
     assert lines
     assert re.fullmatch(
         r"data: loader-0 is opening data: \d+ of 1\d files, 0.\d of 0.1 MiB, \d s so far", lines[0]

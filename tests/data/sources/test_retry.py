@@ -199,7 +199,7 @@ def test_a_broken_disk_ends_the_run_under_both_policies_and_a_sick_one_changes_n
             same_batch(next(batches), want[step])
         assert batches.stats is not None
         assert (batches.stats.retries, batches.stats.skipped) == (6, 0)
-        lines = [line for line in batches.said() if "docs.jsonl" in line]
+        lines = [line for line in batches.take_messages() if "docs.jsonl" in line]
         assert len(lines) == 6
         assert lines[5].startswith("data: data.sources.books: ")
         assert lines[5].endswith(
@@ -337,7 +337,7 @@ def test_loaders_that_read_again_are_not_taken_for_hung_and_give_the_same_batche
             same_batch(next(batches), batch)
         assert batches.stats is not None
         assert (batches.stats.retries, batches.stats.skipped) == (3, 0)
-        said = batches.said()
+        said = batches.take_messages()
     assert not [line for line in said if "took over" in line]
     lines = [line for line in said if "rows.parquet: ClientResponseError: 503" in line]
     assert [line.rpartition("it is read again in ")[2] for line in lines] == [

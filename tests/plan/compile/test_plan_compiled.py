@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import plan_compiled
-from bench.plan_compiled import GIB, PROGRAMS, Program, compiled, planned
+from bench.plan_compiled import GIB, PROGRAMS, PlannedProgram, compiled_figures, planned_figures
 from jtrain import bench
 
 COMMITTED = Path(plan_compiled.__file__).parent / "results" / "plan_compiled-aot.json"
@@ -28,7 +28,7 @@ def test_todays_plan_is_within_its_bounds_of_the_programs_that_were_compiled() -
     errors: list[float] = []
     waits = 0
     for program in PROGRAMS:
-        plan, name = planned(program), program.name
+        plan, name = planned_figures(program), program.name
         assert plan.argument_bytes == rows[f"{name}: arguments"]["baseline"], name
         peak = rows[f"{name}: peak"]["baseline"]
         assert peak is not None
@@ -42,18 +42,18 @@ def test_todays_plan_is_within_its_bounds_of_the_programs_that_were_compiled() -
     assert statistics.mean(errors) <= 0.05
     assert waits == 10
     kinds = ("cuDNN", "8 bits", "expert", "ring", "ulysses", "on the host")
-    assert all(any(kind in program.what for program in PROGRAMS) for kind in kinds)
+    assert all(any(kind in program.title for program in PROGRAMS) for kind in kinds)
 
 
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
-def test_compilers_still_make_the_programs_of_the_committed_result(program: Program) -> None:
+def test_compilers_still_make_the_programs_of_the_committed_result(program: PlannedProgram) -> None:
     """The same bytes within 2 %, and the same waits within 10 %; the plan is as near as to the committed
     ones.
     """
     rows = committed()
-    found, plan = compiled(program), planned(program)
+    found, plan = compiled_figures(program), planned_figures(program)
     assert plan.argument_bytes == found.argument_bytes
     assert plan.host_argument_bytes == found.host_argument_bytes
     assert abs(plan.peak_bytes / found.peak_bytes - 1) <= 0.10

@@ -82,7 +82,7 @@ def test_published_tables_are_met_within_fifteen_percent_on_average() -> None:
     """162 times over 1 to 32 hosts of 8 x H100, nothing fitted; the other network's latency is its
     plugin's.
     """
-    tables = nccl_model.published()
+    tables = nccl_model.published_tables()
     errors = {what: [one.error for one in rows] for what, rows in tables}
     assert sum(map(len, errors.values())) == 162
     assert {rows[0].hosts for _, rows in tables} == {1, 2, 4, 8, 16, 32}
