@@ -54,7 +54,7 @@ class InlinePool:
             begun_s = time.perf_counter()
             self._reading = field_of(self.setups[part.source].name)
             try:
-                with retry.heard(self._retries):
+                with retry.report_retries_to(self._retries):
                     read = self._loader.documents(part.source).read(
                         part.numbers, share=part.share, anchor=part.anchor
                     )

@@ -130,7 +130,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 try:
                     for part in parts:
                         source, begun_s = part.source, time.perf_counter()
-                        with retry.heard(retries):
+                        with retry.report_retries_to(retries):
                             result = read(part)
                         start = shared.allocate(result.ids.nbytes)
                         shared.view(start, result.ids.nbytes)[:] = result.ids.view(np.uint8)

@@ -24,7 +24,7 @@ from jtrain.data.loaders.loader import (
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart
 from jtrain.data.loaders.pool import LoaderPool, Request
 from jtrain.data.loaders.shared_memory import SharedMemory
-from jtrain.data.sources.opening import SAID_AFTER_S, SAID_EVERY_S, Opened
+from jtrain.data.sources.opening import FIRST_LINE_AFTER_S, LINE_EVERY_S, Opened
 from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 2
@@ -255,7 +255,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
     def _say_opening(self, loader: _LoaderProcess, source: int, seconds: float) -> None:
         """Says from time to time how far a loader is that takes long to open a source."""
         begun_ns = int(loader.shared.header[SINCE_NS])
-        if seconds < (loader.said[1] + SAID_EVERY_S if begun_ns == loader.said[0] else SAID_AFTER_S):
+        if seconds < (loader.said[1] + LINE_EVERY_S if begun_ns == loader.said[0] else FIRST_LINE_AFTER_S):
             return
         loader.said = begun_ns, seconds
         opened = Opened(*loader.shared.header[OPENED].tolist())

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from jtrain.data.sources.remote import explained, filesystem, translated
-from jtrain.data.sources.retry import Passing, retried
+from jtrain.data.sources.remote import filesystem, translate_error, translate_errors
+from jtrain.data.sources.retry import TransientError, retried
 from jtrain.errors import FileError
 
 CACHE_DIR = "~/.cache/jtrain"
@@ -67,7 +67,7 @@ class RemoteFiles:
         """
 
         def fetch() -> bytes:
-            with explained(f"{self.location}/{name}"):
+            with translate_errors(f"{self.location}/{name}"):
                 return self._fs.cat_file(f"{self._root}/{name}")
 
         content = retried(f"{self.location}/{name}", fetch)
@@ -78,7 +78,7 @@ class RemoteFiles:
     def sizes_bytes(self, names: list[str]) -> list[int | None]:
 
         def fetch() -> list[int | None]:
-            with explained(self.location):
+            with translate_errors(self.location):
                 return self._fs.sizes([f"{self._root}/{name}" for name in names])
 
         sizes = retried(self.location, fetch)
@@ -130,13 +130,13 @@ class RemoteFiles:
             for start in range(begin, end, _REQUEST_BYTES)
         ]
         contents = [np.empty(end - begin, np.uint8) for begin, end in zip(begins, ends, strict=True)]
-        what = f"{self.location}/{name}"
+        label = f"{self.location}/{name}"
         options = {"batch_size": _REQUESTS} if getattr(self._fs, "async_impl", False) else {}
 
         def fetch() -> None:
             nonlocal parts
             ranges = [start for _, start, _ in parts], [end for _, _, end in parts]
-            with explained(what):
+            with translate_errors(label):
                 got = self._fs.cat_ranges(
                     [f"{self._root}/{name}"] * len(parts), *ranges, on_error="return", **options
                 )
@@ -153,14 +153,14 @@ class RemoteFiles:
                 contents[g][start - begins[g] : end - begins[g]] = np.frombuffer(content, np.uint8)
             parts = left
             if isinstance(failed, Exception):
-                raise translated(what, failed) from failed
+                raise translate_error(label, failed) from failed
             if failed is not None:
                 _, start, end = left[0]
-                raise Passing(
-                    f"{what}: {len(failed):,} of {end - start:,} bytes from byte {start:,} arrived."
+                raise TransientError(
+                    f"{label}: {len(failed):,} of {end - start:,} bytes from byte {start:,} arrived."
                 )
 
-        retried(what, fetch)
+        retried(label, fetch)
         return contents
 
     def _no_ranges(self, name: str, why: str) -> FileError:

@@ -163,7 +163,7 @@ class RayLoader:
         for part in parts:
             begun_s = time.perf_counter()
             try:
-                with retry.heard(self._retries):
+                with retry.report_retries_to(self._retries):
                     read = self._read_or_kept(part)
             except (ValueError, OSError) as error:
                 failed = part.source, str(error)

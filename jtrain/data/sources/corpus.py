@@ -20,7 +20,7 @@ from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
 from jtrain.data.sources.opening import Opening
-from jtrain.data.sources.read_records import read_or_why
+from jtrain.data.sources.read_records import read_or_mark_bad
 from jtrain.data.sources.retry import FileLost, NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
 from jtrain.data.sources.storage import StoredFile
@@ -109,10 +109,12 @@ class Corpus:
             total = sum(max(file.size_bytes, 0) for file in files)
             kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
+            # Opening a JSON lines file reads all of it for line ends, so a large source skips it.
             large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
             self.is_open = not large or bool(kinds & _OPENED_WHOLE)
             if not self.is_open:
                 files = [part for file in files for part in parts_of(file, source.format)]
+            # Only now: `num_files` counts parts where the corpus has parts.
             files = files[:num_files]
             self.names = [part_name(file) for file in files]
             self._sizes = [max(part_bytes(file), 0) for file in files]
@@ -126,9 +128,11 @@ class Corpus:
                 groups=shared_cache(decoded_cache_bytes),
             )
             self._records = [None] * len(files)
+            # A lazily opened corpus checks its first file alone, since checking one opens it.
             self._checked = set(evenly_spread(len(files), _CHECKED_FILES if self.is_open else 1))
             if self.is_open:
                 self.open(range(len(files)))
+        # The files are open by now where they will be, so their records can be counted.
         self.size_bytes = sum(self._sizes)
         counts = (
             [len(self._at(n)) for n in range(len(self._records))]
@@ -136,6 +140,7 @@ class Corpus:
             else [GAP] * len(self._files)
         )
         self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
+        # With gaps the number of records is always positive; only the bytes tell an empty source.
         if not len(self) or not (self.is_open or self.size_bytes):
             raise UserError(
                 f"{field}.path={source.path!r}: {len(self.names)} files, all of them empty (first: "
@@ -145,7 +150,7 @@ class Corpus:
             self._check_first_records(field)
 
     def open(self, numbers: Sequence[int]) -> None:
-        """Opens files by number, several at a time; those that are open already cost nothing."""
+        """Opens files by number, several at a time; files that are open already cost nothing."""
         closed = [n for n in numbers if self._records[n] is None]
         if not closed:
             return
@@ -184,9 +189,12 @@ class Corpus:
     def _open_one(self, number: int) -> Records:
         """Opens a file; where files are opened as they are read, one that is gone by then is a bad record."""
         file, check = self._files[number], number in self._checked
-        told = functools.partial(self._opening.read, number)
+        report_bytes = functools.partial(self._opening.read, number)
         try:
-            records = retried(file.called, lambda: self._open(file, check_content=check, told=told))
+            records = retried(
+                file.label, lambda: self._open(file, check_content=check, report_bytes=report_bytes)
+            )
+        # A run that opens files lazily must not end for one that its user removed: `on_bad_record` decides.
         except FileLost as error:
             if self.is_open:
                 raise
@@ -194,8 +202,8 @@ class Corpus:
         self._opening.opened(number, self._sizes[number])
         return records
 
-    def _called(self, number: int) -> str:
-        return self._files[number].called if self._files else self.source.path
+    def _label(self, number: int) -> str:
+        return self._files[number].label if self._files else self.source.path
 
     def _at(self, number: int) -> Records:
         if self._records[number] is None:
@@ -211,25 +219,27 @@ class Corpus:
         One bad record among good ones is left to `data.on_bad_record`. The columns of Parquet and Arrow were
         checked when the files were opened.
         """
-        some = range(len(self._records)) if self.is_open else sorted(self._checked)
-        files = {n: self._at(n) for n in some if self._sizes[n]}
+        numbers = range(len(self._records)) if self.is_open else sorted(self._checked)
+        files = {n: self._at(n) for n in numbers if self._sizes[n]}
         filled = [n for n, file in files.items() if len(file) and not file.checks_columns]
+        # A file with checked columns proves the declared format right, whatever the other files hold.
         if not filled or len(filled) < sum(len(file) > 0 for file in files.values()):
             return
-        bad: list[BadRecord] = []
-        tried = evenly_spread(len(filled), _CHECKED_FILES)
-        for number in [filled[n] for n in tried]:
+        bad_records: list[BadRecord] = []
+        tried_files = evenly_spread(len(filled), _CHECKED_FILES)
+        for number in [filled[n] for n in tried_files]:
             file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
-                [text] = read_or_why(file, [record], self._called(number))
+                [text] = read_or_mark_bad(file, [record], self._label(number))
+                # Of each file at once: an ArrayRecord reader would stay open, with a descriptor.
                 file.close()
                 if not isinstance(text, BadRecord):
                     return
-                bad.append(text)
+                bad_records.append(text)
         raise UserError(
-            f"{field}.path={self.source.path!r}: none of the first {len(bad):,} records tried in "
-            f"{len(tried):,} of its {len(self._records):,} files can be read, so the format or "
-            f"{self.source.fields_at(field)} is wrong. The first: {str(bad[0]).replace(f', {SKIP}', '.')}"
+            f"{field}.path={self.source.path!r}: none of the first {len(bad_records):,} records tried in "
+            f"{len(tried_files):,} of its {len(self._records):,} files can be read, so the format or "
+            f"{self.source.fields_at(field)} is wrong. The first: {str(bad_records[0]).replace(f', {SKIP}', '.')}"
         )
 
     @property
@@ -239,6 +249,7 @@ class Corpus:
     @functools.cached_property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
         """First record of each Parquet row group or other file, then the number of records."""
+        # Each file's own starts count from 0; its last one is the start of the next file.
         firsts = (self.file_ends - self._counts).tolist()
         starts = [r.group_starts[:-1] + first for r, first in zip(self._opened, firsts, strict=True)]
         return np.append(np.concatenate(starts), len(self))
@@ -286,10 +297,11 @@ class Corpus:
         file, number = self._place(start)
         records = self._at(file)
         try:
-            return retried(self._called(file), lambda: records.sizes(number, number + end - start))
+            return retried(self._label(file), lambda: records.sizes(number, number + end - start))
         except NeverSkipped:
             raise
         except OSError:
+            # A group that cannot be decoded takes all its rows along, so asking row by row is in vain.
             if end - start == 1 or (records.group_bytes > 0).any():
                 return np.zeros(end - start, np.int64)
         return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
@@ -308,10 +320,10 @@ class Corpus:
         """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its
         file.
         """
-        found = []
+        parts = []
         for records, size in zip(self._opened, self._sizes, strict=True):
-            found.append(np.where(records.group_bytes > 0, records.group_bytes, size))
-        return np.concatenate(found)
+            parts.append(np.where(records.group_bytes > 0, records.group_bytes, size))
+        return np.concatenate(parts)
 
     @property
     def _counts(self) -> Int[np.ndarray, " files"]:
@@ -323,7 +335,7 @@ class Corpus:
     def __getitem__(self, record: int) -> str:
         """Returns the text of a record; raises BadRecord, or FileError if the file is gone or cut short."""
         file, number = self._place(record)
-        return retried(self._called(file), lambda: self._at(file)[number])
+        return retried(self._label(file), lambda: self._at(file)[number])
 
     def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
         """Yields the texts in the given order, with a BadRecord in place of each bad record.
@@ -335,22 +347,25 @@ class Corpus:
         Raises:
           NeverSkipped: a file's copy or index is gone, or an error that may pass did not pass.
         """
+        # In runs, so that the texts of a run are yielded before those of the next are read.
         for start in range(0, len(records), _RUN_RECORDS):
             run = records[start : start + _RUN_RECORDS]
+            # Skips the grouping by file for the most frequent case.
             if len(self._records) == 1:
-                yield from read_or_why(self._at(0), run.tolist(), self._called(0))
+                yield from read_or_mark_bad(self._at(0), run.tolist(), self._label(0))
                 continue
+            # Reads file by file, and puts each text back at its position in the run.
             files, numbers = self._places(run)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
-                places = np.flatnonzero(files == file)
-                read = read_or_why(self._at(file), numbers[places].tolist(), self._called(file))
-                for place, text in zip(places.tolist(), read, strict=True):
-                    texts[place] = text
+                positions = np.flatnonzero(files == file)
+                read = read_or_mark_bad(self._at(file), numbers[positions].tolist(), self._label(file))
+                for position, text in zip(positions.tolist(), read, strict=True):
+                    texts[position] = text
             yield from texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Marks places in the line of a long text, if the format has lines, so that `parts` can read it from
+        """Marks the line of a long text, if the format has lines, so that `parts` can read inside it.
         there.
         """
         file, number = self._place(record)
@@ -363,16 +378,18 @@ class Corpus:
         """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be
         read.
         """
-        found: list[TextPart | None] = [None] * len(records)
+        parts_of_texts: list[TextPart | None] = [None] * len(records)
         files, numbers = self._places(records)
         for file in set(files.tolist()):
-            places, lines = np.flatnonzero(files == file), self._records[file]
+            positions, lines = np.flatnonzero(files == file), self._records[file]
             with contextlib.suppress(OSError):  # `read` tries again, and has the message
                 if isinstance(lines, JsonLines):
-                    parts = lines.parts(numbers[places].tolist(), [spans[place] for place in places.tolist()])
-                    for place, part in zip(places.tolist(), parts, strict=True):
-                        found[place] = part
-        return found
+                    parts = lines.parts(
+                        numbers[positions].tolist(), [spans[position] for position in positions.tolist()]
+                    )
+                    for position, part in zip(positions.tolist(), parts, strict=True):
+                        parts_of_texts[position] = part
+        return parts_of_texts
 
     @functools.cached_property
     def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:
@@ -390,6 +407,7 @@ class Corpus:
         return identity_of(*self.identities, record)
 
     def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        # side="right" steps over empty files, whose end equals that of the file before.
         files = np.searchsorted(self.file_ends, records, side="right")
         return files, records - np.where(files > 0, self.file_ends[files - 1], 0)
 
@@ -404,10 +422,10 @@ class Corpus:
         Args:
           files: the numbers of the files that count; None: all.
         """
-        each = list(zip(self.names, self._sizes, self._counts.tolist(), strict=True))
-        some = each if files is None else [each[n] for n in files]
-        told = "".join(f"{name}\0{size}\0{count}\n" for name, size, count in some)
-        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        rows = list(zip(self.names, self._sizes, self._counts.tolist(), strict=True))
+        counted_rows = rows if files is None else [rows[n] for n in files]
+        content = "".join(f"{name}\0{size}\0{count}\n" for name, size, count in counted_rows)
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
         """Frees decoded row groups and closes readers; a later read opens them again."""

@@ -1,6 +1,4 @@
-"""Sample corpus of `--config=mixture`: six sources in six formats, made of text that comes with every
-Python.
-"""
+"""Sample corpus of `--config=mixture`: six sources in six formats, of text that comes with every Python."""
 
 import ast
 import gzip
@@ -35,6 +33,7 @@ def write_sample(out: Path) -> dict[str, int]:
     function or block. topics: the language reference, in prose. packages: descriptions of the installed
     packages.
     """
+    # Read once: four of the six sources are made of the same modules.
     modules = dict(_modules())
     documents = {
         "code": list(modules.values()),
@@ -76,13 +75,13 @@ def _docstrings(module: str) -> Iterator[str]:
 
 
 def _signatures(module: str) -> str:
-    found = []
+    lines = []
     for node in ast.walk(_parsed(module)):
         if isinstance(node, ast.FunctionDef):
-            found.append(f"def {node.name}({ast.unparse(node.args)})")
+            lines.append(f"def {node.name}({ast.unparse(node.args)})")
         elif isinstance(node, ast.ClassDef):
-            found.append(f"class {node.name}({', '.join(map(ast.unparse, node.bases))})")
-    return "\n".join(found)
+            lines.append(f"class {node.name}({', '.join(map(ast.unparse, node.bases))})")
+    return "\n".join(lines)
 
 
 def _comments(module: str) -> Iterator[str]:
@@ -93,6 +92,7 @@ def _comments(module: str) -> Iterator[str]:
         for token in tokenize.generate_tokens(io.StringIO(module).readline):
             if token.type != tokenize.COMMENT:
                 continue
+            # A line without a comment ends the block.
             if token.start[0] != last + 1:
                 if len(block) >= 3:
                     yield "\n".join(block)
@@ -110,13 +110,14 @@ def _topics() -> list[str]:
 
 
 def _packages() -> list[str]:
-    found = {}
+    description_of = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata
         text = metadata.json.get("description") or metadata.json.get("summary") or ""
         if isinstance(text, str) and text.strip():
-            found[metadata["Name"]] = text
-    return [text for _, text in sorted(found.items())]
+            description_of[metadata["Name"]] = text
+    # By name: the order of installed packages differs between machines.
+    return [text for _, text in sorted(description_of.items())]
 
 
 def _write_json_lines(path: Path, texts: list[str]) -> None:

@@ -118,7 +118,7 @@ class _Permuted(abc.ABC):
         """Returns the slots at places of an epoch."""
         base, joined = members(self._generations, epoch)
         for generation in reversed(joined):
-            span = self._generations[generation].place, self._slots[generation]
+            span = self._generations[generation].slots_read, self._slots[generation]
             places = permuted_within(places, span, join_key(self._seed, generation, epoch))
         old = self._slots[base]
         if not joined:

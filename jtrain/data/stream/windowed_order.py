@@ -148,7 +148,7 @@ class WindowedChunks:
         windows = self._split(shuffled_parts(self._parts[base], key))
         joined = []
         for generation in newer:
-            place, kept = self._generations[generation].place, self._generations[generation].window
+            place, kept = self._generations[generation].slots_read, self._generations[generation].window
             mine = join_key(self._seed, generation, epoch)
             new = np.arange(self._parts[generation - 1], self._parts[generation])
             parts = np.sort(np.concatenate([*windows[kept:], new]))

@@ -52,7 +52,7 @@ class ParquetIds(ForeignFile):
     def scan(self, part: int) -> Found:
         try:
             with pq.ParquetFile(str(self.path)) as parquet:
-                table = decoded_group(parquet, part, [self._column], called=str(self.path))
+                table = decoded_group(parquet, part, [self._column], label=str(self.path))
             lists: Any = table.column(0).combine_chunks()
             lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
             values: Any = lists.flatten()  # leaves out what lies below missing lists

@@ -6,7 +6,7 @@ from typing import Any
 
 from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
-from jtrain.data.sources.retry import Passing, text_may_pass
+from jtrain.data.sources.retry import TransientError, names_transient_error
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
@@ -57,8 +57,8 @@ class ArrayRecordFile(Records):
                 content = reader.read()
             except RuntimeError as error:  # the reader cannot be used after an error
                 _abandon(reader)
-                if text_may_pass(str(error)):
-                    raise Passing(f"{self._file.called}: {error}") from error
+                if names_transient_error(str(error)):
+                    raise TransientError(f"{self._file.label}: {error}") from error
                 reader = self._open()
                 texts.append(self._bad(record, f"corrupt ({error}). Replace the file"))
             else:
@@ -78,10 +78,10 @@ class ArrayRecordFile(Records):
             try:
                 reader.read([0])
             except RuntimeError as error:
-                if text_may_pass(str(error)):
-                    raise Passing(f"{self._file.called}: {error}") from error
+                if names_transient_error(str(error)):
+                    raise TransientError(f"{self._file.label}: {error}") from error
                 raise UserError(
-                    f"{self._file.called}: not a whole ArrayRecord file ({error}). Replace it, or leave it "
+                    f"{self._file.label}: not a whole ArrayRecord file ({error}). Replace it, or leave it "
                     f"out of {self._fields.at}.path."
                 ) from error
         return reader
@@ -105,13 +105,13 @@ class ArrayRecordFile(Records):
             f"Mend the record, or, where records are text as a whole, set {self._fields.at}.text_field=''"
         )
         found = text_of_json(
-            content, self._fields, what=f"{self._file.called}, record {record}", way_out=way_out
+            content, self._fields, label=f"{self._file.label}, record {record}", way_out=way_out
         )
         is_no_json = isinstance(found, BadRecord) and ": no JSON" in str(found)
         return text if is_no_json and self._fields.mask is None else found
 
     def _bad(self, record: int, why: str) -> BadRecord:
-        return BadRecord(f"{self._file.called}, record {record}: {why}, {SKIP}")
+        return BadRecord(f"{self._file.label}, record {record}: {why}, {SKIP}")
 
 
 def _abandon(reader: Any) -> None:

@@ -45,19 +45,19 @@ class ArrowFile(Records):
         with self._map() as mapped:
             try:
                 schema = _schema(mapped)
-                check_columns(schema, fields, called=file.called)
+                check_columns(schema, fields, label=file.label)
                 while mapped.read_at(8, position := mapped.tell()) != _END_OF_STREAM:
                     message = pa.ipc.read_message(mapped)
                     if message.type != "record batch":
                         raise UserError(
-                            f"{file.called}: holds a {message.type}, but only record batches can be read. "
+                            f"{file.label}: holds a {message.type}, but only record batches can be read. "
                             "Save the dataset without dictionary columns."
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
                     batch.validate()
                     if batch.num_rows and not _lies_in(column_at(batch, fields.read[0]), message.body):
                         raise UserError(
-                            f"{file.called}: its batches are compressed, so a row can only be read with its "
+                            f"{file.label}: its batches are compressed, so a row can only be read with its "
                             "whole batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
                         )
                     batch_at.append(position)
@@ -66,7 +66,7 @@ class ArrowFile(Records):
                 if isinstance(error, UserError):
                     raise
                 raise UserError(
-                    f"{file.called}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of "
+                    f"{file.label}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of "
                     f"another format. Save it again, or leave it out of {fields.at}.path."
                 ) from error
         self._first_row = np.asarray(first_row, np.int64)
@@ -87,7 +87,7 @@ class ArrowFile(Records):
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._columns() as column_of:
-            return read_grouped(records, self._first_row, column_of, self._fields, called=self._file.called)
+            return read_grouped(records, self._first_row, column_of, self._fields, label=self._file.label)
 
     @contextlib.contextmanager
     def _columns(self) -> Iterator[Callable[[int, str], Any]]:
@@ -113,7 +113,7 @@ class ArrowFile(Records):
                 if isinstance(error, UserError):
                     raise
                 raise FileError(
-                    f"{self._file.called}: cannot be read ({error}). Save the dataset again."
+                    f"{self._file.label}: cannot be read ({error}). Save the dataset again."
                 ) from error
 
     def _map(self) -> Any:

@@ -80,8 +80,8 @@ class DelimitedFile(Records):
                     return mask.join(text, row[self._columns.index(mask.field)])
                 except ValueError as error:
                     why = f"field {mask.field!r} {error}"
-        what = f"{self._file.called}, record {record} (at byte {start:,})"
-        return BadRecord(f"{what}: {why}. Mend the record, {SKIP}")
+        label = f"{self._file.label}, record {record} (at byte {start:,})"
+        return BadRecord(f"{label}: {why}. Mend the record, {SKIP}")
 
     def _header(self) -> tuple[str, ...]:
         """Returns the names of the columns; empty for an empty file."""
@@ -91,7 +91,7 @@ class DelimitedFile(Records):
                 columns = next((row for row in self._reader(lines) if row), [])
             except (UnicodeDecodeError, csv.Error) as error:
                 raise UserError(
-                    f"{self._file.called}: its header cannot be read ({error}). Mend it, or leave the file "
+                    f"{self._file.label}: its header cannot be read ({error}). Mend it, or leave the file "
                     f"out of {self._fields.at}.path."
                 ) from error
         mask = self._fields.mask
@@ -102,10 +102,10 @@ class DelimitedFile(Records):
             said = names_of(columns)
             if count:
                 raise UserError(
-                    f"{self._file.called}: {count} columns {name!r}: {said}. Rename all of them but one."
+                    f"{self._file.label}: {count} columns {name!r}: {said}. Rename all of them but one."
                 )
             raise UserError(
-                f"{self._file.called}: no column {name!r}; its header: {said}. Set "
+                f"{self._file.label}: no column {name!r}; its header: {said}. Set "
                 f"{self._fields.at}.{setting} to one of them. Columns are separated by {self._separator!r}, "
                 "and the first row is the header."
             )
@@ -151,7 +151,7 @@ class DelimitedFile(Records):
         while line := file.readline(2 * _FIELD_BYTES):
             if len(line) == 2 * _FIELD_BYTES:
                 raise UserError(
-                    f"{self._file.called}: a line of more than {len(line):,} bytes. Split it, or leave the "
+                    f"{self._file.label}: a line of more than {len(line):,} bytes. Split it, or leave the "
                     f"file out of {self._fields.at}.path."
                 )
             yield line

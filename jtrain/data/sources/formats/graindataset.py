@@ -1,7 +1,7 @@
 """Records of a `grain.MapDataset` of strings that a function of the user returns."""
 
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
-from jtrain.data.sources.retry import passing
+from jtrain.data.sources.retry import transient_cause
 from jtrain.errors import UserError
 from jtrain.runtime.user_code import load_function
 
@@ -41,7 +41,7 @@ class GrainDataset(Records):
         try:
             element = self._dataset[record]
         except Exception as error:  # a transform of the user's may raise anything
-            if passing(error):
+            if transient_cause(error):
                 raise
             why = f"{type(error).__name__}: {error}"
         else:

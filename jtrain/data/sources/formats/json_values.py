@@ -87,9 +87,9 @@ class JsonValues(Records):
         with self._file.open() as file:
             for record, (start, end) in zip(records, self._values.rows(records), strict=True):
                 file.seek(start)
-                what = f"{self._file.called}, record {record} (at byte {start:,})"
+                label = f"{self._file.label}, record {record} (at byte {start:,})"
                 place = {"way_out": "Mend the record", "place": " of the record"}
-                texts.append(text_of_json(file.read(end - start), self._fields, what=what, **place))
+                texts.append(text_of_json(file.read(end - start), self._fields, label=label, **place))
         return texts
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
@@ -146,7 +146,7 @@ class JsonValues(Records):
 
     def _refusal(self, why: str) -> UserError:
         return UserError(
-            f"{self._file.called}: not a whole JSON file: it {why}. A .json file is one object, an array of "
+            f"{self._file.label}: not a whole JSON file: it {why}. A .json file is one object, an array of "
             f"objects, or JSON lines. Replace it, or leave it out of {self._fields.at}.path."
         )
 

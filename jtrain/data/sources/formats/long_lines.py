@@ -64,7 +64,7 @@ class Marks(NamedTuple):
         return int(self.text[-1])
 
 
-class KeptMarks:
+class MarkCache:
     """Marks of the lines read last, over all files of a process. A line is known by its file's key and its
     number.
     """

@@ -111,22 +111,22 @@ class TextFields:
         return self.read if self.mask is not None and self.mask.setting != "mask_field" else [self.text]
 
 
-def check_format(format: str, *, what: str, setting: str, name: str) -> None:
+def check_format(format: str, *, label: str, setting: str, name: str) -> None:
     """Raises UserError if only the text is read of this format's records, or if they hold no lists of
     messages.
 
     Args:
-      what: file or setting that has the format, for the message.
+      label: file or setting that has the format, for the message.
       setting: config path of `prompt_field`, `mask_field` or `messages_field`, whose value is `name`.
     """
     if format in _WITHOUT_FIELDS:
         raise UserError(
-            f"{what}: of {format} records only the text is read, but {setting}={name!r}. Write them as JSON "
+            f"{label}: of {format} records only the text is read, but {setting}={name!r}. Write them as JSON "
             f"lines, CSV or Parquet, or remove {setting}."
         )
     if format in _WITHOUT_LISTS and setting.endswith(".messages_field"):
         raise UserError(
-            f"{what}: a field of {format} is text and no list of messages, but {setting}={name!r}. Write "
+            f"{label}: a field of {format} is text and no list of messages, but {setting}={name!r}. Write "
             f"them as JSON lines or Parquet, or remove {setting}."
         )
 

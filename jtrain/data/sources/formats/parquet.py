@@ -60,14 +60,14 @@ class ParquetFile(Records):
             try:
                 with pq.ParquetFile(opened) as parquet:
                     metadata = parquet.metadata
-                    check_columns(parquet.schema_arrow, fields, called=file.called)
+                    check_columns(parquet.schema_arrow, fields, label=file.label)
                     row_groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
                     paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
             except DAMAGE as error:
-                if isinstance(error, UserError) or file.called in str(error):
+                if isinstance(error, UserError) or file.label in str(error):
                     raise  # of the columns, or an error of the store, already translated
                 raise UserError(
-                    f"{file.called}: not a readable Parquet file ({error}): cut short, or of another format. "
+                    f"{file.label}: not a readable Parquet file ({error}): cut short, or of another format. "
                     f"Replace it, or leave it out of {fields.at}.path."
                 ) from error
         # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes
@@ -77,7 +77,7 @@ class ParquetFile(Records):
         rows = [group.num_rows for group in row_groups]
         if rows and not 0 <= min(rows) <= max(rows) <= _MOST_ROWS:
             raise UserError(
-                f"{file.called}: a row group of {max(rows, key=abs):,} rows, and row groups have 0 to "
+                f"{file.label}: a row group of {max(rows, key=abs):,} rows, and row groups have 0 to "
                 f"{_MOST_ROWS:,}: damaged. Replace it, or leave it out of {fields.at}.path."
             )
         self._group_starts = np.cumsum([0, *rows], dtype=np.int64)
@@ -99,7 +99,7 @@ class ParquetFile(Records):
         return int(self._group_starts[-1])
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
-        return read_grouped(records, self._group_starts, self._column, self._fields, called=self._file.called)
+        return read_grouped(records, self._group_starts, self._column, self._fields, label=self._file.label)
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text; decodes the row groups, which the texts are then read from."""
@@ -127,22 +127,22 @@ class ParquetFile(Records):
         with _arrow_file(self._file) as opened:
             try:
                 with pq.ParquetFile(opened) as parquet:
-                    table = decoded_group(parquet, group, names, called=self._file.called)
+                    table = decoded_group(parquet, group, names, label=self._file.label)
                 columns = {name: column_at(table, name) for name in names}
                 whole = {
                     n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()
                 }
             except DAMAGE as error:
-                if self._file.called in str(error):
+                if self._file.label in str(error):
                     raise  # an error of the store, already translated
                 said = " ".join(str(error).split())
                 raise FileError(
-                    f"{self._file.called}: row group {group} cannot be read ({said}). Replace the file."
+                    f"{self._file.label}: row group {group} cannot be read ({said}). Replace the file."
                 ) from error
         return DecodedColumns(whole)
 
 
-def decoded_group(parquet: Any, group: int, names: list[str], *, called: str) -> Any:
+def decoded_group(parquet: Any, group: int, names: list[str], *, label: str) -> Any:
     """Returns columns of a row group as a table, decoded piece by piece: a few bytes can stand for any number
     of rows.
 
@@ -155,7 +155,7 @@ def decoded_group(parquet: Any, group: int, names: list[str], *, called: str) ->
         size_bytes += batch.nbytes
         if size_bytes >= _MOST_DECODED_BYTES:
             raise FileError(
-                f"{called}: row group {group} decodes to {_MOST_DECODED_BYTES >> 30} GiB or more, which "
+                f"{label}: row group {group} decodes to {_MOST_DECODED_BYTES >> 30} GiB or more, which "
                 "Arrow's text columns cannot hold. Write the file again with smaller row groups."
             )
     if not batches:
@@ -163,7 +163,7 @@ def decoded_group(parquet: Any, group: int, names: list[str], *, called: str) ->
     rows = sum(batch.num_rows for batch in batches)
     if rows != (wanted := parquet.metadata.row_group(group).num_rows):
         raise FileError(
-            f"{called}: row group {group} has {rows:,} rows, and the file says {wanted:,}. Replace it."
+            f"{label}: row group {group} has {rows:,} rows, and the file says {wanted:,}. Replace it."
         )
     return pa.Table.from_batches(batches, batches[0].schema if batches else parquet.schema_arrow)
 
@@ -182,7 +182,7 @@ def _arrow_file(file: StoredFile) -> Any:
     return pa.OSFile(file.location)
 
 
-def check_columns(schema: Any, fields: TextFields, *, called: str) -> None:
+def check_columns(schema: Any, fields: TextFields, *, label: str) -> None:
     """Checks that an Arrow schema has the columns that are read, or struct columns with such fields.
 
     Raises:
@@ -190,36 +190,34 @@ def check_columns(schema: Any, fields: TextFields, *, called: str) -> None:
     """
     field, mask = fields.at, fields.mask
     if mask is not None and mask.is_chat:
-        kind = _type_at(schema, mask.field, called=called, field=field, setting=mask.setting)
+        kind = _type_at(schema, mask.field, label=label, field=field, setting=mask.setting)
         if why := _no_chat(kind):
             raise UserError(
-                f"{called}: column {mask.field!r} is {kind}, not lists of messages: {why}. Set "
+                f"{label}: column {mask.field!r} is {kind}, not lists of messages: {why}. Set "
                 f"{field}.messages_field to a column of list<struct<role: string, content: string>>."
             )
         return
     for name, setting in [(fields.text, "text_field"), *([(mask.field, mask.setting)] if mask else [])]:
-        kind = _type_at(schema, name, called=called, field=field, setting=setting)
+        kind = _type_at(schema, name, label=label, field=field, setting=setting)
         if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
             continue
         if setting == "mask_field":
             if not _is_spans(kind):
                 raise UserError(
-                    f"{called}: column {name!r} is {kind}, not lists of spans [start, end] in characters of "
+                    f"{label}: column {name!r} is {kind}, not lists of spans [start, end] in characters of "
                     f"the text. Set {field}.mask_field to a column of list<list<int64>>, or of such lists as "
                     "JSON."
                 )
         elif setting == "text_field" and not _no_chat(kind):
-            raise UserError(
-                f"{called}: column {name!r} is of lists of messages. {set_messages(field, name)}."
-            )
+            raise UserError(f"{label}: column {name!r} is of lists of messages. {set_messages(field, name)}.")
         else:
             raise UserError(
-                f"{called}: column {name!r} is {kind}, not text. Set {field}.{setting} to a text column; in "
+                f"{label}: column {name!r} is {kind}, not text. Set {field}.{setting} to a text column; in "
                 "a struct, as 'column.field'."
             )
 
 
-def _type_at(schema: Any, name: str, *, called: str, field: str, setting: str) -> Any:
+def _type_at(schema: Any, name: str, *, label: str, field: str, setting: str) -> Any:
     """Returns the type of a column, or of a field of a struct column; raises UserError if there is none."""
     fields = {name: schema.field(name).type for name in schema.names}
     path, kind = "", None
@@ -231,7 +229,7 @@ def _type_at(schema: Any, name: str, *, called: str, field: str, setting: str) -
                 set_messages(field, other) for other in schema.names if not _no_chat(schema.field(other).type)
             ]
             advice = [*(chats if setting == "text_field" else []), f"Set {field}.{setting} to one of them"]
-            raise UserError(f"{called}: no column {name!r}; {said}. {advice[0]}.")
+            raise UserError(f"{label}: no column {name!r}; {said}. {advice[0]}.")
         kind = fields[key]
         path += f"{key}."
         fields = {f.name: f.type for f in kind.fields} if pa.types.is_struct(kind) else {}
@@ -329,7 +327,7 @@ def read_grouped(
     column_of: Callable[[int, str], Any],
     fields: TextFields,
     *,
-    called: str,
+    label: str,
 ) -> list[str | BadRecord]:
     """Returns the texts of rows in the given order, fetching the columns of each group once."""
     mask = fields.mask
@@ -350,7 +348,7 @@ def read_grouped(
             found = [_masked_or_why(mask, text, value) for text, value in zip(found, values, strict=True)]
         for place, text in zip(places, found, strict=True):
             if isinstance(text, ValueError):
-                text = BadRecord(f"{called}, row {records[place]}: {text}. Mend the row, {SKIP}")
+                text = BadRecord(f"{label}, row {records[place]}: {text}. Mend the row, {SKIP}")
             texts[place] = text
     return texts
 

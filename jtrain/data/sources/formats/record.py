@@ -114,7 +114,7 @@ class LostFile(Records):
 
 
 def text_of_json(
-    line: bytes, fields: TextFields, *, what: str, way_out: str, place: str = ""
+    line: bytes, fields: TextFields, *, label: str, way_out: str, place: str = ""
 ) -> str | BadRecord:
     """Returns the text in a JSON object; a `MaskedText` if `fields.mask` is set.
 
@@ -123,13 +123,13 @@ def text_of_json(
 
     Args:
       line: the object, as UTF-8.
-      what: file and place of the object, for messages.
+      label: file and place of the object, for messages.
       way_out: how to mend the object, for messages.
       place: words after `at byte N` in the message about bytes that are not UTF-8.
     """
 
     def bad(why: str) -> BadRecord:
-        return BadRecord(f"{what}: {why}. {way_out}, {SKIP}")
+        return BadRecord(f"{label}: {why}. {way_out}, {SKIP}")
 
     text_field, mask = fields.text, fields.mask
 

@@ -50,7 +50,7 @@ def check_content(file: StoredFile, *, kind: str, field: str) -> None:
         return
     way_out = _WAYS_OUT.get(seen, "Decompress it")
     raise UserError(
-        f"{file.called}: read as {kind}, but it begins like {seen} ({head[:12]!r}). {way_out}, or leave it "
+        f"{file.label}: read as {kind}, but it begins like {seen} ({head[:12]!r}). {way_out}, or leave it "
         f"out of {field}.path."
     )
 
@@ -67,7 +67,7 @@ def check_compression(file: StoredFile, *, compression: str, field: str) -> None
         seen = _seen(head, "")
         way_out = _WAYS_OUT.get(seen or "", f"If it was decompressed before, drop {suffix} from its name")
         raise UserError(
-            f"{file.called}: not a whole {compression} file: it begins{f' like {seen}' if seen else ''} with "
+            f"{file.label}: not a whole {compression} file: it begins{f' like {seen}' if seen else ''} with "
             f"{head[:12]!r}. {way_out}, or leave it out of {field}.path."
         )
 

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.long_lines import (
     LONG_LINE_BYTES,
-    KeptMarks,
+    MarkCache,
     TextPart,
     marks_of,
     text_of_part,
@@ -74,7 +74,7 @@ class TextFile(Records):
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
             return BadRecord(
-                f"{self._file.called}: not UTF-8 at byte {end - len(content) + error.start} "
+                f"{self._file.label}: not UTF-8 at byte {end - len(content) + error.start} "
                 f"({error.reason}). Convert the file to UTF-8, leave it out, {SKIP}"
             )
 
@@ -94,7 +94,7 @@ class TextFile(Records):
         return nominal + next((i for i, byte in enumerate(inside) if byte & 0xC0 != 0x80), len(inside) % 4)
 
 
-_KEPT_MARKS = KeptMarks()
+_MARK_CACHE = MarkCache()
 
 
 class JsonLines(Records):
@@ -113,13 +113,13 @@ class JsonLines(Records):
         fields: TextFields,
         *,
         cache_dir: Path,
-        told: Callable[[int], None] = lambda size_bytes: None,
+        report_bytes: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         self._file = file
         self._fields = fields
         self._key = object()  # of the marks: it does not hold the lines, as this object does
         self._lines = NumberTable(
-            file, "lines", lambda: _lines(file, told), cache_dir, in_memory=file.span is not None
+            file, "lines", lambda: _lines(file, report_bytes), cache_dir, in_memory=file.span is not None
         )
 
     def __len__(self) -> int:
@@ -152,12 +152,12 @@ class JsonLines(Records):
                 ):
                     texts.append(plain)
                     continue
-                content, what = line.removeprefix(BOM), self._file.called
+                content, label = line.removeprefix(BOM), self._file.label
                 text = text_of_json(
-                    content, self._fields, what=what, way_out="Mend the line", place=" of the line"
+                    content, self._fields, label=label, way_out="Mend the line", place=" of the line"
                 )
                 if isinstance(text, BadRecord):  # to find the number of a line takes long
-                    text = BadRecord(str(text).replace(what, self._place(start), 1))
+                    text = BadRecord(str(text).replace(label, self._place(start), 1))
                 texts.append(text)
         return texts
 
@@ -169,18 +169,18 @@ class JsonLines(Records):
         if (
             end - start < LONG_LINE_BYTES
             or self._fields.mask is not None
-            or _KEPT_MARKS.get(self._key, record) is not None
+            or _MARK_CACHE.get(self._key, record) is not None
         ):
             return False
         with self._file.open() as file:
             marks = marks_of(_content(file.fileno(), start, end), text, self._fields.text)
         if marks is not None:
-            _KEPT_MARKS.add(self._key, record, marks)
+            _MARK_CACHE.add(self._key, record, marks)
         return marks is not None
 
     def parts(self, records: list[int], spans: list[tuple[int, int]]) -> list[TextPart | None]:
         """Returns the bytes of a span of each text, or more around them; None for a record without marks."""
-        kept = [_KEPT_MARKS.get(self._key, record) for record in records]
+        kept = [_MARK_CACHE.get(self._key, record) for record in records]
         found: list[TextPart | None] = [None] * len(kept)
         if not any(kept):
             return found
@@ -199,9 +199,9 @@ class JsonLines(Records):
 
     def _place(self, start: int) -> str:
         if start > _LINES_COUNTED_BYTES:
-            return f"{self._file.called}, the line at byte {start:,}"
+            return f"{self._file.label}, the line at byte {start:,}"
         with self._file.open() as file:
-            return f"{self._file.called}, line {file.read(start).count(b'\n') + 1}"
+            return f"{self._file.label}, line {file.read(start).count(b'\n') + 1}"
 
 
 def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
@@ -230,7 +230,7 @@ def _content(file: int, start: int, end: int) -> bytes:
     return content
 
 
-def _lines(file: StoredFile, told: Callable[[int], None]) -> Int[np.ndarray, "records 2"]:
+def _lines(file: StoredFile, report_bytes: Callable[[int], None]) -> Int[np.ndarray, "records 2"]:
     """Returns the start of each non-blank line, in a part of those that start there, and the start of the
     next line.
     """
@@ -244,7 +244,7 @@ def _lines(file: StoredFile, told: Callable[[int], None]) -> Int[np.ndarray, "re
         content = np.frombuffer(view, np.uint8)
         for start in range(max(begin - 1, 0), stop, block):
             ends.append(np.flatnonzero(content[start : min(start + block, stop)] == ord("\n")) + start)
-            told(min(start + block, stop) - begin)
+            report_bytes(min(start + block, stop) - begin)
         starts = np.concatenate(ends) + 1
         after = view.find(b"\n", stop - 1) + 1 or size  # the last line may go on behind the part
         starts = starts[starts < stop]

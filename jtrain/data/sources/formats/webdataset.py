@@ -71,7 +71,7 @@ class TarFile(Records):
         return texts
 
     def _bad(self, record: int, why: str) -> BadRecord:
-        return BadRecord(f"{self._file.called}, sample {record}: {why}. Mend it, {SKIP}")
+        return BadRecord(f"{self._file.label}, sample {record}: {why}. Mend it, {SKIP}")
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
         """Returns start and size of each sample's text; without text, minus the start of its first member,
@@ -91,7 +91,7 @@ class TarFile(Records):
             found = [f".{_printable(suffix)}" for suffix in sorted(suffixes)[:_MOST_NAMED]]
             more = [f"and {len(suffixes) - _MOST_NAMED:,} more"] if len(suffixes) > _MOST_NAMED else []
             raise UserError(
-                f"{self._file.called}: no member ends in .{self._fields.text}; suffixes: "
+                f"{self._file.label}: no member ends in .{self._fields.text}; suffixes: "
                 f"{', '.join(found + more)}. Set {self._fields.at}.text_field to one of them, without its "
                 "dot."
             )
@@ -126,7 +126,7 @@ class TarFile(Records):
                         long_name = _gnu_name(content) if kind == b"L" else _posix_name(content)
                 except ValueError as error:
                     raise UserError(
-                        f"{self._file.called}: not a whole tar file: at byte {position:,}, {error}. Replace "
+                        f"{self._file.label}: not a whole tar file: at byte {position:,}, {error}. Replace "
                         f"it, or leave it out of {self._fields.at}.path."
                     ) from error
                 position = start + -(-size // _BLOCK) * _BLOCK
@@ -139,7 +139,7 @@ class TarFile(Records):
                 elif kind not in (b"L", b"x", b"g"):
                     long_name = ""
         raise UserError(
-            f"{self._file.called}: the tar file ends without its end mark: cut short. Replace it, or leave "
+            f"{self._file.label}: the tar file ends without its end mark: cut short. Replace it, or leave "
             f"it out of {self._fields.at}.path."
         )
 
