@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Found
-from jtrain.data.sources.formats.parquet import DAMAGE, decoded_group
+from jtrain.data.sources.formats.arrow_columns import DAMAGE
+from jtrain.data.sources.formats.parquet import decode_group
 from jtrain.data.sources.formats.record import names_of
 from jtrain.errors import FileError, UserError
 
@@ -52,7 +53,7 @@ class ParquetIds(ForeignFile):
     def scan(self, part: int) -> Found:
         try:
             with pq.ParquetFile(str(self.path)) as parquet:
-                table = decoded_group(parquet, part, [self._column], label=str(self.path))
+                table = decode_group(parquet, part, [self._column], label=str(self.path))
             lists: Any = table.column(0).combine_chunks()
             lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
             values: Any = lists.flatten()  # leaves out what lies below missing lists
