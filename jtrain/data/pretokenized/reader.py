@@ -28,7 +28,7 @@ from jaxtyping import Int, Int32, Int64, UInt
 
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.pretokenized.adopted import AdoptedIds
-from jtrain.data.pretokenized.index_files import LocalFiles, refusing
+from jtrain.data.pretokenized.index_files import LocalFiles, refuse_misfit
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import field_of, identity_of
 from jtrain.errors import FileError, UserError
@@ -97,7 +97,7 @@ class PreparedIndex:
             json.dumps(body, sort_keys=True).encode()
         ):
             raise self._damaged(f"{INDEX} does not match its own digest")
-        with refusing(self._damaged):
+        with refuse_misfit(self._damaged):
             if body["format"] != FORMAT:
                 raise UserError(
                     f"{self.location}: index format {body['format']}; this jtrain reads format {FORMAT}. "
@@ -382,7 +382,7 @@ class PreparedIndex:
         content = self._files.content(FILES)
         if digest(content) != self._hashes[FILES]:
             raise self._damaged(f"{FILES} has other contents than were written")
-        with refusing(self._damaged, FILES):
+        with refuse_misfit(self._damaged, FILES):
             table: dict[str, Any] = json.loads(content)
             if (
                 len(table["names"]) != len(table["file_ends"])

@@ -90,7 +90,7 @@ class JsonValues(Records):
             for record, (start, end) in zip(records, self._values.rows(records), strict=True):
                 file.seek(start)
                 label = f"{self._file.label}, record {record} (at byte {start:,})"
-                wording = {"way_out": "Mend the record", "place": " of the record"}
+                wording = {"way_out": "Mend the record", "position_suffix": " of the record"}
                 texts.append(text_of_json(file.read(end - start), self._fields, label=label, **wording))
         return texts
 

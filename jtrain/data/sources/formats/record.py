@@ -113,7 +113,7 @@ class LostFile(Records):
 
 
 def text_of_json(
-    line: bytes, fields: TextFields, *, label: str, way_out: str, wording: str = ""
+    line: bytes, fields: TextFields, *, label: str, way_out: str, position_suffix: str = ""
 ) -> str | BadRecord:
     """Returns the text in a JSON object; a `MaskedText` if `fields.mask` is set.
 
@@ -124,7 +124,7 @@ def text_of_json(
       line: the object, as UTF-8.
       label: file and place of the object, for messages.
       way_out: how to mend the object, for messages.
-      place: words after `at byte N` in the message about bytes that are not UTF-8.
+      position_suffix: words after `at byte N` in the message about bytes that are not UTF-8.
     """
 
     def bad(reason: str) -> BadRecord:
@@ -135,7 +135,7 @@ def text_of_json(
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        return bad(f"not UTF-8 at byte {error.start}{wording} ({error.reason})")
+        return bad(f"not UTF-8 at byte {error.start}{position_suffix} ({error.reason})")
     except (ValueError, RecursionError) as error:  # ValueError also for numbers of over 4,300 digits
         return bad(f"no JSON: {error}")
     if not isinstance(record, dict):

@@ -156,7 +156,11 @@ class JsonLines(Records):
                     continue
                 content, label = line.removeprefix(BOM), self._file.label
                 text = text_of_json(
-                    content, self._fields, label=label, way_out="Mend the line", place=" of the line"
+                    content,
+                    self._fields,
+                    label=label,
+                    way_out="Mend the line",
+                    position_suffix=" of the line",
                 )
                 if isinstance(text, BadRecord):  # to find the number of a line takes long
                     text = BadRecord(str(text).replace(label, self._describe_line(start), 1))
