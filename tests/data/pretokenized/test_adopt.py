@@ -175,7 +175,7 @@ def test_moved_files_are_adopted_again_without_reading_them(
     ):
         PreparedIndex(tmp_path / "out" / "data")
 
-    def scan(self: dense.SplitFile, part: int) -> foreign_file.Found:
+    def scan(self: dense.SplitFile, part: int) -> foreign_file.PartContent:
         raise AssertionError("the file is read again")
 
     monkeypatch.setattr(dense.SplitFile, "scan", scan)
@@ -203,7 +203,7 @@ def test_an_interrupted_call_goes_on_after_the_files_it_has_scanned(
     monkeypatch.setattr(adopting, "_threads", lambda: 1)
     scan, scanned = dense.SplitFile.scan, []
 
-    def failing(self: dense.SplitFile, part: int) -> foreign_file.Found:
+    def failing(self: dense.SplitFile, part: int) -> foreign_file.PartContent:
         if self.path.name == "12.bin" and "12.bin" not in scanned:
             scanned.append("12.bin")
             raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Found
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, PartContent
 from jtrain.data.sources.formats.arrow_columns import DAMAGE
 from jtrain.data.sources.formats.parquet import decode_group
 from jtrain.data.sources.formats.record import names_of
@@ -50,17 +50,18 @@ class ParquetIds(ForeignFile):
     def num_parts(self) -> int:
         return self._groups
 
-    def scan(self, part: int) -> Found:
+    def scan(self, part: int) -> PartContent:
         try:
             with pq.ParquetFile(str(self.path)) as parquet:
                 table = decode_group(parquet, part, [self._column], label=str(self.path))
             lists: Any = table.column(0).combine_chunks()
             lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-            values: Any = lists.flatten()  # leaves out what lies below missing lists
+            values: Any = lists.flatten()  # skips values of missing lists
             if values.null_count:
                 raise UserError(
                     f"{self.path}: row group {part} has lists with missing ids. Write it without them."
                 )
+            # Any integer type goes through int64, so that a negative id shows as one beyond any vocabulary.
             ids = values.to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64)
         except DAMAGE as error:
             if isinstance(error, UserError):
@@ -68,4 +69,4 @@ class ParquetIds(ForeignFile):
             raise FileError(
                 f"{self.path}: row group {part} cannot be read ({error}). Copy it again."
             ) from error
-        return Found(ids, np.cumsum(lengths, dtype=np.int64))
+        return PartContent(ids, np.cumsum(lengths, dtype=np.int64))
