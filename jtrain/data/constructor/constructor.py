@@ -217,7 +217,7 @@ class Constructor:
             if not self._plans:
                 raise
         except NotYet as not_yet:
-            self._missing = not_yet.wanted
+            self._missing = not_yet.missing
             self._ask([[source, first + count] for source, first, count in self._missing], first=True)
         if self._prepared:
             self._ask_for_payload(new)

@@ -52,8 +52,8 @@ def to_fetch(documents: list[tuple[ChunkRun, int]]) -> dict[ChunkRun, list[int]]
     """
     wanted: dict[ChunkRun, list[int]] = {}
     for run, at in documents:
-        if at not in run.place.asked:
-            run.place.asked.add(at)
+        if at not in run.payload.asked:
+            run.payload.asked.add(at)
             wanted.setdefault(run, []).append(at)
     return wanted
 
@@ -98,7 +98,7 @@ class FetchedRows(Constructor):
     def _has_payload(self, pieces: Pieces) -> bool:
         keys = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
         found = (self._buffer.find(*key) for key in dict.fromkeys(keys))
-        return all(at is not None and at[1] in at[0].place.ids for at in found)
+        return all(at is not None and at[1] in at[0].payload.ids for at in found)
 
     def _views(self, pieces: Pieces) -> list[np.ndarray]:
         return views_of(self._ids)(pieces)
@@ -108,10 +108,10 @@ class FetchedRows(Constructor):
         for source, document, start, end in each(pieces):
             at = self._buffer.find(source, document)
             assert at is not None
-            found.append(runs_within(at[0].place.ignored.get(at[1], NO_RUNS), start, end))
+            found.append(runs_within(at[0].payload.ignored.get(at[1], NO_RUNS), start, end))
         return found
 
     def _ids(self, source: int, document: int) -> np.ndarray:
         found = self._buffer.find(source, document)
         assert found is not None
-        return found[0].place.ids[found[1]]
+        return found[0].payload.ids[found[1]]

@@ -99,7 +99,7 @@ class SharedPool:
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
         for run, places in to_fetch(documents).items():
-            request, place = next(self._request), run.place
+            request, place = next(self._request), run.payload
             message = ("fetch", request, place.number, run.source, run.numbers[places], run.anchor)
             self._fetches[request] = _Fetch(run, places, message)
             self._send(place.host, message)
@@ -113,7 +113,7 @@ class SharedPool:
             if not self._keeper.take(run):  # of a prepared source
                 place = _Place(local=run)
                 place.put(range(len(run.numbers)), np.diff(run.starts), run.ids, run.ignored)
-                self._ready.append(dataclasses.replace(run, place=place))
+                self._ready.append(dataclasses.replace(run, payload=place))
         for host, message in self._links.received():
             if message == CONNECTED:
                 self._repeat(host)
@@ -125,7 +125,7 @@ class SharedPool:
         return ready
 
     def release(self, run: ChunkRun) -> None:
-        place: _Place = run.place
+        place: _Place = run.payload
         if place.local is not None:
             self._local.release(place.local)
         else:
@@ -185,7 +185,7 @@ class SharedPool:
                 self._keeper.done(host, number)
             case ("run", request, number, numbers, lengths, skipped, anchor, seconds):
                 run = ChunkRun(-1, numbers, starts_of(lengths), _NO_IDS, skipped, seconds, f"host-{host}")
-                run.place, run.anchor = _Place(host=host, number=number), anchor
+                run.payload, run.anchor = _Place(host=host, number=number), anchor
                 self._got(request, run)
             case ("ids", request, lengths, ids, ignored):
                 self._got_ids(request, lengths, ids, ignored)
@@ -225,7 +225,7 @@ class SharedPool:
                 f"{lengths[at]} tokens now and had {planned[at]} before: its files have changed, or differ "
                 "between the hosts. Restore them, or start in a new --workdir."
             )
-        run.place.put(fetch.places, lengths, ids, ignored)
+        run.payload.put(fetch.places, lengths, ids, ignored)
 
     def _repeat(self, host: int) -> None:
         """Sends again what may have been lost with the connection before."""
@@ -234,7 +234,7 @@ class SharedPool:
             self._say(f"data: process {host} is back, and reads its part of the data again")
         self._out[host] = [
             *(self._question(n, host, first=True) for n, asked in self._asked.items() if host in asked.hosts),
-            *(fetch.message for fetch in self._fetches.values() if fetch.run.place.host == host),
+            *(fetch.message for fetch in self._fetches.values() if fetch.run.payload.host == host),
         ]
 
     def _replace_unreachable(self) -> None:

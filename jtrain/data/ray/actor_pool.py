@@ -66,7 +66,7 @@ class RayPool(LoaderPool[_LoaderActor]):
     """
 
     # One more than of processes: a dead actor does not tell if it was reading a request of this constructor.
-    most_deaths = 3
+    max_deaths = 3
 
     def __init__(
         self, setups: tuple[SourceSetup, ...], actors: dict[str, Any], *, who: int, read_timeout_s: float
@@ -87,13 +87,13 @@ class RayPool(LoaderPool[_LoaderActor]):
         """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
         requests: dict[str, Request] = {}
         for run, places in to_fetch(documents).items():
-            part: RequestPart = run.place.part
+            part: RequestPart = run.payload.part
             request = requests.setdefault(self._home(part), Request([], self._home(part), into=[]))
             assert request.into is not None
-            request.parts.append(dataclasses.replace(part, wanted=np.asarray(places, np.int64)))
+            request.parts.append(dataclasses.replace(part, id_positions=np.asarray(places, np.int64)))
             request.into.append(run)
-        self._urgent.extend(requests.values())
-        self._hand_out()
+        self._urgent_requests.extend(requests.values())
+        self._send_requests()
 
     def connections(self) -> list[Any]:
         return []
@@ -117,31 +117,33 @@ class RayPool(LoaderPool[_LoaderActor]):
                     answer, payload = self._ray.get(peer.in_flight[ref].refs)
                 except self._ray.exceptions.RayActorError as error:
                     self._away(peer, "died", "")
-                    if self._fruitless > 2 * (2 + len(self._peers)):
+                    if self._losses_in_a_row > 2 * (2 + len(self._peers)):
                         raise DataError(
-                            f"data.engine='ray': {self._fruitless} loaders were lost in a row, {peer.name} "
+                            f"data.engine='ray': {self._losses_in_a_row} loaders were lost in a row, {peer.name} "
                             f"the last. Ray: {error}"
                         ) from error
                 except self._ray.exceptions.ObjectLostError:  # the node is gone, and the objects on it
-                    self._urgent.appendleft(peer.in_flight.pop(ref))
+                    self._urgent_requests.appendleft(peer.in_flight.pop(ref))
                 else:
                     peer.heard_s, peer.watch = time.monotonic(), None
                     self._take(peer, ref, answer, payload, runs)
             self._look_after(peer)
-        self._hand_out()
+        self._send_requests()
         return runs
 
     def release(self, run: ChunkRun) -> None:
-        part: RequestPart = run.place.part
-        if part.wanted is None:
+        part: RequestPart = run.payload.part
+        if part.id_positions is None:
             self._peers[self._home(part)].done.append(key_of(part))
-        run.place = None
+        run.payload = None
 
     def states(self) -> list[LoaderState]:
         states = []
         for name in self._loaders:
             peer = self._peers[name]
-            queued = len(peer.in_flight) + sum(r.loader == name for r in (*self._urgent, *self._waiting))
+            queued = len(peer.in_flight) + sum(
+                r.loader == name for r in (*self._urgent_requests, *self._normal_requests)
+            )
             numbers = peer.answer.memory_bytes, peer.answer.documents, peer.busy_s
             states.append(LoaderState(name, queued, *numbers, peer.sources))
         return states
@@ -175,11 +177,11 @@ class RayPool(LoaderPool[_LoaderActor]):
         refs = [ref for peer in self._peers.values() for ref in (*peer.in_flight, peer.calling, peer.watch)]
         return [ref for ref in refs if ref is not None]
 
-    def _requests(self, parts: list[RequestPart]) -> list[Request]:
+    def _requests_for(self, parts: list[RequestPart]) -> list[Request]:
         by_home: dict[str, list[RequestPart]] = collections.defaultdict(list)
         for part in parts:
             if self._setups[part.source].prepared is not None:
-                part = dataclasses.replace(part, wanted=np.arange(len(part.numbers)))
+                part = dataclasses.replace(part, id_positions=np.arange(len(part.numbers)))
             by_home[self._home(part)].append(part)
         return [Request(asked, home) for home, asked in by_home.items()]
 
@@ -196,7 +198,9 @@ class RayPool(LoaderPool[_LoaderActor]):
             self._who, request.parts, done
         )
         # The reply is sent at once; a large payload stays on the loader's node until somebody waits for it.
-        loader.in_flight[reply if all(part.wanted is None for part in request.parts) else payload] = request
+        loader.in_flight[reply if all(part.id_positions is None for part in request.parts) else payload] = (
+            request
+        )
 
     def _stand_in(self, home: str) -> _LoaderActor | None:
         """Returns the loader; while it is away a standby, the same for every constructor; None if all are
@@ -220,7 +224,7 @@ class RayPool(LoaderPool[_LoaderActor]):
             [*self._said, *filter(None, answer.again)],
         )
         if answer.failed is not None:
-            raise self._failed(*answer.failed)
+            raise self._source_error(*answer.failed)
         if answer.stuck is not None:
             source, number, identity = answer.stuck
             peer.dying = answer.pid
@@ -230,20 +234,22 @@ class RayPool(LoaderPool[_LoaderActor]):
                 where = f"at {self._field(source)}, document {number} ({identity})"
             self._away(peer, why, where, request=peer.in_flight[ref], opening=source if number < 0 else None)
             return
-        request = self._answered(peer, ref)
+        request = self._take_answered(peer, ref)
         peer.answer = answer
         begin = 0
         for i, (part, head) in enumerate(zip(request.parts, answer.heads, strict=True)):
             ids = payload[begin : begin + head.ids_bytes]
             begin += head.ids_bytes
             run = head.run(part, ids, peer.name)
-            place: _Fetched | None = _Fetched(part=part) if request.into is None else request.into[i].place
-            if part.wanted is not None and place is not None:  # None: released before its ids have arrived
-                place.put(part.wanted.tolist(), head.lengths, run.ids, run.ignored)
+            place: _Fetched | None = _Fetched(part=part) if request.into is None else request.into[i].payload
+            if (
+                part.id_positions is not None and place is not None
+            ):  # None: released before its ids have arrived
+                place.put(part.id_positions.tolist(), head.lengths, run.ids, run.ignored)
             if request.into is None and place is not None:
                 peer.busy_s += head.read_s
                 place.asked = set(place.ids)
-                run.place = place
+                run.payload = place
                 runs.append(run)
 
     def _away(
@@ -268,9 +274,9 @@ class RayPool(LoaderPool[_LoaderActor]):
             peer.in_flight = {None: request, **others}
         if not where and peer.in_flight:
             part = next(iter(peer.in_flight.values())).parts[0]
-            number = int(part.numbers[0 if part.wanted is None else part.wanted[0]])
+            number = int(part.numbers[0 if part.id_positions is None else part.id_positions[0]])
             where = f"at {self._field(part.source)}, document {number}"
-        self._lost(peer, why, where, opening=opening)
+        self._repeat_requests(peer, why, where, opening=opening)
         peer.watch = None
         if not peer.away:
             peer.away, peer.lost_s = True, time.monotonic()

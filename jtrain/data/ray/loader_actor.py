@@ -190,7 +190,7 @@ class RayLoader:
         return tuple(again)
 
     def _read_or_kept(self, part: RequestPart) -> Read:
-        kept, wanted = self._kept.get(key_of(part)), part.wanted
+        kept, wanted = self._kept.get(key_of(part)), part.id_positions
         if wanted is None:
             if kept is None:
                 read = self._read(part)
