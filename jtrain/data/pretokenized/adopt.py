@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.adopted import edges_of_path
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.foreign.find import find_layout
 from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignLayout
+from jtrain.data.pretokenized.index_format import digest
 from jtrain.data.pretokenized.partial_folder import (
     STATE,
     begin,
@@ -34,14 +35,14 @@ from jtrain.data.pretokenized.partial_folder import (
     write_lengths,
 )
 from jtrain.data.pretokenized.progress import ProgressOutput
-from jtrain.data.pretokenized.reader import PreparedIndex, digest
+from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.writer import IndexSummary, summary_of
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer, smallest_id_dtype
 from jtrain.errors import UserError
 from jtrain.runtime.atomic_io import write_whole
 
 _RUNS = "runs"
-_APPENDED = (reader.LENGTHS, reader.SHARDS, _RUNS)
+_APPENDED = (index_format.LENGTHS, index_format.SHARDS, _RUNS)
 _SAVE_S = 10.0
 _ROWS_AT_ONCE = 1 << 20
 
@@ -144,31 +145,34 @@ class _Adoption:
             if layout.copies
             else np.dtype(f"u{min(4, stored.itemsize)}")
         )
-        self._appended = (*_APPENDED, *((reader.IDS,) if layout.copies else ()))
+        self._appended = (*_APPENDED, *((index_format.IDS,) if layout.copies else ()))
         self._state: dict[str, Any] = {}
 
     def is_there(self) -> bool:
         """True if the index exists already; if its files moved, it is made to refer to where they are now."""
-        if not (self._folder / reader.INDEX).exists():
+        if not (self._folder / index_format.INDEX).exists():
             if self._folder.exists():
                 raise UserError(
                     f"{self._folder} exists and is not a prepared index. Remove it, or set --name or --out "
                     "to another."
                 )
             return False
-        body = json.loads((self._folder / reader.INDEX).read_bytes())
+        body = json.loads((self._folder / index_format.INDEX).read_bytes())
         if body.get("made_of") != self._made_of:
             return False
         del body["digest"]
         if not self._layout.copies:
             body["adopted"] = self._adopted_entry()
-        write_whole(self._folder / reader.INDEX, reader.sign(body))
+        write_whole(self._folder / index_format.INDEX, index_format.sign(body))
         return True
 
     def resume(self, host: BuildProcess) -> None:
         """Goes on after the files that an earlier call scanned, if it scanned the same ones."""
         begin(
-            self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host, source=self._folder.name
+            self._partial,
+            {"format": index_format.FORMAT, "made_of": self._made_of},
+            host,
+            source=self._folder.name,
         )
         drop_damaged_states(self._partial)
         state = {
@@ -298,11 +302,11 @@ class _Adoption:
             runs = np.asarray([[state["tokens"], self._layout.files[part.file].first_byte, part.file]])
             state["placed"] = part.file + 1
         outputs[_RUNS].write(runs.astype("<i8").tobytes())
-        outputs[reader.LENGTHS].write(lengths.tobytes())
+        outputs[index_format.LENGTHS].write(lengths.tobytes())
         line = {"records": len(lengths), "tokens": part.tokens, "ids": part.hash, "lengths": digest(lengths)}
-        outputs[reader.SHARDS].write(json.dumps(line).encode() + b"\n")
+        outputs[index_format.SHARDS].write(json.dumps(line).encode() + b"\n")
         if part.ids is not None:
-            outputs[reader.IDS].write(part.ids.tobytes())
+            outputs[index_format.IDS].write(part.ids.tobytes())
         state["records"] += len(lengths)
         state["tokens"] += part.tokens
         state["empty"] += int((lengths == 0).sum())
@@ -334,17 +338,17 @@ class _Adoption:
                 f"--from: the {len(self._layout.files)} files below {self._layout.root} hold no ids."
             )
         self._end_files(len(self._layout.files))
-        write_lengths(partial / reader.LENGTHS, partial / "lengths.tmp", state["records"])
-        (partial / reader.SKIPPED).write_bytes(b"")
+        write_lengths(partial / index_format.LENGTHS, partial / "lengths.tmp", state["records"])
+        (partial / index_format.SKIPPED).write_bytes(b"")
         files = {"names": self._layout.names, "file_ends": state["file_ends"]}
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "skipped": 0}
         body |= {key: state[key] for key in ("records", "tokens", "empty")}
         if not self._layout.copies:
-            _write_places(partial / _RUNS, partial / reader.PLACES, state["tokens"])
+            _write_places(partial / _RUNS, partial / index_format.PLACES, state["tokens"])
             files |= {"sizes": self._sizes, "edges": self._edges}
             body["adopted"] = self._adopted_entry()
-        (partial / reader.FILES).write_text(json.dumps(files))
-        write_whole(partial / reader.INDEX, reader.seal(partial, body))
+        (partial / index_format.FILES).write_text(json.dumps(files))
+        write_whole(partial / index_format.INDEX, index_format.seal(partial, body))
         publish(partial, self._folder)
 
     def _adopted_entry(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ from multiprocessing import connection as pipes
 from pathlib import Path
 from typing import Literal
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.progress import Progress, ProgressBar, ProgressOutput
 from jtrain.data.pretokenized.shard import Recipe, Task
@@ -80,7 +80,7 @@ def prepare(
     out.mkdir(parents=True, exist_ok=True)
     with _explain_disk_full(out), BuildProcess(out) as host, contextlib.ExitStack() as stack:
         if command is not None:
-            host.write_whole(out / reader.COMMAND, command + "\n")
+            host.write_whole(out / index_format.COMMAND, command + "\n")
         builds = [IndexWriter(index, recipe, out, shard_bytes, host) for index, recipe in enumerate(recipes)]
         progress = (ProgressBar if stream.isatty() else Progress)(
             stream, sum(build.records for build in builds)

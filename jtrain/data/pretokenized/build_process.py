@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jtrain.data.pretokenized.reader import digest
+from jtrain.data.pretokenized.index_format import digest
 from jtrain.errors import FileError
 from jtrain.runtime.lease import Lease, Rival, this_holder
 from jtrain.runtime.lease_stores import FolderStore

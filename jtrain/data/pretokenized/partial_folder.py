@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.runtime.atomic_io import sync_directory
 
@@ -18,14 +18,14 @@ NOTHING: dict[str, Any] = {"units": 0, "tokens": 0, "empty": 0, "skipped": 0, "b
 
 _PLAN = "plan.json"
 _PUBLISHED = (
-    reader.INDEX,
-    reader.IDS,
-    reader.LENGTHS,
-    reader.SHARDS,
-    reader.SKIPPED,
-    reader.FILES,
-    reader.PLACES,
-    reader.MASKS,
+    index_format.INDEX,
+    index_format.IDS,
+    index_format.LENGTHS,
+    index_format.SHARDS,
+    index_format.SKIPPED,
+    index_format.FILES,
+    index_format.PLACES,
+    index_format.MASKS,
 )
 _BLOCKS_AT_ONCE = 1 << 16
 
@@ -60,25 +60,25 @@ def write_lengths(lengths: Path, new_path: Path, records: int) -> int:
     Returns:
       Number of tokens.
     """
-    blocks = -(-records // reader.BLOCK)
+    blocks = -(-records // index_format.BLOCK)
     first_token = 0
     with open(lengths, "rb") as source, open(new_path, "wb") as file:
         # Full size at once, zero-padded: lengths and starts are then written at two places in turn.
-        file.truncate(blocks * (reader.BLOCK * 4 + 8) + 8)
+        file.truncate(blocks * (index_format.BLOCK * 4 + 8) + 8)
         for block in range(0, blocks, _BLOCKS_AT_ONCE):
-            count = min(_BLOCKS_AT_ONCE, blocks - block) * reader.BLOCK
+            count = min(_BLOCKS_AT_ONCE, blocks - block) * index_format.BLOCK
             lengths_of_blocks = np.frombuffer(
-                source.read(4 * min(count, records - block * reader.BLOCK)), np.uint32
+                source.read(4 * min(count, records - block * index_format.BLOCK)), np.uint32
             )
-            file.seek(block * reader.BLOCK * 4)
+            file.seek(block * index_format.BLOCK * 4)
             file.write(lengths_of_blocks.data)
             sums = (
                 np.pad(lengths_of_blocks, (0, count - len(lengths_of_blocks)))
-                .reshape(-1, reader.BLOCK)
+                .reshape(-1, index_format.BLOCK)
                 .sum(axis=1, dtype=np.int64)
             )
             ends = first_token + np.cumsum(sums)
-            file.seek(blocks * reader.BLOCK * 4 + block * 8)
+            file.seek(blocks * index_format.BLOCK * 4 + block * 8)
             file.write(np.append(np.asarray([first_token], np.int64), ends).tobytes())
             first_token = int(ends[-1])
         file.flush()

@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from jtrain.data.loss_mask import encode_parts, split_chunk
-from jtrain.data.pretokenized.reader import digest
+from jtrain.data.pretokenized.index_format import digest
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.source import Source

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int64
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.partial_folder import (
     NOTHING,
@@ -39,7 +39,7 @@ from jtrain.errors import FileError, UserError
 
 _MOST_RECORDS = 1 << 20
 _UNKNOWN_BYTES = 4096  # assumed size of a record where the source does not know its size
-_APPENDED = (reader.IDS, reader.LENGTHS, reader.SHARDS, reader.SKIPPED)
+_APPENDED = (index_format.IDS, index_format.LENGTHS, index_format.SHARDS, index_format.SKIPPED)
 _REFRESH_S = 1.0
 _MOST_WAITING = 1 << 14
 """Shards listed at a time for the next ones to make: more than this process has workers."""
@@ -95,7 +95,7 @@ class IndexWriter:
         self._folder = out / recipe.name
         self._partial = out / f".{recipe.name}.partial"
         self._index: PreparedIndex | None = None
-        self._appended = _APPENDED if recipe.source.mask is None else (*_APPENDED, reader.MASKS)
+        self._appended = _APPENDED if recipe.source.mask is None else (*_APPENDED, index_format.MASKS)
         self._state_of_row: Literal["made", "there"] = "made"
         tokenizer = recipe.open_tokenizer()
         corpus = recipe.open_corpus()
@@ -119,9 +119,11 @@ class IndexWriter:
         self._is_reported = False
         # Another process may be about to give this folder its name.
         with host.changing_folders(recipe.name):
-            if (self._partial / reader.INDEX).exists():  # an earlier call was killed between two renames
+            if (
+                self._partial / index_format.INDEX
+            ).exists():  # an earlier call was killed between two renames
                 publish(self._partial, self._folder)
-            if (self._folder / reader.INDEX).exists():
+            if (self._folder / index_format.INDEX).exists():
                 existing = PreparedIndex(self._folder)
                 if existing.made_of == self._made_of:
                     existing.check(on_bad_record=recipe.on_bad_record)
@@ -134,14 +136,14 @@ class IndexWriter:
                 raise UserError(
                     f"{self._folder} exists and is not a prepared index. Remove it, or choose another --out."
                 )
-            shards = reader.digest(self._starts.tobytes())
-            plan = {"format": reader.FORMAT, "made_of": self._made_of, "units": shards}
+            shards = index_format.digest(self._starts.tobytes())
+            plan = {"format": index_format.FORMAT, "made_of": self._made_of, "units": shards}
             if begin(self._partial, plan, host, source=recipe.name):
                 self.notes.append(
                     f"{recipe.name}: an unfinished index of other data was there; starting afresh."
                 )
             # Every process writes it, with the same bytes.
-            host.write_whole(self._partial / reader.FILES, files)
+            host.write_whole(self._partial / index_format.FILES, files)
         self.sweep()
         self.refresh()
         # After the refresh, which reads the state with its count of skipped records.
@@ -308,38 +310,38 @@ class IndexWriter:
         summary, ids_bytes, lengths = contents
         if summary.skipped and self.recipe.on_bad_record == "fail":
             return None
-        ids_end = files[reader.IDS].tell()
+        ids_end = files[index_format.IDS].tell()
         with open(path, "rb") as ids:
             # The next append overwrites what was copied.
-            if _copy(ids, files[reader.IDS], ids_bytes) != summary.ids:
-                files[reader.IDS].seek(ids_end)
+            if _copy(ids, files[index_format.IDS], ids_bytes) != summary.ids:
+                files[index_format.IDS].seek(ids_end)
                 return None
-        files[reader.LENGTHS].write(lengths)
+        files[index_format.LENGTHS].write(lengths)
         if self.recipe.source.mask is not None:
             first_token = ids_end // self._dtype.itemsize
-            files[reader.MASKS].write((np.asarray(summary.ignored, np.int64) + first_token).tobytes())
+            files[index_format.MASKS].write((np.asarray(summary.ignored, np.int64) + first_token).tobytes())
         line = {name: getattr(summary, name) for name in ("records", "tokens", "ids", "lengths")}
-        files[reader.SHARDS].write(json.dumps(line).encode() + b"\n")
+        files[index_format.SHARDS].write(json.dumps(line).encode() + b"\n")
         for record, identity, reason in summary.skipped:
             line = {"record": record, "document": identity, "why": reason}
-            files[reader.SKIPPED].write(json.dumps(line).encode() + b"\n")
+            files[index_format.SKIPPED].write(json.dumps(line).encode() + b"\n")
         return summary
 
     def _finish(self) -> None:
         """Adds the starts to lengths.bin, writes index.json and gives the folder its final name."""
-        lengths = self._partial / reader.LENGTHS
+        lengths = self._partial / index_format.LENGTHS
         tokens = write_lengths(
             lengths, lengths.with_name(f"lengths.unit.{self._host.name}.tmp"), self.records
         )
         for name in self._appended:
-            if name == reader.LENGTHS:
+            if name == index_format.LENGTHS:
                 continue
             # A shard that was made again may have been longer.
             os.truncate(self._partial / name, self._state["bytes"][name])
         assert tokens == self._state["tokens"]
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "records": self.records}
         body |= {key: self._state[key] for key in ("tokens", "empty", "skipped")}
-        self._host.write_whole(self._partial / reader.INDEX, reader.seal(self._partial, body))
+        self._host.write_whole(self._partial / index_format.INDEX, index_format.seal(self._partial, body))
         with self._host.changing_folders(self.recipe.name):
             publish(self._partial, self._folder)
         self._host.end(self.recipe.name)
@@ -347,7 +349,7 @@ class IndexWriter:
 
     def _check_skipped(self) -> None:
         if self.recipe.on_bad_record == "fail" and self._state["skipped"]:
-            first = json.loads((self._partial / reader.SKIPPED).read_text().splitlines()[0])
+            first = json.loads((self._partial / index_format.SKIPPED).read_text().splitlines()[0])
             raise UserError(
                 f"{field_of(self.recipe.name)}: {self._partial} leaves out {self._state['skipped']} bad "
                 f"records, but data.on_bad_record='fail'. The first is {first['document']}: {first['why']} "

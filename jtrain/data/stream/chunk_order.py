@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int16, Int64
 
-from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
+from jtrain.data.pretokenized.index_format import BLOCK
+from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members

@@ -16,7 +16,7 @@ import pytest
 
 from jtrain.data import PackedText, Source, open_dataset
 from jtrain.data.loaders.messages import DataError
-from jtrain.data.pretokenized import reader, remote_files
+from jtrain.data.pretokenized import index_format, remote_files
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources import retry
 from jtrain.data.sources.corpus import Corpus
@@ -292,7 +292,7 @@ def test_of_a_prepared_index_in_a_store_only_what_failed_is_fetched_again(
         web.faults[:] = [503, "less", "cut"]
         np.testing.assert_array_equal(index.read(records)[1], local.read(records)[1])
     assert len(lines) == 3
-    ranges = [request.range for request in web.requests if request.path.endswith(reader.IDS)]
+    ranges = [request.range for request in web.requests if request.path.endswith(index_format.IDS)]
     assert len(ranges) == len(set(ranges)) + 3 > 10
     web.faults[:] = ["less"] * 9999
     with pytest.raises(GaveUp, match=r"web/ids\.bin: \d+ of \d+ bytes from byte \d+ arrived, at 6 tries"):
