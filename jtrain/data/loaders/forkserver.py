@@ -117,8 +117,8 @@ class Forkserver:
     def __init__(self, *, preload: tuple[str, ...] = ()) -> None:
         own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = _BARE + (
-            f"sys.path[:] = {sys.path!r}\n"
-            f"from jtrain.data.loaders import forkserver; forkserver.serve({server_end.fileno()}, {preload!r})"
+            f"sys.path[:] = {sys.path!r}\nfrom jtrain.data.loaders import forkserver; "
+            f"forkserver.serve({server_end.fileno()}, {preload!r})"
         )
         environment = os.environ | {
             "RAYON_NUM_THREADS": "1",

@@ -70,6 +70,7 @@ class InlinePool:
             self._documents += len(run.numbers)
             self._busy_s += run.read_s
             if read.starts is not None:
+                # Mapped ids: starts are places in the map of the index, and the documents are not adjacent.
                 run.starts, run.lengths = read.starts, read.lengths.astype(np.int64)
             self._runs.append(run)
 
@@ -80,7 +81,7 @@ class InlinePool:
     def _tell(self, line: str, wait_s: float) -> None:
         self._messages += [f"data: {self._reading}: {line}"] if line else []
 
-    def messages(self) -> list[str]:
+    def said(self) -> list[str]:
         """Returns messages about repeated reads since the last call."""
         messages, self._messages = self._messages, []
         return messages

@@ -84,6 +84,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     Answers: `("run", id, [(start, RunHead) of each part])`, with the ids at `start` in shared memory; or
     `("failed", source, message)`; before that, for each repeated read, `("again", source, line for the log)`.
     """
+    # The first message; a standby waits here for no request, with its sources known.
     sources: tuple[SourceSetup, ...] = connection.recv()
     shared = SharedMemory(descriptors[0])
     header = shared.header

@@ -26,8 +26,8 @@ class RequestPart:
     tag: returned with each run that answers this part, for whoever asked.
     share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the
       answer holds their numbers alone. The m shares of a request answer each number once.
-    id_positions: for a loader that keeps ids until they are requested (`RayLoader`): positions in `numbers` of
-      the documents whose ids are requested; None: the lengths of all are.
+    id_positions: for a loader that keeps ids until they are requested (`RayLoader`): positions in `numbers`
+      of the documents whose ids are requested; None: the lengths of all are.
     """
 
     source: int
@@ -96,6 +96,7 @@ class ChunkRun:
     @property
     def bounds(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Start and end of each document in `ids`."""
+        # Documents one after another: each ends where the next one starts.
         if self.lengths is None:
             return self.starts[:-1], self.starts[1:]
         return self.starts, self.starts + self.lengths
@@ -117,6 +118,7 @@ class RunHead:
     @classmethod
     def of(cls, read: Read, read_s: float) -> "RunHead":
         """Returns the head of what a loader has read."""
+        # The ids travel beside the head, through shared memory or as a payload of Ray.
         ids, other_fields = read.ids, (read.skipped, read.ignored, read.anchor)
         return cls(read.numbers, read.lengths, ids.nbytes, ids.dtype.str, *other_fields, read_s)
 
@@ -124,8 +126,10 @@ class RunHead:
         """Returns the run that answers `part`, with these ids or the bytes of them."""
         return ChunkRun(
             part.source,
+            # None: all documents of the part, none left out and in its order.
             part.numbers if self.numbers is None else self.numbers,
             starts_of(self.lengths),
+            # The ids may come as bytes; a view of the right dtype copies nothing.
             ids.view(self.ids_dtype),
             dict(self.skipped),
             self.read_s,

@@ -190,6 +190,7 @@ class LoaderPool[L: Loader](abc.ABC):
         self._losses_in_a_row += 1
         if requests and opening is not None:
             self._deaths[opening, _OPENING] += 1
+            # A source cannot be left out as a document can, so its second death ends the stream.
             if self._deaths[opening, _OPENING] >= 2:
                 raise DataError(f"a loader {cause} {activity}, again and again. Check that source.")
         elif requests:

@@ -101,6 +101,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         self._placed: set[int] = set()
         self._number = itertools.count()
         self.place(placement)
+        # After the loaders, which are needed first.
         self._standbys = [self._start(f"shadow-{i}") for i in range(shadows)]
 
     def connections(self) -> list[Connection]:
@@ -110,11 +111,14 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         runs: list[ChunkRun] = []
         for loader in list(self._loaders.values()):
             try:
+                # Before the answers, so that the loader reuses the memory for the requests that it still
+                # holds.
                 if loader.freed:
                     loader.child.connection.send(("free", loader.freed))
                     loader.freed = []
                 while loader.child.connection.poll():
                     self._take(loader, loader.child.connection.recv(), runs)
+            # Answers that it sent before it died have been taken by now, so only the others are repeated.
             except (EOFError, ConnectionError):
                 self._replace(loader, "died")
                 continue
@@ -166,6 +170,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
             if name not in self._loaders:
                 self._loaders[name] = self._start(name)
             loader = self._loaders[name]
+            # Open sources hold indexes and decoded row groups, which count as memory of the loader.
             for closed_source in loader.opened - set(sources):
                 with contextlib.suppress(ConnectionError):  # it has died: the next collect notices
                     loader.child.connection.send(("close", closed_source))
@@ -208,6 +213,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         return requests
 
     def _send_requests(self) -> None:
+        # `collect` calls this every time; without room the queues need no walk.
         if any(len(loader.in_flight) < IN_FLIGHT for loader in self._loaders.values()):
             super()._send_requests()
 
@@ -278,9 +284,11 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         self._repeat_requests(
             loader, cause, activity, opening=source if state == OPENING else None, reading=state != IDLE
         )
+        # Loaders that die one after another at different places: the machine or the setup is at fault.
         if self._losses_in_a_row > 5 + len(self._loaders):
             raise DataError(
-                f"{self._losses_in_a_row} loaders were lost in a row, the last {activity}: it {cause}. See stderr."
+                f"{self._losses_in_a_row} loaders were lost in a row, the last {activity}: it {cause}. See "
+                "stderr."
             )
         begun_s = time.perf_counter()
         # A standby runs already, with its modules imported: it takes over in about a millisecond.

@@ -8,7 +8,8 @@ A step of 320 tokens takes the documents whose time is below 320:
     source    web    math   code   web      350 tokens
 
 Their shares of 350 tokens are 175, 105 and 70: `web` has 25 too many, `code` lacks 5 and `math` 20. These
-deficits, -25, 5 and 20, move the times of the next step, in which `math` comes first, at (25 - 20) / 0.2 = 25:
+deficits, -25, 5 and 20, move the times of the next step, in which `math` comes first, at (25 - 20) / 0.2 =
+25:
 
     time      25     150    150    275
     source    math   web    code   math     300 tokens

@@ -66,6 +66,7 @@ class Constant(Schedule):
             _check_weights(self.weights_by_source, "data.mixture.weights_by_source")
 
     def weights(self, step: int, names: Sequence[str]) -> Float64[np.ndarray, " sources"]:
+        # The weights of the sources are known only where the sources are, not in the mixture.
         assert self.weights_by_source is not None, "call own_weights() first"
         names = tuple(names)
         if names not in self._shares_by_names:
@@ -98,6 +99,7 @@ class Staged(Schedule):
 
     def __post_init__(self) -> None:
         _check_steps(self.stages, "data.mixture.stages")
+        # A linear schedule has shares before its first point; stages have none.
         if self.stages[0][0] != 0:
             raise UserError(
                 f"data.mixture.stages begin at step {self.stages[0][0]}: earlier steps have no shares. "
@@ -119,6 +121,7 @@ class Staged(Schedule):
         return _identity("staged", self.stages)
 
     def _stage(self, step: int) -> tuple[int, Weights]:
+        # Stages ascend, so the last one that has begun is the one with the largest step.
         return max((stage for stage in self.stages if stage[0] <= step), key=lambda stage: stage[0])
 
 
@@ -153,7 +156,10 @@ class Linear(Schedule):
     def describe(self, step: int) -> str:
         names = sorted({name for _, weights in self.points for name in weights})
         shares = dict(zip(names, self.weights(step, names).tolist(), strict=True))
-        return f"linear over steps {self.points[0][0]} to {self.points[-1][0]}, at {step}: {_list_shares(shares)}"
+        return (
+            f"linear over steps {self.points[0][0]} to {self.points[-1][0]}, at {step}: "
+            f"{_list_shares(shares)}"
+        )
 
     @property
     def identity(self) -> str:
@@ -212,6 +218,7 @@ def _integer_shares(content: bytes) -> Int64[np.ndarray, " sources"]:
     weights = np.frombuffer(content, np.float64)
     # `fsum` rounds once, so the order of the sources does not change the sum.
     scaled = np.floor(weights * (ONE / math.fsum(weights))).astype(np.int64)
+    # At least 1 unit, since a source with a weight must be read at some time.
     shares = np.where(weights > 0, np.maximum(scaled, 1), 0)
     # The largest share takes what rounding left: up to one unit per source, of 2**28.
     shares[np.argmax(weights)] += ONE - shares.sum()
@@ -229,8 +236,8 @@ def _check_weights(weights: Weights, setting: str) -> None:
             )
     if not any(weight > 0 for weight in weights.values()):
         raise UserError(
-            f"{setting}: no source has a weight above 0 ({_list_shares(weights) or 'no source is named'}). Give at "
-            "least one source a weight."
+            f"{setting}: no source has a weight above 0 ({_list_shares(weights) or 'no source is named'}). "
+            "Give at least one source a weight."
         )
 
 
@@ -245,6 +252,7 @@ def _check_steps(points: Points, setting: str) -> None:
 
 
 def _shares(weights: Weights, names: Sequence[str], setting: str) -> Float64[np.ndarray, " sources"]:
+    # A source that is missing from `weights` has weight 0; one that does not exist is a typing error.
     unknown = sorted(weights.keys() - set(names))
     if unknown:
         omitted = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -285,6 +293,7 @@ def _identity(kind: str, points: Iterable[tuple[int, Weights]]) -> str:
         )
         for step, weights in points
     ]
+    # Of shares and not of weights: weights 1 and 1 are the same mixture as 2 and 2.
     return f"{kind} {hashlib.blake2b(json.dumps(shares).encode(), digest_size=8).hexdigest()}"
 
 

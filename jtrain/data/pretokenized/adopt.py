@@ -1,4 +1,5 @@
-"""Adopts token files of other projects, `python -m jtrain.data adopt`: an index that reads their ids in place.
+"""Adopts token files of other projects, `python -m jtrain.data adopt`: an index that reads their ids in
+place.
 
 Each file is scanned once, in parallel, for the ends of its documents, its largest id and its hash; what is
 written is 4.5 bytes per document. An interrupted call goes on with the file where it stopped.
@@ -89,6 +90,7 @@ def adopt(
         path, end_id=encoder.end_id, vocab_size=encoder.vocab_size, dtype=dtype, column=column
     )
     out.mkdir(parents=True, exist_ok=True)
+    # One process at a time adopts under this name; another one waits, and then finds the index.
     with BuildProcess(out) as host, host.changing_folders(name):
         adoption = _Adoption(layout, out, name, encoder, command, stream)
         if adoption.is_there():
@@ -131,6 +133,7 @@ class _Adoption:
             sizes_and_edges = list(pool.map(edges_of_path, [layout.root / n for n in layout.names]))
         self._sizes = [size for size, _ in sizes_and_edges]
         self._edges = [edges for _, edges in sizes_and_edges]
+        # Sizes and edges, not paths: files that moved are the same corpus.
         corpus = hashlib.blake2b(json.dumps([layout.names, self._sizes, self._edges]).encode(), digest_size=8)
         self._made_of: dict[str, str | int] = {
             "corpus": corpus.hexdigest(),
@@ -160,6 +163,7 @@ class _Adoption:
         body = json.loads((self._folder / index_format.INDEX).read_bytes())
         if body.get("made_of") != self._made_of:
             return False
+        # `sign` adds a new one.
         del body["digest"]
         if not self._layout.copies:
             body["adopted"] = self._adopted_entry()
@@ -210,7 +214,8 @@ class _Adoption:
                 if time.monotonic() - last_line_s >= _SAVE_S:
                     last_line_s = time.monotonic()
                     self._say(
-                        f"{done_bytes / 2**30:,.1f} of {total_bytes / 2**30:,.1f} GiB, {state['tokens']:,} tokens"
+                        f"{done_bytes / 2**30:,.1f} of {total_bytes / 2**30:,.1f} GiB, {state['tokens']:,} "
+                        "tokens"
                     )
         if layout.splits and not state["ends"]:
             raise UserError(
@@ -275,6 +280,7 @@ class _Adoption:
     def _append(self, part: _ScannedPart, open_tokens: int, outputs: dict[str, Any]) -> int:
         """Appends a part; returns the tokens of the document that it ends within."""
         state = self._state
+        # Counted before a last document without an end is added: none at all means a wrong end id.
         state["ends"] += len(part.ends)
         ends = part.ends
         # Without an end in this part the open document goes on: -open_tokens adds up the parts so far.
@@ -311,6 +317,7 @@ class _Adoption:
         state["tokens"] += part.tokens
         state["empty"] += int((lengths == 0).sum())
         if part.last:
+            # Parts come in order, so this file is done.
             self._layout.files[part.file].close()
             state["files"] = part.file + 1
             self._end_files(part.file)
@@ -338,7 +345,9 @@ class _Adoption:
                 f"--from: the {len(self._layout.files)} files below {self._layout.root} hold no ids."
             )
         self._end_files(len(self._layout.files))
+        # Before the body: it replaces lengths.bin, whose size the body holds.
         write_lengths(partial / index_format.LENGTHS, partial / "lengths.tmp", state["records"])
+        # Adopted ids have no bad records, but readers expect the file.
         (partial / index_format.SKIPPED).write_bytes(b"")
         files = {"names": self._layout.names, "file_ends": state["file_ends"]}
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "skipped": 0}
@@ -347,6 +356,7 @@ class _Adoption:
             _write_places(partial / _RUNS, partial / index_format.PLACES, state["tokens"])
             files |= {"sizes": self._sizes, "edges": self._edges}
             body["adopted"] = self._adopted_entry()
+        # Before index.json, which holds the hash of this file.
         (partial / index_format.FILES).write_text(json.dumps(files))
         write_whole(partial / index_format.INDEX, index_format.seal(partial, body))
         publish(partial, self._folder)
@@ -378,4 +388,5 @@ def _write_places(runs: Path, places: Path, tokens: int) -> None:
 
 
 def _threads() -> int:
+    # Cores that this process may use, not all of the machine's.
     return len(os.sched_getaffinity(0))

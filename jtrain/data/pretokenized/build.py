@@ -81,6 +81,7 @@ def prepare(
     with _explain_disk_full(out), BuildProcess(out) as host, contextlib.ExitStack() as stack:
         if command is not None:
             host.write_whole(out / index_format.COMMAND, command + "\n")
+        # Opens all sources before any work: a wrong path shows at once and not after hours.
         builds = [IndexWriter(index, recipe, out, shard_bytes, host) for index, recipe in enumerate(recipes)]
         progress = (ProgressBar if stream.isatty() else Progress)(
             stream, sum(build.records for build in builds)
@@ -95,6 +96,7 @@ def prepare(
         pool = _Pool(recipes, workers=min(workers, max(1, sum(build.num_missing for build in builds))))
         for build in builds:
             stack.callback(build.sweep)  # runs after the pool is closed; on a full disk every byte counts
+        # Registered last and so called first: workers end before their files are swept.
         stack.callback(pool.close)
         pool.run(builds, progress)
         return [build.summary() for build in builds]
@@ -247,9 +249,9 @@ class _Pool:
         self._deaths[task.source, task.shard] += 1
         if (deaths := self._deaths[task.source, task.shard]) == _TRIES:
             raise FileError(
-                f"{field_of(build.recipe.name)}: {deaths} workers died ({cause}) on {_describe_task(build, task)}. If "
-                "memory is short, lower --workers. Run the same command again: it goes on where this one "
-                "stopped."
+                f"{field_of(build.recipe.name)}: {deaths} workers died ({cause}) on "
+                f"{_describe_task(build, task)}. If memory is short, lower --workers. Run the same command "
+                "again: it goes on where this one stopped."
             )
         progress.say(f"a worker died ({cause}) on {_describe_task(build, task)}; doing it again.")
         build.give_back(task.shard)
@@ -298,6 +300,7 @@ def prepare_command(
         )
         for name, source in sources.items()
     ]
+    # Cores that this process may use, not all of the machine's.
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     start_s = time.monotonic()
     rows = prepare(recipes, out, workers=workers, stream=sys.stderr, command=command)

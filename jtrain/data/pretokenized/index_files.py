@@ -41,6 +41,7 @@ class LocalFiles:
             status = os.stat(f"{self.location}/{name}")
         except FileNotFoundError:
             return None
+        # What the sizes were checked of is what later reads must find.
         self._inode_of[name] = status.st_dev, status.st_ino
         return status.st_size
 
@@ -105,11 +106,12 @@ class LocalFiles:
 
 @contextlib.contextmanager
 def refuse_misfit(make_error: Callable[[str], UserError], name: str = "index.json") -> Iterator[None]:
-    """Raises `make_error(reason)` where the block fails because file `name` does not fit the others, or lacks an
-    entry.
+    """Raises `make_error(reason)` where the block fails because file `name` does not fit the others, or lacks
+    an entry.
     """
     try:
         yield
+    # It names a cause already, such as another format version.
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:

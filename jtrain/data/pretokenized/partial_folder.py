@@ -54,8 +54,8 @@ def write_lengths(lengths: Path, new_path: Path, records: int) -> int:
     block.
 
     Args:
-      lengths: file that begins with a uint32 per record; `new_path` replaces it, so that nobody sees a part of
-        it.
+      lengths: file that begins with a uint32 per record; `new_path` replaces it, so that nobody sees a part
+        of it.
 
     Returns:
       Number of tokens.

@@ -49,6 +49,7 @@ class Progress:
             self.say(f"{self._done:,} of {self._records:,} records  {self._speed()}")
 
     def _speed(self) -> str:
+        # Never 0: the first call may come at once.
         elapsed_s = max(1e-3, time.monotonic() - self._started_s)
         records_done = self._done - self._done_at_start
         # No speed yet, or a dead worker's records were taken back.

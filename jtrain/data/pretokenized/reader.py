@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 class PreparedIndex:
-    """Prepared index of one source. Opening it reads one page whatever its size, so each process opens its own.
+    """Prepared index of one source. Opening it reads one page whatever its size, so each process opens its
+    own.
 
     Local lengths are memory-mapped, so processes share them, and remote ones are copied page by page into a
     file that the processes of a host share. Loaders read ids instead: mapped pages would count as their
@@ -230,7 +231,7 @@ class PreparedIndex:
     def places(
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
     ) -> Int64[np.ndarray, " n"]:
-        """Returns the index in `mapped_ids` of token starts[i] of record records[i]; raises as `read_spans`."""
+        """Returns the index in `mapped_ids` of token starts[i] of records[i]; raises as `read_spans`."""
         first, length = self._places(records)
         outside = np.flatnonzero((starts < 0) | (ends < starts) | (ends > length))
         if len(outside):
@@ -275,7 +276,7 @@ class PreparedIndex:
     def _read_ids(
         self, start: Int64[np.ndarray, " n"], length: Int64[np.ndarray, " n"]
     ) -> UInt[np.ndarray, " tokens"]:
-        """Returns the ids of spans of tokens, one after another; starts count from the source's first token."""
+        """Returns the ids of spans of tokens, one after another; starts count from the first token."""
         if self._adopted is not None:
             return self._adopted.read(start, length)
         size = self.dtype.itemsize

@@ -58,7 +58,7 @@ class RemoteFiles:
         self._pages = weakref.WeakValueDictionary[str, _Pages]()
 
     def content(self, name: str) -> bytes:
-        """Returns a whole file; index.json must be the first, since the cached pages belong to its content."""
+        """Returns a whole file; index.json must be the first, since cached pages belong to it."""
 
         def fetch() -> bytes:
             with translate_errors(f"{self.location}/{name}"):

@@ -59,7 +59,7 @@ class IndexSummary:
 
 
 def shard_starts(corpus: Corpus, shard_bytes: int) -> Int64[np.ndarray, " shards_and_end"]:
-    """Returns the first record of each shard, then the number of records; no group of records is cut in two."""
+    """Returns the first record of each shard, then the number of records; cuts no group of records."""
     total = len(corpus)
     size_bytes = corpus.size_bytes or total * _UNKNOWN_BYTES
     # Records per shard, from the mean bytes per record.
@@ -260,7 +260,7 @@ class IndexWriter:
             self._finish()
 
     def _append(self) -> None:
-        """Appends finished shards in order, saves the state, then removes their files: a kill repeats one call."""
+        """Appends finished shards in order, saves the state, then removes their files."""
         state = dict(self._state, bytes=dict(self._state["bytes"]))
         first_shard = state["units"]
         with contextlib.ExitStack() as stack:

@@ -98,6 +98,7 @@ class Corpus:
         else:
             files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)
+            # Checks the compression of every name as well, before any file is opened.
             kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
             # Opening a JSON lines file reads all of it for line ends, so a large source skips it.
@@ -179,7 +180,8 @@ class Corpus:
         raise UserError(
             f"{field}.path={self.source.path!r}: none of the first {len(bad_records):,} records tried in "
             f"{len(tried_files):,} of its {len(self.files):,} files can be read, so the format or "
-            f"{self.source.fields_at(field)} is wrong. The first: {str(bad_records[0]).replace(f', {SKIP}', '.')}"
+            f"{self.source.fields_at(field)} is wrong. The first: "
+            f"{str(bad_records[0]).replace(f', {SKIP}', '.')}"
         )
 
     @functools.cached_property
@@ -358,6 +360,7 @@ class Corpus:
         Args:
           files: the numbers of the files that count; None: all.
         """
+        # Not the contents, which may be terabytes: names, sizes and counts tell nearly all changes.
         rows = list(zip(self.names, self.files.sizes, self._counts.tolist(), strict=True))
         counted_rows = rows if files is None else [rows[n] for n in files]
         content = "".join(f"{name}\0{size}\0{count}\n" for name, size, count in counted_rows)

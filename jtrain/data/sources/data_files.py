@@ -69,6 +69,7 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
     bases = {base: _METADATA.fullmatch(base) is not None for base in {_base(file) for file in files}}
     data = [file for file in files if not bases[_base(file)]]
     suffixes = {file.name: split_suffix(file.name, field=f"{field}.path")[0] for file in data}
+    # With a declared format the suffixes say nothing: all files are of that format.
     has_records = format == "auto" and any(suffix in RECORD_FORMATS for suffix in suffixes.values())
     documentation = {base for base in bases if _DOCUMENTATION.fullmatch(base)}
     # Below the top, README.md of a repository is text to train on, unless records are the data.
@@ -80,15 +81,18 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
         if _size(other_files) > _size(records):
             raise UserError(
                 f"{field}.path={path!r} holds {_describe(records, suffixes)}, but most of it is "
-                f"{_describe(other_files, suffixes)}: which of them is the corpus? Set {field}.path to a glob, such "
-                f"as {_glob(path, other_files[0], suffixes)!r} or {_glob(path, records[0], suffixes)!r}."
+                f"{_describe(other_files, suffixes)}: which of them is the corpus? Set {field}.path to a "
+                f"glob, such as {_glob(path, other_files[0], suffixes)!r} or "
+                f"{_glob(path, records[0], suffixes)!r}."
             )
         data = [file for file in data if file not in other_files]
+    # Everything is data: skips the listing of what was left out.
     data_names = {file.name for file in data} if len(data) < len(files) else suffixes
     left_out_names = [file.name for file in files if file.name not in data_names]
     names = ", ".join(left_out_names[:_MOST_NAMES]) + (
         f" and {len(left_out_names) - _MOST_NAMES:,} more" if len(left_out_names) > _MOST_NAMES else ""
     )
+    # A glob takes all that it names, documentation too.
     way_out = f"to take them, set {field}.path to a file or to a glob such as {path.rstrip('/') + '/**'!r}"
     if not data:
         raise UserError(

@@ -37,8 +37,8 @@ class Opened(NamedTuple):
             return f"data: {label}: {seconds:.0f} s so far"
         total_mib = f" of {self.of_bytes / 2**20:,.1f}" if self.of_bytes else ""
         return (
-            f"data: {label}: {self.files:,} of {self.of_files:,} files, {self.size_bytes / 2**20:,.1f}{total_mib} "
-            f"MiB, {seconds:.0f} s so far"
+            f"data: {label}: {self.files:,} of {self.of_files:,} files, "
+            f"{self.size_bytes / 2**20:,.1f}{total_mib} MiB, {seconds:.0f} s so far"
         )
 
 
@@ -87,6 +87,7 @@ class Opening:
         with self._lock:
             # A server that told no size: counts the bytes that came.
             size_bytes = size_bytes or self._partly.get(file, 0)
+            # Its bytes are in the total from now on.
             self._partly.pop(file, None)
             total = self._whole
             self._whole = total._replace(files=total.files + 1, size_bytes=total.size_bytes + size_bytes)

@@ -71,7 +71,7 @@ class RangeFile(io.RawIOBase):
 
 
 class SteadyFile(io.RawIOBase):
-    """Open remote file that repeats reads which fail, so that the copy of a large file need not begin anew."""
+    """Open remote file that repeats failed reads, so that the copy of a large file goes on."""
 
     def __init__(self, file: Any, *, label: str) -> None:
         self._file = file
@@ -159,8 +159,8 @@ def translate_error(label: str, error: Exception) -> FileError:
     forbidden = "Credentials" in type(error).__name__ or str(error).startswith("Forbidden")  # botocore; gcsfs
     if isinstance(error, PermissionError) or status in (401, 403) or forbidden:
         return FileError(
-            f"{label}: the store refuses ({description}). Give this machine credentials for it, as the store's own "
-            "tools read them, or rights to this path."
+            f"{label}: the store refuses ({description}). Give this machine credentials for it, as the "
+            "store's own tools read them, or rights to this path."
         )
     message = f"{label}: cannot be read ({description}). If the network or the store was away, start again."
     if not _is_transient(error, status):

@@ -141,9 +141,9 @@ def retried[T](label: str, read: Callable[[], T]) -> T:
         if (cause := transient_cause(error)) is None:
             raise
         raise GaveUp(
-            f"{label}: {_describe(cause, label)}, at {READS.tries} tries over {sum(READS.waits_s()):.0f} s. Such an "
-            "error is no fault of a document, so none is left out for it. See that the disk, network or "
-            "store is back, and start again: the run goes on from its last checkpoint."
+            f"{label}: {_describe(cause, label)}, at {READS.tries} tries over {sum(READS.waits_s()):.0f} s. "
+            "Such an error is no fault of a document, so none is left out for it. See that the disk, network "
+            "or store is back, and start again: the run goes on from its last checkpoint."
         ) from error
 
 
@@ -174,6 +174,7 @@ def _describe(error: BaseException, label: str) -> str:
     """Returns an error in one line, without the name of the file."""
     if isinstance(error, TransientError):
         return error.reason or str(error).removeprefix(f"{label}: ").rstrip(".")
+    # Without the file's name, which the caller puts first.
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return f"[Errno {error.errno}] {error.strerror}"
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":.")

@@ -101,6 +101,7 @@ def _comments(module: str) -> Iterator[str]:
             last = token.start[0]
     except (tokenize.TokenError, SyntaxError):
         return
+    # The last block of a module has no later comment that ends it.
     if len(block) >= 3:
         yield "\n".join(block)
 

@@ -39,8 +39,8 @@ class CacheLost(NeverSkipped):
 def cache_lost(problem: str) -> CacheLost:
     """Returns the error for a copy or index in the cache; `problem` names it."""
     return CacheLost(
-        f"{problem}. The same command makes it anew and goes on from the last checkpoint; if something clears "
-        "that folder, set data.cache_dir to another."
+        f"{problem}. The same command makes it anew and goes on from the last checkpoint; if something "
+        "clears that folder, set data.cache_dir to another."
     )
 
 
@@ -71,6 +71,7 @@ class StoredFile:
     @property
     def key(self) -> str:
         """Name for files derived from this content."""
+        # Zero bytes separate the parts, which cannot hold any.
         identity = f"{self.location}\0{self.size_bytes}\0{self.version}"
         return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
@@ -137,6 +138,7 @@ def search(path: str, *, field: str) -> FoundFiles:
     if path.startswith("file://"):
         path = path.removeprefix("file://")
     find = _find_remote if "://" in path else _find_local
+    # Listing is repeated as a whole: a network file system may fail in the middle of it.
     files, is_folder = retried(f"{field}={path!r}", lambda: find(path, field))
     return FoundFiles(sorted(files, key=lambda file: file.name), is_folder)
 
@@ -251,6 +253,7 @@ def _find_remote(url: str, field: str) -> tuple[list[StoredFile], bool]:
             continue
         location = str(fs.unstrip_protocol(path))
         version = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
+        # A web server may send no length; -1 stands for that.
         size = info.get("size")
         files.append(StoredFile(location, name, -1 if size is None else int(size), version, location))
     if not files:

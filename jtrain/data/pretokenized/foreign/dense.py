@@ -88,7 +88,8 @@ class MegatronFile(ForeignFile):
             expected_bytes + self._sequences,
         ):  # multimodal files end with a byte per sequence
             raise FileError(
-                f"{self._index}: {size:,} bytes, and its head says {expected_bytes:,}: cut short. Copy it again."
+                f"{self._index}: {size:,} bytes, and its head says {expected_bytes:,}: cut short. Copy it "
+                "again."
             )
 
     def num_parts(self) -> int:
@@ -99,6 +100,7 @@ class MegatronFile(ForeignFile):
         ids = _read_part(self.path, self.dtype, 0, int(self._ends[-1]), part)
         # A document without tokens belongs to the part where it ends, and to the first one at the very start.
         low = 0 if part == 0 else np.searchsorted(self._ends, first, side="right")
+        # Ends up to and including the part's last token belong to it.
         high = np.searchsorted(self._ends, first + len(ids), side="right")
         return PartContent(ids, self._ends[low:high] - first)
 
@@ -131,8 +133,8 @@ class MegatronFile(ForeignFile):
             )
         if (bin_bytes := self.path.stat().st_size) != tokens * self.dtype.itemsize:
             raise FileError(
-                f"{self.path}: {bin_bytes:,} bytes, and {self._index.name} says {tokens * self.dtype.itemsize:,}: "
-                "one of them was cut short or replaced. Copy both again."
+                f"{self.path}: {bin_bytes:,} bytes, and {self._index.name} says "
+                f"{tokens * self.dtype.itemsize:,}: one of them was cut short or replaced. Copy both again."
             )
         if not self._documents:
             return ends
@@ -150,6 +152,7 @@ def llm_c_file(path: Path, end_id: int) -> SplitFile | None:
     """Returns the file if it has a header of llm.c; None if not."""
     with open(path, "rb") as file:
         head = file.read(12)
+    # The header has 256 int32; the others are 0.
     magic, version, tokens = struct.unpack("<iiI", head) if len(head) == 12 else (0, 0, 0)
     if (dtype := _LLM_C.get((magic, version))) is None:
         return None
@@ -212,5 +215,6 @@ def raw_file(path: Path, dtype: np.dtype[Any], end_id: int) -> SplitFile:
 def _read_part(path: Path, dtype: np.dtype[Any], first_byte: int, tokens: int, part: int) -> np.ndarray:
     per_part = PART_BYTES // dtype.itemsize
     first = part * per_part
+    # The last part is shorter.
     count = min(per_part, tokens - first)
     return np.fromfile(path, dtype, count, offset=first_byte + first * dtype.itemsize)

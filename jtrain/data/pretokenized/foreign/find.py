@@ -67,7 +67,8 @@ def find_layout(
         expected_bins = [file.name.removesuffix(".idx") + ".bin" for file in suffixes[".idx"]]
         if lone_bins := sorted(bins - set(expected_bins)):
             raise UserError(
-                f"--from {path}: {lone_bins[0]} has no .idx beside it, and others have. Adopt them on their own."
+                f"--from {path}: {lone_bins[0]} has no .idx beside it, and others have. Adopt them on their "
+                "own."
             )
         for name in expected_bins:
             if not (root / name).is_file():
@@ -107,6 +108,7 @@ def _flat(
         foreign_file = with_header(Path(file.location), end_id)
         kinds.add(("llm.c" if suffix == ".bin" else "npy") if foreign_file is not None else "raw")
         files.append(foreign_file if foreign_file is not None else raw_file(Path(file.location), raw, end_id))
+    # A file without a header among others with one may be cut at its begin, or of another data set.
     if len(kinds) > 1:
         raise UserError(
             f"--from: some {suffix} files below {root} have a header, others none. Adopt them on their own."
@@ -119,6 +121,7 @@ def _layout(
     kind: str, root: Path, files: Sequence[ForeignFile], decided_by: dict[str, str | int], **flags: bool
 ) -> ForeignLayout:
     """Returns the layout, once all files are known to hold ids of one dtype."""
+    # One path per dtype is enough for the message.
     dtypes = {file.dtype.name: file.path for file in files}
     if len(dtypes) > 1:
         dtype_list = ", ".join(f"{name} ({path})" for name, path in dtypes.items())

@@ -64,7 +64,8 @@ class ForeignLayout:
     root: folder that `names` are relative to.
     names: names of the files of ids, sorted.
     files: the files.
-    decided_by: other settings that decide the documents, such as the end id; part of the identity of the index.
+    decided_by: other settings that decide the documents, such as the end id; part of the identity of the
+      index.
     splits: True if the documents are found by the end id, False if the layout marks them.
     copies: True if the ids must be copied, because the layout has no ids at fixed offsets.
     dtype_is_assumed: True if nothing in the files tells the dtype of the ids.
@@ -83,6 +84,7 @@ class ForeignLayout:
 def unsigned(dtype: Any, label: str) -> np.dtype[Any]:
     """Returns the unsigned dtype of the same size; refuses all but little-endian integers."""
     dtype = np.dtype(dtype)
+    # One byte has no order, so only longer ids are checked for it.
     if dtype.kind not in "iu" or (dtype.itemsize > 1 and dtype.newbyteorder("<") != dtype):
         raise UserError(
             f"{label}: ids must be little-endian integers, and these are {dtype}. Write them as uint32."

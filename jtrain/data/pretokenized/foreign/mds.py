@@ -33,6 +33,7 @@ class MdsShard(ForeignFile):
 
     def __init__(self, folder: Path, entry: dict[str, Any], column: str, dtype: np.dtype[Any]) -> None:
         name = entry["raw_data"]["basename"]
+        # index.json is data of others: a name with a folder in it could lead anywhere.
         if not name or Path(name).name != name:
             raise UserError(
                 f"{folder / 'index.json'}: {name!r} names no file of its folder. Copy the data set again."
@@ -99,6 +100,7 @@ class MdsShard(ForeignFile):
             code = content[starts].astype(np.int64)
             starts = starts + 1 + (code >> 2) * (1 << (code & 3))
         sizes = ends - starts
+        # Negative sizes come from a shape header that is longer than its sample.
         wrong = np.flatnonzero((sizes < 0) | (sizes % self.dtype.itemsize != 0))
         if len(wrong):
             i = int(wrong[0])
@@ -120,6 +122,7 @@ class MdsShard(ForeignFile):
                 f"{self.path}: {count} samples, and index.json says {self._samples}. Copy it again."
             )
         bounds = content[4 : 4 * (count + 2)]
+        # A file that was cut short may end within a number.
         bounds = bounds[: len(bounds) // 4 * 4].view("<u4").astype(np.int64)
         if len(bounds) != count + 1 or bounds[-1] != len(content) or (np.diff(bounds) < 0).any():
             raise FileError(
@@ -187,4 +190,5 @@ def _shards(
 
 def _uint32(content: UInt8[np.ndarray, " b"], offset: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
     """Returns the numbers at these bytes, which need not be aligned."""
+    # Four bytes gathered per number, since `view` needs aligned and adjacent ones.
     return content[offset[:, None] + np.arange(4)].copy().view("<u4")[:, 0].astype(np.int64)

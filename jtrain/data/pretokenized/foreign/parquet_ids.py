@@ -26,6 +26,7 @@ class ParquetIds(ForeignFile):
         self._column = column
         try:
             schema = pq.read_schema(str(path))
+            # One part per row group: pages of one cannot be decoded without the others.
             self._groups = pq.read_metadata(str(path)).num_row_groups
             self._check(schema)
         except DAMAGE as error:
@@ -55,6 +56,7 @@ class ParquetIds(ForeignFile):
             with pq.ParquetFile(str(self.path)) as parquet:
                 table = decode_group(parquet, part, [self._column], label=str(self.path))
             lists: Any = table.column(0).combine_chunks()
+            # A missing list has no length; it counts as an empty document.
             lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
             values: Any = lists.flatten()  # skips values of missing lists
             if values.null_count:

@@ -45,6 +45,7 @@ def open_file(
       FileError: the file cannot be read.
     """
     field, mask = fields.config_path, fields.mask
+    # The compression goes by the suffix whatever the declared format.
     by_suffix, compression = format_of(file.name, field=f"{field}.path")
     kind = by_suffix if format == "auto" else format
     if mask is not None:

@@ -89,6 +89,7 @@ def _type_at(schema: Any, name: str, *, label: str, field: str, setting: str) ->
 
 def _is_spans(kind: Any) -> bool:
     """True for lists of lists of integers; a column of empty lists only may have no type of its own."""
+    # Spans are lists of lists: two levels down lie the numbers.
     for _ in range(2):
         if pa.types.is_null(kind):
             return True
@@ -185,6 +186,7 @@ def read_grouped(
 ) -> list[str | BadRecord]:
     """Returns the texts of rows in the given order, fetching the columns of each group once."""
     mask = fields.mask
+    # Grouped by row group, since each is decoded as a whole; the cache may hold only one.
     positions_of_group: dict[int, list[int]] = {}
     for position, group in enumerate((np.searchsorted(group_starts, records, side="right") - 1).tolist()):
         positions_of_group.setdefault(group, []).append(position)
@@ -203,6 +205,7 @@ def read_grouped(
                 _mask_or_error(mask, text, value) for text, value in zip(group_texts, values, strict=True)
             ]
         for position, text in zip(positions, group_texts, strict=True):
+            # A ValueError stands for a bad value up to here, where file and row are known.
             if isinstance(text, ValueError):
                 text = BadRecord(f"{label}, row {records[position]}: {text}. Mend the row, {SKIP}")
             texts[position] = text

@@ -42,6 +42,7 @@ def render(value: Any, *, mask_prompt: bool) -> tuple[str, tuple[tuple[int, int]
     """
     if not isinstance(value, list):
         raise ValueError(f"is {type(value).__name__}, not a list of messages")
+    # Not an empty document: nothing but a mistake writes a chat without messages.
     if not value:
         raise ValueError("is a list without messages")
     spans: list[tuple[int, int]] = []

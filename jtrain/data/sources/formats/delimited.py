@@ -104,12 +104,13 @@ class DelimitedFile(Records):
             column_names = names_of(columns)
             if count:
                 raise UserError(
-                    f"{self._file.label}: {count} columns {name!r}: {column_names}. Rename all of them but one."
+                    f"{self._file.label}: {count} columns {name!r}: {column_names}. Rename all of them but "
+                    "one."
                 )
             raise UserError(
                 f"{self._file.label}: no column {name!r}; its header: {column_names}. Set "
-                f"{self._fields.config_path}.{setting} to one of them. Columns are separated by {self._separator!r}, "
-                "and the first row is the header."
+                f"{self._fields.config_path}.{setting} to one of them. Columns are separated by "
+                f"{self._separator!r}, and the first row is the header."
             )
         return tuple(columns)
 

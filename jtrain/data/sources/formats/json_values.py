@@ -155,8 +155,8 @@ class JsonValues(Records):
 
     def _refusal(self, defect: str) -> UserError:
         return UserError(
-            f"{self._file.label}: not a whole JSON file: it {defect}. A .json file is one object, an array of "
-            f"objects, or JSON lines. Replace it, or leave it out of {self._fields.config_path}.path."
+            f"{self._file.label}: not a whole JSON file: it {defect}. A .json file is one object, an array "
+            f"of objects, or JSON lines. Replace it, or leave it out of {self._fields.config_path}.path."
         )
 
 

@@ -93,7 +93,7 @@ class MarkCache:
 
 
 def marks_of(line: bytes, text: str, text_field: str) -> Marks | None:
-    """Returns the marks of a JSON line whose `text_field` holds `text`; None if the line does not spell it."""
+    """Returns the marks of a JSON line whose `text_field` holds `text`; None if it does not."""
     content = text.encode("utf-8")
     # For `meta.text` the key `text`, which other objects of the line may have too.
     key = json.dumps(text_field.rpartition(".")[2], ensure_ascii=False).encode()

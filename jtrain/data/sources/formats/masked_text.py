@@ -25,6 +25,7 @@ class MaskedText(str):
     learned: tuple[tuple[int, int], ...]
 
     def __new__(cls, text: str, learned: tuple[tuple[int, int], ...]) -> "MaskedText":
+        # str is immutable, so the text is set in __new__; an attribute can follow.
         new = super().__new__(cls, text)
         new.learned = learned
         return new
@@ -101,11 +102,13 @@ class TextFields:
         """Fields that are read of a record."""
         if self.mask is None:
             return [self.text]
+        # The first is the column that stands for the text where one must be checked.
         return [self.mask.field] if self.mask.is_chat else [self.text, self.mask.field]
 
     @property
     def in_text(self) -> list[str]:
         """Fields that make up the text: a prompt belongs to it."""
+        # Spans are numbers beside the text; a prompt or a chat is text itself.
         return self.read if self.mask is not None and self.mask.setting != "mask_field" else [self.text]
 
 
@@ -148,6 +151,7 @@ def is_chat(value: Any) -> bool:
 
 def _spans(value: Any, num_characters: int) -> tuple[tuple[int, int], ...]:
     """Returns the spans of a mask: a list of [start, end], or its JSON, for a text of `num_characters`."""
+    # A CSV field, or a column that holds the list as JSON.
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -167,7 +171,8 @@ def _spans(value: Any, num_characters: int) -> tuple[tuple[int, int], ...]:
         start, end = span
         if not 0 <= start < end <= num_characters:
             raise ValueError(
-                f"holds {span}, which is no span of the text's {num_characters:,} characters (0 <= start < end)"
+                f"holds {span}, which is no span of the text's {num_characters:,} characters (0 <= start < "
+                "end)"
             )
         if start < last_end:
             raise ValueError(

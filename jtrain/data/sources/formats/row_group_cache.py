@@ -52,6 +52,7 @@ class RowGroupCache:
                 self.decoded += 1
             self._groups[key] = columns
             self._bytes += columns.nbytes
+            # The group just read stays whatever its size, or each of its rows would decode it anew.
             while self._bytes > self._max_bytes and len(self._groups) > 1:
                 self._bytes -= self._groups.popitem(last=False)[1].nbytes
             return columns

@@ -48,12 +48,13 @@ def check_content(file: StoredFile, *, kind: str, field: str) -> None:
     """
     head = _head(file)
     detected = _detect_format(head, kind)
+    # An unknown begin passes: most text has none to be known by.
     if detected in (None, _SIGNATURE_OF_FORMAT.get(kind)):
         return
     way_out = _WAYS_OUT.get(detected, "Decompress it")
     raise UserError(
-        f"{file.label}: read as {kind}, but it begins like {detected} ({head[:12]!r}). {way_out}, or leave it "
-        f"out of {field}.path."
+        f"{file.label}: read as {kind}, but it begins like {detected} ({head[:12]!r}). {way_out}, or leave "
+        f"it out of {field}.path."
     )
 
 
@@ -69,8 +70,9 @@ def check_compression(file: StoredFile, *, compression: str, field: str) -> None
         detected = _detect_format(head, "")
         way_out = _WAYS_OUT.get(detected or "", f"If it was decompressed before, drop {suffix} from its name")
         raise UserError(
-            f"{file.label}: not a whole {compression} file: it begins{f' like {detected}' if detected else ''} with "
-            f"{head[:12]!r}. {way_out}, or leave it out of {field}.path."
+            f"{file.label}: not a whole {compression} file: it "
+            f"begins{f' like {detected}' if detected else ''} with {head[:12]!r}. {way_out}, or leave it out "
+            f"of {field}.path."
         )
 
 

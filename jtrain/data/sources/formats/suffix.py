@@ -24,6 +24,7 @@ def split_suffix(name: str, *, field: str) -> tuple[str, str | None]:
     Raises:
       UserError: the compression is not supported.
     """
+    # The only suffix that stands for both format and compression.
     if name.endswith(".tgz"):
         name = name.removesuffix(".tgz") + ".tar.gz"
     stem, suffix = _splitext(name)

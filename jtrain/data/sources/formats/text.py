@@ -47,6 +47,7 @@ class TextFile(Records):
         self._piece_bytes = piece_bytes
 
     def __len__(self) -> int:
+        # By size alone, so that opening a folder of text files reads none of them.
         return -(-self._file.size_bytes // self._piece_bytes)
 
     sizes_need_reading = False
@@ -119,6 +120,7 @@ class JsonLines(Records):
         self._file = file
         self._fields = fields
         self._key = object()  # of the marks: it does not hold the lines, as this object does
+        # Parts are opened and forgotten as a run goes on, so their indexes stay in memory.
         self._lines = NumberTable(
             file, "lines", lambda: _lines(file, report_bytes), cache_dir, in_memory=file.span is not None
         )
@@ -168,7 +170,7 @@ class JsonLines(Records):
         return texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Keeps marks of the record with this text, if its line is long, so that `parts` can read inside it."""
+        """Keeps marks of the record with this text if its line is long; `parts` then reads inside it."""
         [[start, end]] = self._lines.rows([record])
         if (
             end - start < LONG_LINE_BYTES

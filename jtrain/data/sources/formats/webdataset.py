@@ -75,7 +75,7 @@ class TarFile(Records):
         return BadRecord(f"{self._file.label}, sample {record}: {reason}. Mend it, {SKIP}")
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
-        """Returns start and size of each sample's text; without text, minus its first member's start, and 0."""
+        """Returns start and size of each sample's text; without text, -start of its first member, and 0."""
         spans: list[tuple[int, int]] = []
         suffixes: set[str] = set()
         last_name = None
@@ -85,6 +85,7 @@ class TarFile(Records):
             if name != last_name:
                 spans.append((-start, 0))
                 last_name = name
+            # In place of the entry of the first member, so that the sample keeps its number.
             if suffix == self._fields.text:
                 spans[-1] = (start, size)
         if spans and self._fields.text not in suffixes:
@@ -149,7 +150,7 @@ class TarFile(Records):
 
 
 def _number(field: bytes) -> int:
-    """Parses octal digits, or GNU's binary form for larger numbers; refuses a sign, which `int` would take."""
+    """Parses octal digits, or GNU's binary form for larger numbers; refuses the sign that `int` takes."""
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:])
     # An empty field is 0.
