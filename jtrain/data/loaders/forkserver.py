@@ -191,7 +191,7 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
                         inherited_socket.close()
                     for handle in (h for handles in (dying, *children.values()) for h in handles):
                         os.close(handle)
-                    _live(request["role"], request["name"], descriptors)
+                    _run_child(request["role"], request["name"], descriptors)
                 handle = os.pidfd_open(pid)
                 children[client].append(handle)
                 # The child has its own copies; here they would keep its connection from ending.
@@ -213,7 +213,7 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
     os._exit(0)
 
 
-def _live(role: str, name: str, descriptors: list[int]) -> None:
+def _run_child(role: str, name: str, descriptors: list[int]) -> None:
     """Runs a child from fork to exit."""
     code = 1
     try:

@@ -46,7 +46,7 @@ class InlinePool:
         self._documents = 0
         self._busy_s = 0.0
         self._memory_bytes, self._memory_until_s = 0, 0.0
-        self._everything = tuple(range(len(setups)))
+        self._all_sources = tuple(range(len(setups)))
         self._messages: list[str] = []
         self._reading = ""  # config path of the source that is being read
         self._retries = retry.Retries(self._tell)
@@ -102,7 +102,7 @@ class InlinePool:
         decoded = self._loader.decoded
         return [
             LoaderState(
-                "trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._everything, decoded
+                "trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._all_sources, decoded
             )
         ]
 

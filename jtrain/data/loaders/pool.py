@@ -149,10 +149,10 @@ class LoaderPool[L: Loader](abc.ABC):
                     continue
                 # Where ids are fetched, the plan holds the documents already.
                 if request.into is None:
-                    request.parts = [self._without_skipped(part) for part in request.parts]
+                    request.parts = [self._mark_skipped(part) for part in request.parts]
                 self._send(loader, request)
 
-    def _without_skipped(self, part: RequestPart) -> RequestPart:
+    def _mark_skipped(self, part: RequestPart) -> RequestPart:
         if part.source not in self._skip:
             return part
         skip = self._skip[part.source].intersection(part.numbers.tolist())

@@ -98,7 +98,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         self._observe = observe
         self._read_timeout_s = read_timeout_s
         self._loaders: dict[str, _LoaderProcess] = {}
-        self._placed: set[int] = set()
+        self._placed_sources: set[int] = set()
         self._number = itertools.count()
         self.place(placement)
         # After the loaders, which are needed first.
@@ -177,7 +177,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
                 loader.opened.discard(closed_source)
             loader.sources = set(sources)
         # Sources that no loader reads now may go to any, see `_loader_for`.
-        self._placed = {source for sources in placement.values() for source in sources}
+        self._placed_sources = {source for sources in placement.values() for source in sources}
         self._send_requests()
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
             candidates = [
                 loader
                 for loader in self._loaders.values()
-                if source in loader.sources or source not in self._placed
+                if source in loader.sources or source not in self._placed_sources
             ]
         return next(
             (loader for loader in candidates if not loader.is_retiring and len(loader.in_flight) < IN_FLIGHT),

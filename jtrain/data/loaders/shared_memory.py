@@ -41,7 +41,7 @@ class SharedMemory:
         else:  # macOS: an unlinked temporary file
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
-        os.ftruncate(descriptor, HEADER_BYTES + _aligned(size_bytes))
+        os.ftruncate(descriptor, HEADER_BYTES + _align(size_bytes))
         return cls(descriptor)
 
     @property
@@ -57,7 +57,7 @@ class SharedMemory:
 
     def allocate(self, size_bytes: int) -> int:
         """Allocates bytes at the lowest free address and returns it; grows the block if none is free."""
-        size = _aligned(max(size_bytes, 1))
+        size = _align(max(size_bytes, 1))
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 if end - start == size:
@@ -101,5 +101,5 @@ class SharedMemory:
         self._free.insert(index, (start, end))
 
 
-def _aligned(size_bytes: int) -> int:
+def _align(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -89,7 +89,7 @@ class Buffers:
         self.ends = np.full(num, ENDLESS, np.int64) if epochs is None else self.chunks_per_epoch * epochs
         self._lengths = lengths
         self._first_key = np.arange(num) * _ABOVE
-        self._know(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._set_known(np.empty(0, np.int64), np.empty(0, np.int64))
         self._first_document = np.zeros(num, np.int64)  # lengths are known from here ...
         self._scanned_end = np.zeros(num, np.int64)  # ... to here
         self._empty_from = np.zeros(num, np.int64)
@@ -109,7 +109,7 @@ class Buffers:
             self._scanned_end = np.where(jumped, cursors, self._scanned_end)
             self._empty_from = np.where(jumped, cursors, self._empty_from)
             keep = ~jumped[self._keys // _ABOVE]
-            self._know(self._keys[keep], self._known_lengths[keep])
+            self._set_known(self._keys[keep], self._known_lengths[keep])
         # `_ask` drops the lengths: to do so at every step would copy all the others each time.
         self._first_document = cursors.copy()
 
@@ -196,25 +196,27 @@ class Buffers:
             if len(nonempty):
                 self._empty_from[source] = first + nonempty[-1] + 1
             elif self._scanned_end[source] - self._empty_from[source] >= self.chunks_per_epoch[source]:
-                raise UserError(_no_text(field_of(self.names[source]), int(self.chunks_per_epoch[source])))
+                raise UserError(
+                    _no_text_message(field_of(self.names[source]), int(self.chunks_per_epoch[source]))
+                )
         if len(keys) > 1:
             merged = np.concatenate(keys)
             order = np.argsort(merged, kind="stable")
             # Drops the documents before the cursors, while everything is copied anyway.
             order = order[(merged >= (self._first_key + self._first_document)[merged // _ABOVE])[order]]
-            self._know(merged[order], np.concatenate(lengths)[order])
+            self._set_known(merged[order], np.concatenate(lengths)[order])
         # Raised last, with what is known taken: the next call then asks for less.
         if missing_lengths:
             raise NotYet(missing_lengths)
 
-    def _know(self, keys: Int64[np.ndarray, " known"], lengths: Int64[np.ndarray, " known"]) -> None:
+    def _set_known(self, keys: Int64[np.ndarray, " known"], lengths: Int64[np.ndarray, " known"]) -> None:
         """Sets the documents whose lengths are known, ascending, and what follows from them."""
         self._keys, self._known_lengths = keys, lengths
         self._tokens_before = np.concatenate([[0], np.cumsum(lengths)])
         self._source_starts = np.searchsorted(keys, np.append(self._first_key, len(self._first_key) * _ABOVE))
 
 
-def _no_text(field: str, documents: int) -> str:
+def _no_text_message(field: str, documents: int) -> str:
     ways_out = [
         "Set data.on_bad_record='fail' to see why records are skipped",
         f"set {field}.path to files with text",
@@ -305,7 +307,7 @@ class Draws:
                 units *= 2  # the next document of every source is a long one
                 continue
             self._rounds.append(_Round(drawn, shares, ended & active))
-            self._cursors, self._deficit, _ = self._after(
+            self._cursors, self._deficit, _ = self._advance(
                 self._rounds[-1], len(order), self._cursors, self._deficit
             )
             if len(order):
@@ -327,14 +329,14 @@ class Draws:
         (cursors, deficit), units = self._start, 0
         for round_ in self._rounds:
             num_taken = min(count, len(round_.drawn.source))
-            cursors, deficit, num_drawn = self._after(round_, num_taken, cursors, deficit)
+            cursors, deficit, num_drawn = self._advance(round_, num_taken, cursors, deficit)
             count, units = count - num_taken, units + num_drawn
             if num_taken < len(round_.drawn.source):
                 break
         assert count == 0, count
         return cursors, deficit, units
 
-    def _after(
+    def _advance(
         self, round_: _Round, count: int, cursors: np.ndarray, deficit: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
         source, document, length = (array[:count] for array in round_.drawn)

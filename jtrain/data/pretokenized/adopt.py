@@ -93,7 +93,7 @@ def adopt(
     # One process at a time adopts under this name; another one waits, and then finds the index.
     with BuildProcess(out) as host, host.changing_folders(name):
         adoption = _Adoption(layout, out, name, encoder, command, stream)
-        if adoption.is_there():
+        if adoption.is_indexed():
             return summary_of(PreparedIndex(out / name), name, "there")
         adoption.resume(host)
         adoption.scan(tokenizer)
@@ -151,7 +151,7 @@ class _Adoption:
         self._appended = (*_APPENDED, *((index_format.IDS,) if layout.copies else ()))
         self._state: dict[str, Any] = {}
 
-    def is_there(self) -> bool:
+    def is_indexed(self) -> bool:
         """True if the index exists already; if its files moved, it is made to refer to where they are now."""
         if not (self._folder / index_format.INDEX).exists():
             if self._folder.exists():
@@ -205,7 +205,7 @@ class _Adoption:
         open_tokens = 0  # of the document that a part ends within
         with contextlib.ExitStack() as stack:
             outputs = {name: stack.enter_context(open(self._partial / name, "ab")) for name in self._appended}
-            for part in self._scanned(files, tokenizer):
+            for part in self._scan_parts(files, tokenizer):
                 open_tokens = self._append(part, open_tokens, outputs)
                 done_bytes += self._sizes[part.file] if part.last else 0
                 if part.last and time.monotonic() - last_save_s >= _SAVE_S:
@@ -224,7 +224,7 @@ class _Adoption:
                 "documents. Set --end-token to the token that ends the documents of these files."
             )
 
-    def _scanned(self, files: range, tokenizer: str) -> Iterator[_ScannedPart]:
+    def _scan_parts(self, files: range, tokenizer: str) -> Iterator[_ScannedPart]:
         """Yields the parts in order, while threads scan a few ahead."""
         # A generator: a data set may have millions of parts, of which a few are under way.
         parts = ((file, part) for file in files for part in range(self._layout.files[file].num_parts()))

@@ -99,7 +99,7 @@ class AdoptedIds:
                 while position < ends[i]:
                     read = os.preadv(descriptor, (view[position : ends[i]],), file_offsets[i])
                     if not read:
-                        raise self._changed(int(files[i]), "it was cut short")
+                        raise self._change_error(int(files[i]), "it was cut short")
                     position, file_offsets[i] = position + read, file_offsets[i] + read
         finally:
             if open_file is not None:
@@ -129,7 +129,7 @@ class AdoptedIds:
         try:
             handle = os.open(self._path(file), os.O_RDONLY)
         except OSError as error:
-            raise self._changed(file, f"it cannot be opened ({error.strerror})") from error
+            raise self._change_error(file, f"it cannot be opened ({error.strerror})") from error
         try:
             status = os.fstat(handle)
             identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
@@ -138,18 +138,18 @@ class AdoptedIds:
             if self._identity_of.get(file) != identity:
                 expected_bytes = self._files["sizes"][file]
                 if status.st_size != expected_bytes:
-                    raise self._changed(
+                    raise self._change_error(
                         file, f"it had {expected_bytes:,} bytes and has {status.st_size:,} now"
                     )
                 if edges_of(handle, expected_bytes) != self._files["edges"][file]:
-                    raise self._changed(file, "its first or last bytes are others")
+                    raise self._change_error(file, "its first or last bytes are others")
                 self._identity_of[file] = identity
         except BaseException:
             os.close(handle)
             raise
         return handle
 
-    def _changed(self, file: int, change: str) -> FileError:
+    def _change_error(self, file: int, change: str) -> FileError:
         return FileError(
             f"{self._location} reads its ids from {self._path(file)}, which moved or changed since it was "
             f"adopted: {change}. Put the file back, or adopt it again: {self.command} (moved files with the "

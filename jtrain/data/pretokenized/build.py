@@ -112,23 +112,23 @@ class _Worker:
     """
 
     def __init__(self, recipes: Sequence[Recipe]) -> None:
-        ours, theirs = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         code = (
             # jax is not needed and takes seconds and memory; None makes an import of it fail.
             f"import sys; sys.modules['jax'] = None; sys.path[:] = {sys.path!r}; "
-            f"from jtrain.data.pretokenized import shard; shard.serve({theirs.fileno()})"
+            f"from jtrain.data.pretokenized import shard; shard.serve({child_end.fileno()})"
         )
         # One worker per core: threads of the libraries would compete with the other workers.
         one_thread = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        with theirs:
+        with child_end:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | one_thread | {"TOKENIZERS_PARALLELISM": "false"},
             )
         # `theirs` is closed here by now, so the connection ends when the worker dies.
-        self.connection = pipes.Connection(ours.detach())
+        self.connection = pipes.Connection(own_end.detach())
         self.task: Task | None = None
         self.source: int | None = None
         self.reported = [0, 0]

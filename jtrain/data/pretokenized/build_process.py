@@ -45,7 +45,7 @@ class BuildProcess:
         self._lease = Lease(FolderStore(self._folder), payload=lambda: self._plans)
         self._rivals: dict[str, Rival] = {}
         self._is_alive_of: dict[str, bool | None] = {}
-        self._looked_s = 0.0
+        self._last_look_s = 0.0
 
     def __enter__(self) -> "BuildProcess":
         self._lease.seize()
@@ -56,7 +56,7 @@ class BuildProcess:
         # Before the look: this process's own lease must not count as a living one.
         self._lease.release()
         with contextlib.suppress(OSError):
-            self._look()
+            self._find_living()
         shutil.rmtree(self._folder, ignore_errors=True)
         for name, is_alive in self._is_alive_of.items():
             if is_alive is False and self._rivals[name].entry.number:  # 0: it is just starting
@@ -78,7 +78,7 @@ class BuildProcess:
         # At once, so that a process that begins at the same moment sees this plan.
         self._lease.beat()
         while True:
-            self._look()
+            self._find_living()
             plans = {name: self._plan(rival, source) for name, rival in self._rivals.items()}
             are_alive = [
                 self._is_alive_of[name]
@@ -103,8 +103,8 @@ class BuildProcess:
     def share(self, source: str) -> tuple[int, int]:
         """Returns the rank of this process by start among those that work on a source, and their count."""
         # Listing the folder and reading each lease takes a round trip on a network file system.
-        if time.monotonic() - self._looked_s > LOOK_S:
-            self._look()
+        if time.monotonic() - self._last_look_s > LOOK_S:
+            self._find_living()
         names = [self.name]
         for name, rival in self._rivals.items():
             if self._is_alive_of[name] is not False and self._plan(rival, source) == self._plans.get(source):
@@ -138,9 +138,9 @@ class BuildProcess:
             os.fsync(file.fileno())
         new.rename(path)
 
-    def _look(self) -> None:
+    def _find_living(self) -> None:
         """Finds out which processes live."""
-        self._looked_s = time.monotonic()
+        self._last_look_s = time.monotonic()
         names = set(self._rivals)
         with contextlib.suppress(FileNotFoundError):
             folders = (name for name in os.listdir(self._leases) if name.startswith(_PROCESS))

@@ -77,13 +77,13 @@ class PreparedIndex:
         try:
             body: dict[str, Any] = json.loads(content)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise self._damaged(f"{INDEX} is no JSON ({error})") from error
+            raise self._damage_error(f"{INDEX} is no JSON ({error})") from error
         # The digest is of the body without it; nothing in the file is trusted before they match.
         if not isinstance(body, dict) or body.pop("digest", None) != digest(
             json.dumps(body, sort_keys=True).encode()
         ):
-            raise self._damaged(f"{INDEX} does not match its own digest")
-        with refuse_misfit(self._damaged):
+            raise self._damage_error(f"{INDEX} does not match its own digest")
+        with refuse_misfit(self._damage_error):
             # Before any other entry, since their names belong to the format.
             if body["format"] != FORMAT:
                 raise UserError(
@@ -101,7 +101,7 @@ class PreparedIndex:
             # All sizes in one request, where the files are remote; only `verify` reads the contents.
             for name, size in zip(self._sizes, files.sizes_bytes(list(self._sizes)), strict=True):
                 if size != self._sizes[name]:
-                    raise self._damaged(
+                    raise self._damage_error(
                         f"{name} is missing"
                         if size is None
                         else f"{name} has {size} bytes, {self._sizes[name]} were written"
@@ -213,7 +213,7 @@ class PreparedIndex:
           UserError: the index is damaged at one of the records.
           FileError: the index was removed or replaced since it was opened.
         """
-        first, length = self._places(records)
+        first, length = self._locate(records)
         return length.astype(np.int32), self._read_ids(first, length)
 
     def read_spans(
@@ -232,10 +232,10 @@ class PreparedIndex:
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
     ) -> Int64[np.ndarray, " n"]:
         """Returns the index in `mapped_ids` of token starts[i] of records[i]; raises as `read_spans`."""
-        first, length = self._places(records)
-        outside = np.flatnonzero((starts < 0) | (ends < starts) | (ends > length))
-        if len(outside):
-            i = int(outside[0])
+        first, length = self._locate(records)
+        invalid = np.flatnonzero((starts < 0) | (ends < starts) | (ends > length))
+        if len(invalid):
+            i = int(invalid[0])
             span = f"tokens {starts[i]} to {ends[i]} of record {records[i]}"
             raise IndexError(f"{self.location}: {span} asked for, which has {length[i]}")
         return first + starts
@@ -261,7 +261,7 @@ class PreparedIndex:
         # An index without a loss mask has no such file; an empty one holds no runs.
         if not self._sizes.get(MASKS):
             return NO_RUNS
-        first, _ = self._places(records)
+        first, _ = self._locate(records)
         return runs_of_spans(self._masks, first + starts, first + ends)
 
     @functools.cached_property
@@ -283,7 +283,7 @@ class PreparedIndex:
         try:
             return self._files.read(IDS, start * size, length * size).view(self.dtype)
         except EOFError as error:
-            raise self._damaged(f"{IDS} {error}") from None
+            raise self._damage_error(f"{IDS} {error}") from None
 
     @functools.cached_property
     def skipped(self) -> dict[int, str]:
@@ -321,7 +321,7 @@ class PreparedIndex:
         """Returns the name of the file that holds the id of a token."""
         return IDS if self._adopted is None else self._adopted.name_at(token)
 
-    def _places(
+    def _locate(
         self, records: Int[np.ndarray, " n"]
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the first token and number of tokens of each record; raises UserError for damaged ones.
@@ -334,7 +334,7 @@ class PreparedIndex:
         # Two sources for each position, so damage of either shows before wrong ids are read.
         wrong_rows = np.flatnonzero(self._starts[block] + ends[:, -1] != self._starts[block + 1])
         if len(wrong_rows):
-            raise self._damaged(
+            raise self._damage_error(
                 f"{LENGTHS}: lengths and starts disagree at record {int(records[wrong_rows[0]])}"
             )
         length = self._lengths[records].astype(np.int64)
@@ -351,8 +351,8 @@ class PreparedIndex:
         content = self._files.content(FILES)
         # Names decide which records are held out, so they are checked at each opening.
         if digest(content) != self._hashes[FILES]:
-            raise self._damaged(f"{FILES} has other contents than were written")
-        with refuse_misfit(self._damaged, FILES):
+            raise self._damage_error(f"{FILES} has other contents than were written")
+        with refuse_misfit(self._damage_error, FILES):
             table: dict[str, Any] = json.loads(content)
             if (
                 len(table["names"]) != len(table["file_ends"])
@@ -361,7 +361,7 @@ class PreparedIndex:
                 raise ValueError("too few files for its records")
         return table
 
-    def _damaged(self, damage: str) -> UserError:
+    def _damage_error(self, damage: str) -> UserError:
         if isinstance(self._files, LocalFiles):
             way_out = f"Make it again: rm -r {shlex.quote(self.location)} && {self.command}"
         else:

@@ -77,7 +77,7 @@ class RemoteFiles:
 
         sizes = retried(self.location, fetch)
         if None in sizes:
-            raise self._no_ranges(names[sizes.index(None)], "the server does not tell its size")
+            raise self._no_ranges_error(names[sizes.index(None)], "the server does not tell its size")
         return sizes
 
     def table(
@@ -150,7 +150,7 @@ class RemoteFiles:
                     remaining_parts.append((range_number, start, end))
                     continue
                 if len(content) > end - start:
-                    raise self._no_ranges(
+                    raise self._no_ranges_error(
                         name, f"asked for {end - start:,} bytes, the server sent {len(content):,}"
                     )
                 contents[range_number][start - begins[range_number] : end - begins[range_number]] = (
@@ -169,7 +169,7 @@ class RemoteFiles:
         retried(label, fetch)
         return contents
 
-    def _no_ranges(self, name: str, reason: str) -> FileError:
+    def _no_ranges_error(self, name: str, reason: str) -> FileError:
         return FileError(
             f"{self.location}/{name}: {reason}, so it cannot send parts of a file. Copy the index to a local "
             "folder or to a store that can, and set data.prepared to it."

@@ -102,8 +102,8 @@ class Corpus:
             kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
             # Opening a JSON lines file reads all of it for line ends, so a large source skips it.
-            large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
-            self.is_open = not large or bool(kinds & _OPENED_WHOLE)
+            is_large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
+            self.is_open = not is_large or bool(kinds & _OPENED_WHOLE)
             if not self.is_open:
                 files = [part for file in files for part in parts_of(file, source.format)]
             # Only now: `num_files` counts parts where the corpus has parts.
@@ -162,13 +162,13 @@ class Corpus:
         """
         numbers = range(len(self.files)) if self.is_open else sorted(self.files.checked)
         files = {n: self.files[n] for n in numbers if self.files.sizes[n]}
-        filled = [n for n, file in files.items() if len(file) and not file.checks_columns]
+        checkable = [n for n, file in files.items() if len(file) and not file.checks_columns]
         # A file with checked columns proves the declared format right, whatever the other files hold.
-        if not filled or len(filled) < sum(len(file) > 0 for file in files.values()):
+        if not checkable or len(checkable) < sum(len(file) > 0 for file in files.values()):
             return
         bad_records: list[BadRecord] = []
-        tried_files = evenly_spread(len(filled), CHECKED_FILES)
-        for number in [filled[n] for n in tried_files]:
+        tried_files = evenly_spread(len(checkable), CHECKED_FILES)
+        for number in [checkable[n] for n in tried_files]:
             file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
                 [text] = read_or_mark_bad(file, [record], self.files.label(number))
@@ -232,7 +232,7 @@ class Corpus:
         """
         if start == end:
             return np.empty(0, np.int64)
-        file, number = self._place(start)
+        file, number = self._locate_one(start)
         records = self.files[file]
         try:
             return retried(self.files.label(file), lambda: records.sizes(number, number + end - start))
@@ -248,7 +248,7 @@ class Corpus:
         """Returns what is decoded to read a record: while it lives, its group is not decoded again; or
         None.
         """
-        file, number = self._place(record)
+        file, number = self._locate_one(record)
         try:
             return self.files[file].hold(number)
         except OSError:
@@ -272,7 +272,7 @@ class Corpus:
 
     def __getitem__(self, record: int) -> str:
         """Returns the text of a record; raises BadRecord, or FileError if the file is gone or cut short."""
-        file, number = self._place(record)
+        file, number = self._locate_one(record)
         return retried(self.files.label(file), lambda: self.files[file][number])
 
     def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
@@ -293,7 +293,7 @@ class Corpus:
                 yield from read_or_mark_bad(self.files[0], run.tolist(), self.files.label(0))
                 continue
             # Reads file by file, and puts each text back at its position in the run.
-            files, numbers = self._places(run)
+            files, numbers = self._locate(run)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
                 positions = np.flatnonzero(files == file)
@@ -306,7 +306,7 @@ class Corpus:
         """Marks the line of a long text, if the format has lines, so that `parts` can read inside it.
         there.
         """
-        file, number = self._place(record)
+        file, number = self._locate_one(record)
         records = self.files.records[file]
         with contextlib.suppress(OSError):  # then the next chunk of the text is read as this one was
             return isinstance(records, JsonLines) and records.mark(number, text)
@@ -317,7 +317,7 @@ class Corpus:
         read.
         """
         parts_of_texts: list[TextPart | None] = [None] * len(records)
-        files, numbers = self._places(records)
+        files, numbers = self._locate(records)
         for file in set(files.tolist()):
             positions, lines = np.flatnonzero(files == file), self.files.records[file]
             with contextlib.suppress(OSError):  # `read` tries again, and has the message
@@ -344,12 +344,12 @@ class Corpus:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
         return identity_of(*self.identities, record)
 
-    def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    def _locate(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
         # side="right" steps over empty files, whose end equals that of the file before.
         files = np.searchsorted(self.file_ends, records, side="right")
         return files, records - np.where(files > 0, self.file_ends[files - 1], 0)
 
-    def _place(self, record: int) -> tuple[int, int]:
+    def _locate_one(self, record: int) -> tuple[int, int]:
         file = int(np.searchsorted(self.file_ends, record, side="right"))
         return file, int(record - (self.file_ends[file - 1] if file else 0))
 

@@ -156,8 +156,8 @@ def saved_dataset_files(files: list[StoredFile], *, field: str) -> list[StoredFi
 def _read_names(file: StoredFile, names_in: Callable[[Any], list[Any]]) -> list[str]:
     """Returns the names that a JSON file lists; raises UserError unless it lists names, and one at least."""
     try:
-        with file.open() as opened:
-            names = names_in(json.loads(opened.read()))
+        with file.open() as handle:
+            names = names_in(json.loads(handle.read()))
         if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
             return names
     except (ValueError, LookupError, TypeError, RecursionError) as error:

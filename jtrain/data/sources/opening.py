@@ -51,15 +51,15 @@ class Opening:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
-        self._partly: dict[int, int] = {}
-        self._whole = Opened()
+        self._bytes_of_unopened: dict[int, int] = {}
+        self._total = Opened()
         self.begun_s = 0.0
 
     def __enter__(self) -> "Opening":
         self._depth += 1
         # The outermost context alone resets the count: a corpus opens its files within that of its source.
         if self._depth == 1:
-            self._whole, self._partly, self.begun_s = Opened(), {}, time.monotonic()
+            self._total, self._bytes_of_unopened, self.begun_s = Opened(), {}, time.monotonic()
             self.begin()
         return self
 
@@ -72,32 +72,34 @@ class Opening:
 
     def expect(self, files: int, size_bytes: int) -> None:
         """Notes that these files will be opened, in all."""
-        self._whole = Opened(0, files, 0, size_bytes)
+        self._total = Opened(0, files, 0, size_bytes)
         self.changed()
 
     def read(self, file: int, size_bytes: int) -> None:
         """Notes that so many bytes of a file were read."""
         with self._lock:
             # Reads may be reported late by another thread, and progress never goes back.
-            self._partly[file] = max(size_bytes, self._partly.get(file, 0))
+            self._bytes_of_unopened[file] = max(size_bytes, self._bytes_of_unopened.get(file, 0))
         self.changed()
 
     def opened(self, file: int, size_bytes: int) -> None:
         """Notes that a file of this size, 0 if a server did not tell, is open."""
         with self._lock:
             # A server that told no size: counts the bytes that came.
-            size_bytes = size_bytes or self._partly.get(file, 0)
+            size_bytes = size_bytes or self._bytes_of_unopened.get(file, 0)
             # Its bytes are in the total from now on.
-            self._partly.pop(file, None)
-            total = self._whole
-            self._whole = total._replace(files=total.files + 1, size_bytes=total.size_bytes + size_bytes)
+            self._bytes_of_unopened.pop(file, None)
+            total = self._total
+            self._total = total._replace(files=total.files + 1, size_bytes=total.size_bytes + size_bytes)
         self.changed()
 
     @property
     def so_far(self) -> Opened:
         """Files and bytes that are open so far, with the bytes that were read of further files."""
         with self._lock:
-            return self._whole._replace(size_bytes=self._whole.size_bytes + sum(self._partly.values()))
+            return self._total._replace(
+                size_bytes=self._total.size_bytes + sum(self._bytes_of_unopened.values())
+            )
 
     def begin(self) -> None:
         """Called when opening begins."""

@@ -57,7 +57,7 @@ def _modules() -> Iterator[tuple[str, str]]:
             continue  # a module in another encoding
 
 
-def _parsed(text: str) -> ast.Module:
+def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about invalid escapes in the strings of these modules
         try:
@@ -67,7 +67,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _docstrings(module: str) -> Iterator[str]:
-    for node in ast.walk(_parsed(module)):
+    for node in ast.walk(_parse(module)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
             text := ast.get_docstring(node)
         ):
@@ -76,7 +76,7 @@ def _docstrings(module: str) -> Iterator[str]:
 
 def _signatures(module: str) -> str:
     lines = []
-    for node in ast.walk(_parsed(module)):
+    for node in ast.walk(_parse(module)):
         if isinstance(node, ast.FunctionDef):
             lines.append(f"def {node.name}({ast.unparse(node.args)})")
         elif isinstance(node, ast.ClassDef):
@@ -87,18 +87,18 @@ def _signatures(module: str) -> str:
 def _comments(module: str) -> Iterator[str]:
     """Yields blocks of at least three consecutive comment lines, each block as one text."""
     block: list[str] = []
-    last = -1
+    last_line = -1
     try:
         for token in tokenize.generate_tokens(io.StringIO(module).readline):
             if token.type != tokenize.COMMENT:
                 continue
             # A line without a comment ends the block.
-            if token.start[0] != last + 1:
+            if token.start[0] != last_line + 1:
                 if len(block) >= 3:
                     yield "\n".join(block)
                 block = []
             block.append(token.string.removeprefix("#").strip())
-            last = token.start[0]
+            last_line = token.start[0]
     except (tokenize.TokenError, SyntaxError):
         return
     # The last block of a module has no later comment that ends it.

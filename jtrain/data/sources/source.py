@@ -126,8 +126,8 @@ class Source:
                     f"{field}.{setting}={name!r} is also its text_field. Set {field}.text_field to the field "
                     f"of the {role}."
                 )
-        if (learned := self.mask) is not None:
-            setting, name = f"{field}.{learned.setting}", learned.field
+        if (mask_fields := self.mask) is not None:
+            setting, name = f"{field}.{mask_fields.setting}", mask_fields.field
             check_format(self.format, label=f"{field}.format={self.format!r}", setting=setting, name=name)
 
     def fields_at(self, field: str) -> str:

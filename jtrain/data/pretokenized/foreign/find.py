@@ -55,7 +55,7 @@ def find_layout(
             root, column=column, dtype=np.dtype(f"<u{np.dtype(dtype or 'int64').itemsize}")
         )
         assumed = any(shard.dtype_is_assumed for shard in shards)
-        return _layout("mds", root, shards, {"column": column}, dtype_is_assumed=assumed)
+        return _make_layout("mds", root, shards, {"column": column}, dtype_is_assumed=assumed)
     suffixes = {
         suffix: [f for f in files if f.name.endswith(suffix)]
         for suffix in (".idx", ".bin", ".npy", ".parquet")
@@ -86,17 +86,17 @@ def find_layout(
     [(suffix, suffix_files)] = files_of_suffix.items()
     if suffix == ".idx":
         megatron = [MegatronFile(root / file.name.replace(".idx", ".bin")) for file in suffix_files]
-        return _layout("megatron", root, megatron, {})
+        return _make_layout("megatron", root, megatron, {})
     if suffix == ".parquet":
         from jtrain.data.pretokenized.foreign.parquet_ids import COLUMN, ParquetIds  # imports pyarrow
 
         column = column or COLUMN
         parquet = [ParquetIds(Path(file.location), column) for file in suffix_files]
-        return _layout("parquet", root, parquet, {"column": column}, copies=True)
-    return _flat(suffix, root, suffix_files, end_id, vocab_size, dtype)
+        return _make_layout("parquet", root, parquet, {"column": column}, copies=True)
+    return _flat_layout(suffix, root, suffix_files, end_id, vocab_size, dtype)
 
 
-def _flat(
+def _flat_layout(
     suffix: str, root: Path, stored_files: list[StoredFile], end_id: int, vocab_size: int, dtype: str | None
 ) -> ForeignLayout:
     # nanoGPT and OLMo write uint16 while the vocabulary fits, without a header that says so.
@@ -114,10 +114,10 @@ def _flat(
             f"--from: some {suffix} files below {root} have a header, others none. Adopt them on their own."
         )
     kind = kinds.pop()
-    return _layout(kind, root, files, {"end_id": end_id}, splits=True, dtype_is_assumed=kind == "raw")
+    return _make_layout(kind, root, files, {"end_id": end_id}, splits=True, dtype_is_assumed=kind == "raw")
 
 
-def _layout(
+def _make_layout(
     kind: str, root: Path, files: Sequence[ForeignFile], decided_by: dict[str, str | int], **flags: bool
 ) -> ForeignLayout:
     """Returns the layout, once all files are known to hold ids of one dtype."""

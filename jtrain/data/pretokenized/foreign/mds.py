@@ -101,9 +101,9 @@ class MdsShard(ForeignFile):
             starts = starts + 1 + (code >> 2) * (1 << (code & 3))
         sizes = ends - starts
         # Negative sizes come from a shape header that is longer than its sample.
-        wrong = np.flatnonzero((sizes < 0) | (sizes % self.dtype.itemsize != 0))
-        if len(wrong):
-            i = int(wrong[0])
+        invalid = np.flatnonzero((sizes < 0) | (sizes % self.dtype.itemsize != 0))
+        if len(invalid):
+            i = int(invalid[0])
             raise UserError(
                 f"{self.path}: sample {i} holds {sizes[i]} bytes of ids, no whole number of "
                 f"{self.dtype.name}. Set --dtype to what its ids are, or --column to another column."

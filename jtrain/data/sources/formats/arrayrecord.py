@@ -62,7 +62,7 @@ class ArrayRecordFile(Records):
                 if names_transient_error(str(error)):
                     raise TransientError(f"{self._file.label}: {error}") from error
                 reader = self._open()
-                texts.append(self._bad(record, f"corrupt ({error}). Replace the file"))
+                texts.append(self._bad_record(record, f"corrupt ({error}). Replace the file"))
             else:
                 texts.append(self._text(record, content))
         self._close(reader)
@@ -102,7 +102,7 @@ class ArrayRecordFile(Records):
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
-            return self._bad(record, f"not UTF-8 at byte {error.start} of the record ({error.reason})")
+            return self._bad_record(record, f"not UTF-8 at byte {error.start} of the record ({error.reason})")
         if self._fields.mask is None and not (self._fields.text and content.startswith(b"{")):
             return text
         way_out = (
@@ -115,7 +115,7 @@ class ArrayRecordFile(Records):
         is_plain = isinstance(parsed, BadRecord) and ": no JSON" in str(parsed)
         return text if is_plain and self._fields.mask is None else parsed
 
-    def _bad(self, record: int, reason: str) -> BadRecord:
+    def _bad_record(self, record: int, reason: str) -> BadRecord:
         return BadRecord(f"{self._file.label}, record {record}: {reason}, {SKIP}")
 
 

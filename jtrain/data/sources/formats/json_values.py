@@ -45,12 +45,12 @@ def open_json(file: StoredFile, fields: TextFields, *, cache_dir: Path) -> Recor
 
 
 def _is_json_lines(file: StoredFile) -> bool:
-    with file.open() as opened:
-        line = opened.readline(_FIRST_LINE_BYTES).removeprefix(BOM)
+    with file.open() as handle:
+        line = handle.readline(_FIRST_LINE_BYTES).removeprefix(BOM)
         while line and not line.strip():
-            line = opened.readline(_FIRST_LINE_BYTES)
+            line = handle.readline(_FIRST_LINE_BYTES)
         # A single line is read as one value: an object with its closing bracket, whole or cut short.
-        if not line.startswith(b"{") or not opened.read(1):
+        if not line.startswith(b"{") or not handle.read(1):
             return False
     try:
         return isinstance(json.loads(line), dict)
@@ -98,12 +98,12 @@ class JsonValues(Records):
         """Returns the first byte of each value and the byte after its last."""
         if not self._file.size_bytes:
             return np.zeros((0, 2), np.int64)
-        with self._file.open() as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        with self._file.open() as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
             begin = len(BOM) if view[: len(BOM)] == BOM else 0
             if (first := _NOT_SPACE.search(view, begin)) is None:
                 return np.zeros((0, 2), np.int64)
             if first.group() not in (b"{", b"["):
-                raise self._refusal(
+                raise self._refuse(
                     f"begins with {bytes(view[first.start() : first.start() + 40])!r}, not with an object or "
                     "an array of objects"
                 )
@@ -113,7 +113,7 @@ class JsonValues(Records):
             begin, end = first.start(), len(view)
             if in_array:
                 if stray := _NOT_SPACE.search(view, top_end):
-                    raise self._refusal(f"goes on after the end of its array, at byte {stray.start():,}")
+                    raise self._refuse(f"goes on after the end of its array, at byte {stray.start():,}")
                 begin, end = begin + 1, top_end - 1
             # The flat list is begin, start, end, start, end ... end: every second pair is a gap between
             # objects.
@@ -140,8 +140,8 @@ class JsonValues(Records):
             # Depth behind each bracket; a value begins where it rises to base + 1 and ends where it falls
             # to base.
             depths = depth + np.cumsum(step)
-            if (wrong := np.flatnonzero(depths < 0)).size:
-                raise self._refusal(f"closes a bracket at byte {position[wrong[0]]:,} that it did not open")
+            if (unopened := np.flatnonzero(depths < 0)).size:
+                raise self._refuse(f"closes a bracket at byte {position[unopened[0]]:,} that it did not open")
             if len(position):
                 depth = int(depths[-1])
             starts.append(position[(step > 0) & (depths == base + 1)])
@@ -150,10 +150,10 @@ class JsonValues(Records):
             if top_end == len(view) and (outermost := np.flatnonzero(depths == 0)).size:
                 top_end = int(position[outermost[0]]) + 1
         if depth:
-            raise self._refusal("ends inside of a value: cut short, or a quote is missing")
+            raise self._refuse("ends inside of a value: cut short, or a quote is missing")
         return np.stack([np.concatenate(starts), np.concatenate(ends)], axis=1), top_end
 
-    def _refusal(self, defect: str) -> UserError:
+    def _refuse(self, defect: str) -> UserError:
         return UserError(
             f"{self._file.label}: not a whole JSON file: it {defect}. A .json file is one object, an array "
             f"of objects, or JSON lines. Replace it, or leave it out of {self._fields.config_path}.path."
@@ -175,7 +175,7 @@ def _brackets(view: mmap.mmap) -> Iterator[tuple[Int[np.ndarray, " brackets"], I
         position = np.flatnonzero(_IS_STRUCTURE[block])
         character = block[position]
         quotes, backslashes = position[character == _QUOTE], position[character == _BACKSLASH]
-        quotes = quotes[~_escaped(quotes, backslashes)]
+        quotes = quotes[~_are_escaped(quotes, backslashes)]
         brackets = position[(character != _QUOTE) & (character != _BACKSLASH)]
         # A bracket behind an odd number of quotes lies within a string.
         brackets = brackets[(in_string + np.searchsorted(quotes, brackets)) % 2 == 0]
@@ -185,7 +185,7 @@ def _brackets(view: mmap.mmap) -> Iterator[tuple[Int[np.ndarray, " brackets"], I
         start = end
 
 
-def _escaped(quotes: Int[np.ndarray, " q"], backslashes: Int[np.ndarray, " b"]) -> Bool[np.ndarray, " q"]:
+def _are_escaped(quotes: Int[np.ndarray, " q"], backslashes: Int[np.ndarray, " b"]) -> Bool[np.ndarray, " q"]:
     """True for quotes with an odd number of backslashes right before them."""
     if not len(backslashes):
         return np.zeros(len(quotes), np.bool_)
@@ -194,6 +194,6 @@ def _escaped(quotes: Int[np.ndarray, " q"], backslashes: Int[np.ndarray, " b"]) 
     # run.
     first_of_run = np.maximum.accumulate(np.where(np.diff(backslashes, prepend=-2) != 1, index, 0))
     # The run up to this backslash has an odd number of them, so the last one escapes.
-    odd = (index - first_of_run) % 2 == 0
+    is_odd = (index - first_of_run) % 2 == 0
     last_backslash = np.searchsorted(backslashes, quotes) - 1
-    return (last_backslash >= 0) & (backslashes[last_backslash] == quotes - 1) & odd[last_backslash]
+    return (last_backslash >= 0) & (backslashes[last_backslash] == quotes - 1) & is_odd[last_backslash]

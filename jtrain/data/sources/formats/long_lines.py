@@ -68,7 +68,7 @@ class MarkCache:
 
     def __init__(self, most_marks: int = _MOST_MARKS) -> None:
         self._marks: collections.OrderedDict[tuple[object, int], Marks] = collections.OrderedDict()
-        self._most = most_marks
+        self._max_marks = most_marks
         self._count = 0
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class MarkCache:
         self._marks[file, record] = marks
         self._count += len(marks.text)
         # The newest marks stay whatever their number, or a very long line would be marked at each read.
-        while self._count > self._most and len(self._marks) > 1:
+        while self._count > self._max_marks and len(self._marks) > 1:
             _, oldest = self._marks.popitem(last=False)
             self._count -= len(oldest.text)
 
@@ -110,8 +110,8 @@ def _marks_from(line: bytes, begin: int, content: bytes) -> Marks | None:
     mark_at = np.arange(0, len(content), _MARK_BYTES)
     letters = np.frombuffer(content + b"\0", np.uint8)
     for _ in range(3):  # no mark inside of a character, which has at most 4 bytes
-        inside = np.flatnonzero((letters[mark_at] & 0xC0) == 0x80)
-        mark_at[inside] += 1
+        split_marks = np.flatnonzero((letters[mark_at] & 0xC0) == 0x80)
+        mark_at[split_marks] += 1
     escape_at, longer_by = _escapes(line, begin, len(content))
     end = begin + len(content) + int(longer_by[-1])
     # Decodes once what the marks will be used for: a wrong guess of the string would give wrong text.

@@ -106,13 +106,13 @@ class ParquetFile(Records):
 
     def hold(self, record: int) -> object:
         return self._groups.hold(
-            self._decoded(int(np.searchsorted(self._group_starts, record, side="right")) - 1)
+            self._decode(int(np.searchsorted(self._group_starts, record, side="right")) - 1)
         )
 
     def _column(self, group: int, name: str) -> Any:
-        return self._decoded(group)[name]
+        return self._decode(group)[name]
 
-    def _decoded(self, group: int) -> DecodedColumns:
+    def _decode(self, group: int) -> DecodedColumns:
         key = (self._file.key, self._fields, group)
         return self._groups.get(key, lambda: self._read_group(group))
 

@@ -64,10 +64,10 @@ class RowGroupCache:
         held = Held(columns)
         self._held_bytes += columns.nbytes
         # On the holder and not the columns: two holders of the same columns count twice, and end apart.
-        weakref.finalize(held, self._let_go, columns.nbytes)
+        weakref.finalize(held, self._release, columns.nbytes)
         return held
 
-    def _let_go(self, size_bytes: int) -> None:
+    def _release(self, size_bytes: int) -> None:
         self._held_bytes -= size_bytes
 
     def drop(self, file_key: Any) -> None:

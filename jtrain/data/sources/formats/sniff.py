@@ -77,8 +77,8 @@ def check_compression(file: StoredFile, *, compression: str, field: str) -> None
 
 
 def _head(file: StoredFile) -> bytes:
-    with file.open() as opened:
-        return opened.read(_HEAD_BYTES)
+    with file.open() as handle:
+        return handle.read(_HEAD_BYTES)
 
 
 def _detect_format(head: bytes, kind: str) -> str | None:

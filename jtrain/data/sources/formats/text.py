@@ -246,7 +246,7 @@ def _lines(file: StoredFile, report_bytes: Callable[[int], None]) -> Int[np.ndar
     block = 1 << 26
     # Line starts are line ends plus 1; the -1 stands for the end before the first line.
     ends: list[np.ndarray] = [np.full(1, -1, np.int64)] if begin == 0 else []
-    with file.open() as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
+    with file.open() as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
         content = np.frombuffer(view, np.uint8)
         # From the byte before the part: if it ends a line, a line of this part starts at `begin`.
         for start in range(max(begin - 1, 0), stop, block):

@@ -60,18 +60,22 @@ class TarFile(Records):
                 name = _printable(_name(file.read(_BLOCK)))
                 if start < 0:
                     texts.append(
-                        self._bad(record, f"{name} and what follows hold no member .{self._fields.text}")
+                        self._bad_record(
+                            record, f"{name} and what follows hold no member .{self._fields.text}"
+                        )
                     )
                     continue
                 try:
                     texts.append(file.read(size).decode("utf-8"))
                 except UnicodeDecodeError as error:
                     texts.append(
-                        self._bad(record, f"{name} is not UTF-8 at byte {error.start} ({error.reason})")
+                        self._bad_record(
+                            record, f"{name} is not UTF-8 at byte {error.start} ({error.reason})"
+                        )
                     )
         return texts
 
-    def _bad(self, record: int, reason: str) -> BadRecord:
+    def _bad_record(self, record: int, reason: str) -> BadRecord:
         return BadRecord(f"{self._file.label}, sample {record}: {reason}. Mend it, {SKIP}")
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
