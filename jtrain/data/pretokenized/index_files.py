@@ -6,13 +6,16 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int, UInt8
 
 from jtrain.data.sources.retry import retried
 from jtrain.errors import FileError, UserError
+
+if TYPE_CHECKING:
+    from jtrain.data.pretokenized.remote_files import RemoteFiles
 
 
 class LocalFiles:
@@ -102,6 +105,17 @@ class LocalFiles:
 
     def _retried[T](self, name: str, read: Callable[[], T]) -> T:
         return retried(f"{self.location}/{name}", read)
+
+
+def open_files(location: str, cache_dir: Path | None) -> "LocalFiles | RemoteFiles":
+    """Returns the files of a folder, or of a URL; file:// is a folder."""
+    location = location.removeprefix("file://")
+    if "://" not in location:
+        return LocalFiles(Path(location))
+    # A URL needs fsspec, whose import local files need not pay.
+    from jtrain.data.pretokenized.remote_files import RemoteFiles
+
+    return RemoteFiles(location, cache_dir)
 
 
 @contextlib.contextmanager

@@ -4,14 +4,14 @@ import functools
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, UInt
 
 from jtrain.data.loss_mask import NO_RUNS, runs_of_spans
 from jtrain.data.pretokenized.adopted import AdoptedIds
-from jtrain.data.pretokenized.index_files import LocalFiles, refuse_misfit
+from jtrain.data.pretokenized.index_files import LocalFiles, open_files, refuse_misfit
 from jtrain.data.pretokenized.index_format import (
     BLOCK,
     COMMAND,
@@ -29,9 +29,6 @@ from jtrain.data.pretokenized.verification import Verification
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import field_of, identity_of
 from jtrain.errors import FileError, UserError
-
-if TYPE_CHECKING:
-    from jtrain.data.pretokenized.remote_files import RemoteFiles
 
 
 class PreparedIndex:
@@ -367,18 +364,6 @@ class PreparedIndex:
         else:
             way_out = f"Copy it there again, or make it again: {self.command}"
         return UserError(f"{self.location}: the prepared index is damaged: {damage}. {way_out}")
-
-
-def open_files(location: str, cache_dir: Path | None) -> "LocalFiles | RemoteFiles":
-    """Returns the files of a folder, or of a URL; file:// is a folder."""
-    location = location.removeprefix("file://")
-    if "://" not in location:
-        return LocalFiles(Path(location))
-    from jtrain.data.pretokenized.remote_files import (
-        RemoteFiles,
-    )  # lazy: imports fsspec, which local files do not need
-
-    return RemoteFiles(location, cache_dir)
 
 
 def command(location: str) -> str:
