@@ -18,8 +18,8 @@ import numpy as np
 
 from jtrain.bench import Row, row
 from jtrain.data.dataset import PackedText, open_dataset
-from jtrain.data.pretokenized import reader
-from jtrain.data.pretokenized.reader import BLOCK
+from jtrain.data.pretokenized import index_format
+from jtrain.data.pretokenized.index_format import BLOCK
 
 GB, TB = 10**9, 10**12
 LINE = (
@@ -102,16 +102,18 @@ def prepared_index(folder: Path, terabytes: float) -> PackedText:
     lengths = np.zeros(blocks * BLOCK, "<u4")
     lengths[:records] = DOCUMENT_TOKENS
     starts = np.append(0, np.cumsum(lengths.reshape(-1, BLOCK).sum(axis=1, dtype=np.int64)))
-    (index / reader.LENGTHS).write_bytes(lengths.tobytes() + starts.astype("<i8").tobytes())
-    with open(index / reader.IDS, "wb") as file:
+    (index / index_format.LENGTHS).write_bytes(lengths.tobytes() + starts.astype("<i8").tobytes())
+    with open(index / index_format.IDS, "wb") as file:
         # A file of holes: 10 TB of zeros that take no space.
         file.truncate(records * DOCUMENT_TOKENS * 2)
-    for name in (reader.SHARDS, reader.SKIPPED):
+    for name in (index_format.SHARDS, index_format.SKIPPED):
         (index / name).touch()
-    (index / reader.FILES).write_text(json.dumps({"names": ["made up"], "file_ends": [records]}))
+    (index / index_format.FILES).write_text(json.dumps({"names": ["made up"], "file_ends": [records]}))
     made_of = {"corpus": "made up", "tokenizer": "bytes"}
     counts = {"records": records, "tokens": records * DOCUMENT_TOKENS, "empty": 0, "skipped": 0}
-    (index / reader.INDEX).write_text(reader.seal(index, {"made_of": made_of, "dtype": "uint16", **counts}))
+    (index / index_format.INDEX).write_text(
+        index_format.seal(index, {"made_of": made_of, "dtype": "uint16", **counts})
+    )
     return _spec(folder, path="nowhere", prepared=str(folder))
 
 

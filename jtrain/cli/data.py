@@ -245,7 +245,8 @@ def adopt_files(args: Args) -> int:
 
 def verify(args: Args) -> int:
     """Prints for each index if it is intact or damaged; returns the exit code."""
-    from jtrain.data.pretokenized.reader import INDEX, PreparedIndex, command  # lazy: numpy
+    from jtrain.data.pretokenized.index_format import INDEX
+    from jtrain.data.pretokenized.reader import PreparedIndex, command  # lazy: numpy
 
     root = Path(args.folder)
     # A URL cannot be listed for folders: it is taken as one source's index.

@@ -107,7 +107,7 @@ def test_files_of_old_windows_are_forgotten(folder: Path, tmp_path: Path) -> Non
     for start in range(0, epoch_slots(source), 16):
         source.read(np.arange(start, start + 16))
     assert source.corpus is not None
-    assert sum(records is not None for records in source.corpus._records) < 20
+    assert sum(records is not None for records in source.corpus.files.records) < 20
 
 
 def spec(folder: Path, **fields: Any) -> PackedText:
@@ -184,7 +184,7 @@ def test_a_file_that_vanishes_is_bad_documents_whether_it_was_opened_before_or_n
     assert corpus is not None
     for source in (skipping, failing):
         source.read(np.arange(4))
-    is_open = [records is not None for records in corpus._records]
+    is_open = [records is not None for records in corpus.files.records]
     assert all(is_open) == (eager_bytes is None)
     victim = corpus.names[30 if all(is_open) else is_open.index(False)]
     if victim == "empty.jsonl":
@@ -207,7 +207,7 @@ def test_an_evaluation_opens_the_files_that_it_reads(large: Path) -> None:
     assert "documents in 60 files" in dataset.describe()
     assert budget(dataset, rows=8).total("processes") > 0
     assert len(list(dataset.held_out().batches())) == 1
-    assert sum(records is not None for records in corpus._records) < 15
+    assert sum(records is not None for records in corpus.files.records) < 15
 
 
 def test_held_out_documents_are_the_same_opened_or_not(large: Path) -> None:

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding
 from jtrain.data import PackedText, Source, open_dataset
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.reader import MASKS, PreparedIndex
+from jtrain.data.pretokenized.index_format import MASKS
+from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer

@@ -115,7 +115,8 @@ def test_a_webhook_that_does_not_answer_delays_nothing(
             alerts.close()
             lost = [line for line in said if line.startswith("warning")]
             assert (
-                lost[-1] == f"warning: alerts.webhook at 127.0.0.1 did not get {module._QUEUE_LENGTH + 50} alerts"
+                lost[-1]
+                == f"warning: alerts.webhook at 127.0.0.1 did not get {module._QUEUE_LENGTH + 50} alerts"
             )
             assert len(lost) <= 2
 

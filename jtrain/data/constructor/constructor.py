@@ -178,7 +178,7 @@ class Constructor:
         except NotYet as not_yet:
             # The planner's lengths alone are missing; whole runs are requested, as documents are read in
             # runs.
-            self._missing = not_yet.wanted
+            self._missing = not_yet.missing
             self._request_until(
                 [[source, first + count] for source, first, count in self._missing], first=True
             )

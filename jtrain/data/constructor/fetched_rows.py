@@ -48,8 +48,8 @@ def claim_unrequested(documents: list[tuple[ChunkRun, int]]) -> dict[ChunkRun, l
     """Returns run -> indexes of the documents whose ids nobody has requested, and marks them as requested."""
     indexes_by_run: dict[ChunkRun, list[int]] = {}
     for run, index in documents:
-        if index not in run.place.requested:
-            run.place.requested.add(index)
+        if index not in run.payload.requested:
+            run.payload.requested.add(index)
             indexes_by_run.setdefault(run, []).append(index)
     return indexes_by_run
 
@@ -99,7 +99,7 @@ class FetchedRows(Constructor):
     def _has_payload(self, pieces: Pieces) -> bool:
         keys = zip(pieces.source.tolist(), pieces.document.tolist(), strict=True)
         arrivals = (self._buffer.find(*key) for key in dict.fromkeys(keys))
-        return all(arrival is not None and arrival[1] in arrival[0].place.ids for arrival in arrivals)
+        return all(arrival is not None and arrival[1] in arrival[0].payload.ids for arrival in arrivals)
 
     def _views(self, pieces: Pieces) -> list[np.ndarray]:
         return views_of(self._ids)(pieces)
@@ -109,10 +109,10 @@ class FetchedRows(Constructor):
         for source, document, start, end in iterate_pieces(pieces):
             arrival = self._buffer.find(source, document)
             assert arrival is not None
-            ignored_runs.append(runs_within(arrival[0].place.ignored.get(arrival[1], NO_RUNS), start, end))
+            ignored_runs.append(runs_within(arrival[0].payload.ignored.get(arrival[1], NO_RUNS), start, end))
         return ignored_runs
 
     def _ids(self, source: int, document: int) -> np.ndarray:
         arrival = self._buffer.find(source, document)
         assert arrival is not None
-        return arrival[0].place.ids[arrival[1]]
+        return arrival[0].payload.ids[arrival[1]]

@@ -104,7 +104,7 @@ class SharedPool:
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[index]` for each (run, index), unless done before."""
         for run, indexes in claim_unrequested(documents).items():
-            request, payload = next(self._request), run.place
+            request, payload = next(self._request), run.payload
             message = ("fetch", request, payload.number, run.source, run.numbers[indexes], run.anchor)
             self._fetches[request] = _Fetch(run, indexes, message)
             self._send(payload.host, message)
@@ -119,7 +119,7 @@ class SharedPool:
                 payload = _RunPayload(local=run)
                 # Its ids have come with it: nothing is left to fetch.
                 payload.put(range(len(run.numbers)), np.diff(run.starts), run.ids, run.ignored)
-                self._ready_runs.append(dataclasses.replace(run, place=payload))
+                self._ready_runs.append(dataclasses.replace(run, payload=payload))
         for host, message in self._links.received():
             if message == CONNECTED:
                 self._resend(host)
@@ -131,7 +131,7 @@ class SharedPool:
         return runs
 
     def release(self, run: ChunkRun) -> None:
-        payload: _RunPayload = run.place
+        payload: _RunPayload = run.payload
         if payload.local is not None:
             self._local.release(payload.local)
         else:
@@ -195,7 +195,7 @@ class SharedPool:
             case ("run", request, number, numbers, lengths, skipped, anchor, seconds):
                 run = ChunkRun(-1, numbers, starts_of(lengths), _NO_IDS, skipped, seconds, f"host-{host}")
                 # source is unknown here: the answer does not carry it, the open request does.
-                run.place, run.anchor = _RunPayload(host=host, number=number), anchor
+                run.payload, run.anchor = _RunPayload(host=host, number=number), anchor
                 self._add_run(request, run)
             case ("ids", request, lengths, ids, ignored):
                 self._add_ids(request, lengths, ids, ignored)
@@ -241,7 +241,7 @@ class SharedPool:
                 f"{planned_lengths[index]} before: its files have changed, or differ between the hosts. "
                 "Restore them, or start in a new --workdir."
             )
-        run.place.put(fetch.indexes, lengths, ids, ignored)
+        run.payload.put(fetch.indexes, lengths, ids, ignored)
 
     def _resend(self, host: int) -> None:
         """Sends again the requests that may have been lost with the connection before."""
@@ -255,7 +255,7 @@ class SharedPool:
                 for n, open_request in self._open_requests.items()
                 if host in open_request.hosts
             ),
-            *(fetch.message for fetch in self._fetches.values() if fetch.run.place.host == host),
+            *(fetch.message for fetch in self._fetches.values() if fetch.run.payload.host == host),
         ]
 
     def _replace_unreachable(self) -> None:

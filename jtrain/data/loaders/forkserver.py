@@ -81,46 +81,44 @@ class ForkserverClient:
         Raises:
           ConnectionError: the forkserver is gone.
         """
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as failed:
-            failed.callback(ours.close)
-            with theirs:
+        own_end, child_end = socket.socketpair()
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(own_end.close)
+            with child_end:
                 request = json.dumps({"role": role, "name": name}).encode()
-                _send(self._socket, request, (theirs.fileno(), *descriptors))
+                _send(self._socket, request, (child_end.fileno(), *descriptors))
+            # The reply carries the child's pid as 8 bytes and its pidfd as a descriptor.
             reply, handles, *_ = socket.recv_fds(self._socket, _MESSAGE_BYTES, 1)
             if not reply:
                 raise ConnectionResetError("the forkserver of the data plane is gone")
-            failed.pop_all()
-        return Child(struct.unpack("q", reply)[0], handles[0], Connection(ours.detach()))
+            on_failure.pop_all()
+        return Child(struct.unpack("q", reply)[0], handles[0], Connection(own_end.detach()))
 
     def socket_for_child(self) -> socket.socket:
-        """Returns a client socket to hand to a child as a descriptor; processes started through it die with
-        that child.
+        """Returns a client socket for a child, to pass as a descriptor; its own children die with that child.
 
         Raises:
           ConnectionError: the forkserver is gone.
         """
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, contextlib.ExitStack() as failed:
-            failed.callback(ours.close)
-            _send(self._socket, json.dumps({"client": True}).encode(), (theirs.fileno(),))
-            failed.pop_all()
-        return ours
+        own_end, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end, contextlib.ExitStack() as on_failure:
+            on_failure.callback(own_end.close)
+            _send(self._socket, json.dumps({"client": True}).encode(), (child_end.fileno(),))
+            on_failure.pop_all()
+        return own_end
 
     def close(self) -> None:
         self._socket.close()
 
 
 class Forkserver:
-    """Server process and its client, as the trainer holds them. Needs Linux: memfd, pidfd and
-    SOCK_SEQPACKET.
-    """
+    """Server process and its client, as the trainer holds them; needs Linux: memfd, pidfd, SOCK_SEQPACKET."""
 
     def __init__(self, *, preload: tuple[str, ...] = ()) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         code = _BARE + (
-            f"sys.path[:] = {sys.path!r}\n"
-            f"from jtrain.data.loaders import forkserver; forkserver.serve({theirs.fileno()}, {preload!r})"
+            f"sys.path[:] = {sys.path!r}\nfrom jtrain.data.loaders import forkserver; "
+            f"forkserver.serve({server_end.fileno()}, {preload!r})"
         )
         environment = os.environ | {
             "RAYON_NUM_THREADS": "1",
@@ -132,23 +130,22 @@ class Forkserver:
         # Arrow's own pools keep freed memory: a loader of 306 Parquet sources takes twice as much and is no
         # faster.
         environment |= {"ARROW_DEFAULT_MEMORY_POOL": "system"}
-        with theirs:
+        with server_end:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(server_end.fileno(),),
                 env=environment,
                 stdin=subprocess.DEVNULL,
             )
-        self.client = ForkserverClient(ours)
+        self.client = ForkserverClient(own_end)
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ends the server and all its children, and waits until the server has exited. May be called
-        twice.
-        """
+        """Ends the server and all its children, and waits for the server's exit; may be called twice."""
+        # The server exits when its first client is gone.
         self.client.close()
         try:
             self._process.wait(timeout_s)
@@ -163,20 +160,22 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     _name_process("jtrain-data")
+    # Imported before the first fork, so that all children share these pages.
     for module in (*ROLES.values(), *preload):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection would write to every page it visits, and so copy it
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)  # children should not inherit memory that the imports have freed
-    first = socket.socket(fileno=descriptor)
-    children: dict[socket.socket, list[int]] = {first: []}  # client socket -> pidfds of its children
+    trainer = socket.socket(fileno=descriptor)
+    children: dict[socket.socket, list[int]] = {trainer: []}  # client socket -> pidfds of its children
     dying: list[int] = []
-    while first in children:
-        ready, _, _ = select.select(list(children), [], [], 1.0)
-        for client in ready:
+    while trainer in children:
+        readable_clients, _, _ = select.select(list(children), [], [], 1.0)
+        for client in readable_clients:
             message, descriptors, *_ = socket.recv_fds(client, _MESSAGE_BYTES, _MOST_DESCRIPTORS)
             request = json.loads(message) if message else None
+            # An empty message: the client's process has ended, and its children end with it.
             if request is None:
                 dying += children.pop(client)
                 for handle in dying:
@@ -187,13 +186,15 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
             else:
                 pid = os.fork()
                 if pid == 0:
-                    for other in children:
-                        other.close()
+                    # A child that kept another client's socket would keep it from closing.
+                    for inherited_socket in children:
+                        inherited_socket.close()
                     for handle in (h for handles in (dying, *children.values()) for h in handles):
                         os.close(handle)
-                    _live(request["role"], request["name"], descriptors)
+                    _run_child(request["role"], request["name"], descriptors)
                 handle = os.pidfd_open(pid)
                 children[client].append(handle)
+                # The child has its own copies; here they would keep its connection from ending.
                 for number in descriptors:
                     os.close(number)
                 with contextlib.suppress(ConnectionError):
@@ -212,10 +213,11 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
     os._exit(0)
 
 
-def _live(role: str, name: str, descriptors: list[int]) -> None:
+def _run_child(role: str, name: str, descriptors: list[int]) -> None:
     """Runs a child from fork to exit."""
     code = 1
     try:
+        # First: until then the death of the server would leave this process behind.
         _die_with_parent()
         _name_process(name)
         connection = Connection(descriptors[0])
@@ -240,9 +242,7 @@ def _kill(handle: int) -> None:
 
 
 def _reap(handles: list[int]) -> None:
-    """Reaps the processes in `handles` that have ended, closes their pidfds and removes them from the
-    list.
-    """
+    """Reaps the processes in `handles` that have ended, and removes them from the list."""
     for handle in list(handles):
         if select.select([handle], [], [], 0)[0]:
             with contextlib.suppress(ChildProcessError):
@@ -252,9 +252,7 @@ def _reap(handles: list[int]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that forked it ends; the server has one thread
-    only.
-    """
+    """Asks the kernel to kill this process when the thread that forked it ends, the server's only one."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -32,19 +32,22 @@ class InlinePool:
     """
 
     def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
-        prepared = [at for at, setup in enumerate(setups) if setup.prepared is not None]
-        if 3 * len(prepared) + _SPARE_DESCRIPTORS <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        prepared_sources = [source for source, setup in enumerate(setups) if setup.prepared is not None]
+        # Counted before any index is opened: too many would leave none for sockets and checkpoints.
+        if 3 * len(prepared_sources) + _SPARE_DESCRIPTORS <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             loader = SourceLoader(setups)
-            mapped = {at for at in prepared if loader.documents(at).can_map_ids}
-            setups = tuple(dataclasses.replace(s, map_ids=at in mapped) for at, s in enumerate(setups))
+            mapped_sources = {source for source in prepared_sources if loader.documents(source).can_map_ids}
+            setups = tuple(
+                dataclasses.replace(s, map_ids=source in mapped_sources) for source, s in enumerate(setups)
+            )
         self.setups = setups
         self._loader = SourceLoader(setups)
-        self._ready: list[ChunkRun] = []
+        self._runs: list[ChunkRun] = []
         self._documents = 0
         self._busy_s = 0.0
         self._memory_bytes, self._memory_until_s = 0, 0.0
-        self._everything = tuple(range(len(setups)))
-        self._said: list[str] = []
+        self._all_sources = tuple(range(len(setups)))
+        self._messages: list[str] = []
         self._reading = ""  # config path of the source that is being read
         self._retries = retry.Retries(self._tell)
 
@@ -54,39 +57,41 @@ class InlinePool:
             begun_s = time.perf_counter()
             self._reading = field_of(self.setups[part.source].name)
             try:
-                with retry.heard(self._retries):
+                with retry.report_retries_to(self._retries):
                     read = self._loader.documents(part.source).read(
                         part.numbers, share=part.share, anchor=part.anchor
                     )
             except (ValueError, OSError) as error:
                 raise DataError(f"{self._reading}: {error}") from error
             run = RunHead.of(read, time.perf_counter() - begun_s).run(part, read.ids, "trainer")
+            # A share of a grouped source may hold none of these documents.
             if not len(run.numbers):
                 continue
             self._documents += len(run.numbers)
             self._busy_s += run.read_s
             if read.starts is not None:
+                # Mapped ids: starts are places in the map of the index, and the documents are not adjacent.
                 run.starts, run.lengths = read.starts, read.lengths.astype(np.int64)
-            self._ready.append(run)
+            self._runs.append(run)
 
     @property
     def retries(self) -> int:
         return self._retries.count
 
     def _tell(self, line: str, wait_s: float) -> None:
-        self._said += [f"data: {self._reading}: {line}"] if line else []
+        self._messages += [f"data: {self._reading}: {line}"] if line else []
 
     def take_messages(self) -> list[str]:
         """Returns messages about repeated reads since the last call."""
-        said, self._said = self._said, []
-        return said
+        messages, self._messages = self._messages, []
+        return messages
 
     def connections(self) -> list[Any]:
         return []
 
     def collect(self) -> list[ChunkRun]:
-        ready, self._ready = self._ready, []
-        return ready
+        runs, self._runs = self._runs, []
+        return runs
 
     def release(self, run: ChunkRun) -> None:
         pass
@@ -97,7 +102,7 @@ class InlinePool:
         decoded = self._loader.decoded
         return [
             LoaderState(
-                "trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._everything, decoded
+                "trainer", 0, self._memory_bytes, self._documents, self._busy_s, self._all_sources, decoded
             )
         ]
 

@@ -81,11 +81,11 @@ class _HeaderOpening(Opening):
 def serve(connection: Connection, descriptors: list[int]) -> None:
     """Main loop of a loader process: answers requests until the connection closes.
 
-    Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`. Answers: `("run", id,
-      [(start,
-    `RunHead`) of each part])`, where the ids are at `start` in shared memory; or `("failed", source,
-    message)`. Before that, for each read that is repeated, `("again", source, line for the log)`.
+    Requests, pickled: `("read", id, parts)`, `("free", starts)`, `("close", source)`.
+    Answers: `("run", id, [(start, RunHead) of each part])`, with the ids at `start` in shared memory; or
+    `("failed", source, message)`; before that, for each repeated read, `("again", source, line for the log)`.
     """
+    # The first message; a standby waits here for no request, with its sources known.
     sources: tuple[SourceSetup, ...] = connection.recv()
     shared = SharedMemory(descriptors[0])
     header = shared.header
@@ -93,31 +93,33 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     loader = SourceLoader(sources, _HeaderOpening(header))
 
     def tell(line: str, wait_s: float) -> None:
-        header[SINCE_NS] = time.monotonic_ns() + int(
-            wait_s * 1e9
-        )  # it does not hang: the time until then is free
+        # The loader does not hang: its time limit counts from the end of the wait.
+        header[SINCE_NS] = time.monotonic_ns() + int(wait_s * 1e9)
         connection.send(("again", int(header[SOURCE]), line))
 
     retries = retry.Retries(tell)
 
     def read(part: RequestPart) -> Read:
         header[[SOURCE, NUMBER, RECORD, SINCE_NS]] = part.source, -1, -1, time.monotonic_ns()
+        # The state last: the pool must not take the old source's time for this one's.
         header[STATE], header[OPENED] = OPENING, 0
         documents = loader.documents(part.source)
 
         def watch(number: int, record: int) -> None:
             name = documents.identity_of(record).encode()[: IDENTITY_BYTES - 1]
             identity[: len(name)] = np.frombuffer(name, np.uint8)
+            # The pool reads up to the zero byte; what an earlier, longer name left follows it.
             identity[len(name)] = 0
             header[NUMBER], header[RECORD], header[SINCE_NS] = number, record, time.monotonic_ns()
+            # Last, when the words above describe this document.
             header[STATE] = READING
 
-        found = documents.read(
+        documents_read = documents.read(
             part.numbers, share=part.share, skip=part.skip, anchor=part.anchor, watch=watch
         )
-        header[DOCUMENTS] += len(found.lengths)
+        header[DOCUMENTS] += len(documents_read.lengths)
         header[DECODED] = loader.decoded
-        return found
+        return documents_read
 
     while True:
         match connection.recv():
@@ -131,14 +133,16 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                 try:
                     for part in parts:
                         source, begun_s = part.source, time.perf_counter()
-                        with retry.heard(retries):
+                        with retry.report_retries_to(retries):
                             result = read(part)
+                        # The ids go through shared memory; the answer itself is some hundred bytes.
                         start = shared.allocate(result.ids.nbytes)
                         shared.view(start, result.ids.nbytes)[:] = result.ids.view(np.uint8)
                         heads.append((start, RunHead.of(result, time.perf_counter() - begun_s)))
                 except (ValueError, OSError) as error:
                     connection.send(("failed", source, str(error)))
                 else:
+                    # Before the answer, so that the pool's next look has it.
                     header[MEMORY_BYTES] = resident_bytes() or 0
                     connection.send(("run", request, heads))
                 header[STATE] = IDLE

@@ -1,6 +1,4 @@
-"""Messages to and from Source Loaders: requests, documents that were read, the state of a loader, and
-errors.
-"""
+"""Messages to and from Source Loaders: requests, documents read, the state of a loader, and errors."""
 
 import dataclasses
 from typing import Any
@@ -29,8 +27,8 @@ class RequestPart:
     tag: returned with each run that answers this part, for whoever asked.
     share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the
       answer holds their numbers alone. The m shares of a request answer each number once.
-    wanted: for a loader that keeps ids until they are requested (`RayLoader`): places in `numbers` of the
-      documents whose ids are wanted; None: the lengths of all are.
+    id_positions: for a loader that keeps ids until they are requested (`RayLoader`): positions in `numbers`
+      of the documents whose ids are requested; None: the lengths of all are.
     """
 
     source: int
@@ -39,7 +37,7 @@ class RequestPart:
     skip: frozenset[int] = frozenset()
     tag: int = 0
     share: tuple[int, int] = WHOLE
-    wanted: Int[np.ndarray, " k"] | None = None
+    id_positions: Int[np.ndarray, " k"] | None = None
 
     def split(self, count: int) -> "list[RequestPart]":
         """Splits the part into `count` shares, which together are its own share.
@@ -47,20 +45,24 @@ class RequestPart:
         Each source begins with another one, since many sources have fewer groups in a window than there are
         shares.
         """
-        rest, modulus = self.share
+        remainder, modulus = self.share
         turns = [(i + self.source) % count for i in range(count)]
-        return [dataclasses.replace(self, share=(rest + modulus * turn, modulus * count)) for turn in turns]
+        # r modulo m splits into r + m * t modulo m * count, for t below count.
+        return [
+            dataclasses.replace(self, share=(remainder + modulus * turn, modulus * count)) for turn in turns
+        ]
 
     def each(self, *, by_number: bool) -> "list[RequestPart]":
-        """Splits the part into parts of one chunk each, by its numbers or by the places whose ids are
-        wanted.
-        """
+        """Splits the part into parts of one chunk each, by `numbers` or by `id_positions`."""
         if not by_number:
-            assert self.wanted is not None
-            return [dataclasses.replace(self, wanted=self.wanted[i : i + 1]) for i in range(len(self.wanted))]
-        wanted = None if self.wanted is None else np.zeros(1, np.int64)
+            assert self.id_positions is not None
+            return [
+                dataclasses.replace(self, id_positions=self.id_positions[i : i + 1])
+                for i in range(len(self.id_positions))
+            ]
+        id_positions = None if self.id_positions is None else np.zeros(1, np.int64)
         numbers = (self.numbers[i : i + 1] for i in range(len(self.numbers)))
-        return [dataclasses.replace(self, numbers=number, wanted=wanted) for number in numbers]
+        return [dataclasses.replace(self, numbers=number, id_positions=id_positions) for number in numbers]
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,8 +85,8 @@ class ChunkRun:
     read_s: float
     loader: str
     ignored: Int32[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: NO_RUNS)
-    place: Any = None
-    """Location of the payload, by which the pool frees it."""
+    payload: Any = None
+    """Handle of the memory of the ids, by which the pool frees it."""
     anchor: WindowAnchor | None = None
     """See `Read`."""
     tag: int = 0
@@ -95,6 +97,7 @@ class ChunkRun:
     @property
     def bounds(self) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Start and end of each document in `ids`."""
+        # Documents one after another: each ends where the next one starts.
         if self.lengths is None:
             return self.starts[:-1], self.starts[1:]
         return self.starts, self.starts + self.lengths
@@ -102,9 +105,7 @@ class ChunkRun:
 
 @dataclasses.dataclass(frozen=True)
 class RunHead:
-    """Answer to a part of a request: a `Read` without its ids, which travel as bytes, and the seconds that it
-    took.
-    """
+    """Answer to a part of a request: a `Read` without its ids, which travel as bytes, and its seconds."""
 
     numbers: Int[np.ndarray, " n"] | None
     lengths: Int[np.ndarray, " n"]
@@ -118,15 +119,18 @@ class RunHead:
     @classmethod
     def of(cls, read: Read, read_s: float) -> "RunHead":
         """Returns the head of what a loader has read."""
-        ids, more = read.ids, (read.skipped, read.ignored, read.anchor)
-        return cls(read.numbers, read.lengths, ids.nbytes, ids.dtype.str, *more, read_s)
+        # The ids travel beside the head, through shared memory or as a payload of Ray.
+        ids, other_fields = read.ids, (read.skipped, read.ignored, read.anchor)
+        return cls(read.numbers, read.lengths, ids.nbytes, ids.dtype.str, *other_fields, read_s)
 
     def run(self, part: RequestPart, ids: Integer[np.ndarray, " _"], loader: str) -> ChunkRun:
         """Returns the run that answers `part`, with these ids or the bytes of them."""
         return ChunkRun(
             part.source,
+            # None: all documents of the part, none left out and in its order.
             part.numbers if self.numbers is None else self.numbers,
             starts_of(self.lengths),
+            # The ids may come as bytes; a view of the right dtype copies nothing.
             ids.view(self.ids_dtype),
             dict(self.skipped),
             self.read_s,

@@ -1,5 +1,4 @@
-"""Pools of Source Loaders, as a constructor uses them: request documents, collect those read, release their
-memory.
+"""Pools of Source Loaders, as a constructor uses them: request documents, collect them, free their memory.
 
 `LoaderPool` is what pools have in common whose loaders can be lost: it hands out requests, and finds the
 document that no loader survives. Its loaders are processes of this host (`process_pool`) or Ray actors
@@ -17,8 +16,7 @@ from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
 
 _OPENING = -1
-"""In place of a document's number: deaths while a source was opened, or a row group decoded, and none since
-read."""
+"""Number that counts deaths while a source was opened, or a row group decoded, and nothing read since."""
 
 
 @runtime_checkable
@@ -39,14 +37,11 @@ class Pool(Protocol):
         ...
 
     def connections(self) -> list[Any]:
-        """Returns connections to wait on with `multiprocessing.connection.wait`; none for a pool without
-        processes.
-        """
+        """Returns connections for `multiprocessing.connection.wait`; none for a pool without processes."""
         ...
 
     def collect(self) -> list[ChunkRun]:
-        """Returns the documents read since the last call and replaces lost loaders; call it at least once a
-        second.
+        """Returns the documents read since the last call and replaces lost loaders; to call every second.
 
         Raises:
           DataError: the stream cannot continue.
@@ -60,9 +55,7 @@ class Pool(Protocol):
     def states(self) -> list[LoaderState]: ...
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
-        """Sets the placement, loader -> its sources, from now on; starts new loaders and retires those left
-        out.
-        """
+        """Sets the placement, loader -> its sources; starts new loaders and retires those left out."""
         ...
 
     def close(self) -> None: ...
@@ -85,9 +78,9 @@ class Request:
     def each(self) -> "list[Request]":
         """Splits the request into requests of one document each."""
         return [
-            Request([one], self.loader, None if self.into is None else [self.into[i]])
+            Request([single_part], self.loader, None if self.into is None else [self.into[i]])
             for i, part in enumerate(self.parts)
-            for one in part.each(by_number=self.into is None)
+            for single_part in part.each(by_number=self.into is None)
         ]
 
 
@@ -112,9 +105,8 @@ class LoaderPool[L: Loader](abc.ABC):
       say: called with messages for the user.
     """
 
-    most_deaths: ClassVar[int]
-    """Number of loaders that must die while reading the same document alone before the document counts as the
-    cause.
+    max_deaths: ClassVar[int]
+    """Loaders that must die while reading the same document alone before it counts as the cause.
 
     A single loader that hangs there is enough. The first death or hang, in a request for several documents,
     is not counted.
@@ -124,18 +116,18 @@ class LoaderPool[L: Loader](abc.ABC):
         self.retries = 0
         self._setups = setups
         self._say = say
-        self._urgent: collections.deque[Request] = collections.deque()
-        self._waiting: collections.deque[Request] = collections.deque()
+        self._urgent_requests: collections.deque[Request] = collections.deque()
+        self._normal_requests: collections.deque[Request] = collections.deque()
         self._skip: dict[int, set[int]] = collections.defaultdict(set)
         self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
-        self._fruitless = 0  # loaders lost since documents last arrived
+        self._losses_in_a_row = 0  # loaders lost since documents last arrived
 
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
-        (self._urgent if first else self._waiting).extend(self._requests(parts))
-        self._hand_out()
+        (self._urgent_requests if first else self._normal_requests).extend(self._requests_for(parts))
+        self._send_requests()
 
     @abc.abstractmethod
-    def _requests(self, parts: list[RequestPart]) -> list[Request]:
+    def _requests_for(self, parts: list[RequestPart]) -> list[Request]:
         """Returns the requests to loaders for some parts."""
 
     @abc.abstractmethod
@@ -146,28 +138,30 @@ class LoaderPool[L: Loader](abc.ABC):
     def _send(self, loader: L, request: Request) -> None:
         """Sends a request, and adds it to those in flight."""
 
-    def _hand_out(self) -> None:
+    def _send_requests(self) -> None:
         """Sends the requests for which there is a loader with room, the urgent ones first."""
-        for queue in (self._urgent, self._waiting):
+        for queue in (self._urgent_requests, self._normal_requests):
+            # Each request once: those without a loader rotate to the end, in their order.
             for _ in range(len(queue)):
                 request = queue.popleft()
                 if (loader := self._loader_for(request)) is None:
                     queue.append(request)
                     continue
+                # Where ids are fetched, the plan holds the documents already.
                 if request.into is None:
-                    request.parts = [self._without_skipped(part) for part in request.parts]
+                    request.parts = [self._mark_skipped(part) for part in request.parts]
                 self._send(loader, request)
 
-    def _without_skipped(self, part: RequestPart) -> RequestPart:
+    def _mark_skipped(self, part: RequestPart) -> RequestPart:
         if part.source not in self._skip:
             return part
         skip = self._skip[part.source].intersection(part.numbers.tolist())
         return dataclasses.replace(part, skip=part.skip | skip)
 
-    def _answered(self, loader: L, number: Any) -> Request:
+    def _take_answered(self, loader: L, number: Any) -> Request:
         """Returns the request that a loader has answered."""
         request = loader.in_flight.pop(number)
-        self._fruitless = 0
+        self._losses_in_a_row = 0
         for part in request.parts:
             self._deaths.pop((part.source, _OPENING), None)
         return request
@@ -175,17 +169,17 @@ class LoaderPool[L: Loader](abc.ABC):
     def _field(self, source: int) -> str:
         return field_of(self._setups[source].name)
 
-    def _failed(self, source: int, message: str) -> DataError:
+    def _source_error(self, source: int, message: str) -> DataError:
         return DataError(f"{self._field(source)}: {message}")
 
-    def _lost(
-        self, loader: L, why: str, where: str, *, opening: int | None = None, reading: bool = True
+    def _repeat_requests(
+        self, loader: L, cause: str, activity: str, *, opening: int | None = None, reading: bool = True
     ) -> None:
         """Makes the requests of a lost loader again, the one that it was reading one document at a time.
 
         Args:
-          why: `died`, or in which way it hung.
-          where: what it was doing, for messages.
+          cause: `died`, or in which way it hung.
+          activity: what it was doing, for messages.
           opening: source that it was opening; None if it was not.
           reading: False if it is known to have done nothing.
 
@@ -193,34 +187,35 @@ class LoaderPool[L: Loader](abc.ABC):
           DataError: no loader survives a document.
         """
         requests, loader.in_flight = list(loader.in_flight.values()), {}
-        self._fruitless += 1
+        self._losses_in_a_row += 1
         if requests and opening is not None:
             self._deaths[opening, _OPENING] += 1
+            # A source cannot be left out as a document can, so its second death ends the stream.
             if self._deaths[opening, _OPENING] >= 2:
-                raise DataError(f"a loader {why} {where}, again and again. Check that source.")
+                raise DataError(f"a loader {cause} {activity}, again and again. Check that source.")
         elif requests:
-            alone = requests[0].each()
-            if len(alone) == 1 and reading:
-                self._suspect(requests[0], why, where)
-            requests[:1] = alone
-        self._urgent.extendleft(reversed(requests))
+            single_requests = requests[0].each()
+            if len(single_requests) == 1 and reading:
+                self._count_death(requests[0], cause, activity)
+            # One document at a time, so that a second death names the document.
+            requests[:1] = single_requests
+        # Reversed, since `extendleft` reverses: the oldest request stays first.
+        self._urgent_requests.extendleft(reversed(requests))
 
-    def _suspect(self, request: Request, why: str, where: str) -> None:
-        """Counts a loader that was lost while it read one document; leaves the document out if it is the
-        cause.
-        """
-        [part], hung = request.parts, why != "died"
-        number = int(part.numbers[0 if part.wanted is None else part.wanted[0]])
+    def _count_death(self, request: Request, cause: str, activity: str) -> None:
+        """Counts a loader lost while it read one document; leaves the document out if that is the cause."""
+        [part], is_hung = request.parts, cause != "died"
+        number = int(part.numbers[0 if part.id_positions is None else part.id_positions[0]])
         self._deaths[part.source, number] += 1
-        if not hung and self._deaths[part.source, number] < self.most_deaths:
+        if not is_hung and self._deaths[part.source, number] < self.max_deaths:
             return
-        # Where ids are wanted, the length of the document is in the plan already: it can no longer be left
+        # Where ids are requested, the length of the document is in the plan already: it can no longer be left
         # out.
-        if part.wanted is not None or self._setups[part.source].on_bad_record == "fail":
+        if part.id_positions is not None or self._setups[part.source].on_bad_record == "fail":
             raise DataError(
-                f"a loader {why} {where}, again and again. Mend or remove that file, "
-                + ("raise data.read_timeout_s, " if hung else "")
+                f"a loader {cause} {activity}, again and again. Mend or remove that file, "
+                + ("raise data.read_timeout_s, " if is_hung else "")
                 + "or set data.on_bad_record='skip' to leave the document out and count it."
             )
-        self._say(f"data: {where.removeprefix('at ')} is left out: its loader {why}, again and again")
+        self._say(f"data: {activity.removeprefix('at ')} is left out: its loader {cause}, again and again")
         self._skip[part.source].add(number)

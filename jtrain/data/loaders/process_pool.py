@@ -24,7 +24,7 @@ from jtrain.data.loaders.loader import (
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart
 from jtrain.data.loaders.pool import LoaderPool, Request
 from jtrain.data.loaders.shared_memory import SharedMemory
-from jtrain.data.sources.opening import SAID_AFTER_S, SAID_EVERY_S, Opened
+from jtrain.data.sources.opening import FIRST_LINE_AFTER_S, LINE_EVERY_S, Opened
 from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 2
@@ -51,19 +51,16 @@ class _LoaderProcess:
         self.in_flight: dict[Any, Request] = {}
         self.sources: set[int] = set()
         self.opened: set[int] = set()
-        self.freed: list[
-            int
-        ] = []  # places in `shared` that were given back; the loader has not been told yet
+        # Addresses in `shared` that were given back; the loader has not been told yet.
+        self.freed: list[int] = []
         self.busy_s = 0.0
-        self.retiring = False
+        self.is_retiring = False
         # Start of the opening that the log said last, in ns, and how long it had taken then.
-        self.said: tuple[int, float] = (0, 0.0)
+        self.last_line: tuple[int, float] = (0, 0.0)
         child.connection.send(setups)
 
-    def at(self) -> tuple[int, int, int, str, float]:
-        """Returns what the loader is doing: state, source, document, `file:number`, and seconds since that
-        began.
-        """
+    def activity(self) -> tuple[int, int, int, str, float]:
+        """Returns the loader's state, source, document, its `file:number`, and seconds since that began."""
         header = self.shared.header
         identity = header[IDENTITY_AT:].tobytes().partition(b"\0")[0].decode(errors="replace")
         seconds = (time.monotonic_ns() - int(header[SINCE_NS])) / 1e9
@@ -83,7 +80,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
       observe: called with each run of documents that arrives.
     """
 
-    most_deaths = 2
+    max_deaths = 2
 
     def __init__(
         self,
@@ -101,9 +98,10 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         self._observe = observe
         self._read_timeout_s = read_timeout_s
         self._loaders: dict[str, _LoaderProcess] = {}
-        self._placed: set[int] = set()
+        self._placed_sources: set[int] = set()
         self._number = itertools.count()
         self.place(placement)
+        # After the loaders, which are needed first.
         self._standbys = [self._start(f"standby-{i}") for i in range(standbys)]
 
     def connections(self) -> list[Connection]:
@@ -113,23 +111,28 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         runs: list[ChunkRun] = []
         for loader in list(self._loaders.values()):
             try:
+                # Before the answers, so that the loader reuses the memory for the requests that it still
+                # holds.
                 if loader.freed:
                     loader.child.connection.send(("free", loader.freed))
                     loader.freed = []
                 while loader.child.connection.poll():
                     self._take(loader, loader.child.connection.recv(), runs)
+            # Answers that it sent before it died have been taken by now, so only the others are repeated.
             except (EOFError, ConnectionError):
                 self._replace(loader, "died")
                 continue
             else:
-                state, source, *_, seconds = loader.at()
+                # After the answers were taken: a loader that has answered is not judged by its last
+                # document.
+                state, source, *_, seconds = loader.activity()
                 if loader.in_flight and state == OPENING:
                     self._say_opening(loader, source, seconds)
                 limit_s = self._read_timeout_s * (OPENING_TIMES if state == OPENING else 1)
                 if loader.in_flight and state != IDLE and seconds > limit_s:
                     self._replace(loader, f"has not moved for {limit_s:g} s (data.read_timeout_s)")
                     continue
-            if loader.retiring and not loader.in_flight:
+            if loader.is_retiring and not loader.in_flight:
                 self._end(loader)
                 del self._loaders[loader.name]
         for i, standby in enumerate(self._standbys):
@@ -137,21 +140,21 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
                 self._end(standby)
                 self._say(f"data: standby {standby.name} died; another one takes its place")
                 self._standbys[i] = self._start(standby.name)
-        self._hand_out()
+        self._send_requests()
         return runs
 
     def release(self, run: ChunkRun) -> None:
-        loader, start = run.place
+        loader, start = run.payload
         loader.freed.append(start)
 
     def states(self) -> list[LoaderState]:
         states = []
         for loader in self._loaders.values():
             header = loader.shared.header
-            waiting = (*self._urgent, *self._waiting)
+            unsent = (*self._urgent_requests, *self._normal_requests)
             queued = len(loader.in_flight) + sum(
                 request.loader == loader.name or request.parts[0].source in loader.sources
-                for request in waiting
+                for request in unsent
             )
             numbers = int(header[MEMORY_BYTES]), int(header[DOCUMENTS]), loader.busy_s
             sources = tuple(sorted(loader.sources))
@@ -160,20 +163,22 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
 
     def place(self, placement: dict[str, tuple[int, ...]]) -> None:
         for name, loader in self._loaders.items():
-            loader.retiring = name not in placement
-            if loader.retiring:
+            loader.is_retiring = name not in placement
+            if loader.is_retiring:
                 loader.sources = set()
         for name, sources in placement.items():
             if name not in self._loaders:
                 self._loaders[name] = self._start(name)
             loader = self._loaders[name]
-            for gone in loader.opened - set(sources):
+            # Open sources hold indexes and decoded row groups, which count as memory of the loader.
+            for closed_source in loader.opened - set(sources):
                 with contextlib.suppress(ConnectionError):  # it has died: the next collect notices
-                    loader.child.connection.send(("close", gone))
-                loader.opened.discard(gone)
+                    loader.child.connection.send(("close", closed_source))
+                loader.opened.discard(closed_source)
             loader.sources = set(sources)
-        self._placed = {source for sources in placement.values() for source in sources}
-        self._hand_out()
+        # Sources that no loader reads now may go to any, see `_loader_for`.
+        self._placed_sources = {source for sources in placement.values() for source in sources}
+        self._send_requests()
 
     def close(self) -> None:
         for loader in [*self._loaders.values(), *self._standbys]:
@@ -190,17 +195,14 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         loader.child.close()
         loader.shared.close()
 
-    def _requests(self, parts: list[RequestPart]) -> list[Request]:
-        """Returns a request to each loader: those of a grouped source share its parts, others take whole
-        ones.
-        """
+    def _requests_for(self, parts: list[RequestPart]) -> list[Request]:
+        """Returns a request to each loader: loaders share the parts of a grouped source, not of others."""
         requests: list[Request] = []
         by_loader: dict[str, Request] = {}
         for part in parts:
             names = [loader.name for loader in self._loaders.values() if part.source in loader.sources]
-            if not names or (
-                len(names) > 1 and not self._setups[part.source].grouped
-            ):  # the first that is free
+            # The first loader that is free takes the part.
+            if not names or (len(names) > 1 and not self._setups[part.source].grouped):
                 requests.append(Request([part], None))
                 continue
             for name, share in zip(names, part.split(len(names)), strict=True):
@@ -210,27 +212,33 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
                 by_loader[name].parts.append(share)
         return requests
 
-    def _hand_out(self) -> None:
+    def _send_requests(self) -> None:
+        # `collect` calls this every time; without room the queues need no walk.
         if any(len(loader.in_flight) < IN_FLIGHT for loader in self._loaders.values()):
-            super()._hand_out()
+            super()._send_requests()
 
     def _loader_for(self, request: Request) -> _LoaderProcess | None:
         if request.loader in self._loaders:
-            able = [self._loaders[request.loader]]
+            candidates = [self._loaders[request.loader]]
         else:
             source = request.parts[0].source
-            able = [
-                one for one in self._loaders.values() if source in one.sources or source not in self._placed
+            candidates = [
+                loader
+                for loader in self._loaders.values()
+                if source in loader.sources or source not in self._placed_sources
             ]
-        return next((one for one in able if not one.retiring and len(one.in_flight) < IN_FLIGHT), None)
+        return next(
+            (loader for loader in candidates if not loader.is_retiring and len(loader.in_flight) < IN_FLIGHT),
+            None,
+        )
 
     def _send(self, loader: _LoaderProcess, request: Request) -> None:
         number = next(self._number)
+        # Before it is sent: a loader that dies meanwhile has it among its requests.
         loader.in_flight[number] = request
         loader.opened |= {part.source for part in request.parts}
-        with contextlib.suppress(
-            ConnectionError
-        ):  # it has died: collect notices, and makes its requests again
+        # A loader that has died raises here: `collect` notices, and makes its requests again.
+        with contextlib.suppress(ConnectionError):
             loader.child.connection.send(("read", number, request.parts))
 
     def _take(self, loader: _LoaderProcess, answer: tuple[Any, ...], runs: list[ChunkRun]) -> None:
@@ -240,47 +248,61 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
                 if line:
                     self._say(f"data: {self._field(source)}: {line}")
             case "failed", source, message:
-                raise self._failed(source, message)
+                raise self._source_error(source, message)
             case "run", number, heads:
-                for part, (start, head) in zip(self._answered(loader, number).parts, heads, strict=True):
+                for part, (start, head) in zip(self._take_answered(loader, number).parts, heads, strict=True):
                     loader.busy_s += head.read_s
                     if not len(head.lengths):
                         loader.freed.append(start)
                         continue
                     run = head.run(part, loader.shared.view(start, head.ids_bytes), loader.name)
-                    run.place = loader, start
+                    run.payload = loader, start
                     self._observe(run)
                     runs.append(run)
 
     def _say_opening(self, loader: _LoaderProcess, source: int, seconds: float) -> None:
         """Says from time to time how far a loader is that takes long to open a source."""
         begun_ns = int(loader.shared.header[SINCE_NS])
-        if seconds < (loader.said[1] + SAID_EVERY_S if begun_ns == loader.said[0] else SAID_AFTER_S):
+        if seconds < (
+            loader.last_line[1] + LINE_EVERY_S if begun_ns == loader.last_line[0] else FIRST_LINE_AFTER_S
+        ):
             return
-        loader.said = begun_ns, seconds
+        loader.last_line = begun_ns, seconds
         opened = Opened(*loader.shared.header[OPENED].tolist())
         self._say(opened.line(f"{loader.name} is opening {self._field(source)}", seconds))
 
-    def _replace(self, loader: _LoaderProcess, why: str) -> None:
+    def _replace(self, loader: _LoaderProcess, cause: str) -> None:
         """Replaces a lost loader by a standby."""
-        state, source, number, identity, _ = loader.at()
-        where = "while it was idle"
+        # Read before the loader ends and its shared memory closes.
+        state, source, number, identity, _ = loader.activity()
+        activity = "while it was idle"
         if state == OPENING:
-            where = f"opening {self._field(source)}"
+            activity = f"opening {self._field(source)}"
         elif state != IDLE:
-            where = f"at {self._field(source)}, document {number} ({identity})"
+            activity = f"at {self._field(source)}, document {number} ({identity})"
         self._end(loader)
-        self._lost(loader, why, where, opening=source if state == OPENING else None, reading=state != IDLE)
-        if self._fruitless > 5 + len(self._loaders):
+        self._repeat_requests(
+            loader, cause, activity, opening=source if state == OPENING else None, reading=state != IDLE
+        )
+        # Loaders that die one after another at different places: the machine or the setup is at fault.
+        if self._losses_in_a_row > 5 + len(self._loaders):
             raise DataError(
-                f"{self._fruitless} loaders were lost in a row, the last {where}: it {why}. See stderr."
+                f"{self._losses_in_a_row} loaders were lost in a row, the last {activity}: it {cause}. See "
+                "stderr."
             )
         begun_s = time.perf_counter()
+        # A standby runs already, with its modules imported: it takes over in about a millisecond.
         successor = self._standbys.pop(0) if self._standbys else self._start(loader.name)
-        was = successor.name
-        successor.name, successor.sources, successor.retiring = loader.name, loader.sources, loader.retiring
+        successor_name = successor.name
+        successor.name, successor.sources, successor.is_retiring = (
+            loader.name,
+            loader.sources,
+            loader.is_retiring,
+        )
         self._loaders[loader.name] = successor
-        if was.startswith("standby"):
-            self._standbys.append(self._start(was))
+        if successor_name.startswith("standby"):
+            self._standbys.append(self._start(successor_name))
         milliseconds = (time.perf_counter() - begun_s) * 1e3
-        self._say(f"data: {loader.name} {why} {where}; {was} took over in {milliseconds:.0f} ms")
+        self._say(
+            f"data: {loader.name} {cause} {activity}; {successor_name} took over in {milliseconds:.0f} ms"
+        )

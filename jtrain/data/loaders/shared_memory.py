@@ -1,8 +1,7 @@
 """Anonymous shared memory: one growable block, written by one process and read by another.
 
 The block exists through file descriptors alone, so it is freed when the last process that holds one ends,
-even if it is
-killed: nothing is left behind in /dev/shm.
+even if it is killed: nothing is left behind in /dev/shm.
 """
 
 import bisect
@@ -42,7 +41,7 @@ class SharedMemory:
         else:  # macOS: an unlinked temporary file
             with tempfile.TemporaryFile() as file:
                 descriptor = os.dup(file.fileno())
-        os.ftruncate(descriptor, HEADER_BYTES + _aligned(size_bytes))
+        os.ftruncate(descriptor, HEADER_BYTES + _align(size_bytes))
         return cls(descriptor)
 
     @property
@@ -57,22 +56,21 @@ class SharedMemory:
         return np.frombuffer(self._mapped, np.uint8, size_bytes, start)
 
     def allocate(self, size_bytes: int) -> int:
-        """Allocates bytes at the lowest free address and returns it; grows the block if nothing is large
-        enough.
-        """
-        size = _aligned(max(size_bytes, 1))
-        for at, (start, end) in enumerate(self._free):
+        """Allocates bytes at the lowest free address and returns it; grows the block if none is free."""
+        size = _align(max(size_bytes, 1))
+        for index, (start, end) in enumerate(self._free):
             if end - start >= size:
                 if end - start == size:
-                    del self._free[at]
+                    del self._free[index]
                 else:
-                    self._free[at] = (start + size, end)
+                    self._free[index] = (start + size, end)
                 self._allocated[start] = size
                 return start
-        old = self.size_bytes
-        os.ftruncate(self.descriptor, old + max(size, (old - HEADER_BYTES) // 2))
+        old_size = self.size_bytes
+        # By half of itself at least, so that many small requests need few new maps.
+        os.ftruncate(self.descriptor, old_size + max(size, (old_size - HEADER_BYTES) // 2))
         self._map(os.fstat(self.descriptor).st_size)
-        self._free_span(old, self.size_bytes)
+        self._free_span(old_size, self.size_bytes)
         return self.allocate(size_bytes)
 
     def free(self, start: int) -> None:
@@ -87,19 +85,21 @@ class SharedMemory:
 
     def _map(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
+        # The old map is not closed: numpy views hold it until they are dropped.
         self._mapped = mmap.mmap(self.descriptor, size_bytes)
 
     def _free_span(self, start: int, end: int) -> None:
         if start == end:
             return
-        at = bisect.bisect_left(self._free, (start, end))
-        if at < len(self._free) and self._free[at][0] == end:
-            end = self._free.pop(at)[1]
-        if at and self._free[at - 1][1] == start:
-            at -= 1
-            start = self._free.pop(at)[0]
-        self._free.insert(at, (start, end))
+        index = bisect.bisect_left(self._free, (start, end))
+        # Merges with the free span behind it, then with the one before it.
+        if index < len(self._free) and self._free[index][0] == end:
+            end = self._free.pop(index)[1]
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start = self._free.pop(index)[0]
+        self._free.insert(index, (start, end))
 
 
-def _aligned(size_bytes: int) -> int:
+def _align(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES

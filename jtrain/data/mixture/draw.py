@@ -1,5 +1,18 @@
-"""Draws the documents of a mixture by fair queueing over the sources, in integers, from document lengths
-alone.
+"""Draws the documents of a mixture by fair queueing over the sources, in integers, from lengths alone.
+
+Sources `web`, `code` and `math` have shares 0.5, 0.3 and 0.2 and documents of 100, 100 and 50 tokens. Half of
+the first document is read at time 50 / 0.5 = 100 for `web`, at 167 for `code`, at 25 / 0.2 = 125 for `math`.
+A step of 320 tokens takes the documents whose time is below 320:
+
+    time      100    125    167    300
+    source    web    math   code   web      350 tokens
+
+Their shares of 350 tokens are 175, 105 and 70: `web` has 25 too many, `code` lacks 5 and `math` 20. These
+deficits, -25, 5 and 20, move the times of the next step, in which `math` comes first, at (25 - 20) / 0.2 =
+25:
+
+    time      25     150    150    275
+    source    math   web    code   math     300 tokens
 """
 
 from collections.abc import Callable, Sequence
@@ -30,15 +43,14 @@ number."""
 
 
 class NotYet(Exception):
-    """Raised by `lengths` if the length of a document is not known yet, and by `plan` after it has asked for
-    them all.
+    """Raised by `lengths` if a document's length is not known yet, and by `plan` after it asked for them all.
 
-    wanted: (source, first document, count) of the missing lengths.
+    missing: (source, first document, count) of the missing lengths.
     """
 
-    def __init__(self, wanted: Sequence[tuple[int, int, int]] = ()) -> None:
-        self.wanted = list(wanted)
-        super().__init__(f"lengths not known yet: {self.wanted[:4]}")
+    def __init__(self, missing: Sequence[tuple[int, int, int]] = ()) -> None:
+        self.missing = list(missing)
+        super().__init__(f"lengths not known yet: {self.missing[:4]}")
 
 
 Lengths = Callable[[int, int, int], np.ndarray]
@@ -76,12 +88,12 @@ class Buffers:
         self.chunks_per_epoch = np.asarray(chunks_per_epoch, np.int64)
         self.ends = np.full(num, ENDLESS, np.int64) if epochs is None else self.chunks_per_epoch * epochs
         self._lengths = lengths
-        self._base = np.arange(num) * _ABOVE
-        self._know(np.empty(0, np.int64), np.empty(0, np.int64))
-        self._first = np.zeros(num, np.int64)  # lengths are known from here ...
-        self._scanned = np.zeros(num, np.int64)  # ... to here
-        self._empty_since = np.zeros(num, np.int64)
-        self._dry = np.zeros(num, np.bool_)  # gave fewer lengths than it was asked for
+        self._first_key = np.arange(num) * _ABOVE
+        self._set_known(np.empty(0, np.int64), np.empty(0, np.int64))
+        self._first_document = np.zeros(num, np.int64)  # lengths are known from here ...
+        self._scanned_end = np.zeros(num, np.int64)  # ... to here
+        self._empty_from = np.zeros(num, np.int64)
+        self._is_dry = np.zeros(num, np.bool_)  # gave fewer lengths than it was asked for
         self._seen_documents = np.zeros(num, np.int64)
         self._seen_tokens = np.zeros(num, np.int64)
 
@@ -91,18 +103,15 @@ class Buffers:
         return (self._seen_tokens + _FIRST_GUESS_TOKENS) / (self._seen_documents + 1)
 
     def forget(self, cursors: Int64[np.ndarray, " sources"]) -> None:
-        """Drops the lengths before `cursors`. If a cursor jumps, the lengths of its source are asked for
-        again.
-        """
-        jumped = (cursors < self._first) | (cursors > self._scanned)
+        """Drops the lengths before `cursors`; a source whose cursor jumps has its lengths asked for again."""
+        jumped = (cursors < self._first_document) | (cursors > self._scanned_end)
         if jumped.any():
-            self._scanned = np.where(jumped, cursors, self._scanned)
-            self._empty_since = np.where(jumped, cursors, self._empty_since)
+            self._scanned_end = np.where(jumped, cursors, self._scanned_end)
+            self._empty_from = np.where(jumped, cursors, self._empty_from)
             keep = ~jumped[self._keys // _ABOVE]
-            self._know(self._keys[keep], self._known[keep])
-        self._first = (
-            cursors.copy()
-        )  # `_ask` drops them: to do so at every step would copy all the others each time
+            self._set_known(self._keys[keep], self._known_lengths[keep])
+        # `_ask` drops the lengths: to do so at every step would copy all the others each time.
+        self._first_document = cursors.copy()
 
     def ahead(
         self,
@@ -122,72 +131,92 @@ class Buffers:
           UserError: a whole epoch of a source is empty.
         """
         while True:
-            begin, end = np.searchsorted(self._keys, self._base + cursors), self._border[1:]
-            start = self._total[begin] if by_tokens else begin
-            here = (self._total[end] if by_tokens else end) - start
-            short = here < limits
-            missing = short & (self._scanned < self.ends)
+            # Positions in the arrays of all sources: from the cursor of each source to where its known keys
+            # end.
+            begin, end = np.searchsorted(self._keys, self._first_key + cursors), self._source_starts[1:]
+            # Units are tokens, or documents, whose count is the index itself.
+            start = self._tokens_before[begin] if by_tokens else begin
+            available = (self._tokens_before[end] if by_tokens else end) - start
+            is_short = available < limits
+            missing = is_short & (self._scanned_end < self.ends)
             if missing.any():
-                tokens = (limits - here) * (1 if by_tokens else self.mean_tokens)
+                tokens = (limits - available) * (1 if by_tokens else self.mean_tokens)
                 self._ask(missing, tokens, low=(end - begin < _ASK_AT_LEAST) & (limits > 0))
                 continue
-            stop = np.searchsorted(self._total[:-1], start + limits) if by_tokens else start + limits
-            count = np.minimum(np.maximum(stop, begin), end) - begin
+            # The first document that begins at or behind the limit.
+            stop_index = (
+                np.searchsorted(self._tokens_before[:-1], start + limits) if by_tokens else start + limits
+            )
+            count = np.minimum(np.maximum(stop_index, begin), end) - begin
             source = np.repeat(np.arange(len(cursors)), count)
-            at = np.arange(len(source)) + (begin - np.cumsum(count) + count)[source]
-            before = (self._total[at] if by_tokens else at) - start[source]
-            return ChunkLengths(source, self._keys[at] - self._base[source], self._known[at]), before, short
+            # Concatenates the ranges begin[s] .. begin[s] + count[s] without a loop over the sources.
+            index = np.arange(len(source)) + (begin - np.cumsum(count) + count)[source]
+            units_before = (self._tokens_before[index] if by_tokens else index) - start[source]
+            return (
+                ChunkLengths(source, self._keys[index] - self._first_key[source], self._known_lengths[index]),
+                units_before,
+                is_short,
+            )
 
     def _ask(
         self, missing: Bool[np.ndarray, " sources"], tokens: np.ndarray, low: Bool[np.ndarray, " sources"]
     ) -> None:
-        """Asks for about `tokens` more tokens of each missing source, and takes what is known of those that
-        are low.
+        """Asks for about `tokens` more tokens of each missing source, and takes those of low sources.
 
         Taking the lengths of many sources together, some hundred each, is what keeps copying them cheap.
         """
-        asked = np.flatnonzero(missing | (low & ~self._dry & (self._scanned < self.ends)))
-        count = np.maximum(tokens[asked] * 1.25 / self.mean_tokens[asked], _ASK_AT_LEAST).astype(np.int64)
-        most = (self.ends - self._scanned)[asked]
-        keys, lengths, wanted = [self._keys], [self._known], []
-        for source, want, left in zip(asked.tolist(), count.tolist(), most.tolist(), strict=True):
-            first, take = int(self._scanned[source]), min(max(want, _TAKE_AT_LEAST), left)
+        asked_sources = np.flatnonzero(missing | (low & ~self._is_dry & (self._scanned_end < self.ends)))
+        # A quarter more than the mean says, so that one call is mostly enough.
+        count = np.maximum(
+            tokens[asked_sources] * 1.25 / self.mean_tokens[asked_sources], _ASK_AT_LEAST
+        ).astype(np.int64)
+        unscanned = (self.ends - self._scanned_end)[asked_sources]
+        keys, lengths, missing_lengths = [self._keys], [self._known_lengths], []
+        for source, num_wanted, num_left in zip(
+            asked_sources.tolist(), count.tolist(), unscanned.tolist(), strict=True
+        ):
+            first, num_taken = int(self._scanned_end[source]), min(max(num_wanted, _TAKE_AT_LEAST), num_left)
             try:
-                got = self._lengths(source, first, take)
+                new_lengths = self._lengths(source, first, num_taken)
             except NotYet:
-                self._dry[source] = True
+                self._is_dry[source] = True
                 if missing[source]:
-                    wanted.append((source, first, min(want, left)))
+                    missing_lengths.append((source, first, min(num_wanted, num_left)))
                 continue
-            assert 0 < len(got) <= take, (source, first, take, len(got))
-            at = np.flatnonzero(got)
-            length = got[at].astype(np.int64)
-            keys.append(self._base[source] + first + at)
+            assert 0 < len(new_lengths) <= num_taken, (source, first, num_taken, len(new_lengths))
+            nonempty = np.flatnonzero(new_lengths)
+            length = new_lengths[nonempty].astype(np.int64)
+            keys.append(self._first_key[source] + first + nonempty)
             lengths.append(length)
-            self._dry[source] = len(got) < take
-            self._scanned[source] += len(got)
-            self._seen_documents[source] += len(got)
+            # Not asked for again just because it is low: nobody has more of its lengths now.
+            self._is_dry[source] = len(new_lengths) < num_taken
+            self._scanned_end[source] += len(new_lengths)
+            self._seen_documents[source] += len(new_lengths)
             self._seen_tokens[source] += length.sum()
-            if len(at):
-                self._empty_since[source] = first + at[-1] + 1
-            elif self._scanned[source] - self._empty_since[source] >= self.chunks_per_epoch[source]:
-                raise UserError(_no_text(field_of(self.names[source]), int(self.chunks_per_epoch[source])))
+            if len(nonempty):
+                self._empty_from[source] = first + nonempty[-1] + 1
+            elif self._scanned_end[source] - self._empty_from[source] >= self.chunks_per_epoch[source]:
+                raise UserError(
+                    _no_text_message(field_of(self.names[source]), int(self.chunks_per_epoch[source]))
+                )
         if len(keys) > 1:
             merged = np.concatenate(keys)
             order = np.argsort(merged, kind="stable")
-            order = order[(merged >= (self._base + self._first)[merged // _ABOVE])[order]]
-            self._know(merged[order], np.concatenate(lengths)[order])
-        if wanted:
-            raise NotYet(wanted)
+            # Drops the documents before the cursors, while everything is copied anyway.
+            order = order[(merged >= (self._first_key + self._first_document)[merged // _ABOVE])[order]]
+            self._set_known(merged[order], np.concatenate(lengths)[order])
+        # Raised last, with what is known taken: the next call then asks for less.
+        if missing_lengths:
+            raise NotYet(missing_lengths)
 
-    def _know(self, keys: Int64[np.ndarray, " known"], lengths: Int64[np.ndarray, " known"]) -> None:
+    def _set_known(self, keys: Int64[np.ndarray, " known"], lengths: Int64[np.ndarray, " known"]) -> None:
         """Sets the documents whose lengths are known, ascending, and what follows from them."""
-        self._keys, self._known = keys, lengths
-        self._total = np.concatenate([[0], np.cumsum(lengths)])
-        self._border = np.searchsorted(keys, np.append(self._base, len(self._base) * _ABOVE))
+        self._keys, self._known_lengths = keys, lengths
+        self._tokens_before = np.concatenate([[0], np.cumsum(lengths)])
+        self._source_starts = np.searchsorted(keys, np.append(self._first_key, len(self._first_key) * _ABOVE))
 
 
-def _no_text(field: str, documents: int) -> str:
+def _no_text_message(field: str, documents: int) -> str:
     ways_out = [
         "Set data.on_bad_record='fail' to see why records are skipped",
         f"set {field}.path to files with text",
@@ -260,20 +289,25 @@ class Draws:
             # Sources that have ended may have had a positive deficit; the others then start later by that
             # amount.
             horizon = units + max(0, -(int(self._deficit[active].sum()) // ONE))
+            # Rounded up: the units that each source may read until time `horizon`.
             limits = np.where(active, np.maximum(-((-horizon * shares - self._deficit) // ONE), 0), 0)
-            found, before, ended = self._buffers.ahead(self._cursors, limits, by_tokens=self._by_tokens)
-            middle = (before << SHARE_BITS) + (found.length if self._by_tokens else 1) * (ONE // 2)
-            due = (middle - self._deficit[found.source]) // np.maximum(shares, 1)[found.source]
-            order = np.argsort(due, kind="stable")  # on a tie, the source that is named first wins
-            inside = int(np.searchsorted(due[order], horizon))
-            ended[found.source[order[inside:]]] = False
-            order = order[:inside]
-            drawn = ChunkLengths(*(array[order] for array in found))
+            candidates, units_before, ended = self._buffers.ahead(
+                self._cursors, limits, by_tokens=self._by_tokens
+            )
+            # Time and units in 1 / ONE: half a document is length * ONE / 2.
+            middle = (units_before << SHARE_BITS) + (candidates.length if self._by_tokens else 1) * (ONE // 2)
+            due_time = (middle - self._deficit[candidates.source]) // np.maximum(shares, 1)[candidates.source]
+            order = np.argsort(due_time, kind="stable")  # on a tie, the source that is named first wins
+            num_due = int(np.searchsorted(due_time[order], horizon))
+            # A source with a document behind the horizon has not ended yet.
+            ended[candidates.source[order[num_due:]]] = False
+            order = order[:num_due]
+            drawn = ChunkLengths(*(array[order] for array in candidates))
             if not len(order) and not ended.any():
                 units *= 2  # the next document of every source is a long one
                 continue
             self._rounds.append(_Round(drawn, shares, ended & active))
-            self._cursors, self._deficit, _ = self._after(
+            self._cursors, self._deficit, _ = self._advance(
                 self._rounds[-1], len(order), self._cursors, self._deficit
             )
             if len(order):
@@ -282,8 +316,7 @@ class Draws:
                 return drawn
 
     def more_ahead(self, tokens: int) -> ChunkLengths | None:
-        """Draws like `more`, but an eighth more where no source ends, as a second draw would take as long as
-        the first.
+        """Draws like `more`, and an eighth more if no source ends, as a second draw takes as long as a first.
 
         It suits a packing that takes documents in their order, whatever comes after those that fit.
         """
@@ -292,28 +325,29 @@ class Draws:
         return self.more(tokens + tokens // 8 + 2 * self._tokens // self._documents)
 
     def commit(self, count: int) -> tuple[Int64[np.ndarray, " sources"], Int64[np.ndarray, " sources"], int]:
-        """Returns cursors, deficit and the tokens (samples) drawn, after the first `count` of the drawn
-        documents.
-        """
+        """Returns cursors, deficit and tokens (samples) drawn, after the first `count` drawn documents."""
         (cursors, deficit), units = self._start, 0
-        for drawing in self._rounds:
-            here = min(count, len(drawing.drawn.source))
-            cursors, deficit, drawn = self._after(drawing, here, cursors, deficit)
-            count, units = count - here, units + drawn
-            if here < len(drawing.drawn.source):
+        for round_ in self._rounds:
+            num_taken = min(count, len(round_.drawn.source))
+            cursors, deficit, num_drawn = self._advance(round_, num_taken, cursors, deficit)
+            count, units = count - num_taken, units + num_drawn
+            if num_taken < len(round_.drawn.source):
                 break
         assert count == 0, count
         return cursors, deficit, units
 
-    def _after(
-        self, drawing: _Round, count: int, cursors: np.ndarray, deficit: np.ndarray
+    def _advance(
+        self, round_: _Round, count: int, cursors: np.ndarray, deficit: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, int]:
-        source, document, length = (array[:count] for array in drawing.drawn)
+        source, document, length = (array[:count] for array in round_.drawn)
         drawn = np.zeros(len(cursors), np.int64)
         np.add.at(drawn, source, length if self._by_tokens else 1)
+        # The caller keeps the old arrays, as the state before this round.
         cursors = cursors.copy()
+        # `maximum.at`, since empty documents are missing and a source occurs many times.
         np.maximum.at(cursors, source, document + 1)
-        if count == len(drawing.drawn.source):
-            cursors[drawing.ended] = self._buffers.ends[drawing.ended]
+        # Only a round that is used up reaches the ends of its sources.
+        if count == len(round_.drawn.source):
+            cursors[round_.ended] = self._buffers.ends[round_.ended]
         units = int(drawn.sum())
-        return cursors, deficit + drawing.shares * units - (drawn << SHARE_BITS), units
+        return cursors, deficit + round_.shares * units - (drawn << SHARE_BITS), units

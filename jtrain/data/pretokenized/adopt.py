@@ -1,5 +1,5 @@
-"""Adopts token files of other projects, `python -m jtrain.data adopt`: an index that reads its ids from them,
-in place.
+"""Adopts token files of other projects, `python -m jtrain.data adopt`: an index that reads their ids in
+place.
 
 Each file is scanned once, in parallel, for the ends of its documents, its largest id and its hash; what is
 written is 4.5 bytes per document. An interrupted call goes on with the file where it stopped.
@@ -21,11 +21,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.adopted import edges_of_path
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.foreign.find import find_layout
 from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignLayout
+from jtrain.data.pretokenized.index_format import digest
 from jtrain.data.pretokenized.partial_folder import (
     STATE,
     begin,
@@ -35,23 +36,21 @@ from jtrain.data.pretokenized.partial_folder import (
     write_lengths,
 )
 from jtrain.data.pretokenized.progress import ProgressOutput
-from jtrain.data.pretokenized.reader import PreparedIndex, digest
+from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.writer import IndexSummary, summary_of
 from jtrain.data.tokenizer import Tokenizer, make_tokenizer, smallest_id_dtype
 from jtrain.errors import UserError
 from jtrain.runtime.atomic_io import write_whole
 
 _RUNS = "runs"
-_APPENDED = (reader.LENGTHS, reader.SHARDS, _RUNS)
+_APPENDED = (index_format.LENGTHS, index_format.SHARDS, _RUNS)
 _SAVE_S = 10.0
 _ROWS_AT_ONCE = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """Scanned part of file number `file`: its documents, counts and hash; `ids` only where they are
-    copied.
-    """
+class _ScannedPart:
+    """Scanned part of file number `file`: documents, counts and hash; `ids` only where they are copied."""
 
     file: int
     last: bool
@@ -91,9 +90,10 @@ def adopt(
         path, end_id=encoder.end_id, vocab_size=encoder.vocab_size, dtype=dtype, column=column
     )
     out.mkdir(parents=True, exist_ok=True)
+    # One process at a time adopts under this name; another one waits, and then finds the index.
     with BuildProcess(out) as host, host.changing_folders(name):
         adoption = _Adoption(layout, out, name, encoder, command, stream)
-        if adoption.is_there():
+        if adoption.is_indexed():
             return summary_of(PreparedIndex(out / name), name, "there")
         adoption.resume(host)
         adoption.scan(tokenizer)
@@ -130,9 +130,10 @@ class _Adoption:
         self._command = command
         self._stream = stream
         with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
-            found = list(pool.map(edges_of_path, [layout.root / n for n in layout.names]))
-        self._sizes = [size for size, _ in found]
-        self._edges = [edges for _, edges in found]
+            sizes_and_edges = list(pool.map(edges_of_path, [layout.root / n for n in layout.names]))
+        self._sizes = [size for size, _ in sizes_and_edges]
+        self._edges = [edges for _, edges in sizes_and_edges]
+        # Sizes and edges, not paths: files that moved are the same corpus.
         corpus = hashlib.blake2b(json.dumps([layout.names, self._sizes, self._edges]).encode(), digest_size=8)
         self._made_of: dict[str, str | int] = {
             "corpus": corpus.hexdigest(),
@@ -140,37 +141,42 @@ class _Adoption:
             "adopted": layout.kind,
             **layout.decided_by,
         }
+        # Ids of 8 bytes are read as 4: the scan checks that they are below the vocabulary.
         stored = layout.files[0].dtype
         self._dtype = (
             smallest_id_dtype(tokenizer.vocab_size)
             if layout.copies
             else np.dtype(f"u{min(4, stored.itemsize)}")
         )
-        self._appended = (*_APPENDED, *((reader.IDS,) if layout.copies else ()))
+        self._appended = (*_APPENDED, *((index_format.IDS,) if layout.copies else ()))
         self._state: dict[str, Any] = {}
 
-    def is_there(self) -> bool:
+    def is_indexed(self) -> bool:
         """True if the index exists already; if its files moved, it is made to refer to where they are now."""
-        if not (self._folder / reader.INDEX).exists():
+        if not (self._folder / index_format.INDEX).exists():
             if self._folder.exists():
                 raise UserError(
                     f"{self._folder} exists and is not a prepared index. Remove it, or set --name or --out "
                     "to another."
                 )
             return False
-        body = json.loads((self._folder / reader.INDEX).read_bytes())
+        body = json.loads((self._folder / index_format.INDEX).read_bytes())
         if body.get("made_of") != self._made_of:
             return False
+        # `sign` adds a new one.
         del body["digest"]
         if not self._layout.copies:
-            body["adopted"] = self._adopted()
-        write_whole(self._folder / reader.INDEX, reader.sign(body))
+            body["adopted"] = self._adopted_entry()
+        write_whole(self._folder / index_format.INDEX, index_format.sign(body))
         return True
 
     def resume(self, host: BuildProcess) -> None:
         """Goes on after the files that an earlier call scanned, if it scanned the same ones."""
         begin(
-            self._partial, {"format": reader.FORMAT, "made_of": self._made_of}, host, source=self._folder.name
+            self._partial,
+            {"format": index_format.FORMAT, "made_of": self._made_of},
+            host,
+            source=self._folder.name,
         )
         drop_damaged_states(self._partial)
         state = {
@@ -183,6 +189,7 @@ class _Adoption:
         }
         state["bytes"] = {name: state["bytes"].get(name, 0) for name in self._appended}
         for name, size in state["bytes"].items():
+            # Back to the size of the last save: what follows was not in its counts.
             with open(self._partial / name, "ab") as file:
                 file.truncate(size)
         self._state = state
@@ -192,21 +199,24 @@ class _Adoption:
     def scan(self, tokenizer: str) -> None:
         """Scans the files that are left and appends what is found."""
         layout, state = self._layout, self._state
-        left = range(state["files"], len(layout.files))
-        total, done = sum(self._sizes[file] for file in left), 0
-        said_s = saved_s = time.monotonic()
-        carry = 0  # tokens of the document that a part ends within
+        files = range(state["files"], len(layout.files))
+        total_bytes, done_bytes = sum(self._sizes[file] for file in files), 0
+        last_line_s = last_save_s = time.monotonic()
+        open_tokens = 0  # of the document that a part ends within
         with contextlib.ExitStack() as stack:
             outputs = {name: stack.enter_context(open(self._partial / name, "ab")) for name in self._appended}
-            for part in self._scanned(left, tokenizer):
-                carry = self._append(part, carry, outputs)
-                done += self._sizes[part.file] if part.last else 0
-                if part.last and time.monotonic() - saved_s >= _SAVE_S:
-                    saved_s = time.monotonic()
+            for part in self._scan_parts(files, tokenizer):
+                open_tokens = self._append(part, open_tokens, outputs)
+                done_bytes += self._sizes[part.file] if part.last else 0
+                if part.last and time.monotonic() - last_save_s >= _SAVE_S:
+                    last_save_s = time.monotonic()
                     self._save(outputs)
-                if time.monotonic() - said_s >= _SAVE_S:
-                    said_s = time.monotonic()
-                    self._say(f"{done / 2**30:,.1f} of {total / 2**30:,.1f} GiB, {state['tokens']:,} tokens")
+                if time.monotonic() - last_line_s >= _SAVE_S:
+                    last_line_s = time.monotonic()
+                    self._say(
+                        f"{done_bytes / 2**30:,.1f} of {total_bytes / 2**30:,.1f} GiB, {state['tokens']:,} "
+                        "tokens"
+                    )
         if layout.splits and not state["ends"]:
             raise UserError(
                 f"{layout.root / layout.names[0]}: none of the {state['tokens']:,} ids is "
@@ -214,57 +224,72 @@ class _Adoption:
                 "documents. Set --end-token to the token that ends the documents of these files."
             )
 
-    def _scanned(self, left: range, tokenizer: str) -> Iterator[_Part]:
+    def _scan_parts(self, files: range, tokenizer: str) -> Iterator[_ScannedPart]:
         """Yields the parts in order, while threads scan a few ahead."""
-        parts = ((file, part) for file in left for part in range(self._layout.files[file].num_parts()))
+        # A generator: a data set may have millions of parts, of which a few are under way.
+        parts = ((file, part) for file in files for part in range(self._layout.files[file].num_parts()))
         with concurrent.futures.ThreadPoolExecutor(_threads()) as pool:
-            waiting = collections.deque[concurrent.futures.Future[_Part]]()
+            futures = collections.deque[concurrent.futures.Future[_ScannedPart]]()
             try:
                 while True:
-                    for file, part in itertools.islice(parts, 2 * _threads() - len(waiting)):
-                        waiting.append(pool.submit(self._scan_part, file, part, tokenizer))
-                    if not waiting:
+                    # Twice the threads under way, so that none waits while the first result is appended.
+                    for file, part in itertools.islice(parts, 2 * _threads() - len(futures)):
+                        futures.append(pool.submit(self._scan_part, file, part, tokenizer))
+                    if not futures:
                         return
-                    yield waiting.popleft().result()
+                    yield futures.popleft().result()
             finally:
-                for future in waiting:
+                for future in futures:
                     future.cancel()
 
-    def _scan_part(self, file: int, part: int, tokenizer: str) -> _Part:
-        one = self._layout.files[file]
-        found = one.scan(part)
-        if len(found.ids) and int(found.ids.max()) >= self._tokenizer.vocab_size:
-            raise self._beyond_vocabulary(one.path, part, found.ids, tokenizer)
-        ids = found.ids.astype(self._dtype, copy=False)
-        last = part == one.num_parts() - 1
-        copied = ids if self._layout.copies else None
-        return _Part(file, last, len(ids), found.ends.astype(np.int64), found.offsets, digest(ids), copied)
+    def _scan_part(self, file: int, part: int, tokenizer: str) -> _ScannedPart:
+        foreign_file = self._layout.files[file]
+        part_content = foreign_file.scan(part)
+        if len(part_content.ids) and int(part_content.ids.max()) >= self._tokenizer.vocab_size:
+            raise self._beyond_vocabulary(foreign_file.path, part, part_content.ids, tokenizer)
+        ids = part_content.ids.astype(self._dtype, copy=False)
+        is_last = part == foreign_file.num_parts() - 1
+        copied_ids = ids if self._layout.copies else None
+        return _ScannedPart(
+            file,
+            is_last,
+            len(ids),
+            part_content.ends.astype(np.int64),
+            part_content.offsets,
+            digest(ids),
+            copied_ids,
+        )
 
     def _beyond_vocabulary(
         self, path: Path, part: int, ids: UInt[np.ndarray, " n"], tokenizer: str
     ) -> UserError:
         largest = ids.max()
+        # Ids are read as unsigned, so -1 shows as the largest number; the message gives both.
         signed = int(np.asarray(largest).view(ids.dtype.str.replace("u", "i")))
         as_signed = f" ({signed:,} as a signed number)" if signed < 0 and ids.itemsize > 2 else ""
         or_dtype = f", or --dtype if they are not {ids.dtype.name}" if self._layout.dtype_is_assumed else ""
-        place = f"row group {part}"
+        position = f"row group {part}"
         if not self._layout.copies:
-            place = f"token {int(np.argmax(ids)) + part * (PART_BYTES // ids.itemsize):,}"
+            position = f"token {int(np.argmax(ids)) + part * (PART_BYTES // ids.itemsize):,}"
         return UserError(
-            f"{path}: id {int(largest):,}{as_signed}, {place}, is not below the vocabulary of --tokenizer "
+            f"{path}: id {int(largest):,}{as_signed}, {position}, is not below the vocabulary of --tokenizer "
             f"{tokenizer}, {self._tokenizer.vocab_size:,}. Set --tokenizer to the one that made these "
             f"ids{or_dtype}."
         )
 
-    def _append(self, part: _Part, carry: int, outputs: dict[str, Any]) -> int:
+    def _append(self, part: _ScannedPart, open_tokens: int, outputs: dict[str, Any]) -> int:
         """Appends a part; returns the tokens of the document that it ends within."""
         state = self._state
+        # Counted before a last document without an end is added: none at all means a wrong end id.
         state["ends"] += len(part.ends)
         ends = part.ends
-        rest = part.tokens - (int(ends[-1]) if len(ends) else -carry)
-        if part.last and rest:
-            ends, rest = np.append(ends, part.tokens), 0
-        lengths = np.diff(ends, prepend=-carry)
+        # Without an end in this part the open document goes on: -open_tokens adds up the parts so far.
+        tokens_after = part.tokens - (int(ends[-1]) if len(ends) else -open_tokens)
+        # A document never goes on in the next file.
+        if part.last and tokens_after:
+            ends, tokens_after = np.append(ends, part.tokens), 0
+        # The first document of the part began `open_tokens` before it.
+        lengths = np.diff(ends, prepend=-open_tokens)
         if len(lengths) and (longest := int(lengths.max())) >= 1 << 31:
             raise UserError(
                 f"{self._layout.files[part.file].path}: a document of {longest:,} tokens; documents have "
@@ -272,29 +297,32 @@ class _Adoption:
                 "files."
             )
         lengths = lengths.astype(np.uint32)
+        # A run per document, where other bytes lie between them (MDS).
         if part.offsets is not None:
             first = state["tokens"] + ends - lengths
             runs = np.stack([first, part.offsets, np.full(len(ends), part.file)], axis=1)
+        # Later parts of a file belong to the run of its first part.
         elif state["placed"] > part.file:
             runs = np.empty((0, 3), np.int64)
         else:
             runs = np.asarray([[state["tokens"], self._layout.files[part.file].first_byte, part.file]])
             state["placed"] = part.file + 1
         outputs[_RUNS].write(runs.astype("<i8").tobytes())
-        outputs[reader.LENGTHS].write(lengths.tobytes())
+        outputs[index_format.LENGTHS].write(lengths.tobytes())
         line = {"records": len(lengths), "tokens": part.tokens, "ids": part.hash, "lengths": digest(lengths)}
-        outputs[reader.SHARDS].write(json.dumps(line).encode() + b"\n")
+        outputs[index_format.SHARDS].write(json.dumps(line).encode() + b"\n")
         if part.ids is not None:
-            outputs[reader.IDS].write(part.ids.tobytes())
+            outputs[index_format.IDS].write(part.ids.tobytes())
         state["records"] += len(lengths)
         state["tokens"] += part.tokens
         state["empty"] += int((lengths == 0).sum())
         if part.last:
+            # Parts come in order, so this file is done.
             self._layout.files[part.file].close()
             state["files"] = part.file + 1
             self._end_files(part.file)
             state["file_ends"].append(state["records"])
-        return rest
+        return tokens_after
 
     def _end_files(self, count: int) -> None:
         """Notes the end of each of the first `count` files that has none yet: they are empty."""
@@ -306,6 +334,7 @@ class _Adoption:
             file.flush()
             os.fdatasync(file.fileno())
             self._state["bytes"][name] = file.tell()
+        # After the sync: the state must not say more than the disk holds.
         write_whole(self._partial / f"adopted{STATE}", json.dumps(self._state))
 
     def finish(self) -> None:
@@ -316,20 +345,23 @@ class _Adoption:
                 f"--from: the {len(self._layout.files)} files below {self._layout.root} hold no ids."
             )
         self._end_files(len(self._layout.files))
-        write_lengths(partial / reader.LENGTHS, partial / "lengths.tmp", state["records"])
-        (partial / reader.SKIPPED).write_bytes(b"")
+        # Before the body: it replaces lengths.bin, whose size the body holds.
+        write_lengths(partial / index_format.LENGTHS, partial / "lengths.tmp", state["records"])
+        # Adopted ids have no bad records, but readers expect the file.
+        (partial / index_format.SKIPPED).write_bytes(b"")
         files = {"names": self._layout.names, "file_ends": state["file_ends"]}
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "skipped": 0}
         body |= {key: state[key] for key in ("records", "tokens", "empty")}
         if not self._layout.copies:
-            _write_places(partial / _RUNS, partial / reader.PLACES, state["tokens"])
+            _write_places(partial / _RUNS, partial / index_format.PLACES, state["tokens"])
             files |= {"sizes": self._sizes, "edges": self._edges}
-            body["adopted"] = self._adopted()
-        (partial / reader.FILES).write_text(json.dumps(files))
-        write_whole(partial / reader.INDEX, reader.seal(partial, body))
+            body["adopted"] = self._adopted_entry()
+        # Before index.json, which holds the hash of this file.
+        (partial / index_format.FILES).write_text(json.dumps(files))
+        write_whole(partial / index_format.INDEX, index_format.seal(partial, body))
         publish(partial, self._folder)
 
-    def _adopted(self) -> dict[str, str]:
+    def _adopted_entry(self) -> dict[str, str]:
         return {
             "root": str(self._layout.root),
             "dtype": self._layout.files[0].dtype.name,
@@ -341,18 +373,20 @@ class _Adoption:
 
 
 def _write_places(runs: Path, places: Path, tokens: int) -> None:
-    """Writes places.bin, whose columns lie one after another, from rows of first token, byte offset and
-    file.
-    """
+    """Writes places.bin, column after column, from rows of first token, byte offset and file."""
     count = runs.stat().st_size // 24
     with open(places, "wb") as file:
         for column in range(3):
-            for first in range(0, count, _ROWS_AT_ONCE):
-                rows = np.fromfile(runs, "<i8", 3 * min(_ROWS_AT_ONCE, count - first), offset=24 * first)
+            for first_row in range(0, count, _ROWS_AT_ONCE):
+                rows = np.fromfile(
+                    runs, "<i8", 3 * min(_ROWS_AT_ONCE, count - first_row), offset=24 * first_row
+                )
                 file.write(rows.reshape(-1, 3)[:, column].tobytes())
+            # The first column ends with the number of tokens, the end of the last run.
             if column == 0:
                 file.write(np.asarray([tokens], "<i8").tobytes())
 
 
 def _threads() -> int:
+    # Cores that this process may use, not all of the machine's.
     return len(os.sched_getaffinity(0))

@@ -1,6 +1,4 @@
-"""Ids of an adopted index: token ids that stay in the files of another project and are read from them by
-offset.
-"""
+"""Ids of an adopted index: token ids that stay in the files of another project, read by offset."""
 
 import hashlib
 import os
@@ -50,15 +48,17 @@ class AdoptedIds:
         self._location = location
         self._files = files
         self._dtype = dtype
-        self._stored = np.dtype(adopted["dtype"])
+        self._stored_dtype = np.dtype(adopted["dtype"])
+        # Three columns one after another, the first with one entry more: 3 runs + 1 entries.
         runs = len(places) // 3
-        self._first, self._offset, self._file = (
+        self._first_token, self._offset, self._file_of_run = (
             places[: runs + 1],
             places[runs + 1 : 2 * runs + 1],
             places[-runs:],
         )
-        self._seen: dict[int, tuple[int, ...]] = {}
+        self._identity_of: dict[int, tuple[int, ...]] = {}
         count = len(files["names"])
+        # Opening all of 100,000 files would take seconds; each is checked before its first read anyway.
         for file in np.linspace(0, count - 1, min(count, _CHECKED_AT_OPEN), dtype=np.int64).tolist():
             retried(self._path(file), lambda file=file: os.close(self._open(file)))
 
@@ -76,41 +76,50 @@ class AdoptedIds:
     def _read(
         self, start: Int[np.ndarray, " n"], length: Int[np.ndarray, " n"]
     ) -> UInt[np.ndarray, " tokens"]:
-        size = self._stored.itemsize
-        run = np.minimum(np.searchsorted(self._first, start, side="right") - 1, len(self._file) - 1)
-        file = self._file[run]
-        from_byte = (self._offset[run] + (start - self._first[run]) * size).tolist()
-        to = (np.cumsum(length) * size).tolist()
-        ids = np.empty(int(length.sum()), self._stored)
-        view, opened, handle = memoryview(ids.view(np.uint8)), None, -1
+        size = self._stored_dtype.itemsize
+        # An empty span at the very end would lie behind the last run.
+        runs = np.minimum(
+            np.searchsorted(self._first_token, start, side="right") - 1, len(self._file_of_run) - 1
+        )
+        files = self._file_of_run[runs]
+        file_offsets = (self._offset[runs] + (start - self._first_token[runs]) * size).tolist()
+        ends = (np.cumsum(length) * size).tolist()
+        ids = np.empty(int(length.sum()), self._stored_dtype)
+        # Each span has a place of its own in `ids`, so they may be read in any order.
+        view, open_file, descriptor = memoryview(ids.view(np.uint8)), None, -1
         try:
-            for i in np.argsort(file, kind="stable").tolist():  # each file is opened once
-                at = to[i] - int(length[i]) * size
-                if at < to[i] and opened != file[i]:
-                    if opened is not None:
-                        opened = os.close(handle)
-                    handle = self._open(int(file[i]))
-                    opened = file[i]
-                while at < to[i]:
-                    read = os.preadv(handle, (view[at : to[i]],), from_byte[i])
+            for i in np.argsort(files, kind="stable").tolist():  # each file is opened once
+                position = ends[i] - int(length[i]) * size
+                # An empty span needs no file, which may even be gone.
+                if position < ends[i] and open_file != files[i]:
+                    if open_file is not None:
+                        open_file = os.close(descriptor)
+                    descriptor = self._open(int(files[i]))
+                    open_file = files[i]
+                while position < ends[i]:
+                    read = os.preadv(descriptor, (view[position : ends[i]],), file_offsets[i])
                     if not read:
-                        raise self._changed(int(file[i]), "it was cut short")
-                    at, from_byte[i] = at + read, from_byte[i] + read
+                        raise self._change_error(int(files[i]), "it was cut short")
+                    position, file_offsets[i] = position + read, file_offsets[i] + read
         finally:
-            if opened is not None:
-                os.close(handle)
+            if open_file is not None:
+                os.close(descriptor)
+        # Ids of 8 bytes are narrowed to 4; signed ones of the same size are read as unsigned.
         return ids.view(self._dtype) if self._dtype.itemsize == size else ids.astype(self._dtype)
 
     def read_range(self, start: int, end: int) -> UInt[np.ndarray, " tokens"]:
         """Returns the ids of tokens start to end - 1, which may lie in several runs."""
-        first, last = np.searchsorted(self._first, [start, max(start, end - 1)], side="right") - 1
-        cuts = np.concatenate([[start], self._first[first + 1 : last + 1], [end]])
+        first, last = np.searchsorted(self._first_token, [start, max(start, end - 1)], side="right") - 1
+        # Cut at the first token of each run within, since a span of `read` lies in one run.
+        cuts = np.concatenate([[start], self._first_token[first + 1 : last + 1], [end]])
         return self.read(cuts[:-1], np.diff(cuts))
 
     def name_at(self, token: int) -> str:
         """Returns the path of the file that holds a token."""
-        run = min(int(np.searchsorted(self._first, token, side="right")) - 1, len(self._file) - 1)
-        return self._path(int(self._file[run]))
+        run = min(
+            int(np.searchsorted(self._first_token, token, side="right")) - 1, len(self._file_of_run) - 1
+        )
+        return self._path(int(self._file_of_run[run]))
 
     def _path(self, file: int) -> str:
         return os.path.join(self.root, self._files["names"][file])
@@ -120,34 +129,36 @@ class AdoptedIds:
         try:
             handle = os.open(self._path(file), os.O_RDONLY)
         except OSError as error:
-            raise self._changed(file, f"it cannot be opened ({error.strerror})") from error
+            raise self._change_error(file, f"it cannot be opened ({error.strerror})") from error
         try:
             status = os.fstat(handle)
-            seen = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            if self._seen.get(file) != seen:
-                want = self._files["sizes"][file]
-                if status.st_size != want:
-                    raise self._changed(file, f"it had {want:,} bytes and has {status.st_size:,} now")
-                if edges_of(handle, want) != self._files["edges"][file]:
-                    raise self._changed(file, "its first or last bytes are others")
-                self._seen[file] = seen
+            identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+            # A file whose inode, size and time stamp are as at its last check is not read for its edges
+            # again.
+            if self._identity_of.get(file) != identity:
+                expected_bytes = self._files["sizes"][file]
+                if status.st_size != expected_bytes:
+                    raise self._change_error(
+                        file, f"it had {expected_bytes:,} bytes and has {status.st_size:,} now"
+                    )
+                if edges_of(handle, expected_bytes) != self._files["edges"][file]:
+                    raise self._change_error(file, "its first or last bytes are others")
+                self._identity_of[file] = identity
         except BaseException:
             os.close(handle)
             raise
         return handle
 
-    def _changed(self, file: int, what: str) -> FileError:
+    def _change_error(self, file: int, change: str) -> FileError:
         return FileError(
             f"{self._location} reads its ids from {self._path(file)}, which moved or changed since it was "
-            f"adopted: {what}. Put the file back, or adopt it again: {self.command} (moved files with the "
+            f"adopted: {change}. Put the file back, or adopt it again: {self.command} (moved files with the "
             "same contents are not read again)."
         )
 
 
 def edges_of(handle: int, size_bytes: int) -> str:
-    """Returns a hash of the first and last 4 KiB of an open file, which tells files of one size apart in 0.1
-    ms.
-    """
+    """Returns a hash of the first and last 4 KiB of an open file, to compare files of one size in 0.1 ms."""
     edges = os.pread(handle, _EDGE_BYTES, 0) + os.pread(handle, _EDGE_BYTES, max(0, size_bytes - _EDGE_BYTES))
     return hashlib.blake2b(edges, digest_size=16).hexdigest()
 

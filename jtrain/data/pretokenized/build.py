@@ -24,7 +24,7 @@ from multiprocessing import connection as pipes
 from pathlib import Path
 from typing import Literal
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.progress import Progress, ProgressBar, ProgressOutput
 from jtrain.data.pretokenized.shard import Recipe, Task
@@ -78,9 +78,10 @@ def prepare(
                 "'.' except at the start."
             )
     out.mkdir(parents=True, exist_ok=True)
-    with _says_disk_full(out), BuildProcess(out) as host, contextlib.ExitStack() as stack:
+    with _explain_disk_full(out), BuildProcess(out) as host, contextlib.ExitStack() as stack:
         if command is not None:
-            host.write_whole(out / reader.COMMAND, command + "\n")
+            host.write_whole(out / index_format.COMMAND, command + "\n")
+        # Opens all sources before any work: a wrong path shows at once and not after hours.
         builds = [IndexWriter(index, recipe, out, shard_bytes, host) for index, recipe in enumerate(recipes)]
         progress = (ProgressBar if stream.isatty() else Progress)(
             stream, sum(build.records for build in builds)
@@ -91,9 +92,11 @@ def prepare(
             for line in build.notes:
                 progress.say(line)
         progress.start()
+        # Not more workers than shards: each takes 60 MB.
         pool = _Pool(recipes, workers=min(workers, max(1, sum(build.num_missing for build in builds))))
         for build in builds:
             stack.callback(build.sweep)  # runs after the pool is closed; on a full disk every byte counts
+        # Registered last and so called first: workers end before their files are swept.
         stack.callback(pool.close)
         pool.run(builds, progress)
         return [build.summary() for build in builds]
@@ -109,20 +112,23 @@ class _Worker:
     """
 
     def __init__(self, recipes: Sequence[Recipe]) -> None:
-        ours, theirs = socket.socketpair()
+        own_end, child_end = socket.socketpair()
         code = (
+            # jax is not needed and takes seconds and memory; None makes an import of it fail.
             f"import sys; sys.modules['jax'] = None; sys.path[:] = {sys.path!r}; "
-            f"from jtrain.data.pretokenized import shard; shard.serve({theirs.fileno()})"
+            f"from jtrain.data.pretokenized import shard; shard.serve({child_end.fileno()})"
         )
+        # One worker per core: threads of the libraries would compete with the other workers.
         one_thread = dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        with theirs:
+        with child_end:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", code],
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 stdin=subprocess.DEVNULL,
                 env=os.environ | one_thread | {"TOKENIZERS_PARALLELISM": "false"},
             )
-        self.connection = pipes.Connection(ours.detach())
+        # `theirs` is closed here by now, so the connection ends when the worker dies.
+        self.connection = pipes.Connection(own_end.detach())
         self.task: Task | None = None
         self.source: int | None = None
         self.reported = [0, 0]
@@ -136,9 +142,7 @@ class _Worker:
             self.connection.send(task)
 
     def close(self) -> int:
-        """Ends the process, even in the middle of a shard, by closing its connection; returns the exit
-        code.
-        """
+        """Ends the process, even amid a shard, by closing its connection; returns the exit code."""
         self.connection.close()
         try:
             return self.process.wait(5.0)
@@ -148,13 +152,11 @@ class _Worker:
 
 
 class _Pool:
-    """Pool of workers. A worker stays with the source whose files it has open while shards of that source
-    wait.
-    """
+    """Pool of workers. A worker stays with the source whose files it has open while that has shards left."""
 
     def __init__(self, recipes: Sequence[Recipe], *, workers: int) -> None:
         self._recipes = recipes
-        self._most = workers
+        self._max_workers = workers
         self._workers: list[_Worker] = []
         self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
 
@@ -166,12 +168,14 @@ class _Pool:
             self._give_work(builds)
             busy = {worker.connection: worker for worker in self._workers if worker.task is not None}
             if busy:
+                # Wakes up every second without news, to see what other hosts have done.
                 for connection in pipes.wait(list(busy), timeout=_POLL_S):
                     self._listen(busy[connection], builds, progress)  # pyright: ignore[reportArgumentType]
             elif all(build.is_complete for build in builds):
                 return
             else:
                 time.sleep(_IDLE_S)  # other processes do the rest
+            # Redraws the bar, whose speed falls while nothing comes.
             progress.advance(0, 0)
 
     def close(self) -> None:
@@ -179,14 +183,15 @@ class _Pool:
             worker.close()
 
     def _give_work(self, builds: Sequence[IndexWriter]) -> None:
-        for worker in [*self._workers, *(None,) * (self._most - len(self._workers))]:
+        # Idle workers first, then new ones up to the limit, as long as there are shards.
+        for worker in [*self._workers, *(None,) * (self._max_workers - len(self._workers))]:
             if worker is not None and worker.task is not None:
                 continue
             source = None if worker is None else worker.source
-            found = self._next_task(builds, source)
-            if found is None:
+            assignment = self._next_task(builds, source)
+            if assignment is None:
                 return
-            build, task = found
+            build, task = assignment
             if worker is None:
                 worker = _Worker(self._recipes)
                 self._workers.append(worker)
@@ -207,56 +212,54 @@ class _Pool:
         assert task is not None
         build = builds[task.source]
         try:
-            kind, *said = worker.connection.recv()
+            kind, *details = worker.connection.recv()
         except (EOFError, OSError):
             self._bury(worker, build, task, progress)
             return
         if kind == "progress":
-            worker.reported[0] += said[0]
-            worker.reported[1] += said[1]
-            progress.advance(*said)
+            worker.reported[0] += details[0]
+            worker.reported[1] += details[1]
+            progress.advance(*details)
         elif kind == "done":
             worker.task = None
             build.workers -= 1
             build.add(task.shard)
         elif kind == "bad record":
-            raise UserError(f"{field_of(build.recipe.name)}: {said[0]}")
+            raise UserError(f"{field_of(build.recipe.name)}: {details[0]}")
         elif build.refresh() or build.is_complete:
-            worker.task = (
-                None  # another process took this one for dead and finished the index, and moved the folder
-            )
+            # Another process took this one for dead, finished the index and moved the folder.
+            worker.task = None
             build.workers -= 1
         elif kind == "error":
-            message = f"{field_of(build.recipe.name)}: {said[1]}"
-            if said[0] in _DISK_FULL:
-                raise OSError(said[0], message)  # `_says_disk_full` words it
+            message = f"{field_of(build.recipe.name)}: {details[1]}"
+            if details[0] in _DISK_FULL:
+                raise OSError(details[0], message)  # `_explain_disk_full` words it
             raise FileError(message)
         else:
-            raise RuntimeError(f"a worker failed on {_place(build, task)}:\n{said[0]}")
+            raise RuntimeError(f"a worker failed on {_describe_task(build, task)}:\n{details[0]}")
 
     def _bury(self, worker: _Worker, build: IndexWriter, task: Task, progress: Progress) -> None:
-        """Puts the shard of a dead worker back in the queue; raises FileError if several workers died on that
-        shard.
-        """
+        """Puts a dead worker's shard back in the queue; raises FileError if several workers died on it."""
         self._workers.remove(worker)
         build.workers -= 1
+        # The shard will be counted again by the worker that repeats it.
         progress.advance(-worker.reported[0], -worker.reported[1])
         code = worker.close()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         self._deaths[task.source, task.shard] += 1
         if (deaths := self._deaths[task.source, task.shard]) == _TRIES:
             raise FileError(
-                f"{field_of(build.recipe.name)}: {deaths} workers died ({how}) on {_place(build, task)}. If "
-                "memory is short, lower --workers. Run the same command again: it goes on where this one "
-                "stopped."
+                f"{field_of(build.recipe.name)}: {deaths} workers died ({cause}) on "
+                f"{_describe_task(build, task)}. If memory is short, lower --workers. Run the same command "
+                "again: it goes on where this one stopped."
             )
-        progress.say(f"a worker died ({how}) on {_place(build, task)}; doing it again.")
+        progress.say(f"a worker died ({cause}) on {_describe_task(build, task)}; doing it again.")
         build.give_back(task.shard)
 
     def _advance(self, build: IndexWriter, progress: Progress) -> None:
-        complete = build.advance()
+        is_complete = build.advance()
         progress.advance(build.records_of_others(), 0)
-        if complete:
+        if is_complete:
             row = build.summary()
             skipped = f", {row.skipped:,} bad ones left out" if row.skipped else ""
             progress.say(f"{row.name}: {row.records:,} records, {row.tokens:,} tokens{skipped}.")
@@ -297,31 +300,34 @@ def prepare_command(
         )
         for name, source in sources.items()
     ]
+    # Cores that this process may use, not all of the machine's.
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     start_s = time.monotonic()
-    made = prepare(recipes, out, workers=workers, stream=sys.stderr, command=command)
-    _print_table(made, time.monotonic() - start_s)
-    return made
+    rows = prepare(recipes, out, workers=workers, stream=sys.stderr, command=command)
+    _print_table(rows, time.monotonic() - start_s)
+    return rows
 
 
-def _print_table(made: Sequence[IndexSummary], took_s: float) -> None:
+def _print_table(rows: Sequence[IndexSummary], elapsed_s: float) -> None:
     from jtrain.report.table import Table, numbers, words
     from jtrain.report.terminal import print_blocks
 
     table = Table("", words("source") + numbers("records", "tokens", "empty", "bad, left out", "MiB", ""))
-    for row in made:
+    for row in rows:
         counts = (f"{n:,}" for n in (row.records, row.tokens, row.empty, row.skipped))
         table.add(row.name, *counts, f"{row.bytes / 2**20:,.1f}", row.state)
-    tokens, size = sum(row.tokens for row in made), sum(row.bytes for row in made)
-    print_blocks([table, f"{len(made)} sources, {tokens:,} tokens, {size / 2**20:,.1f} MiB, {took_s:.1f} s"])
+    tokens, size = sum(row.tokens for row in rows), sum(row.bytes for row in rows)
+    print_blocks(
+        [table, f"{len(rows)} sources, {tokens:,} tokens, {size / 2**20:,.1f} MiB, {elapsed_s:.1f} s"]
+    )
 
 
-def _place(build: IndexWriter, task: Task) -> str:
+def _describe_task(build: IndexWriter, task: Task) -> str:
     return f"records {task.first} to {task.end - 1} of {build.recipe.name}"
 
 
 @contextlib.contextmanager
-def _says_disk_full(out: Path) -> Iterator[None]:
+def _explain_disk_full(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,5 +1,4 @@
-"""This process among all, on one host or many, that build indexes in one folder: who lives, and who makes
-which shard.
+"""This process among all, on one host or many, that build indexes in one folder, and its share of shards.
 
 Each process holds a lease in OUT/.leases/process-*/, whose payload names the sources that it works on. The
 living processes of a source are numbered by their start: number i of n makes shards i, i + n, ..., and number
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jtrain.data.pretokenized.reader import digest
+from jtrain.data.pretokenized.index_format import digest
 from jtrain.errors import FileError
 from jtrain.runtime.lease import Lease, Rival, this_holder
 from jtrain.runtime.lease_stores import FolderStore
@@ -38,14 +37,15 @@ class BuildProcess:
 
     def __init__(self, out: Path) -> None:
         holder = this_holder()
+        # Begins with the time, so that sorting names sorts processes by their start.
         self.name = f"{holder.since.replace(':', '')}-{holder.pid}-{holder.token}"
         self._leases = out / _LEASES
-        self._own = self._leases / (_PROCESS + self.name)
+        self._folder = self._leases / (_PROCESS + self.name)
         self._plans: dict[str, str] = {}
-        self._lease = Lease(FolderStore(self._own), payload=lambda: self._plans)
+        self._lease = Lease(FolderStore(self._folder), payload=lambda: self._plans)
         self._rivals: dict[str, Rival] = {}
-        self._alive: dict[str, bool | None] = {}
-        self._looked_s = 0.0
+        self._is_alive_of: dict[str, bool | None] = {}
+        self._last_look_s = 0.0
 
     def __enter__(self) -> "BuildProcess":
         self._lease.seize()
@@ -53,14 +53,15 @@ class BuildProcess:
 
     def __exit__(self, *_: object) -> None:
         """Gives the lease back, and removes it with those of dead processes, the last process all."""
+        # Before the look: this process's own lease must not count as a living one.
         self._lease.release()
         with contextlib.suppress(OSError):
-            self._look()
-        shutil.rmtree(self._own, ignore_errors=True)
-        for name, is_alive in self._alive.items():
+            self._find_living()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        for name, is_alive in self._is_alive_of.items():
             if is_alive is False and self._rivals[name].entry.number:  # 0: it is just starting
                 shutil.rmtree(self._leases / (_PROCESS + name), ignore_errors=True)
-        if not any(is_alive is not False for is_alive in self._alive.values()):
+        if not any(is_alive is not False for is_alive in self._is_alive_of.values()):
             for folder in self._leases.glob(f"{_FOLDER}*"):
                 shutil.rmtree(folder, ignore_errors=True)
         with contextlib.suppress(OSError):  # other processes are still there, or have removed the folder
@@ -72,21 +73,26 @@ class BuildProcess:
         Raises:
           FileError: another process is building the index of this source from other data.
         """
-        self._plans = {**self._plans, source: _identity(plan)}
+        # A new dict, and not an update: the lease's thread may be writing the old one.
+        self._plans = {**self._plans, source: _plan_identity(plan)}
+        # At once, so that a process that begins at the same moment sees this plan.
         self._lease.beat()
         while True:
-            self._look()
+            self._find_living()
             plans = {name: self._plan(rival, source) for name, rival in self._rivals.items()}
-            other_data = [
-                self._alive[name] for name, plan in plans.items() if plan not in (None, self._plans[source])
+            are_alive = [
+                self._is_alive_of[name]
+                for name, plan in plans.items()
+                if plan not in (None, self._plans[source])
             ]
-            if any(other_data):
+            # None, not known yet, counts as False here and is waited for below.
+            if any(are_alive):
                 partial = self._leases.parent / f".{source}.partial"
                 raise FileError(
                     f"{partial}: another process is writing an index of other data there. Wait until it "
                     "ends, or choose another --out."
                 )
-            if None not in other_data:
+            if None not in are_alive:
                 return
             time.sleep(_POLL_S)  # until it is known whether that process lives
 
@@ -95,14 +101,13 @@ class BuildProcess:
         self._plans = {name: plan for name, plan in self._plans.items() if name != source}
 
     def share(self, source: str) -> tuple[int, int]:
-        """Returns the number of this process among those that work on a source, by their start, and their
-        count.
-        """
-        if time.monotonic() - self._looked_s > LOOK_S:
-            self._look()
+        """Returns the rank of this process by start among those that work on a source, and their count."""
+        # Listing the folder and reading each lease takes a round trip on a network file system.
+        if time.monotonic() - self._last_look_s > LOOK_S:
+            self._find_living()
         names = [self.name]
         for name, rival in self._rivals.items():
-            if self._alive[name] is not False and self._plan(rival, source) == self._plans.get(source):
+            if self._is_alive_of[name] is not False and self._plan(rival, source) == self._plans.get(source):
                 names.append(name)
         return sorted(names).index(self.name), len(names)
 
@@ -110,14 +115,12 @@ class BuildProcess:
         """True or False if it is known whether a process lives; None until it was watched for long enough."""
         if name == self.name:
             return True
-        self._alive[name] = self._rival(name).is_alive()
-        return self._alive[name]
+        self._is_alive_of[name] = self._rival(name).is_alive()
+        return self._is_alive_of[name]
 
     @contextlib.contextmanager
     def changing_folders(self, source: str) -> Iterator[None]:
-        """Context in which only this process gives the folders of a source their names; waits for the
-        others.
-        """
+        """Context in which only this process renames the folders of a source; waits for the others."""
         lease = Lease(FolderStore(self._leases / (_FOLDER + source)))
         lease.wait()
         try:
@@ -127,19 +130,21 @@ class BuildProcess:
 
     def write_whole(self, path: Path, content: str) -> None:
         """Writes a file atomically and durably, also while other processes write the same one."""
-        new = self._own / "content.tmp"
+        new = self._folder / "content.tmp"
         with open(new, "w", encoding="utf-8") as file:
             file.write(content)
             file.flush()
+            # Before the rename: a power cut could otherwise leave the name with an empty file.
             os.fsync(file.fileno())
         new.rename(path)
 
-    def _look(self) -> None:
+    def _find_living(self) -> None:
         """Finds out which processes live."""
-        self._looked_s = time.monotonic()
+        self._last_look_s = time.monotonic()
         names = set(self._rivals)
         with contextlib.suppress(FileNotFoundError):
             folders = (name for name in os.listdir(self._leases) if name.startswith(_PROCESS))
+            # Processes seen earlier stay: their folders may be gone, and they count as dead then.
             names |= {folder.removeprefix(_PROCESS) for folder in folders} - {self.name}
         for name in names:
             self.is_alive(name)
@@ -151,11 +156,9 @@ class BuildProcess:
 
     @staticmethod
     def _plan(rival: Rival, source: str) -> str | None:
-        """Returns the identity of the plan by which a process builds the index of a source; None if it does
-        not.
-        """
+        """Returns the identity of a process's plan for a source; None if it does not build that source."""
         return (rival.entry.payload or {}).get(source)
 
 
-def _identity(plan: dict[str, Any]) -> str:
+def _plan_identity(plan: dict[str, Any]) -> str:
     return digest(json.dumps(plan, sort_keys=True).encode())

@@ -6,7 +6,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Int, UInt8
@@ -14,10 +14,12 @@ from jaxtyping import Int, UInt8
 from jtrain.data.sources.retry import retried
 from jtrain.errors import FileError, UserError
 
+if TYPE_CHECKING:
+    from jtrain.data.pretokenized.remote_files import RemoteFiles
+
 
 class LocalFiles:
-    """Files of a prepared index in a local folder; opens them again for each read, so that it holds no
-    descriptors.
+    """Files of a prepared index in a local folder; opened for each read, so that it holds no descriptors.
 
     Attributes:
       location: folder or URL, without a slash at the end.
@@ -26,7 +28,7 @@ class LocalFiles:
     def __init__(self, folder: Path) -> None:
         self.location = str(folder)
         self._folder = folder
-        self._seen: dict[str, tuple[int, int]] = {}
+        self._inode_of: dict[str, tuple[int, int]] = {}
         self._maps: dict[str, mmap.mmap] = {}
 
     def content(self, name: str) -> bytes:
@@ -42,7 +44,8 @@ class LocalFiles:
             status = os.stat(f"{self.location}/{name}")
         except FileNotFoundError:
             return None
-        self._seen[name] = status.st_dev, status.st_ino
+        # What the sizes were checked of is what later reads must find.
+        self._inode_of[name] = status.st_dev, status.st_ino
         return status.st_size
 
     def table(
@@ -55,6 +58,7 @@ class LocalFiles:
         Raises:
           FileError: the file was replaced since the index was opened.
         """
+        # An empty file cannot be mapped.
         if not size_bytes:
             return np.empty(shape, dtype)
         if name not in self._maps:
@@ -64,6 +68,7 @@ class LocalFiles:
     def _map(self, name: str) -> mmap.mmap:
         with open(self._folder / name, "rb") as file:
             self._check_same(name, file.fileno())
+            # The map keeps the inode alive, so it stays readable when the index is replaced.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def read(
@@ -92,7 +97,8 @@ class LocalFiles:
 
     def _check_same(self, name: str, file: int) -> None:
         status = os.fstat(file)
-        if self._seen.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
+        # Device and inode: a build replaces the folder, and old lengths with new ids would give wrong text.
+        if self._inode_of.setdefault(name, (status.st_dev, status.st_ino)) != (status.st_dev, status.st_ino):
             raise FileError(
                 f"{self.location} was made again while it was in use. Start the run again: it resumes."
             )
@@ -101,17 +107,29 @@ class LocalFiles:
         return retried(f"{self.location}/{name}", read)
 
 
+def open_files(location: str, cache_dir: Path | None) -> "LocalFiles | RemoteFiles":
+    """Returns the files of a folder, or of a URL; file:// is a folder."""
+    location = location.removeprefix("file://")
+    if "://" not in location:
+        return LocalFiles(Path(location))
+    # A URL needs fsspec, whose import local files need not pay.
+    from jtrain.data.pretokenized.remote_files import RemoteFiles
+
+    return RemoteFiles(location, cache_dir)
+
+
 @contextlib.contextmanager
-def refusing(damaged: Callable[[str], UserError], name: str = "index.json") -> Iterator[None]:
-    """Raises `damaged(why)` where the block fails because file `name` does not fit the others, or lacks an
-    entry.
+def refuse_misfit(make_error: Callable[[str], UserError], name: str = "index.json") -> Iterator[None]:
+    """Raises `make_error(reason)` where the block fails because file `name` does not fit the others, or lacks
+    an entry.
     """
     try:
         yield
+    # It names a cause already, such as another format version.
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise damaged(f"its {name} does not fit its files ({type(error).__name__}: {error})") from error
+        raise make_error(f"its {name} does not fit its files ({type(error).__name__}: {error})") from error
 
 
 def read_spans(
@@ -120,15 +138,17 @@ def read_spans(
     """Returns `sizes[i]` bytes from byte `starts[i]` of an open file, one after another; raises EOFError at
     its end.
     """
-    whole = os.fstat(file).st_size  # compared before memory is taken: a damaged index may ask for any size
-    if len(starts) and (starts.min() < 0 or sizes.min() < 0 or int((starts + sizes).max()) > whole):
-        raise EOFError(f"ends at byte {whole}, too soon")
-    found = np.empty(int(sizes.sum()), np.uint8)
-    view, at = memoryview(found), 0
+    file_bytes = os.fstat(file).st_size
+    # Compared before memory is taken: a damaged index may ask for any size.
+    if len(starts) and (starts.min() < 0 or sizes.min() < 0 or int((starts + sizes).max()) > file_bytes):
+        raise EOFError(f"ends at byte {file_bytes}, too soon")
+    content = np.empty(int(sizes.sum()), np.uint8)
+    view, position = memoryview(content), 0
     for start, end in zip(starts.tolist(), np.cumsum(sizes).tolist(), strict=True):
-        while at < end:
-            read = os.preadv(file, (view[at:end],), start)
+        while position < end:
+            # `preadv` may return fewer bytes than asked for.
+            read = os.preadv(file, (view[position:end],), start)
             if not read:
                 raise EOFError(f"ends at byte {os.fstat(file).st_size}, too soon")
-            at, start = at + read, start + read
-    return found
+            position, start = position + read, start + read
+    return content

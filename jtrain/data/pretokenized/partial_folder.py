@@ -1,6 +1,4 @@
-"""Folder of an unfinished index, OUT/.NAME.partial: how it begins, how far it is, and how it becomes
-OUT/NAME.
-"""
+"""Folder of an unfinished index, OUT/.NAME.partial: its begin, its state, and its rename to OUT/NAME."""
 
 import json
 import os
@@ -10,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.runtime.atomic_io import sync_directory
 
@@ -20,83 +18,96 @@ NOTHING: dict[str, Any] = {"units": 0, "tokens": 0, "empty": 0, "skipped": 0, "b
 
 _PLAN = "plan.json"
 _PUBLISHED = (
-    reader.INDEX,
-    reader.IDS,
-    reader.LENGTHS,
-    reader.SHARDS,
-    reader.SKIPPED,
-    reader.FILES,
-    reader.PLACES,
-    reader.MASKS,
+    index_format.INDEX,
+    index_format.IDS,
+    index_format.LENGTHS,
+    index_format.SHARDS,
+    index_format.SKIPPED,
+    index_format.FILES,
+    index_format.PLACES,
+    index_format.MASKS,
 )
 _BLOCKS_AT_ONCE = 1 << 16
 
 
 def begin(partial: Path, plan: dict[str, Any], host: BuildProcess, *, source: str) -> bool:
-    """Makes the folder of an unfinished index, or continues in it; returns True if one of other data was
-    removed.
+    """Makes or continues the folder of an unfinished index; returns True if one of other data was removed.
 
     Raises:
       FileError: another process is writing an index of other data.
     """
+    # First: it raises if a living process builds other data in this folder.
     host.begin(source, plan)
-    plan_there = read_json(partial / _PLAN)
-    afresh = plan_there is not None and plan_there != plan
-    if afresh:
+    earlier_plan = read_json(partial / _PLAN)
+    has_other_data = earlier_plan is not None and earlier_plan != plan
+    if has_other_data:
         shutil.rmtree(partial)
-    if plan_there != plan:
+    if earlier_plan != plan:
         partial.mkdir(exist_ok=True)
+        # Last: a folder without a plan is begun anew.
         host.write_whole(partial / _PLAN, json.dumps(plan))
-    return afresh
+    return has_other_data
 
 
-def write_lengths(lengths: Path, new: Path, records: int) -> int:
+def write_lengths(lengths: Path, new_path: Path, records: int) -> int:
     """Writes lengths.bin: the lengths in a file, padded to whole blocks of records, and the start of each
     block.
 
     Args:
-      lengths: file that begins with a uint32 per record; `new` takes its place, so that nobody sees a part of
-        it.
+      lengths: file that begins with a uint32 per record; `new_path` replaces it, so that nobody sees a part
+        of it.
 
     Returns:
       Number of tokens.
     """
-    blocks = -(-records // reader.BLOCK)
-    token = 0
-    with open(lengths, "rb") as source, open(new, "wb") as file:
-        file.truncate(blocks * (reader.BLOCK * 4 + 8) + 8)
+    blocks = -(-records // index_format.BLOCK)
+    first_token = 0
+    with open(lengths, "rb") as source, open(new_path, "wb") as file:
+        # Full size at once, zero-padded: lengths and starts are then written at two places in turn.
+        file.truncate(blocks * (index_format.BLOCK * 4 + 8) + 8)
         for block in range(0, blocks, _BLOCKS_AT_ONCE):
-            count = min(_BLOCKS_AT_ONCE, blocks - block) * reader.BLOCK
-            here = np.frombuffer(source.read(4 * min(count, records - block * reader.BLOCK)), np.uint32)
-            file.seek(block * reader.BLOCK * 4)
-            file.write(here.data)
-            sums = np.pad(here, (0, count - len(here))).reshape(-1, reader.BLOCK).sum(axis=1, dtype=np.int64)
-            ends = token + np.cumsum(sums)
-            file.seek(blocks * reader.BLOCK * 4 + block * 8)
-            file.write(np.append(np.asarray([token], np.int64), ends).tobytes())
-            token = int(ends[-1])
+            count = min(_BLOCKS_AT_ONCE, blocks - block) * index_format.BLOCK
+            lengths_of_blocks = np.frombuffer(
+                source.read(4 * min(count, records - block * index_format.BLOCK)), np.uint32
+            )
+            file.seek(block * index_format.BLOCK * 4)
+            file.write(lengths_of_blocks.data)
+            sums = (
+                np.pad(lengths_of_blocks, (0, count - len(lengths_of_blocks)))
+                .reshape(-1, index_format.BLOCK)
+                .sum(axis=1, dtype=np.int64)
+            )
+            ends = first_token + np.cumsum(sums)
+            file.seek(blocks * index_format.BLOCK * 4 + block * 8)
+            file.write(np.append(np.asarray([first_token], np.int64), ends).tobytes())
+            first_token = int(ends[-1])
         file.flush()
         os.fdatasync(file.fileno())
-    new.rename(lengths)
-    return token
+    # Only a synced file takes the name: `finish` may be killed at any time and run again.
+    new_path.rename(lengths)
+    return first_token
 
 
 def publish(partial: Path, folder: Path) -> None:
     """Replaces the old index folder, if there is one, by the finished one; call it in `changing_folders`."""
+    # Before the rename, so that nobody sees an index with plan and state files in it.
     for path in partial.iterdir():
         if path.name not in _PUBLISHED:
             path.unlink(missing_ok=True)
-    away = partial.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(away, ignore_errors=True)
+    replaced_folder = partial.with_name(f".{folder.name}.replaced")
+    shutil.rmtree(replaced_folder, ignore_errors=True)
+    # A rename over a folder that is not empty fails, so the old one moves away first.
     if folder.exists():
-        folder.rename(away)
+        folder.rename(replaced_folder)
     partial.rename(folder)
+    # Only now may the old index go: the new name has reached the disk.
     sync_directory(folder.parent)
-    shutil.rmtree(away, ignore_errors=True)
+    shutil.rmtree(replaced_folder, ignore_errors=True)
 
 
 def latest_state(partial: Path) -> dict[str, Any]:
     """Returns how far the index is written, as the newest state says."""
+    # Names begin with the number of shards, so the last one is the newest.
     for path in sorted(partial.glob(f"*{STATE}"), reverse=True):
         if (state := read_json(path)) is not None:
             return state
@@ -104,9 +115,7 @@ def latest_state(partial: Path) -> dict[str, Any]:
 
 
 def drop_damaged_states(partial: Path) -> None:
-    """Removes each state that says more than the files hold, as after a power cut; only the one that appends
-    may.
-    """
+    """Removes states that claim more than the files hold, as after a power cut; only the appender may."""
     for path in partial.glob(f"*{STATE}"):
         state = read_json(path)
         if state is None or any(_size(partial / name) < size for name, size in state["bytes"].items()):

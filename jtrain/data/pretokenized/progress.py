@@ -22,20 +22,18 @@ class Progress:
     def __init__(self, stream: ProgressOutput, records: int) -> None:
         self._stream = stream
         self._records = records
-        self._done = self._tokens = 0
-        self._there = 0
-        self._started_s = self._said_s = time.monotonic()
+        self._records_done = self._tokens = 0
+        self._done_at_start = 0
+        self._started_s = self._last_line_s = time.monotonic()
 
     def start(self) -> None:
-        """Starts the clock; records counted so far were done by an earlier call and do not count for the
-        speed.
-        """
-        self._there = self._done
-        self._started_s = self._said_s = time.monotonic()
+        """Starts the clock; records counted so far are an earlier call's and do not count for the speed."""
+        self._done_at_start = self._records_done
+        self._started_s = self._last_line_s = time.monotonic()
 
     def advance(self, records: int, tokens: int) -> None:
         """Adds to the records and tokens done; negative numbers take them back."""
-        self._done += records
+        self._records_done += records
         self._tokens += tokens
         self._show()
 
@@ -46,17 +44,20 @@ class Progress:
         pass
 
     def _show(self) -> None:
-        if time.monotonic() - self._said_s >= LINE_S:
-            self._said_s = time.monotonic()
-            self.say(f"{self._done:,} of {self._records:,} records  {self._speed()}")
+        if time.monotonic() - self._last_line_s >= LINE_S:
+            self._last_line_s = time.monotonic()
+            self.say(f"{self._records_done:,} of {self._records:,} records  {self._speed()}")
 
     def _speed(self) -> str:
-        took_s = max(1e-3, time.monotonic() - self._started_s)
-        done = self._done - self._there
-        if done <= 0:
+        # Never 0: the first call may come at once.
+        elapsed_s = max(1e-3, time.monotonic() - self._started_s)
+        records_done = self._records_done - self._done_at_start
+        # No speed yet, or a dead worker's records were taken back.
+        if records_done <= 0:
             return ""
-        left_s = round((self._records - self._done) / (done / took_s))
-        return f"{self._tokens / took_s / 1e6:.2f} M tokens/s  {left_s // 3600}h {left_s // 60 % 60:02}m left"
+        remaining_s = round((self._records - self._records_done) / (records_done / elapsed_s))
+        remaining = f"{remaining_s // 3600}h {remaining_s // 60 % 60:02}m left"
+        return f"{self._tokens / elapsed_s / 1e6:.2f} M tokens/s  {remaining}"
 
 
 class ProgressBar(Progress):
@@ -79,4 +80,4 @@ class ProgressBar(Progress):
         self._bar.stop()
 
     def _show(self) -> None:
-        self._bar.update(self._task, completed=self._done, description=self._speed())
+        self._bar.update(self._task, completed=self._records_done, description=self._speed())

@@ -1,6 +1,4 @@
-"""Files of a prepared index behind a URL: ids by byte ranges, lengths by pages that are kept on the local
-disk.
-"""
+"""Files of a prepared index behind a URL: ids by byte ranges, lengths by pages cached on the local disk."""
 
 import errno
 import hashlib
@@ -15,8 +13,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt8
 
-from jtrain.data.sources.remote import explained, filesystem, translated
-from jtrain.data.sources.retry import Passing, retried
+from jtrain.data.sources.remote import filesystem, translate_error, translate_errors
+from jtrain.data.sources.retry import TransientError, retried
 from jtrain.errors import FileError
 
 CACHE_DIR = "~/.cache/jtrain"
@@ -43,8 +41,7 @@ _CACHE_ERRORS = {
 
 
 class RemoteFiles:
-    """Files of a prepared index below a URL, with the methods of `LocalFiles`. Nothing is copied when it is
-    opened.
+    """Files of a prepared index below a URL, with the methods of `LocalFiles`; opening copies nothing.
 
     Args:
       url: folder of the index.
@@ -57,17 +54,14 @@ class RemoteFiles:
         self._root = self._root.rstrip("/")
         self._cache_dir = Path(os.path.expanduser(cache_dir or CACHE_DIR))
         self._identity = self.location
-        self._pages = weakref.WeakValueDictionary[
-            str, _Pages
-        ]()  # the tables hold them; no circle keeps descriptors
+        # The tables hold the pages: a strong reference here would be a cycle that keeps descriptors open.
+        self._pages = weakref.WeakValueDictionary[str, _Pages]()
 
     def content(self, name: str) -> bytes:
-        """Returns a whole file. index.json is the first one to read: the cached pages are those of its
-        contents.
-        """
+        """Returns a whole file; index.json must be the first, since cached pages belong to it."""
 
         def fetch() -> bytes:
-            with explained(f"{self.location}/{name}"):
+            with translate_errors(f"{self.location}/{name}"):
                 return self._fs.cat_file(f"{self._root}/{name}")
 
         content = retried(f"{self.location}/{name}", fetch)
@@ -78,12 +72,12 @@ class RemoteFiles:
     def sizes_bytes(self, names: list[str]) -> list[int | None]:
 
         def fetch() -> list[int | None]:
-            with explained(self.location):
+            with translate_errors(self.location):
                 return self._fs.sizes([f"{self._root}/{name}" for name in names])
 
         sizes = retried(self.location, fetch)
         if None in sizes:
-            raise self._no_ranges(names[sizes.index(None)], "the server does not tell its size")
+            raise self._no_ranges_error(names[sizes.index(None)], "the server does not tell its size")
         return sizes
 
     def table(
@@ -91,6 +85,7 @@ class RemoteFiles:
     ) -> "RemoteTable":
         pages = self._pages.get(name)
         if pages is None:
+            # An index made again at the same URL has another key, and its pages another folder.
             key = hashlib.blake2b(self._identity.encode(), digest_size=12).hexdigest()
             pages = self._pages[name] = _Pages(self, name, size_bytes, self._cache_dir / "prepared" / key)
         return RemoteTable(pages, np.dtype(dtype), shape, offset)
@@ -103,69 +98,80 @@ class RemoteFiles:
         Raises:
           FileError: the store cannot be read, or cannot send parts of a file.
         """
-        found = np.empty(int(sizes.sum()), np.uint8)
+        content = np.empty(int(sizes.sum()), np.uint8)
         order = np.argsort(starts, kind="stable")
+        # Empty spans need no request, and may lie behind the end of the file.
         order = order[sizes[order] > 0]
         if not len(order):
-            return found
+            return content
         first, end = starts[order], starts[order] + sizes[order]
-        reach = np.maximum.accumulate(end)
-        new = np.append(True, first[1:] > reach[:-1] + _GAP_BYTES)
-        begins, ends = first[new], reach[np.append(np.flatnonzero(new)[1:] - 1, len(order) - 1)]
-        group = np.cumsum(new) - 1
+        # Spans may overlap: an earlier one may end behind a later one.
+        max_end = np.maximum.accumulate(end)
+        # A span further than the gap from all before it begins a new range.
+        is_new_range = np.append(True, first[1:] > max_end[:-1] + _GAP_BYTES)
+        begins, ends = (
+            first[is_new_range],
+            max_end[np.append(np.flatnonzero(is_new_range)[1:] - 1, len(order) - 1)],
+        )
+        range_of_span = np.cumsum(is_new_range) - 1
         contents = self._fetch(name, begins.tolist(), ends.tolist())
-        to = np.cumsum(sizes)
-        for i, g, start in zip(order.tolist(), group.tolist(), (first - begins[group]).tolist(), strict=True):
+        output_ends = np.cumsum(sizes)
+        # Back into the caller's order: span i ends at `output_ends[i]`.
+        for i, range_number, start in zip(
+            order.tolist(), range_of_span.tolist(), (first - begins[range_of_span]).tolist(), strict=True
+        ):
             size = int(sizes[i])
-            found[to[i] - size : to[i]] = contents[g][start : start + size]
-        return found
+            content[output_ends[i] - size : output_ends[i]] = contents[range_number][start : start + size]
+        return content
 
     def _fetch(self, name: str, begins: list[int], ends: list[int]) -> list[UInt8[np.ndarray, " bytes"]]:
-        """Returns the bytes of each range. Ranges of more than 8 MiB are fetched in parts, failed ones once
-        more.
-        """
+        """Returns the bytes of each range, fetched in parts of at most 8 MiB; failed parts are repeated."""
         parts = [
-            (g, start, min(start + _REQUEST_BYTES, end))
-            for g, (begin, end) in enumerate(zip(begins, ends, strict=True))
+            (range_number, start, min(start + _REQUEST_BYTES, end))
+            for range_number, (begin, end) in enumerate(zip(begins, ends, strict=True))
             for start in range(begin, end, _REQUEST_BYTES)
         ]
         contents = [np.empty(end - begin, np.uint8) for begin, end in zip(begins, ends, strict=True)]
-        what = f"{self.location}/{name}"
+        label = f"{self.location}/{name}"
+        # File systems without an event loop fetch ranges one by one and take no batch size.
         options = {"batch_size": _REQUESTS} if getattr(self._fs, "async_impl", False) else {}
 
         def fetch() -> None:
             nonlocal parts
             ranges = [start for _, start, _ in parts], [end for _, _, end in parts]
-            with explained(what):
-                got = self._fs.cat_ranges(
+            with translate_errors(label):
+                contents_of_parts = self._fs.cat_ranges(
                     [f"{self._root}/{name}"] * len(parts), *ranges, on_error="return", **options
                 )
-            failed, left = None, []
-            for (g, start, end), content in zip(parts, got, strict=True):
+            failure, remaining_parts = None, []
+            for (range_number, start, end), content in zip(parts, contents_of_parts, strict=True):
                 if isinstance(content, Exception) or len(content) < end - start:
-                    failed = content if failed is None else failed
-                    left.append((g, start, end))
+                    failure = content if failure is None else failure
+                    remaining_parts.append((range_number, start, end))
                     continue
                 if len(content) > end - start:
-                    raise self._no_ranges(
+                    raise self._no_ranges_error(
                         name, f"asked for {end - start:,} bytes, the server sent {len(content):,}"
                     )
-                contents[g][start - begins[g] : end - begins[g]] = np.frombuffer(content, np.uint8)
-            parts = left
-            if isinstance(failed, Exception):
-                raise translated(what, failed) from failed
-            if failed is not None:
-                _, start, end = left[0]
-                raise Passing(
-                    f"{what}: {len(failed):,} of {end - start:,} bytes from byte {start:,} arrived."
+                contents[range_number][start - begins[range_number] : end - begins[range_number]] = (
+                    np.frombuffer(content, np.uint8)
+                )
+            # The next try asks for the failed parts alone; the others are in `contents` by now.
+            parts = remaining_parts
+            if isinstance(failure, Exception):
+                raise translate_error(label, failure) from failure
+            if failure is not None:
+                _, start, end = remaining_parts[0]
+                raise TransientError(
+                    f"{label}: {len(failure):,} of {end - start:,} bytes from byte {start:,} arrived."
                 )
 
-        retried(what, fetch)
+        retried(label, fetch)
         return contents
 
-    def _no_ranges(self, name: str, why: str) -> FileError:
+    def _no_ranges_error(self, name: str, reason: str) -> FileError:
         return FileError(
-            f"{self.location}/{name}: {why}, so it cannot send parts of a file. Copy the index to a local "
+            f"{self.location}/{name}: {reason}, so it cannot send parts of a file. Copy the index to a local "
             "folder or to a store that can, and set data.prepared to it."
         )
 
@@ -187,16 +193,14 @@ class RemoteTable:
         if not len(rows):
             return np.empty((0, *self._shape[1:]), self._dtype)
         # No row lies in two pages: rows are powers of two long, and `offset` is a multiple of their length.
-        pages = set(
-            ((self._offset + rows * self._row_bytes) // PAGE_BYTES).tolist()
-        )  # np.unique imports numpy.ma
+        # A set, since np.unique imports numpy.ma.
+        pages = set(((self._offset + rows * self._row_bytes) // PAGE_BYTES).tolist())
         content = self._pages.load(np.asarray(sorted(pages), np.int64))
         return np.ndarray(self._shape, self._dtype, content, self._offset)[rows]
 
 
 class _Pages:
-    """Copy of a remote file on the local disk, filled page by page as rows are read; the processes of a host
-    share it.
+    """Copy of a remote file on the local disk, filled page by page; the processes of a host share it.
 
     The copy is sparse: it takes the room of the pages that were read. A file beside it has a CRC-32 per page,
     written after the page; a page whose sum does not match, because a machine lost power, is fetched again.
@@ -239,12 +243,13 @@ class _Pages:
             self._sums = _sparse(path.with_suffix(".sums"), len(self._checked) * 4)
             self._copy = _sparse(path, self._size_bytes)
         assert self._sums is not None
-        here = [
+        # Pages that another process, or an earlier run, has filled: their sums match.
+        present_pages = [
             page
             for page in pages
             if self._sum(page) == int.from_bytes(self._sums[4 * page : 4 * page + 4], "little")
         ]
-        self._checked[here] = True
+        self._checked[present_pages] = True
         missing = np.asarray([page for page in pages if not self._checked[page]], np.int64)
         if not len(missing):
             return
@@ -253,19 +258,20 @@ class _Pages:
         content = self._files.read(self._name, starts, sizes)
         # Written, not assigned to the map: on a full disk that would be a signal, not an error.
         with open(path, "r+b", 0) as copy, open(path.with_suffix(".sums"), "r+b", 0) as sums:
-            at = 0
+            position = 0
             for page, size in zip(missing.tolist(), sizes.tolist(), strict=True):
-                os.pwrite(copy.fileno(), content[at : at + size], page * PAGE_BYTES)
+                os.pwrite(copy.fileno(), content[position : position + size], page * PAGE_BYTES)
+                # After the page: a kill in between leaves a sum that does not match, and the page is
+                # fetched again.
                 os.pwrite(sums.fileno(), self._sum(page).to_bytes(4, "little"), 4 * page)
-                at += size
+                position += size
         self._checked[missing] = True
 
     def _sum(self, page: int) -> int:
         assert self._copy is not None
         start = page * PAGE_BYTES
-        return (
-            zlib.crc32(memoryview(self._copy)[start : start + PAGE_BYTES]) or 1
-        )  # 0 marks pages that are not there
+        # 0 marks pages that are not there, as in a sparse file.
+        return zlib.crc32(memoryview(self._copy)[start : start + PAGE_BYTES]) or 1
 
 
 def _sparse(path: Path, size_bytes: int) -> mmap.mmap:

@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from jtrain.data.loss_mask import encode_parts, split_chunk
-from jtrain.data.pretokenized.reader import digest
+from jtrain.data.pretokenized.index_format import digest
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
 from jtrain.data.sources.source import Source
@@ -120,30 +120,33 @@ def write_shard(
     """
     # Not `atomic_io.replacing`: a worker of a killed build may still be writing this shard when the next
     # build's worker begins it, so each build needs a temporary file of its own.
-    new = task.path.with_name(f"{task.path.name}.{task.host}.tmp")
-    hashed = hashlib.blake2b(digest_size=16)
+    unfinished_path = task.path.with_name(f"{task.path.name}.{task.host}.tmp")
+    ids_hash = hashlib.blake2b(digest_size=16)
     lengths = array.array("I")
     skipped: list[list[Any]] = []
     ignored: list[int] = []
     empty = tokens = 0
     texts: list[str] = []
     try:
-        with open(new, "wb") as file:
+        with open(unfinished_path, "wb") as file:
 
             def encode() -> None:
                 nonlocal tokens
+                # With a loss mask each document is encoded from border to border of its spans, one by one.
                 if corpus.source.mask is None:
                     counts, ids = encode_documents(tokenizer, texts)
                 else:
                     parts = [split_chunk(whole_document(tokenizer, text), 0, text) for text in texts]
                     (counts, ids), runs = encode_parts(tokenizer, parts)
+                    # Runs count from the start of the batch, `tokens` is where it starts in the shard.
                     ignored.extend((runs.astype(np.int64) + tokens).ravel().tolist())
                 content = ids.astype(tokenizer.id_dtype, copy=False).data
                 file.write(content)
-                hashed.update(content)
+                ids_hash.update(content)
                 lengths.frombytes(counts.astype(np.uint32).tobytes())
                 tokens += len(ids)
                 report(len(texts), len(ids))
+                # Last: the list is filled again for the next batch.
                 texts.clear()
 
             characters = 0
@@ -153,6 +156,7 @@ def write_shard(
                     if on_bad_record == "fail":
                         raise text
                     skipped.append([record, corpus.identity_of(record), str(text)])
+                    # A record that is left out keeps its number, with 0 tokens.
                     text = ""
                 elif not text:
                     empty += 1
@@ -164,35 +168,36 @@ def write_shard(
             encode()
             content = np.frombuffer(lengths, np.uint32)
             summary = ShardSummary(
-                len(records), tokens, empty, hashed.hexdigest(), digest(content), skipped, ignored
+                len(records), tokens, empty, ids_hash.hexdigest(), digest(content), skipped, ignored
             )
             summary_json = json.dumps(dataclasses.asdict(summary)).encode()
+            # The ids are written; what follows is found from the footer at the end.
             ids_bytes = file.tell()
             file.write(content.data)
             file.write(summary_json)
             file.write(_FOOTER.pack(ids_bytes, content.nbytes, len(summary_json), _MAGIC))
-        new.rename(task.path)
+        unfinished_path.rename(task.path)
     except BaseException:
-        new.unlink(missing_ok=True)
+        unfinished_path.unlink(missing_ok=True)
         raise
 
 
 def read_shard(path: Path) -> tuple[ShardSummary, int, bytes] | None:
-    """Returns the summary in a shard file, the size of its ids in bytes, and its lengths; None if it is
-    incomplete.
-    """
+    """Returns a shard file's summary, the bytes of its ids, and its lengths; None if it is incomplete."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         if size < _FOOTER.size:
             return None
         file.seek(size - _FOOTER.size)
         ids_bytes, lengths_bytes, summary_bytes, magic = _FOOTER.unpack(file.read())
+        # The sizes must add up: a file that was cut short may end with bytes that look like a footer.
         if magic != _MAGIC or ids_bytes + lengths_bytes + summary_bytes + _FOOTER.size != size:
             return None
         file.seek(ids_bytes)
         lengths, summary_json = file.read(lengths_bytes), file.read(summary_bytes)
     with contextlib.suppress(ValueError, TypeError):
         summary = ShardSummary(**json.loads(summary_json))
+        # The ids are hashed while they are copied into the index, since they may be large.
         return (summary, ids_bytes, lengths) if digest(lengths) == summary.lengths else None
     return None
 
@@ -201,32 +206,36 @@ def serve(descriptor: int) -> NoReturn:
     """Main loop of a worker: receives tasks over the socket and sends results, until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     connection = Connection(descriptor)
+    # Sent once: a recipe holds the tokenizer's path and fields of the source.
     recipes: list[Recipe] = connection.recv()
     tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, tasks), daemon=True).start()
-    opened: tuple[int, Corpus, Tokenizer] | None = None
+    open_source: tuple[int, Corpus, Tokenizer] | None = None
     while True:
         task = tasks.get()
         recipe = recipes[task.source]
         try:
-            if opened is None or opened[0] != task.source:
-                if opened is not None:
-                    opened[1].close()
-                opened = None
+            if open_source is None or open_source[0] != task.source:
+                if open_source is not None:
+                    open_source[1].close()
+                # Forgotten before the next one opens, so that two corpora are never in memory at a time.
+                open_source = None
                 corpus, tokenizer = recipe.open_corpus(), recipe.open_tokenizer()
+                # A shard of changed files would not fit those that were made before.
                 if recipe.made_of(corpus, tokenizer) != task.made_of:
                     raise FileError(
                         "its files changed while they were being prepared. Run the same command again."
                     )
-                opened = task.source, corpus, tokenizer
+                open_source = task.source, corpus, tokenizer
             write_shard(
                 task,
-                opened[1],
-                opened[2],
+                open_source[1],
+                open_source[2],
                 on_bad_record=recipe.on_bad_record,
                 report=lambda records, tokens: connection.send(("progress", records, tokens)),
             )
             answer = ("done",)
+        # Before OSError and the rest: the parent words each kind of failure differently.
         except BadRecord as error:
             answer = ("bad record", str(error))
         except OSError as error:
@@ -240,9 +249,7 @@ def serve(descriptor: int) -> NoReturn:
 
 
 def _receive(connection: Connection, tasks: "queue.SimpleQueue[Task]") -> NoReturn:
-    """Queues incoming tasks; ends the process as soon as the parent is gone, even in the middle of a
-    shard.
-    """
+    """Queues incoming tasks; ends the process as soon as the parent is gone, even amid a shard."""
     try:
         while True:
             tasks.put(connection.recv())

@@ -1,5 +1,4 @@
-"""Writer of the index of one source: appends shards in order as they are finished, and survives a kill at any
-time.
+"""Writer of the index of one source: appends shards in order as they finish, and survives a kill any time.
 
 OUT/.NAME.partial/plan.json      what is being built and from what; written first
 OUT/.NAME.partial/*.unit         finished shards that wait for earlier ones
@@ -21,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int64
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.partial_folder import (
     NOTHING,
@@ -40,7 +39,7 @@ from jtrain.errors import FileError, UserError
 
 _MOST_RECORDS = 1 << 20
 _UNKNOWN_BYTES = 4096  # assumed size of a record where the source does not know its size
-_APPENDED = (reader.IDS, reader.LENGTHS, reader.SHARDS, reader.SKIPPED)
+_APPENDED = (index_format.IDS, index_format.LENGTHS, index_format.SHARDS, index_format.SKIPPED)
 _REFRESH_S = 1.0
 _MOST_WAITING = 1 << 14
 """Shards listed at a time for the next ones to make: more than this process has workers."""
@@ -60,21 +59,20 @@ class IndexSummary:
 
 
 def shard_starts(corpus: Corpus, shard_bytes: int) -> Int64[np.ndarray, " shards_and_end"]:
-    """Returns the first record of each shard, then the number of records. No group of records is cut in
-    two.
-    """
+    """Returns the first record of each shard, then the number of records; cuts no group of records."""
     total = len(corpus)
     size_bytes = corpus.size_bytes or total * _UNKNOWN_BYTES
+    # Records per shard, from the mean bytes per record.
     step = min(_MOST_RECORDS, max(1, shard_bytes * total // size_bytes))
     cuts = np.arange(0, total, step, dtype=np.int64)
     group = np.searchsorted(corpus.group_starts, cuts, side="right") - 1
+    # A cut within a decoded group moves to its start, or two workers would decode it.
     cuts = np.where(corpus.group_bytes[group] > 0, corpus.group_starts[group], cuts)
     return np.append(np.unique(cuts), total)
 
 
 class IndexWriter:
-    """Writer of the index of one source, one of several that may be at work in processes of this and other
-    hosts.
+    """Writer of the index of one source; processes of this and other hosts may have writers of it too.
 
     Each makes its share of the shards. The first of them appends shards; should two think that they are the
     first, both write the same bytes to the same places.
@@ -97,7 +95,7 @@ class IndexWriter:
         self._folder = out / recipe.name
         self._partial = out / f".{recipe.name}.partial"
         self._index: PreparedIndex | None = None
-        self._appended = _APPENDED if recipe.source.mask is None else (*_APPENDED, reader.MASKS)
+        self._appended = _APPENDED if recipe.source.mask is None else (*_APPENDED, index_format.MASKS)
         self._state_of_row: Literal["made", "there"] = "made"
         tokenizer = recipe.open_tokenizer()
         corpus = recipe.open_corpus()
@@ -109,23 +107,27 @@ class IndexWriter:
         self.records = self.records_done = len(corpus)
         names, ends = corpus.identities
         files = json.dumps({"names": names, "file_ends": ends.tolist()})
+        # Names and counts are enough here; the workers open the corpus themselves.
         corpus.close()
         self._state: dict[str, Any] = NOTHING
-        self._ready: set[int] = set()
-        self._ours: set[int] = set()
-        self._counted = np.zeros(len(self._starts) - 1, np.bool_)
-        self._waiting: collections.deque[int] = collections.deque()
+        self._finished_shards: set[int] = set()
+        self._shards_at_work: set[int] = set()
+        self._is_counted = np.zeros(len(self._starts) - 1, np.bool_)
+        self._queue: collections.deque[int] = collections.deque()
         self._refreshed_s = 0.0
-        self._writes = False
-        self._reported = False
+        self._is_appender = False
+        self._is_reported = False
+        # Another process may be about to give this folder its name.
         with host.changing_folders(recipe.name):
-            if (self._partial / reader.INDEX).exists():  # an earlier call was killed between two renames
+            if (
+                self._partial / index_format.INDEX
+            ).exists():  # an earlier call was killed between two renames
                 publish(self._partial, self._folder)
-            if (self._folder / reader.INDEX).exists():
+            if (self._folder / index_format.INDEX).exists():
                 existing = PreparedIndex(self._folder)
                 if existing.made_of == self._made_of:
                     existing.check(on_bad_record=recipe.on_bad_record)
-                    self._index, self._state_of_row, self._reported = existing, "there", True
+                    self._index, self._state_of_row, self._is_reported = existing, "there", True
                     return
                 self.notes.append(
                     f"{recipe.name}: the index there was made of other data; it will be replaced."
@@ -134,15 +136,17 @@ class IndexWriter:
                 raise UserError(
                     f"{self._folder} exists and is not a prepared index. Remove it, or choose another --out."
                 )
-            shards = reader.digest(self._starts.tobytes())
-            plan = {"format": reader.FORMAT, "made_of": self._made_of, "units": shards}
+            shards = index_format.digest(self._starts.tobytes())
+            plan = {"format": index_format.FORMAT, "made_of": self._made_of, "units": shards}
             if begin(self._partial, plan, host, source=recipe.name):
                 self.notes.append(
                     f"{recipe.name}: an unfinished index of other data was there; starting afresh."
                 )
-            host.write_whole(self._partial / reader.FILES, files)
+            # Every process writes it, with the same bytes.
+            host.write_whole(self._partial / index_format.FILES, files)
         self.sweep()
         self.refresh()
+        # After the refresh, which reads the state with its count of skipped records.
         self._check_skipped()
         self.records_done = self.records_of_others()
         if self.records_done:
@@ -158,38 +162,39 @@ class IndexWriter:
         """Returns a shard of this process's share to make, or None if there is none."""
         if self.is_complete:
             return None
-        if not self._waiting and time.monotonic() - self._refreshed_s >= _REFRESH_S:
+        if not self._queue and time.monotonic() - self._refreshed_s >= _REFRESH_S:
             self.refresh()
-        while self._waiting:
-            shard = self._waiting.popleft()
-            made = shard in self._ready or self._path(shard).exists()
-            if made or shard < latest_state(self._partial)["units"]:
-                continue  # by another process, which thought that it is its own, since the folder was last listed
-            self._ours.add(shard)
+        while self._queue:
+            shard = self._queue.popleft()
+            is_made = shard in self._finished_shards or self._path(shard).exists()
+            if is_made or shard < latest_state(self._partial)["units"]:
+                continue  # made by another process since the folder was last listed
+            self._shards_at_work.add(shard)
             first, end = self._starts[shard : shard + 2].tolist()
             return Task(self.index, shard, first, end, self._made_of, self._path(shard), self._host.name)
         return None
 
     def add(self, shard: int) -> None:
         """Notes that a worker of this process has finished this shard."""
-        self._ours.discard(shard)
-        self._counted[shard] = True
-        self._ready.add(shard)
+        self._shards_at_work.discard(shard)
+        self._is_counted[shard] = True
+        self._finished_shards.add(shard)
 
     def give_back(self, shard: int) -> None:
         """Puts a shard back that a worker of this process did not finish."""
-        self._ours.discard(shard)
-        self._waiting.appendleft(shard)
+        self._shards_at_work.discard(shard)
+        self._queue.appendleft(shard)
 
     def records_of_others(self) -> int:
         """Returns the records of shards that others have finished since the last call."""
-        done = np.zeros_like(self._counted)
-        done[: len(done) if self.is_complete else self._state["units"]] = True
-        done[list(self._ready)] = True
-        done[list(self._ours)] = False  # their workers report their records
-        new = np.flatnonzero(done & ~self._counted)
-        self._counted[new] = True
-        return int((self._starts[new + 1] - self._starts[new]).sum())
+        is_done = np.zeros_like(self._is_counted)
+        # Shards are appended in order, so a number says which are in the index.
+        is_done[: len(is_done) if self.is_complete else self._state["units"]] = True
+        is_done[list(self._finished_shards)] = True
+        is_done[list(self._shards_at_work)] = False  # their workers report their records
+        new_shards = np.flatnonzero(is_done & ~self._is_counted)
+        self._is_counted[new_shards] = True
+        return int((self._starts[new_shards + 1] - self._starts[new_shards]).sum())
 
     def refresh(self) -> bool:
         """Looks what others have done; returns True if they have completed the source."""
@@ -200,8 +205,9 @@ class IndexWriter:
             names = os.listdir(self._partial)
             latest = latest_state(self._partial)
             number, processes = self._host.share(self.recipe.name)
-            self._writes = self._writes and number == 0 and latest["units"] <= self._state["units"]
-            if not self._writes:
+            # The appender's own state is the newest; a newer one means that another took over.
+            self._is_appender = self._is_appender and number == 0 and latest["units"] <= self._state["units"]
+            if not self._is_appender:
                 self._state = latest
         except FileNotFoundError:
             with contextlib.suppress(FileError):
@@ -213,13 +219,14 @@ class IndexWriter:
             raise FileError(
                 f"{self._partial} was removed while it was being written to. Run the same command again."
             ) from None
-        self._ready = {int(name[:8]) for name in names if name.endswith(".unit")}
-        done = np.zeros(len(self._starts) - 1, np.bool_)
-        done[: self._state["units"]] = True
-        done[[*self._ready, *self._ours]] = True
-        missing = np.flatnonzero(~done)
+        self._finished_shards = {int(name[:8]) for name in names if name.endswith(".unit")}
+        is_done = np.zeros(len(self._starts) - 1, np.bool_)
+        is_done[: self._state["units"]] = True
+        is_done[[*self._finished_shards, *self._shards_at_work]] = True
+        missing = np.flatnonzero(~is_done)
         self.num_missing = len(missing)
-        self._waiting = collections.deque(missing[missing % processes == number][:_MOST_WAITING].tolist())
+        # This process's share: the shards whose number leaves its rank as the remainder.
+        self._queue = collections.deque(missing[missing % processes == number][:_MOST_WAITING].tolist())
         return False
 
     def advance(self) -> bool:
@@ -231,39 +238,41 @@ class IndexWriter:
                 self._advance()
             except FileNotFoundError:  # another process took this one for dead and finished the index
                 self.refresh()
-        complete = self.is_complete and not self._reported
-        self._reported = self.is_complete
-        return complete
+        is_complete = self.is_complete and not self._is_reported
+        self._is_reported = self.is_complete
+        return is_complete
 
     def _advance(self) -> None:
-        last = len(self._starts) - 1
-        if self._state["units"] not in self._ready and self._state["units"] < last:
+        num_shards = len(self._starts) - 1
+        if self._state["units"] not in self._finished_shards and self._state["units"] < num_shards:
             return
-        if not self._writes:
+        if not self._is_appender:
+            # The first process appends; a process that becomes the first reads the state of the one before.
             if self._host.share(self.recipe.name)[0] != 0:
                 return
+            # In this order: the latest state may be one that a power cut left ahead of its files.
             drop_damaged_states(self._partial)
             self._state = latest_state(self._partial)
-            self._writes = True
-        while self._state["units"] in self._ready:
+            self._is_appender = True
+        while self._state["units"] in self._finished_shards:
             self._append()
-        if self._state["units"] == last:
+        if self._state["units"] == num_shards:
             self._finish()
 
     def _append(self) -> None:
-        """Appends ready shards in order, notes how far it is, then removes their files: a kill repeats one
-        call.
-        """
+        """Appends finished shards in order, saves the state, then removes their files."""
         state = dict(self._state, bytes=dict(self._state["bytes"]))
-        first = state["units"]
+        first_shard = state["units"]
         with contextlib.ExitStack() as stack:
             files = {}
             for name in self._appended:
+                # Not mode "ab" or "wb": neither keeps the contents and lets the writer seek.
                 handle = os.open(self._partial / name, os.O_CREAT | os.O_WRONLY, 0o666)
                 files[name] = stack.enter_context(os.fdopen(handle, "wb"))
+                # From where the state says, over the bytes of an append that was killed.
                 files[name].seek(state["bytes"].get(name, 0))
-            while state["units"] in self._ready:
-                self._ready.remove(state["units"])
+            while state["units"] in self._finished_shards:
+                self._finished_shards.remove(state["units"])
                 summary = self._append_unit(self._path(state["units"]), files)
                 if summary is None:
                     self._path(state["units"]).unlink(missing_ok=True)
@@ -275,17 +284,19 @@ class IndexWriter:
                 state["skipped"] += len(summary.skipped)
             for name, file in files.items():
                 file.flush()
+                # Before the state: it must not say more than the disk holds.
                 os.fdatasync(file.fileno())
                 state["bytes"][name] = file.tell()
-        if state["units"] == first:
+        if state["units"] == first_shard:
             return
         # A new name each time: a process that was taken for dead cannot put an older state over a newer one.
         self._host.write_whole(self._partial / f"{state['units']:08}{STATE}", json.dumps(state))
         self._state = state
-        for old in self._partial.glob(f"*{STATE}"):
-            if old.name < f"{state['units']:08}":
-                old.unlink(missing_ok=True)
-        for shard in range(first, state["units"]):
+        for old_state in self._partial.glob(f"*{STATE}"):
+            if old_state.name < f"{state['units']:08}":
+                old_state.unlink(missing_ok=True)
+        # Only now: until the state was written they would be needed again.
+        for shard in range(first_shard, state["units"]):
             self._path(shard).unlink(missing_ok=True)
 
     def _append_unit(self, path: Path, files: dict[str, io.BufferedWriter]) -> ShardSummary | None:
@@ -293,44 +304,44 @@ class IndexWriter:
 
         Shard files are not synced to disk, so one that an earlier call left may have holes: its hash tells.
         """
-        found = read_shard(path)
-        if found is None:
+        contents = read_shard(path)
+        if contents is None:
             return None
-        summary, ids_bytes, lengths = found
+        summary, ids_bytes, lengths = contents
         if summary.skipped and self.recipe.on_bad_record == "fail":
             return None
-        at = files[reader.IDS].tell()
+        ids_end = files[index_format.IDS].tell()
         with open(path, "rb") as ids:
-            if _copy(ids, files[reader.IDS], ids_bytes) != summary.ids:
-                files[reader.IDS].seek(at)
+            # The next append overwrites what was copied.
+            if _copy(ids, files[index_format.IDS], ids_bytes) != summary.ids:
+                files[index_format.IDS].seek(ids_end)
                 return None
-        files[reader.LENGTHS].write(lengths)
+        files[index_format.LENGTHS].write(lengths)
         if self.recipe.source.mask is not None:
-            first_token = at // self._dtype.itemsize
-            files[reader.MASKS].write((np.asarray(summary.ignored, np.int64) + first_token).tobytes())
+            first_token = ids_end // self._dtype.itemsize
+            files[index_format.MASKS].write((np.asarray(summary.ignored, np.int64) + first_token).tobytes())
         line = {name: getattr(summary, name) for name in ("records", "tokens", "ids", "lengths")}
-        files[reader.SHARDS].write(json.dumps(line).encode() + b"\n")
-        for record, identity, why in summary.skipped:
-            line = {"record": record, "document": identity, "why": why}
-            files[reader.SKIPPED].write(json.dumps(line).encode() + b"\n")
+        files[index_format.SHARDS].write(json.dumps(line).encode() + b"\n")
+        for record, identity, reason in summary.skipped:
+            line = {"record": record, "document": identity, "why": reason}
+            files[index_format.SKIPPED].write(json.dumps(line).encode() + b"\n")
         return summary
 
     def _finish(self) -> None:
         """Adds the starts to lengths.bin, writes index.json and gives the folder its final name."""
-        lengths = self._partial / reader.LENGTHS
+        lengths = self._partial / index_format.LENGTHS
         tokens = write_lengths(
             lengths, lengths.with_name(f"lengths.unit.{self._host.name}.tmp"), self.records
         )
         for name in self._appended:
-            if name == reader.LENGTHS:
+            if name == index_format.LENGTHS:
                 continue
-            os.truncate(
-                self._partial / name, self._state["bytes"][name]
-            )  # a shard made again may have been longer
+            # A shard that was made again may have been longer.
+            os.truncate(self._partial / name, self._state["bytes"][name])
         assert tokens == self._state["tokens"]
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "records": self.records}
         body |= {key: self._state[key] for key in ("tokens", "empty", "skipped")}
-        self._host.write_whole(self._partial / reader.INDEX, reader.seal(self._partial, body))
+        self._host.write_whole(self._partial / index_format.INDEX, index_format.seal(self._partial, body))
         with self._host.changing_folders(self.recipe.name):
             publish(self._partial, self._folder)
         self._host.end(self.recipe.name)
@@ -338,7 +349,7 @@ class IndexWriter:
 
     def _check_skipped(self) -> None:
         if self.recipe.on_bad_record == "fail" and self._state["skipped"]:
-            first = json.loads((self._partial / reader.SKIPPED).read_text().splitlines()[0])
+            first = json.loads((self._partial / index_format.SKIPPED).read_text().splitlines()[0])
             raise UserError(
                 f"{field_of(self.recipe.name)}: {self._partial} leaves out {self._state['skipped']} bad "
                 f"records, but data.on_bad_record='fail'. The first is {first['document']}: {first['why']} "
@@ -346,14 +357,12 @@ class IndexWriter:
             )
 
     def sweep(self) -> None:
-        """Removes unfinished files of this process and of dead ones; call it only while no worker is
-        writing.
-        """
+        """Removes unfinished files of this process and of dead ones; call it while no worker is writing."""
         for folder in (self._partial, self._folder):  # another process may have renamed one to the other
-            for left in folder.glob("*.unit.*.tmp"):
-                owner = left.name.removesuffix(".tmp").partition(".unit.")[2]
+            for leftover in folder.glob("*.unit.*.tmp"):
+                owner = leftover.name.removesuffix(".tmp").partition(".unit.")[2]
                 if owner == self._host.name or self._host.is_alive(owner) is False:
-                    left.unlink(missing_ok=True)
+                    leftover.unlink(missing_ok=True)
 
     def summary(self) -> IndexSummary:
         """Returns the row of the final table; the source must be complete."""
@@ -374,12 +383,12 @@ def summary_of(index: PreparedIndex, name: str, state: Literal["made", "there"])
 
 def _copy(source: io.BufferedReader, target: io.BufferedWriter, size: int) -> str:
     """Copies bytes; returns their hash."""
-    hashed = hashlib.blake2b(digest_size=16)
+    ids_hash = hashlib.blake2b(digest_size=16)
     while size:
         block = source.read(min(size, 1 << 20))
         if not block:
             break
-        hashed.update(block)
+        ids_hash.update(block)
         target.write(block)
         size -= len(block)
-    return hashed.hexdigest()
+    return ids_hash.hexdigest()

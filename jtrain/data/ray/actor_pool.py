@@ -65,7 +65,7 @@ class RayPool(LoaderPool[_LoaderActor]):
     """
 
     # One more than of processes: a dead actor does not tell if it was reading a request of this constructor.
-    most_deaths = 3
+    max_deaths = 3
 
     def __init__(
         self,
@@ -92,13 +92,13 @@ class RayPool(LoaderPool[_LoaderActor]):
         """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
         requests: dict[str, Request] = {}
         for run, indexes in claim_unrequested(documents).items():
-            part: RequestPart = run.place.part
+            part: RequestPart = run.payload.part
             request = requests.setdefault(self._home(part), Request([], self._home(part), into=[]))
             assert request.into is not None
-            request.parts.append(dataclasses.replace(part, wanted=np.asarray(indexes, np.int64)))
+            request.parts.append(dataclasses.replace(part, id_positions=np.asarray(indexes, np.int64)))
             request.into.append(run)
-        self._urgent.extend(requests.values())
-        self._hand_out()
+        self._urgent_requests.extend(requests.values())
+        self._send_requests()
 
     def connections(self) -> list[Any]:
         return []
@@ -124,34 +124,34 @@ class RayPool(LoaderPool[_LoaderActor]):
                 except self._ray.exceptions.RayActorError as error:
                     self._lose_loader(peer, "died", "")
                     # More than two losses per loader without an answer in between: the fault lies elsewhere.
-                    if self._fruitless > 2 * (2 + len(self._peers)):
+                    if self._losses_in_a_row > 2 * (2 + len(self._peers)):
                         raise DataError(
-                            f"data.engine='ray': {self._fruitless} loaders were lost in a row, {peer.name} "
+                            f"data.engine='ray': {self._losses_in_a_row} loaders were lost in a row, {peer.name} "
                             f"the last. Ray: {error}"
                         ) from error
                 except self._ray.exceptions.ObjectLostError:  # the node is gone, and the objects on it
-                    self._urgent.appendleft(peer.in_flight.pop(ref))
+                    self._urgent_requests.appendleft(peer.in_flight.pop(ref))
                 else:
                     # Any answer shows that it is alive.
                     peer.heard_s, peer.liveness_call = time.monotonic(), None
                     self._take(peer, ref, answer, payload, runs)
             self._check_loader(peer)
-        self._hand_out()
+        self._send_requests()
         return runs
 
     def release(self, run: ChunkRun) -> None:
-        part: RequestPart = run.place.part
-        if part.wanted is None:
+        part: RequestPart = run.payload.part
+        if part.id_positions is None:
             # Told with the next request, not in a call of its own.
             self._peers[self._home(part)].released_runs.append(key_of(part))
-        run.place = None
+        run.payload = None
 
     def states(self) -> list[LoaderState]:
         states = []
         for name in self._loaders:
             peer = self._peers[name]
             queued = len(peer.in_flight) + sum(
-                request.loader == name for request in (*self._urgent, *self._waiting)
+                request.loader == name for request in (*self._urgent_requests, *self._normal_requests)
             )
             numbers = peer.answer.memory_bytes, peer.answer.documents, peer.busy_s
             states.append(LoaderState(name, queued, *numbers, peer.sources))
@@ -189,12 +189,12 @@ class RayPool(LoaderPool[_LoaderActor]):
         ]
         return [ref for ref in refs if ref is not None]
 
-    def _requests(self, parts: list[RequestPart]) -> list[Request]:
+    def _requests_for(self, parts: list[RequestPart]) -> list[Request]:
         by_home: dict[str, list[RequestPart]] = collections.defaultdict(list)
         for part in parts:
             if self._setups[part.source].prepared is not None:
                 # The lengths of prepared sources are known: the ids are requested at once.
-                part = dataclasses.replace(part, wanted=np.arange(len(part.numbers)))
+                part = dataclasses.replace(part, id_positions=np.arange(len(part.numbers)))
             by_home[self._home(part)].append(part)
         return [Request(parts_of_home, home) for home, parts_of_home in by_home.items()]
 
@@ -212,7 +212,9 @@ class RayPool(LoaderPool[_LoaderActor]):
             self._constructor_index, request.parts, released_runs
         )
         # The reply is sent at once; a large payload stays on the loader's node until somebody waits for it.
-        loader.in_flight[reply if all(part.wanted is None for part in request.parts) else payload] = request
+        loader.in_flight[reply if all(part.id_positions is None for part in request.parts) else payload] = (
+            request
+        )
 
     def _stand_in(self, home: str) -> _LoaderActor | None:
         """Returns the loader, or a standby while it is away (the same for all hosts); None if all are."""
@@ -234,7 +236,7 @@ class RayPool(LoaderPool[_LoaderActor]):
             [*self._messages, *filter(None, answer.retry_lines)],
         )
         if answer.failed is not None:
-            raise self._failed(*answer.failed)
+            raise self._source_error(*answer.failed)
         if answer.stuck is not None:
             source, number, identity = answer.stuck
             peer.dying_pid = answer.pid
@@ -246,7 +248,7 @@ class RayPool(LoaderPool[_LoaderActor]):
                 peer, reason, activity, request=peer.in_flight[ref], opening=source if number < 0 else None
             )
             return
-        request = self._answered(peer, ref)
+        request = self._take_answered(peer, ref)
         peer.answer = answer
         first_byte = 0
         for i, (part, head) in enumerate(zip(request.parts, answer.heads, strict=True)):
@@ -255,16 +257,16 @@ class RayPool(LoaderPool[_LoaderActor]):
             first_byte += head.ids_bytes
             run = head.run(part, ids, peer.name)
             run_payload: _Fetched | None = (
-                _Fetched(part=part) if request.into is None else request.into[i].place
+                _Fetched(part=part) if request.into is None else request.into[i].payload
             )
             if (
-                part.wanted is not None and run_payload is not None
+                part.id_positions is not None and run_payload is not None
             ):  # None: released before its ids have arrived
-                run_payload.put(part.wanted.tolist(), head.lengths, run.ids, run.ignored)
+                run_payload.put(part.id_positions.tolist(), head.lengths, run.ids, run.ignored)
             if request.into is None and run_payload is not None:
                 peer.busy_s += head.read_s
                 run_payload.requested = set(run_payload.ids)
-                run.place = run_payload
+                run.payload = run_payload
                 runs.append(run)
 
     def _lose_loader(
@@ -293,10 +295,10 @@ class RayPool(LoaderPool[_LoaderActor]):
             peer.in_flight = {None: request, **other_requests}
         if not activity and peer.in_flight:
             part = next(iter(peer.in_flight.values())).parts[0]
-            number = int(part.numbers[0 if part.wanted is None else part.wanted[0]])
+            number = int(part.numbers[0 if part.id_positions is None else part.id_positions[0]])
             activity = f"at {self._field(part.source)}, document {number}"
         # Counts the loss, and requeues the requests.
-        self._lost(peer, reason, activity, opening=opening)
+        self._repeat_requests(peer, reason, activity, opening=opening)
         peer.liveness_call = None
         if not peer.is_away:
             peer.is_away, peer.lost_s = True, time.monotonic()

@@ -162,7 +162,7 @@ class RayLoader:
         for part in parts:
             begun_s = time.perf_counter()
             try:
-                with retry.heard(self._retries):
+                with retry.report_retries_to(self._retries):
                     read = self._read_or_recall(part)
             except (ValueError, OSError) as error:
                 # As text: an exception of a library need not unpickle in the constructor.
@@ -193,7 +193,7 @@ class RayLoader:
         return tuple(lines)
 
     def _read_or_recall(self, part: RequestPart) -> Read:
-        stored, wanted_indexes = self._stored_runs.get(key_of(part)), part.wanted
+        stored, wanted_indexes = self._stored_runs.get(key_of(part)), part.id_positions
         if wanted_indexes is None:
             if stored is None:
                 read = self._read(part)

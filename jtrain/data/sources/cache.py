@@ -9,8 +9,8 @@ from typing import BinaryIO
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.remote import SteadyFile, can_seek, explained, filesystem, translated
-from jtrain.data.sources.retry import Passing
+from jtrain.data.sources.remote import SteadyFile, can_seek, filesystem, translate_error, translate_errors
+from jtrain.data.sources.retry import TransientError
 from jtrain.data.sources.storage import StoredFile, cache_lost
 from jtrain.errors import FileError
 from jtrain.runtime.atomic_io import replacing
@@ -27,15 +27,14 @@ def local_copy(
     *,
     compression: str | None,
     cache_dir: Path,
-    told: Callable[[int], None] = lambda size_bytes: None,
+    report_bytes: Callable[[int], None] = lambda size_bytes: None,
 ) -> StoredFile:
-    """Returns the file, copied to this machine and decompressed; one process makes the copy while others
-    wait.
+    """Returns the file, copied to this machine and decompressed; one process copies while others wait.
 
     Args:
       file: local or remote file; a local one without compression is returned as it is.
       compression: `gzip`, `zstd` or None.
-      told: called with the bytes of the file that were read so far.
+      report_bytes: called with the bytes of the file that were read so far.
       cache_dir: folder of the copies. A copy is used as long as location, size and version of the file stay
         the same.
 
@@ -46,25 +45,30 @@ def local_copy(
         return file
 
     def write(out: BinaryIO) -> None:
-        _copy(file, compression, out, told)
+        _copy(file, compression, out, report_bytes)
 
+    # The suffix is for people who look into the folder; the key alone names location, size and version.
     suffix = file.name.rpartition("/")[2]
-    path = cached(cache_dir / "files" / f"{file.key}-{suffix}", write, what=file.called)
+    path = write_once(cache_dir / "files" / f"{file.key}-{suffix}", write, label=file.label)
     status = path.stat()
-    return StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), file.called)
+    return StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), file.label)
 
 
-def _copy(file: StoredFile, compression: str | None, out: BinaryIO, told: Callable[[int], None]) -> None:
+def _copy(
+    file: StoredFile, compression: str | None, out: BinaryIO, report_bytes: Callable[[int], None]
+) -> None:
     import pyarrow as pa
 
     if file.is_remote:
-        fs, path = filesystem(file.location, file.called)
-        with explained(file.called):
+        fs, path = filesystem(file.location, file.label)
+        with translate_errors(file.label):
             raw = fs.open(path, "rb", block_size=_BLOCK_BYTES)
+        # Only a file that can seek can go on where a read failed; a stream starts anew.
         if can_seek(raw):
-            raw = SteadyFile(raw, called=file.called)
+            raw = SteadyFile(raw, label=file.label)
     else:
         raw = file.open()
+    # A compressed file has no size to compare with, so its codec notices a cut; plain bytes are counted.
     received = 0
     with raw:
         stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) if compression else raw
@@ -77,22 +81,23 @@ def _copy(file: StoredFile, compression: str | None, out: BinaryIO, told: Callab
                 # Codecs raise plain OSError or Arrow's exceptions; stores raise classes of their own.
                 if compression and (type(error) is OSError or isinstance(error, pa.ArrowException)):
                     raise FileError(
-                        f"{file.called}: not a whole {compression} file ({error}): cut short or corrupt. "
+                        f"{file.label}: not a whole {compression} file ({error}): cut short or corrupt. "
                         "Replace it."
                     ) from error
-                raise translated(file.called, error) from error
+                raise translate_error(file.label, error) from error
             if not block:
                 break
             received += len(block)
             out.write(block)
-            told(raw.tell() if compression and not file.is_remote else received)
+            # Progress counts stored bytes: of a local compressed file, those that the codec has consumed.
+            report_bytes(raw.tell() if compression and not file.is_remote else received)
+    # A server may close a connection early without an error; the next try may bring the rest.
     if not compression and file.size_bytes not in (-1, received):
-        raise Passing(f"{file.called}: {received:,} of {file.size_bytes:,} bytes arrived. Start again.")
+        raise TransientError(f"{file.label}: {received:,} of {file.size_bytes:,} bytes arrived. Start again.")
 
 
-def cached(path: Path, write: Callable[[BinaryIO], None], *, what: str) -> Path:
-    """Returns `path`, written by `write` unless it exists; a kill at any time leaves no partial file at
-    `path`.
+def write_once(path: Path, write: Callable[[BinaryIO], None], *, label: str) -> Path:
+    """Returns `path`, written by `write` unless it exists; a kill at any time leaves no partial file there.
 
     A process that calls this while another is writing waits for it; the lock is released when its holder
     dies.
@@ -106,28 +111,29 @@ def cached(path: Path, write: Callable[[BinaryIO], None], *, what: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{path}.lock", "wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
+            # The lock's last holder may have written the file while this process waited.
             if path.exists():
                 return path
+            # Not durable: fsync would add about 10 ms for each file of a source.
             with replacing(path, durable=False) as part, part.open("wb") as out:
                 write(out)
     except FileError:  # of the file that is copied or indexed
         raise
     except OSError as error:
         raise FileError(
-            f"{what}: its copy or index cannot be written to {path.parent} ({error.strerror}). Make room "
+            f"{label}: its copy or index cannot be written to {path.parent} ({error.strerror}). Make room "
             "there, or set data.cache_dir to another folder."
         ) from error
     return path
 
 
 class NumberTable:
-    """Table of two int64 per record: in memory for small files, otherwise in a cache file that is read by
-    entry.
+    """Table of two int64 per record: in memory for small files, otherwise in a cache file read by entry.
 
     The cache file is not mapped, because each map would hold a descriptor; reading 16 bytes takes 1 us.
     """
 
-    __slots__ = ("_path", "_rows", "_what")
+    __slots__ = ("_label", "_path", "_rows")
 
     def __init__(
         self,
@@ -138,8 +144,9 @@ class NumberTable:
         *,
         in_memory: bool = False,
     ) -> None:
-        self._what = file.called
+        self._label = file.label
         self._path: Path | None = None
+        # The rows themselves, or their number if they lie in the cache file.
         self._rows: np.ndarray | int
         if in_memory or file.size_bytes <= SMALL_TABLE_BYTES:
             self._rows = make()
@@ -151,10 +158,11 @@ class NumberTable:
             except OSError as error:
                 if isinstance(error, FileError):
                     raise
-                raise FileError(f"{file.called}: cannot be read ({error.strerror}).") from error
+                raise FileError(f"{file.label}: cannot be read ({error.strerror}).") from error
             out.write(rows.astype("<i8").tobytes())
 
-        self._path = cached(cache_dir / "index" / f"{file.key}.{kind}", write, what=file.called)
+        self._path = write_once(cache_dir / "index" / f"{file.key}.{kind}", write, label=file.label)
+        # 16 bytes per row: two int64.
         self._rows = self._path.stat().st_size // 16
 
     def __len__(self) -> int:
@@ -165,11 +173,9 @@ class NumberTable:
         return self._rows[first:end] if isinstance(self._rows, np.ndarray) else self._read([(first, end)])
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
-        """Returns the difference of each pair of records `first` to `end` - 1, for tables of starts and
-        ends.
-        """
-        places = self.span(first, end)
-        return places[:, 1] - places[:, 0]
+        """Returns the difference of each pair of records `first` to `end` - 1: sizes, of starts and ends."""
+        pairs = self.span(first, end)
+        return pairs[:, 1] - pairs[:, 0]
 
     def rows(self, records: list[int]) -> list[list[int]]:
         """Returns the pairs of these records."""
@@ -184,7 +190,8 @@ class NumberTable:
             with self._path.open("rb") as file:
                 parts = [os.pread(file.fileno(), 16 * (end - first), 16 * first) for first, end in spans]
         except OSError as error:
-            raise cache_lost(f"{self._what}: its index {self._path} is gone ({error.strerror})") from error
+            raise cache_lost(f"{self._label}: its index {self._path} is gone ({error.strerror})") from error
+        # `pread` behind the end of a file returns fewer bytes and no error.
         if any(len(part) != 16 * (end - first) for part, (first, end) in zip(parts, spans, strict=True)):
-            raise cache_lost(f"{self._what}: its index {self._path} was cut short. Remove it")
+            raise cache_lost(f"{self._label}: its index {self._path} was cut short. Remove it")
         return np.frombuffer(b"".join(parts), "<i8").reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Cuts of a text into chunks, at places that depend on the text alone."""
+"""Cuts of a text into chunks, at bytes that depend on the text alone."""
 
 from typing import NamedTuple
 
@@ -29,16 +29,18 @@ class ChunkCut(NamedTuple):
     exact: bool
 
     def counts(self, sizes: Int[np.ndarray, " n"], *, per_slot: int = 1) -> Int64[np.ndarray, " n"]:
-        """Returns how often so many chunks are in texts of these sizes, rounded up.
+        """Returns the number of slots of `per_slot` chunks in texts of these sizes, rounded up.
 
         An empty text has a chunk too, which is then empty.
         """
+        # -(-a // b) is a / b rounded up.
         return np.maximum(
             -(-(sizes.astype(np.int64) + self.border_tokens) // (self.chunk_bytes * per_slot)), 1
         )
 
     def spans(self, first: Int[np.ndarray, " n"], num: Int[np.ndarray, " n"]) -> list[tuple[int, int]]:
         """Returns the bytes of its text that `chunk` looks at, for each of several chunks."""
+        # Wide enough for both cuts: each looks back up to 64 bytes, and the border ids shift it by up to 8.
         start = (first * self.chunk_bytes - _SEARCH_BYTES - _BORDER_BYTES).clip(0)
         stop = (first + num) * self.chunk_bytes + _BORDER_BYTES
         return list(zip(start.tolist(), stop.tolist(), strict=True))
@@ -48,24 +50,28 @@ class ChunkCut(NamedTuple):
 
         part: the text, or what is around these chunks.
         """
+        # 1 if documents begin with an id, else 0: the end id is always among the border tokens.
         begin = self.border_tokens - 1
         total = part.total + self.border_tokens if part.total else 0
+        # Nominal offsets count the border ids; those of the text follow by subtracting the begin id.
         start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
         if start >= stop:
             return TextChunk(b"", begins=False, ends=False), 0
         low, high = (
-            _cut_at(part.content, max(at - begin, 0) - part.first, exact=self.exact) for at in (start, stop)
+            _cut_at(part.content, max(offset - begin, 0) - part.first, exact=self.exact)
+            for offset in (start, stop)
         )
         return TextChunk(part.content[low:high], first == 0 and bool(begin), stop == total), part.first + low
 
 
-def _cut_at(content: bytes, place: int, *, exact: bool) -> int:
-    """Returns where a text is cut near `place`: after white space, or else between two characters."""
-    if exact or place >= len(content):
-        return min(place, len(content))
-    after = max(content.rfind(space, max(place - _SEARCH_BYTES, 0), place) for space in (b" ", b"\n"))
-    if after >= 0:
-        return after + 1
-    while place and content[place] & 0xC0 == 0x80:
-        place -= 1
-    return place
+def _cut_at(content: bytes, offset: int, *, exact: bool) -> int:
+    """Returns the byte of a cut near `offset`: after white space, or else between two characters."""
+    if exact or offset >= len(content):
+        return min(offset, len(content))
+    space_at = max(content.rfind(space, max(offset - _SEARCH_BYTES, 0), offset) for space in (b" ", b"\n"))
+    if space_at >= 0:
+        return space_at + 1
+    # 0b10xxxxxx is a continuation byte of UTF-8: a cut before it would split a character.
+    while offset and content[offset] & 0xC0 == 0x80:
+        offset -= 1
+    return offset

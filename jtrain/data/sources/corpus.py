@@ -1,6 +1,5 @@
 """Corpus of a source: all its records as one numbered sequence, opened at once or as they are read."""
 
-import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -10,27 +9,24 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Int
 
+from jtrain.data.sources.corpus_files import CHECKED_FILES, CorpusFiles
 from jtrain.data.sources.data_files import files_of
-from jtrain.data.sources.file_parts import evenly_spread, identities_of_parts, part_bytes, part_name, parts_of
-from jtrain.data.sources.formats import BadRecord, Records, open_file
+from jtrain.data.sources.file_parts import evenly_spread, identities_of_parts, part_name, parts_of
+from jtrain.data.sources.formats import BadRecord, open_file
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.masked_text import TextFields
-from jtrain.data.sources.formats.record import SKIP, LostFile
+from jtrain.data.sources.formats.record import SKIP
 from jtrain.data.sources.formats.row_group_cache import shared_cache
 from jtrain.data.sources.formats.suffix import format_of
 from jtrain.data.sources.formats.text import JsonLines
 from jtrain.data.sources.opening import Opening
-from jtrain.data.sources.read_records import read_or_why
-from jtrain.data.sources.retry import FileLost, NeverSkipped, retried
+from jtrain.data.sources.read_records import read_or_mark_bad
+from jtrain.data.sources.retry import NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
-from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
 DECODED_CACHE_BYTES = 1 << 30
 """Decoded Parquet text that a process keeps in memory, over all its sources."""
-
-_OPENERS = 16
-"""Files opened in parallel: remote ones wait for one or two round trips, others for the disk."""
 
 GAP = 1 << 32
 """Numbers of records that a file has where its number of records is not known yet."""
@@ -40,10 +36,6 @@ _MOST_EAGER_FILES = 4096
 
 _OPENED_WHOLE = {"parquet", "arrayrecord", "grain"}
 """Formats that are opened before the first step whatever their size: opening reads a few KB of each file."""
-
-_CHECKED_FILES = 256
-"""Files of a source whose content is checked against their format at the start, evenly spread over its
-files."""
 
 _FIRST_RECORDS = 8
 """First records of a file of which one must be good in some file of the source."""
@@ -69,6 +61,7 @@ class Corpus:
 
     Attributes:
       source: the source as declared.
+      files: the files, opened or not.
       name: name of the source.
       names: names of the files relative to the folder searched, which are their identities.
       file_ends: number of records up to the end of each file; with gaps, `GAP` times the number of files.
@@ -96,28 +89,27 @@ class Corpus:
         source.check(name)
         self.source = source
         self.name, self.left_out = name, ""
-        self._opening = opening or Opening()
         field = field_of(name)
         if source.format == "grain":
             from jtrain.data.sources.formats.graindataset import GrainDataset
 
-            self.names, self._sizes = [source.path], [0]
-            self._records: list[Records | None] = [GrainDataset(source.path, field=field)]
-            self._files, self.is_open = list[StoredFile](), True
+            self.names, self.is_open = [source.path], True
+            self.files = CorpusFiles.of_dataset(source.path, GrainDataset(source.path, field=field))
         else:
             files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)
+            # Checks the compression of every name as well, before any file is opened.
             kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
-            large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
-            self.is_open = not large or bool(kinds & _OPENED_WHOLE)
+            # Opening a JSON lines file reads all of it for line ends, so a large source skips it.
+            is_large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
+            self.is_open = not is_large or bool(kinds & _OPENED_WHOLE)
             if not self.is_open:
                 files = [part for file in files for part in parts_of(file, source.format)]
+            # Only now: `num_files` counts parts where the corpus has parts.
             files = files[:num_files]
             self.names = [part_name(file) for file in files]
-            self._sizes = [max(part_bytes(file), 0) for file in files]
-            self._files = files
-            self._open = functools.partial(
+            open_records = functools.partial(
                 open_file,
                 format=source.format,
                 fields=TextFields(source.text_field, field, source.mask),
@@ -125,17 +117,14 @@ class Corpus:
                 cache_dir=cache_dir,
                 groups=shared_cache(decoded_cache_bytes),
             )
-            self._records = [None] * len(files)
-            self._checked = set(evenly_spread(len(files), _CHECKED_FILES if self.is_open else 1))
-            if self.is_open:
-                self.open(range(len(files)))
-        self.size_bytes = sum(self._sizes)
-        counts = (
-            [len(self._at(n)) for n in range(len(self._records))]
-            if self.is_open
-            else [GAP] * len(self._files)
-        )
+            self.files = CorpusFiles(
+                files, open_records, is_lazy=not self.is_open, opening=opening or Opening()
+            )
+        # The files are open by now where they will be, so their records can be counted.
+        self.size_bytes = sum(self.files.sizes)
+        counts = [len(records) for records in self.files] if self.is_open else [GAP] * len(self.files)
         self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
+        # With gaps the number of records is always positive; only the bytes tell an empty source.
         if not len(self) or not (self.is_open or self.size_bytes):
             raise UserError(
                 f"{field}.path={source.path!r}: {len(self.names)} files, all of them empty (first: "
@@ -145,33 +134,16 @@ class Corpus:
             self._check_first_records(field)
 
     def open(self, numbers: Sequence[int]) -> None:
-        """Opens files by number, several at a time; those that are open already cost nothing."""
-        closed = [n for n in numbers if self._records[n] is None]
-        if not closed:
-            return
-        with self._opening:
-            self._opening.expect(len(closed), sum(self._sizes[n] for n in closed))
-            self._open_all(closed)
-
-    def _open_all(self, closed: list[int]) -> None:
-        if len(closed) > 1 and (self._files[closed[0]].is_remote or not self.is_open):
-            with concurrent.futures.ThreadPoolExecutor(min(_OPENERS, len(closed))) as pool:
-                opened = list(pool.map(self._open_one, closed))
-        else:
-            opened = [self._open_one(n) for n in closed]
-        for number, records in zip(closed, opened, strict=True):
-            self._records[number] = records
+        """Opens files by number, several at a time; files that are open already cost nothing."""
+        self.files.open(numbers)
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Drops what is known of files, which are opened again when they are read."""
-        for number in numbers:
-            if (records := self._records[number]) is not None:
-                records.close()
-                self._records[number] = None
+        self.files.forget(numbers)
 
     def count(self, number: int) -> int:
         """Returns the number of records in a file."""
-        return len(self._at(number))
+        return len(self.files[number])
 
     def records_before(self, file: int) -> int:
         """Returns the number of records in the files before one; with gaps, of their numbers."""
@@ -179,30 +151,7 @@ class Corpus:
 
     def file_sizes(self) -> Int[np.ndarray, " files"]:
         """Returns the bytes of each file as stored."""
-        return np.asarray(self._sizes, np.int64)
-
-    def _open_one(self, number: int) -> Records:
-        """Opens a file; where files are opened as they are read, one that is gone by then is a bad record."""
-        file, check = self._files[number], number in self._checked
-        told = functools.partial(self._opening.read, number)
-        try:
-            records = retried(file.called, lambda: self._open(file, check_content=check, told=told))
-        except FileLost as error:
-            if self.is_open:
-                raise
-            return LostFile(error)
-        self._opening.opened(number, self._sizes[number])
-        return records
-
-    def _called(self, number: int) -> str:
-        return self._files[number].called if self._files else self.source.path
-
-    def _at(self, number: int) -> Records:
-        if self._records[number] is None:
-            self.open([number])
-        records = self._records[number]
-        assert records is not None
-        return records
+        return np.asarray(self.files.sizes, np.int64)
 
     def _check_first_records(self, field: str) -> None:
         """Refuses a source of which no file has a good record among its first: its format or text field is
@@ -211,47 +160,47 @@ class Corpus:
         One bad record among good ones is left to `data.on_bad_record`. The columns of Parquet and Arrow were
         checked when the files were opened.
         """
-        some = range(len(self._records)) if self.is_open else sorted(self._checked)
-        files = {n: self._at(n) for n in some if self._sizes[n]}
-        filled = [n for n, file in files.items() if len(file) and not file.checks_columns]
-        if not filled or len(filled) < sum(len(file) > 0 for file in files.values()):
+        numbers = range(len(self.files)) if self.is_open else sorted(self.files.checked)
+        files = {n: self.files[n] for n in numbers if self.files.sizes[n]}
+        checkable = [n for n, file in files.items() if len(file) and not file.checks_columns]
+        # A file with checked columns proves the declared format right, whatever the other files hold.
+        if not checkable or len(checkable) < sum(len(file) > 0 for file in files.values()):
             return
-        bad: list[BadRecord] = []
-        tried = evenly_spread(len(filled), _CHECKED_FILES)
-        for number in [filled[n] for n in tried]:
+        bad_records: list[BadRecord] = []
+        tried_files = evenly_spread(len(checkable), CHECKED_FILES)
+        for number in [checkable[n] for n in tried_files]:
             file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
-                [text] = read_or_why(file, [record], self._called(number))
+                [text] = read_or_mark_bad(file, [record], self.files.label(number))
+                # Of each file at once: an ArrayRecord reader would stay open, with a descriptor.
                 file.close()
                 if not isinstance(text, BadRecord):
                     return
-                bad.append(text)
+                bad_records.append(text)
         raise UserError(
-            f"{field}.path={self.source.path!r}: none of the first {len(bad):,} records tried in "
-            f"{len(tried):,} of its {len(self._records):,} files can be read, so the format or "
-            f"{self.source.fields_at(field)} is wrong. The first: {str(bad[0]).replace(f', {SKIP}', '.')}"
+            f"{field}.path={self.source.path!r}: none of the first {len(bad_records):,} records tried in "
+            f"{len(tried_files):,} of its {len(self.files):,} files can be read, so the format or "
+            f"{self.source.fields_at(field)} is wrong. The first: "
+            f"{str(bad_records[0]).replace(f', {SKIP}', '.')}"
         )
-
-    @property
-    def _opened(self) -> list[Records]:
-        return [self._at(n) for n in range(len(self._records))]
 
     @functools.cached_property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
         """First record of each Parquet row group or other file, then the number of records."""
+        # Each file's own starts count from 0; its last one is the start of the next file.
         firsts = (self.file_ends - self._counts).tolist()
-        starts = [r.group_starts[:-1] + first for r, first in zip(self._opened, firsts, strict=True)]
+        starts = [r.group_starts[:-1] + first for r, first in zip(self.files, firsts, strict=True)]
         return np.append(np.concatenate(starts), len(self))
 
     @property
     def first_groups(self) -> Int[np.ndarray, " files_and_end"]:
         """First group of each file, then the number of groups."""
-        return np.cumsum([0, *(len(records.group_bytes) for records in self._opened)])
+        return np.cumsum([0, *(len(records.group_bytes) for records in self.files)])
 
     @functools.cached_property
     def group_bytes(self) -> Int[np.ndarray, " groups"]:
         """Bytes decoded into memory to read any record of each group; 0 if records are read one by one."""
-        return np.concatenate([records.group_bytes for records in self._opened])
+        return np.concatenate([records.group_bytes for records in self.files])
 
     @property
     def sizes_need_reading(self) -> bool:
@@ -261,11 +210,11 @@ class Corpus:
     @property
     def first_of_unknown_sizes(self) -> int | None:
         """First file with such records; None if there is none."""
-        return next((n for n, records in enumerate(self._opened) if records.sizes_need_reading), None)
+        return next((n for n, records in enumerate(self.files) if records.sizes_need_reading), None)
 
     def stored_names(self, first: int, end: int) -> list[str]:
         """Returns the names of the files to which files `first` to `end` - 1, or these parts, belong."""
-        return list(dict.fromkeys(file.name for file in self._files[first:end]))
+        return list(dict.fromkeys(file.name for file in self.files.stored[first:end]))
 
     def file_bounds(self) -> list[tuple[int, int]]:
         """Returns the first record of each file, and the first one of the next file."""
@@ -283,13 +232,14 @@ class Corpus:
         """
         if start == end:
             return np.empty(0, np.int64)
-        file, number = self._place(start)
-        records = self._at(file)
+        file, number = self._locate_one(start)
+        records = self.files[file]
         try:
-            return retried(self._called(file), lambda: records.sizes(number, number + end - start))
+            return retried(self.files.label(file), lambda: records.sizes(number, number + end - start))
         except NeverSkipped:
             raise
         except OSError:
+            # A group that cannot be decoded takes all its rows along, so asking row by row is in vain.
             if end - start == 1 or (records.group_bytes > 0).any():
                 return np.zeros(end - start, np.int64)
         return np.concatenate([self.sizes(record, record + 1) for record in range(start, end)])
@@ -298,9 +248,9 @@ class Corpus:
         """Returns what is decoded to read a record: while it lives, its group is not decoded again; or
         None.
         """
-        file, number = self._place(record)
+        file, number = self._locate_one(record)
         try:
-            return self._at(file).hold(number)
+            return self.files[file].hold(number)
         except OSError:
             return None  # reading its records says why
 
@@ -308,10 +258,10 @@ class Corpus:
         """Returns the bytes of each group: decoded ones where groups are decoded, otherwise those of its
         file.
         """
-        found = []
-        for records, size in zip(self._opened, self._sizes, strict=True):
-            found.append(np.where(records.group_bytes > 0, records.group_bytes, size))
-        return np.concatenate(found)
+        parts = []
+        for records, size in zip(self.files, self.files.sizes, strict=True):
+            parts.append(np.where(records.group_bytes > 0, records.group_bytes, size))
+        return np.concatenate(parts)
 
     @property
     def _counts(self) -> Int[np.ndarray, " files"]:
@@ -322,8 +272,8 @@ class Corpus:
 
     def __getitem__(self, record: int) -> str:
         """Returns the text of a record; raises BadRecord, or FileError if the file is gone or cut short."""
-        file, number = self._place(record)
-        return retried(self._called(file), lambda: self._at(file)[number])
+        file, number = self._locate_one(record)
+        return retried(self.files.label(file), lambda: self.files[file][number])
 
     def read(self, records: Int[np.ndarray, " records"]) -> Iterator[str | BadRecord]:
         """Yields the texts in the given order, with a BadRecord in place of each bad record.
@@ -335,26 +285,29 @@ class Corpus:
         Raises:
           NeverSkipped: a file's copy or index is gone, or an error that may pass did not pass.
         """
+        # In runs, so that the texts of a run are yielded before those of the next are read.
         for start in range(0, len(records), _RUN_RECORDS):
             run = records[start : start + _RUN_RECORDS]
-            if len(self._records) == 1:
-                yield from read_or_why(self._at(0), run.tolist(), self._called(0))
+            # Skips the grouping by file for the most frequent case.
+            if len(self.files) == 1:
+                yield from read_or_mark_bad(self.files[0], run.tolist(), self.files.label(0))
                 continue
-            files, numbers = self._places(run)
+            # Reads file by file, and puts each text back at its position in the run.
+            files, numbers = self._locate(run)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
-                places = np.flatnonzero(files == file)
-                read = read_or_why(self._at(file), numbers[places].tolist(), self._called(file))
-                for place, text in zip(places.tolist(), read, strict=True):
-                    texts[place] = text
+                positions = np.flatnonzero(files == file)
+                read = read_or_mark_bad(self.files[file], numbers[positions].tolist(), self.files.label(file))
+                for position, text in zip(positions.tolist(), read, strict=True):
+                    texts[position] = text
             yield from texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Marks places in the line of a long text, if the format has lines, so that `parts` can read it from
+        """Marks the line of a long text, if the format has lines, so that `parts` can read inside it.
         there.
         """
-        file, number = self._place(record)
-        records = self._records[file]
+        file, number = self._locate_one(record)
+        records = self.files.records[file]
         with contextlib.suppress(OSError):  # then the next chunk of the text is read as this one was
             return isinstance(records, JsonLines) and records.mark(number, text)
         return False
@@ -363,16 +316,18 @@ class Corpus:
         """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be
         read.
         """
-        found: list[TextPart | None] = [None] * len(records)
-        files, numbers = self._places(records)
+        parts_of_texts: list[TextPart | None] = [None] * len(records)
+        files, numbers = self._locate(records)
         for file in set(files.tolist()):
-            places, lines = np.flatnonzero(files == file), self._records[file]
+            positions, lines = np.flatnonzero(files == file), self.files.records[file]
             with contextlib.suppress(OSError):  # `read` tries again, and has the message
                 if isinstance(lines, JsonLines):
-                    parts = lines.parts(numbers[places].tolist(), [spans[place] for place in places.tolist()])
-                    for place, part in zip(places.tolist(), parts, strict=True):
-                        found[place] = part
-        return found
+                    parts = lines.parts(
+                        numbers[positions].tolist(), [spans[position] for position in positions.tolist()]
+                    )
+                    for position, part in zip(positions.tolist(), parts, strict=True):
+                        parts_of_texts[position] = part
+        return parts_of_texts
 
     @functools.cached_property
     def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:
@@ -381,19 +336,20 @@ class Corpus:
         They are the files' names, but each part of 32 MiB of a JSON lines file has one of its own, so that a
         record has the same identity whether the file was read as a whole before or not.
         """
-        if not self.is_open or not self._files:
+        if not self.is_open or not self.files.stored:
             return self.names, self.file_ends
-        return identities_of_parts(self._files, self._opened, self.source.format)
+        return identities_of_parts(self.files.stored, list(self.files), self.source.format)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
         return identity_of(*self.identities, record)
 
-    def _places(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    def _locate(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        # side="right" steps over empty files, whose end equals that of the file before.
         files = np.searchsorted(self.file_ends, records, side="right")
         return files, records - np.where(files > 0, self.file_ends[files - 1], 0)
 
-    def _place(self, record: int) -> tuple[int, int]:
+    def _locate_one(self, record: int) -> tuple[int, int]:
         file = int(np.searchsorted(self.file_ends, record, side="right"))
         return file, int(record - (self.file_ends[file - 1] if file else 0))
 
@@ -404,13 +360,12 @@ class Corpus:
         Args:
           files: the numbers of the files that count; None: all.
         """
-        each = list(zip(self.names, self._sizes, self._counts.tolist(), strict=True))
-        some = each if files is None else [each[n] for n in files]
-        told = "".join(f"{name}\0{size}\0{count}\n" for name, size, count in some)
-        return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
+        # Not the contents, which may be terabytes: names, sizes and counts tell nearly all changes.
+        rows = list(zip(self.names, self.files.sizes, self._counts.tolist(), strict=True))
+        counted_rows = rows if files is None else [rows[n] for n in files]
+        content = "".join(f"{name}\0{size}\0{count}\n" for name, size, count in counted_rows)
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:
         """Frees decoded row groups and closes readers; a later read opens them again."""
-        for records in self._records:
-            if records is not None:
-                records.close()
+        self.files.close()

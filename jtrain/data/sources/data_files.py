@@ -22,14 +22,14 @@ _METADATA = re.compile(
 _MOST_NAMES = 4
 
 
-class Chosen(NamedTuple):
-    """Data files of a folder, and a line about the others; empty if there are none."""
+class DataFiles(NamedTuple):
+    """Data files of a folder, and a line about the files that are left out; empty if there are none."""
 
     files: list[StoredFile]
     left_out: str
 
 
-def files_of(source: Source, *, field: str) -> Chosen:
+def files_of(source: Source, *, field: str) -> DataFiles:
     """Returns the files of a source: all that its path names, or the data files of a folder.
 
     Args:
@@ -38,17 +38,18 @@ def files_of(source: Source, *, field: str) -> Chosen:
     Raises:
       UserError, FileError: as in `data_files` and `storage.search`.
     """
-    found = search(source.path, field=f"{field}.path")
+    match = search(source.path, field=f"{field}.path")
     if source.format in ("auto", "arrow"):
-        saved = saved_dataset_files(found.files, field=f"{field}.path={source.path!r}")
+        # Before the suffixes are looked at: the folder may hold more .arrow files, caches of transforms.
+        saved = saved_dataset_files(match.files, field=f"{field}.path={source.path!r}")
         if saved is not None:
-            return Chosen(saved, "")
-    if not found.is_folder:
-        return Chosen(found.files, "")
-    return data_files(found.files, path=source.path, format=source.format, field=field)
+            return DataFiles(saved, "")
+    if not match.is_folder:
+        return DataFiles(match.files, "")
+    return data_files(match.files, path=source.path, format=source.format, field=field)
 
 
-def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -> Chosen:
+def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -> DataFiles:
     """Returns the files of a folder that hold its data.
 
     Where some files have the suffix of a record format (.jsonl, .parquet, ...), these and .txt files are the
@@ -68,30 +69,36 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
     bases = {base: _METADATA.fullmatch(base) is not None for base in {_base(file) for file in files}}
     data = [file for file in files if not bases[_base(file)]]
     suffixes = {file.name: split_suffix(file.name, field=f"{field}.path")[0] for file in data}
+    # With a declared format the suffixes say nothing: all files are of that format.
     has_records = format == "auto" and any(suffix in RECORD_FORMATS for suffix in suffixes.values())
     documentation = {base for base in bases if _DOCUMENTATION.fullmatch(base)}
+    # Below the top, README.md of a repository is text to train on, unless records are the data.
     data = [f for f in data if not (_base(f) in documentation and (has_records or "/" not in f.name))]
     if has_records:
         records = [file for file in data if suffixes[file.name] in RECORD_FORMATS]
-        others = [file for file in data if suffixes[file.name] not in (*RECORD_FORMATS, ".txt")]
-        if _size(others) > _size(records):
+        other_files = [file for file in data if suffixes[file.name] not in (*RECORD_FORMATS, ".txt")]
+        # By bytes, since a corpus of a few large text files may lie beside many small records.
+        if _size(other_files) > _size(records):
             raise UserError(
-                f"{field}.path={path!r} holds {_told(records, suffixes)}, but most of it is "
-                f"{_told(others, suffixes)}: which of them is the corpus? Set {field}.path to a glob, such "
-                f"as {_glob(path, others[0], suffixes)!r} or {_glob(path, records[0], suffixes)!r}."
+                f"{field}.path={path!r} holds {_describe(records, suffixes)}, but most of it is "
+                f"{_describe(other_files, suffixes)}: which of them is the corpus? Set {field}.path to a "
+                f"glob, such as {_glob(path, other_files[0], suffixes)!r} or "
+                f"{_glob(path, records[0], suffixes)!r}."
             )
-        data = [file for file in data if file not in others]
-    kept = {file.name for file in data} if len(data) < len(files) else suffixes
-    out = [file.name for file in files if file.name not in kept]
-    names = ", ".join(out[:_MOST_NAMES]) + (
-        f" and {len(out) - _MOST_NAMES:,} more" if len(out) > _MOST_NAMES else ""
+        data = [file for file in data if file not in other_files]
+    # Everything is data: skips the listing of what was left out.
+    data_names = {file.name for file in data} if len(data) < len(files) else suffixes
+    left_out_names = [file.name for file in files if file.name not in data_names]
+    names = ", ".join(left_out_names[:_MOST_NAMES]) + (
+        f" and {len(left_out_names) - _MOST_NAMES:,} more" if len(left_out_names) > _MOST_NAMES else ""
     )
+    # A glob takes all that it names, documentation too.
     way_out = f"to take them, set {field}.path to a file or to a glob such as {path.rstrip('/') + '/**'!r}"
     if not data:
         raise UserError(
             f"{field}.path={path!r} holds only documentation and metadata ({names}). Add data, or, {way_out}."
         )
-    return Chosen(data, f"left out of {path}, as not data: {names}; {way_out}" if out else "")
+    return DataFiles(data, f"left out of {path}, as not data: {names}; {way_out}" if left_out_names else "")
 
 
 def _base(file: StoredFile) -> str:
@@ -102,7 +109,7 @@ def _size(files: list[StoredFile]) -> int:
     return sum(max(file.size_bytes, 0) for file in files)
 
 
-def _told(files: list[StoredFile], suffixes: dict[str, str]) -> str:
+def _describe(files: list[StoredFile], suffixes: dict[str, str]) -> str:
     """Returns number, size and most frequent suffixes of files, for a message."""
     counts = Counter(suffixes[file.name] or "no suffix" for file in files)
     kinds = ", ".join(suffix for suffix, _ in counts.most_common(3))
@@ -130,27 +137,31 @@ def saved_dataset_files(files: list[StoredFile], *, field: str) -> list[StoredFi
     """
     by_name = {file.name: file for file in files}
     if "dataset_dict.json" in by_name:
-        splits = _listed(by_name["dataset_dict.json"], lambda body: body["splits"])
+        splits = _read_names(by_name["dataset_dict.json"], lambda body: body["splits"])
         raise UserError(
             f"{field}: a dataset of several splits ({', '.join(splits)}), which would be mixed. Set it to "
             f"the folder of one split, such as {splits[0]!r} in there."
         )
+    # Both: a dataset_info.json alone lies beside files of other formats as well.
     if not {"state.json", "dataset_info.json"} <= by_name.keys():
         return None
-    names = _listed(by_name["state.json"], lambda body: [entry["filename"] for entry in body["_data_files"]])
+    names = _read_names(
+        by_name["state.json"], lambda body: [entry["filename"] for entry in body["_data_files"]]
+    )
     if missing := [name for name in names if name not in by_name]:
         raise FileError(f"{field}: {missing[0]} is named by state.json but missing. Save the dataset again.")
     return [by_name[name] for name in names]
 
 
-def _listed(file: StoredFile, names_in: Callable[[Any], list[Any]]) -> list[str]:
+def _read_names(file: StoredFile, names_in: Callable[[Any], list[Any]]) -> list[str]:
     """Returns the names that a JSON file lists; raises UserError unless it lists names, and one at least."""
     try:
-        with file.open() as opened:
-            names = names_in(json.loads(opened.read()))
+        with file.open() as handle:
+            names = names_in(json.loads(handle.read()))
         if isinstance(names, list) and names and all(isinstance(name, str) for name in names):
             return names
     except (ValueError, LookupError, TypeError, RecursionError) as error:
+        # A UserError of `open` is a ValueError too, and says more than the message below.
         if isinstance(error, UserError):
             raise
-    raise UserError(f"{file.called}: not what `save_to_disk` of datasets writes. Save the dataset again.")
+    raise UserError(f"{file.label}: not what `save_to_disk` of datasets writes. Save the dataset again.")

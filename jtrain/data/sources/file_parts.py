@@ -17,6 +17,7 @@ PART_BYTES = 1 << 25
 def parts_of(file: StoredFile, format: str) -> list[StoredFile]:
     """Returns the parts of a large JSON lines file, or the file."""
     is_lines = format == "jsonl" or (format == "auto" and file.name.endswith((".jsonl", ".ndjson")))
+    # A remote file is copied first, as a whole; other formats have no byte that surely begins a record.
     if not is_lines or file.is_remote or file.size_bytes <= PART_BYTES:
         return [file]
     cuts = [*range(0, file.size_bytes, PART_BYTES), file.size_bytes]
@@ -25,6 +26,7 @@ def parts_of(file: StoredFile, format: str) -> list[StoredFile]:
 
 def part_name(file: StoredFile) -> str:
     """Returns the name that identifies a file or its part; the first part has that of the file."""
+    # The first part keeps the file's name, so identities stay when a file grows past 32 MiB.
     return file.name if file.span is None or not file.span[0] else f"{file.name}@{file.span[0]}"
 
 
@@ -33,9 +35,9 @@ def part_bytes(file: StoredFile) -> int:
     return file.size_bytes if file.span is None else file.span[1] - file.span[0]
 
 
-def evenly_spread(count: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers below `count`, evenly spread, the first one included."""
-    return [n * count // min(most, count) for n in range(min(most, count))]
+def evenly_spread(count: int, max_count: int) -> list[int]:
+    """Returns at most `max_count` of the numbers below `count`, evenly spread, the first one included."""
+    return [n * count // min(max_count, count) for n in range(min(max_count, count))]
 
 
 def identities_of_parts(
@@ -46,6 +48,7 @@ def identities_of_parts(
     for file, records in zip(files, opened, strict=True):
         parts = parts_of(file, format)
         names += [part_name(part) for part in parts]
+        # The file was opened as a whole: counts its lines before the first byte of each later part.
         if len(parts) > 1 and isinstance(records, JsonLines):
             ends += [
                 first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None

@@ -19,14 +19,14 @@ class Generation(NamedTuple):
     """Files of a source that joined a run together; the first generation has those that it began with.
 
     epoch: the epoch in which they joined.
-    place: slots of that epoch that were read before; 0 for an order whose slots are not counted
+    slots_read: slots of that epoch that were read before; 0 for an order whose slots are not counted
       (`GrowingChunks`).
     window: the first window of that epoch that may hold them; 0 for an order without windows.
     files: number of files from then on, those of earlier generations included.
     """
 
     epoch: int
-    place: int
+    slots_read: int
     window: int
     files: int
 
@@ -38,6 +38,7 @@ def join_key(seed: int, generation: int, epoch: int) -> np.uint64:
 
 def members(generations: Sequence[Generation], epoch: int) -> tuple[int, range]:
     """Returns the generation whose files an epoch began with, and those that joined the epoch later."""
+    # default=0: the first generation has epoch 0 itself, and is also the base of that epoch.
     base = max((i for i, generation in enumerate(generations) if generation.epoch < epoch), default=0)
     joined = [i for i, generation in enumerate(generations) if i > base and generation.epoch == epoch]
     return base, range(base + 1, base + 1 + len(joined))
@@ -55,20 +56,21 @@ class EpochNumbers:
         assert len(generations) == len(slots) > 0, (generations, slots)
         self._epoch = np.asarray([generation.epoch for generation in generations], np.int64)
         self._slots = np.asarray(slots, np.int64)
-        lasting = np.diff(self._epoch) * self._slots[:-1]
-        self._begin = np.concatenate(
-            [[0], np.cumsum(lasting)]
-        )  # of the epoch in which each generation joined
+        # A generation counts from the epoch it joined up to the epoch of the next one, in slots of its own.
+        num_slots = np.diff(self._epoch) * self._slots[:-1]
+        # Number of the first slot of the epoch in which each generation joined.
+        self._begin = np.concatenate([[0], np.cumsum(num_slots)])
 
     def split(
         self, numbers: Int[np.ndarray, " n"]
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        """Returns the epoch of each number, and its place in the epoch."""
-        at = np.searchsorted(self._begin, numbers, side="right") - 1
-        epochs, places = np.divmod(numbers - self._begin[at], np.maximum(self._slots[at], 1))
-        return epochs + self._epoch[at], places
+        """Returns the epoch of each number, and its slot in the epoch."""
+        generation = np.searchsorted(self._begin, numbers, side="right") - 1
+        # At least 1 slot, so that a source without slots divides; its numbers mean nothing then.
+        epochs, slots = np.divmod(numbers - self._begin[generation], np.maximum(self._slots[generation], 1))
+        return epochs + self._epoch[generation], slots
 
     def first_of(self, epoch: int) -> int:
         """Returns the number of the first slot of an epoch, which is the number of slots before it."""
-        at = int(np.searchsorted(self._epoch, epoch, side="right")) - 1
-        return int(self._begin[at] + (epoch - self._epoch[at]) * self._slots[at])
+        generation = int(np.searchsorted(self._epoch, epoch, side="right")) - 1
+        return int(self._begin[generation] + (epoch - self._epoch[generation]) * self._slots[generation])

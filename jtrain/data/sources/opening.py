@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jtrain.data.sources.source import field_of
 
-SAID_AFTER_S, SAID_EVERY_S = 2.0, 10.0
+FIRST_LINE_AFTER_S, LINE_EVERY_S = 2.0, 10.0
 """Seconds after which the first line says what is being opened, and between two lines."""
 
 
@@ -26,19 +26,19 @@ class Opened(NamedTuple):
     size_bytes: int = 0
     of_bytes: int = 0
 
-    def line(self, what: str, seconds: float) -> str:
+    def line(self, label: str, seconds: float) -> str:
         """Returns a line for the log.
 
         Args:
-          what: who opens which source.
+          label: who opens which source.
           seconds: how long that has taken.
         """
         if not self.of_files:
-            return f"data: {what}: {seconds:.0f} s so far"
-        of = f" of {self.of_bytes / 2**20:,.1f}" if self.of_bytes else ""
+            return f"data: {label}: {seconds:.0f} s so far"
+        total_mib = f" of {self.of_bytes / 2**20:,.1f}" if self.of_bytes else ""
         return (
-            f"data: {what}: {self.files:,} of {self.of_files:,} files, {self.size_bytes / 2**20:,.1f}{of} "
-            f"MiB, {seconds:.0f} s so far"
+            f"data: {label}: {self.files:,} of {self.of_files:,} files, "
+            f"{self.size_bytes / 2**20:,.1f}{total_mib} MiB, {seconds:.0f} s so far"
         )
 
 
@@ -51,14 +51,15 @@ class Opening:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._depth = 0
-        self._partly: dict[int, int] = {}
-        self._whole = Opened()
+        self._bytes_of_unopened: dict[int, int] = {}
+        self._total = Opened()
         self.begun_s = 0.0
 
     def __enter__(self) -> "Opening":
         self._depth += 1
+        # The outermost context alone resets the count: a corpus opens its files within that of its source.
         if self._depth == 1:
-            self._whole, self._partly, self.begun_s = Opened(), {}, time.monotonic()
+            self._total, self._bytes_of_unopened, self.begun_s = Opened(), {}, time.monotonic()
             self.begin()
         return self
 
@@ -71,29 +72,34 @@ class Opening:
 
     def expect(self, files: int, size_bytes: int) -> None:
         """Notes that these files will be opened, in all."""
-        self._whole = Opened(0, files, 0, size_bytes)
+        self._total = Opened(0, files, 0, size_bytes)
         self.changed()
 
     def read(self, file: int, size_bytes: int) -> None:
         """Notes that so many bytes of a file were read."""
         with self._lock:
-            self._partly[file] = max(size_bytes, self._partly.get(file, 0))
+            # Reads may be reported late by another thread, and progress never goes back.
+            self._bytes_of_unopened[file] = max(size_bytes, self._bytes_of_unopened.get(file, 0))
         self.changed()
 
     def opened(self, file: int, size_bytes: int) -> None:
         """Notes that a file of this size, 0 if a server did not tell, is open."""
         with self._lock:
-            size_bytes = size_bytes or self._partly.get(file, 0)
-            self._partly.pop(file, None)
-            done = self._whole
-            self._whole = done._replace(files=done.files + 1, size_bytes=done.size_bytes + size_bytes)
+            # A server that told no size: counts the bytes that came.
+            size_bytes = size_bytes or self._bytes_of_unopened.get(file, 0)
+            # Its bytes are in the total from now on.
+            self._bytes_of_unopened.pop(file, None)
+            total = self._total
+            self._total = total._replace(files=total.files + 1, size_bytes=total.size_bytes + size_bytes)
         self.changed()
 
     @property
     def so_far(self) -> Opened:
         """Files and bytes that are open so far, with the bytes that were read of further files."""
         with self._lock:
-            return self._whole._replace(size_bytes=self._whole.size_bytes + sum(self._partly.values()))
+            return self._total._replace(
+                size_bytes=self._total.size_bytes + sum(self._bytes_of_unopened.values())
+            )
 
     def begin(self) -> None:
         """Called when opening begins."""
@@ -111,15 +117,16 @@ class LoggedOpening(Opening):
 
     Args:
       say: called with each line, in a thread.
-      what: see `Opened.line`.
+      label: see `Opened.line`.
     """
 
-    def __init__(self, say: Callable[[str], None], what: str) -> None:
+    def __init__(self, say: Callable[[str], None], label: str) -> None:
         super().__init__()
-        self._say, self._what = say, what
+        self._say, self._label = say, label
 
     def begin(self) -> None:
         self._ended = threading.Event()
+        # A daemon: a process that ends while it opens a source does not wait for the line.
         self._thread = threading.Thread(target=self._talk, name="data-opening", daemon=True)
         self._thread.start()
 
@@ -128,10 +135,10 @@ class LoggedOpening(Opening):
         self._thread.join()
 
     def _talk(self) -> None:
-        wait_s = SAID_AFTER_S
+        wait_s = FIRST_LINE_AFTER_S
         while not self._ended.wait(wait_s):
-            self._say(self.so_far.line(self._what, time.monotonic() - self.begun_s))
-            wait_s = SAID_EVERY_S
+            self._say(self.so_far.line(self._label, time.monotonic() - self.begun_s))
+            wait_s = LINE_EVERY_S
 
 
 def opening_of(name: str, say: Callable[[str], None] | None) -> Opening:

@@ -1,6 +1,4 @@
-"""Window of parts of a source whose slots are shuffled together, and of which each part is read when it is
-wanted.
-"""
+"""Window of parts of a source whose slots are shuffled together; each part is read when a slot of it is."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -44,17 +42,14 @@ class PartWindow:
         num_records: Int64[np.ndarray, " parts"],
         read: Callable[[int], ReadPart],
     ) -> None:
-        self._parts, self._first_record, self._num_records, self._read = (
-            parts,
-            first_record,
-            num_records,
-            read,
-        )
+        self._parts, self._read = parts, read
+        self._first_record, self._num_records = first_record, num_records
         self._part_ends = np.cumsum(slots)
         self._part_starts = self._part_ends - slots
         self._first_row = np.cumsum(num_records) - num_records
         # Slot at which the chunks of each record end; that at which its part begins, while that was not read.
         self._ends = np.repeat(self._part_starts, num_records)
+        # 0 while a part has not been read.
         self._per_slot = np.zeros(len(parts), np.int64)
         self._held: list[object] = []
 
@@ -69,16 +64,20 @@ class PartWindow:
         chunks.
         """
         part = self.part_at(slot)
-        for new in sorted(set(part[self._per_slot[part] == 0].tolist())):
-            found = self._read(int(self._parts[new]))
-            self._held.append(found.held)
-            start = int(self._first_row[new])
-            self._ends[start : start + len(found.ends)] += found.ends
-            self._per_slot[new] = found.per_slot
+        # Sorted, so that parts are read in the order in which they lie in their files.
+        for unread in sorted(set(part[self._per_slot[part] == 0].tolist())):
+            part_content = self._read(int(self._parts[unread]))
+            self._held.append(part_content.held)
+            start = int(self._first_row[unread])
+            # They held the slot at which the part begins; the part's own ends count from 0.
+            self._ends[start : start + len(part_content.ends)] += part_content.ends
+            self._per_slot[unread] = part_content.per_slot
         row = np.searchsorted(self._ends, slot, side="right")
-        at = row - self._first_row[part]
-        full = at < self._num_records[part]
-        before = np.where(at > 0, self._ends[row - 1], self._part_starts[part])
+        record_in_part = row - self._first_row[part]
+        # Slots behind the last record of their part are empty: the number of slots is an upper bound.
+        full = record_in_part < self._num_records[part]
+        # The slot at which the record begins is that at which the one before it ends.
+        first_slot = np.where(record_in_part > 0, self._ends[row - 1], self._part_starts[part])
         per_slot = self._per_slot[part]
-        record = np.where(full, self._first_record[part] + at, -1)
-        return record, np.where(full, (slot - before) * per_slot, 0), np.where(full, per_slot, 1)
+        record = np.where(full, self._first_record[part] + record_in_part, -1)
+        return record, np.where(full, (slot - first_slot) * per_slot, 0), np.where(full, per_slot, 1)

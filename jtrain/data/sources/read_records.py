@@ -8,15 +8,15 @@ from jtrain.data.sources.formats import BadRecord, Records
 from jtrain.data.sources.retry import NeverSkipped, retried
 
 
-def read_or_why(file: Records, numbers: list[int], called: str) -> list[str | BadRecord]:
-    """Reads records; where the file raises OSError, each record that fails when read alone becomes a
-    BadRecord.
+def read_or_mark_bad(file: Records, numbers: list[int], label: str) -> list[str | BadRecord]:
+    """Reads records; if the file raises OSError, each record that fails alone becomes a BadRecord.
 
     Raises:
       NeverSkipped: as in `Corpus.read`.
     """
     try:
-        return retried(called, lambda: file.read(numbers))
+        return retried(label, lambda: file.read(numbers))
+    # An OSError as well, so it must be caught first.
     except NeverSkipped:
         raise
     except OSError as error:
@@ -24,17 +24,18 @@ def read_or_why(file: Records, numbers: list[int], called: str) -> list[str | Ba
             return [BadRecord(str(error))]
     # Reads again in parts: single records, or all those of one row group, which is decoded once.
     group = np.searchsorted(file.group_starts, numbers, side="right") - 1
-    part = np.where(file.group_bytes[group] > 0, group, len(file.group_bytes) + np.arange(len(numbers)))
+    # Group numbers for decoded rows, and numbers past them, one per record, for the others.
+    units = np.where(file.group_bytes[group] > 0, group, len(file.group_bytes) + np.arange(len(numbers)))
     texts: list[str | BadRecord] = [""] * len(numbers)
-    for one in np.unique(part).tolist():
-        places = np.flatnonzero(part == one).tolist()
-        wanted = [numbers[place] for place in places]
+    for unit in np.unique(units).tolist():
+        positions = np.flatnonzero(units == unit).tolist()
+        numbers_of_unit = [numbers[position] for position in positions]
         try:
-            found = retried(called, functools.partial(file.read, wanted))
+            read_texts = retried(label, functools.partial(file.read, numbers_of_unit))
         except NeverSkipped:
             raise
         except OSError as error:
-            found = [BadRecord(str(error)) for _ in wanted]
-        for place, text in zip(places, found, strict=True):
-            texts[place] = text
+            read_texts = [BadRecord(str(error)) for _ in numbers_of_unit]
+        for position, text in zip(positions, read_texts, strict=True):
+            texts[position] = text
     return texts

@@ -1,6 +1,4 @@
-"""Errors of reading, told apart by whose fault they are, and reads that are repeated after an error that may
-pass.
-"""
+"""Errors of reading, classified by whose fault they are, and reads repeated after a transient error."""
 
 import contextlib
 import errno
@@ -46,17 +44,15 @@ _ERRNOS = {
 }
 """Errors of a disk, a network or a machine. None of them says anything about the file that was read."""
 
-_ALWAYS_SAID_S = 1.0
-_MOST_SAID = 10
+_ALWAYS_LOGGED_WAIT_S = 1.0
+_MAX_LOGGED_RETRIES = 10
 """Shorter waits that a process reports one by one; later ones are only counted."""
 
 
-class Passing(FileError):
-    """Read that failed for a reason that may be over at the next try, such as an answer that was cut
-    short.
-    """
+class TransientError(FileError):
+    """Read that failed for a reason that may be over at the next try, such as an answer cut short."""
 
-    why = ""
+    reason = ""
     """The reason in the words of a store's client library, if it is known."""
 
 
@@ -69,9 +65,7 @@ class GaveUp(NeverSkipped):
 
 
 class FileLost(FileError):
-    """File that was there when the source was opened, and has vanished, was locked or has another size
-    now.
-    """
+    """File that has vanished, was locked or has changed its size since the source was opened."""
 
 
 class Retries:
@@ -88,13 +82,14 @@ class Retries:
         self._lock = threading.Lock()
 
     def add(self, line: str, wait_s: float) -> None:
-        """Counts one, and tells of it."""
+        """Counts one retry, and tells of it."""
         with self._lock:
             self.count += 1
-            if wait_s < _ALWAYS_SAID_S and self.count > _MOST_SAID:
+            # A long wait is always reported, so that nobody takes a waiting run for a hanging one.
+            if wait_s < _ALWAYS_LOGGED_WAIT_S and self.count > _MAX_LOGGED_RETRIES:
                 line = (
                     "more reads are repeated; data_retries counts them"
-                    if self.count == _MOST_SAID + 1
+                    if self.count == _MAX_LOGGED_RETRIES + 1
                     else ""
                 )
             self._tell(line, wait_s)
@@ -105,26 +100,27 @@ def _to_stderr(line: str, wait_s: float) -> None:
         print(f"data: {line}", file=sys.stderr, flush=True)
 
 
-_heard_by = [Retries(_to_stderr)]
-"""Last one: who hears now. Not an argument: Arrow reads remote files on threads of its own, which pass
-nothing on."""
+_listeners = [Retries(_to_stderr)]
+"""The last one hears of each retry. Not an argument: Arrow reads remote files on threads of its own, which
+pass no context on."""
 
 
 @contextlib.contextmanager
-def heard(retries: Retries) -> Iterator[None]:
-    """Lets `retries` hear of each repeated read of this process; otherwise stderr does."""
-    _heard_by.append(retries)
+def report_retries_to(retries: Retries) -> Iterator[None]:
+    """Reports each repeated read of this process to `retries`; without it they go to stderr."""
+    _listeners.append(retries)
     try:
         yield
     finally:
-        _heard_by.remove(retries)
+        # Not `pop`: two threads may leave in another order than they entered.
+        _listeners.remove(retries)
 
 
-def retried[T](what: str, read: Callable[[], T]) -> T:
+def retried[T](label: str, read: Callable[[], T]) -> T:
     """Returns `read()`, which is repeated with longer and longer waits while its error is one that may pass.
 
     Args:
-      what: file or setting, for messages.
+      label: file or setting, for messages.
       read: a function that may be called again after it raised.
 
     Raises:
@@ -133,53 +129,52 @@ def retried[T](what: str, read: Callable[[], T]) -> T:
     """
 
     def tell(error: Exception, wait_s: float, number: int) -> None:
-        # Said before the wait: a loader tells its pool how long it takes.
+        # Reported before the wait: a loader tells its pool how long it takes.
         tries = f"try {number} of {READS.tries}"
-        line = f"{what}: {_why(passing(error) or error, what)}; it is read again in {wait_s:g} s ({tries})"
-        _heard_by[-1].add(line, wait_s)
+        reason = _describe(transient_cause(error) or error, label)
+        line = f"{label}: {reason}; it is read again in {wait_s:g} s ({tries})"
+        _listeners[-1].add(line, wait_s)
 
     try:
-        return repeat(read, READS, passes=lambda error: passing(error) is not None, tell=tell)
+        return repeat(read, READS, passes=lambda error: transient_cause(error) is not None, tell=tell)
     except Exception as error:  # stores agree on no class of error; one that cannot pass is raised as it is
-        if (cause := passing(error)) is None:
+        if (cause := transient_cause(error)) is None:
             raise
         raise GaveUp(
-            f"{what}: {_why(cause, what)}, at {READS.tries} tries over {sum(READS.waits_s()):.0f} s. Such an "
-            "error is no fault of a document, so none is left out for it. See that the disk, network or "
-            "store is back, and start again: the run goes on from its last checkpoint."
+            f"{label}: {_describe(cause, label)}, at {READS.tries} tries over {sum(READS.waits_s()):.0f} s. "
+            "Such an error is no fault of a document, so none is left out for it. See that the disk, network "
+            "or store is back, and start again: the run goes on from its last checkpoint."
         ) from error
 
 
-def passing(error: BaseException) -> BaseException | None:
-    """Returns the error, or the one in its chain of causes, that may be over at the next try; None if there
-    is none.
-    """
-    found, at = None, error
-    while at is not None:
-        if isinstance(at, GaveUp):
+def transient_cause(error: BaseException) -> BaseException | None:
+    """Returns the innermost transient error in the chain of causes, `error` included; None without one."""
+    cause, link = None, error
+    while link is not None:
+        # Its tries are used up: without this an outer `retried` would repeat all of them.
+        if isinstance(link, GaveUp):
             return None
-        if isinstance(at, Passing) or (isinstance(at, OSError) and may_pass(at)):
-            found = at
-        at = at.__cause__
-    return found
+        if isinstance(link, TransientError) or (isinstance(link, OSError) and is_transient(link)):
+            cause = link
+        link = link.__cause__
+    return cause
 
 
-def may_pass(error: OSError) -> bool:
-    """True for errors of a disk, a network or a machine, False for those that say something about the
-    file.
-    """
+def is_transient(error: OSError) -> bool:
+    """True for errors of a disk, a network or a machine, False for errors that blame the file."""
     return error.errno in _ERRNOS or isinstance(error, (ConnectionError, TimeoutError))
 
 
-def text_may_pass(message: str) -> bool:
+def names_transient_error(message: str) -> bool:
     """True if the message of a library without error numbers names such an error."""
     return any(os.strerror(number) in message for number in _ERRNOS if number > 0)
 
 
-def _why(error: BaseException, what: str) -> str:
+def _describe(error: BaseException, label: str) -> str:
     """Returns an error in one line, without the name of the file."""
-    if isinstance(error, Passing):
-        return error.why or str(error).removeprefix(f"{what}: ").rstrip(".")
+    if isinstance(error, TransientError):
+        return error.reason or str(error).removeprefix(f"{label}: ").rstrip(".")
+    # Without the file's name, which the caller puts first.
     if isinstance(error, OSError) and error.errno is not None and error.strerror:
         return f"[Errno {error.errno}] {error.strerror}"
     return " ".join(f"{type(error).__name__}: {error}".split()).rstrip(":.")

@@ -1,6 +1,4 @@
-"""Sample corpus of `--config=mixture`: six sources in six formats, made of text that comes with every
-Python.
-"""
+"""Sample corpus of `--config=mixture`: six sources in six formats, of text that comes with every Python."""
 
 import ast
 import gzip
@@ -35,6 +33,7 @@ def write_sample(out: Path) -> dict[str, int]:
     function or block. topics: the language reference, in prose. packages: descriptions of the installed
     packages.
     """
+    # Read once: four of the six sources are made of the same modules.
     modules = dict(_modules())
     documents = {
         "code": list(modules.values()),
@@ -58,7 +57,7 @@ def _modules() -> Iterator[tuple[str, str]]:
             continue  # a module in another encoding
 
 
-def _parsed(text: str) -> ast.Module:
+def _parse(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about invalid escapes in the strings of these modules
         try:
@@ -68,7 +67,7 @@ def _parsed(text: str) -> ast.Module:
 
 
 def _docstrings(module: str) -> Iterator[str]:
-    for node in ast.walk(_parsed(module)):
+    for node in ast.walk(_parse(module)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
             text := ast.get_docstring(node)
         ):
@@ -76,31 +75,33 @@ def _docstrings(module: str) -> Iterator[str]:
 
 
 def _signatures(module: str) -> str:
-    found = []
-    for node in ast.walk(_parsed(module)):
+    lines = []
+    for node in ast.walk(_parse(module)):
         if isinstance(node, ast.FunctionDef):
-            found.append(f"def {node.name}({ast.unparse(node.args)})")
+            lines.append(f"def {node.name}({ast.unparse(node.args)})")
         elif isinstance(node, ast.ClassDef):
-            found.append(f"class {node.name}({', '.join(map(ast.unparse, node.bases))})")
-    return "\n".join(found)
+            lines.append(f"class {node.name}({', '.join(map(ast.unparse, node.bases))})")
+    return "\n".join(lines)
 
 
 def _comments(module: str) -> Iterator[str]:
     """Yields blocks of at least three consecutive comment lines, each block as one text."""
     block: list[str] = []
-    last = -1
+    last_line = -1
     try:
         for token in tokenize.generate_tokens(io.StringIO(module).readline):
             if token.type != tokenize.COMMENT:
                 continue
-            if token.start[0] != last + 1:
+            # A line without a comment ends the block.
+            if token.start[0] != last_line + 1:
                 if len(block) >= 3:
                     yield "\n".join(block)
                 block = []
             block.append(token.string.removeprefix("#").strip())
-            last = token.start[0]
+            last_line = token.start[0]
     except (tokenize.TokenError, SyntaxError):
         return
+    # The last block of a module has no later comment that ends it.
     if len(block) >= 3:
         yield "\n".join(block)
 
@@ -110,13 +111,14 @@ def _topics() -> list[str]:
 
 
 def _packages() -> list[str]:
-    found = {}
+    description_of = {}
     for distribution in importlib.metadata.distributions():
         metadata = distribution.metadata
         text = metadata.json.get("description") or metadata.json.get("summary") or ""
         if isinstance(text, str) and text.strip():
-            found[metadata["Name"]] = text
-    return [text for _, text in sorted(found.items())]
+            description_of[metadata["Name"]] = text
+    # By name: the order of installed packages differs between machines.
+    return [text for _, text in sorted(description_of.items())]
 
 
 def _write_json_lines(path: Path, texts: list[str]) -> None:

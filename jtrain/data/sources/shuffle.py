@@ -32,11 +32,13 @@ def permuted(index: Int[np.ndarray, " n"], size: int | np.int64, key: np.uint64)
     shift = bits >> _ONE
     low_mask, high_mask = (_ONE << shift) - _ONE, (_ONE << (bits - shift)) - _ONE
     keys, limit = splitmix64(key + np.arange(_ROUNDS, dtype=np.uint64)), np.uint64(size)
-    found = now = index.astype(np.uint64)
-    walking = None
-    while len(now):
-        high, low, low_m, high_m = now >> shift, now & low_mask, low_mask, high_mask
+    images = pending = index.astype(np.uint64)
+    pending_index = None
+    while len(pending):
+        # An odd number of bits makes unequal halves, so their masks swap with them.
+        high, low, low_m, high_m = pending >> shift, pending & low_mask, low_mask, high_mask
         for round_key in keys:
+            # In place from here on: new arrays would take most of the time of small batches.
             mixed = low + round_key
             mixed *= _MIX
             mixed >>= _HALF
@@ -45,14 +47,16 @@ def permuted(index: Int[np.ndarray, " n"], size: int | np.int64, key: np.uint64)
             high, low, low_m, high_m = low, mixed, high_m, low_m
         high <<= shift
         high |= low
+        # Cycle walking: images past `size` are permuted again until they fall below it; at most half are.
         outside = np.flatnonzero(high >= limit)
-        if walking is None:
-            found, walking = high, outside
+        # First round: every number has an image, and those outside of the range are overwritten later.
+        if pending_index is None:
+            images, pending_index = high, outside
         else:
-            found[walking] = high
-            walking = walking[outside]
-        now = high[outside]
-    return found.astype(np.int64)
+            images[pending_index] = high
+            pending_index = pending_index[outside]
+        pending = high[outside]
+    return images.astype(np.int64)
 
 
 def epoch_key(seed: int, epoch: int) -> np.uint64:

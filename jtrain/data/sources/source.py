@@ -32,6 +32,7 @@ def field_of(name: str) -> str:
     """Returns the config path of a source, for messages."""
     if name.startswith(HELD_OUT_PREFIX):
         return name
+    # `data.path` declares one source without a name, so messages name its fields directly.
     return "data" if name == ONE_SOURCE else f"data.sources.{name}"
 
 
@@ -95,10 +96,11 @@ class Source:
     def _check_mask(self, field: str) -> None:
         """Raises UserError if the fields that say what is learned do not go together."""
         prompt, mask, messages = self.prompt_field, self.mask_field, self.messages_field
-        others = {"prompt_field": prompt, "mask_field": mask}
+        mask_settings = {"prompt_field": prompt, "mask_field": mask}
         if messages is not None:
+            # "text" is the default, so it does not show that the user set it.
             text = None if self.text_field == "text" else self.text_field
-            for setting, name in {**others, "text_field": text}.items():
+            for setting, name in {**mask_settings, "text_field": text}.items():
                 if name is not None:
                     raise UserError(
                         f"{field}: messages_field={messages!r} and {setting}={name!r} are both set. Remove "
@@ -110,29 +112,29 @@ class Source:
                 "prompt and its completion need no spans, and spans can leave out a prompt that is part of "
                 "the text."
             )
+        # Refused, since a setting without effect hides a typing error in another one.
         if prompt is None and messages is None and not self.mask_prompt:
             raise UserError(
                 f"{field}.mask_prompt=False has no prompt to learn. Set {field}.prompt_field or "
                 f"{field}.messages_field, or remove it."
             )
-        for setting, name in others.items():
+        for setting, name in mask_settings.items():
+            # The same field twice would be its own prompt or mask.
             if name is not None and name == self.text_field:
-                of = "completion" if setting == "prompt_field" else "text"
+                role = "completion" if setting == "prompt_field" else "text"
                 raise UserError(
                     f"{field}.{setting}={name!r} is also its text_field. Set {field}.text_field to the field "
-                    f"of the {of}."
+                    f"of the {role}."
                 )
-        if (learned := self.mask) is not None:
-            setting, name = f"{field}.{learned.setting}", learned.field
-            check_format(self.format, what=f"{field}.format={self.format!r}", setting=setting, name=name)
+        if (mask_fields := self.mask) is not None:
+            setting, name = f"{field}.{mask_fields.setting}", mask_fields.field
+            check_format(self.format, label=f"{field}.format={self.format!r}", setting=setting, name=name)
 
     def fields_at(self, field: str) -> str:
-        """Returns the settings that name fields of a record, for messages; `field` is the config path of the
-        source.
-        """
-        said = [] if self.messages_field is not None else [f"{field}.text_field={self.text_field!r}"]
+        """Returns the settings that name fields of a record, for messages; `field`: the source's path."""
+        settings = [] if self.messages_field is not None else [f"{field}.text_field={self.text_field!r}"]
         return " or ".join(
-            [*said, *([f"{field}.{self.mask.setting}={self.mask.field!r}"] if self.mask else [])]
+            [*settings, *([f"{field}.{self.mask.setting}={self.mask.field!r}"] if self.mask else [])]
         )
 
     @property
@@ -155,20 +157,20 @@ def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: 
 
 
 class FileKeys:
-    """Hashes of files' names, each made when it is first asked for: a source may have hundreds of
-    thousands.
-    """
+    """Hashes of files' names, each computed at its first use: a source may have hundreds of thousands."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
+        # Two arrays and no dict: 9 bytes per file of a large source.
         self._keys = np.zeros(len(names), np.uint64)
-        self._known = np.zeros(len(names), np.bool_)
+        self._is_computed = np.zeros(len(names), np.bool_)
 
     def __getitem__(self, files: Int[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
         """Returns the keys of the files with these numbers."""
-        for file in set(files[~self._known[files]].tolist()):
+        # In Python, file by file: blake2b, since the names need a hash that stays the same between runs.
+        for file in set(files[~self._is_computed[files]].tolist()):
             digest = hashlib.blake2b(self._names[file].encode(), digest_size=8).digest()
-            self._keys[file], self._known[file] = int.from_bytes(digest), True
+            self._keys[file], self._is_computed[file] = int.from_bytes(digest), True
         return self._keys[files]
 
 
@@ -182,16 +184,16 @@ def split_positions(
       keys: of the files' names.
       records: numbers of the records.
     """
+    # side="right" steps over empty files, whose end equals that of the file before.
     files = np.searchsorted(file_ends, records, side="right")
     number = records - np.where(files > 0, file_ends[files - 1], 0)
     mixed = splitmix64(keys[files] ^ splitmix64(number.astype(np.uint64)))
+    # The upper 53 bits, as many as a float64 holds exactly; 2**-53 maps them to [0, 1).
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def splitmix64(x: UInt64[np.ndarray, " n"]) -> UInt64[np.ndarray, " n"]:
-    """Returns a hash of each number in which every input bit affects every output bit (Steele, Lea and Flood
-    2014).
-    """
+    """Returns a hash of each number; each input bit affects all output bits (Steele, Lea, Flood 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

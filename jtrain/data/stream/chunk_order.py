@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int, Int16, Int64
 
-from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
+from jtrain.data.pretokenized.index_format import BLOCK
+from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
@@ -125,7 +126,7 @@ class _Permuted(abc.ABC):
         # Newest first: its permutation is the outermost, and maps into the positions of the order
         # before it.
         for generation in reversed(joining):
-            span = self._generations[generation].place, self._slots[generation]
+            span = self._generations[generation].slots_read, self._slots[generation]
             positions = permuted_within(positions, span, join_key(self._seed, generation, epoch))
         base_slots = self._slots[base]
         # Without joined files every position is below base_slots: no need to look for those that

@@ -172,7 +172,10 @@ class WindowedChunks:
         windows = self._split(shuffled_parts(self._parts[base], key))
         join_spans = []
         for generation in newer:
-            position, num_started = self._generations[generation].place, self._generations[generation].window
+            position, num_started = (
+                self._generations[generation].slots_read,
+                self._generations[generation].window,
+            )
             generation_key = join_key(self._seed, generation, epoch)
             new_parts = np.arange(self._parts[generation - 1], self._parts[generation])
             # Sorted first, so that the shuffle depends on the set of parts and not on the

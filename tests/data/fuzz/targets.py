@@ -175,17 +175,17 @@ def _manifest(files: list[bytes], folder: Path) -> None:
 def _prepared(files: list[bytes], folder: Path) -> None:
     import numpy as np
 
-    from jtrain.data.pretokenized import reader
+    from jtrain.data.pretokenized import index_format, reader
 
-    names = (reader.INDEX, reader.LENGTHS, reader.IDS, reader.FILES)
+    names = (index_format.INDEX, index_format.LENGTHS, index_format.IDS, index_format.FILES)
     for name, content in zip(names, files, strict=True):
         (folder / name).write_bytes(content)
     try:
         body = json.loads(files[0])
         body.pop("digest", None)
         body["bytes"] = {name: len(content) for name, content in zip(names[1:], files[1:], strict=True)}
-        body["hashes"] = {reader.FILES: reader.digest(files[3])}
-        (folder / reader.INDEX).write_text(reader.sign(body))
+        body["hashes"] = {index_format.FILES: index_format.digest(files[3])}
+        (folder / index_format.INDEX).write_text(index_format.sign(body))
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass
     index = reader.PreparedIndex(folder)

@@ -79,7 +79,7 @@ def test_what_is_known_when_does_not_change_the_stream(
                 plan, after = planner.plan(states[-1])
                 break
             except NotYet as not_yet:
-                wanted = not_yet.wanted
+                wanted = not_yet.missing
             assert wanted
             for source, first, _ in wanted:
                 assert first == known[source]

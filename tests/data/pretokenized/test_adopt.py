@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jtrain.data.pretokenized import adopt as adopting
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.adopt import adopt
 from jtrain.data.pretokenized.foreign import dense, foreign_file
 from jtrain.data.pretokenized.reader import PreparedIndex
@@ -63,7 +63,7 @@ def test_every_layout_holds_its_documents(
     assert_holds(index, documents)
     assert before == {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
     ours = {path.name: path.stat().st_size for path in Path(index.location).iterdir()}
-    assert (reader.IDS in ours) == name.startswith("parquet"), "only Parquet's ids are copied"
+    assert (index_format.IDS in ours) == name.startswith("parquet"), "only Parquet's ids are copied"
     assert index.made_of["tokenizer"] == make_tokenizer(str(tokenizer_json)).identity
 
 
@@ -175,7 +175,7 @@ def test_moved_files_are_adopted_again_without_reading_them(
     ):
         PreparedIndex(tmp_path / "out" / "data")
 
-    def scan(self: dense.SplitFile, part: int) -> foreign_file.Found:
+    def scan(self: dense.SplitFile, part: int) -> foreign_file.PartContent:
         raise AssertionError("the file is read again")
 
     monkeypatch.setattr(dense.SplitFile, "scan", scan)
@@ -203,7 +203,7 @@ def test_an_interrupted_call_goes_on_after_the_files_it_has_scanned(
     monkeypatch.setattr(adopting, "_threads", lambda: 1)
     scan, scanned = dense.SplitFile.scan, []
 
-    def failing(self: dense.SplitFile, part: int) -> foreign_file.Found:
+    def failing(self: dense.SplitFile, part: int) -> foreign_file.PartContent:
         if self.path.name == "12.bin" and "12.bin" not in scanned:
             scanned.append("12.bin")
             raise KeyboardInterrupt
@@ -227,8 +227,8 @@ def test_the_index_of_files_is_small(tokenizer_json: Path, tmp_path: Path) -> No
     write.write_raw(tmp_path / "a.bin", [[5] * 99 + [END]] * 1600)
     index = run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json)
     sizes = {path.name: path.stat().st_size for path in Path(index.location).iterdir()}
-    assert sizes[reader.LENGTHS] == 1600 * 4 + 101 * 8
-    assert sizes[reader.PLACES] == 4 * 8
+    assert sizes[index_format.LENGTHS] == 1600 * 4 + 101 * 8
+    assert sizes[index_format.PLACES] == 4 * 8
     assert sum(sizes.values()) < 1600 * 6
 
 

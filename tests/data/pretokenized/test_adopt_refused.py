@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.tokenizer import make_tokenizer
@@ -225,7 +225,7 @@ def test_an_existing_folder_that_is_no_index_is_kept(
     ):
         run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json)
     run(tmp_path / "a.bin", tmp_path / "out", tokenizer_json, name="other")
-    body = json.loads((tmp_path / "out" / "other" / reader.INDEX).read_text())
+    body = json.loads((tmp_path / "out" / "other" / index_format.INDEX).read_text())
     assert body["adopted"]["root"] == str(tmp_path)
 
 

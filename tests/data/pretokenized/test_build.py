@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data.pretokenized import reader, writer
+from jtrain.data.pretokenized import index_format, reader, writer
 from jtrain.data.pretokenized.build import SHARD_BYTES, prepare, prepare_command
 from jtrain.data.pretokenized.build_process import BuildProcess
 from jtrain.data.pretokenized.reader import PreparedIndex
@@ -35,7 +35,7 @@ def test_every_format_has_the_ids_of_its_documents(
     recipe = Recipe(name="a", source=source, tokenizer=str(tokenizer_json), cache_dir=tmp_path / "cache")
     [made] = prepare([recipe], tmp_path / "out", workers=2, stream=io.StringIO(), shard_bytes=3000)
     index = PreparedIndex(tmp_path / "out" / "a")
-    assert len((Path(index.location) / reader.SHARDS).read_text().splitlines()) > 2
+    assert len((Path(index.location) / index_format.SHARDS).read_text().splitlines()) > 2
     want = [encode_document(tokenizer, text) for text in texts]
     lengths, ids = index.read(np.arange(len(index)))
     assert lengths.tolist() == [len(one) for one in want]
@@ -84,7 +84,9 @@ def test_a_bad_record_stops_or_is_named_and_counted(tmp_path: Path) -> None:
     index = PreparedIndex(tmp_path / "out" / "web")
     assert list(index.skipped) == [7, 250]
     assert index.lengths(np.asarray([6, 7, 250])).tolist()[1:] == [0, 0]
-    said = [json.loads(line) for line in (Path(index.location) / reader.SKIPPED).read_text().splitlines()]
+    said = [
+        json.loads(line) for line in (Path(index.location) / index_format.SKIPPED).read_text().splitlines()
+    ]
     assert [line["document"] for line in said] == ["web.jsonl:7", "web.jsonl:250"]
     with pytest.raises(ValueError, match=r"leaves out 2 bad records, but data\.on_bad_record='fail'"):
         prepare(recipes_of(tmp_path), tmp_path / "out", workers=2, stream=io.StringIO(), shard_bytes=2048)
@@ -102,9 +104,12 @@ def test_what_an_unfinished_call_left_out_is_not_taken_over_where_none_may_be(
         writer.IndexWriter(0, skipping[0], tmp_path / "out", 2048, host)
     prepare(skipping, tmp_path / "other", workers=1, stream=io.StringIO(), shard_bytes=2048)
     partial = tmp_path / "out" / f".{name}.partial"
-    for file in (reader.IDS, reader.SKIPPED):
+    for file in (index_format.IDS, index_format.SKIPPED):
         (partial / file).write_bytes((tmp_path / "other" / name / file).read_bytes())
-    sizes = {reader.IDS: 1, reader.SKIPPED: (partial / reader.SKIPPED).read_bytes().index(b"\n") + 1}
+    sizes = {
+        index_format.IDS: 1,
+        index_format.SKIPPED: (partial / index_format.SKIPPED).read_bytes().index(b"\n") + 1,
+    }
     state = {"units": 3, "tokens": 1, "empty": 0, "skipped": 1, "bytes": sizes}
     (partial / "00000003.state.json").write_text(json.dumps(state))
     message = rf"^{field}: .*{name}\.partial leaves out 1 bad records.* first is web\.jsonl:7: .*remove /"
@@ -117,7 +122,7 @@ def test_a_source_that_changed_gets_a_new_index_in_the_place_of_the_old(tmp_path
     write_lines(tmp_path, lines=90)
     out = tmp_path / "out"
     prepare(recipes_of(tmp_path), out, workers=1, stream=io.StringIO())
-    untouched = (out / "book" / reader.INDEX).stat()
+    untouched = (out / "book" / index_format.INDEX).stat()
     again = prepare(recipes_of(tmp_path), out, workers=1, stream=io.StringIO())
     assert [row.state for row in again] == ["there", "there"]
     (tmp_path / "web.jsonl").write_text('{"text": "new"}\n')
@@ -126,7 +131,7 @@ def test_a_source_that_changed_gets_a_new_index_in_the_place_of_the_old(tmp_path
     assert [row.state for row in again] == ["made", "there"]
     assert "web: the index there was made of other data; it will be replaced." in stream.getvalue()
     assert PreparedIndex(out / "web").read(np.asarray([0]))[1].tolist() == [0, *b"new", 0]
-    assert (out / "book" / reader.INDEX).stat() == untouched
+    assert (out / "book" / index_format.INDEX).stat() == untouched
     assert sorted(path.name for path in out.iterdir()) == ["book", "web"]
 
 

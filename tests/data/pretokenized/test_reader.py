@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jtrain.data.pretokenized import reader
+from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.build import prepare
-from jtrain.data.pretokenized.reader import BLOCK, PreparedIndex
+from jtrain.data.pretokenized.index_format import BLOCK
+from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.pretokenized.shard import Recipe
 from jtrain.data.sources.source import Source
 from jtrain.data.tokenizer import ByteTokenizer, HFTokenizer
@@ -111,7 +112,7 @@ def test_counts_and_names_are_those_of_the_source(index: PreparedIndex) -> None:
     assert index.num_skipped == len(index.skipped) == 0
     assert index.identity_of(5) == "web.jsonl:5"
     assert index.file_ends.tolist() == [NUM_DOCUMENTS]
-    assert len((Path(index.location) / reader.SHARDS).read_text().splitlines()) > 2, (
+    assert len((Path(index.location) / index_format.SHARDS).read_text().splitlines()) > 2, (
         "one shard alone proves little"
     )
 
@@ -197,14 +198,14 @@ def test_an_index_that_leaves_out_bad_records_is_refused_where_none_may_be(tmp_p
         index.check(on_bad_record="fail")
 
 
-DATA_FILES = (reader.LENGTHS, reader.IDS, reader.SHARDS, reader.FILES)
+DATA_FILES = (index_format.LENGTHS, index_format.IDS, index_format.SHARDS, index_format.FILES)
 
 
-@pytest.mark.parametrize("name", [*DATA_FILES, reader.INDEX])
+@pytest.mark.parametrize("name", [*DATA_FILES, index_format.INDEX])
 def test_a_file_cut_short_or_gone_is_found_when_the_index_is_opened(name: str, tmp_path: Path) -> None:
     folder = make(tmp_path)
     content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[:-1] if name != reader.INDEX else content[: len(content) // 2])
+    (folder / name).write_bytes(content[:-1] if name != index_format.INDEX else content[: len(content) // 2])
     with pytest.raises(
         ValueError, match=rf"is damaged: {name} .*Make it again: rm -r {folder} && python -m jtrain"
     ):
@@ -231,19 +232,19 @@ def test_a_flipped_bit_anywhere_is_found_by_verify(name: str, tmp_path: Path) ->
 
 def test_a_changed_index_json_does_not_match_its_digest(tmp_path: Path) -> None:
     folder = make(tmp_path)
-    body = (folder / reader.INDEX).read_text()
-    (folder / reader.INDEX).write_text(body.replace('"uint8"', '"uint16"'))
+    body = (folder / index_format.INDEX).read_text()
+    (folder / index_format.INDEX).write_text(body.replace('"uint8"', '"uint16"'))
     with pytest.raises(ValueError, match=r"index\.json does not match its own digest"):
         PreparedIndex(folder)
 
 
 def test_another_format_is_refused(tmp_path: Path) -> None:
     folder = make(tmp_path)
-    body = json.loads((folder / reader.INDEX).read_text())
+    body = json.loads((folder / index_format.INDEX).read_text())
     body |= {"format": 99}
     del body["digest"]
-    digest = reader.digest(json.dumps(body, sort_keys=True).encode())
-    (folder / reader.INDEX).write_text(json.dumps(body | {"digest": digest}))
+    digest = index_format.digest(json.dumps(body, sort_keys=True).encode())
+    (folder / index_format.INDEX).write_text(json.dumps(body | {"digest": digest}))
     with pytest.raises(ValueError, match=r"index format 99; this jtrain reads format 1\. Make it again"):
         PreparedIndex(folder)
 
@@ -253,9 +254,9 @@ def test_a_wrong_length_is_found_by_reading_near_it(tmp_path: Path) -> None:
     documents.
     """
     folder = make(tmp_path)
-    content = bytearray((folder / reader.LENGTHS).read_bytes())
+    content = bytearray((folder / index_format.LENGTHS).read_bytes())
     content[4 * 20] ^= 1
-    (folder / reader.LENGTHS).write_bytes(content)
+    (folder / index_format.LENGTHS).write_bytes(content)
     index = PreparedIndex(folder)
     index.read(np.arange(16))
     with pytest.raises(ValueError, match=r"lengths and starts disagree at record 31"):

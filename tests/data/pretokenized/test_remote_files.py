@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jtrain.data.pretokenized import reader, remote_files
+from jtrain.data.pretokenized import index_format, remote_files
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.errors import FileError
 from tests.data.pretokenized.test_reader import NUM_DOCUMENTS, make
@@ -70,7 +70,7 @@ def test_an_index_behind_a_url_is_read_by_ranges(store: Store, local: PreparedIn
     url = upload(local, store)
     index = PreparedIndex(url, cache_dir=tmp_path)
     fetched = {r.path.rpartition("/")[2] for r in store.requests if r.method == "GET"}
-    assert fetched == {reader.INDEX}, "opening reads no table"
+    assert fetched == {index_format.INDEX}, "opening reads no table"
     assert_same(index, local)
     assert_same(pickle.loads(pickle.dumps(index)), local)
     assert index.verify() == []
@@ -88,13 +88,13 @@ def test_spans_near_each_other_share_a_request(
 ) -> None:
     index = PreparedIndex(upload(local, store), cache_dir=tmp_path)
     index.read(np.asarray([79, 0, 40]))
-    assert len(gets(store, reader.IDS)) == 1
+    assert len(gets(store, index_format.IDS)) == 1
     monkeypatch.setattr(remote_files, "_GAP_BYTES", 8)
     index.read(np.asarray([79, 0, 41, 40]))
-    assert len(gets(store, reader.IDS)) == 3, "40 and 41 lie beside each other"
+    assert len(gets(store, index_format.IDS)) == 3, "40 and 41 lie beside each other"
     monkeypatch.setattr(remote_files, "_REQUEST_BYTES", 100)
     _, ids = index.read(np.asarray([0, 1, 2]))
-    parts = gets(store, reader.IDS)
+    parts = gets(store, index_format.IDS)
     assert len(parts) == -(-len(ids) // 100) > 3
     assert [end + 1 for _, end in parts[:-1]] == [start for start, _ in parts[1:]]
     np.testing.assert_array_equal(ids, local.read(np.asarray([0, 1, 2]))[1])
@@ -108,20 +108,20 @@ def test_a_page_of_lengths_is_fetched_once_per_host(
     url = upload(local, store)
     index = PreparedIndex(url, cache_dir=tmp_path)
     index.lengths(np.asarray([20, 21]))
-    assert gets(store, reader.LENGTHS) == [(64, 127)]
+    assert gets(store, index_format.LENGTHS) == [(64, 127)]
     index.lengths(np.asarray([30]))
-    assert gets(store, reader.LENGTHS) == []
+    assert gets(store, index_format.LENGTHS) == []
     other = PreparedIndex(url, cache_dir=tmp_path)
     np.testing.assert_array_equal(other.lengths(np.arange(16, 32)), local.lengths(np.arange(16, 32)))
-    assert gets(store, reader.LENGTHS) == []
-    [copy] = tmp_path.rglob(reader.LENGTHS)
+    assert gets(store, index_format.LENGTHS) == []
+    [copy] = tmp_path.rglob(index_format.LENGTHS)
     content = bytearray(copy.read_bytes())
     content[70] ^= 1
     copy.write_bytes(content)
     third = PreparedIndex(url, cache_dir=tmp_path)
     assert_same(third, local)
     assert (64, 127) in [
-        (a, a + 63) for first, last in gets(store, reader.LENGTHS) for a in range(first, last, 64)
+        (a, a + 63) for first, last in gets(store, index_format.LENGTHS) for a in range(first, last, 64)
     ]
 
 
@@ -141,17 +141,20 @@ def test_opening_takes_as_many_requests_for_a_large_index(
     url = upload(local, store)
     PreparedIndex(url, cache_dir=tmp_path)
     few = len(store.requests)
-    body = json.loads((Path(local.location) / reader.INDEX).read_text())
+    body = json.loads((Path(local.location) / index_format.INDEX).read_text())
     del body["digest"]
     body["records"] = 1 << 22
-    body["bytes"][reader.LENGTHS] = (1 << 22) * 4 + (1 << 18) * 8 + 8
-    store.files[f"prepared/web/{reader.LENGTHS}"] = bytes(body["bytes"][reader.LENGTHS])
-    store.files[f"prepared/web/{reader.INDEX}"] = reader.sign(body).encode()
+    body["bytes"][index_format.LENGTHS] = (1 << 22) * 4 + (1 << 18) * 8 + 8
+    store.files[f"prepared/web/{index_format.LENGTHS}"] = bytes(body["bytes"][index_format.LENGTHS])
+    store.files[f"prepared/web/{index_format.INDEX}"] = index_format.sign(body).encode()
     store.requests.clear()
     index = PreparedIndex(url, cache_dir=tmp_path)
     assert len(store.requests) == few
     index.read(np.asarray([3_000_000]))
-    assert sum(last + 1 - first for first, last in gets(store, reader.LENGTHS)) == 2 * remote_files.PAGE_BYTES
+    assert (
+        sum(last + 1 - first for first, last in gets(store, index_format.LENGTHS))
+        == 2 * remote_files.PAGE_BYTES
+    )
 
 
 def test_a_store_that_sends_no_ranges_is_refused(store: Store, local: PreparedIndex, tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_arrow_that_is_damaged_during_a_run_is_named(tmp_path: Path) -> None:
     path = write_arrow(tmp_path / "a.arrow", pa.table({"text": [f"{i} " * 30 for i in range(40)]}))
     file = arrow(path)
     whole = bytearray(path.read_bytes())
-    start = int(file._batch_at[2])
+    start = int(file._batch_start[2])
     whole[start : start + 40] = b"\x01" * 40
     path.write_bytes(whole)
     assert file[0] == "0 " * 30

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jtrain.data.sources.formats import JsonLines, long_lines
-from jtrain.data.sources.formats.long_lines import KeptMarks, marks_of, text_of_part
+from jtrain.data.sources.formats.long_lines import MarkCache, marks_of, text_of_part
 from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import find_files
 from jtrain.data.stream.chunk_order import Chunks
@@ -55,7 +55,7 @@ def test_only_so_many_marks_are_kept() -> None:
     marks = marks_of(json.dumps({"text": text}).encode(), text, "text")
     assert marks is not None
     assert len(marks.text) == 50
-    kept, file = KeptMarks(most_marks=120), object()
+    kept, file = MarkCache(most_marks=120), object()
     for record in (0, 1):
         kept.add(file, record, marks)
     assert kept.get(file, 0) is marks

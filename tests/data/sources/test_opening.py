@@ -79,8 +79,8 @@ def files_of(lines: list[str]) -> list[int]:
 
 
 def test_the_trainer_says_how_far_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SAID_AFTER_S", 0.1)
-    monkeypatch.setattr(opening, "SAID_EVERY_S", 0.1)
+    monkeypatch.setattr(opening, "FIRST_LINE_AFTER_S", 0.1)
+    monkeypatch.setattr(opening, "LINE_EVERY_S", 0.1)
     said: list[str] = []
     with slow_server(folder, delay_s=0.02) as url:
         dataset = open_dataset(spec(url, folder), seed=0, say=said.append)
@@ -92,7 +92,7 @@ def test_the_trainer_says_how_far_it_is(folder: Path, monkeypatch: pytest.Monkey
         assert " files, 0.0 MiB, " not in said[-1]
         assert " MiB, " in said[-1], "this server does not tell sizes"
         said.clear()
-        monkeypatch.setattr(opening, "SAID_AFTER_S", 3600.0)
+        monkeypatch.setattr(opening, "FIRST_LINE_AFTER_S", 3600.0)
         open_dataset(spec(url, folder), seed=0, say=said.append)
         assert said == [], "what does not take long is not said"
     del dataset
@@ -100,7 +100,7 @@ def test_the_trainer_says_how_far_it_is(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_held_out_set_says_it_under_its_own_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SAID_AFTER_S", 0.1)
+    monkeypatch.setattr(opening, "FIRST_LINE_AFTER_S", 0.1)
     said: list[str] = []
     (folder.parent / "train.txt").write_text("train " * 1000)
     data = spec(str(folder.parent / "train.txt"), folder, eval_fraction=0.0)
@@ -112,7 +112,7 @@ def test_a_held_out_set_says_it_under_its_own_name(folder: Path, monkeypatch: py
 
 
 def test_a_failure_ends_the_lines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "SAID_EVERY_S", 0.01)
+    monkeypatch.setattr(opening, "LINE_EVERY_S", 0.01)
     (folder / "05.jsonl").write_text("no json")
     (folder / "06.jsonl").write_text('{"text": 1}\n')
     with pytest.raises(ValueError, match="none of the first 2 records tried"):
@@ -121,8 +121,8 @@ def test_a_failure_ends_the_lines(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_loader_tells_the_pool_how_far_it_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pools, "SAID_AFTER_S", 0.1)
-    monkeypatch.setattr(pools, "SAID_EVERY_S", 0.1)
+    monkeypatch.setattr(pools, "FIRST_LINE_AFTER_S", 0.1)
+    monkeypatch.setattr(pools, "LINE_EVERY_S", 0.1)
     said: list[str] = []
     forkserver = Forkserver()
     with slow_server(folder, delay_s=0.03) as url:

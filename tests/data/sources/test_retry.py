@@ -16,7 +16,7 @@ import pytest
 
 from jtrain.data import PackedText, Source, open_dataset
 from jtrain.data.loaders.messages import DataError
-from jtrain.data.pretokenized import reader, remote_files
+from jtrain.data.pretokenized import index_format, remote_files
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources import retry
 from jtrain.data.sources.corpus import Corpus
@@ -46,7 +46,7 @@ def every(corpus: Corpus) -> list[str | BadRecord]:
 def listening() -> Iterator[list[str]]:
     """Collects the lines about repeated reads."""
     lines: list[str] = []
-    with retry.heard(retry.Retries(lambda line, wait_s: lines.append(line))):
+    with retry.report_retries_to(retry.Retries(lambda line, wait_s: lines.append(line))):
         yield lines
 
 
@@ -61,7 +61,7 @@ def out_of_descriptors(times: int) -> Iterator[list[str]]:
         if len(lines) == times:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    with retry.heard(retry.Retries(tell)):
+    with retry.report_retries_to(retry.Retries(tell)):
         # Of these three none becomes free. Of a higher limit one might: what earlier tests left is closed at
         # any time.
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
@@ -136,12 +136,12 @@ def test_an_error_of_the_kernel_is_known_through_every_reader_and_what_wraps_it(
         assert found.value.errno == errno.EIO
         wrapped = FileError("a.parquet: row group 3 cannot be read")
         wrapped.__cause__ = found.value
-        assert retry.passing(wrapped) is found.value
+        assert retry.transient_cause(wrapped) is found.value
     with pytest.raises(FileNotFoundError) as missing:
         Path("/proc/nowhere").read_bytes()
-    assert retry.passing(missing.value) is None
-    assert retry.text_may_pass("INTERNAL: pread() failed: Input/output error (5)")
-    assert not retry.text_may_pass("INVALID_ARGUMENT: the chunk is corrupt")
+    assert retry.transient_cause(missing.value) is None
+    assert retry.names_transient_error("INTERNAL: pread() failed: Input/output error (5)")
+    assert not retry.names_transient_error("INVALID_ARGUMENT: the chunk is corrupt")
 
 
 class FailingFile(io.FileIO):
@@ -292,7 +292,7 @@ def test_of_a_prepared_index_in_a_store_only_what_failed_is_fetched_again(
         web.faults[:] = [503, "less", "cut"]
         np.testing.assert_array_equal(index.read(records)[1], local.read(records)[1])
     assert len(lines) == 3
-    ranges = [request.range for request in web.requests if request.path.endswith(reader.IDS)]
+    ranges = [request.range for request in web.requests if request.path.endswith(index_format.IDS)]
     assert len(ranges) == len(set(ranges)) + 3 > 10
     web.faults[:] = ["less"] * 9999
     with pytest.raises(GaveUp, match=r"web/ids\.bin: \d+ of \d+ bytes from byte \d+ arrived, at 6 tries"):

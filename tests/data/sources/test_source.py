@@ -215,7 +215,7 @@ def test_a_file_that_vanishes_or_is_cut_short_during_a_run_is_named(
     write(tmp_path, texts)
     corpus = open_corpus(tmp_path)
     files = [
-        Path(cast(TextFile, records)._file.location) for records in corpus._records
+        Path(cast(TextFile, records)._file.location) for records in corpus.files.records
     ]  # all formats have it
     if files[0].parent != tmp_path:
         check_lost_copy(corpus, files[0], texts)
@@ -271,7 +271,7 @@ def test_all_sources_of_a_process_share_one_bound_of_decoded_text(
         )
     for corpus in corpora:
         every(corpus)
-    cache, *others = [cast(ParquetFile, corpus._records[0])._groups for corpus in corpora]
+    cache, *others = [cast(ParquetFile, corpus.files.records[0])._groups for corpus in corpora]
     assert all(other is cache for other in others)
     assert 20_000 < cache._bytes <= 50_001
     for corpus in corpora:

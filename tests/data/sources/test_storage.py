@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data.sources.cache import cached, local_copy
+from jtrain.data.sources.cache import local_copy, write_once
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import StoredFile, find_files
@@ -189,7 +189,7 @@ def test_a_copy_is_made_once_and_anew_when_the_file_changes(tmp_path: Path) -> N
     first = local_copy(find(path)[0], compression="gzip", cache_dir=tmp_path / "cache")
     again = local_copy(find(path)[0], compression="gzip", cache_dir=tmp_path / "cache")
     assert first == again
-    assert (first.name, first.called) == ("a.txt.gz", str(path)), (
+    assert (first.name, first.label) == ("a.txt.gz", str(path)), (
         "messages and identity are of the file, not its copy"
     )
     path.write_bytes(gzip.compress(b"two"))
@@ -207,7 +207,9 @@ def test_one_writer_makes_a_copy_while_the_others_wait_and_a_dead_one_leaves_no_
         out.write(b"whole")
         time.sleep(0.2)
 
-    threads = [threading.Thread(target=cached, args=(path, write), kwargs={"what": "a"}) for _ in range(4)]
+    threads = [
+        threading.Thread(target=write_once, args=(path, write), kwargs={"label": "a"}) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -217,16 +219,16 @@ def test_one_writer_makes_a_copy_while_the_others_wait_and_a_dead_one_leaves_no_
     code = f"""
 import os, signal
 from pathlib import Path
-from jtrain.data.sources.cache import cached
+from jtrain.data.sources.cache import write_once
 def write(out):
     out.write(b"ha")
     out.flush()
     os.kill(os.getpid(), signal.SIGKILL)
-cached(Path({str(path)!r} + "2"), write, what="a")
+write_once(Path({str(path)!r} + "2"), write, label="a")
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
     assert Path(f"{path}2.tmp").read_bytes() == b"ha"
-    assert cached(Path(f"{path}2"), write, what="a").read_bytes() == b"whole"
+    assert write_once(Path(f"{path}2"), write, label="a").read_bytes() == b"whole"
     assert not Path(f"{path}2.tmp").exists()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignFile, Found, unsigned
+from jtrain.data.pretokenized.foreign.foreign_file import PART_BYTES, ForeignFile, PartContent, unsigned
 from jtrain.errors import FileError, UserError
 
 _LLM_C = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}
@@ -38,14 +38,15 @@ class SplitFile(ForeignFile):
     def num_parts(self) -> int:
         return -(-self._tokens * self.dtype.itemsize // PART_BYTES)
 
-    def scan(self, part: int) -> Found:
+    def scan(self, part: int) -> PartContent:
         ids = _read_part(self.path, self.dtype, self.first_byte, self._tokens, part)
+        # The upper halves of uint32 ids below 65,536 are all 0.
         if part == 0 and self.dtype.itemsize == 2 and len(ids) >= _SURELY_IDS and not ids[1::2].any():
             raise UserError(
                 f"{self.path}: every second of its ids is 0, as where uint32 is read as uint16. Set --dtype "
                 "uint32."
             )
-        return Found(ids, np.flatnonzero(ids == self._end_id) + 1)
+        return PartContent(ids, np.flatnonzero(ids == self._end_id) + 1)
 
 
 class MegatronFile(ForeignFile):
@@ -63,6 +64,8 @@ class MegatronFile(ForeignFile):
         size = self._index.stat().st_size
         with open(self._index, "rb") as file:
             head = file.read(34)
+        # 9 bytes of magic, uint64 version, uint8 dtype code, uint64 sequences; Megatron adds uint64
+        # documents.
         if len(head) < 26 or head[:9] != _MEGATRON_MAGIC:
             raise UserError(
                 f"{self._index}: not an index of Megatron: it does not begin with MMIDIDX. Leave it out."
@@ -75,27 +78,34 @@ class MegatronFile(ForeignFile):
                 "preprocess_data.py."
             )
         self.dtype = unsigned(_MEGATRON_DTYPES[code], str(self._index))
-        fairseq = size == 26 + 12 * self._sequences
-        self._sizes_at = 26 if fairseq else 34
-        self._documents = 0 if fairseq else int.from_bytes(head[26:34], "little")
-        wanted = self._sizes_at + 12 * self._sequences + 8 * self._documents
-        if size not in (wanted, wanted + self._sequences):  # multimodal files end with a byte per sequence
+        # Per sequence an int32 size and an int64 pointer: 12 bytes.
+        is_fairseq = size == 26 + 12 * self._sequences
+        self._sizes_offset = 26 if is_fairseq else 34
+        self._documents = 0 if is_fairseq else int.from_bytes(head[26:34], "little")
+        expected_bytes = self._sizes_offset + 12 * self._sequences + 8 * self._documents
+        if size not in (
+            expected_bytes,
+            expected_bytes + self._sequences,
+        ):  # multimodal files end with a byte per sequence
             raise FileError(
-                f"{self._index}: {size:,} bytes, and its head says {wanted:,}: cut short. Copy it again."
+                f"{self._index}: {size:,} bytes, and its head says {expected_bytes:,}: cut short. Copy it "
+                "again."
             )
 
     def num_parts(self) -> int:
         return max(1, -(-int(self._ends[-1]) * self.dtype.itemsize // PART_BYTES)) if len(self._ends) else 0
 
-    def scan(self, part: int) -> Found:
+    def scan(self, part: int) -> PartContent:
         first = part * (PART_BYTES // self.dtype.itemsize)
         ids = _read_part(self.path, self.dtype, 0, int(self._ends[-1]), part)
         # A document without tokens belongs to the part where it ends, and to the first one at the very start.
         low = 0 if part == 0 else np.searchsorted(self._ends, first, side="right")
+        # Ends up to and including the part's last token belong to it.
         high = np.searchsorted(self._ends, first + len(ids), side="right")
-        return Found(ids, self._ends[low:high] - first)
+        return PartContent(ids, self._ends[low:high] - first)
 
     def close(self) -> None:
+        # Undoes the cached property: 8 bytes per document of each file would add up.
         vars(self).pop("_ends", None)
 
     @functools.cached_property
@@ -105,9 +115,9 @@ class MegatronFile(ForeignFile):
         def column(dtype: str, count: int, offset: int) -> np.ndarray:
             return np.fromfile(self._index, dtype, count, offset=offset)
 
-        at = self._sizes_at
-        sizes = column("<i4", self._sequences, at)
-        pointers = column("<i8", self._sequences, at + 4 * self._sequences)
+        offset = self._sizes_offset
+        sizes = column("<i4", self._sequences, offset)
+        pointers = column("<i8", self._sequences, offset + 4 * self._sequences)
         if len(sizes) and sizes.min() < 0:
             raise UserError(
                 f"{self._index}: sequence {int(sizes.argmin())} has {sizes.min():,} tokens. Write it again "
@@ -115,37 +125,42 @@ class MegatronFile(ForeignFile):
             )
         ends = np.cumsum(sizes, dtype=np.int64)
         tokens = int(ends[-1]) if len(ends) else 0
+        # Otherwise documents would need offsets of their own.
         if not np.array_equal(pointers, (ends - sizes) * self.dtype.itemsize):
             raise UserError(
                 f"{self._index}: its sequences do not lie one after another in {self.path.name}. Write both "
                 "again by Megatron's preprocess_data.py or merge_datasets.py."
             )
-        if (here := self.path.stat().st_size) != tokens * self.dtype.itemsize:
+        if (bin_bytes := self.path.stat().st_size) != tokens * self.dtype.itemsize:
             raise FileError(
-                f"{self.path}: {here:,} bytes, and {self._index.name} says {tokens * self.dtype.itemsize:,}: "
-                "one of them was cut short or replaced. Copy both again."
+                f"{self.path}: {bin_bytes:,} bytes, and {self._index.name} says "
+                f"{tokens * self.dtype.itemsize:,}: one of them was cut short or replaced. Copy both again."
             )
         if not self._documents:
             return ends
-        last = column("<i8", self._documents, at + 12 * self._sequences)
-        if last[0] or last[-1] != self._sequences or (np.diff(last) < 0).any():
+        document_ends = column("<i8", self._documents, offset + 12 * self._sequences)
+        if document_ends[0] or document_ends[-1] != self._sequences or (np.diff(document_ends) < 0).any():
             raise UserError(
                 f"{self._index}: its documents do not cover its {self._sequences:,} sequences. Write it "
                 "again by Megatron's preprocess_data.py."
             )
-        return np.append(np.int64(0), ends)[last[1:]]
+        # The first entry is 0; the others number the sequence after each document.
+        return np.append(np.int64(0), ends)[document_ends[1:]]
 
 
 def llm_c_file(path: Path, end_id: int) -> SplitFile | None:
     """Returns the file if it has a header of llm.c; None if not."""
     with open(path, "rb") as file:
         head = file.read(12)
+    # The header has 256 int32; the others are 0.
     magic, version, tokens = struct.unpack("<iiI", head) if len(head) == 12 else (0, 0, 0)
     if (dtype := _LLM_C.get((magic, version))) is None:
         return None
-    wanted = _LLM_C_HEADER_BYTES + tokens * dtype.itemsize
-    if (here := path.stat().st_size) != wanted:
-        raise FileError(f"{path}: {here:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")
+    expected_bytes = _LLM_C_HEADER_BYTES + tokens * dtype.itemsize
+    if (file_bytes := path.stat().st_size) != expected_bytes:
+        raise FileError(
+            f"{path}: {file_bytes:,} bytes, and its head says {expected_bytes:,}: cut short. Copy it again."
+        )
     return SplitFile(path, dtype, _LLM_C_HEADER_BYTES, tokens, end_id)
 
 
@@ -157,12 +172,12 @@ def npy_file(path: Path, end_id: int) -> SplitFile | None:
         file.seek(0)
         try:
             version = np.lib.format.read_magic(file)
-            read = (
+            read_header = (
                 np.lib.format.read_array_header_1_0
                 if version == (1, 0)
                 else np.lib.format.read_array_header_2_0
             )
-            shape, _, dtype = read(file)
+            shape, _, dtype = read_header(file)
         except Exception as error:  # NumPy parses a Python literal, which raises errors of many types
             raise UserError(
                 f"{path}: its header cannot be read ({_first_line(error)}). Save it again."
@@ -173,9 +188,11 @@ def npy_file(path: Path, end_id: int) -> SplitFile | None:
         raise UserError(
             f"{path}: an array of shape {shape}; a flat one is needed. Save it as ids.reshape(-1)."
         )
-    wanted = first_byte + shape[0] * dtype.itemsize
-    if (here := path.stat().st_size) != wanted:
-        raise FileError(f"{path}: {here:,} bytes, and its head says {wanted:,}: cut short. Copy it again.")
+    expected_bytes = first_byte + shape[0] * dtype.itemsize
+    if (file_bytes := path.stat().st_size) != expected_bytes:
+        raise FileError(
+            f"{path}: {file_bytes:,} bytes, and its head says {expected_bytes:,}: cut short. Copy it again."
+        )
     return SplitFile(path, dtype, first_byte, shape[0], end_id)
 
 
@@ -185,9 +202,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def raw_file(path: Path, dtype: np.dtype[Any], end_id: int) -> SplitFile:
-    """Returns a file of ids without any header; raises FileError if it does not hold a whole number of
-    them.
-    """
+    """Returns a file of ids without a header; raises FileError for a fraction of an id at its end."""
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise FileError(
@@ -200,5 +215,6 @@ def raw_file(path: Path, dtype: np.dtype[Any], end_id: int) -> SplitFile:
 def _read_part(path: Path, dtype: np.dtype[Any], first_byte: int, tokens: int, part: int) -> np.ndarray:
     per_part = PART_BYTES // dtype.itemsize
     first = part * per_part
+    # The last part is shorter.
     count = min(per_part, tokens - first)
     return np.fromfile(path, dtype, count, offset=first_byte + first * dtype.itemsize)

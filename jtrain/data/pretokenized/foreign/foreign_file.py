@@ -16,7 +16,7 @@ PART_BYTES = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class PartContent:
     """Contents of one part of a file.
 
     ids: ids of the part, as stored, read as unsigned numbers: a negative id becomes one beyond any
@@ -37,7 +37,7 @@ class ForeignFile(abc.ABC):
 
     Attributes:
       path: the file that holds the ids.
-      dtype: dtype of `Found.ids`.
+      dtype: dtype of `PartContent.ids`.
       first_byte: byte offset of the first id, where the ids of the whole file lie one after another.
     """
 
@@ -49,7 +49,7 @@ class ForeignFile(abc.ABC):
     def num_parts(self) -> int: ...
 
     @abc.abstractmethod
-    def scan(self, part: int) -> Found:
+    def scan(self, part: int) -> PartContent:
         """Reads a part; called from several threads, on different parts."""
 
     def close(self) -> None:  # noqa: B027 (most layouts keep nothing)
@@ -64,7 +64,8 @@ class ForeignLayout:
     root: folder that `names` are relative to.
     names: names of the files of ids, sorted.
     files: the files.
-    decided_by: what else decides the documents, such as the end id; part of the identity of the index.
+    decided_by: other settings that decide the documents, such as the end id; part of the identity of the
+      index.
     splits: True if the documents are found by the end id, False if the layout marks them.
     copies: True if the ids must be copied, because the layout has no ids at fixed offsets.
     dtype_is_assumed: True if nothing in the files tells the dtype of the ids.
@@ -80,13 +81,12 @@ class ForeignLayout:
     dtype_is_assumed: bool = False
 
 
-def unsigned(dtype: Any, what: str) -> np.dtype[Any]:
-    """Returns the unsigned dtype of the same size; raises UserError unless `dtype` is a little-endian
-    integer.
-    """
+def unsigned(dtype: Any, label: str) -> np.dtype[Any]:
+    """Returns the unsigned dtype of the same size; refuses all but little-endian integers."""
     dtype = np.dtype(dtype)
+    # One byte has no order, so only longer ids are checked for it.
     if dtype.kind not in "iu" or (dtype.itemsize > 1 and dtype.newbyteorder("<") != dtype):
         raise UserError(
-            f"{what}: ids must be little-endian integers, and these are {dtype}. Write them as uint32."
+            f"{label}: ids must be little-endian integers, and these are {dtype}. Write them as uint32."
         )
     return np.dtype(f"<u{dtype.itemsize}")

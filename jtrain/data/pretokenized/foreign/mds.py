@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Found, unsigned
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, PartContent, unsigned
 from jtrain.errors import FileError, UserError
 
 _KNOWN_COLUMNS = ("tokens", "input_ids")
@@ -33,14 +33,15 @@ class MdsShard(ForeignFile):
 
     def __init__(self, folder: Path, entry: dict[str, Any], column: str, dtype: np.dtype[Any]) -> None:
         name = entry["raw_data"]["basename"]
+        # index.json is data of others: a name with a folder in it could lead anywhere.
         if not name or Path(name).name != name:
             raise UserError(
                 f"{folder / 'index.json'}: {name!r} names no file of its folder. Copy the data set again."
             )
         self.path = folder / name
         self._samples: int = entry["samples"]
-        self._before = list(zip(entry["column_names"], entry["column_sizes"], strict=True))
-        self._place = entry["column_names"].index(column)
+        self._column_sizes = list(zip(entry["column_names"], entry["column_sizes"], strict=True))
+        self._column_index = entry["column_names"].index(column)
         if not self.path.is_file():
             if entry.get("compression"):
                 raise FileError(
@@ -49,9 +50,10 @@ class MdsShard(ForeignFile):
                     "read it once with StreamingDataset(keep_zip=False) and adopt its local folder."
                 )
             raise FileError(f"{self.path} is missing, and index.json names it. Copy the data set again.")
-        encoding, _, rest = entry["column_encodings"][self._place].partition(":")
-        name, _, shape = rest.partition(":")
-        self._own_dtype, self._own_shape = (
+        encoding, _, type_and_shape = entry["column_encodings"][self._column_index].partition(":")
+        name, _, shape = type_and_shape.partition(":")
+        # An ndarray column without a fixed dtype or shape begins each value with them.
+        self._has_own_dtype, self._has_own_shape = (
             encoding == "ndarray" and not name,
             encoding == "ndarray" and not shape,
         )
@@ -64,7 +66,7 @@ class MdsShard(ForeignFile):
         self.dtype = (
             unsigned(name or dtype, f"{folder}: column {column!r}") if encoding == "ndarray" else dtype
         )
-        if self._own_dtype:
+        if self._has_own_dtype:
             self.dtype = unsigned(
                 _ARRAY_DTYPES.get(self._first_code(), "<f4"), f"{self.path}: column {column!r}"
             )
@@ -72,40 +74,43 @@ class MdsShard(ForeignFile):
     def num_parts(self) -> int:
         return 1
 
-    def scan(self, part: int) -> Found:
+    def scan(self, part: int) -> PartContent:
         content = np.fromfile(self.path, np.uint8)
         try:
             starts, ends = self._columns(content)
-            return self._found(content, starts, ends)
+            return self._part_content(content, starts, ends)
         except (IndexError, OverflowError) as error:
             raise FileError(
                 f"{self.path}: a sample reaches beyond its end ({error}). Copy it again."
             ) from error
 
-    def _found(
+    def _part_content(
         self, content: UInt8[np.ndarray, " b"], starts: Int64[np.ndarray, " n"], ends: Int64[np.ndarray, " n"]
-    ) -> Found:
-        if self._own_dtype and len(starts):
+    ) -> PartContent:
+        if self._has_own_dtype and len(starts):
+            # One dtype per shard, since the whole index has one.
             codes = np.unique(content[starts])
             if [_ARRAY_DTYPES.get(int(code)) for code in codes] != [_ARRAY_DTYPES[self._first_code()]]:
                 raise UserError(
                     f"{self.path}: its arrays are not all of one dtype. Write it with one, such as uint32."
                 )
             starts = starts + 1
-        if self._own_shape:
+        # One byte: number of dimensions << 2 | log2 of the bytes per size; the sizes follow.
+        if self._has_own_shape:
             code = content[starts].astype(np.int64)
             starts = starts + 1 + (code >> 2) * (1 << (code & 3))
         sizes = ends - starts
-        wrong = np.flatnonzero((sizes < 0) | (sizes % self.dtype.itemsize != 0))
-        if len(wrong):
-            i = int(wrong[0])
+        # Negative sizes come from a shape header that is longer than its sample.
+        invalid = np.flatnonzero((sizes < 0) | (sizes % self.dtype.itemsize != 0))
+        if len(invalid):
+            i = int(invalid[0])
             raise UserError(
                 f"{self.path}: sample {i} holds {sizes[i]} bytes of ids, no whole number of "
                 f"{self.dtype.name}. Set --dtype to what its ids are, or --column to another column."
             )
         parts = [content[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
         ids = np.concatenate([np.empty(0, np.uint8), *parts]).view(self.dtype)
-        return Found(ids, np.cumsum(sizes // self.dtype.itemsize), starts)
+        return PartContent(ids, np.cumsum(sizes // self.dtype.itemsize), starts)
 
     def _columns(
         self, content: UInt8[np.ndarray, " b"]
@@ -117,30 +122,33 @@ class MdsShard(ForeignFile):
                 f"{self.path}: {count} samples, and index.json says {self._samples}. Copy it again."
             )
         bounds = content[4 : 4 * (count + 2)]
+        # A file that was cut short may end within a number.
         bounds = bounds[: len(bounds) // 4 * 4].view("<u4").astype(np.int64)
         if len(bounds) != count + 1 or bounds[-1] != len(content) or (np.diff(bounds) < 0).any():
             raise FileError(
                 f"{self.path}: {len(content):,} bytes, its head says otherwise: cut short. Copy it again."
             )
-        at = bounds[:-1]
-        variable = [size for _, size in self._before if not size]
-        data = at + 4 * len(variable)
-        seen = 0
-        start = end = data
-        for place, (_, size) in enumerate(self._before[: self._place + 1]):
+        sample_start = bounds[:-1]
+        variable_columns = [size for _, size in self._column_sizes if not size]
+        data_start = sample_start + 4 * len(variable_columns)
+        num_sizes_read = 0
+        start = end = data_start
+        # Sums the sizes of the columns up to the column of ids; a size of 0 stands for a variable one.
+        for index, (_, size) in enumerate(self._column_sizes[: self._column_index + 1]):
             length: Any = size
             if not size:
-                length = _uint32(content, at + 4 * seen)
-                seen += 1
-            start, end = (data, data + length) if place == 0 else (end, end + length)
+                length = _uint32(content, sample_start + 4 * num_sizes_read)
+                num_sizes_read += 1
+            start, end = (data_start, data_start + length) if index == 0 else (end, end + length)
         # Without this, a thousand samples could each be the whole file.
-        if (start < at).any() or (end > bounds[1:]).any():
+        if (start < sample_start).any() or (end > bounds[1:]).any():
             raise IndexError("its sizes are larger than the sample")
         return start, end
 
     def _first_code(self) -> int:
         """Returns the code of the dtype of the first array."""
         content = np.fromfile(self.path, np.uint8)
+        # 32, uint32, for a shard without samples.
         return int(content[self._columns(content)[0][0]]) if self._samples else 32
 
 
@@ -169,17 +177,18 @@ def _shards(
         raise UserError(f"{folder}: shards of format {', '.join(kinds) or 'none'}; only mds can be adopted.")
     names = entries[0]["column_names"]
     if column is None:
-        known = [name for name in names if name in _KNOWN_COLUMNS]
-        if len(known) != 1:
+        id_columns = [name for name in names if name in _KNOWN_COLUMNS]
+        if len(id_columns) != 1:
             raise UserError(
                 f"{folder}: which column holds the ids? Set --column to one of {', '.join(names)}."
             )
-        [column] = known
+        [column] = id_columns
     if any(column not in entry["column_names"] for entry in entries):
         raise UserError(f"{folder}: no column {column!r}. Set --column to one of {', '.join(names)}.")
     return [MdsShard(folder, entry, column, dtype) for entry in entries], column
 
 
-def _uint32(content: UInt8[np.ndarray, " b"], at: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+def _uint32(content: UInt8[np.ndarray, " b"], offset: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
     """Returns the numbers at these bytes, which need not be aligned."""
-    return content[at[:, None] + np.arange(4)].copy().view("<u4")[:, 0].astype(np.int64)
+    # Four bytes gathered per number, since `view` needs aligned and adjacent ones.
+    return content[offset[:, None] + np.arange(4)].copy().view("<u4")[:, 0].astype(np.int64)

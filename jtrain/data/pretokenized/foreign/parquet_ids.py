@@ -7,8 +7,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, Found
-from jtrain.data.sources.formats.parquet import DAMAGE, decoded_group
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, PartContent
+from jtrain.data.sources.formats.arrow_columns import DAMAGE
+from jtrain.data.sources.formats.parquet import decode_group
 from jtrain.data.sources.formats.record import names_of
 from jtrain.errors import FileError, UserError
 
@@ -25,6 +26,7 @@ class ParquetIds(ForeignFile):
         self._column = column
         try:
             schema = pq.read_schema(str(path))
+            # One part per row group: pages of one cannot be decoded without the others.
             self._groups = pq.read_metadata(str(path)).num_row_groups
             self._check(schema)
         except DAMAGE as error:
@@ -49,17 +51,19 @@ class ParquetIds(ForeignFile):
     def num_parts(self) -> int:
         return self._groups
 
-    def scan(self, part: int) -> Found:
+    def scan(self, part: int) -> PartContent:
         try:
             with pq.ParquetFile(str(self.path)) as parquet:
-                table = decoded_group(parquet, part, [self._column], called=str(self.path))
+                table = decode_group(parquet, part, [self._column], label=str(self.path))
             lists: Any = table.column(0).combine_chunks()
+            # A missing list has no length; it counts as an empty document.
             lengths = lists.value_lengths().fill_null(0).to_numpy(zero_copy_only=False)
-            values: Any = lists.flatten()  # leaves out what lies below missing lists
+            values: Any = lists.flatten()  # skips values of missing lists
             if values.null_count:
                 raise UserError(
                     f"{self.path}: row group {part} has lists with missing ids. Write it without them."
                 )
+            # Any integer type goes through int64, so that a negative id shows as one beyond any vocabulary.
             ids = values.to_numpy(zero_copy_only=False).astype(np.int64).view(np.uint64)
         except DAMAGE as error:
             if isinstance(error, UserError):
@@ -67,4 +71,4 @@ class ParquetIds(ForeignFile):
             raise FileError(
                 f"{self.path}: row group {part} cannot be read ({error}). Copy it again."
             ) from error
-        return Found(ids, np.cumsum(lengths, dtype=np.int64))
+        return PartContent(ids, np.cumsum(lengths, dtype=np.int64))

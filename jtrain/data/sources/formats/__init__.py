@@ -24,10 +24,11 @@ def open_file(
     cache_dir: Path,
     groups: RowGroupCache,
     check_content: bool,
-    told: Callable[[int], None] = lambda size_bytes: None,
+    report_bytes: Callable[[int], None] = lambda size_bytes: None,
 ) -> Records:
-    """Opens the records of a file. Compressed files, and remote files except Parquet, are first copied to
-    `cache_dir`.
+    """Opens the records of a file.
+
+    Compressed files, and remote files except Parquet, are first copied to `cache_dir`.
 
     Args:
       file: the file.
@@ -36,30 +37,34 @@ def open_file(
       text_piece_bytes: `piece_bytes` of `TextFile`.
       cache_dir: folder of copies and indexes.
       groups: cache of decoded row groups.
-      told: called with the bytes that were read so far, while a file is copied or searched for lines.
+      report_bytes: called with the bytes that were read so far, while a file is copied or searched for lines.
       check_content: read the first bytes of the file, and refuse those of another format.
 
     Raises:
       UserError: the file is not of that format, or has no such field.
       FileError: the file cannot be read.
     """
-    field, mask = fields.at, fields.mask
+    field, mask = fields.config_path, fields.mask
+    # The compression goes by the suffix whatever the declared format.
     by_suffix, compression = format_of(file.name, field=f"{field}.path")
     kind = by_suffix if format == "auto" else format
     if mask is not None:
-        check_format(kind, what=file.called, setting=f"{field}.{mask.setting}", name=mask.field)
+        check_format(kind, label=file.label, setting=f"{field}.{mask.setting}", name=mask.field)
+    # Before the copy, so that a file with a wrong suffix is refused and not decompressed.
     if check_content and compression and not file.is_remote:
         sniff.check_compression(file, compression=compression, field=field)
+    # Parquet's index is at its end, so a store without sizes cannot be read by range.
     reads_ranges = kind == "parquet" and compression is None and file.is_remote and file.size_bytes >= 0
     if not reads_ranges:
-        file = local_copy(file, compression=compression, cache_dir=cache_dir, told=told)
+        file = local_copy(file, compression=compression, cache_dir=cache_dir, report_bytes=report_bytes)
         if check_content:
             sniff.check_content(file, kind=kind, field=field)
+    # Formats that need a library are imported when a file of theirs is opened: pyarrow alone takes 0.1 s.
     match kind:
         case "text":
             return TextFile(file, piece_bytes=text_piece_bytes)
         case "jsonl":
-            return JsonLines(file, fields, cache_dir=cache_dir, told=told)
+            return JsonLines(file, fields, cache_dir=cache_dir, report_bytes=report_bytes)
         case "json":
             from jtrain.data.sources.formats.json_values import open_json
 
@@ -69,7 +74,7 @@ def open_file(
 
             return DelimitedFile(file, fields, kind=kind, cache_dir=cache_dir)
         case "parquet":
-            from jtrain.data.sources.formats.parquet import ParquetFile  # imports pyarrow, which takes 0.1 s
+            from jtrain.data.sources.formats.parquet import ParquetFile
 
             return ParquetFile(file, fields, groups=groups)
         case "arrayrecord":

@@ -6,7 +6,7 @@ from typing import Any
 
 from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
-from jtrain.data.sources.retry import Passing, text_may_pass
+from jtrain.data.sources.retry import TransientError, names_transient_error
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
@@ -49,18 +49,20 @@ class ArrayRecordFile(Records):
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         self._file.open().close()  # raises a clear error if the file is gone or cut short
+        # Taken out while it reads, so that an error leaves no broken reader behind.
         reader = _open_readers.pop(self._file.key, None) or self._open()
         texts = []
         for record in records:
             try:
                 reader.seek(record)
                 content = reader.read()
-            except RuntimeError as error:  # the reader cannot be used after an error
-                _abandon(reader)
-                if text_may_pass(str(error)):
-                    raise Passing(f"{self._file.called}: {error}") from error
+            except RuntimeError as error:
+                # The reader cannot be used after an error.
+                _close_quietly(reader)
+                if names_transient_error(str(error)):
+                    raise TransientError(f"{self._file.label}: {error}") from error
                 reader = self._open()
-                texts.append(self._bad(record, f"corrupt ({error}). Replace the file"))
+                texts.append(self._bad_record(record, f"corrupt ({error}). Replace the file"))
             else:
                 texts.append(self._text(record, content))
         self._close(reader)
@@ -68,52 +70,55 @@ class ArrayRecordFile(Records):
 
     def close(self) -> None:
         if reader := _open_readers.pop(self._file.key, None):
-            _abandon(reader)
+            _close_quietly(reader)
 
     def _open(self) -> Any:
         from array_record.python.array_record_module import ArrayRecordReader
 
         reader = ArrayRecordReader(self._file.location, _OPTIONS, file_reader_buffer_size=_BUFFER_BYTES)
+        # The constructor reports no error; reading a record raises it with its text.
         if not reader.ok():
             try:
                 reader.read([0])
             except RuntimeError as error:
-                if text_may_pass(str(error)):
-                    raise Passing(f"{self._file.called}: {error}") from error
+                if names_transient_error(str(error)):
+                    raise TransientError(f"{self._file.label}: {error}") from error
                 raise UserError(
-                    f"{self._file.called}: not a whole ArrayRecord file ({error}). Replace it, or leave it "
-                    f"out of {self._fields.at}.path."
+                    f"{self._file.label}: not a whole ArrayRecord file ({error}). Replace it, or leave it "
+                    f"out of {self._fields.config_path}.path."
                 ) from error
         return reader
 
     def _close(self, reader: Any) -> None:
         if self._count <= _MANY_RECORDS:
-            return _abandon(reader)
+            return _close_quietly(reader)
+        # At the end of the dict, as the one used last; the first one goes when there are too many.
         _open_readers[self._file.key] = reader
         while len(_open_readers) > _OPEN_READERS:
-            _abandon(_open_readers.popitem(last=False)[1])
+            _close_quietly(_open_readers.popitem(last=False)[1])
         return None
 
     def _text(self, record: int, content: bytes) -> str | BadRecord:
         try:
             text = content.decode("utf-8")
         except UnicodeDecodeError as error:
-            return self._bad(record, f"not UTF-8 at byte {error.start} of the record ({error.reason})")
+            return self._bad_record(record, f"not UTF-8 at byte {error.start} of the record ({error.reason})")
         if self._fields.mask is None and not (self._fields.text and content.startswith(b"{")):
             return text
         way_out = (
-            f"Mend the record, or, where records are text as a whole, set {self._fields.at}.text_field=''"
+            f"Mend it, or, where records are text as a whole, set {self._fields.config_path}.text_field=''"
         )
-        found = text_of_json(
-            content, self._fields, what=f"{self._file.called}, record {record}", way_out=way_out
+        parsed = text_of_json(
+            content, self._fields, label=f"{self._file.label}, record {record}", way_out=way_out
         )
-        is_no_json = isinstance(found, BadRecord) and ": no JSON" in str(found)
-        return text if is_no_json and self._fields.mask is None else found
+        # Text that happens to begin with a brace is a document, not a bad record.
+        is_plain = isinstance(parsed, BadRecord) and ": no JSON" in str(parsed)
+        return text if is_plain and self._fields.mask is None else parsed
 
-    def _bad(self, record: int, why: str) -> BadRecord:
-        return BadRecord(f"{self._file.called}, record {record}: {why}, {SKIP}")
+    def _bad_record(self, record: int, reason: str) -> BadRecord:
+        return BadRecord(f"{self._file.label}, record {record}: {reason}, {SKIP}")
 
 
-def _abandon(reader: Any) -> None:
+def _close_quietly(reader: Any) -> None:
     with contextlib.suppress(RuntimeError):  # closing raises the error of reading again
         reader.close()

@@ -8,8 +8,14 @@ import numpy as np
 import pyarrow as pa
 from jaxtyping import Int
 
+from jtrain.data.sources.formats.arrow_columns import (
+    DAMAGE,
+    check_columns,
+    column_at,
+    grouped_sizes,
+    read_grouped,
+)
 from jtrain.data.sources.formats.masked_text import TextFields
-from jtrain.data.sources.formats.parquet import DAMAGE, check_columns, column_at, grouped_sizes, read_grouped
 from jtrain.data.sources.formats.record import BadRecord, Records
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import FileError, UserError
@@ -31,7 +37,7 @@ class ArrowFile(Records):
     """
 
     __slots__ = (
-        "_batch_at",
+        "_batch_start",
         "_fields",
         "_file",
         "_first_row",
@@ -41,37 +47,43 @@ class ArrowFile(Records):
     def __init__(self, file: StoredFile, fields: TextFields) -> None:
         self._file = file
         self._fields = fields
-        first_row, batch_at = [0], []
+        first_row, batch_start = [0], []
         with self._map() as mapped:
             try:
                 schema = _schema(mapped)
-                check_columns(schema, fields, called=file.called)
+                check_columns(schema, fields, label=file.label)
+                # One pass over the headers of all messages: each is mapped and none of its text is read.
                 while mapped.read_at(8, position := mapped.tell()) != _END_OF_STREAM:
                     message = pa.ipc.read_message(mapped)
                     if message.type != "record batch":
                         raise UserError(
-                            f"{file.called}: holds a {message.type}, but only record batches can be read. "
+                            f"{file.label}: holds a {message.type}, but only record batches can be read. "
                             "Save the dataset without dictionary columns."
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
+                    # Sizes of the buffers only; the offsets within them are checked row by row when they
+                    # are read.
                     batch.validate()
+                    # Of the first column read: a compressed text would be decompressed with its batch for
+                    # each row.
                     if batch.num_rows and not _lies_in(column_at(batch, fields.read[0]), message.body):
                         raise UserError(
-                            f"{file.called}: its batches are compressed, so a row can only be read with its "
+                            f"{file.label}: its batches are compressed, so a row can only be read with its "
                             "whole batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
                         )
-                    batch_at.append(position)
+                    batch_start.append(position)
                     first_row.append(first_row[-1] + batch.num_rows)
             except DAMAGE as error:
                 if isinstance(error, UserError):
                     raise
                 raise UserError(
-                    f"{file.called}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of "
-                    f"another format. Save it again, or leave it out of {fields.at}.path."
+                    f"{file.label}: not a whole Arrow stream ({error or 'it ends early'}): cut short, or of "
+                    f"another format. Save it again, or leave it out of {fields.config_path}.path."
                 ) from error
         self._first_row = np.asarray(first_row, np.int64)
-        self._batch_at = np.asarray(batch_at, np.int64)
-        self._is_checked = np.zeros(len(batch_at), np.bool_)
+        self._batch_start = np.asarray(batch_start, np.int64)
+        # Nested columns are validated as a whole, once per batch: their offsets lie at several levels.
+        self._is_checked = np.zeros(len(batch_start), np.bool_)
 
     def __len__(self) -> int:
         return int(self._first_row[-1])
@@ -82,12 +94,12 @@ class ArrowFile(Records):
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each text, from the batches' offsets."""
         with self._columns() as column_of:
-            found = grouped_sizes(first, end, self._first_row, column_of, self._fields)
-        return np.clip(found, 0, self._file.size_bytes)  # the offsets of a damaged file may say anything
+            sizes = grouped_sizes(first, end, self._first_row, column_of, self._fields)
+        return np.clip(sizes, 0, self._file.size_bytes)  # the offsets of a damaged file may say anything
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._columns() as column_of:
-            return read_grouped(records, self._first_row, column_of, self._fields, called=self._file.called)
+            return read_grouped(records, self._first_row, column_of, self._fields, label=self._file.label)
 
     @contextlib.contextmanager
     def _columns(self) -> Iterator[Callable[[int, str], Any]]:
@@ -97,12 +109,12 @@ class ArrowFile(Records):
                 schema = _schema(mapped)
 
                 def column_of(batch: int, name: str) -> Any:
-                    mapped.seek(int(self._batch_at[batch]))
-                    found = pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema)
+                    mapped.seek(int(self._batch_start[batch]))
+                    record_batch = pa.ipc.read_record_batch(pa.ipc.read_message(mapped), schema)
                     # Reading text by a damaged offset would end the process. This checks the sizes of the
                     # buffers, in microseconds; `read_grouped` checks the offsets of the texts that it reads.
-                    found.validate()
-                    column = column_at(found, name)
+                    record_batch.validate()
+                    column = column_at(record_batch, name)
                     if pa.types.is_nested(column.type) and not self._is_checked[batch]:
                         column.validate(full=True)
                         self._is_checked[batch] = True
@@ -113,7 +125,7 @@ class ArrowFile(Records):
                 if isinstance(error, UserError):
                     raise
                 raise FileError(
-                    f"{self._file.called}: cannot be read ({error}). Save the dataset again."
+                    f"{self._file.label}: cannot be read ({error}). Save the dataset again."
                 ) from error
 
     def _map(self) -> Any:
@@ -132,5 +144,6 @@ def _schema(mapped: Any) -> Any:
 
 def _lies_in(column: Any, body: Any) -> bool:
     """True if the texts of the column lie in the mapped file, which means that they were not compressed."""
+    # The last buffer of a text column holds its characters.
     texts = column.buffers()[-1]
     return texts is None or texts.size == 0 or body.address <= texts.address < body.address + body.size

@@ -1,6 +1,4 @@
-"""Chats: lists of messages with a role and a content, as one text of which the assistant's messages are
-learned.
-"""
+"""Chats: lists of messages with role and content, as one text whose assistant messages are learned."""
 
 import itertools
 import reprlib
@@ -44,16 +42,19 @@ def render(value: Any, *, mask_prompt: bool) -> tuple[str, tuple[tuple[int, int]
     """
     if not isinstance(value, list):
         raise ValueError(f"is {type(value).__name__}, not a list of messages")
+    # Not an empty document: nothing but a mistake writes a chat without messages.
     if not value:
         raise ValueError("is a list without messages")
     spans: list[tuple[int, int]] = []
     texts: list[str] = []
     end = 0
     parts = layout([_message(number, message) for number, message in enumerate(value)])
-    for learned, group in itertools.groupby(parts, key=lambda part: part[1]):
+    # Adjacent parts that are both learned form one span, so that the text is tokenised in fewer pieces.
+    for is_learned, group in itertools.groupby(parts, key=lambda part: part[1]):
         texts.append("".join(text for text, _ in group))
         start, end = end, end + len(texts[-1])
-        spans += [(start, end)] if learned or not mask_prompt else []
+        spans += [(start, end)] if is_learned or not mask_prompt else []
+    # A document without a learned token would take room in rows and change nothing.
     if not spans:
         roles = ", ".join(sorted({reprlib.repr(message["role"]) for message in value})[:_MOST_ROLES])
         raise ValueError(
@@ -70,20 +71,21 @@ def _message(number: int, message: Any) -> tuple[str, str]:
             f"holds {type(message).__name__} as message {number}, not an object with role and content"
         )
     for key in ("role", "content"):
-        found = message.get(key)
-        if isinstance(found, str):
-            found.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
+        content = message.get(key)
+        if isinstance(content, str):
+            content.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
             continue
-        if isinstance(found, list):
+        if isinstance(content, list):
             raise ValueError(
                 f"holds a list as {key!r} of message {number}. Only text can be read of a message, no images "
                 "and no parts: write its text there"
             )
         keys = ", ".join(map(reprlib.repr, itertools.islice(message, _MOST_ROLES))) or "none"
-        why = "no" if found is None else f"{type(found).__name__} as"
+        kind = "no" if content is None else f"{type(content).__name__} as"
         raise ValueError(
-            f"holds {why} {key!r} in message {number}; its keys: {keys}. Role and content must be text"
+            f"holds {kind} {key!r} in message {number}; its keys: {keys}. Role and content must be text"
         )
+    # Dropping a call silently would train on an answer without the step that led to it.
     if calls := [key for key in _CALLS if message.get(key)]:
         raise ValueError(
             f"holds {calls[0]!r} in message {number}, which is no text. Write it into the message's content"

@@ -42,6 +42,7 @@ class DelimitedFile(Records):
         self._separator = SEPARATORS[kind]
         self._columns = self._header()
         self._column = self._columns.index(fields.text) if self._columns else 0
+        # Needs the header's columns first: a file with a wrong header is refused before it is indexed.
         self._rows = NumberTable(file, f"{kind}-rows", self._index, cache_dir)
 
     def __len__(self) -> int:
@@ -55,23 +56,24 @@ class DelimitedFile(Records):
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._file.open() as file:
-            return [self._text(file, *place) for place in zip(records, self._rows.rows(records), strict=True)]
+            return [self._text(file, *span) for span in zip(records, self._rows.rows(records), strict=True)]
 
-    def _text(self, file: Any, record: int, place: list[int]) -> str | BadRecord:
-        start, end = place
+    def _text(self, file: Any, record: int, span: list[int]) -> str | BadRecord:
+        start, end = span
         file.seek(start)
         try:
+            # One string with all its lines: `csv.reader` takes a quoted line end as part of the field.
             [row] = self._reader(iter([file.read(end - start).decode("utf-8")]))
         except UnicodeDecodeError as error:
-            why = f"not UTF-8 at byte {error.start} of the record ({error.reason})"
+            reason = f"not UTF-8 at byte {error.start} of the record ({error.reason})"
         except csv.Error as error:
             sign = {",": "commas", "\t": "tabs"}[self._separator]
-            why = (
+            reason = (
                 f"{error} (a field with {sign}, quotes or line ends must be quoted, and the quotes in it "
                 "doubled)"
             )
         else:
-            why = f"{len(row)} fields, but the header names {len(self._columns)}"
+            reason = f"{len(row)} fields, but the header names {len(self._columns)}"
             if len(row) == len(self._columns):
                 text, mask = row[self._column], self._fields.mask
                 if mask is None:
@@ -79,9 +81,9 @@ class DelimitedFile(Records):
                 try:
                     return mask.join(text, row[self._columns.index(mask.field)])
                 except ValueError as error:
-                    why = f"field {mask.field!r} {error}"
-        what = f"{self._file.called}, record {record} (at byte {start:,})"
-        return BadRecord(f"{what}: {why}. Mend the record, {SKIP}")
+                    reason = f"field {mask.field!r} {error}"
+        label = f"{self._file.label}, record {record} (at byte {start:,})"
+        return BadRecord(f"{label}: {reason}. Mend the record, {SKIP}")
 
     def _header(self) -> tuple[str, ...]:
         """Returns the names of the columns; empty for an empty file."""
@@ -91,30 +93,32 @@ class DelimitedFile(Records):
                 columns = next((row for row in self._reader(lines) if row), [])
             except (UnicodeDecodeError, csv.Error) as error:
                 raise UserError(
-                    f"{self._file.called}: its header cannot be read ({error}). Mend it, or leave the file "
-                    f"out of {self._fields.at}.path."
+                    f"{self._file.label}: its header cannot be read ({error}). Mend it, or leave the file "
+                    f"out of {self._fields.config_path}.path."
                 ) from error
         mask = self._fields.mask
         names = {"text_field": self._fields.text} | ({mask.setting: mask.field} if mask else {})
         for setting, name in names.items() if columns else ():
             if (count := columns.count(name)) == 1:
                 continue
-            said = names_of(columns)
+            column_names = names_of(columns)
             if count:
                 raise UserError(
-                    f"{self._file.called}: {count} columns {name!r}: {said}. Rename all of them but one."
+                    f"{self._file.label}: {count} columns {name!r}: {column_names}. Rename all of them but "
+                    "one."
                 )
             raise UserError(
-                f"{self._file.called}: no column {name!r}; its header: {said}. Set "
-                f"{self._fields.at}.{setting} to one of them. Columns are separated by {self._separator!r}, "
-                "and the first row is the header."
+                f"{self._file.label}: no column {name!r}; its header: {column_names}. Set "
+                f"{self._fields.config_path}.{setting} to one of them. Columns are separated by "
+                f"{self._separator!r}, and the first row is the header."
             )
         return tuple(columns)
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
         """Returns the first byte of each row and the byte after its last."""
-        places = array.array("q")
+        spans = array.array("q")
         with self._file.open() as file:
+            # `position` is where the current row began, `end` where the reader has read to.
             position = end = len(BOM) if file.read(len(BOM)) == BOM else 0
 
             def lines() -> Iterator[str]:
@@ -124,6 +128,7 @@ class DelimitedFile(Records):
                     # One character per byte: rows are cut at bytes, whether or not they are UTF-8.
                     yield line.decode("latin-1")
 
+            # The reader takes lines one at a time, so after each row `end` is the byte after it.
             rows = self._reader(lines())
             header_seen = False
             while True:
@@ -134,10 +139,10 @@ class DelimitedFile(Records):
                 except csv.Error:
                     row = [""]  # a bad record: reading it gives the same error
                 if row and header_seen:
-                    places.extend((position, end))
+                    spans.extend((position, end))
                 header_seen = header_seen or bool(row)
                 position = end
-        return np.frombuffer(places, np.int64).reshape(-1, 2)
+        return np.frombuffer(spans, np.int64).reshape(-1, 2)
 
     def _reader(self, lines: Iterator[str]) -> Any:
         # The limit is the module's own; its default, 128 KiB, is shorter than many documents.
@@ -148,10 +153,11 @@ class DelimitedFile(Records):
         """Yields the lines of a file from its start, without its byte order mark."""
         file.seek(0)
         file.seek(len(BOM) if file.read(len(BOM)) == BOM else 0)
+        # Bounded: a file without line ends would otherwise be read into memory as a whole.
         while line := file.readline(2 * _FIELD_BYTES):
             if len(line) == 2 * _FIELD_BYTES:
                 raise UserError(
-                    f"{self._file.called}: a line of more than {len(line):,} bytes. Split it, or leave the "
-                    f"file out of {self._fields.at}.path."
+                    f"{self._file.label}: a line of more than {len(line):,} bytes. Split it, or leave the "
+                    f"file out of {self._fields.config_path}.path."
                 )
             yield line

@@ -39,16 +39,18 @@ def open_json(file: StoredFile, fields: TextFields, *, cache_dir: Path) -> Recor
     Raises:
       UserError: the file is JSON of no such form, or is cut short.
     """
+    # By content: files named .json are often JSON lines.
     kind = JsonLines if _is_json_lines(file) else JsonValues
     return kind(file, fields, cache_dir=cache_dir)
 
 
 def _is_json_lines(file: StoredFile) -> bool:
-    with file.open() as opened:
-        line = opened.readline(_FIRST_LINE_BYTES).removeprefix(BOM)
+    with file.open() as handle:
+        line = handle.readline(_FIRST_LINE_BYTES).removeprefix(BOM)
         while line and not line.strip():
-            line = opened.readline(_FIRST_LINE_BYTES)
-        if not line.startswith(b"{") or not opened.read(1):
+            line = handle.readline(_FIRST_LINE_BYTES)
+        # A single line is read as one value: an object with its closing bracket, whole or cut short.
+        if not line.startswith(b"{") or not handle.read(1):
             return False
     try:
         return isinstance(json.loads(line), dict)
@@ -87,40 +89,44 @@ class JsonValues(Records):
         with self._file.open() as file:
             for record, (start, end) in zip(records, self._values.rows(records), strict=True):
                 file.seek(start)
-                what = f"{self._file.called}, record {record} (at byte {start:,})"
-                place = {"way_out": "Mend the record", "place": " of the record"}
-                texts.append(text_of_json(file.read(end - start), self._fields, what=what, **place))
+                label = f"{self._file.label}, record {record} (at byte {start:,})"
+                wording = {"way_out": "Mend the record", "position_suffix": " of the record"}
+                texts.append(text_of_json(file.read(end - start), self._fields, label=label, **wording))
         return texts
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
         """Returns the first byte of each value and the byte after its last."""
         if not self._file.size_bytes:
             return np.zeros((0, 2), np.int64)
-        with self._file.open() as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
+        with self._file.open() as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
             begin = len(BOM) if view[: len(BOM)] == BOM else 0
             if (first := _NOT_SPACE.search(view, begin)) is None:
                 return np.zeros((0, 2), np.int64)
             if first.group() not in (b"{", b"["):
-                raise self._refusal(
+                raise self._refuse(
                     f"begins with {bytes(view[first.start() : first.start() + 40])!r}, not with an object or "
                     "an array of objects"
                 )
             in_array = first.group() == b"["
+            # In an array the values lie one bracket deep.
             spans, top_end = self._spans(view, base=1 if in_array else 0)
             begin, end = first.start(), len(view)
             if in_array:
                 if stray := _NOT_SPACE.search(view, top_end):
-                    raise self._refusal(f"goes on after the end of its array, at byte {stray.start():,}")
+                    raise self._refuse(f"goes on after the end of its array, at byte {stray.start():,}")
                 begin, end = begin + 1, top_end - 1
+            # The flat list is begin, start, end, start, end ... end: every second pair is a gap between
+            # objects.
             gaps = itertools.pairwise(itertools.chain([begin], map(int, spans.flat), [end]))
-            scalars = array.array(
-                "q"
-            )  # 16 bytes per scalar: tuples of a list would take 60 times those of `1,1,1`
+            # 16 bytes per scalar: tuples of a list would take 60 times the bytes of `1,1,1`.
+            scalars = array.array("q")
+            # Whatever stands in a gap beside commas is a scalar: a bad record, and not left out silently.
             for gap in itertools.islice(gaps, 0, None, 2):
                 for match in _SCALAR.finditer(view, *gap):
                     scalars.extend(match.span())
         if scalars:
             spans = np.concatenate([spans, np.frombuffer(scalars, np.int64).reshape(-1, 2)])
+            # Back into the order of the file, which numbers the records.
             spans = spans[np.argsort(spans[:, 0])]
         return spans
 
@@ -131,23 +137,26 @@ class JsonValues(Records):
         starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         depth, top_end = 0, len(view)
         for position, step in _brackets(view):
+            # Depth behind each bracket; a value begins where it rises to base + 1 and ends where it falls
+            # to base.
             depths = depth + np.cumsum(step)
-            if (wrong := np.flatnonzero(depths < 0)).size:
-                raise self._refusal(f"closes a bracket at byte {position[wrong[0]]:,} that it did not open")
+            if (unopened := np.flatnonzero(depths < 0)).size:
+                raise self._refuse(f"closes a bracket at byte {position[unopened[0]]:,} that it did not open")
             if len(position):
                 depth = int(depths[-1])
             starts.append(position[(step > 0) & (depths == base + 1)])
             ends.append(position[(step < 0) & (depths == base)] + 1)
+            # Only the first return to depth 0: what follows it is refused by the caller.
             if top_end == len(view) and (outermost := np.flatnonzero(depths == 0)).size:
                 top_end = int(position[outermost[0]]) + 1
         if depth:
-            raise self._refusal("ends inside of a value: cut short, or a quote is missing")
+            raise self._refuse("ends inside of a value: cut short, or a quote is missing")
         return np.stack([np.concatenate(starts), np.concatenate(ends)], axis=1), top_end
 
-    def _refusal(self, why: str) -> UserError:
+    def _refuse(self, defect: str) -> UserError:
         return UserError(
-            f"{self._file.called}: not a whole JSON file: it {why}. A .json file is one object, an array of "
-            f"objects, or JSON lines. Replace it, or leave it out of {self._fields.at}.path."
+            f"{self._file.label}: not a whole JSON file: it {defect}. A .json file is one object, an array "
+            f"of objects, or JSON lines. Replace it, or leave it out of {self._fields.config_path}.path."
         )
 
 
@@ -166,8 +175,9 @@ def _brackets(view: mmap.mmap) -> Iterator[tuple[Int[np.ndarray, " brackets"], I
         position = np.flatnonzero(_IS_STRUCTURE[block])
         character = block[position]
         quotes, backslashes = position[character == _QUOTE], position[character == _BACKSLASH]
-        quotes = quotes[~_escaped(quotes, backslashes)]
+        quotes = quotes[~_are_escaped(quotes, backslashes)]
         brackets = position[(character != _QUOTE) & (character != _BACKSLASH)]
+        # A bracket behind an odd number of quotes lies within a string.
         brackets = brackets[(in_string + np.searchsorted(quotes, brackets)) % 2 == 0]
         in_string = (in_string + len(quotes)) % 2
         # Bit 1 of the characters' codes tells opening brackets (0x5B, 0x7B) from closing ones (0x5D, 0x7D).
@@ -175,12 +185,15 @@ def _brackets(view: mmap.mmap) -> Iterator[tuple[Int[np.ndarray, " brackets"], I
         start = end
 
 
-def _escaped(quotes: Int[np.ndarray, " q"], backslashes: Int[np.ndarray, " b"]) -> Bool[np.ndarray, " q"]:
+def _are_escaped(quotes: Int[np.ndarray, " q"], backslashes: Int[np.ndarray, " b"]) -> Bool[np.ndarray, " q"]:
     """True for quotes with an odd number of backslashes right before them."""
     if not len(backslashes):
         return np.zeros(len(quotes), np.bool_)
     index = np.arange(len(backslashes))
+    # The index of the first backslash of each run, carried along the run; -2 so that one at byte 0 begins a
+    # run.
     first_of_run = np.maximum.accumulate(np.where(np.diff(backslashes, prepend=-2) != 1, index, 0))
-    odd = (index - first_of_run) % 2 == 0
-    before = np.searchsorted(backslashes, quotes) - 1
-    return (before >= 0) & (backslashes[before] == quotes - 1) & odd[before]
+    # The run up to this backslash has an odd number of them, so the last one escapes.
+    is_odd = (index - first_of_run) % 2 == 0
+    last_backslash = np.searchsorted(backslashes, quotes) - 1
+    return (last_backslash >= 0) & (backslashes[last_backslash] == quotes - 1) & is_odd[last_backslash]

@@ -41,8 +41,7 @@ class TextPart(NamedTuple):
 
 
 class Marks(NamedTuple):
-    """Marks of one line: bytes of text before each mark, ascending, and the byte of the line where that text
-    begins.
+    """Marks of one line: bytes of text before each mark, ascending, and the matching byte of the line.
 
     The first mark is the begin of the text, the last one its end.
     """
@@ -51,8 +50,8 @@ class Marks(NamedTuple):
     line: Int64[np.ndarray, " marks"]
 
     def around(self, start: int, stop: int) -> tuple[int, int, int]:
-        """Returns the bytes of text before the last mark at or before `start`, and its byte and the end in
-        the line.
+        """Returns, for a span of the text, the text's bytes before the mark at or before `start`, that mark's
+        byte in the line, and the line's byte of the first mark at or behind `stop`.
         """
         low = int(np.searchsorted(self.text, start, side="right")) - 1
         high = min(int(np.searchsorted(self.text, stop)), len(self.text) - 1)
@@ -64,14 +63,12 @@ class Marks(NamedTuple):
         return int(self.text[-1])
 
 
-class KeptMarks:
-    """Marks of the lines read last, over all files of a process. A line is known by its file's key and its
-    number.
-    """
+class MarkCache:
+    """Marks of the lines read last, over all files of a process; a line's key is its file and number."""
 
     def __init__(self, most_marks: int = _MOST_MARKS) -> None:
         self._marks: collections.OrderedDict[tuple[object, int], Marks] = collections.OrderedDict()
-        self._most = most_marks
+        self._max_marks = most_marks
         self._count = 0
 
     def __len__(self) -> int:
@@ -89,74 +86,78 @@ class KeptMarks:
             return
         self._marks[file, record] = marks
         self._count += len(marks.text)
-        while self._count > self._most and len(self._marks) > 1:
-            _, gone = self._marks.popitem(last=False)
-            self._count -= len(gone.text)
+        # The newest marks stay whatever their number, or a very long line would be marked at each read.
+        while self._count > self._max_marks and len(self._marks) > 1:
+            _, oldest = self._marks.popitem(last=False)
+            self._count -= len(oldest.text)
 
 
 def marks_of(line: bytes, text: str, text_field: str) -> Marks | None:
-    """Returns the marks of a JSON line whose `text_field` holds `text`; None if the text is not found in the
-    line.
-    """
+    """Returns the marks of a JSON line whose `text_field` holds `text`; None if it does not."""
     content = text.encode("utf-8")
+    # For `meta.text` the key `text`, which other objects of the line may have too.
     key = json.dumps(text_field.rpartition(".")[2], ensure_ascii=False).encode()
-    for number, found in enumerate(re.finditer(re.escape(key) + rb'\s*:\s*"', line)):
+    for number, match in enumerate(re.finditer(re.escape(key) + rb'\s*:\s*"', line)):
         if number == _MOST_CANDIDATES:
             break
-        if (marks := _marks_from(line, found.end(), content)) is not None:
+        if (marks := _marks_from(line, match.end(), content)) is not None:
             return marks
     return None
 
 
 def _marks_from(line: bytes, begin: int, content: bytes) -> Marks | None:
     """Returns the marks if the string that begins at byte `begin` of the line spells `content`."""
-    places = np.arange(0, len(content), _MARK_BYTES)
+    mark_at = np.arange(0, len(content), _MARK_BYTES)
     letters = np.frombuffer(content + b"\0", np.uint8)
     for _ in range(3):  # no mark inside of a character, which has at most 4 bytes
-        inside = np.flatnonzero((letters[places] & 0xC0) == 0x80)
-        places[inside] += 1
-    text_at, before = _escapes(line, begin, len(content))
-    end = begin + len(content) + int(before[-1])
+        split_marks = np.flatnonzero((letters[mark_at] & 0xC0) == 0x80)
+        mark_at[split_marks] += 1
+    escape_at, longer_by = _escapes(line, begin, len(content))
+    end = begin + len(content) + int(longer_by[-1])
+    # Decodes once what the marks will be used for: a wrong guess of the string would give wrong text.
     if not _spells(line[begin - 1 : end + 1], content):
         return None
-    places = np.append(places, len(content))
-    return Marks(places, places + begin + before[np.searchsorted(text_at, places)])
+    # The end is a mark too, so that `around` has one behind every span.
+    mark_at = np.append(mark_at, len(content))
+    return Marks(mark_at, mark_at + begin + longer_by[np.searchsorted(escape_at, mark_at)])
 
 
 def _escapes(
     line: bytes, begin: int, size: int
 ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n_and_1"]]:
-    """Returns the bytes of text before each escape, and by how many bytes the line is longer before each, and
-    in all.
+    r"""Returns the bytes of text before each escape, and how much longer the line is before each, and in all.
+
+    In `a\nb` the escape stands behind 1 byte of text, and from there on the line is 1 byte longer.
 
     Args:
       begin: byte of the line at which the string begins.
       size: bytes of its text.
     """
-    if (
-        line.find(b"\\u", begin) < 0 and line.find(b"\\\\", begin) < 0
-    ):  # each backslash stands before one letter
-        at = np.flatnonzero(np.frombuffer(line, np.uint8)[begin:] == ord("\\"))
-        at -= np.arange(len(at))
-        at = at[: np.searchsorted(at, size)]
-        return at, np.arange(len(at) + 1)
-    text_at, before, extra = [], [0], 0
+    if line.find(b"\\u", begin) < 0 and line.find(b"\\\\", begin) < 0:
+        # The frequent case, in numpy: each backslash stands before one letter, and both spell one byte.
+        offset = np.flatnonzero(np.frombuffer(line, np.uint8)[begin:] == ord("\\"))
+        offset -= np.arange(len(offset))
+        offset = offset[: np.searchsorted(offset, size)]
+        return offset, np.arange(len(offset) + 1)
+    escape_at, longer_by, extra = [], [0], 0
     for escape in _ESCAPE.finditer(line, begin):
-        at = escape.start() - begin - extra
-        if at >= size:
+        offset = escape.start() - begin - extra
+        if offset >= size:
             break
         code = escape.group()
         if code[1:2] != b"u":
-            takes = 1
+            num_bytes = 1
+        # A surrogate pair, `\ud83d\ude00`: one character of 4 bytes in UTF-8.
         elif len(code) == 12:
-            takes = 4
+            num_bytes = 4
         else:
             value = int(code[2:], 16)
-            takes = 1 if value < 0x80 else 2 if value < 0x800 else 3
-        extra += len(code) - takes
-        text_at.append(at)
-        before.append(extra)
-    return np.asarray(text_at, np.int64), np.asarray(before, np.int64)
+            # Bytes of the character in UTF-8.
+            num_bytes = 1 if value < 0x80 else 2 if value < 0x800 else 3
+        extra += len(code) - num_bytes
+        escape_at.append(offset)
+        longer_by.append(extra)
+    return np.asarray(escape_at, np.int64), np.asarray(longer_by, np.int64)
 
 
 def _spells(quoted: bytes, content: bytes) -> bool:
@@ -167,9 +168,7 @@ def _spells(quoted: bytes, content: bytes) -> bool:
 
 
 def text_of_part(part: bytes) -> bytes:
-    """Returns the text of a part of a JSON string between two marks, as UTF-8; raises ValueError if it is
-    none.
-    """
+    """Returns the text of a part of a JSON string, as UTF-8; raises ValueError if it is no such part."""
     if b"\\" not in part:
         part.decode("utf-8")
         return part

@@ -1,6 +1,4 @@
-"""Loss masks in records: a prompt before the text, or a column with the spans of the text that are
-learned.
-"""
+"""Loss masks in records: a prompt before the text, or a field with the spans of it that are learned."""
 
 import dataclasses
 import json
@@ -27,6 +25,7 @@ class MaskedText(str):
     learned: tuple[tuple[int, int], ...]
 
     def __new__(cls, text: str, learned: tuple[tuple[int, int], ...]) -> "MaskedText":
+        # str is immutable, so the text is set in __new__; an attribute can follow.
         new = super().__new__(cls, text)
         new.learned = learned
         return new
@@ -34,8 +33,7 @@ class MaskedText(str):
 
 @dataclasses.dataclass(frozen=True)
 class MaskFields:
-    """Field of a record that says, with the text in `text_field` or without it, what is learned; see
-    `Source`.
+    """Field of a record that says what is learned, beside the one in `text_field` or alone; see `Source`.
 
     field: name of the field of the prompt, the mask or the messages.
     setting: name of the setting that names it.
@@ -57,8 +55,8 @@ class MaskFields:
 
     def __str__(self) -> str:
         """Text that changes whenever other tokens could be learned."""
-        more = "" if self.setting == "mask_field" else f", mask_prompt={self.mask_prompt}"
-        return f"{self.setting}={self.field!r}{more}"
+        suffix = "" if self.setting == "mask_field" else f", mask_prompt={self.mask_prompt}"
+        return f"{self.setting}={self.field!r}{suffix}"
 
     def join(self, text: str, value: Any) -> MaskedText:
         """Returns the text to train on, of a record's text and the value in `field`.
@@ -79,6 +77,7 @@ class MaskFields:
             )
             raise ValueError(f"is {kind}")
         value.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
+        # Not learned, the prompt still gets a span of its own: the text is tokenised from border to border.
         border, end = len(value), len(value) + len(text)
         return MaskedText(
             value + text, ((border, end),) if self.mask_prompt else ((0, border), (border, end))
@@ -90,12 +89,12 @@ class TextFields:
     """Fields of a record that make up its text, and what is learned of it.
 
     text: JSON key, column, or member suffix of the text; a field of a JSON object or struct as `meta.text`.
-    at: config path of the source, such as `data.sources.web`, for messages.
+    config_path: config path of the source, such as `data.sources.web`, for messages.
     mask: field that says what is learned of each text; None if all of it is.
     """
 
     text: str
-    at: str
+    config_path: str
     mask: MaskFields | None = None
 
     @property
@@ -103,30 +102,31 @@ class TextFields:
         """Fields that are read of a record."""
         if self.mask is None:
             return [self.text]
+        # The first is the column that stands for the text where one must be checked.
         return [self.mask.field] if self.mask.is_chat else [self.text, self.mask.field]
 
     @property
     def in_text(self) -> list[str]:
         """Fields that make up the text: a prompt belongs to it."""
+        # Spans are numbers beside the text; a prompt or a chat is text itself.
         return self.read if self.mask is not None and self.mask.setting != "mask_field" else [self.text]
 
 
-def check_format(format: str, *, what: str, setting: str, name: str) -> None:
-    """Raises UserError if only the text is read of this format's records, or if they hold no lists of
-    messages.
+def check_format(format: str, *, label: str, setting: str, name: str) -> None:
+    """Raises UserError if this format's records hold no masks, or no lists of messages.
 
     Args:
-      what: file or setting that has the format, for the message.
+      label: file or setting that has the format, for the message.
       setting: config path of `prompt_field`, `mask_field` or `messages_field`, whose value is `name`.
     """
     if format in _WITHOUT_FIELDS:
         raise UserError(
-            f"{what}: of {format} records only the text is read, but {setting}={name!r}. Write them as JSON "
+            f"{label}: of {format} records only the text is read, but {setting}={name!r}. Write them as JSON "
             f"lines, CSV or Parquet, or remove {setting}."
         )
     if format in _WITHOUT_LISTS and setting.endswith(".messages_field"):
         raise UserError(
-            f"{what}: a field of {format} is text and no list of messages, but {setting}={name!r}. Write "
+            f"{label}: a field of {format} is text and no list of messages, but {setting}={name!r}. Write "
             f"them as JSON lines or Parquet, or remove {setting}."
         )
 
@@ -138,6 +138,7 @@ def set_messages(field: str, name: str) -> str:
       field: config path of the source.
       name: field of the chat.
     """
+    # `data.path` has no field for messages: only sources by name do.
     if field == "data":
         return f"To train on the chat there, name the source in data.sources, with messages_field={name!r}"
     return f"To train on the chat there, set {field}.messages_field={name!r}"
@@ -148,10 +149,9 @@ def is_chat(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
-def _spans(value: Any, characters: int) -> tuple[tuple[int, int], ...]:
-    """Returns the spans of a mask, a list of [start, end] or the JSON of one, for a text of so many
-    characters.
-    """
+def _spans(value: Any, num_characters: int) -> tuple[tuple[int, int], ...]:
+    """Returns the spans of a mask: a list of [start, end], or its JSON, for a text of `num_characters`."""
+    # A CSV field, or a column that holds the list as JSON.
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -161,20 +161,22 @@ def _spans(value: Any, characters: int) -> tuple[tuple[int, int], ...]:
         raise ValueError(
             f"is {type(value).__name__}, not a list of spans [start, end] in characters of the text"
         )
-    before = 0
+    last_end = 0
     for span in value:
+        # `type(n)`, since True is an int to isinstance.
         if not (isinstance(span, list) and [type(n) for n in span] == [int, int]):
             raise ValueError(
                 f"holds {reprlib.repr(span)} where a span [start, end] in characters of the text belongs"
             )
         start, end = span
-        if not 0 <= start < end <= characters:
+        if not 0 <= start < end <= num_characters:
             raise ValueError(
-                f"holds {span}, which is no span of the text's {characters:,} characters (0 <= start < end)"
+                f"holds {span}, which is no span of the text's {num_characters:,} characters (0 <= start < "
+                "end)"
             )
-        if start < before:
+        if start < last_end:
             raise ValueError(
-                f"holds {span} after a span that ends at {before}: spans ascend and do not overlap"
+                f"holds {span} after a span that ends at {last_end}: spans ascend and do not overlap"
             )
-        before = end
+        last_end = end
     return tuple((start, end) for start, end in value)

@@ -37,42 +37,43 @@ class RowGroupCache:
         self._lock = threading.Lock()
 
     def get(self, key: tuple[Any, ...], read: Callable[[], "DecodedColumns"]) -> "DecodedColumns":
-        """Returns the columns under `key`, calling `read` if none are alive; the latest are kept whatever
-        their size.
+        """Returns the columns under `key`, calling `read` if none are alive; keeps the latest at any size.
 
         The bytes that are kept include those of row groups held elsewhere, so that both share one limit.
         """
         with self._lock:
+            # The lock is held while `read` decodes: two threads must not decode the same group at a time.
             if key in self._groups:
                 self._groups.move_to_end(key)
                 return self._groups[key]
+            # Dropped from the cache but alive in a window that holds it: no need to decode it again.
             if (columns := self._alive.get(key)) is None:
                 columns = self._alive[key] = read()
                 self.decoded += 1
             self._groups[key] = columns
             self._bytes += columns.nbytes
+            # The group just read stays whatever its size, or each of its rows would decode it anew.
             while self._bytes > self._max_bytes and len(self._groups) > 1:
                 self._bytes -= self._groups.popitem(last=False)[1].nbytes
             return columns
 
     def hold(self, columns: "DecodedColumns") -> "Held | None":
-        """Returns what keeps the columns from being decoded again while it lives; None where too much is
-        held.
-        """
+        """Returns an object that keeps the columns decoded while it lives; None if too much is held."""
         if self._held_bytes + columns.nbytes > _HELD_OVER_KEPT * self._max_bytes:
             return None
         held = Held(columns)
         self._held_bytes += columns.nbytes
-        weakref.finalize(held, self._let_go, columns.nbytes)
+        # On the holder and not the columns: two holders of the same columns count twice, and end apart.
+        weakref.finalize(held, self._release, columns.nbytes)
         return held
 
-    def _let_go(self, size_bytes: int) -> None:
+    def _release(self, size_bytes: int) -> None:
         self._held_bytes -= size_bytes
 
-    def drop(self, first: Any) -> None:
-        """Drops all columns whose key starts with `first`."""
+    def drop(self, file_key: Any) -> None:
+        """Drops all columns whose key starts with `file_key`."""
         with self._lock:
-            for key in [key for key in self._groups if key[0] == first]:
+            for key in [key for key in self._groups if key[0] == file_key]:
                 self._bytes -= self._groups.pop(key).nbytes
 
 
@@ -93,7 +94,5 @@ class DecodedColumns(dict[str, Any]):
 
 @functools.cache
 def shared_cache(max_bytes: int) -> RowGroupCache:
-    """Returns this process's cache of that size, shared by its sources so that one limit bounds their
-    memory.
-    """
+    """Returns this process's cache of that size, shared by its sources so that one limit bounds them all."""
     return RowGroupCache(max_bytes)

@@ -9,6 +9,7 @@ from jtrain.errors import UserError
 _HEAD_BYTES = 512
 _SIGNATURES = {
     "gzip": (b"\x1f\x8b",),
+    # The 16 others are skippable frames, with which some writers begin a file.
     "zstd": (b"\x28\xb5\x2f\xfd", *(bytes([n]) + b"\x2a\x4d\x18" for n in range(0x50, 0x60))),
     "bzip2": tuple(b"BZh%d1AY&SY" % level for level in range(1, 10)),
     "xz": (b"\xfd7zXZ\x00",),
@@ -33,7 +34,8 @@ _WAYS_OUT = {
     "an HTML page": "Download it again: this is a page of the server",
     "binary data": "Convert it to text",
 }
-_OWN = {"parquet": "Parquet", "arrow": "Arrow", "webdataset": "tar"}
+# Formats that are themselves among the signatures, or a file of theirs would be refused.
+_SIGNATURE_OF_FORMAT = {"parquet": "Parquet", "arrow": "Arrow", "webdataset": "tar"}
 _ARRAY_OF_OBJECTS = re.compile(rb"\s*\[\s*(\{|$)")
 _BINARY = {"parquet", "arrow", "webdataset", "arrayrecord"}
 
@@ -45,13 +47,14 @@ def check_content(file: StoredFile, *, kind: str, field: str) -> None:
       UserError: names the file, what it begins like, and what to do.
     """
     head = _head(file)
-    seen = _seen(head, kind)
-    if seen in (None, _OWN.get(kind)):
+    detected = _detect_format(head, kind)
+    # An unknown begin passes: most text has none to be known by.
+    if detected in (None, _SIGNATURE_OF_FORMAT.get(kind)):
         return
-    way_out = _WAYS_OUT.get(seen, "Decompress it")
+    way_out = _WAYS_OUT.get(detected, "Decompress it")
     raise UserError(
-        f"{file.called}: read as {kind}, but it begins like {seen} ({head[:12]!r}). {way_out}, or leave it "
-        f"out of {field}.path."
+        f"{file.label}: read as {kind}, but it begins like {detected} ({head[:12]!r}). {way_out}, or leave "
+        f"it out of {field}.path."
     )
 
 
@@ -64,29 +67,33 @@ def check_compression(file: StoredFile, *, compression: str, field: str) -> None
     head = _head(file)
     if head and not head.startswith(_SIGNATURES[compression]):
         suffix = next(suffix for suffix, codec in COMPRESSIONS.items() if codec == compression)
-        seen = _seen(head, "")
-        way_out = _WAYS_OUT.get(seen or "", f"If it was decompressed before, drop {suffix} from its name")
+        detected = _detect_format(head, "")
+        way_out = _WAYS_OUT.get(detected or "", f"If it was decompressed before, drop {suffix} from its name")
         raise UserError(
-            f"{file.called}: not a whole {compression} file: it begins{f' like {seen}' if seen else ''} with "
-            f"{head[:12]!r}. {way_out}, or leave it out of {field}.path."
+            f"{file.label}: not a whole {compression} file: it "
+            f"begins{f' like {detected}' if detected else ''} with {head[:12]!r}. {way_out}, or leave it out "
+            f"of {field}.path."
         )
 
 
 def _head(file: StoredFile) -> bytes:
-    with file.open() as opened:
-        return opened.read(_HEAD_BYTES)
+    with file.open() as handle:
+        return handle.read(_HEAD_BYTES)
 
 
-def _seen(head: bytes, kind: str) -> str | None:
+def _detect_format(head: bytes, kind: str) -> str | None:
     for name, signatures in _SIGNATURES.items():
         if head.startswith(signatures):
             return name
+    # The magic of a tar header lies at byte 257, after name, mode, sizes and checksum.
     if head[257:262] == b"ustar":
         return "tar"
+    # A page is a fine text; in place of records it is a server's error page.
     if kind != "text" and head.lstrip()[:14].lower().startswith((b"<!doctype html", b"<html")):
         return "an HTML page"
     if kind == "jsonl" and _ARRAY_OF_OBJECTS.match(head):
         return "a JSON array"
+    # UTF-8 text has no zero bytes in practice, and binary formats have them at once.
     if kind not in _BINARY and b"\0" in head:
         return "binary data"
     return None

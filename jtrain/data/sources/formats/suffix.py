@@ -24,9 +24,11 @@ def split_suffix(name: str, *, field: str) -> tuple[str, str | None]:
     Raises:
       UserError: the compression is not supported.
     """
+    # The only suffix that stands for both format and compression.
     if name.endswith(".tgz"):
         name = name.removesuffix(".tgz") + ".tar.gz"
     stem, suffix = _splitext(name)
+    # Refused here, or the compressed bytes would be read as text.
     if suffix in _OTHER_COMPRESSIONS:
         raise UserError(
             f"{field}: {name} is compressed as {suffix}; only {' and '.join(COMPRESSIONS)} are read. "
@@ -37,10 +39,9 @@ def split_suffix(name: str, *, field: str) -> tuple[str, str | None]:
 
 
 def _splitext(name: str) -> tuple[str, str]:
-    """Returns what `os.path.splitext` returns, five times as fast: folders have hundreds of thousands of
-    files.
-    """
+    """Returns the result of `os.path.splitext` in a fifth of its time: folders have 100,000s of files."""
     stem, dot, suffix = name.rpartition(".")
+    # `.hidden` is a name and no suffix, as for `splitext`.
     if not dot or "/" in suffix or not stem.rpartition("/")[2].strip("."):
         return name, ""
     return stem, f".{suffix}"

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.long_lines import (
     LONG_LINE_BYTES,
-    KeptMarks,
+    MarkCache,
     TextPart,
     marks_of,
     text_of_part,
@@ -47,14 +47,13 @@ class TextFile(Records):
         self._piece_bytes = piece_bytes
 
     def __len__(self) -> int:
+        # By size alone, so that opening a folder of text files reads none of them.
         return -(-self._file.size_bytes // self._piece_bytes)
 
     sizes_need_reading = False
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
-        """Returns the most bytes that each piece can have: a piece ends within 4 KiB after its nominal
-        end.
-        """
+        """Returns the most bytes that each piece can have: it ends within 4 KiB after its nominal end."""
         nominal = np.arange(first, end + 1, dtype=np.int64) * self._piece_bytes
         stop = np.minimum(nominal[1:] + min(_LINE_SEARCH_BYTES, self._piece_bytes), self._file.size_bytes)
         return stop - nominal[:-1]
@@ -64,6 +63,7 @@ class TextFile(Records):
             return [self._piece(file, record) for record in records]
 
     def _piece(self, file: Any, index: int) -> str | BadRecord:
+        # A piece ends where the next one starts, so both ends follow from the same rule and none overlaps.
         start = self._cut(file, index)
         end = self._cut(file, index + 1)
         file.seek(start)
@@ -74,7 +74,7 @@ class TextFile(Records):
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
             return BadRecord(
-                f"{self._file.called}: not UTF-8 at byte {end - len(content) + error.start} "
+                f"{self._file.label}: not UTF-8 at byte {end - len(content) + error.start} "
                 f"({error.reason}). Convert the file to UTF-8, leave it out, {SKIP}"
             )
 
@@ -84,17 +84,19 @@ class TextFile(Records):
         if index == 0 or nominal >= self._file.size_bytes:
             return min(nominal, self._file.size_bytes)
         file.seek(nominal)
-        ahead = file.read(min(_LINE_SEARCH_BYTES, self._piece_bytes))
-        line_end = ahead.find(b"\n") + 1
+        search_bytes = file.read(min(_LINE_SEARCH_BYTES, self._piece_bytes))
+        line_end = search_bytes.find(b"\n") + 1
         if line_end:
             return nominal + line_end
         # After the character that the cut falls into: at most 3 bytes further, which may be the end of the
         # file.
-        inside = ahead[:4]
-        return nominal + next((i for i, byte in enumerate(inside) if byte & 0xC0 != 0x80), len(inside) % 4)
+        cut_character = search_bytes[:4]
+        return nominal + next(
+            (i for i, byte in enumerate(cut_character) if byte & 0xC0 != 0x80), len(cut_character) % 4
+        )
 
 
-_KEPT_MARKS = KeptMarks()
+_MARK_CACHE = MarkCache()
 
 
 class JsonLines(Records):
@@ -113,25 +115,27 @@ class JsonLines(Records):
         fields: TextFields,
         *,
         cache_dir: Path,
-        told: Callable[[int], None] = lambda size_bytes: None,
+        report_bytes: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         self._file = file
         self._fields = fields
         self._key = object()  # of the marks: it does not hold the lines, as this object does
+        # Parts are opened and forgotten as a run goes on, so their indexes stay in memory.
         self._lines = NumberTable(
-            file, "lines", lambda: _lines(file, told), cache_dir, in_memory=file.span is not None
+            file, "lines", lambda: _lines(file, report_bytes), cache_dir, in_memory=file.span is not None
         )
 
     def __len__(self) -> int:
         return len(self._lines)
 
-    def lines_before(self, place: int) -> int:
-        """Returns the number of records that start before byte `place`."""
+    def lines_before(self, offset: int) -> int:
+        """Returns the number of records that start before byte `offset`."""
         low, high = 0, len(self._lines)
+        # Binary search: the table may lie in a file of millions of rows, of which this reads 20.
         while low < high:
             middle = (low + high) // 2
             low, high = (
-                (middle + 1, high) if self._lines.span(middle, middle + 1)[0, 0] < place else (low, middle)
+                (middle + 1, high) if self._lines.span(middle, middle + 1)[0, 0] < offset else (low, middle)
             )
         return low
 
@@ -152,41 +156,45 @@ class JsonLines(Records):
                 ):
                     texts.append(plain)
                     continue
-                content, what = line.removeprefix(BOM), self._file.called
+                content, label = line.removeprefix(BOM), self._file.label
                 text = text_of_json(
-                    content, self._fields, what=what, way_out="Mend the line", place=" of the line"
+                    content,
+                    self._fields,
+                    label=label,
+                    way_out="Mend the line",
+                    position_suffix=" of the line",
                 )
                 if isinstance(text, BadRecord):  # to find the number of a line takes long
-                    text = BadRecord(str(text).replace(what, self._place(start), 1))
+                    text = BadRecord(str(text).replace(label, self._describe_line(start), 1))
                 texts.append(text)
         return texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Keeps marks of the record with this text, if its line is long, so that `parts` can read it from
-        there.
-        """
+        """Keeps marks of the record with this text if its line is long; `parts` then reads inside it."""
         [[start, end]] = self._lines.rows([record])
         if (
             end - start < LONG_LINE_BYTES
             or self._fields.mask is not None
-            or _KEPT_MARKS.get(self._key, record) is not None
+            or _MARK_CACHE.get(self._key, record) is not None
         ):
             return False
         with self._file.open() as file:
             marks = marks_of(_content(file.fileno(), start, end), text, self._fields.text)
         if marks is not None:
-            _KEPT_MARKS.add(self._key, record, marks)
+            _MARK_CACHE.add(self._key, record, marks)
         return marks is not None
 
     def parts(self, records: list[int], spans: list[tuple[int, int]]) -> list[TextPart | None]:
         """Returns the bytes of a span of each text, or more around them; None for a record without marks."""
-        kept = [_KEPT_MARKS.get(self._key, record) for record in records]
-        found: list[TextPart | None] = [None] * len(kept)
-        if not any(kept):
-            return found
+        marks_of_records = [_MARK_CACHE.get(self._key, record) for record in records]
+        parts: list[TextPart | None] = [None] * len(marks_of_records)
+        if not any(marks_of_records):
+            return parts
         with self._file.open() as file:
             descriptor = file.fileno()
-            for i, (marks, (begin, _)) in enumerate(zip(kept, self._lines.rows(records), strict=True)):
+            for i, (marks, (begin, _)) in enumerate(
+                zip(marks_of_records, self._lines.rows(records), strict=True)
+            ):
                 if marks is None:
                     continue
                 first, low, high = marks.around(*spans[i])
@@ -194,20 +202,18 @@ class JsonLines(Records):
                     content = text_of_part(_content(descriptor, begin + low, begin + high))
                 except ValueError:
                     continue  # the file has changed: reading the text as a whole says what is wrong
-                found[i] = TextPart(content, first, marks.total)
-        return found
+                parts[i] = TextPart(content, first, marks.total)
+        return parts
 
-    def _place(self, start: int) -> str:
+    def _describe_line(self, start: int) -> str:
         if start > _LINES_COUNTED_BYTES:
-            return f"{self._file.called}, the line at byte {start:,}"
+            return f"{self._file.label}, the line at byte {start:,}"
         with self._file.open() as file:
-            return f"{self._file.called}, line {file.read(start).count(b'\n') + 1}"
+            return f"{self._file.label}, line {file.read(start).count(b'\n') + 1}"
 
 
 def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
-    """Yields the bytes from start to end of each row; read at once if they lie close together, which is
-    quicker.
-    """
+    """Yields the bytes from start to end of each row; reads rows that lie close together at once."""
     if not rows:
         return
     first, last = min(start for start, _ in rows), max(end for _, end in rows)
@@ -222,37 +228,39 @@ def _contents(file: int, rows: list[list[int]]) -> Iterator[bytes]:
 
 def _content(file: int, start: int, end: int) -> bytes:
     """Returns bytes `start` to `end` of an open file; fewer if it ends before."""
+    # `pread` may return fewer bytes than asked for, and at most 2 GiB at a time.
     content = os.pread(file, end - start, start)
     while start + len(content) < end and (
-        more := os.pread(file, end - start - len(content), start + len(content))
+        block := os.pread(file, end - start - len(content), start + len(content))
     ):
-        content += more
+        content += block
     return content
 
 
-def _lines(file: StoredFile, told: Callable[[int], None]) -> Int[np.ndarray, "records 2"]:
-    """Returns the start of each non-blank line, in a part of those that start there, and the start of the
-    next line.
-    """
+def _lines(file: StoredFile, report_bytes: Callable[[int], None]) -> Int[np.ndarray, "records 2"]:
+    """Returns the start of each non-blank line that begins in the file or part, and that of the next line."""
     size = file.size_bytes
     if size == 0:
         return np.zeros((0, 2), np.int64)
     begin, stop = file.span or (0, size)
     block = 1 << 26
+    # Line starts are line ends plus 1; the -1 stands for the end before the first line.
     ends: list[np.ndarray] = [np.full(1, -1, np.int64)] if begin == 0 else []
-    with file.open() as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as view:
+    with file.open() as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
         content = np.frombuffer(view, np.uint8)
+        # From the byte before the part: if it ends a line, a line of this part starts at `begin`.
         for start in range(max(begin - 1, 0), stop, block):
             ends.append(np.flatnonzero(content[start : min(start + block, stop)] == ord("\n")) + start)
-            told(min(start + block, stop) - begin)
+            report_bytes(min(start + block, stop) - begin)
         starts = np.concatenate(ends) + 1
-        after = view.find(b"\n", stop - 1) + 1 or size  # the last line may go on behind the part
+        last_end = view.find(b"\n", stop - 1) + 1 or size  # the last line may go on behind the part
         starts = starts[starts < stop]
-        ends_of = np.append(starts[1:], after)[: len(starts)]
-        first = content[starts]
-        blank = first == ord("\n")
-        carriage = np.flatnonzero(first == ord("\r"))
+        line_ends = np.append(starts[1:], last_end)[: len(starts)]
+        first_bytes = content[starts]
+        is_blank = first_bytes == ord("\n")
+        # Lines of "\r\n" are blank as well; a "\r" may be the file's last byte.
+        carriage = np.flatnonzero(first_bytes == ord("\r"))
         carriage = carriage[starts[carriage] + 1 < size]
-        blank[carriage] = content[starts[carriage] + 1] == ord("\n")
-        del content, first  # the map cannot close while numpy arrays refer to it
-    return np.stack([starts, ends_of], axis=1)[~blank]
+        is_blank[carriage] = content[starts[carriage] + 1] == ord("\n")
+        del content, first_bytes  # the map cannot close while numpy arrays refer to it
+    return np.stack([starts, line_ends], axis=1)[~is_blank]

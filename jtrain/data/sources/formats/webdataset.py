@@ -34,68 +34,73 @@ class TarFile(Records):
       UserError: the file is not a tar file, is cut short, or has no member with that suffix.
     """
 
-    __slots__ = ("_fields", "_file", "_places")
+    __slots__ = ("_fields", "_file", "_spans")
 
     def __init__(self, file: StoredFile, fields: TextFields, *, cache_dir: Path) -> None:
         self._file = file
         self._fields = fields
         kind = f"{fields.text.replace('/', '_')}.samples"
-        self._places = NumberTable(file, kind, self._index, cache_dir)
+        self._spans = NumberTable(file, kind, self._index, cache_dir)
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._spans)
 
     sizes_need_reading = False
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the size of each sample's text member."""
-        return self._places.span(first, end)[:, 1]
+        return self._spans.span(first, end)[:, 1]
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         texts: list[str | BadRecord] = []
         with self._file.open() as file:
-            for record, (start, size) in zip(records, self._places.rows(records), strict=True):
+            for record, (start, size) in zip(records, self._spans.rows(records), strict=True):
+                # The member's header, for its name, lies in the block before its bytes.
                 file.seek(abs(start) - _BLOCK)
                 name = _printable(_name(file.read(_BLOCK)))
                 if start < 0:
                     texts.append(
-                        self._bad(record, f"{name} and what follows hold no member .{self._fields.text}")
+                        self._bad_record(
+                            record, f"{name} and what follows hold no member .{self._fields.text}"
+                        )
                     )
                     continue
                 try:
                     texts.append(file.read(size).decode("utf-8"))
                 except UnicodeDecodeError as error:
                     texts.append(
-                        self._bad(record, f"{name} is not UTF-8 at byte {error.start} ({error.reason})")
+                        self._bad_record(
+                            record, f"{name} is not UTF-8 at byte {error.start} ({error.reason})"
+                        )
                     )
         return texts
 
-    def _bad(self, record: int, why: str) -> BadRecord:
-        return BadRecord(f"{self._file.called}, sample {record}: {why}. Mend it, {SKIP}")
+    def _bad_record(self, record: int, reason: str) -> BadRecord:
+        return BadRecord(f"{self._file.label}, sample {record}: {reason}. Mend it, {SKIP}")
 
     def _index(self) -> Int[np.ndarray, "records 2"]:
-        """Returns start and size of each sample's text; without text, minus the start of its first member,
-        and 0.
-        """
-        places: list[tuple[int, int]] = []
+        """Returns start and size of each sample's text; without text, -start of its first member, and 0."""
+        spans: list[tuple[int, int]] = []
         suffixes: set[str] = set()
-        last = None
+        last_name = None
         for name, suffix, start, size in self._members():
             suffixes.add(suffix)
-            if name != last:
-                places.append((-start, 0))
-                last = name
+            # Samples are told apart by adjacent members alone: the same name further on is another sample.
+            if name != last_name:
+                spans.append((-start, 0))
+                last_name = name
+            # In place of the entry of the first member, so that the sample keeps its number.
             if suffix == self._fields.text:
-                places[-1] = (start, size)
-        if places and self._fields.text not in suffixes:
-            found = [f".{_printable(suffix)}" for suffix in sorted(suffixes)[:_MOST_NAMED]]
-            more = [f"and {len(suffixes) - _MOST_NAMED:,} more"] if len(suffixes) > _MOST_NAMED else []
+                spans[-1] = (start, size)
+        if spans and self._fields.text not in suffixes:
+            suffix_names = [f".{_printable(suffix)}" for suffix in sorted(suffixes)[:_MOST_NAMED]]
+            omitted = [f"and {len(suffixes) - _MOST_NAMED:,} more"] if len(suffixes) > _MOST_NAMED else []
             raise UserError(
-                f"{self._file.called}: no member ends in .{self._fields.text}; suffixes: "
-                f"{', '.join(found + more)}. Set {self._fields.at}.text_field to one of them, without its "
-                "dot."
+                f"{self._file.label}: no member ends in .{self._fields.text}; suffixes: "
+                f"{', '.join(suffix_names + omitted)}. Set {self._fields.config_path}.text_field to one of "
+                "them, without its dot."
             )
-        return np.asarray(places, np.int64).reshape(-1, 2)
+        return np.asarray(spans, np.int64).reshape(-1, 2)
 
     def _members(self) -> Iterator[tuple[str, str, int, int]]:
         """Yields sample name, suffix, first byte and size of each member that belongs to a sample."""
@@ -104,20 +109,20 @@ class TarFile(Records):
             while position < self._file.size_bytes:
                 file.seek(position)
                 header = file.read(_BLOCK)
+                # The end mark is two blocks of zeros; the first one is enough.
                 if header == bytes(_BLOCK):
                     return
                 start = position + _BLOCK
                 try:
                     size = _number(header[124:136])
-                    summed = sum(header) - sum(header[148:156]) + 8 * ord(" ")
-                    if len(header) < _BLOCK or _number(header[148:156]) != summed:
+                    # The checksum field itself counts as 8 spaces.
+                    checksum = sum(header) - sum(header[148:156]) + 8 * ord(" ")
+                    if len(header) < _BLOCK or _number(header[148:156]) != checksum:
                         raise UserError("the header's checksum is wrong")
                     if start + size > self._file.size_bytes:
                         raise UserError(f"its {size:,} bytes go beyond the end of the file")
-                    if (kind := header[156:157]) in (
-                        b"L",
-                        b"x",
-                    ):  # the next member's long name, by GNU and by POSIX
+                    # The next member's long name, by GNU and by POSIX.
+                    if (kind := header[156:157]) in (b"L", b"x"):
                         if size > _MOST_NAME_BYTES:
                             raise UserError(
                                 f"a name of {size:,} bytes; names have at most {_MOST_NAME_BYTES:,}"
@@ -126,30 +131,33 @@ class TarFile(Records):
                         long_name = _gnu_name(content) if kind == b"L" else _posix_name(content)
                 except ValueError as error:
                     raise UserError(
-                        f"{self._file.called}: not a whole tar file: at byte {position:,}, {error}. Replace "
-                        f"it, or leave it out of {self._fields.at}.path."
+                        f"{self._file.label}: not a whole tar file: at byte {position:,}, {error}. Replace "
+                        f"it, or leave it out of {self._fields.config_path}.path."
                     ) from error
+                # Members are padded to whole blocks.
                 position = start + -(-size // _BLOCK) * _BLOCK
+                # Regular files: by POSIX, by the old format, and contiguous ones.
                 if kind in (b"0", b"\0", b"7"):
                     folder, _, name = (long_name or _name(header)).rpartition("/")
                     long_name = ""
                     stem, dot, suffix = name.partition(".")
+                    # WebDataset's rules: names without suffix and stems like `__key__` belong to no sample.
                     if dot and stem and not (stem.startswith("__") and stem.endswith("__")):
                         yield f"{folder}/{stem}" if folder else stem, suffix, start, size
+                # A folder or link takes the long name before it; the next member has its own.
                 elif kind not in (b"L", b"x", b"g"):
                     long_name = ""
         raise UserError(
-            f"{self._file.called}: the tar file ends without its end mark: cut short. Replace it, or leave "
-            f"it out of {self._fields.at}.path."
+            f"{self._file.label}: the tar file ends without its end mark: cut short. Replace it, or leave "
+            f"it out of {self._fields.config_path}.path."
         )
 
 
 def _number(field: bytes) -> int:
-    """Parses octal digits, or GNU's binary form for larger numbers; a sign, which `int` would take, is none
-    of them.
-    """
+    """Parses octal digits, or GNU's binary form for larger numbers; refuses the sign that `int` takes."""
     if field[:1] == b"\x80":
         return int.from_bytes(field[1:])
+    # An empty field is 0.
     digits = field.strip(b" \0") or b"0"
     if digits.strip(b"01234567"):
         raise UserError(f"{digits!r} is no octal number")
@@ -176,9 +184,7 @@ def _gnu_name(content: bytes) -> str:
 
 
 def _posix_name(content: bytes) -> str:
-    """Returns `path` of records of the form `length key=value` that each end in a line feed; empty if there
-    is none.
-    """
+    """Returns `path` of records `length key=value`, each with a line feed; empty if there is no path."""
     while content:
         digits, space, _ = content[:_MOST_LENGTH_DIGITS].partition(b" ")
         length = int(digits) if space and digits.isdigit() else 0
