@@ -207,7 +207,7 @@ def explanation(
         f"{op.name} on {spec.name}, {case}: {registry.shapes(avals)}",
         f"  {taken} is taken{f' with {config}' if config else ''}: "
         f"{choice.because}{predicted(taken, choice.because)}",
-        *(f"  {name} is not: {reason}{predicted(name, reason)}" for name, reason in choice.others),
+        *(f"  {name} is not: {reason}{predicted(name, reason)}" for name, reason in choice.rejected),
         *(f"""  to force it: --set "kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
     ]
 
