@@ -1,6 +1,4 @@
-"""Full and read-only disks: a small tmpfs that the harness mounts as the workdir, which takes the rights of
-root.
-"""
+"""Full and read-only disks: a small tmpfs that the harness mounts as the workdir, with the rights of root."""
 
 import contextlib
 import os
@@ -16,6 +14,7 @@ from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.runtime.exit_codes import DONE, REFUSED
 
+# Room for the checkpoints of the small model, and filled in an instant.
 SIZE = "64m"
 FILLER = "filler"
 
@@ -23,11 +22,13 @@ FILLER = "filler"
 @contextlib.contextmanager
 def _mounted(folder: Path) -> Iterator[None]:
     """Mounts a disk of its own at `folder`."""
+    # tmpfs, because a file system of its own can be full without filling the machine's.
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     try:
         yield
     finally:
+        # Lazy: a process that is still ending may have files open there.
         subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
 
 
@@ -36,6 +37,7 @@ def cannot_mount() -> str | None:
     if os.geteuid() != 0 or shutil.which("mount") is None:
         return "a small disk can be mounted by root only"
     folder = Path(tempfile.mkdtemp(prefix="jtrain-faults-mount-"))
+    # Tried, not deduced: containers give root without the right to mount.
     try:
         with _mounted(folder):
             return None
@@ -55,8 +57,9 @@ def _filled_at_a_drawn_step(trial: Trial) -> Attempt:
     """Starts a training on a small disk, and fills the disk after a drawn step."""
     _small_disk(trial)
     attempt = trial.start()
-    drawn = trial.rng.randint(1, NUM_STEPS - 8)
-    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    # At least one save comes after it.
+    fill_step = trial.rng.randint(1, NUM_STEPS - 8)
+    attempt.until(lambda: trial.workdir.last_step() >= fill_step)
     _fill(trial.workdir.path)
     return attempt
 
@@ -73,6 +76,7 @@ def _ends_well(trial: Trial, attempt: Attempt, full: str) -> None:
 def _fill(folder: Path) -> None:
     """Writes until no byte is left."""
     with open(folder / FILLER, "ab", buffering=0) as file:
+        # Ever smaller pieces, until not even one byte fits.
         for size in (1 << 20, 1 << 12, 1):
             with contextlib.suppress(OSError):
                 while file.write(b"\0" * size):
@@ -90,6 +94,7 @@ def _free(folder: Path) -> None:
 def disk_full_briefly(trial: Trial) -> None:
     """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
     attempt = _filled_at_a_drawn_step(trial)
+    # The first failed save is logged; only then the disk gets room again.
     attempt.until(lambda: "this was failure 1" in attempt.text(), poll_s=0.01)
     _ends_well(trial, attempt, "for some steps")
 
@@ -102,9 +107,10 @@ def disk_full_save(trial: Trial) -> None:
     _small_disk(trial)
     attempt = trial.start()
     attempt.until(trial.workdir.saving)
-    before = trial.workdir.committed()
+    committed_steps = trial.workdir.committed()
     _fill(trial.workdir.path)
-    attempt.until(lambda: not trial.workdir.saving() or trial.workdir.committed() != before)
+    # Until this save has ended, in either way.
+    attempt.until(lambda: not trial.workdir.saving() or trial.workdir.committed() != committed_steps)
     _ends_well(trial, attempt, "during one save")
 
 
@@ -118,6 +124,7 @@ def disk_full(trial: Trial) -> None:
     attempt.wait()
     trial.settle(attempt)
     text = attempt.text()
+    # A message for the user, not a traceback, and with the path of the full disk.
     if set(attempt.codes.values()) != {REFUSED} or "Traceback" in text or str(trial.workdir.path) not in text:
         trial.wrong(
             f"on a full disk the run ended with {attempt.codes}; expected 2 and a message that names the disk"

@@ -12,12 +12,15 @@ KINDS: dict[str, Kind] = {}
 """Name -> kind, in the order of the table."""
 
 
-def fault(name: str, what: str, **more: Any) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
-    """Decorator that registers `inject(trial)` as a kind of fault; `more` are further fields of `Kind`."""
+def fault(
+    name: str, description: str, **fields: Any
+) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
+    """Decorator that registers `inject(trial)` as a kind of fault; `fields` are further fields of `Kind`."""
 
     def register(inject: Callable[[Trial], None]) -> Callable[[Trial], None]:
+        # The name is what `--only` selects by.
         assert name not in KINDS, name
-        KINDS[name] = Kind(name, what, inject, **more)
+        KINDS[name] = Kind(name, description, inject, **fields)
         return inject
 
     return register

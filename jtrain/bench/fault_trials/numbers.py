@@ -16,12 +16,14 @@ NAMES_HARDWARE = r"error: .*(device|process) \d+"
 
 
 def _planted(trial: Trial, plant: Plant) -> None:
+    # The planted module wraps the training command.
     trial.module = plant.module
     attempt = trial.start()
     attempt.wait()
     trial.settle(attempt)
-    trial.result.notes.append(f"{plant.what} before step {plant.step}")
-    if plant.what in ("nan", "large", "flip") and "planted:" not in attempt.text():
+    trial.result.notes.append(f"{plant.kind} before step {plant.step}")
+    # A fault that did not happen would pass as survived.
+    if plant.kind in ("nan", "large", "flip") and "planted:" not in attempt.text():
         trial.wrong("nothing was planted")
 
 
@@ -31,7 +33,7 @@ def _errors(text: str) -> str:
     )
 
 
-def _once(trial: Trial) -> str:
+def _marker(trial: Trial) -> str:
     return str(trial.folder / "planted")
 
 
@@ -39,11 +41,9 @@ def _once(trial: Trial) -> str:
     "nan-weight", "a weight becomes NaN between two steps", says=NAMES_HARDWARE, lost_steps=NUM_STEPS, **EACH,
 )  # fmt: skip
 def nan_weight(trial: Trial) -> None:
-    """The step is found bad, run again from the last good checkpoint, and differs: the hardware is named,
-    exit 76.
-    """
+    """The step is found bad, run again from the last good checkpoint, differs: hardware named, exit 76."""
     step = trial.rng.randint(2, NUM_STEPS - 1)
-    _planted(trial, Plant("nan", step, seed=trial.rng.randrange(1000), once=_once(trial)))
+    _planted(trial, Plant("nan", step, seed=trial.rng.randrange(1000), marker=_marker(trial)))
 
 
 @fault(
@@ -53,12 +53,15 @@ def large_weight(trial: Trial) -> None:
     """A loss far above the recent ones is found in the same way."""
     trial.recipe = trial.recipe.changed(f"num_steps={LONG}")
     trial.reference = trial.lab.reference(trial.recipe)
+    # After the 64 steps that the guard needs, and early enough for steps after it.
     step = trial.rng.randint(70, LONG - 16)
-    _planted(trial, Plant("large", step, seed=trial.rng.randrange(1000), once=_once(trial)))
+    _planted(trial, Plant("large", step, seed=trial.rng.randrange(1000), marker=_marker(trial)))
 
 
 def _bad_arithmetic(trial: Trial, plant: Plant) -> None:
+    # The reference leaves the update out in the same program, so that the rounding is the same.
     trial.reference = trial.lab.reference(trial.recipe, Plant("left_out", plant.step).module)
+    # Data and metrics differ by design: only parameters and moments must agree.
     trial.compared = ("params.", "opt_state.")
     _planted(trial, plant)
     if set(trial.attempts[0].codes.values()) != {DONE}:
@@ -79,15 +82,19 @@ def nan_gradient(trial: Trial) -> None:
 )
 def nan_update(trial: Trial) -> None:
     """Loss and gradient norm are finite, so only the new state shows it; nothing of it is saved."""
+    # Steps that save: the bad state must not get into a checkpoint.
     _bad_arithmetic(trial, Plant("update", trial.rng.choice((4, 8, 12))))
 
 
 def _flip(trial: Trial) -> None:
     trial.recipe = trial.recipe.changed("mesh.data=2", f"layout.zero_stage={trial.rng.choice((0, 3))}",
+                                        # Two devices over all processes, since a single one has no copy to
+                                        # differ from.
                                         emulated=2 // trial.recipe.num_processes)  # fmt: skip
     trial.reference = trial.lab.reference(trial.recipe)
     step, process = trial.rng.randint(2, NUM_STEPS - 1), trial.rng.randrange(trial.recipe.num_processes)
-    _planted(trial, Plant("flip", step, process, trial.rng.randrange(10**6), _once(trial)))
+    _planted(trial, Plant("flip", step, process, trial.rng.randrange(10**6), _marker(trial)))
+    # The line says which devices were hit; the error must name the same.
     hit = re.findall(r"planted: flip .*devices=(\d+)", trial.said)
     if not hit or not re.search(rf"error: .*device {hit[0]}\b", trial.said):
         trial.wrong(f"a flipped bit on device {hit} was not located: {_errors(trial.said)}")
