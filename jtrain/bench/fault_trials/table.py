@@ -66,6 +66,7 @@ def lines(
         results_of_kind = by_kind(results)[name]
         injected = [result for result in results_of_kind if result.skipped is None]
         ok = [result for result in injected if not result.wrong]
+        # Only trials with a next attempt have a time until its first step.
         again_s = [result.times_s["again"] for result in injected if "again" in result.times_s]
         counts = (
             len(results_of_kind),
@@ -78,6 +79,7 @@ def lines(
             max((r.lost_steps for r in injected), default=0),
             sum(r.recoveries for r in injected),
         )
+        # 0 where nothing was started again.
         times = (max(again_s, default=0.0), max((r.seconds for r in injected), default=0.0))
         table.add(name, *map(str, counts), *(f"{seconds:.1f}" for seconds in times))
     yield from table.lines()
@@ -103,6 +105,7 @@ def rows(results: Sequence[FaultResult]) -> Iterator[Row]:
             f"{name}: most steps done again", max((r.lost_steps for r in injected), default=None), "steps"
         )
         yield row(f"{name}: recoveries", sum(r.recoveries for r in injected), "starts")
+        # Names of times differ by kind: `again` for all, `named` and `ended` for supervised ones.
         for name_of_time in sorted({name_of_time for r in injected for name_of_time in r.times_s}):
             slowest = max(r.times_s[name_of_time] for r in injected if name_of_time in r.times_s)
             yield row(f"{name}: {name_of_time}, slowest", slowest, "s")

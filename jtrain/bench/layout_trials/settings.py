@@ -29,6 +29,7 @@ type Setting = dict[str, Any]
 """Value of every factor by its path."""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
+    # Powers of two, at most half of the devices: two axes at least meet on the mesh.
     "mesh.replica": (1, 2),
     "mesh.stage": (1, 2, 4),
     "mesh.data": (1, 2, 4),
@@ -37,6 +38,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh.tensor": (1, 2, 4),
     "layout.zero_stage": (0, 1, 2, 3),
     "layout.microbatches": (1, 2, 4, 8),
+    # Sets of saved names beside the two extremes.
     "layout.remat": (
         "none",
         "full",
@@ -47,6 +49,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "layout.tensor_overlap": (False, True),
     "layout.sequence_groups": (1, 2),
     "layout.context_attention": ("ring", "ulysses"),
+    # A fraction moves that part of the bytes to the host, none and all are the ends.
     "layout.offload.optimizer": ("none", 0.5, 1.0),
     "layout.offload.params": ("none", 0.5, 1.0),
     "layout.offload.activations": ("none", 0.5, 1.0),
@@ -67,9 +70,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer.param_rounding": ("nearest", "stochastic"),
     "model": ("llama", "qwen3", "moe", "moe, shared expert"),
     "model.scan_layers": (True, False),
+    # More tokens than a batch has (one chunk), fewer, and the size that the library chooses.
     "model.loss_chunk_tokens": (1024, 16, "auto"),
     "model.attention_chunk": (512, 4),
     "kernels": ("chosen", "permutes"),
+    # Not options of a config: ways in which the step itself can be built or run.
     "step.pieces of experts": ("one", "several"),
     "step.rejects": (False, True),
     "step.checksums": (False, True),
