@@ -81,7 +81,7 @@ def run(args: Options) -> Iterator[Row]:
             "one_gpu needs an NVIDIA GPU, and nvidia-smi lists none here. Run the same command on a machine "
             "with one, or add --rehearse for the same steps with tiny shapes on this CPU."
         )
-    session = Session(
+    session = GpuSession(
         args.out, args.rehearse, "CPU, rehearsal" if args.rehearse else gpus[0][0], code_digest()
     )
     # Keys hold code, versions and GPU: a step measured with others is left to do.
@@ -153,7 +153,7 @@ def code_digest() -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class GpuSession:
     """The folder of --out, and what its rows depend on.
 
     gpu: name of the device.

@@ -35,8 +35,8 @@ def options(out: Path, **more: Any) -> Options:
     return Options(**({"out": out, "budget": 540.0, "only": None, "rehearse": True} | more))
 
 
-def session(out: Path, **more: str) -> one_gpu.Session:
-    made = one_gpu.Session(out, True, more.get("gpu", "CPU, rehearsal"), more.get("code", "code"))
+def session(out: Path, **more: str) -> one_gpu.GpuSession:
+    made = one_gpu.GpuSession(out, True, more.get("gpu", "CPU, rehearsal"), more.get("code", "code"))
     out.mkdir(exist_ok=True)
     return made
 

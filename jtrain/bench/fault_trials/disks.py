@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jtrain.bench.fault_trials.kinds import fault
-from jtrain.bench.fault_trials.processes import Attempt
+from jtrain.bench.fault_trials.processes import TrialAttempt
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.runtime.exit_codes import DONE, REFUSED
@@ -53,7 +53,7 @@ def _small_disk(trial: Trial) -> None:
     trial.cleanups.enter_context(_mounted(trial.workdir.path))
 
 
-def _filled_at_a_drawn_step(trial: Trial) -> Attempt:
+def _filled_at_a_drawn_step(trial: Trial) -> TrialAttempt:
     """Starts a training on a small disk, and fills the disk after a drawn step."""
     _small_disk(trial)
     attempt = trial.start()
@@ -64,7 +64,7 @@ def _filled_at_a_drawn_step(trial: Trial) -> Attempt:
     return attempt
 
 
-def _ends_well(trial: Trial, attempt: Attempt, full: str) -> None:
+def _ends_well(trial: Trial, attempt: TrialAttempt, full: str) -> None:
     """Waits for the end of a training whose disk has room again, which must be a good one."""
     _free(trial.workdir.path)
     attempt.wait()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jtrain.bench.fault_trials.kinds import fault
-from jtrain.bench.fault_trials.processes import Attempt, descendants
+from jtrain.bench.fault_trials.processes import TrialAttempt, descendants
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 
@@ -17,7 +17,7 @@ def _passed(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > end_s
 
 
-def _started_before_a_save(trial: Trial) -> Attempt:
+def _started_before_a_save(trial: Trial) -> TrialAttempt:
     """Starts a training, and waits until the first, the second or the third save is the next one."""
     attempt = trial.start()
     # Before the first save, or after that of step 4 or 8.
@@ -26,7 +26,7 @@ def _started_before_a_save(trial: Trial) -> Attempt:
     return attempt
 
 
-def _kill_while(trial: Trial, attempt: Attempt, condition: Callable[[], Any], what: str) -> None:
+def _kill_while(trial: Trial, attempt: TrialAttempt, condition: Callable[[], Any], what: str) -> None:
     """Kills at an instant at which `condition` holds; notes if there was none before the run ended."""
     while attempt.until(condition):
         # Looked at again after all are stopped: the condition may have passed between look and signal.

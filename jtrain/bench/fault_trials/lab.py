@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, Recipe
+from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, RunRecipe
 from jtrain.bench.fault_trials.workdir import LoggedStep, Workdir
 from jtrain.runtime.exit_codes import DONE
 
@@ -32,13 +32,13 @@ class FaultLab:
     recipe: of the trials whose kind needs no other.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, recipe: RunRecipe) -> None:
         self.folder = folder
         self.recipe = recipe
-        self._references: dict[tuple[Recipe, tuple[str, ...]], Reference] = {}
+        self._references: dict[tuple[RunRecipe, tuple[str, ...]], Reference] = {}
         self._half: Path | None = None
 
-    def reference(self, recipe: Recipe, module: Sequence[str] = (LAUNCH,)) -> Reference:
+    def reference(self, recipe: RunRecipe, module: Sequence[str] = (LAUNCH,)) -> Reference:
         """Runs the training unbroken, as a user starts it; once for each recipe and module.
 
         Raises:
@@ -50,7 +50,7 @@ class FaultLab:
             self._references[key] = self._measured(recipe, module)
         return self._references[key]
 
-    def _measured(self, recipe: Recipe, module: Sequence[str]) -> Reference:
+    def _measured(self, recipe: RunRecipe, module: Sequence[str]) -> Reference:
         folder = self.folder / f"unbroken{len(self._references)}"
         workdir = Workdir(folder / "workdir")
         # Not forked: the times of a user's start include the imports.

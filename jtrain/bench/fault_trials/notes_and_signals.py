@@ -56,13 +56,13 @@ def _signalled(trial: Trial, number: signal.Signals) -> None:
         )
 
 
-@fault("sigterm", "SIGTERM to any subset of the processes: all save and exit with 75", keeps_more=True)
+@fault("sigterm", "SIGTERM to any subset of the processes: all save and exit with 75", may_keep_others=True)
 def sigterm(trial: Trial) -> None:
     """SIGTERM is what schedulers send before they kill."""
     _signalled(trial, signal.SIGTERM)
 
 
-@fault("sighup", "SIGHUP to all processes: the terminal is closed", keeps_more=True)
+@fault("sighup", "SIGHUP to all processes: the terminal is closed", may_keep_others=True)
 def sighup(trial: Trial) -> None:
     """All save and exit with 75, or go on to the end."""
     _signalled(trial, signal.SIGHUP)

@@ -11,7 +11,7 @@ from jtrain.runtime.exit_codes import DONE
 
 LONG = 96
 """Steps of a run whose guard knows how its losses spread: it needs 64 of them."""
-EACH: dict[str, Any] = dict(processes=(1, 2), keeps_more=True)
+EACH: dict[str, Any] = dict(processes=(1, 2), may_keep_others=True)
 NAMES_HARDWARE = r"error: .*(device|process) \d+"
 
 
@@ -65,7 +65,7 @@ def _bad_arithmetic(trial: Trial, plant: Plant) -> None:
     trial.compared = ("params.", "opt_state.")
     _planted(trial, plant)
     if set(trial.attempts[0].codes.values()) != {DONE}:
-        trial.wrong(f"NaN at one step ended the run with {trial.attempts[0].codes}: {_errors(trial.said)}")
+        trial.wrong(f"NaN at one step ended the run with {trial.attempts[0].codes}: {_errors(trial.output)}")
 
 
 @fault("nan-gradient", "the gradients of one step are NaN, each time it is computed", **EACH)
@@ -78,7 +78,7 @@ def nan_gradient(trial: Trial) -> None:
     "nan-update",
     "the update of a step that saves makes the weights NaN, each time it is computed",
     processes=(1, 2),
-    keeps_more=True,
+    may_keep_others=True,
 )
 def nan_update(trial: Trial) -> None:
     """Loss and gradient norm are finite, so only the new state shows it; nothing of it is saved."""
@@ -95,9 +95,9 @@ def _flip(trial: Trial) -> None:
     step, process = trial.rng.randint(2, NUM_STEPS - 1), trial.rng.randrange(trial.recipe.num_processes)
     _planted(trial, Plant("flip", step, process, trial.rng.randrange(10**6), _marker(trial)))
     # The line says which devices were hit; the error must name the same.
-    hit = re.findall(r"planted: flip .*devices=(\d+)", trial.said)
-    if not hit or not re.search(rf"error: .*device {hit[0]}\b", trial.said):
-        trial.wrong(f"a flipped bit on device {hit} was not located: {_errors(trial.said)}")
+    hit = re.findall(r"planted: flip .*devices=(\d+)", trial.output)
+    if not hit or not re.search(rf"error: .*device {hit[0]}\b", trial.output):
+        trial.wrong(f"a flipped bit on device {hit} was not located: {_errors(trial.output)}")
 
 
 @fault(

@@ -158,7 +158,7 @@ def run_command(argv: Sequence[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", *argv])
 
 
-class Attempt:
+class TrialAttempt:
     """One start of the training command, with one or several processes.
 
     pids, logs: process id, and file of stdout and stderr, of each process.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jtrain.bench.fault_trials import processes
-from jtrain.bench.fault_trials.processes import Attempt
+from jtrain.bench.fault_trials.processes import TrialAttempt
 
 NUM_STEPS, EVERY_STEPS = 16, 4
 """Updates of a run, and steps between its checkpoints: three saves on the way, one at the end, and two
@@ -32,7 +32,7 @@ UNBROKEN_LIMIT_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class RunRecipe:
     """Command that a trial starts, breaks and starts again.
 
     config, fiddlers, sets: of the command line.
@@ -46,7 +46,7 @@ class Recipe:
     num_processes: int
     emulated: int | None
 
-    def changed(self, *sets: str, emulated: int | None = None) -> "Recipe":
+    def changed(self, *sets: str, emulated: int | None = None) -> "RunRecipe":
         """Returns the same recipe with further `--set` texts, and another number of devices per process."""
         devices = self.emulated if emulated is None else emulated
         return dataclasses.replace(self, sets=(*self.sets, *sets), emulated=devices)
@@ -80,7 +80,7 @@ class Recipe:
         supervised: bool = False,
         limit_s: float = UNBROKEN_LIMIT_S,
         environ: Mapping[str, str] = {},
-    ) -> Attempt:
+    ) -> TrialAttempt:
         """Starts all processes of the run.
 
         Args:
@@ -129,10 +129,10 @@ class Recipe:
                 )
             )
             files.append(log)
-        return Attempt(pids, files, limit_s=limit_s)
+        return TrialAttempt(pids, files, limit_s=limit_s)
 
 
-def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> Recipe:
+def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> RunRecipe:
     """Returns the recipe for a user's config, or for a small one of the harness's own if `name` is None.
 
     Args:
@@ -149,23 +149,23 @@ def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> Rec
     # Parameters are sharded, so that a lost process takes a part of the state with it.
     sharded = (f"mesh.data={num_processes}", "layout.zero_stage=3") if num_processes > 1 else ()
     if name is None:
-        return Recipe("tiny", ("debug",), (*COMMON, *SMALL, *sharded), num_processes, 1)
+        return RunRecipe("tiny", ("debug",), (*COMMON, *SMALL, *sharded), num_processes, 1)
     config = load_config(name)
     # One process can train on the real devices; several share them only under emulation.
     if accelerator and num_processes == 1:
-        return Recipe(name, (), COMMON, 1, None)
+        return RunRecipe(name, (), COMMON, 1, None)
     if config.mesh.data == "auto":
-        return Recipe(name, (), COMMON, num_processes, 1)
+        return RunRecipe(name, (), COMMON, num_processes, 1)
     size = mesh_size(config)
     if size % num_processes:
         raise UserError(
             f"--config {name} has a mesh of {size} devices, which --processes {num_processes} cannot divide "
             "evenly. Choose another number of processes."
         )
-    return Recipe(name, (), COMMON, num_processes, size // num_processes)
+    return RunRecipe(name, (), COMMON, num_processes, size // num_processes)
 
 
-def set_environment(recipe: Recipe) -> None:
+def set_environment(recipe: RunRecipe) -> None:
     """Prepares this process, whose forks become trainings: imports what they need, and starts no backend."""
     # The user's flags could add devices that the recipe does not count.
     os.environ.pop("XLA_FLAGS", None)

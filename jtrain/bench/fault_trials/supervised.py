@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from jtrain.bench.fault_trials.kinds import fault
-from jtrain.bench.fault_trials.processes import Attempt
+from jtrain.bench.fault_trials.processes import TrialAttempt
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.bench.fault_trials.workdir import resumed_from
@@ -85,7 +85,7 @@ def _hit(trial: Trial, number: signal.Signals) -> None:
     _check(trial, attempt, victims)
 
 
-def _check(trial: Trial, attempt: Attempt, victims: list[int]) -> None:
+def _check(trial: Trial, attempt: TrialAttempt, victims: list[int]) -> None:
     trial.settle(attempt)
     missing = [name for name in ("named", "ended", "trained") if name not in trial.result.times_s]
     if missing:

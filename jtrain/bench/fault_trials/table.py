@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from jtrain.bench import Row, row
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS
-from jtrain.bench.fault_trials.trial import FaultResult, Kind
+from jtrain.bench.fault_trials.trial import FaultKind, FaultResult
 from jtrain.report.table import Table, numbers, words
 
 
@@ -46,7 +46,7 @@ def by_kind(results: Sequence[FaultResult]) -> dict[str, list[FaultResult]]:
 
 
 def lines(
-    results: Sequence[FaultResult], kinds: Mapping[str, Kind], *, of_config: str | None
+    results: Sequence[FaultResult], kinds: Mapping[str, FaultKind], *, of_config: str | None
 ) -> Iterator[str]:
     """The table, and below it the failures."""
     heads = (

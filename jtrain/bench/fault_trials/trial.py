@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.bench.fault_trials.lab import FaultLab
-from jtrain.bench.fault_trials.processes import Attempt, StillRunning, end_descendants
+from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH
 from jtrain.bench.fault_trials.workdir import Workdir, resumed_from
 from jtrain.runtime.exit_codes import DONE, FAULTY_HARDWARE, REFUSED, STOPPED
@@ -26,7 +26,7 @@ runs."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """Kind of fault.
 
     name: as after `--only`.
@@ -42,7 +42,7 @@ class Kind:
     lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being
       written.
     lost_steps: steps beyond one interval that the fault may take.
-    keeps_more: True if older checkpoints may stay and others be of a later step: none is deleted while
+    may_keep_others: True if older checkpoints may stay and others be of a later step: none is deleted while
       numbers are in doubt, a save waits for good ones, and a run that is stopped saves at that step.
     needs: returns why this machine cannot do it, None if it can.
     """
@@ -96,7 +96,7 @@ class Trial:
     cleanups: called at the end of the trial.
     """
 
-    def __init__(self, kind: Kind, lab: FaultLab, folder: Path, seed: int) -> None:
+    def __init__(self, kind: FaultKind, lab: FaultLab, folder: Path, seed: int) -> None:
         self.kind = kind
         self.lab = lab
         self.recipe = lab.recipe
@@ -110,14 +110,14 @@ class Trial:
         self.compared: tuple[str, ...] = ("",)
         self.cleanups = contextlib.ExitStack()
         self.output = ""
-        self.attempts: list[Attempt] = []
+        self.attempts: list[TrialAttempt] = []
 
     def from_half(self) -> None:
         """Gives the trial a workdir whose run was killed after two checkpoints."""
         shutil.copytree(self.lab.half(), self.workdir.path, symlinks=True, dirs_exist_ok=True)
 
-    def start(self, *extra_arguments: str, workdirs: Sequence[Path] = (), **options: Any) -> Attempt:
-        """Starts the training; see `Recipe.start`."""
+    def start(self, *extra_arguments: str, workdirs: Sequence[Path] = (), **options: Any) -> TrialAttempt:
+        """Starts the training; see `RunRecipe.start`."""
         options.setdefault("module", self.module)
         # Generous, since an attempt that is merely slow must not count as a hang.
         options.setdefault("limit_s", max(SHORTEST_LIMIT_S, LIMIT_RUNS * self.reference.end_s))
@@ -134,7 +134,7 @@ class Trial:
             return everyone
         return sorted(self.rng.sample(everyone, self.rng.randint(1, len(everyone) - 1)))
 
-    def kill(self, attempt: Attempt) -> None:
+    def kill(self, attempt: TrialAttempt) -> None:
         """Kills drawn processes; the rest of the run is killed up to two seconds later, as by a scheduler."""
         victims = self.victims()
         attempt.kill(victims)
@@ -144,7 +144,7 @@ class Trial:
         attempt.kill()
         self.settle(attempt)
 
-    def settle(self, attempt: Attempt) -> None:
+    def settle(self, attempt: TrialAttempt) -> None:
         """Notes what an ended attempt said and left."""
         for name in attempt.strays():
             self.wrong(f"a process stayed behind: {name}")
@@ -182,7 +182,7 @@ class Trial:
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.result
 
-    def again(self, *extra_arguments: str) -> Attempt:
+    def again(self, *extra_arguments: str) -> TrialAttempt:
         """Starts the same command once more, waits for its end, and counts what it did again."""
         # Taken before the start, which changes all of them.
         logged_step, committed = self.workdir.last_step(), max(self.workdir.committed(), default=0)
@@ -259,7 +259,7 @@ class Trial:
         if self.kind.says is not None and not re.search(self.kind.says, self.output):
             self.wrong(f"nothing in the output matches {self.kind.says!r}")
 
-    def _check_refusal(self, attempt: Attempt) -> None:
+    def _check_refusal(self, attempt: TrialAttempt) -> None:
         """A refusal comes before step 1, without a traceback, and names the way out; then it is taken."""
         self.result.refused = True
         text = attempt.text()

@@ -7,11 +7,11 @@ IGNORED = -1
 """Target where there is nothing to predict, `jtrain.layout.constants.IGNORE`; the test holds the two
 together."""
 
-type Arrays = dict[str, np.ndarray]
+type BatchArrays = dict[str, np.ndarray]
 """token_BL, target_BL, position_BL and segment_BL, int32."""
 
 
-def draw_batch(seed: int, vocab_size: int) -> Arrays:
+def draw_batch(seed: int, vocab_size: int) -> BatchArrays:
     """Draws [ROWS, COLUMNS]: an empty row, a row without targets, one-token documents, padding, masked
     prompts.
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, Arrays
+from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, BatchArrays
 from jtrain.bench.layout_trials.settings import Setting, count_devices, make_run
 from jtrain.config.run import run_layout
 from jtrain.data.constructor.context_order import context_order
@@ -88,7 +88,7 @@ class Trainer:
         # Columns in the order in which the context axis has them.
         self.columns = context_order(COLUMNS, run.mesh.context, self.layout.context_order)
 
-    def train(self, batches: Sequence[Arrays], first_state: Any) -> Course:
+    def train(self, batches: Sequence[BatchArrays], first_state: Any) -> Course:
         """One step on each batch.
 
         Args:
@@ -97,7 +97,7 @@ class Trainer:
         with pieces_of_experts(self.setting["step.pieces of experts"] == "several"):
             return self._train(batches, first_state)
 
-    def _train(self, batches: Sequence[Arrays], first_state: Any) -> Course:
+    def _train(self, batches: Sequence[BatchArrays], first_state: Any) -> Course:
         if self.setting["step.first weights"] == "drawn":
             # Weights drawn by the layout itself: they must be those of one device.
             state = init_state(self.layout, self.optimizer, self.mesh, seed=0)
@@ -163,7 +163,7 @@ class Trainer:
         rate = float(metrics["learning_rate"])
         return hash_2, int(metrics["tokens"]), bool(metrics["applied"]), rate, not_finite
 
-    def _place(self, batch: Arrays) -> Batch:
+    def _place(self, batch: BatchArrays) -> Batch:
         sharding = NamedSharding(self.mesh, BATCH_SPEC)
         return Batch(
             # The batch is permuted on the host, then split over the mesh.

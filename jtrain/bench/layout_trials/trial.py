@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from jtrain.bench.layout_trials import float64
-from jtrain.bench.layout_trials.adversarial_batch import Arrays, draw_batch
+from jtrain.bench.layout_trials.adversarial_batch import BatchArrays, draw_batch
 from jtrain.bench.layout_trials.bounds import NOISE, Comparison, References, compare
 from jtrain.bench.layout_trials.settings import (
     FACTORS,
@@ -73,7 +73,7 @@ class Lab:
             comparison = Comparison({}, [f"{type(error).__name__}: {str(error)[:600]}\n{location[-1500:]}"])
         return Result(setting, comparison.unequal, comparison.shares, time.perf_counter() - start)
 
-    def references(self, setting: Setting, variant: int) -> tuple[References, Sequence[Arrays]]:
+    def references(self, setting: Setting, variant: int) -> tuple[References, Sequence[BatchArrays]]:
         """References of a setting, and the batches; of another variant where float32 may choose another
         expert.
         """
@@ -120,7 +120,7 @@ def _key(setting: Setting) -> tuple[tuple[str, object], ...]:
 
 
 @functools.cache
-def batches_of(variant: int) -> tuple[Arrays, ...]:
+def batches_of(variant: int) -> tuple[BatchArrays, ...]:
     """The batch of each step."""
     return tuple(draw_batch(100 * variant + step, VOCABULARY) for step in range(STEPS))
 
