@@ -86,7 +86,7 @@ def _first_time(plant: Plant) -> bool:
     if plant.marker is None:
         return True
     try:
-        # Touched exclusively: of two attempts at one time only the first plants.
+        # exist_ok=False: a later attempt finds the file and plants nothing.
         Path(f"{plant.marker}.{jax.process_index()}").touch(exist_ok=False)
     except FileExistsError:
         return False

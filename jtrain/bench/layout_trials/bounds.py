@@ -39,16 +39,16 @@ FACTOR = 3.0
 class References:
     """Runs with which one is compared.
 
-    exact: one device in float32. one_device: one device in the precision of the run. truth: float64, from the
-    first
-      weights
-    of `same`. disturbed: the same with errors in its gradients.
+    exact: one device in float32.
+    one_device: one device in the precision of the run.
+    truth: float64, from the first weights of `one_device`.
+    disturbed: the same with errors in its gradients.
     """
 
     exact: Course
     one_device: Course
-    truth: float64.Course
-    disturbed: Sequence[float64.Course]
+    truth: float64.ReferenceCourse
+    disturbed: Sequence[float64.ReferenceCourse]
 
 
 @dataclasses.dataclass

@@ -62,7 +62,7 @@ class Lab:
             # Three sequences of batches are shared by all trials, so that references are trained once.
             references, batches = self.references(setting, number % VARIANTS)
             comparison = compare(
-                setting, Trainer(setting).train(batches, references.same.first_state), references
+                setting, Trainer(setting).train(batches, references.one_device.first_state), references
             )
         except UserError as error:
             # A config that was accepted must run: whatever the step refuses, `validate` has to refuse before.
@@ -84,7 +84,7 @@ class Lab:
             # In fewer bits routing differs anyway, and the bounds allow for it.
             if truth.closest > CLOSE or not is_float32(setting):
                 exact = (
-                    # `same` is in the setting's precision, `exact` in float32; often they are one run.
+                    # `on_one_device` is in the setting's precision, `exact` in float32; often they are one run.
                     self._trained(_key(one_device(setting, precision=False)), chosen)
                     if is_float32(setting)
                     else on_one_device
@@ -97,7 +97,7 @@ class Lab:
 
     def _train_truth(
         self, key: tuple[tuple[str, object], ...], variant: int
-    ) -> tuple[float64.Course, list[float64.Course]]:
+    ) -> tuple[float64.ReferenceCourse, list[float64.ReferenceCourse]]:
         # A key holds the changes from the defaults only.
         setting = defaults() | dict(key)
         first = self._trained(key, variant).first
