@@ -100,7 +100,7 @@ def print_table(rows: Sequence[Row]) -> None:
     print("\n".join(table.lines()))
 
 
-def measured(rows: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Iterator[Row]:
+def measure_rows(rows: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Iterator[Row]:
     """The rows of a benchmark one by one; each is appended to `lines` before the next is measured."""
     for measured_row in rows:
         marked = rehearsed(measured_row) if rehearse else measured_row
@@ -153,7 +153,7 @@ def bench(argv: Sequence[str]) -> int:
     args = parse(getattr(module, "OPTIONS", ()), argv, listing)
     # After the benchmark's import: it may set flags that JAX reads when it starts.
     start_jax(os.environ)
-    rows = list(measured(module.run(args), rehearse=getattr(args, "rehearse", False), lines=args.lines))
+    rows = list(measure_rows(module.run(args), rehearse=getattr(args, "rehearse", False), lines=args.lines))
     if args.json is not None:
         args.json.write_text(json.dumps(report(name, rows), indent=2) + "\n")
     if rows and not getattr(module, "PRINTS", False):

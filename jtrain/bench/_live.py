@@ -56,7 +56,7 @@ def seconds(function: Callable[..., Any], *arguments: Any, calls: int) -> float:
     return statistics.median(runs)
 
 
-def filled(shapes: Any) -> Any:
+def make_filled(shapes: Any) -> Any:
     """Arrays of these shapes, each one of its own, filled with 0.5."""
     return jax.tree.map(lambda x: jnp.full(x.shape, 0.5, x.dtype), shapes)
 

@@ -96,7 +96,7 @@ def run(args: Options) -> Iterator[Row]:
         for name in names:
             label = f"{shape}: {name}"
             # One row of at most 1024 tokens: the float32 reference materialises its scores.
-            error = wrong_by(name, draw_arrays(dataclasses.replace(shape, B=1, L=min(shape.L, 1024))))
+            error = largest_error(name, draw_arrays(dataclasses.replace(shape, B=1, L=min(shape.L, 1024))))
             # `not <`, so that nan fails too.
             if not error < TOLERANCE:
                 yield row(f"{label} IS WRONG by this share of the largest element", error, "", bar="<= 0.02")
@@ -143,7 +143,7 @@ def program(name: str, *, gradients: bool) -> Callable[[dict[str, jax.Array]], A
     return jax.jit(forced)
 
 
-def wrong_by(name: str, arrays: dict[str, jax.Array]) -> float:
+def largest_error(name: str, arrays: dict[str, jax.Array]) -> float:
     """Largest difference from plain JAX in float32, of value and gradients, relative to each maximum."""
     wide = {key: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for key, x in arrays.items()}
     with jax.default_matmul_precision("highest"):

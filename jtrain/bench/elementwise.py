@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
-from jtrain.bench._live import filled, gpu, seconds
+from jtrain.bench._live import gpu, make_filled, seconds
 from jtrain.errors import UserError
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
@@ -69,15 +69,15 @@ def run(args: Options) -> Iterator[Row]:
         )
     large = jax.ShapeDtypeStruct((2**16 if args.rehearse else 2**28,), jnp.bfloat16)
     # Two bytes per number, read and written.
-    copy = 2 * large.size * 2 / seconds(jax.jit(lambda x: x + 1), filled(large), calls=args.repeats)
+    copy = 2 * large.size * 2 / seconds(jax.jit(lambda x: x + 1), make_filled(large), calls=args.repeats)
     yield row(f"copy, {spec.name}", copy / 1e9, "GB/s")
     for case in chosen:
         for name in implementations_on(spec, case.op):
             # The implementation is chosen while the call is traced, so the context encloses the timing.
             with registry.on(spec, forced={} if case.op is None else {case.op.name: name}):
                 # Arrays of its own for each call: shared ones would stay in the cache.
-                calls = filled((case.arguments,) * CALLS)
-                program_s = seconds(jax.jit(several(case.function)), *calls, calls=args.repeats)
+                calls = make_filled((case.arguments,) * CALLS)
+                program_s = seconds(jax.jit(call_several(case.function)), *calls, calls=args.repeats)
             # A rate of the least possible bytes: passes beyond the necessary ones lower it.
             rate = CALLS * case.needed_bytes() / program_s
             yield row(
@@ -153,7 +153,7 @@ def adamw(param: Any, mu: Any, nu: Any, grad: Any, rate: Any) -> tuple[Any, Any,
     return param - rate * (mu / (jnp.sqrt(nu) + 1e-8) + 0.1 * param), mu, nu
 
 
-def several(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+def call_several(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Function that calls `function` with each of several tuples of arguments, and returns all results.
 
     Each call has arrays and results of its own, so XLA can neither merge calls nor drop one, and their bytes

@@ -51,8 +51,8 @@ def run(args: Options) -> Iterator[Row]:
         return
     if args.trials < 1:
         raise UserError(f"--trials {args.trials} must be at least 1.")
-    names = chosen(args.only, {name: kind.processes for name, kind in kinds.items()}, args.processes)
-    folder = made(args.workdir)
+    names = choose_kinds(args.only, {name: kind.processes for name, kind in kinds.items()}, args.processes)
+    folder = make_folder(args.workdir)
     # Looked up by device files: asking JAX would start its backend, and forks could not use it.
     accelerator = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
     recipe_of_run = recipe.of_config(args.config, args.processes, accelerator=accelerator)
@@ -65,7 +65,7 @@ def run(args: Options) -> Iterator[Row]:
         lab = FaultLab(folder, recipe_of_run)
         unbroken = lab.reference(recipe_of_run)
         print(f"unbroken: {recipe_of_run.command(folder / 'workdir')}: {unbroken.end_s:.1f} s", flush=True)
-        for seed, name in drawn(names, args.trials, args.seed):
+        for seed, name in draw_trials(names, args.trials, args.seed):
             kind = kinds[name]
             # Checked per trial, because a machine may be unable to do a kind (no root, no mount).
             reason = kind.needs()
@@ -84,7 +84,7 @@ def run(args: Options) -> Iterator[Row]:
     yield from table.rows(results)
 
 
-def chosen(only: str | None, kinds: dict[str, tuple[int, ...]], num_processes: int) -> list[str]:
+def choose_kinds(only: str | None, kinds: dict[str, tuple[int, ...]], num_processes: int) -> list[str]:
     """Returns the kinds of `--only`, or all that make sense with this number of processes.
 
     Raises:
@@ -102,7 +102,7 @@ def chosen(only: str | None, kinds: dict[str, tuple[int, ...]], num_processes: i
     return names
 
 
-def drawn(names: list[str], trials: int, seed: int) -> Iterator[tuple[int, str]]:
+def draw_trials(names: list[str], trials: int, seed: int) -> Iterator[tuple[int, str]]:
     """Yields (seed, kind) of each trial: all kinds in a drawn order, then all again in another, and so on."""
     order: list[str] = []
     rng = random.Random(seed)
@@ -113,7 +113,7 @@ def drawn(names: list[str], trials: int, seed: int) -> Iterator[tuple[int, str]]
         yield seed + index, order.pop()
 
 
-def made(workdir: Path | None) -> Path:
+def make_folder(workdir: Path | None) -> Path:
     """Returns a new folder for the trials.
 
     Raises:

@@ -62,7 +62,7 @@ def run(args: Options) -> Iterator[Row]:
             lambda x, kernel, tiles=tiles: matmul(x, kernel, spec, tiles, emulated=emulated)
         )
         # Compared before it is timed: a wrong kernel may well be fast.
-        agree("matmul", tile_kernel(x, kernel), want)
+        check_agreement("matmul", tile_kernel(x, kernel), want)
         times_s[tiles] = seconds(tile_kernel, x, kernel, calls=calls)
     # The fastest tiling stands for the kernel, as the tuner would choose it.
     tiles = min(times_s, key=lambda tiles: times_s[tiles])
@@ -112,11 +112,11 @@ def overlap_row(
     small = OverlapConfig(REHEARSED_TILES, 1 if program.moves[0] else 0)
     for config in [small] if size == REHEARSED_SIZE else overlap_configs(program, ranks, spec, size):
         fused = jax.jit(
-            lambda x, kernel, config=config: virtual(
+            lambda x, kernel, config=config: run_virtual_ranks(
                 program, ranks, x, kernel, spec, config, emulated=emulated
             )
         )
-        agree(op, fused(x, kernel), want)
+        check_agreement(op, fused(x, kernel), want)
         times_s[config.sending_blocks] = seconds(fused, x, kernel, calls=calls)
     best = min(times_s, key=lambda blocks: times_s[blocks])
     # Every rank sends to all others: (ranks - 1) * size rows in total, read and written once.
@@ -166,7 +166,7 @@ def plain_op(op: OpName, ranks: int, x: jax.Array, kernel: jax.Array) -> jax.Arr
     return jnp.stack(jnp.split(total, ranks, axis=1))
 
 
-def virtual(
+def run_virtual_ranks(
     program: GpuProgram,
     ranks: int,
     x: jax.Array,
@@ -208,7 +208,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def agree(what: str, got: jax.Array, want: jax.Array) -> None:
+def check_agreement(what: str, got: jax.Array, want: jax.Array) -> None:
     """Checks that results agree up to the bfloat16 rounding of partial sums.
 
     Raises:

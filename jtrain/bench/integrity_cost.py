@@ -106,12 +106,12 @@ def run(args: Options) -> Iterator[Row]:
     # Before JAX allocates: freed memory that goes back to the system makes steps differ by page faults.
     keep_freed_memory()
     whole_steps, short_steps = _steps(()), _steps(SHORT)
-    checked, plain = _turns(whole_steps, args.pairs)
+    checked, plain = _time_in_turns(whole_steps, args.pairs)
     # Medians of the plain program: row 0 is wall time, row 1 CPU time.
     step_ms, step_cpu_ms = np.median(plain, axis=1).tolist()
     tokens = whole_steps.run.data.global_batch * whole_steps.run.data.seq_len
     yield row("tiny without any check", 1e3 * tokens / step_ms, "tokens/s")
-    small_checked, small_plain = _turns(short_steps, args.short_pairs)
+    small_checked, small_plain = _time_in_turns(short_steps, args.short_pairs)
     # What the checks do depends on the state alone, so a small batch shows the same milliseconds.
     device_ms = float(np.median(small_checked[0] - small_plain[0]))
     for label, differences_ms in (
@@ -133,7 +133,7 @@ def run(args: Options) -> Iterator[Row]:
     total_ms = device_ms + host_ms + repeat_ms / interval
     yield row("guards, hashes and checks at the defaults, sum of device (small batch), host and recomputation",
               100 * total_ms / (step_ms + total_ms), "% of tokens/s", bar="<= 1")  # fmt: skip
-    yield row(f"flipped bits found and located, of {args.flips}", _found(short_steps, args.flips), "flips",
+    yield row(f"flipped bits found and located, of {args.flips}", _count_located(short_steps, args.flips), "flips",
               baseline=args.flips, bar=">= 1")  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _steps(sets: tuple[str, ...]) -> _Steps:
     return _Steps(built, mesh, run_layout(built), make_optimizer(built), batch)
 
 
-def _turns(steps: _Steps, pairs: int) -> list[np.ndarray]:
+def _time_in_turns(steps: _Steps, pairs: int) -> list[np.ndarray]:
     """Times of both programs in ms, with checks and without: [wall and CPU time of all threads, pairs]."""
     programs = {checks: steps.step(checks=checks) for checks in (True, False)}
     state = steps.state()
@@ -236,7 +236,7 @@ def _recompute_ms(steps: _Steps, rounds: int = 10) -> tuple[float, float]:
     return _median_ms(both, 1), _median_ms(both, rounds)
 
 
-def _found(steps: _Steps, flips: int) -> int:
+def _count_located(steps: _Steps, flips: int) -> int:
     """Flips one bit of each of `flips` states in memory; returns how many the next step locates."""
     step, rng = steps.step(checks=True), np.random.default_rng(0)
     state, _ = step(steps.state(), steps.batch)

@@ -226,8 +226,10 @@ def _time(timed_case: Case, spec: DeviceSpec) -> Iterator[Row]:
     able = [i for i in registry.implementations(op) if i.supports(spec, avals) is None]
     times_s = {
         # The first configuration is the one that a run would take.
-        i.name: timed(
-            _call(op, i, next(iter(i.configs(spec, avals))), avals), inputs(avals), options=i.compiler_options
+        i.name: time_call(
+            _call(op, i, next(iter(i.configs(spec, avals))), avals),
+            draw_inputs(avals),
+            options=i.compiler_options,
         )[1]
         for i in able
     }
@@ -253,7 +255,7 @@ def _tune(tuned_case: Case, spec: DeviceSpec) -> Iterator[Row]:
             continue
         for config in implementation.configs(spec, avals):
             call = _call(op, implementation, config, avals)
-            results, call_s = timed(call, inputs(avals), options=implementation.compiler_options)
+            results, call_s = time_call(call, draw_inputs(avals), options=implementation.compiler_options)
             want = results if want is None else want
             label = f"  {op.name} {case}, {implementation.name} {dict(config)}"
             error = difference(results, want)
@@ -293,7 +295,7 @@ def _mesh(avals: Avals) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(np.array(jax.devices()[: axis[1]]), axis[:1])
 
 
-def inputs(avals: Avals) -> dict[str, Any]:
+def draw_inputs(avals: Avals) -> dict[str, Any]:
     """Arrays for a case: floats are normal, integers are 1 (segment, token, target); groups differ."""
     import numpy as np
 
@@ -315,7 +317,7 @@ def inputs(avals: Avals) -> dict[str, Any]:
     return drawn if mesh is None else jax.device_put(drawn, jax.sharding.NamedSharding(mesh, replicated))
 
 
-def timed(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> tuple[Any, float]:
+def time_call(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> tuple[Any, float]:
     """Results, and the median seconds of one call after one call that compiles and one more.
 
     Args:

@@ -53,7 +53,7 @@ def run(args: Options) -> Iterator[Row]:
     """
     if args.trials < 1:
         raise UserError(f"--trials {args.trials} must be at least 1.")
-    chosen = chosen_trials(args.only, args.trials)
+    chosen = choose_trials(args.only, args.trials)
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
     import jax  # lazy: this file is read for `--help`
 
@@ -69,7 +69,7 @@ def run(args: Options) -> Iterator[Row]:
     )
 
 
-def chosen_trials(only: str | None, trials: int) -> range:
+def choose_trials(only: str | None, trials: int) -> range:
     """Numbers of the trials to run.
 
     Raises:
@@ -94,7 +94,7 @@ def fuzz(trials: int, seed: int, chosen: range) -> Iterator[Row]:
     """Runs the chosen trials of a seed; needs 8 devices."""
     from jtrain.bench.layout_trials import pairs  # lazy: they import jax
     from jtrain.bench.layout_trials.settings import as_text
-    from jtrain.bench.layout_trials.trial import Lab, described, shrink
+    from jtrain.bench.layout_trials.trial import Lab, describe_result, shrink
 
     draw, lab = pairs.Draw(seed), Lab()
     met_pairs: set[pairs.Pair] = set()
@@ -105,7 +105,7 @@ def fuzz(trials: int, seed: int, chosen: range) -> Iterator[Row]:
         if number not in chosen:
             continue
         result = lab.trial(setting, number)
-        print(described(f"trial {number}", result), flush=True)
+        print(describe_result(f"trial {number}", result), flush=True)
         for kind, share in result.shares.items():
             # Shares of a bound: the largest of each kind says how close to unequal the trials came.
             shares[kind] = max(shares.get(kind, 0.0), share)
@@ -137,9 +137,9 @@ def follow_refusals(trials: int, seed: int) -> Iterator[Row]:
     Prints how often each reason was met.
     """
     from jtrain.bench.layout_trials import pairs  # lazy: they import jax
-    from jtrain.bench.layout_trials.refusals import follow, helps, reason_of
+    from jtrain.bench.layout_trials.refusals import follow, reason_of, try_ways_out
     from jtrain.bench.layout_trials.settings import as_text, refusal
-    from jtrain.bench.layout_trials.trial import Lab, described
+    from jtrain.bench.layout_trials.trial import Lab, describe_result
 
     lab, met = Lab(), collections.Counter[str]()
     useless: list[str] = []
@@ -149,7 +149,7 @@ def follow_refusals(trials: int, seed: int) -> Iterator[Row]:
         if error is None:
             continue
         met[reason_of(error)] += 1
-        ways_out = helps(error, setting)
+        ways_out = try_ways_out(error, setting)
         # A way out must end this refusal; a later one may be about something else.
         useless += [f"{change} does not end: {error}" for change, does_help in ways_out if not does_help]
         accepted, _ = follow(setting)
@@ -166,7 +166,7 @@ def follow_refusals(trials: int, seed: int) -> Iterator[Row]:
     unequal = 0
     for number, (reason, accepted) in enumerate(accepted_settings.items()):
         result = lab.trial(accepted, number)
-        print(described(f"way out of `{reason}`", result), flush=True)
+        print(describe_result(f"way out of `{reason}`", result), flush=True)
         unequal += bool(result.unequal)
     yield row("settings that were refused", float(met.total()), "settings")
     yield row("ways out that do not end the refusal", float(len(set(useless))), "ways", bar="<= 0")

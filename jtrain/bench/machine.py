@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
-from jtrain.bench._live import filled, gpu, seconds
+from jtrain.bench._live import gpu, make_filled, seconds
 from jtrain.profile.analysis import clock_loss
 from jtrain.profile.analysis.records import Peaks
 from jtrain.profile.clocks import samples
@@ -71,7 +71,7 @@ def run(args: Options) -> Iterator[Row]:
     yield from _clocks(device, "idle")
     x = jax.ShapeDtypeStruct((copied,), jnp.bfloat16)
     # One array in, one out: each byte is read once and written once.
-    copy_s = seconds(jax.jit(lambda x: x + 1), filled(x), calls=args.calls)
+    copy_s = seconds(jax.jit(lambda x: x + 1), make_filled(x), calls=args.calls)
     yield row(
         # Two bytes per number, read and written.
         f"{kind}: copy of {copied * 2 / GIB:.2g} GiB, read and written",
@@ -79,7 +79,7 @@ def run(args: Options) -> Iterator[Row]:
         "GB/s",
     )
     square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-    matmul_s = seconds(jax.jit(jnp.matmul), *filled((square, square)), calls=args.calls)
+    matmul_s = seconds(jax.jit(jnp.matmul), *make_filled((square, square)), calls=args.calls)
     # Equal entries toggle few bits: soaks compare random with zero inputs.
     yield row(f"{kind}: matmul {size}^3 bf16, equal inputs", 2 * size**3 / matmul_s / 1e12, "TFLOP/s")
     yield from _clocks(device, "after matmuls")

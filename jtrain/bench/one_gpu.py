@@ -74,7 +74,7 @@ def run(args: Options) -> Iterator[Row]:
     """
     # The budget counts from here, so imports before it are not in it.
     started_s = time.monotonic()
-    steps = chosen(args.only)
+    steps = choose_steps(args.only)
     gpus = [] if args.rehearse else nvidia_gpus()
     if not gpus and not args.rehearse:
         raise UserError(
@@ -107,7 +107,7 @@ def run(args: Options) -> Iterator[Row]:
         print(f"not begun for lack of time: {', '.join(missed)}. The same command goes on with them.")
 
 
-def chosen(names: Sequence[str] | None) -> list[Step]:
+def choose_steps(names: Sequence[str] | None) -> list[Step]:
     """The steps of these names, in their own order; without names, all.
 
     Raises:
@@ -123,15 +123,17 @@ def chosen(names: Sequence[str] | None) -> list[Step]:
     return [step for step in STEPS if names is None or step.name in names]
 
 
-def absent(packages: Sequence[str]) -> list[str]:
+def absent_packages(packages: Sequence[str]) -> list[str]:
     """Packages of the list that are not installed."""
     return [package for package in packages if importlib.util.find_spec(package) is None]
 
 
-def missing(steps: Sequence[Step]) -> list[str]:
+def describe_missing(steps: Sequence[Step]) -> list[str]:
     """One line per package that is not installed, with the steps that fail or lack kernels without it."""
     lines: list[str] = []
-    for package in absent(sorted({package for step in steps for package in (*step.needs, *step.uses)})):
+    for package in absent_packages(
+        sorted({package for step in steps for package in (*step.needs, *step.uses)})
+    ):
         failing = [step.name for step in steps if package in step.needs]
         lesser = [step.name for step in steps if package in step.uses]
         parts = [f"rows with that error: {', '.join(failing)}"] * bool(failing)
@@ -232,7 +234,7 @@ class GpuSession:
 
     def begin(self, budget_s: float, steps: Sequence[Step]) -> None:
         """Prints and writes what this call runs on, and what is missing."""
-        lacks = missing(steps)
+        lacks = describe_missing(steps)
         packages = sorted(
             {DISTRIBUTIONS.get(name, name) for step in steps for name in (*step.needs, *step.uses)}
         )
@@ -259,7 +261,7 @@ class GpuSession:
         if time.monotonic() + step.limit_s > until_s:
             return
         # Steps without their packages end at once, with a row that says so.
-        if lacks := absent(step.needs):
+        if lacks := absent_packages(step.needs):
             ended = Ended("failed", 0.0, f"needs {', '.join(lacks)}, not installed here")
         else:
             print(f"{step.name} ...", flush=True)

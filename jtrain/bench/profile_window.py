@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jtrain.bench import Options, Row, option, row
-from jtrain.bench.tiny import trained
+from jtrain.bench.tiny import train_config
 from jtrain.errors import UserError
 from jtrain.profile.trace_dir import FOLDER
 
@@ -50,7 +50,7 @@ def run(args: Options) -> Iterator[Row]:
         *args.sets,
     ]
     with tempfile.TemporaryDirectory() as folder:
-        lines = trained(args.config, sets, Path(folder), stdout=None)
+        lines = train_config(args.config, sets, Path(folder), stdout=None)
         # Lines of events have no rate.
         lines = [line for line in lines if line.get("tokens_per_s")]
         # The first two steps compile and fill caches.

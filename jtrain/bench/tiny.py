@@ -26,7 +26,7 @@ def run(args: Options) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         start_s = time.perf_counter()
         # A process of its own: imports and the exit are part of the command's time.
-        lines = trained("tiny", sets, Path(folder))
+        lines = train_config("tiny", sets, Path(folder))
         seconds = time.perf_counter() - start_s
     # The last line may be of an event and have no loss.
     last = [line["loss_nats"] for line in lines if "loss_nats" in line][-1]
@@ -40,7 +40,7 @@ def run(args: Options) -> list[Row]:
     ]
 
 
-def trained(
+def train_config(
     config: str, sets: Sequence[str], workdir: Path, *, stdout: int | None = subprocess.DEVNULL
 ) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl of a whole run of `jtrain.launch`, a process of its own."""

@@ -75,7 +75,7 @@ class PlantedStep:
             # The update is left out, but the step is counted: the next batch follows.
             return dataclasses.replace(state_before, step=new.step), metrics
         if is_fault_step and plant.kind in ("nan", "large", "flip") and _first_time(plant):
-            state = changed(state, plant)
+            state = change_element(state, plant)
         return self._step(state, batch, *more)
 
 
@@ -93,7 +93,7 @@ def _first_time(plant: Plant) -> bool:
     return True
 
 
-def changed(state: Any, plant: Plant) -> Any:
+def change_element(state: Any, plant: Plant) -> Any:
     """Returns the state with one element of one array changed, on one device or on all that hold it."""
     import jax
 

@@ -146,7 +146,7 @@ def _followed(
             yield from _followed(setting | change, keep, refusals, tried, depth - 1)
 
 
-def helps(error: UserError, setting: Setting) -> list[tuple[Setting, bool]]:
+def try_ways_out(error: UserError, setting: Setting) -> list[tuple[Setting, bool]]:
     """For each way out that a message names, the changes and whether they end this refusal."""
     changes = [change for change in ways_out(error, setting) if set(change) <= set(FACTORS)]
     results: list[tuple[Setting, bool]] = []

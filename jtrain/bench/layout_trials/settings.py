@@ -123,21 +123,21 @@ def defaults() -> Setting:
     return {path: values[0] for path, values in FACTORS.items()}
 
 
-def changed(setting: Setting) -> Setting:
+def changed_factors(setting: Setting) -> Setting:
     """The factors that are not at their default."""
     return {path: value for path, value in setting.items() if value != FACTORS[path][0]}
 
 
 def is_float32(setting: Setting) -> bool:
     """True if all arithmetic of the gradients is float32."""
-    return not any(path.startswith("precision.") for path in changed(setting))
+    return not any(path.startswith("precision.") for path in changed_factors(setting))
 
 
 def is_exact(setting: Setting) -> bool:
     """True if the optimizer's state is float32 as well."""
     # Rounded moments and parameters make later steps differ by more than the order of sums.
     state = ("optimizer.moment_dtype", "optimizer.master_dtype", "optimizer.param_rounding")
-    return is_float32(setting) and not any(path in state for path in changed(setting))
+    return is_float32(setting) and not any(path in state for path in changed_factors(setting))
 
 
 def one_device(setting: Setting, *, precision: bool) -> Setting:
@@ -275,4 +275,4 @@ def count_devices(setting: Setting) -> int:
 
 def as_text(setting: Setting) -> str:
     """The factors that are not at their default, in one line."""
-    return ", ".join(f"{path}={value}" for path, value in changed(setting).items()) or "all defaults"
+    return ", ".join(f"{path}={value}" for path, value in changed_factors(setting).items()) or "all defaults"

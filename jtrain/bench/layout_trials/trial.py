@@ -14,7 +14,7 @@ from jtrain.bench.layout_trials.settings import (
     VOCABULARY,
     Setting,
     as_text,
-    changed,
+    changed_factors,
     defaults,
     descent_of,
     is_float32,
@@ -116,7 +116,7 @@ def _trainer(key: tuple[tuple[str, object], ...]) -> Trainer:
 
 
 def _key(setting: Setting) -> tuple[tuple[str, object], ...]:
-    return tuple(changed(setting).items())
+    return tuple(changed_factors(setting).items())
 
 
 @functools.cache
@@ -127,7 +127,7 @@ def batches_of(variant: int) -> tuple[BatchArrays, ...]:
 
 def shrink(setting: Setting, fails: Callable[[Setting], bool]) -> Setting:
     """A setting that still fails with as few changes from the defaults as one pass over them finds."""
-    for path in list(changed(setting)):
+    for path in list(changed_factors(setting)):
         smaller = setting | {path: FACTORS[path][0]}
         # Each change is dropped once, in order; a smaller setting must still be accepted and still fail.
         if refusal(smaller) is None and fails(smaller):
@@ -135,7 +135,7 @@ def shrink(setting: Setting, fails: Callable[[Setting], bool]) -> Setting:
     return setting
 
 
-def described(name: str, result: Result) -> str:
+def describe_result(name: str, result: Result) -> str:
     """A line for a trial, and one for each difference."""
     verdict = (
         f"refused by the step: {result.refused}"
