@@ -120,11 +120,11 @@ class PeerDevices(PeerAccess):
     def signal(self, counters: Any, index: tuple[Any, ...], peer: jax.Array) -> None:
         # XLA orders the signal after this warpgroup's completed writes, as `wait_smem_to_gmem` has run before
         # it.
-        pl.semaphore_signal(counters.index[index], device_id={self.axis: peer})
+        pl.semaphore_signal(counters.at[index], device_id={self.axis: peer})
 
     def wait(self, counters: Any, index: tuple[Any, ...], value: Any) -> None:
         # Not consumed: several blocks wait for one counter, and counters start at 0 in each launch.
-        pl.semaphore_wait(counters.index[index], value, decrement=False)
+        pl.semaphore_wait(counters.at[index], value, decrement=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +155,10 @@ class VirtualRanks(PeerAccess):
         copy(ref.index[peer])
 
     def signal(self, counters: Any, index: tuple[Any, ...], peer: jax.Array) -> None:
-        pl.semaphore_signal(counters.index[(peer, *index)])
+        pl.semaphore_signal(counters.at[(peer, *index)])
 
     def wait(self, counters: Any, index: tuple[Any, ...], value: Any) -> None:
-        pl.semaphore_wait(counters.index[(self.rank(), *index)], value, decrement=False)
+        pl.semaphore_wait(counters.at[(self.rank(), *index)], value, decrement=False)
 
 
 @dataclasses.dataclass(frozen=True)
