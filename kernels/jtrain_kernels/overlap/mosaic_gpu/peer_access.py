@@ -147,12 +147,12 @@ class VirtualRanks(PeerAccess):
         return lax.div(lax.axis_index("block"), self.num_ranks)
 
     def mine(self, ref: Any) -> Any:
-        return ref.index[self.rank()]
+        return ref.at[self.rank()]
 
     def to_peer(
         self, copy: Callable[[Any], None], ref: Any, peer: jax.Array, offsets: tuple[int, ...]
     ) -> None:
-        copy(ref.index[peer])
+        copy(ref.at[peer])
 
     def signal(self, counters: Any, index: tuple[Any, ...], peer: jax.Array) -> None:
         pl.semaphore_signal(counters.at[(peer, *index)])
