@@ -3,6 +3,10 @@
 The algorithm is that of `xla/op.py`, the number formats are those of `jtrain_kernels.fp8`. A gathered operand
 is rounded before it is sent: x to e4m3, and in the backward pass dy to e5m2. Partial sums are sent in x's
 dtype.
+
+Example: x [1, 1024, 4096] on each of 8 ranks. A permute carries 4 MiB in place of 8. If the largest |x| of
+all ranks is 5.3, the scale is 64, since 5.3 * 64 = 339 fits under e4m3's 448 and 5.3 * 128 does not: every
+rank rounds alike.
 """
 
 import functools

@@ -1,4 +1,10 @@
-"""The sending blocks of a fused kernel: they pass gathered rows on as they are."""
+"""The sending blocks of a fused kernel: they pass gathered rows on as they are.
+
+Example: rows of 4096 bfloat16 numbers, tiles of 128 rows. A box is 32 rows x 256 columns, 16 KiB; a row of
+tiles is 4 x 16 = 64 boxes, of which the three warpgroups copy 22, 21 and 21. With four buffers each they take
+192 of the 227 KiB of shared memory. The receiver's counter of the row is complete at 3, one signal per
+warpgroup.
+"""
 
 from typing import Any
 
