@@ -68,7 +68,7 @@ def _ends_well(trial: Trial, attempt: TrialAttempt, full: str) -> None:
     """Waits for the end of a training whose disk has room again, which must be a good one."""
     _free(trial.workdir.path)
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     if set(attempt.codes.values()) != {DONE}:
         trial.wrong(f"a disk that was full {full} ended the run with {attempt.codes}")
 
@@ -122,7 +122,7 @@ def disk_full(trial: Trial) -> None:
     """The run ends with a message that names the disk; with room again the same command goes on."""
     attempt = _filled_at_a_drawn_step(trial)
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     text = attempt.text()
     # A message for the user, not a traceback, and with the path of the full disk.
     if set(attempt.codes.values()) != {REFUSED} or "Traceback" in text or str(trial.workdir.path) not in text:

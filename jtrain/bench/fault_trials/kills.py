@@ -151,4 +151,4 @@ def kill_loader(trial: Trial) -> None:
         os.kill(pid, signal.SIGKILL)
     # The training must notice it: it goes on with a new process, or ends and is started again.
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)

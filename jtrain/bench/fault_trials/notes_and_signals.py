@@ -41,7 +41,7 @@ def _signalled(trial: Trial, number: signal.Signals) -> None:
     # A closed terminal signals the whole group; a scheduler may reach any subset.
     attempt.send(number, None if number == signal.SIGHUP else trial.victims())
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     codes = set(attempt.codes.values())
     # All alike: a run of which some processes saved and others ended would have lost its state.
     if not (codes <= {STOPPED} or codes <= {DONE}):
@@ -90,7 +90,7 @@ def closed_pipe(trial: Trial) -> None:
     os.close(read_end)
     pipe.unlink()
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     if attempt.codes != {0: DONE}:
         trial.wrong(f"the run ended with {attempt.codes} when nobody read its output")
 
@@ -110,7 +110,7 @@ def two_runs(trial: Trial) -> None:
             f"{first.pids[0]}"
         )
     first.wait()
-    trial.settle(first)
+    trial.record_end(first)
 
 
 @fault("unshared", "each process has a workdir of its own", processes=(2, 4))
@@ -119,7 +119,7 @@ def unshared(trial: Trial) -> None:
     folders = [trial.folder / f"host{index}" for index in range(trial.recipe.num_processes)]
     attempt = trial.start(workdirs=folders)
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     text = attempt.text()
     # Refused by every process: one that waited for the others would hang.
     if set(attempt.codes.values()) != {REFUSED} or "shared" not in text or "step 1/" in text:

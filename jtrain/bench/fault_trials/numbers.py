@@ -20,7 +20,7 @@ def _planted(trial: Trial, plant: Plant) -> None:
     trial.module = plant.module
     attempt = trial.start()
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     trial.result.notes.append(f"{plant.kind} before step {plant.step}")
     # A fault that did not happen would pass as survived.
     if plant.kind in ("nan", "large", "flip") and "planted:" not in attempt.text():

@@ -86,7 +86,7 @@ def _hit(trial: Trial, number: signal.Signals) -> None:
 
 
 def _check(trial: Trial, attempt: TrialAttempt, victims: list[int]) -> None:
-    trial.settle(attempt)
+    trial.record_end(attempt)
     missing = [name for name in ("named", "ended", "trained") if name not in trial.result.times_s]
     if missing:
         trial.wrong(f"processes {victims} were never {', '.join(missing)}: {attempt.text()[-2000:]}")

@@ -142,9 +142,9 @@ class Trial:
         end_s = time.monotonic() + self.rng.uniform(0, 2)
         attempt.until(lambda: time.monotonic() > end_s, poll_s=0.01)
         attempt.kill()
-        self.settle(attempt)
+        self.record_end(attempt)
 
-    def settle(self, attempt: TrialAttempt) -> None:
+    def record_end(self, attempt: TrialAttempt) -> None:
         """Notes what an ended attempt said and left."""
         for name in attempt.strays():
             self.wrong(f"a process stayed behind: {name}")
@@ -199,7 +199,7 @@ class Trial:
             first_step_s.append(time.monotonic() - attempt.started_s)
             self.result.times_s["again"] = max(self.result.times_s.get("again", 0.0), first_step_s[0])
         attempt.wait()
-        self.settle(attempt)
+        self.record_end(attempt)
         if first_step_s:
             resumed = self.count_lost(attempt.text(), logged_step)
             # A save every EVERY_STEPS, and one more interval for a save that was under way.
