@@ -28,8 +28,8 @@ def gpu(
     first_device = jax.devices()[0]
     if first_device.platform != "gpu" and not rehearse:
         raise UserError(
-            f"{name} needs {needs}, but the device here is {first_device.device_kind!r}. Run the same command on "
-            f"one{way_out}."
+            f"{name} needs {needs}, but the device here is {first_device.device_kind!r}. Run the same "
+            f"command on one{way_out}."
         )
     return first_device, device.live(first_device)
 

@@ -80,14 +80,27 @@ def run(args: Options) -> Iterator[Row]:
             yield row(
                 f"{size}: stall, against {name}", stall_s(ours), "s", baseline=stall_s(theirs), bar="< 1"
             )
-            yield row(f"{size}: until durable, against {name}", ours["durable_s"], "s", baseline=theirs["durable_s"],
-                      bar="< 1")  # fmt: skip
+            yield row(
+                f"{size}: until durable, against {name}",
+                ours["durable_s"],
+                "s",
+                baseline=theirs["durable_s"],
+                bar="< 1",
+            )
         # Imports and threads are more than a small state.
         large = size == "100M"
-        yield row(f"{size}: host memory at rest after {args.saves + 1} saves", ours["rest_states"], "states",
-                  bar="<= 0.3" if large else None)  # fmt: skip
-        yield row(f"{size}: host memory at most, during a save", ours["peak_states"], "states",
-                  bar="<= 1.3" if large else None)  # fmt: skip
+        yield row(
+            f"{size}: host memory at rest after {args.saves + 1} saves",
+            ours["rest_states"],
+            "states",
+            bar="<= 0.3" if large else None,
+        )
+        yield row(
+            f"{size}: host memory at most, during a save",
+            ours["peak_states"],
+            "states",
+            bar="<= 1.3" if large else None,
+        )
         yield row(f"{size}: host memory that each save leaves", ours["grown_states"], "states", bar="<= 0.05")
         for program, theirs in figures_of.items():
             for key, quantity in (

@@ -127,14 +127,26 @@ def run(args: Options) -> Iterator[Row]:
     # None would mean that the default no longer recomputes, and the sum below would have no meaning.
     interval = whole_steps.run.integrity.recompute_every_steps
     assert interval is not None
-    yield row(f"recomputation of {repeat_ms:.0f} ms every {interval} steps", 100 * repeat_ms / interval / step_ms,
-              "% of tokens/s")  # fmt: skip
+    yield row(
+        f"recomputation of {repeat_ms:.0f} ms every {interval} steps",
+        100 * repeat_ms / interval / step_ms,
+        "% of tokens/s",
+    )
     yield row("recomputation, compiled once per attempt", first_ms / 1e3, "s")
     total_ms = device_ms + host_ms + repeat_ms / interval
-    yield row("guards, hashes and checks at the defaults, sum of device (small batch), host and recomputation",
-              100 * total_ms / (step_ms + total_ms), "% of tokens/s", bar="<= 1")  # fmt: skip
-    yield row(f"flipped bits found and located, of {args.flips}", _count_located(short_steps, args.flips), "flips",
-              baseline=args.flips, bar=">= 1")  # fmt: skip
+    yield row(
+        "guards, hashes and checks at the defaults, sum of device (small batch), host and recomputation",
+        100 * total_ms / (step_ms + total_ms),
+        "% of tokens/s",
+        bar="<= 1",
+    )
+    yield row(
+        f"flipped bits found and located, of {args.flips}",
+        _count_located(short_steps, args.flips),
+        "flips",
+        baseline=args.flips,
+        bar=">= 1",
+    )
 
 
 def _share(what: str, differences_ms: np.ndarray, step_ms: float) -> Row:

@@ -51,8 +51,15 @@ def run(args: Options) -> list[Row]:
     spread = f"{min(ratios):.3f} .. {max(ratios):.3f} over {args.rounds} rounds"
     median = statistics.median(bare[1:])
     # Ratio of medians would mix rounds; the median of ratios compares neighbours in time.
-    return [row(f"{args.config}: full loop ({spread})", statistics.median(ratios) * median, "tokens/s", baseline=median,
-                bar=">= 0.97")]  # fmt: skip
+    return [
+        row(
+            f"{args.config}: full loop ({spread})",
+            statistics.median(ratios) * median,
+            "tokens/s",
+            baseline=median,
+            bar=">= 0.97",
+        )
+    ]
 
 
 def bare_tokens_per_s(built: Run, num_steps: int) -> float:

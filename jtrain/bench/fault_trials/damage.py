@@ -111,8 +111,13 @@ def renumbered(trial: Trial) -> None:
     shutil.copytree(trial.workdir.checkpoints / str(NEWEST), trial.workdir.checkpoints / "12")
 
 
-@fault("all-damaged", "every checkpoint is damaged", refused=r"(?s)checkpoints.*--from-scratch", must_refuse=True,
-       mend=_bring_back)  # fmt: skip
+@fault(
+    "all-damaged",
+    "every checkpoint is damaged",
+    refused=r"(?s)checkpoints.*--from-scratch",
+    must_refuse=True,
+    mend=_bring_back,
+)
 def all_damaged(trial: Trial) -> None:
     """None is whole: exit 2."""
     trial.from_half()

@@ -88,9 +88,12 @@ def _free(folder: Path) -> None:
 
 
 @fault(
-    "disk-full-briefly", "the disk is full for some steps, a save among them", needs=cannot_mount, lines_lost=True,
+    "disk-full-briefly",
+    "the disk is full for some steps, a save among them",
+    needs=cannot_mount,
+    lines_lost=True,
     processes=(1, 2),
-)  # fmt: skip
+)
 def disk_full_briefly(trial: Trial) -> None:
     """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
     attempt = _filled_at_a_drawn_step(trial)
@@ -100,8 +103,12 @@ def disk_full_briefly(trial: Trial) -> None:
 
 
 @fault(
-    "disk-full-save", "the disk is full during one save only", needs=cannot_mount, lines_lost=True, processes=(1, 2),
-)  # fmt: skip
+    "disk-full-save",
+    "the disk is full during one save only",
+    needs=cannot_mount,
+    lines_lost=True,
+    processes=(1, 2),
+)
 def disk_full_save(trial: Trial) -> None:
     """The save is tried again, or the next one takes its place."""
     _small_disk(trial)
@@ -115,9 +122,13 @@ def disk_full_save(trial: Trial) -> None:
 
 
 @fault(
-    "disk-full", "the disk is full and stays so", needs=cannot_mount, lines_lost=True, lost_steps=NUM_STEPS,
+    "disk-full",
+    "the disk is full and stays so",
+    needs=cannot_mount,
+    lines_lost=True,
+    lost_steps=NUM_STEPS,
     processes=(1, 2),
-)  # fmt: skip
+)
 def disk_full(trial: Trial) -> None:
     """The run ends with a message that names the disk; with room again the same command goes on."""
     attempt = _filled_at_a_drawn_step(trial)
@@ -137,9 +148,13 @@ def _writable(trial: Trial) -> None:
 
 
 @fault(
-    "disk-read-only", "the workdir's disk is mounted read-only", needs=cannot_mount, must_refuse=True,
-    refused="(?s)(cannot be written|ead-only).*--workdir", mend=_writable,
-)  # fmt: skip
+    "disk-read-only",
+    "the workdir's disk is mounted read-only",
+    needs=cannot_mount,
+    must_refuse=True,
+    refused="(?s)(cannot be written|ead-only).*--workdir",
+    mend=_writable,
+)
 def disk_read_only(trial: Trial) -> None:
     """Refused before step 1; mounted for writing again, the same command goes on."""
     _small_disk(trial)

@@ -38,8 +38,12 @@ def _marker(trial: Trial) -> str:
 
 
 @fault(
-    "nan-weight", "a weight becomes NaN between two steps", says=NAMES_HARDWARE, lost_steps=NUM_STEPS, **EACH,
-)  # fmt: skip
+    "nan-weight",
+    "a weight becomes NaN between two steps",
+    says=NAMES_HARDWARE,
+    lost_steps=NUM_STEPS,
+    **EACH,
+)
 def nan_weight(trial: Trial) -> None:
     """The step is found bad, run again from the last good checkpoint, differs: hardware named, exit 76."""
     step = trial.rng.randint(2, NUM_STEPS - 1)
@@ -47,8 +51,12 @@ def nan_weight(trial: Trial) -> None:
 
 
 @fault(
-    "large-weight", "a weight becomes 1e4 between two steps", says=NAMES_HARDWARE, lost_steps=LONG, **EACH,
-)  # fmt: skip
+    "large-weight",
+    "a weight becomes 1e4 between two steps",
+    says=NAMES_HARDWARE,
+    lost_steps=LONG,
+    **EACH,
+)
 def large_weight(trial: Trial) -> None:
     """A loss far above the recent ones is found in the same way."""
     trial.recipe = trial.recipe.changed(f"num_steps={LONG}")
@@ -87,10 +95,13 @@ def nan_update(trial: Trial) -> None:
 
 
 def _flip(trial: Trial) -> None:
-    trial.recipe = trial.recipe.changed("mesh.data=2", f"layout.zero_stage={trial.rng.choice((0, 3))}",
-                                        # Two devices over all processes, since a single one has no copy to
-                                        # differ from.
-                                        emulated=2 // trial.recipe.num_processes)  # fmt: skip
+    trial.recipe = trial.recipe.changed(
+        "mesh.data=2",
+        f"layout.zero_stage={trial.rng.choice((0, 3))}",
+        # Two devices over all processes, since a single one has no copy to
+        # differ from.
+        emulated=2 // trial.recipe.num_processes,
+    )
     trial.reference = trial.lab.reference(trial.recipe)
     step, process = trial.rng.randint(2, NUM_STEPS - 1), trial.rng.randrange(trial.recipe.num_processes)
     _planted(trial, Plant("flip", step, process, trial.rng.randrange(10**6), _marker(trial)))
@@ -101,9 +112,12 @@ def _flip(trial: Trial) -> None:
 
 
 @fault(
-    "flip", "one bit of a weight or moment flips on one of two devices", says=NAMES_HARDWARE, lost_steps=NUM_STEPS,
+    "flip",
+    "one bit of a weight or moment flips on one of two devices",
+    says=NAMES_HARDWARE,
+    lost_steps=NUM_STEPS,
     **EACH,
-)  # fmt: skip
+)
 def flip(trial: Trial) -> None:
     """The checks of the state find it, name the device and end the run with 76; nothing of it was saved."""
     _flip(trial)

@@ -90,7 +90,10 @@ def lines(
     # A run of skipped trials alone must not read as a success.
     if not any(result.skipped is None for result in results):
         yield "no fault was injected"
-    yield f"checkpoints every {EVERY_STEPS} steps; `again s`: slowest start of a next attempt, to its first new step"
+    yield (
+        f"checkpoints every {EVERY_STEPS} steps; `again s`: slowest start of a next attempt, to its first "
+        "new step"
+    )
 
 
 def rows(results: Sequence[FaultResult]) -> Iterator[Row]:
