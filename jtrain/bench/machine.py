@@ -133,7 +133,7 @@ def soak_rows(seconds: float, *, rehearse: bool) -> Iterator[Row]:
 
 def soak(work: Callable[[int], Any], seconds: float, peaks: Peaks, size: int) -> Soak:
     """Calls `work` with 0, 1, ... for so long, after a warm-up of a tenth, and says what it came to."""
-    # A warm-up, since clocks start high on a cold chip.
+    # A warm-up, which also compiles.
     _repeat(work, 0.1 * seconds)
     with tempfile.TemporaryDirectory() as folder:
         # A process of its own samples the clocks, so that this one's loop is not disturbed.

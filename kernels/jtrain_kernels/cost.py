@@ -52,7 +52,6 @@ def matmul_rate(device: DeviceSpec, dtype: str) -> float | None:
         return device.peak_fp8_flops
     if device.peak_bf16_flops is None:
         return None
-    # TF32 on GPUs; on TPUs XLA adds six products of bfloat16 parts for float32 accuracy.
     return device.peak_bf16_flops / ((2 if device.platform == "gpu" else 6) if dtype == "float32" else 1)
 
 
@@ -191,7 +190,6 @@ def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
     def of_pass(flops: float, score_bytes: int, matmuls: int) -> list[OpPart]:
         return [
             OpPart(flops, kernels=matmuls * chunks),
-            # Maximum, exponential and sum are one fusion each.
             OpPart(moved=scores * score_bytes, kernels=3 * chunks),
         ]
 

@@ -100,8 +100,6 @@ class Op:
         names = [i.name for i in self.implementations]
         if not names or names[-1] != REFERENCE or len(set(names)) < len(names):
             raise UserError(
-                # The reference last: `implementations` puts plugins before it, and a forced name may be any
-                # of them.
                 f"kernels.{self.name}: {names} must be different names, the last one {REFERENCE}."
             )
 
@@ -189,7 +187,6 @@ def compiler_options(forced: Mapping[str, str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for op, name in forced.items():
         for implementation in implementations(find(op)):
-            # Options of two implementations may overlap; the values are the same wherever they do.
             options |= implementation.compiler_options if implementation.name == name else {}
     return options
 

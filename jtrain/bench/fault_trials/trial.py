@@ -263,7 +263,7 @@ class Trial:
         """A refusal comes before step 1, without a traceback, and names the way out; then it is taken."""
         self.result.refused = True
         text = attempt.text()
-        # The last error is the refusal; earlier ones may be warnings of the start.
+        # The last error of the output is the refusal.
         message = text[text.rfind("error:") :].strip()
         if self.kind.refused is None:
             self.wrong(f"refused: {message}")

@@ -58,8 +58,7 @@ class OpWork:
 
 def plain_s(device: DeviceSpec, work: OpWork) -> float:
     """Seconds of the collective and the matmul, one after the other."""
-    # Every rank sends all but its own share, (ranks - 1) / ranks of the rows. Wire time before launch time:
-    # one large collective keeps all links busy from start to end.
+    # Every rank sends all but its own share, (ranks - 1) / ranks of the rows.
     wire_s = work.rows * work.sent_bytes * (work.ranks - 1) / work.ranks / _link(device, work.ranks)
     return _matmul_s(device, work) + wire_s + _ALONE_S[device.platform]
 

@@ -118,8 +118,7 @@ class PeerDevices(PeerAccess):
                 copy(plgpu.remote_ref(ref, {self.axis: named}))
 
     def signal(self, counters: Any, index: tuple[Any, ...], peer: jax.Array) -> None:
-        # XLA orders the signal after this warpgroup's completed writes, as `wait_smem_to_gmem` has run before
-        # it.
+        # The caller has waited for its writes (`wait_smem_to_gmem`) before it signals.
         pl.semaphore_signal(counters.at[index], device_id={self.axis: peer})
 
     def wait(self, counters: Any, index: tuple[Any, ...], value: Any) -> None:
