@@ -60,8 +60,7 @@ def _damages(damage_name: str) -> None:
     def damage(trial: Trial) -> None:
         trial.from_half()
         files_by_type = file_types(trial.workdir.checkpoints / str(NEWEST))
-        # The type is drawn before the file: otherwise nearly all would be array data, of which there are most
-        # files.
+        # The type is drawn before the file, as most files are array data.
         file_type = trial.rng.choice(sorted(files_by_type))
         file = trial.rng.choice(files_by_type[file_type])
         trial.result.notes.append(f"{damage_name}: {file.relative_to(trial.workdir.path)}")

@@ -98,8 +98,7 @@ def _flip(trial: Trial) -> None:
     trial.recipe = trial.recipe.changed(
         "mesh.data=2",
         f"layout.zero_stage={trial.rng.choice((0, 3))}",
-        # Two devices over all processes, since a single one has no copy to
-        # differ from.
+        # Two devices over all processes: a single one has no copy to differ from.
         emulated=2 // trial.recipe.num_processes,
     )
     trial.reference = trial.lab.reference(trial.recipe)

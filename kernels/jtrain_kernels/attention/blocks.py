@@ -93,8 +93,7 @@ def backward(
         q, y, dy, segment_BC, lse = part
         # Sum of y * dy per query, as in `chunks`: p * dp summed over keys without the scores.
         delta = jnp.einsum("blkgh,blkgh->bkgl", dy.astype(jnp.float32), y.astype(jnp.float32))
-        # An empty row has lse -inf and scores -inf: the caller's lse is over all keys of a query, so it is
-        # finite.
+        # A row that sees none of these keys has p = 0: lse is over all keys, so it is finite.
         p = jnp.exp(_scores(q, k_BMKH, segment_BC, segment_BM) - lse[..., None])
         dp = jnp.einsum("blkgh,bmkh->bkglm", dy, v_BMKH, preferred_element_type=jnp.float32)
         ds = (p * (dp - delta[..., None]) * scale).astype(dtype)

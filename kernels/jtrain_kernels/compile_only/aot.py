@@ -133,8 +133,7 @@ def compile_for(
     calls = collections.Counter[str]()
     for name, target in _CALL.findall(text):
         calls[target] += 1
-        # All Pallas kernels of a TPU share one target, so their names are counted too, without XLA's suffix
-        # `.3`.
+        # Pallas kernels of a TPU share one target, so names are counted too, without XLA's `.3`.
         if target == "tpu_custom_call":
             calls[re.sub(r"\.\d+$", "", name)] += 1
     vmem = [int(size) for size in _VMEM.findall(text)]
@@ -219,8 +218,7 @@ def compile_op(
     arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
     function = op_function(op, avals, gradients=gradients)
     if (axis := axis_of(avals)) is not None:
-        # The named axis exists only under shard_map, so an op that communicates gets a mesh of its axis's
-        # size.
+        # The named axis exists only under shard_map, so an op that communicates gets its mesh.
         machine = virtual_axis(machine, *axis) if isinstance(machine, str) else machine
         function = over(machine, function)
     return compile_for(machine, function, arrays, forced={op.name: implementation})

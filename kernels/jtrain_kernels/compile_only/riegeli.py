@@ -28,8 +28,7 @@ def records(program: bytes) -> Iterator[bytes]:
         yield program
         return
     blocks = range(start, len(program), _BLOCK)
-    # A block of 64 KiB starts with a header of 24 bytes, which may lie inside of a chunk: joined without
-    # them.
+    # A block's header of 24 bytes may lie inside of a chunk, so blocks are joined without them.
     chunks = b"".join(program[block_start + _BLOCK_HEADER : block_start + _BLOCK] for block_start in blocks)
     offset = 0
     while offset + _CHUNK_HEADER <= len(chunks):
@@ -39,8 +38,7 @@ def records(program: bytes) -> Iterator[bytes]:
         if kind == b"r":
             yield from records(_values(data))
         elif offset and kind not in _KINDS:
-            # Not a chunk, so the file ended before: the offset among joined chunks, with the block headers
-            # added back.
+            # Not a chunk, so the file has ended: its offset, with the block headers added back.
             file_offset = (
                 offset // (_BLOCK - _BLOCK_HEADER) * _BLOCK
                 + offset % (_BLOCK - _BLOCK_HEADER)

@@ -102,8 +102,7 @@ def predict(
     network_s = 0.0
     if shards > 1:
         link = (device.link_bytes_per_s or device.hbm_bytes_per_s) * NETWORK
-        # States are gathered and their gradients scattered; the log-partition's parts are a third, tiny
-        # collective.
+        # States are gathered, gradients scattered; the parts of the log-partition are a third collective.
         network_s = 2 * states * (shards - 1) / shards / link + 3 * _HOP_S
     temp = logits + gradient + (2 * states if shards > 1 else 0)
     return Chunk(

@@ -119,8 +119,7 @@ def _summaries(
         def add_chunk(_: None, token_stats: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
             x_CD, target_C, top_C, total_C, picked_C = token_stats
             logits_CW = _logits(x_CD, kernel_DW, column_W)
-            # Running maximum and sum over parts, as in online softmax: earlier sums are rescaled to the new
-            # maximum.
+            # Online softmax over parts: earlier sums are rescaled to the new maximum.
             higher_C = jnp.maximum(top_C, jnp.max(logits_CW, axis=-1))
             total_C = total_C * jnp.exp(top_C - higher_C) + jnp.sum(
                 jnp.exp(logits_CW - higher_C[:, None]), axis=-1
@@ -179,8 +178,7 @@ def _forward(
     lse_SC, picked_SC = _summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab)
 
     def add_part(dx_SCD: Array, part_and_columns: tuple[Any, Array]) -> tuple[Array, Any]:
-        # The pullback belongs to this part alone, so its gradient leaves (is scattered) before the next part
-        # comes.
+        # The pullback is this part's alone, so its gradient leaves before the next part comes.
         fetched_DW, pull = jax.vjp(fetch, part_and_columns[0])
         kernel_DW, column_W = fetched_DW.astype(x_SCD.dtype), part_and_columns[1]
 

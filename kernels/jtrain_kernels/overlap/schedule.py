@@ -179,8 +179,7 @@ def _gather(trees: Trees, rank: int) -> _Steps:
             parent = trees.parent(rank, piece)
             if parent is not None:
                 step.append(Wait(shard, "arrived", parent))
-            # Sends before Compute: the copy travels while this rank multiplies, and the next rank waits only
-            # for the copy.
+            # Sends before Compute: the copy travels while this rank multiplies.
             step += [Send(piece, child, shard, shard) for child in trees.children(rank, piece)]
             step.append(Compute(piece, Place("output", piece)))
         steps.append(step)
@@ -239,13 +238,11 @@ def _reduce(
             parent = trees.parent(rank, piece)
             into = Place("output", piece)
             if parent is not None:
-                # Only sums that leave need an accumulator; the rank's own piece is summed in the output
-                # itself.
+                # Only sums that leave need an accumulator; the own piece is summed in the output.
                 into, waits = accumulators.take(parent)
                 step += waits
             step.append(Compute(piece, into))
-            # Children in the reverse of gathering order; addition in float32 is not associative, so the order
-            # is part of the result.
+            # The reverse of gathering order; float32 sums depend on it, so it is part of the result.
             for child in reversed(trees.children(rank, piece)):
                 slot = slots[child, piece]
                 step += [Wait(slot, "arrived", child), Reduce(piece, slot, into)]

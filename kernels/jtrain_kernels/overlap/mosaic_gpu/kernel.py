@@ -166,8 +166,7 @@ class _Kernel(Call):
             send(self, block, x, moves, inbox, arrived_rows)
 
         if senders:
-            # The first `senders` blocks of a rank only copy; the others number themselves from 0 for the
-            # tiles.
+            # The first `senders` blocks of a rank only copy; the others count from 0 for the tiles.
             when(block < senders, pass_on, compute)
         else:
             compute()
@@ -186,8 +185,7 @@ class _Kernel(Call):
         sizes, tiles, peers = self.sizes, self.config.tiles, self.peers
         workers = self.blocks - self.config.sending_blocks
         total = sizes.jobs * sizes.tiles
-        # Tiles block, block + workers, ...: ceil((total - block) / workers) of them, in job order on every
-        # block.
+        # This block's tiles are block, block + workers, ...: ceil((total - block) / workers).
         share = lax.div(total - block + workers - 1, workers)
         rank, wg = peers.rank(), lax.axis_index("wg")
         inbox_mine = peers.mine(inbox)
@@ -196,8 +194,7 @@ class _Kernel(Call):
             linear = block + i * workers
             turn = lax.div(linear, sizes.tiles)
             tile_index = lax.rem(linear, sizes.tiles)
-            # The snake order keeps the tiles that run at one time close together, so that L2 serves their
-            # operands.
+            # In snake order tiles that run at one time are neighbours, so L2 serves their operands.
             row, column = plgpu.planar_snake(tile_index, (sizes.rows, sizes.columns), 0, tiles.group)
             # Fields 0 to 2 of the job table; 3 is the number of slots, which start at 4.
             piece, peer, slot = (jobs[rank, turn, field] for field in range(3))
@@ -205,8 +202,7 @@ class _Kernel(Call):
 
         def wait_operands(tile: _Tile) -> None:
             if self.gathers:
-                # Own rows are there from the start. A row is complete when each sending warpgroup has
-                # signalled once.
+                # A row that arrives is complete when each sending warpgroup has signalled.
                 @pl.when(self.owner(tile.piece) != rank)
                 def _wait() -> None:
                     peers.wait(arrived_rows, (tile.piece, tile.row), SENDERS)

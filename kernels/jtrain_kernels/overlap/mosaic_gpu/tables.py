@@ -110,8 +110,7 @@ class GpuProgram:
         """Table int32 [rank, turn, 2]: piece, peer. At least one turn, which is unused if there is no
         move.
         """
-        # An array without elements would have no address; `moves` in LaunchSizes is 0, so nobody reads the
-        # row.
+        # An array without elements has no address; with 0 moves nobody reads this row.
         return _table(((m.piece, m.peer) for m in moves or (Move(0, 0),)) for moves in self.moves)
 
 
@@ -140,8 +139,7 @@ def _streams(schedule: Schedule, rank: int) -> tuple[tuple[PieceJob, ...], tuple
             case Wait():
                 pass  # jobs and moves wait for the rows and slots that they read; for "sent" see the module
             case Compute(piece, into):
-                # The job starts at its product; Reduces and the Send of the same sum follow and are folded
-                # in.
+                # The job starts at its product; Reduces and the Send of the same sum are folded in.
                 sums[into] = len(jobs)
                 jobs.append(PieceJob(piece))
             case Reduce(_, slot, into):

@@ -118,8 +118,7 @@ def multiply(
 
             @pl.loop(0, steps)
             def _step(j: jax.Array) -> None:
-                # Steps count on across tiles, so the ring never drains between them: the next tile loads
-                # during the epilogue.
+                # Steps count on across tiles, so the next tile loads during the epilogue.
                 step = i * steps + j
                 slot = lax.rem(step, config.stages)
 
@@ -180,8 +179,7 @@ def multiply(
                 sums = callbacks.add(tile, piece, sums)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the older of the two buffers has been read
                 out_smem[wg, buffer] = sums.astype(out_smem.dtype)
-                # Makes the writes of this warpgroup visible to TMA, which reads shared memory by another
-                # path.
+                # Makes this warpgroup's writes visible to TMA, which reads by another path.
                 plgpu.commit_smem()
                 callbacks.store(tile, piece, out_smem.at[wg, buffer])
 

@@ -46,8 +46,7 @@ def gather[C](
     # First in, first out per place: copies into one place arrive in the order of the sends.
     arriving: dict[Place, deque[Array]] = {}
     for step, instruction in enumerate(schedule.programs[0]):
-        # The permute starts here in program order; its result is used at the Wait, so XLA may overlap what
-        # lies between.
+        # The permute starts here and is used at the Wait: XLA may overlap what lies between.
         if isinstance(instruction, Send):
             _permute(schedule, step, axis_name, memory[instruction.source], arriving)
         elif isinstance(instruction, Wait) and instruction.until == "arrived":
@@ -70,8 +69,7 @@ def _around[C](
     def visited(carry: C, turn: Int[Array, ""] | int, rows: list[Array]) -> C:
         rank = jax.lax.axis_index(axis_name)
         for index, (piece, peer) in enumerate(zip(rows, peers, strict=True)):
-            # After `turn` hops a piece has come from `turn` neighbours back; peer is 1 or n - 1, the
-            # direction.
+            # After `turn` hops a piece is from `turn` ranks back; peer, 1 or n - 1, is the direction.
             carry = visit(carry, (rank - turn * peer) % n * pieces_per_rank + index, piece)
         return carry
 
