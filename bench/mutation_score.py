@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jtrain.bench import Options, Row, option, row
-from jtrain.bench.layouts import chosen_trials
+from jtrain.bench.layouts import choose_trials
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("step", "pipeline", "model", "optim", "data")
@@ -279,7 +279,7 @@ def sample(trials: int, seed: int) -> list[Change]:
 def run(args: Options) -> Iterator[Row]:
     """Runs the trials; prints a line for each."""
     # The whole sample is drawn even for one trial, so that trial K is always the same change.
-    chosen = chosen_trials(args.only, args.trials)
+    chosen = choose_trials(args.only, args.trials)
     changes = sample(args.trials, args.seed)
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)

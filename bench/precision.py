@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jtrain.bench import Options, Row, option, row
-from jtrain.bench.tiny import trained
+from jtrain.bench.tiny import train_config
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
 from jtrain.layout.precision import itemsize
@@ -124,7 +124,7 @@ def final_losses(sets: tuple[str, ...], *, seed: int, num_steps: int) -> Losses:
         "metrics.log_every_steps=1",
     )
     with tempfile.TemporaryDirectory() as folder:
-        lines = trained(
+        lines = train_config(
             "tiny", (*sets, "checkpoint.every_steps=None", "metrics.tensorboard=False"), Path(folder)
         )
     # The last tenth: a single step's loss has the noise of its batch.

@@ -1,5 +1,4 @@
-"""Numbers of a machine: `python -m jtrain.bench` lists the benchmarks, `python -m jtrain.bench NAME` runs
-one.
+"""Numbers of a machine: `python -m jtrain.bench` lists the benchmarks, `... NAME` runs one.
 
 Here is what a user measures on a machine of theirs. What only jtrain's own published figures need, beside
 other projects or by compilers for absent chips, is in the folder bench/ of a checkout, and runs by the same
@@ -43,6 +42,7 @@ def row(
     what: str, value: float | None, unit: str, *, baseline: float | None = None, bar: str | None = None
 ) -> Row:
     """A `Row` with its ratio worked out."""
+    # A baseline of 0 has no ratio, such as an unmeasurable short time.
     ratio = value / baseline if value is not None and baseline else None
     return Row(what=what, value=value, unit=unit, baseline=baseline, ratio=ratio, bar=bar)
 
@@ -76,20 +76,24 @@ REHEARSED = "rehearsal, no measurement: "
 
 def rehearsed(row: Row) -> Row:
     """The same row marked as one of a rehearsal, and held to no bar."""
-    what = row["what"] if row["what"].startswith(REHEARSED) else REHEARSED + row["what"]
-    return {**row, "what": what, "bar": None}
+    # Marked once: a step of one_gpu marks rows that its benchmark has marked already.
+    quantity = row["what"] if row["what"].startswith(REHEARSED) else REHEARSED + row["what"]
+    # No bar: tiny shapes on a CPU say nothing about the figure.
+    return {**row, "what": quantity, "bar": None}
 
 
 def meets_bar(row: Row) -> bool | None:
-    """Whether the number reaches its bar; None where there is no bar or no number.
+    """True if the number reaches its bar; None without a bar or a number.
 
     Raises:
       UserError: a bar that is not one of <=, <, >=, > and a number.
     """
-    reached = row["value"] if row["baseline"] is None else row["ratio"]
-    if row["bar"] is None or reached is None:
+    # A bar is for the ratio when there is a baseline, since machines differ more than ratios.
+    figure = row["value"] if row["baseline"] is None else row["ratio"]
+    if row["bar"] is None or figure is None:
         return None
+    # fullmatch, so that a bar with a unit behind its number is an error and not a number.
     match = re.fullmatch(r"([<>]=?) *([0-9.e+-]+)", row["bar"])
     if match is None:
         raise UserError(f"bar {row['bar']!r} of {row['what']!r} must be one of <=, <, >=, > and a number.")
-    return _COMPARE[match[1]](reached, float(match[2]))
+    return _COMPARE[match[1]](figure, float(match[2]))

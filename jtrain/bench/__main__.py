@@ -27,6 +27,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 def in_checkout() -> bool:
+    # A wheel has no pyproject.toml beside the package.
     """True if the folder bench/ beside this package is jtrain's: an installed one has none."""
     return (CHECKOUT / "pyproject.toml").is_file()
 
@@ -34,6 +35,7 @@ def in_checkout() -> bool:
 def benchmarks() -> dict[str, Path]:
     """Name of each benchmark that is here -> its file."""
     folders = FOLDERS.values() if in_checkout() else [FOLDERS["jtrain.bench"]]
+    # Modules that start with an underscore are shared code, not benchmarks.
     files = (file for folder in folders for file in folder.glob("[!_]*.py"))
     return {file.stem: file for file in sorted(files, key=lambda file: file.stem)}
 
@@ -44,18 +46,18 @@ def first_line(file: Path) -> str:
 
 
 def is_for_absent_chips(file: Path, argv: Sequence[str]) -> bool:
-    """True if a module's ABSENT_CHIPS, read without importing it, says so of these words: True, or names of
-    options.
-    """
+    """True if a module's ABSENT_CHIPS is True or names an option in `argv`; does not import the module."""
+    # Read from the syntax tree: importing the module would import JAX, which then looks for chips.
     for node in ast.parse(file.read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ABSENT_CHIPS":
             options = ast.literal_eval(node.value)
+            # `--device=h200` is one word; the option's name is the part before the sign.
             return options is True or any(word.partition("=")[0] in options for word in argv)
     return False
 
 
 def report(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """What `--json` writes: the rows, and what one needs to know to measure them again."""
+    """Contents of the `--json` file: the rows, and the facts that are needed to measure them again."""
     from jtrain.runtime.run_files import git_commit, versions  # lazy: they import jax
 
     return {
@@ -77,7 +79,9 @@ def device() -> str:
         return f"{len(devices)} x {devices[0].device_kind}"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
+    # One line per core; without any (other systems), the platform's own name has to do.
     models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    # sched_getaffinity: cores that this process may use, not those of the machine.
     return (
         f"{len(os.sched_getaffinity(0))} x "
         f"{models[0] if models else platform.processor() or platform.machine()}"
@@ -96,22 +100,23 @@ def print_table(rows: Sequence[Row]) -> None:
     print("\n".join(table.lines()))
 
 
-def measured(found: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Iterator[Row]:
+def measure_rows(rows: Iterable[Row], *, rehearse: bool, lines: Path | None) -> Iterator[Row]:
     """The rows of a benchmark one by one; each is appended to `lines` before the next is measured."""
-    for one in found:
-        marked = rehearsed(one) if rehearse else one
+    for measured_row in rows:
+        marked = rehearsed(measured_row) if rehearse else measured_row
         if lines is not None:
+            # Opened for each row, so that a benchmark that is killed leaves the rows that it has measured.
             with open(lines, "a") as file:
                 file.write(json.dumps(marked) + "\n")
         yield marked
 
 
-def parse(options: Sequence[Option], argv: Sequence[str], listed: str = "") -> Options:
+def parse(options: Sequence[Option], argv: Sequence[str], listing: str = "") -> Options:
     """Options of a benchmark, and those of all, by the words behind `python -m jtrain.bench`."""
     parser = argparse.ArgumentParser(
         prog="python -m jtrain.bench",
         description="Measures one published number; without a name, lists them.",
-        epilog=f"benchmarks:\n{listed}",
+        epilog=f"benchmarks:\n{listing}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -120,37 +125,41 @@ def parse(options: Sequence[Option], argv: Sequence[str], listed: str = "") -> O
     parser.add_argument(
         "--lines", type=Path, metavar="FILE", help="append each row there once it is measured"
     )
-    for one in options:
-        parser.add_argument(*one.flags, **one.settings)
+    for benchmark_option in options:
+        parser.add_argument(*benchmark_option.flags, **benchmark_option.settings)
     return parser.parse_args(argv, namespace=Options())
 
 
 def bench(argv: Sequence[str]) -> int:
     """Lists the benchmarks, or runs one; exit code 1 if one with MUST_MEET misses a bar."""
     files = benchmarks()
-    listed = "\n".join(f"  {name:24} {first_line(file)}" for name, file in files.items())
+    listing = "\n".join(f"  {name:24} {first_line(file)}" for name, file in files.items())
+    # Options before a name belong to nobody, so the name must come first.
     name = argv[0] if argv and not argv[0].startswith("-") else None
     if name is None:
-        parse((), argv, listed)
-        print(listed)
+        parse((), argv, listing)
+        print(listing)
         return 0
     if name not in files:
         message = f"no benchmark {name}. {did_you_mean(name, files)}There are: {', '.join(files)}."
         if not in_checkout():
             message += " Those of published figures are in the folder bench/ of a checkout of jtrain: run them there."
         raise UserError(message)
+    # The files came from the folders, so exactly one package has it.
     (package,) = (package for package, folder in FOLDERS.items() if folder == files[name].parent)
     if is_for_absent_chips(files[name], argv):
         os.environ.update(AOT_ENVIRONMENT)  # before the benchmark's module imports jax
     module = importlib.import_module(f"{package}.{name}")
-    args = parse(getattr(module, "OPTIONS", ()), argv, listed)
+    args = parse(getattr(module, "OPTIONS", ()), argv, listing)
+    # After the benchmark's import: it may set flags that JAX reads when it starts.
     start_jax(os.environ)
-    rows = list(measured(module.run(args), rehearse=getattr(args, "rehearse", False), lines=args.lines))
+    rows = list(measure_rows(module.run(args), rehearse=getattr(args, "rehearse", False), lines=args.lines))
     if args.json is not None:
         args.json.write_text(json.dumps(report(name, rows), indent=2) + "\n")
     if rows and not getattr(module, "PRINTS", False):
         print_table(rows)
     missed = any(meets_bar(row) is False for row in rows)
+    # A missed bar is a failure only for benchmarks whose bars are claims of correctness.
     return exit_codes.BUG if missed and getattr(module, "MUST_MEET", False) else exit_codes.DONE
 
 

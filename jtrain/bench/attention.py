@@ -53,6 +53,7 @@ class Shape:
 
     @property
     def forward_flops(self) -> float:
+        # Two matmuls of 2 B N L^2 H FLOPs, of which a causal mask needs half.
         return 2.0 * self.B * self.N * self.L**2 * self.H
 
 
@@ -75,13 +76,13 @@ OPTIONS = (
 
 
 def run(args: Options) -> Iterator[Row]:
-    """TFLOP/s by shape, direction and implementation. A rehearsal on a CPU takes plain JAX for each
-    implementation.
+    """TFLOP/s by shape, direction and implementation; a rehearsal on a CPU takes plain JAX for each one.
 
     Raises:
       UserError: the first device is no NVIDIA GPU; or `--only` names none that runs there.
     """
     _, spec = gpu("attention", rehearse=args.rehearse, needs="an NVIDIA GPU")
+    # No kernel of a GPU runs on a CPU, so plain JAX stands for whichever was asked for.
     only = "xla" if args.rehearse and spec.platform == "cpu" else args.only
     shapes = list(SHAPES.values()) if args.shape is None else [SHAPES[args.shape]]
     for shape in [REHEARSED] if args.rehearse else shapes:
@@ -93,23 +94,27 @@ def run(args: Options) -> Iterator[Row]:
             raise UserError(f"--only {only}: {reasons.get(str(only), 'no such implementation')}.")
         best: dict[str, float] = {}
         for name in names:
-            what = f"{shape}: {name}"
-            error = wrong_by(name, draw_arrays(dataclasses.replace(shape, B=1, L=min(shape.L, 1024))))
+            label = f"{shape}: {name}"
+            # One row of at most 1024 tokens: the float32 reference materialises its scores.
+            error = largest_error(name, draw_arrays(dataclasses.replace(shape, B=1, L=min(shape.L, 1024))))
+            # `not <`, so that nan fails too.
             if not error < TOLERANCE:
-                yield row(f"{what} IS WRONG by this share of the largest element", error, "", bar="<= 0.02")
+                yield row(f"{label} IS WRONG by this share of the largest element", error, "", bar="<= 0.02")
                 continue
             forward_s, both_s = (
                 seconds(program(name, gradients=gradients), arrays, calls=args.calls)
                 for gradients in (False, True)
             )
-            took = {"forward": forward_s, "backward": both_s - forward_s}
-            for way, times in (("forward", 1.0), ("backward", 2.5)):
-                rate = times * shape.forward_flops / took[way] / 1e12
-                best[way] = max(best.get(way, 0.0), rate)
-                yield row(f"{what}, {way}", rate, "TFLOP/s")
-        for way, rate in best.items():
-            bar = BARS.get(spec.name, {}).get(way) if (shape.H, shape.documents) == (128, 1) else None
-            yield row(f"{shape}: the fastest, {way}", rate, "TFLOP/s", bar=bar)
+            # The backward pass is not timed alone, because JAX has no program of it alone.
+            seconds_of = {"forward": forward_s, "backward": both_s - forward_s}
+            for direction, times in (("forward", 1.0), ("backward", 2.5)):
+                rate = times * shape.forward_flops / seconds_of[direction] / 1e12
+                best[direction] = max(best.get(direction, 0.0), rate)
+                yield row(f"{label}, {direction}", rate, "TFLOP/s")
+        for direction, rate in best.items():
+            # Bars were set for heads of 128 and one document per row.
+            bar = BARS.get(spec.name, {}).get(direction) if (shape.H, shape.documents) == (128, 1) else None
+            yield row(f"{shape}: the fastest, {direction}", rate, "TFLOP/s", bar=bar)
 
 
 def draw_arrays(shape: Shape) -> dict[str, jax.Array]:
@@ -119,6 +124,7 @@ def draw_arrays(shape: Shape) -> dict[str, jax.Array]:
         jnp.asarray(rng.standard_normal((shape.B, shape.L, heads, shape.H), np.float32), jnp.bfloat16)
         for heads in (shape.N, shape.K, shape.K)
     )
+    # Random document ends, sorted; position p is in document 1 + the number of ends before it.
     ends = [np.sort(rng.choice(shape.L, shape.documents - 1, replace=False)) for _ in range(shape.B)]
     segment = np.stack([np.searchsorted(e, np.arange(shape.L), side="right") + 1 for e in ends])
     segment_BL = jnp.asarray(segment, jnp.int32)
@@ -130,17 +136,17 @@ def program(name: str, *, gradients: bool) -> Callable[[dict[str, jax.Array]], A
     function = aot.op_function(ATTENTION, STATICS, gradients=gradients)
 
     def forced(arrays: dict[str, jax.Array]) -> Any:
+        # The registry's target is read while tracing, so the context is inside of the jitted function.
         with registry.on(live(jax.devices()[0]), forced={ATTENTION.name: name}):
             return function(arrays)
 
     return jax.jit(forced)
 
 
-def wrong_by(name: str, arrays: dict[str, jax.Array]) -> float:
-    """Largest difference from plain JAX in float32, over value and gradients, relative to each largest
-    element.
-    """
+def largest_error(name: str, arrays: dict[str, jax.Array]) -> float:
+    """Largest difference from plain JAX in float32, of value and gradients, relative to each maximum."""
     wide = {key: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for key, x in arrays.items()}
     with jax.default_matmul_precision("highest"):
+        # Highest precision: a GPU's float32 matmuls are TF32 otherwise.
         want = program("xla", gradients=True)(wide)
     return difference(program(name, gradients=True)(arrays), want)

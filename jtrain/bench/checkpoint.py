@@ -1,5 +1,4 @@
-"""Stall, slower steps, seconds until durable and host memory of a save, beside plain Orbax and torch's async
-DCP.
+"""Stall, slower steps, seconds until durable and host memory of a save, beside plain Orbax and torch's DCP.
 
     python -m jtrain.bench checkpoint [--torch-python T/bin/python]
 
@@ -55,6 +54,7 @@ def run(args: Options) -> Iterator[Row]:
       UserError: the interpreter that was given has no torch.
     """
     python = args.torch_python
+    # A subprocess, because torch lives in an environment of its own.
     if python and subprocess.run([python, "-c", "import torch"], capture_output=True, check=False).returncode:
         raise UserError(
             f"checkpoint compares with torch, but {python} cannot import it. Make an environment that can "
@@ -62,32 +62,48 @@ def run(args: Options) -> Iterator[Row]:
             "PEER_TORCH_PYTHON; without either, the rows of torch are left out."
         )
     peers = {name: label for name, label in PEERS.items() if python or name != "torch"}
+    # The stall is judged by the interval that users get without setting any.
     interval = CheckpointSpec().every_steps
     assert interval is not None
     for size in args.sizes:
-        found = {
+        # One program after the other, never two at a time: they would compete for disk and cores.
+        figures_of = {
             program: figures(program, size, saves=args.saves, python=python, folder=args.folder)
             for program in ("jtrain", *peers)
         }
-        ours = found["jtrain"]
+        ours = figures_of["jtrain"]
         share = stall_s(ours) / (interval * ours["step_s"])
         yield row(f"{size}: stall, of {interval} steps, the default interval", share, "", bar="<= 0.05")
         for peer, name in peers.items():
-            theirs = found[peer]
+            theirs = figures_of[peer]
+            # Below 1 means that a save of jtrain delays training less than the peer's.
             yield row(
                 f"{size}: stall, against {name}", stall_s(ours), "s", baseline=stall_s(theirs), bar="< 1"
             )
-            yield row(f"{size}: until durable, against {name}", ours["durable_s"], "s", baseline=theirs["durable_s"],
-                      bar="< 1")  # fmt: skip
+            yield row(
+                f"{size}: until durable, against {name}",
+                ours["durable_s"],
+                "s",
+                baseline=theirs["durable_s"],
+                bar="< 1",
+            )
         # Imports and threads are more than a small state.
         large = size == "100M"
-        yield row(f"{size}: host memory at rest after {args.saves + 1} saves", ours["rest_states"], "states",
-                  bar="<= 0.3" if large else None)  # fmt: skip
-        yield row(f"{size}: host memory at most, during a save", ours["peak_states"], "states",
-                  bar="<= 1.3" if large else None)  # fmt: skip
+        yield row(
+            f"{size}: host memory at rest after {args.saves + 1} saves",
+            ours["rest_states"],
+            "states",
+            bar="<= 0.3" if large else None,
+        )
+        yield row(
+            f"{size}: host memory at most, during a save",
+            ours["peak_states"],
+            "states",
+            bar="<= 1.3" if large else None,
+        )
         yield row(f"{size}: host memory that each save leaves", ours["grown_states"], "states", bar="<= 0.05")
-        for program, theirs in found.items():
-            for key, what in (
+        for program, theirs in figures_of.items():
+            for key, quantity in (
                 ("step_s", "usual step"),
                 ("save_s", "save() returns after"),
                 ("first_step_s", "longer first step"),
@@ -95,7 +111,7 @@ def run(args: Options) -> Iterator[Row]:
                 ("cpu_s", "CPU time of a save"),
                 ("durable_s", "until durable"),
             ):
-                yield row(f"{size}: {program}, {what}", theirs[key], "s")
+                yield row(f"{size}: {program}, {quantity}", theirs[key], "s")
             if program in peers:
                 yield row(f"{size}: {program}, host memory at rest", theirs["rest_states"], "states")
                 yield row(f"{size}: {program}, host memory at most", theirs["peak_states"], "states")
@@ -112,12 +128,16 @@ def figures(
     """Runs one program in a process of its own; returns what it measured."""
     script = PROGRAMS / ("checkpoint_torch.py" if program == "torch" else "checkpoint_jax.py")
     interpreter = python if python and program == "torch" else sys.executable
+    # Dirty pages of earlier programs would be written during this one's saves.
     os.sync()  # what others have written does not count
+    # A fresh folder for each program, removed with its checkpoints before the next one starts.
     with tempfile.TemporaryDirectory(dir=folder) as target:
         command = [interpreter, str(script), program, size, f"{target}/run", str(saves)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    # An error of the program is a bug here, not of the user: its last lines are in the message.
+    if process.returncode:
         raise RuntimeError(
-            f"it ended, exit code {done.returncode}: {shlex.join(command)}\n{done.stderr[-3000:]}"
+            f"it ended, exit code {process.returncode}: {shlex.join(command)}\n{process.stderr[-3000:]}"
         )
-    return json.loads(done.stdout.splitlines()[-1])
+    # The figures are the last line; libraries may print before it.
+    return json.loads(process.stdout.splitlines()[-1])

@@ -1,5 +1,4 @@
-"""RMSNorm, SwiGLU, RoPE and AdamW on a GPU: fraction of a copy's bandwidth by implementation, forward and
-backward.
+"""RMSNorm, SwiGLU, RoPE and AdamW on a GPU: share of a copy's bandwidth, by implementation and direction.
 
 Each implementation that runs there is timed for 8192 tokens of llama8b, by the bytes of one pass over each
 array: programs of ten calls each, because a single call may end before Python has dispatched the next
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
-from jtrain.bench._live import filled, gpu, seconds
+from jtrain.bench._live import gpu, make_filled, seconds
 from jtrain.errors import UserError
 from jtrain_kernels import registry
 from jtrain_kernels.device import DeviceSpec
@@ -34,7 +33,7 @@ CALLS = 10
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class TimedCall:
     """A function to time, the shapes of its arguments, and the op whose implementations it can take."""
 
     name: str
@@ -61,21 +60,26 @@ def run(args: Options) -> Iterator[Row]:
     Raises:
       UserError: the first device is no GPU, or no op has the name of `--only`.
     """
-    _, here = gpu("elementwise", rehearse=args.rehearse)
+    _, spec = gpu("elementwise", rehearse=args.rehearse)
+    # Part of a name, so that `rms_norm` also selects the branch.
     chosen = [case for case in cases(REHEARSED if args.rehearse else SIZES) if (args.only or "") in case.name]
     if not chosen:
         raise UserError(
             f"--only {args.only}: no op's name contains it. There are: {', '.join(c.name for c in cases())}."
         )
     large = jax.ShapeDtypeStruct((2**16 if args.rehearse else 2**28,), jnp.bfloat16)
-    copy = 2 * large.size * 2 / seconds(jax.jit(lambda x: x + 1), filled(large), calls=args.repeats)
-    yield row(f"copy, {here.name}", copy / 1e9, "GB/s")
+    # Two bytes per number, read and written.
+    copy = 2 * large.size * 2 / seconds(jax.jit(lambda x: x + 1), make_filled(large), calls=args.repeats)
+    yield row(f"copy, {spec.name}", copy / 1e9, "GB/s")
     for case in chosen:
-        for name in implementations_on(here, case.op):
-            with registry.on(here, forced={} if case.op is None else {case.op.name: name}):
-                calls = filled((case.arguments,) * CALLS)
-                took_s = seconds(jax.jit(several(case.function)), *calls, calls=args.repeats)
-            rate = CALLS * case.needed_bytes() / took_s
+        for name in implementations_on(spec, case.op):
+            # The implementation is chosen while the call is traced, so the context encloses the timing.
+            with registry.on(spec, forced={} if case.op is None else {case.op.name: name}):
+                # Arrays of its own for each call: shared ones would stay in the cache.
+                calls = make_filled((case.arguments,) * CALLS)
+                program_s = seconds(jax.jit(call_several(case.function)), *calls, calls=args.repeats)
+            # A rate of the least possible bytes: passes beyond the necessary ones lower it.
+            rate = CALLS * case.needed_bytes() / program_s
             yield row(
                 f"{case.name}, {name}", rate / 1e9, "GB/s", baseline=copy / 1e9, bar=BARS.get(case.name)
             )
@@ -85,29 +89,35 @@ def implementations_on(device: DeviceSpec, op: Op | None) -> list[str]:
     """Names of an op's implementations that run on a device; plain XLA where there is no op."""
     if op is None:
         return ["xla"]
+    # The first case decides, since implementations depend on the dtype, not on the exact shape.
     avals = next(iter(op.cases.values()))
-    return [one.name for one in registry.implementations(op) if one.supports(device, avals) is None]
+    return [
+        implementation.name
+        for implementation in registry.implementations(op)
+        if implementation.supports(device, avals) is None
+    ]
 
 
-def cases(sizes: tuple[int, int, int, int, int] = SIZES) -> Iterator[Case]:
-    """What is timed.
+def cases(sizes: tuple[int, int, int, int, int] = SIZES) -> Iterator[TimedCall]:
+    """Functions that are timed.
 
     Args:
       sizes: tokens, width, hidden width, heads and their width.
     """
 
-    def wide(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
     tokens, d_model, d_ff, heads, head = sizes
-    x, scale, hidden = wide(1, tokens, d_model), wide(d_model, dtype="float32"), wide(1, tokens, d_ff)
-    q, table = wide(1, tokens, heads, head), wide(1, tokens, head // 2, dtype="float32")
-    weight, scalar = wide(d_model, d_ff, dtype="float32"), wide(dtype="float32")
+    x, scale, hidden = array(1, tokens, d_model), array(d_model, dtype="float32"), array(1, tokens, d_ff)
+    q, table = array(1, tokens, heads, head), array(1, tokens, head // 2, dtype="float32")
+    weight, scalar = array(d_model, d_ff, dtype="float32"), array(dtype="float32")
     norm, branch = functools.partial(rms_norm, eps=1e-5), functools.partial(rms_norm_branch, eps=1e-5)
-    yield Case("rms_norm forward", norm, (x, scale), RMS_NORM)
-    yield Case("rms_norm backward", backward(norm), (x, x, scale), RMS_NORM)
-    yield Case("rms_norm_branch backward", backward(branch), ((x, x), x, scale), RMS_NORM_BRANCH)
-    yield Case(
+    yield TimedCall("rms_norm forward", norm, (x, scale), RMS_NORM)
+    yield TimedCall("rms_norm backward", backward(norm), (x, x, scale), RMS_NORM)
+    # The first argument of a backward case is the cotangent, here of both results.
+    yield TimedCall("rms_norm_branch backward", backward(branch), ((x, x), x, scale), RMS_NORM_BRANCH)
+    yield TimedCall(
         "x + branch, rms_norm forward", lambda x, b, s: (x + b, norm(x + b, s)), (x, x, scale), RMS_NORM
     )
 
@@ -115,21 +125,26 @@ def cases(sizes: tuple[int, int, int, int, int] = SIZES) -> Iterator[Case]:
         x: jax.Array, branch: jax.Array, scale: jax.Array, factor: jax.Array
     ) -> tuple[jax.Array, ...]:
         y = norm(x + branch, scale)
+        # The quantised array is one more result, as a matmul in FP8 would read it.
         return x + branch, y, quantised(y, factor, FORWARD)
 
-    yield Case("x + branch, rms_norm and its e4m3 cast", to_8bit, (x, x, scale, scalar), RMS_NORM)
-    yield Case("swiglu forward", swiglu, (hidden, hidden), SWIGLU)
-    yield Case("swiglu backward", backward(swiglu), (hidden, hidden, hidden), SWIGLU)
-    yield Case("rope forward", rope, (q, table, table), ROPE)
-    yield Case(
-        "rope backward", lambda dy, c, s: backward(lambda x: rope(x, c, s))(dy, dy), (q, table, table), ROPE
+    yield TimedCall("x + branch, rms_norm and its e4m3 cast", to_8bit, (x, x, scale, scalar), RMS_NORM)
+    yield TimedCall("swiglu forward", swiglu, (hidden, hidden), SWIGLU)
+    yield TimedCall("swiglu backward", backward(swiglu), (hidden, hidden, hidden), SWIGLU)
+    yield TimedCall("rope forward", rope, (q, table, table), ROPE)
+    yield TimedCall(
+        # The rotation is linear in x, so dy also serves as the point of differentiation.
+        "rope backward",
+        lambda dy, c, s: backward(lambda x: rope(x, c, s))(dy, dy),
+        (q, table, table),
+        ROPE,
     )
-    yield Case("AdamW", adamw, (weight, weight, weight, weight, scalar), None)
+    yield TimedCall("AdamW", adamw, (weight, weight, weight, weight, scalar), None)
 
 
 def backward(function: Callable[..., Any]) -> Callable[..., Any]:
     """Function `f(cotangent, *arguments)` that computes only the gradients."""
-    return lambda given, *arguments: jax.vjp(function, *arguments)[1](given)
+    return lambda cotangent, *arguments: jax.vjp(function, *arguments)[1](cotangent)
 
 
 def adamw(param: Any, mu: Any, nu: Any, grad: Any, rate: Any) -> tuple[Any, Any, Any]:
@@ -138,7 +153,7 @@ def adamw(param: Any, mu: Any, nu: Any, grad: Any, rate: Any) -> tuple[Any, Any,
     return param - rate * (mu / (jnp.sqrt(nu) + 1e-8) + 0.1 * param), mu, nu
 
 
-def several(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+def call_several(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Function that calls `function` with each of several tuples of arguments, and returns all results.
 
     Each call has arrays and results of its own, so XLA can neither merge calls nor drop one, and their bytes

@@ -1,5 +1,4 @@
-"""Faults that a training survives: kills, damaged files and disks, bad numbers, stopped processes; nothing
-may be lost.
+"""Faults that a training survives: kills, damaged files and disks, bad numbers, stopped processes.
 
     python -m jtrain.bench faults --trials 40 --seed 0
     python -m jtrain.bench faults --trials 40 --seed 0 --processes 2 --only kill-save,kill-commit
@@ -39,49 +38,53 @@ OPTIONS = (
 
 
 def run(args: Options) -> Iterator[Row]:
-    """Runs the trials one after another; prints a line for each, then a table, and yields rows for
-    `--json`.
-    """
+    """Runs the trials one after another; prints a line for each, then a table; yields rows for `--json`."""
     from jtrain.bench.fault_trials import processes, recipe, table  # lazy: they import jax
     from jtrain.bench.fault_trials.kinds import register_all
-    from jtrain.bench.fault_trials.lab import Lab
-    from jtrain.bench.fault_trials.trial import Result, Trial
+    from jtrain.bench.fault_trials.lab import FaultLab
+    from jtrain.bench.fault_trials.trial import FaultResult, Trial
     from jtrain.runtime.platform import ACCELERATOR_FILES
 
     kinds = register_all()
     if args.only == "list":
-        print("\n".join(f"{name:18} {kind.what}" for name, kind in kinds.items()))
+        print("\n".join(f"{name:18} {kind.description}" for name, kind in kinds.items()))
         return
     if args.trials < 1:
         raise UserError(f"--trials {args.trials} must be at least 1.")
-    names = chosen(args.only, {name: kind.processes for name, kind in kinds.items()}, args.processes)
-    folder = made(args.workdir)
+    names = choose_kinds(args.only, {name: kind.processes for name, kind in kinds.items()}, args.processes)
+    folder = make_folder(args.workdir)
+    # Looked up by device files: asking JAX would start its backend, and forks could not use it.
     accelerator = any(glob.glob(pattern) for pattern in ACCELERATOR_FILES)
-    how = recipe.of_config(args.config, args.processes, accelerator=accelerator)
-    recipe.set_environment(how)
+    recipe_of_run = recipe.of_config(args.config, args.processes, accelerator=accelerator)
+    # Before the first fork, so that all trainings inherit it.
+    recipe.set_environment(recipe_of_run)
+    # Processes of a killed training become children of this one, and can be counted and ended.
     processes.adopt_orphans()
-    results: list[Result] = []
+    results: list[FaultResult] = []
     try:
-        lab = Lab(folder, how)
-        unbroken = lab.reference(how)
-        print(f"unbroken: {how.command(folder / 'workdir')}: {unbroken.end_s:.1f} s", flush=True)
-        for seed, name in drawn(names, args.trials, args.seed):
+        lab = FaultLab(folder, recipe_of_run)
+        unbroken = lab.reference(recipe_of_run)
+        print(f"unbroken: {recipe_of_run.command(folder / 'workdir')}: {unbroken.end_s:.1f} s", flush=True)
+        for seed, name in draw_trials(names, args.trials, args.seed):
             kind = kinds[name]
+            # Checked per trial, because a machine may be unable to do a kind (no root, no mount).
             reason = kind.needs()
             if reason is None:
                 results.append(Trial(kind, lab, folder / f"{name}-{seed}", seed).run())
             else:
-                results.append(Result(name, seed, args.processes, skipped=reason))
+                results.append(FaultResult(name, seed, args.processes, skipped=reason))
             print(table.line(results[-1], of_config=args.config), flush=True)
     finally:
+        # Also after Ctrl-C: no training may outlive the benchmark.
         processes.end_descendants()
+        # Files of failed trials stay, for whoever looks for the reason.
         if args.workdir is None and not any(result.wrong for result in results):
             shutil.rmtree(folder, ignore_errors=True)
     print("", *table.lines(results, kinds, of_config=args.config), sep="\n")
     yield from table.rows(results)
 
 
-def chosen(only: str | None, kinds: dict[str, tuple[int, ...]], num_processes: int) -> list[str]:
+def choose_kinds(only: str | None, kinds: dict[str, tuple[int, ...]], num_processes: int) -> list[str]:
     """Returns the kinds of `--only`, or all that make sense with this number of processes.
 
     Raises:
@@ -99,17 +102,18 @@ def chosen(only: str | None, kinds: dict[str, tuple[int, ...]], num_processes: i
     return names
 
 
-def drawn(names: list[str], trials: int, seed: int) -> Iterator[tuple[int, str]]:
+def draw_trials(names: list[str], trials: int, seed: int) -> Iterator[tuple[int, str]]:
     """Yields (seed, kind) of each trial: all kinds in a drawn order, then all again in another, and so on."""
     order: list[str] = []
     rng = random.Random(seed)
     for index in range(trials):
+        # Every kind comes once before any comes twice.
         if not order:
             order = rng.sample(names, len(names))
         yield seed + index, order.pop()
 
 
-def made(workdir: Path | None) -> Path:
+def make_folder(workdir: Path | None) -> Path:
     """Returns a new folder for the trials.
 
     Raises:
@@ -119,6 +123,7 @@ def made(workdir: Path | None) -> Path:
         return Path(tempfile.mkdtemp(prefix="jtrain-faults-"))
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        # Tried with a file: permissions alone do not tell of full or read-only disks.
         probe = workdir / "writable"
         probe.touch()
         probe.unlink()

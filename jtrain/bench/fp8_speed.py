@@ -1,5 +1,4 @@
-"""FP8 against bfloat16 on one GPU: a matmul of 8192^3 with its casts, and layers of the 8B model, forward and
-backward.
+"""FP8 against bfloat16 on one GPU: a matmul of 8192^3 with its casts, and layers of the 8B model.
 
     python -m jtrain.bench fp8_speed --json bench/results/fp8_speed-h200.json
 
@@ -58,6 +57,7 @@ def matmul(mode: MatmulDtype, x: Array, kernel: Array) -> Array:
     """`x @ kernel` as the model's layers compute it with `precision.matmul_dtype`."""
     if mode == "compute":
         return ops.linear(x, kernel)
+    # Delayed scaling needs scales and a place for the new amax; current scaling finds its own.
     delayed = mode == "fp8_delayed"
     return ops.linear(x, ops.Fp8Kernel(kernel, *((jnp.asarray(SCALES), jnp.zeros(3)) if delayed else ())))
 
@@ -75,43 +75,50 @@ def run(args: Options) -> Iterator[Row]:
             f"8-bit matmuls are timed on an H100, H200 or B200, but the device here is {gpu.device_kind!r}. "
             "Run the same command on one."
         )
+    # Bars are for Hopper; Blackwell has another ratio of FP8 to bfloat16.
     hopper = spec is not None and spec.name in ("h100", "h200")
     size, length, sizes = (64, 64, REHEARSED) if args.rehearse else (SIZE, LENGTH, LLAMA8B)
     if args.only != "layers":
         square = tuple(jax.random.normal(jax.random.key(k), (size, size), jnp.bfloat16) for k in range(2))
         flops: dict[MatmulDtype, float] = {}
-        one = make_mesh(MeshSpec(), [gpu])
+        one_device_mesh = make_mesh(MeshSpec(), [gpu])
         for mode in MODES:
-            multiply = jax.jit(functools.partial(matmul, mode), compiler_options=compiler_options(one, mode))
+            # The options with which a train step in this mode is compiled.
+            multiply = jax.jit(
+                functools.partial(matmul, mode), compiler_options=compiler_options(one_device_mesh, mode)
+            )
+            # 2 size^3 FLOPs, in TFLOP/s.
             flops[mode] = 2e-12 * size**3 / seconds(multiply, *square, calls=args.calls)
         yield from _rows(f"matmul {size}^3 with casts", "TFLOP/s", flops, ">= 1.6" if hopper else None)
     if args.only != "matmul":
         rates: dict[MatmulDtype, float] = {}
         for mode in MODES:
             step, arrays = layers(mode, length, sizes, gpu)
+            # A step is longer than a matmul, so a third of the calls takes about as long.
             rates[mode] = LAYERS * length / seconds(step, *arrays(), calls=max(1, args.calls // 3))
         yield from _rows(
             f"a layer of llama8b, {length} tokens", "tokens/s", rates, ">= 1.2" if hopper else None
         )
 
 
-def _rows(what: str, unit: str, found: dict[MatmulDtype, float], bar: str | None) -> list[Row]:
+def _rows(what: str, unit: str, rates: dict[MatmulDtype, float], bar: str | None) -> list[Row]:
+    # MODES[0] is bfloat16, the baseline of the others.
     return [
-        row(f"{what}: {mode}", found[mode], unit, baseline=found["compute"], bar=bar) for mode in MODES[1:]
+        row(f"{what}: {mode}", rates[mode], unit, baseline=rates["compute"], bar=bar) for mode in MODES[1:]
     ]
 
 
 def layers(
     mode: MatmulDtype, length: int, sizes: dict[str, Any], on: jax.Device
 ) -> tuple[Any, Callable[[], tuple[Any, ...]]]:
-    """The jitted forward and backward pass of a loop over `LAYERS` layers, and a function that makes its
-    arguments.
+    """The jitted forward and backward pass of `LAYERS` layers, and a function that makes its arguments.
 
     Args:
       length: tokens of the one row.
       sizes: those of `Transformer`.
       on: device to compile for; it need not be present.
     """
+    # A vocabulary of 16: the embedding exists but is not part of the measured loop.
     model = Transformer(num_layers=LAYERS, vocab_size=16, **sizes)
     infos = tuple(info for info in model.param_infos() if info.path.startswith("layers."))
     precision = PrecisionSpec(matmul_dtype=mode)
@@ -125,25 +132,29 @@ def layers(
         return block(x_BLD, *shared, tensor=TensorAxis(), context=placement.context)[0]
 
     def step(x_BLD: Array, dy_BLD: Array, params: Any, scaling: Any) -> Any:
+        # One document of `length` tokens, so all segments are 1.
         position_BL = jnp.arange(length)[None]
         shared = (*model.rope.tables(position_BL, model.head_dim), jnp.ones_like(position_BL))
-        kept = checkpoint_layer(layer, placement, scanned=True)
+        checkpointed_layer = checkpoint_layer(layer, placement, scanned=True)
 
+        # The casts of the weights belong to the step, so they are inside of what is differentiated.
         def forward(x_BLD: Array, params: Any, seen: Any) -> Array:
             if mode != "compute":
                 params = with_fp8(params, infos, scaling, seen, jnp.float32(1 / length))
-            return scan_layers(kept, x_BLD, params["layers"], shared, unroll=1)
+            return scan_layers(checkpointed_layer, x_BLD, params["layers"], shared, unroll=1)
 
+        # The choice of kernels is made while tracing.
         with kernels_for(layout, mesh):
             y_BLD, backward = jax.vjp(forward, x_BLD, params, amax_probes(scaling))
-            dx_BLD, gradients, seen = backward(dy_BLD)
-            return y_BLD, dx_BLD, gradients, advance_scaling(scaling, seen)
+            dx_BLD, gradients, amax = backward(dy_BLD)
+            return y_BLD, dx_BLD, gradients, advance_scaling(scaling, amax)
 
     def arrays() -> tuple[Any, ...]:
         x_BLD, dy_BLD = (
             jax.random.normal(jax.random.key(k), (1, length, model.d_model), jnp.bfloat16) for k in (0, 1)
         )
         params = init_params(infos, seed=0, dtype=precision.param_dtype)
+        # A gradient of the size that a mean over tokens has: FP8's range depends on it.
         return x_BLD, dy_BLD / length, params, first_scaling(infos) if mode == "fp8_delayed" else {}
 
     return jax.jit(step, compiler_options=compiler_options(mesh, mode)), arrays

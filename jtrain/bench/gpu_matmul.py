@@ -1,5 +1,4 @@
-"""The fused matmul kernels on one Hopper GPU: the tile kernel against cuBLAS, and fused kernels on virtual
-ranks.
+"""The fused matmul kernels on one Hopper GPU: the tile kernel against cuBLAS, fused kernels on virtual ranks.
 
     python -m jtrain.bench gpu_matmul --json FILE
 
@@ -50,20 +49,26 @@ def run(args: Options) -> Iterator[Row]:
       RuntimeError: a kernel's result is not XLA's.
     """
     emulated = args.rehearse and jax.default_backend() == "cpu"
+    # Four cores: an emulated GPU runs a thread per warpgroup.
     spec = dataclasses.replace(DEVICES["h100"], num_cores=4) if emulated else hopper_gpu(jax.devices()[0])
     size, calls = (REHEARSED_SIZE, 1) if args.rehearse else (args.size, args.calls)
     x, kernel = (normal(seed, size, size) for seed in (0, 1))
     plain = jax.jit(jnp.matmul)
     want = plain(x, kernel)
-    flop, found = 2 * size**3, {}
+    flop, times_s = 2 * size**3, {}
     for tiles in [REHEARSED_TILES] if args.rehearse else tilings(size):
-        own = jax.jit(lambda x, kernel, tiles=tiles: matmul(x, kernel, spec, tiles, emulated=emulated))
-        agree("matmul", own(x, kernel), want)
-        found[tiles] = seconds(own, x, kernel, calls=calls)
-    tiles = min(found, key=lambda tiles: found[tiles])
+        # `tiles` is bound as a default, so that each jitted function keeps its own.
+        tile_kernel = jax.jit(
+            lambda x, kernel, tiles=tiles: matmul(x, kernel, spec, tiles, emulated=emulated)
+        )
+        # Compared before it is timed: a wrong kernel may well be fast.
+        check_agreement("matmul", tile_kernel(x, kernel), want)
+        times_s[tiles] = seconds(tile_kernel, x, kernel, calls=calls)
+    # The fastest tiling stands for the kernel, as the tuner would choose it.
+    tiles = min(times_s, key=lambda tiles: times_s[tiles])
     if args.only in (None, "matmul"):
         cublas_s = seconds(plain, x, kernel, calls=calls)
-        rate, theirs = (flop / s / 1e12 for s in (found[tiles], cublas_s))
+        rate, theirs = (flop / s / 1e12 for s in (times_s[tiles], cublas_s))
         label = (
             f"matmul {size}^3 bf16, tiles {tiles.tile_m}x{tiles.tile_n}x{tiles.tile_k} group {tiles.group}"
         )
@@ -72,7 +77,7 @@ def run(args: Options) -> Iterator[Row]:
         if args.only not in (None, op):
             continue
         for ranks in [REHEARSED_RANKS] if args.rehearse else args.ranks:
-            yield overlap_row(op, ranks, spec, size, found[tiles], calls, emulated=emulated)
+            yield overlap_row(op, ranks, spec, size, times_s[tiles], calls, emulated=emulated)
 
 
 def hopper_gpu(device: jax.Device) -> DeviceSpec:
@@ -98,29 +103,30 @@ def overlap_row(
     *,
     emulated: bool = False,
 ) -> Row:
-    """Row of one op on virtual ranks: the longer of its matmul alone and its copies alone, over the fused
-    kernel.
-    """
+    """Row of an op on virtual ranks: the longer of its matmul and its copies alone, over the fused kernel."""
     program = gpu_program(make_schedule(op, "full_mesh", ranks))
     x, kernel = operands(op, ranks, size)
     want = jax.jit(lambda x, kernel: plain_op(op, ranks, x, kernel))(x, kernel)
-    found: dict[int, float] = {}
+    times_s: dict[int, float] = {}
+    # Reduce-scatter has no blocks that only send.
     small = OverlapConfig(REHEARSED_TILES, 1 if program.moves[0] else 0)
     for config in [small] if size == REHEARSED_SIZE else overlap_configs(program, ranks, spec, size):
         fused = jax.jit(
-            lambda x, kernel, config=config: virtual(
+            lambda x, kernel, config=config: run_virtual_ranks(
                 program, ranks, x, kernel, spec, config, emulated=emulated
             )
         )
-        agree(op, fused(x, kernel), want)
-        found[config.sending_blocks] = seconds(fused, x, kernel, calls=calls)
-    best = min(found, key=lambda blocks: found[blocks])
+        check_agreement(op, fused(x, kernel), want)
+        times_s[config.sending_blocks] = seconds(fused, x, kernel, calls=calls)
+    best = min(times_s, key=lambda blocks: times_s[blocks])
+    # Every rank sends to all others: (ranks - 1) * size rows in total, read and written once.
     sent = normal(2, (ranks - 1) * size, size)
     copy_s = seconds(jax.jit(lambda sent: -sent), sent, calls=calls)
     label = (
         f"{op}, {ranks} virtual ranks, {best} sending blocks each: longer of matmul and copies, over fused"
     )
-    return row(label, max(matmul_s, copy_s) * 1e3, "ms", baseline=found[best] * 1e3, bar=BAR)
+    # The longer of the two parts is the least that a perfect overlap could take.
+    return row(label, max(matmul_s, copy_s) * 1e3, "ms", baseline=times_s[best] * 1e3, bar=BAR)
 
 
 def tilings(size: int) -> list[TileConfig]:
@@ -133,15 +139,15 @@ def overlap_configs(program: GpuProgram, ranks: int, spec: DeviceSpec, size: int
     """Tilings of a fused kernel on virtual ranks, with different numbers of sending blocks."""
     gathers = program.schedule.op == "all_gather_matmul"
     n, k = (size // ranks, size) if gathers else (size, size // ranks)
+    # Virtual ranks divide the cores.
     blocks = (spec.num_cores or 0) // ranks
+    # At most half of a rank's blocks send, so that enough are left to multiply.
     counts = [count for count in (1, 2, 4) if count < blocks // 2] if program.moves[0] else [0]
     return [default_config(program, size, n, k, count) for count in counts]
 
 
 def operands(op: OpName, ranks: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """Operands of all ranks for one matmul of `size` cubed: x [ranks, 1, rows, k] and kernels [ranks, k,
-    n].
-    """
+    """Operands of all ranks for a matmul of `size` cubed: x [ranks, 1, rows, k], kernels [ranks, k, n]."""
     if op == "all_gather_matmul":
         x, kernel = (ranks, 1, size // ranks, size), (ranks, size, size // ranks)
     else:
@@ -152,13 +158,15 @@ def operands(op: OpName, ranks: int, size: int) -> tuple[jax.Array, jax.Array]:
 def plain_op(op: OpName, ranks: int, x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Result of the op by XLA, on the arrays of all ranks."""
     if op == "all_gather_matmul":
+        # Rows of all ranks one after the other, as the gather would leave them.
         gathered = jnp.concatenate(list(x), axis=1)
         return jnp.einsum("bmk,rkn->rbmn", gathered, kernel)
+    # Float32 sums over ranks, rounded once; the kernel rounds at each hop, hence the tolerance.
     total = jnp.einsum("rbmk,rkn->bmn", x, kernel, preferred_element_type=jnp.float32).astype(x.dtype)
     return jnp.stack(jnp.split(total, ranks, axis=1))
 
 
-def virtual(
+def run_virtual_ranks(
     program: GpuProgram,
     ranks: int,
     x: jax.Array,
@@ -200,7 +208,7 @@ def normal(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def agree(what: str, got: jax.Array, want: jax.Array) -> None:
+def check_agreement(what: str, got: jax.Array, want: jax.Array) -> None:
     """Checks that results agree up to the bfloat16 rounding of partial sums.
 
     Raises:

@@ -1,5 +1,4 @@
-"""The number sheet of one GPU: tokens/s and MFU of llama1b and the 8B, and of models whose state lies on the
-host.
+"""The number sheet of one GPU: tokens/s and MFU of llama1b and the 8B, and of models with state on the host.
 
 Needs a GPU, and refuses without one: a CPU's number would say nothing. Trains on random tokens, so no corpus
 and no tokenizer are needed; everything else is the shipped config's, or what --set makes of it. The models of
@@ -139,17 +138,18 @@ def run(args: Options) -> Iterator[Row]:
     Raises:
       UserError: the first device is no GPU, or the plan says that a config does not fit it.
     """
-    here, spec = gpu("the number sheet", rehearse=args.rehearse)
+    gpu_device, spec = gpu("the number sheet", rehearse=args.rehearse)
     for name in FIDDLERS:
         if args.only in (None, name):
-            yield from config_rows(name, args, here, spec)
+            yield from config_rows(name, args, gpu_device, spec)
     for case in OFFLOADED:
         if args.only in (None, case.name):
+            # The rehearsal keeps the offload settings, which are what it should exercise.
             small = dataclasses.replace(case, sizes=case.sizes | TOY, seq_len=32, microbatches=2)
-            yield from offloaded_rows(small if args.rehearse else case, here, args.steps)
+            yield from offloaded_rows(small if args.rehearse else case, gpu_device, args.steps)
 
 
-def config_rows(name: str, args: Options, here: jax.Device, spec: DeviceSpec) -> Iterator[Row]:
+def config_rows(name: str, args: Options, gpu_device: jax.Device, spec: DeviceSpec) -> Iterator[Row]:
     """Tokens/s, MFU and memory of a shipped config."""
     # Lazy, as below: the models with state on the host need no config and no fiddle.
     from jtrain.config.devices import resolve_mesh
@@ -159,57 +159,63 @@ def config_rows(name: str, args: Options, here: jax.Device, spec: DeviceSpec) ->
     from jtrain.plan.from_run import plan_job
 
     config = load_config(name, FIDDLERS[name], [*args.sets, *(REHEARSED if args.rehearse else ())])
-    resolve_mesh(config, [here])
-    for line in choose_layout(config, devices=[here], workdir=None):
+    # The mesh comes first: the automatic layout below depends on it.
+    resolve_mesh(config, [gpu_device])
+    for line in choose_layout(config, devices=[gpu_device], workdir=None):
         print(line)
     built = build_run(config)
-    if (available := available_bytes([here])) is not None:
+    # Refused before anything is compiled, with the plan's numbers.
+    if (available := available_bytes([gpu_device])) is not None:
         check_fits(plan_job(built), available=available)
     rate = tokens_per_s(built, args.steps)
     length = built.data.seq_len
-    what = " ".join([name, *args.sets])
+    label = " ".join([name, *args.sets])
+    # A changed config has no bar: the bar is for the shipped one.
     bar = None if args.sets else BARS.get(spec.name, {}).get(name)
-    yield row(f"{what}, length {length}, {here.device_kind}", rate, "tokens/s", bar=bar)
+    yield row(f"{label}, length {length}, {gpu_device.device_kind}", rate, "tokens/s", bar=bar)
+    # An unknown chip has no peak, so no MFU.
     if spec.peak_bf16_flops is not None:
         flops, peak_flops = (
             flops_per_token(built.model, seq_len=length),
             spec.peak_flops(built.precision.compute_dtype),
         )
         share = mfu(flops, tokens_per_s=rate, num_devices=1, peak_flops=peak_flops)
-        yield row(f"{what}: MFU, causal FLOPs", share, "")
-    peak_gib = (here.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB
-    yield row(f"{what}: device memory peak", peak_gib, "GiB")
+        yield row(f"{label}: MFU, causal FLOPs", share, "")
+    # Peak of this process: each config runs in a process of its own under one_gpu.
+    peak_gib = (gpu_device.memory_stats() or {}).get("peak_bytes_in_use", 0) / GIB
+    yield row(f"{label}: device memory peak", peak_gib, "GiB")
 
 
-def offloaded_rows(case: Offloaded, here: jax.Device, num_steps: int) -> Iterator[Row]:
-    """Tokens/s of a model with its state on the host; of the 8B also against itself with nothing
-    offloaded.
-    """
+def offloaded_rows(case: Offloaded, gpu_device: jax.Device, num_steps: int) -> Iterator[Row]:
+    """Tokens/s of a model with its state on the host; of the 8B also against itself without offload."""
     rates: dict[bool, float] = {}
-    what = f"{case.name}, {case.moments} moments, length {case.seq_len} x {case.microbatches}"
+    label = f"{case.name}, {case.moments} moments, length {case.seq_len} x {case.microbatches}"
+    # Only the 8B fits without offload too, so only it can be compared with itself.
     for offloaded in (True, False) if case.name == "8B" else (True,):
-        name = f"{what}: {'offloaded' if offloaded else 'nothing offloaded'}, {here.device_kind}"
+        name = f"{label}: {'offloaded' if offloaded else 'nothing offloaded'}, {gpu_device.device_kind}"
         job = case.job(offloaded=offloaded)
+        # The plan decides, so that a model that does not fit costs no compilation.
         plan = memory(job)
-        there = {
-            "device": (plan.total_bytes, available_bytes([here])),
+        needs = {
+            "device": (plan.total_bytes, available_bytes([gpu_device])),
             "host": (plan.host_bytes, free_host_bytes()),
         }
-        short = [
-            f"{place} {need / GIB:.1f} of {free / GIB:.1f} GiB"
-            for place, (need, free) in there.items()
+        shortages = [
+            f"{memory_kind} {need / GIB:.1f} of {free / GIB:.1f} GiB"
+            for memory_kind, (need, free) in needs.items()
             if free is not None and need > free
         ]
-        if short:
-            yield row(f"{name} does not fit ({', '.join(short)})", None, "tokens/s")
+        if shortages:
+            yield row(f"{name} does not fit ({', '.join(shortages)})", None, "tokens/s")
             continue
         sizes = {"global_batch": case.microbatches, "seq_len": case.seq_len}
         rates[offloaded] = step_rate(job.model, job.layout, optimizer_of(job), **sizes, num_steps=num_steps)
+        # The bar is the 14B's: the largest model whose float32 moments the host's memory holds.
         bar = ">= 6300" if case.name == "14B" and offloaded else None
         yield row(name, rates[offloaded], "tokens/s", bar=bar)
     if len(rates) == 2:
         yield row(
-            f"{what}: offloaded against not", rates[True], "tokens/s", baseline=rates[False], bar=">= 0.9"
+            f"{label}: offloaded against not", rates[True], "tokens/s", baseline=rates[False], bar=">= 0.9"
         )
 
 
@@ -219,10 +225,11 @@ def optimizer_of(job: Job) -> Optimizer:
 
 
 def tokens_per_s(built: "Run", num_steps: int) -> float:
-    """Of a config's step on one device."""
+    """Tokens/s of a config's step on one device."""
     from jtrain.config.run import run_layout
     from jtrain.plan.from_run import make_optimizer
 
+    # One device: the config's data axis may be larger.
     layout = run_layout(dataclasses.replace(built, mesh=dataclasses.replace(built.mesh, data=1)))
     return step_rate(
         built.model,
@@ -251,24 +258,26 @@ def step_rate(
 def random_steps(
     model: Transformer, layout: Layout, optimizer: Optimizer, *, global_batch: int, seq_len: int
 ) -> Callable[[int], float]:
-    """Function that runs so many steps on one random batch, and returns their seconds; two were run
-    before.
-    """
+    """Function that runs so many steps on one random batch and returns their seconds; two have run before."""
     mesh = make_mesh(layout.mesh, jax.devices()[:1])
     step = make_train_step(model, optimizer, layout, mesh)
     state = init_state(layout, optimizer, mesh, seed=0)
     shape = (global_batch, seq_len)
     token = np.random.default_rng(0).integers(0, model.vocab_size, shape, np.int32)
+    # Position restarts at 0 in every row, and all tokens are of one document.
     position = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+    # Targets are the next tokens; the last one wraps around, which no measurement notices.
     batch = put_batch(Batch(token, np.roll(token, -1, axis=1), position, np.ones(shape, np.int32)), mesh)
 
     def steps_s(count: int) -> float:
         nonlocal state
+        # The state is carried on: each step donates it, so it must be replaced.
         start_s = time.perf_counter()
         for _ in range(count):
             state, _ = step(state, batch)
         jax.block_until_ready(state)
         return time.perf_counter() - start_s
 
+    # The first step compiles; the second one runs with warm caches.
     steps_s(2)
     return steps_s

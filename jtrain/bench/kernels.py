@@ -1,10 +1,10 @@
 """Choice of kernels on a device, with reasons; on a live accelerator also the times of every configuration.
 
     python -m jtrain.bench kernels --explain attention --device h200     the choice, and why the others lost
-    python -m jtrain.bench kernels --explain rms_norm --device v5p --compile     and what its compiler makes of it
-    python -m jtrain.bench kernels --explain attention --device h200 --config=llama1b    the same at a config's shapes
-    python -m jtrain.bench kernels --tune --config=llama8b     times every configuration of what its step calls
-    python -m jtrain.bench kernels --tune     the same at the shapes of the ops' cases
+    python -m jtrain.bench kernels --explain rms_norm --device v5p --compile     and what its compiler makes
+    of it python -m jtrain.bench kernels --explain attention --device h200 --config=llama1b    the same at a
+    config's shapes python -m jtrain.bench kernels --tune --config=llama8b     times every configuration of
+    what its step calls python -m jtrain.bench kernels --tune     the same at the shapes of the ops' cases
 
 Times are of an op with its gradients.
 """
@@ -71,10 +71,11 @@ def run(args: Options) -> list[Row]:
             raise UserError("kernels: --explain runs nothing and --tune runs everything. Give one of them.")
         spec = device.from_name(args.device) if args.device else device.live(jax.devices()[0])
         op = registry.find(args.explain)
-        wanted = config_cases(args, spec, op) if args.config else _cases(op, args.case)
-        return [r for case in wanted for r in _explain(case, spec, args.compile)]
+        selected = config_cases(args, spec, op) if args.config else _cases(op, args.case)
+        return [r for case in selected for r in _explain(case, spec, args.compile)]
     spec = device.live(jax.devices()[0])
     ops = [registry.find(args.op)] if args.op else list(registry.ops().values())
+    # Named shapes may be timed on a CPU: whoever names them knows what they want.
     named = args.config is not None or (args.op and args.case)
     if spec.platform == "cpu" and not named:
         raise UserError(
@@ -83,17 +84,20 @@ def run(args: Options) -> list[Row]:
         )
     if args.config:
         of_step = config_cases(args, spec, ops[0] if args.op else None)
-        wanted = [case for case in of_step if _candidates(case, spec) > 1]
+        # One candidate leaves nothing to tune.
+        selected = [case for case in of_step if _candidates(case, spec) > 1]
     else:
-        wanted = [case for op in ops for case in _cases(op, args.case if args.op else None)]
+        selected = [case for op in ops for case in _cases(op, args.case if args.op else None)]
     cases: list[Case] = []
-    for case in wanted:
-        if (few := too_few_devices(case)) is None:
+    for case in selected:
+        # An op that communicates needs as many live devices as its axis; others are run.
+        if (shortage := too_few_devices(case)) is None:
             cases.append(case)
+        # Asked for by name, so it is an error; among all cases it is left out with a line.
         elif args.op and not args.config:
-            raise UserError(f"kernels: {few}.")
+            raise UserError(f"kernels: {shortage}.")
         else:
-            print(f"left out: {few}")
+            print(f"left out: {shortage}")
     return [r for case in cases for r in (_tune(case, spec) if args.tune else _time(case, spec))]
 
 
@@ -126,48 +130,51 @@ def config_cases(args: Options, spec: DeviceSpec, op: Op | None = None) -> list[
     from jtrain.plan.compile.kernel_calls import devices_like, kernel_calls
 
     config = load_config(args.config, args.fiddlers, args.sets)
+    # The config's mesh is laid over devices of the named kind, which need not be present.
     devices, _ = resolve_mesh(config, devices_like(spec, mesh_size(config)))
     for line in auto_layout.choose_layout(config, devices=devices, workdir=None):
         print(line)
     calls = kernel_calls(build_run(config), devices)
-    found: list[Case] = []
-    for one, avals in calls:
-        if op is None or one is op:
-            name = f"{args.config} {1 + sum(case.op.name == one.name for case in found)}"
-            found.append(Case(dataclasses.replace(one, cases={name: avals}), name, avals))
-    if not found and op is not None:
-        called = ", ".join(sorted({one.name for one, _ in calls}))
+    cases: list[Case] = []
+    for called_op, avals in calls:
+        if op is None or called_op is op:
+            # Calls of one op are numbered in the order in which the step makes them.
+            name = f"{args.config} {1 + sum(case.op.name == called_op.name for case in cases)}"
+            cases.append(Case(dataclasses.replace(called_op, cases={name: avals}), name, avals))
+    if not cases and op is not None:
+        called = ", ".join(sorted({called_op.name for called_op, _ in calls}))
         raise UserError(f"kernels: the step of {args.config} does not call {op.name}. It calls: {called}.")
-    return found
+    return cases
 
 
-def _candidates(of: Case, spec: DeviceSpec) -> int:
+def _candidates(case: Case, spec: DeviceSpec) -> int:
     """Configurations of all implementations that run for a case on a device."""
-    able = [i for i in registry.implementations(of.op) if i.supports(spec, of.avals) is None]
-    return sum(len(i.configs(spec, of.avals)) for i in able)
+    able = [i for i in registry.implementations(case.op) if i.supports(spec, case.avals) is None]
+    # Every implementation has at least one configuration.
+    return sum(len(i.configs(spec, case.avals)) for i in able)
 
 
-def too_few_devices(of: Case) -> str | None:
+def too_few_devices(case: Case) -> str | None:
     """Reason why an op that communicates cannot be timed here; None if it can."""
-    axis, here = aot.axis_of(of.avals), len(jax.devices())
-    if axis is None or axis[1] <= here:
+    axis, num_devices = aot.axis_of(case.avals), len(jax.devices())
+    if axis is None or axis[1] <= num_devices:
         return None
-    return f"{of.op.name} {of.name} needs {axis[1]} devices along {axis[0]}, and {here} are here"
+    return f"{case.op.name} {case.name} needs {axis[1]} devices along {axis[0]}, and {num_devices} are here"
 
 
-def _explain(of: Case, spec: DeviceSpec, compiled: bool) -> Iterator[Row]:
+def _explain(explained_case: Case, spec: DeviceSpec, compiled: bool) -> Iterator[Row]:
     """Prints the choice, and yields rows of predicted or compiled figures."""
-    op, case, avals = of
+    op, case, avals = explained_case
     choice = registry.choose(op, spec, avals)
     for line in explanation(op, case, spec, avals, choice):
         print(line)
     for implementation in registry.implementations(op):
         if implementation.supports(spec, avals) is not None:
             continue
-        what = f"{op.name} {case}, {implementation.name} on {spec.name}"
+        label = f"{op.name} {case}, {implementation.name} on {spec.name}"
         predicted = implementation.cost_s(spec, avals)
         if predicted is not None:
-            yield row(f"{what}: predicted", predicted * 1e3, "ms")
+            yield row(f"{label}: predicted", predicted * 1e3, "ms")
         if compiled and (missing := aot.missing_library(implementation.name)):
             print(f"  {implementation.name} is not compiled: {missing}")
         elif compiled:
@@ -175,9 +182,9 @@ def _explain(of: Case, spec: DeviceSpec, compiled: bool) -> Iterator[Row]:
             print(f"  {implementation.name} calls {', '.join(report.calls) or 'nothing'}; kernels:")
             for k in report.kernels:
                 print(f"    {k.name}: {k.registers} registers, {k.stack_bytes} bytes of stack")
-            yield row(f"{what}: temporary memory", report.temp_bytes / 2**20, "MiB")
-            yield row(f"{what}: largest scratch memory", report.scratch_bytes / 2**10, "KiB")
-            yield row(f"{what}: kernels that spill", float(len(report.spilled)), "", bar="<= 0")
+            yield row(f"{label}: temporary memory", report.temp_bytes / 2**20, "MiB")
+            yield row(f"{label}: largest scratch memory", report.scratch_bytes / 2**10, "KiB")
+            yield row(f"{label}: kernels that spill", float(len(report.spilled)), "", bar="<= 0")
 
 
 def explanation(
@@ -187,75 +194,81 @@ def explanation(
     avals: Avals,
     choice: Choice,
 ) -> list[str]:
-    """Lines that explain a choice: the chosen implementation, each other one with its reason, and how to
-    force one.
-    """
+    """Lines that explain a choice: the implementation, the others with reasons, and how to force one."""
     config = " ".join(f"{name}={value}" for name, value in choice.config.items())
-    taken = choice.implementation.name
+    chosen = choice.implementation.name
+    # An implementation that cannot run has no cost: its function may assume a supported shape.
     able = [
-        i.name for i in registry.implementations(op) if i.name != taken and i.supports(spec, avals) is None
+        i.name for i in registry.implementations(op) if i.name != chosen and i.supports(spec, avals) is None
     ]
-    cost = {i.name: i.cost_s(spec, avals) for i in registry.implementations(op) if i.name in (taken, *able)}
+    cost = {i.name: i.cost_s(spec, avals) for i in registry.implementations(op) if i.name in (chosen, *able)}
 
     def predicted(name: str, reason: str) -> str:
         seconds = cost.get(name)
         return (
+            # Reasons that quote a prediction already have the number.
             "" if seconds is None or "predict" in reason else f"; predicted {registry.microseconds(seconds)}"
         )
 
     return [
         f"{op.name} on {spec.name}, {case}: {registry.shapes(avals)}",
-        f"  {taken} is taken{f' with {config}' if config else ''}: "
-        f"{choice.because}{predicted(taken, choice.because)}",
-        *(f"  {name} is not: {reason}{predicted(name, reason)}" for name, reason in choice.others),
+        f"  {chosen} is taken{f' with {config}' if config else ''}: "
+        f"{choice.because}{predicted(chosen, choice.because)}",
+        *(f"  {name} is not: {reason}{predicted(name, reason)}" for name, reason in choice.rejected),
+        # One example is enough to show the syntax.
         *(f"""  to force it: --set "kernels=(('{op.name}','{name}'),)\"""" for name in able[:1]),
     ]
 
 
-def _time(of: Case, spec: DeviceSpec) -> Iterator[Row]:
+def _time(timed_case: Case, spec: DeviceSpec) -> Iterator[Row]:
     """Times each implementation that runs here in its first configuration, against XLA."""
-    op, case, avals = of
+    op, case, avals = timed_case
     able = [i for i in registry.implementations(op) if i.supports(spec, avals) is None]
-    found = {
-        i.name: timed(
-            _call(op, i, next(iter(i.configs(spec, avals))), avals), inputs(avals), options=i.compiler_options
+    times_s = {
+        # The first configuration is the one that a run would take.
+        i.name: time_call(
+            _call(op, i, next(iter(i.configs(spec, avals))), avals),
+            draw_inputs(avals),
+            options=i.compiler_options,
         )[1]
         for i in able
     }
-    for name, value in found.items():
-        baseline = found["xla"] * 1e6 if name != "xla" else None
+    for name, value in times_s.items():
+        baseline = times_s["xla"] * 1e6 if name != "xla" else None
         yield row(f"{op.name} {case}, {name}: forward and backward", value * 1e6, "us", baseline=baseline)
 
 
-def _tune(of: Case, spec: DeviceSpec) -> Iterator[Row]:
+def _tune(tuned_case: Case, spec: DeviceSpec) -> Iterator[Row]:
     """Times every configuration of every implementation that runs here, and yields a row of the fastest.
 
     One whose results are not the reference's is said to be wrong and left out.
     """
-    op, case, avals = of
+    op, case, avals = tuned_case
     best: tuple[float, str] | None = None
     reference: float | None = None
     want: Any = None
     # The reference is first, so that the others can be compared with it.
     for implementation in sorted(
-        registry.implementations(op), key=lambda one: one.name != registry.REFERENCE
+        registry.implementations(op), key=lambda candidate: candidate.name != registry.REFERENCE
     ):
         if implementation.supports(spec, avals) is not None:
             continue
         for config in implementation.configs(spec, avals):
             call = _call(op, implementation, config, avals)
-            results, taken = timed(call, inputs(avals), options=implementation.compiler_options)
+            results, call_s = time_call(call, draw_inputs(avals), options=implementation.compiler_options)
             want = results if want is None else want
-            what = f"  {op.name} {case}, {implementation.name} {dict(config)}"
+            label = f"  {op.name} {case}, {implementation.name} {dict(config)}"
             error = difference(results, want)
+            # Compared before it can win: a wrong kernel may be the fastest.
             if not error <= TOLERANCE:  # also NaN
-                print(f"{what}: WRONG by {error:.2g} of the largest element, left out")
+                print(f"{label}: WRONG by {error:.2g} of the largest element, left out")
                 continue
-            print(f"{what}: {taken * 1e6:.4g} us")
-            if best is None or taken < best[0]:
-                best = taken, f"{implementation.name} {dict(config)}"
+            print(f"{label}: {call_s * 1e6:.4g} us")
+            if best is None or call_s < best[0]:
+                best = call_s, f"{implementation.name} {dict(config)}"
             if implementation.name == registry.REFERENCE:
-                reference = taken
+                reference = call_s
+    # The reference always runs, so both are set.
     assert best is not None
     assert reference is not None
     yield row(f"{op.name} {case}: {best[1]}", best[0] * 1e6, "us", baseline=reference * 1e6, bar="<= 1")
@@ -267,9 +280,8 @@ def _call(
     config: Mapping[str, int],
     avals: Avals,
 ) -> Callable[[dict[str, Any]], Any]:
-    """Function that computes the op and its gradients with one implementation and configuration, over its
-    mesh axis.
-    """
+    """Function that computes an op and its gradients with one implementation and configuration."""
+    # A single implementation named `xla`: the op then has no choice, and no other one can run.
     fixed = Implementation("xla", functools.partial(implementation.call, **config))
     function = aot.op_function(Op(op.name, (fixed,)), avals, gradients=True)
     mesh = _mesh(avals)
@@ -283,40 +295,41 @@ def _mesh(avals: Avals) -> jax.sharding.Mesh | None:
     return jax.sharding.Mesh(np.array(jax.devices()[: axis[1]]), axis[:1])
 
 
-def inputs(avals: Avals) -> dict[str, Any]:
-    """Arrays for a case: floats are normal, integers are 1 (one segment, one token, one target); groups
-    differ.
-    """
+def draw_inputs(avals: Avals) -> dict[str, Any]:
+    """Arrays for a case: floats are normal, integers are 1 (segment, token, target); groups differ."""
     import numpy as np
 
-    def one(name: str, key: Any, x: jax.ShapeDtypeStruct) -> Any:
+    def draw(name: str, key: Any, x: jax.ShapeDtypeStruct) -> Any:
         if jnp.issubdtype(x.dtype, jnp.floating):
             return jax.random.normal(key, x.shape, x.dtype)
         if name == "group_size":  # uneven, as a router's are: kernels differ in the rows at a group's ends
+            # Dirichlet with concentration 4: groups differ by factors of two or three.
             share = np.random.default_rng(0).dirichlet(np.full(x.size, 4.0))
             return jnp.asarray(np.floor(share * arrays["x"].shape[0]), x.dtype).reshape(x.shape)
         return jnp.full(x.shape, 1, x.dtype)
 
     arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
     keys = jax.random.split(jax.random.key(0), len(arrays))
-    found = {name: one(name, key, x) for key, (name, x) in zip(keys, arrays.items(), strict=True)}
+    drawn = {name: draw(name, key, x) for key, (name, x) in zip(keys, arrays.items(), strict=True)}
     mesh = _mesh(avals)
-    whole = jax.sharding.PartitionSpec()
-    return found if mesh is None else jax.device_put(found, jax.sharding.NamedSharding(mesh, whole))
+    replicated = jax.sharding.PartitionSpec()
+    # Replicated: a case holds one device's blocks, and all devices get the same.
+    return drawn if mesh is None else jax.device_put(drawn, jax.sharding.NamedSharding(mesh, replicated))
 
 
-def timed(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> tuple[Any, float]:
+def time_call(function: Callable[..., Any], *args: Any, options: Mapping[str, Any]) -> tuple[Any, float]:
     """Results, and the median seconds of one call after one call that compiles and one more.
 
     Args:
       options: compiler options.
     """
     jitted = jax.jit(function, compiler_options=dict(options))
+    # The first call compiles, the second runs with warm caches and gives the results.
     jax.block_until_ready(jitted(*args))
     results = jax.block_until_ready(jitted(*args))
-    found: list[float] = []
-    while len(found) < 5 or sum(found) < MIN_TIMED_S:
+    times_s: list[float] = []
+    while len(times_s) < 5 or sum(times_s) < MIN_TIMED_S:
         start = time.perf_counter()
         jax.block_until_ready(jitted(*args))
-        found.append(time.perf_counter() - start)
-    return results, statistics.median(found)
+        times_s.append(time.perf_counter() - start)
+    return results, statistics.median(times_s)

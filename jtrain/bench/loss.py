@@ -1,5 +1,4 @@
-"""Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: milliseconds and temporary bytes, chunked and
-whole.
+"""Loss and gradient at 16384 x 4096 x 128256 bf16 on a GPU: ms and temporary bytes, chunked and whole.
 
 Needs a GPU, and refuses without one; the published `kernel_bytes` has the bytes for an absent H200.
 """
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
-from jtrain.bench._live import filled, gpu, seconds
+from jtrain.bench._live import gpu, make_filled, seconds
 from jtrain_kernels.linear_cross_entropy.api import linear_cross_entropy
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
 from jtrain_kernels.linear_cross_entropy.reference import linear_cross_entropy_reference
@@ -40,21 +39,24 @@ def run(args: Options) -> Iterator[Row]:
     Raises:
       UserError: the first device is no GPU.
     """
-    more = "; for bytes without one, run kernel_bytes in a checkout"
-    _, spec = gpu("loss", rehearse=args.rehearse, more=more)
+    way_out = "; for bytes without one, run kernel_bytes in a checkout"
+    _, spec = gpu("loss", rehearse=args.rehearse, way_out=way_out)
     sizes = tokens, d_model, vocab = REHEARSED if args.rehearse else (TOKENS, D, V)
-    whole_s, whole_bytes = measured(linear_cross_entropy_reference, args.repeats, sizes)
+    whole_s, whole_bytes = measure_loss(linear_cross_entropy_reference, args.repeats, sizes)
+    # The chunk size that a run on this device would take.
     best, because = best_chunk(spec, tokens=tokens, d_model=d_model, vocab=vocab)
     yield row(f"all logits at once: {whole_bytes / GIB:.2f} GiB of temporaries", whole_s * 1e3, "ms")
+    # Sizes that divide the tokens, since a padded chunk would be timed with its padding.
     for chunk in [c for c in CANDIDATES if tokens % c == 0] if args.all_chunks else (best,):
-        took_s, temp = measured(
+        took_s, temp = measure_loss(
             functools.partial(linear_cross_entropy, chunk_tokens=chunk), args.repeats, sizes
         )
-        known = predict(spec, chunk, tokens=tokens, d_model=d_model, vocab=vocab)
-        said = f", {known.seconds * 1e3:.3g} ms predicted" if known else ""
+        predicted = predict(spec, chunk, tokens=tokens, d_model=d_model, vocab=vocab)
+        prediction = f", {predicted.seconds * 1e3:.3g} ms predicted" if predicted else ""
+        # Only the predicted best has bars: it is the claim.
         is_best, bar = chunk == best, BARS.get(spec.name)
-        what = f"{chunk} tokens at a time{said}{f' ({because})' if is_best else ''}"
-        yield row(what, took_s * 1e3, "ms", bar=bar if is_best else None)
+        label = f"{chunk} tokens at a time{prediction}{f' ({because})' if is_best else ''}"
+        yield row(label, took_s * 1e3, "ms", bar=bar if is_best else None)
         yield row(f"{chunk} tokens at a time", temp / GIB, "GiB", bar="<= 2" if is_best else None)
         yield row(f"{chunk} tokens at a time, against all at once", took_s, "s", baseline=whole_s)
 
@@ -69,13 +71,15 @@ def program_of(
         jax.ShapeDtypeStruct((d_model, vocab), jnp.dtype(unembed_dtype)),
         jax.ShapeDtypeStruct((1, tokens), jnp.int32),
     )
+    # has_aux: the second result, the nats for reporting, has no gradient.
     return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True), shapes
 
 
-def measured(loss: Any, repeats: int, sizes: tuple[int, int, int]) -> tuple[float, int]:
+def measure_loss(loss: Any, repeats: int, sizes: tuple[int, int, int]) -> tuple[float, int]:
     """Seconds of loss and gradient, and temporary bytes of the compiled program."""
     function, shapes = program_of(loss, sizes)
     program = jax.jit(function).lower(*shapes).compile()
+    # Temporary bytes are known after compilation, before anything is allocated.
     memory = program.memory_analysis()
     assert memory is not None
-    return seconds(program, *filled(shapes), calls=repeats), memory.temp_size_in_bytes
+    return seconds(program, *make_filled(shapes), calls=repeats), memory.temp_size_in_bytes

@@ -1,5 +1,4 @@
-"""What one device is: memory, driver, clocks and power, copy and matmul rates; with --soak its clock under
-long work.
+"""Memory, driver, clocks, power, copy and matmul rates of a device; with --soak its clock under long work.
 
     python -m jtrain.bench machine --json machine.json
     python -m jtrain.bench machine --soak 60
@@ -29,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import REHEARSE, Options, Row, option, row
-from jtrain.bench._live import filled, gpu, seconds
+from jtrain.bench._live import gpu, make_filled, seconds
 from jtrain.profile.analysis import clock_loss
 from jtrain.profile.analysis.records import Peaks
 from jtrain.profile.clocks import samples
@@ -71,12 +70,16 @@ def run(args: Options) -> Iterator[Row]:
     yield row("host memory", host_memory_bytes() / GIB, "GiB")
     yield from _clocks(device, "idle")
     x = jax.ShapeDtypeStruct((copied,), jnp.bfloat16)
-    copy_s = seconds(jax.jit(lambda x: x + 1), filled(x), calls=args.calls)
+    # One array in, one out: each byte is read once and written once.
+    copy_s = seconds(jax.jit(lambda x: x + 1), make_filled(x), calls=args.calls)
     yield row(
-        f"{kind}: copy of {copied * 2 / GIB:.2g} GiB, read and written", 4 * copied / copy_s / 1e9, "GB/s"
+        # Two bytes per number, read and written.
+        f"{kind}: copy of {copied * 2 / GIB:.2g} GiB, read and written",
+        4 * copied / copy_s / 1e9,
+        "GB/s",
     )
     square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-    matmul_s = seconds(jax.jit(jnp.matmul), *filled((square, square)), calls=args.calls)
+    matmul_s = seconds(jax.jit(jnp.matmul), *make_filled((square, square)), calls=args.calls)
     # Equal entries toggle few bits: soaks compare random with zero inputs.
     yield row(f"{kind}: matmul {size}^3 bf16, equal inputs", 2 * size**3 / matmul_s / 1e12, "TFLOP/s")
     yield from _clocks(device, "after matmuls")
@@ -89,19 +92,20 @@ def _clocks(device: jax.Device, when: str) -> Iterator[Row]:
         print(note)
         return
     reading = open_source(name, [device.local_hardware_id or 0]).read(0, slow=True)
-    for what, value, unit in (
+    for quantity, value, unit in (
         ("compute clock", reading.sm_mhz, "MHz"),
         ("memory clock", reading.mem_mhz, "MHz"),
         ("power", reading.power_w, "W"),
         ("temperature", reading.temperature_c, "C"),
     ):
+        # nan is unequal to itself.
         if value == value:  # nan where the driver does not say
-            yield row(f"{device.device_kind}: {what}, {when}", value, unit)
+            yield row(f"{device.device_kind}: {quantity}, {when}", value, unit)
 
 
 @dataclasses.dataclass(frozen=True)
 class Soak:
-    """What one soak came to; None where the driver does not say. lost_s: seconds lost to clocks, by cause."""
+    """Figures of one soak; None where the driver does not say. lost_s: seconds lost to clocks, by cause."""
 
     flops_per_s: float
     mean_mhz: float | None
@@ -112,23 +116,27 @@ class Soak:
 
 def soak_rows(seconds: float, *, rehearse: bool) -> Iterator[Row]:
     """TFLOP/s, clock, power, energy and seconds lost of each soak, the second of a pair against the first."""
-    here, spec = gpu("machine --soak", rehearse=rehearse, needs="a GPU's clocks")
+    gpu_device, spec = gpu("machine --soak", rehearse=rehearse, needs="a GPU's clocks")
     size = REHEARSED_SIZE if rehearse else SIZE
+    # Random numbers toggle many bits; zeros none.
     random = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
     peaks = Peaks(spec.peak_bf16_flops, spec.hbm_bytes_per_s, spec.peak_mhz, None)
-    more = range(0, size // 2, size // 16)
+    # Eight sizes, up to half as many rows more.
+    extra_rows = range(0, size // 2, size // 16)
     for first, second, work in (
         ("zeros", "random numbers", [_multiply(jnp.zeros_like(random)), _multiply(random)]),
-        ("one size", "sizes that change", [_gathered(random, [0]), _gathered(random, more)]),
+        ("one size", "sizes that change", [_gathered(random, [0]), _gathered(random, extra_rows)]),
     ):
-        base, other = (soak(one, seconds, peaks, size) for one in work)
-        yield from _rows(f"{here.device_kind}: {second} against {first}", base, other)
+        base, varied = (soak(calls, seconds, peaks, size) for calls in work)
+        yield from _rows(f"{gpu_device.device_kind}: {second} against {first}", base, varied)
 
 
 def soak(work: Callable[[int], Any], seconds: float, peaks: Peaks, size: int) -> Soak:
     """Calls `work` with 0, 1, ... for so long, after a warm-up of a tenth, and says what it came to."""
+    # A warm-up, which also compiles.
     _repeat(work, 0.1 * seconds)
     with tempfile.TemporaryDirectory() as folder:
+        # A process of its own samples the clocks, so that this one's loop is not disturbed.
         with Sampler(Path(folder), source="auto", platform=jax.default_backend(), devices=[0]) as sampler:
             start_ns = time.time_ns()
             calls = _repeat(work, seconds)
@@ -138,42 +146,41 @@ def soak(work: Callable[[int], Any], seconds: float, peaks: Peaks, size: int) ->
     return summarise(clock, calls * PRODUCTS * 2.0 * size**3, start_ns, end_ns, peaks)
 
 
-def summarise(found: samples.Samples, flops: float, start_ns: int, end_ns: int, peaks: Peaks) -> Soak:
-    """The figures of `flops` computed from start to end, on the clock that `found` says."""
+def summarise(clock_samples: samples.Samples, flops: float, start_ns: int, end_ns: int, peaks: Peaks) -> Soak:
+    """The figures of `flops` computed from start to end, on the clock that `clock_samples` says."""
     seconds = (end_ns - start_ns) * 1e-9
-    mhz, watts = (float(found.mean(name, start_ns, end_ns)) for name in ("sm_mhz", "power_w"))
-    reference = clock_loss.reference_mhz(peaks, {0: found})
+    mhz, watts = (float(clock_samples.mean(name, start_ns, end_ns)) for name in ("sm_mhz", "power_w"))
+    reference = clock_loss.reference_mhz(peaks, {0: clock_samples})
+    # Time beyond what the same work would have taken at the reference clock.
     lost_s = seconds * (1.0 - float(clock_loss.multipliers(mhz, 1.0, reference)))
-    joules = energy_j(found, start_ns, end_ns)
+    joules = energy_j(clock_samples, start_ns, end_ns)
     return Soak(
         flops_per_s=flops / seconds,
         mean_mhz=None if math.isnan(mhz) else mhz,
         mean_w=None if math.isnan(watts) else watts,
         joules_per_tflop=None if joules is None else joules / (flops * 1e-12),
-        lost_s=clock_loss.split(lost_s, found, start_ns, end_ns, reference),
+        lost_s=clock_loss.split(lost_s, clock_samples, start_ns, end_ns, reference),
     )
 
 
-def _rows(what: str, base: Soak, other: Soak) -> list[Row]:
-    rows = [row(f"{what}, matmuls", other.flops_per_s * 1e-12, "TFLOP/s", baseline=base.flops_per_s * 1e-12)]
+def _rows(what: str, base: Soak, varied: Soak) -> list[Row]:
+    rows = [row(f"{what}, matmuls", varied.flops_per_s * 1e-12, "TFLOP/s", baseline=base.flops_per_s * 1e-12)]
     for name, unit in (("mean_mhz", "MHz"), ("mean_w", "W"), ("joules_per_tflop", "J/TFLOP")):
-        rows.append(row(f"{what}, {name}", getattr(other, name), unit, baseline=getattr(base, name)))
-    for cause, lost_s in other.lost_s.items():
+        rows.append(row(f"{what}, {name}", getattr(varied, name), unit, baseline=getattr(base, name)))
+    for cause, lost_s in varied.lost_s.items():
         rows.append(row(f"{what}, lost to clocks by {cause}", lost_s, "s", baseline=base.lost_s[cause]))
     return rows
 
 
 def _repeat(work: Callable[[int], Any], seconds: float) -> int:
-    """Two calls are in flight at a time, so that the device never waits for the host; returns how many there
-    were.
-    """
-    end_s, calls, before = time.monotonic() + seconds, 0, None
+    """Calls `work` for so long, two calls in flight so that the device never waits; returns the count."""
+    end_s, calls, previous = time.monotonic() + seconds, 0, None
     while time.monotonic() < end_s:
-        now = work(calls)
-        if before is not None:
-            jax.block_until_ready(before)
-        before, calls = now, calls + 1
-    jax.block_until_ready(before)
+        current = work(calls)
+        if previous is not None:
+            jax.block_until_ready(previous)
+        previous, calls = current, calls + 1
+    jax.block_until_ready(previous)
     return calls
 
 
@@ -193,10 +200,12 @@ def _gathered(x: jax.Array, extra_rows: Any) -> Callable[[int], Any]:
     gather = jax.jit(
         lambda w, more: jnp.concatenate([w, jnp.zeros((more, w.shape[1]), w.dtype)]), static_argnums=1
     )
+    # A fixed order that is not sorted, so that sizes neither grow nor shrink steadily.
     order = np.random.default_rng(0).permutation(len(extra))
 
     def work(call: int) -> jax.Array:
-        whole = gather(x, extra[order[call % len(extra)]])
-        return _products(x, whole[: x.shape[0]])
+        gathered = gather(x, extra[order[call % len(extra)]])
+        # The product uses the first rows only: both kinds of soak multiply the same.
+        return _products(x, gathered[: x.shape[0]])
 
     return work

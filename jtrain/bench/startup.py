@@ -54,25 +54,24 @@ def run(args: Options) -> Iterator[Row]:
 
 
 def start_rows(repeats: int) -> Iterator[Row]:
-    """Seconds of `--help`, of a printed config (imports every library, starts no backend), and of a first
-    step.
-    """
+    """Seconds of `--help`, of a printed config (imports all, starts no backend), and of a first step."""
     with tempfile.TemporaryDirectory() as folder:
+        # The first start may have to compile, and fills the cache for the others.
         filling_s = first_step_s(Path(folder) / "filling")
         warm_s = statistics.median(first_step_s(Path(folder) / str(index)) for index in range(repeats))
-    for what, words, bar in (
+    for label, words, bar in (
         ("python -m jtrain.launch --help", (*LAUNCH, "--help"), "< 1"),
         ("import of everything but the loop", (*TINY, "--print-config"), None),
     ):
-        yield row(what, statistics.median(process_s(words) for _ in range(repeats)), "s", bar=bar)
+        # Compilation is in neither of these commands, so they need no warm cache.
+        yield row(label, statistics.median(process_s(words) for _ in range(repeats)), "s", bar=bar)
     yield row("first tiny step, compile cache as it was", filling_s, "s")
     yield row("first tiny step, warm compile cache", warm_s, "s", bar="< 8")
 
 
 def restart_rows(repeats: int) -> Iterator[Row]:
-    """Seconds from the start of a killed run's command to its next step; there is no checkpoint to go on
-    from.
-    """
+    """Seconds from the start of a killed run's command to its next step, without any checkpoint."""
+    # /dev/shm: local memory that survives the process.
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory, tempfile.TemporaryDirectory() as folder:
         tiny, _ = restarts(Path(folder) / "tiny", Path(memory) / "tiny", {}, repeats)
         large, size_bytes = restarts(Path(folder) / "large", Path(memory) / "large", LARGE, repeats)
@@ -85,18 +84,18 @@ def restart_rows(repeats: int) -> Iterator[Row]:
 
 def process_s(command: tuple[str, ...]) -> float:
     """Wall time of a command that succeeds."""
+    # perf_counter around the whole process: imports and exit count.
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     return time.perf_counter() - start
 
 
 def first_step_s(workdir: Path) -> float:
-    """From process start until the first step's metrics are on disk; the loop writes them one dispatch
-    later.
-    """
+    """Seconds from process start until the first step's metrics are on disk, one dispatch after the step."""
     metrics = workdir / "metrics.jsonl"
     start_s = time.perf_counter()
     with _running(_command(workdir, {"num_steps": 1000})) as ended:
+        # Not empty: the file is made before the first line is written.
         _until(ended, lambda: metrics.exists() and metrics.stat().st_size > 0)
         return time.perf_counter() - start_s
 
@@ -110,24 +109,32 @@ def restarts(
         "checkpoint.local_every_steps": 2,
         "checkpoint.local_dir": str(memory),
     }
+    # Far more steps than it will make: the run ends by being killed.
     command = _command(workdir, {"num_steps": 100_000} | local | settings)
     with _running(command) as ended:
+        # The first generation is at step 2; a restart needs one.
         _until(ended, lambda: _newest(memory) >= 2)
     seconds, file = [], workdir / "metrics.jsonl"
     for _ in range(repeats):
-        before = _newest(memory)
-        file.write_text("".join(line for line in file.read_text().splitlines(True) if _step(line) <= before))
+        killed_step = _newest(memory)
+        # Lines beyond the generation go, so that the next line is a step that the restart has made itself.
+        file.write_text(
+            "".join(line for line in file.read_text().splitlines(True) if _step(line) <= killed_step)
+        )
         start_s = time.perf_counter()
         with _running(command) as ended:
-            _until(ended, lambda before=before: _last_step(file) > before)
+            _until(ended, lambda killed_step=killed_step: _last_step(file) > killed_step)
             seconds.append(time.perf_counter() - start_s)
-            _until(ended, lambda before=before: _newest(memory) >= before + 2)
+            # The next round needs a newer generation than the one that this round started from.
+            _until(ended, lambda killed_step=killed_step: _newest(memory) >= killed_step + 2)
+    # Generation `a` of process 0 is the whole state, as the run has one process.
     chunks = memory.glob(f"jtrain-{workdir.name}-*/process-0/a/state/*/*")
     return seconds, sum(file.stat().st_size for file in chunks)
 
 
 def _command(workdir: Path, settings: dict[str, object]) -> list[str]:
     settings = {"metrics.log_every_steps": 1} | settings
+    # repr, because `--set` reads Python literals.
     words = (word for name, value in settings.items() for word in ("--set", f"{name}={value!r}"))
     return [*TINY, *words, "--workdir", str(workdir)]
 
@@ -140,6 +147,7 @@ def _running(command: list[str]) -> Iterator[Callable[[], str | None]]:
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
 
+        # Polled: the process's output is wanted once it has ended, and not before.
         def ended() -> str | None:
             if process.poll() is None:
                 return None
@@ -149,6 +157,7 @@ def _running(command: list[str]) -> Iterator[Callable[[], str | None]]:
         try:
             yield ended
         finally:
+            # SIGKILL, as by a machine that fails: the run must not save anything.
             process.send_signal(signal.SIGKILL)
             process.wait()
 
@@ -170,6 +179,7 @@ def _newest(memory: Path) -> int:
     """Step of the newest whole generation of any run; 0 if there is none."""
     steps = [0]
     for file in memory.glob("*/process-0/*/manifest.json"):
+        # The manifest may be replaced while it is read.
         with contextlib.suppress(FileNotFoundError, ValueError):
             steps.append(json.loads(file.read_bytes())["step"])
     return max(steps)

@@ -43,6 +43,7 @@ def tpu_races_found() -> bool:
     """True if the last emulated TPU kernel raced; False if none ran."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
+    # `races` stays None until a kernel has run in the interpreter.
     return interpreter.races is not None and interpreter.races.races_found
 
 
@@ -55,8 +56,8 @@ def gpu_interpret(**options: Any) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     warn = _known(plgpu.InterpretGPUParams, {"on_race": "warn"})
-    given: dict[str, Any] = {"detect_races": True} | warn | options
-    return plgpu.InterpretGPUParams(**given)
+    parameters: dict[str, Any] = {"detect_races": True} | warn | options
+    return plgpu.InterpretGPUParams(**parameters)
 
 
 def gpu_races_found() -> bool:
@@ -102,6 +103,7 @@ def mend_jax_triton() -> None:
     default = partial_eval._default_dce_rule
     if rule is None or len(inspect.signature(rule).parameters) == len(inspect.signature(default).parameters):
         return
+    # The rule of 0.4.1 has no parameter for instances in use, so it gets the two that it knows.
     partial_eval.dce_rules[triton_lib.triton_kernel_call_p] = lambda used, live, eqn: rule(used, eqn)
 
 
@@ -130,6 +132,7 @@ def splash_backward(kernel: Any, residuals: tuple[Any, ...], dy: Any) -> tuple[A
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     q, k, v, segments, y, lse = residuals
+    # The order of `_splash_attention_bwd`'s static parameters in both versions.
     order = (
         "save_residuals",
         "mask_value",
@@ -139,6 +142,7 @@ def splash_backward(kernel: Any, residuals: tuple[Any, ...], dy: Any) -> tuple[A
         "mask_function",
     )
     statics = [kernel.kwargs[name] for name in (*order, "attn_logits_soft_cap", "interpret")]
+    # None stands for the sinks, which jtrain has none of.
     saved = (q, k, v, segments, None, y, lse, kernel.dq_mask_info, kernel.dkv_mask_info)
     gradients: Any = splash._splash_attention_bwd
     return gradients(*statics, saved, dy)[3:6]
@@ -154,6 +158,7 @@ def cudnn_attention(*arrays: Any, bias: Any, causal: bool, scale: float, window:
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     q, k, v, *saved = arrays
+    # Unused inputs are arrays without elements: bias, sequence lengths, offsets and page tables.
     none = jax.numpy.zeros(0, q.dtype)
     has_bias = bias is not None
     # JAX 0.12 added a parameter for a function of the scores.
@@ -161,6 +166,7 @@ def cudnn_attention(*arrays: Any, bias: Any, causal: bool, scale: float, window:
     new = {"score_mod": None} if "score_mod" in parameters else {}
     statics = dict(
         scale=scale,
+        # Dropout is off, so the seed has no effect; the primitive requires one.
         seed=42,
         dropout_rate=0.0,
         variadic_args=(has_bias, False),
@@ -169,7 +175,7 @@ def cudnn_attention(*arrays: Any, bias: Any, causal: bool, scale: float, window:
         sliding_window_length=window,
         **new,
     )
-    given = (q, k, v, bias if has_bias else none, *(none,) * 6)
+    inputs = (q, k, v, bias if has_bias else none, *(none,) * 6)
     if saved:
-        return cudnn._dot_product_attention_bwd_p_wrapper.bind(*given, *saved, **statics)[:3]
-    return cudnn._dot_product_attention_fwd_p_wrapper.bind(*given, **statics, is_training=True)
+        return cudnn._dot_product_attention_bwd_p_wrapper.bind(*inputs, *saved, **statics)[:3]
+    return cudnn._dot_product_attention_fwd_p_wrapper.bind(*inputs, **statics, is_training=True)

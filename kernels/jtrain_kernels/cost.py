@@ -62,6 +62,7 @@ def seconds(device: DeviceSpec, dtype: str, *parts: OpPart) -> float | None:
         return None
     memory = device.hbm_bytes_per_s * MEMORY
     return sum(
+        # Roofline: the slower of arithmetic and memory hides the other; launches hide behind neither.
         max(part.flops / (rate * part.matmul), part.moved / memory) + part.kernels * LAUNCH_S[device.platform]
         for part in parts
     )
@@ -69,9 +70,9 @@ def seconds(device: DeviceSpec, dtype: str, *parts: OpPart) -> float | None:
 
 def array(avals: Avals, name: str) -> jax.ShapeDtypeStruct:
     """Shape of the argument `name`, which is an array."""
-    found = avals[name]
-    assert isinstance(found, jax.ShapeDtypeStruct)
-    return found
+    aval = avals[name]
+    assert isinstance(aval, jax.ShapeDtypeStruct)
+    return aval
 
 
 def size_bytes(x: jax.ShapeDtypeStruct) -> int:
@@ -117,21 +118,19 @@ takes as long as published with these fractions of a tpu7x.
 
 
 def visible(avals: Avals) -> float:
-    """Fraction of the L * M scores that the causal mask and the window leave; documents are not known
-    here.
-    """
+    """Fraction of the L * M scores that the causal mask and the window leave; documents are unknown."""
     (L, M), window = (array(avals, name).shape[1] for name in ("q_BLNH", "k_BMKH")), avals["window"]
     if not avals["causal"]:
         return 1.0
     if not isinstance(window, int):
+        # Row i of a causal mask sees i + 1 of L keys, on average (L + 1) / 2.
         return 0.5 * (L + 1) / L
+    # All rows see `window` keys but the first ones: row i < window sees i + 1.
     return (window * L - window * (window - 1) / 2) / (L * M)
 
 
 def attention_passes_s(device: DeviceSpec, avals: Avals, name: str) -> tuple[float, float] | None:
-    """Seconds of the forward and of the backward pass by the implementation `name`; None without published
-    peaks.
-    """
+    """Seconds of the forward and of the backward pass by `name`; None without published peaks."""
     parts = _plain_passes(avals) if name == "xla" else _fused_passes(avals, name)
     dtype = str(array(avals, "q_BLNH").dtype)
     forward, backward = (seconds(device, dtype, *of_pass) for of_pass in parts)
@@ -140,12 +139,13 @@ def attention_passes_s(device: DeviceSpec, avals: Avals, name: str) -> tuple[flo
 
 def attention_s(device: DeviceSpec, avals: Avals, name: str) -> float | None:
     """Seconds of both passes by the implementation `name`."""
-    found = attention_passes_s(device, avals, name)
-    return None if found is None else sum(found)
+    passes_s = attention_passes_s(device, avals, name)
+    return None if passes_s is None else sum(passes_s)
 
 
 def _nearest_head(name: str, head_dim: int) -> int:
     """Head size with fractions that stands for `head_dim`: the next larger one, else the largest."""
+    # The first field prefers heads that are large enough, the second the nearest of them.
     return min(ATTENTION[name], key=lambda head: (head < head_dim, abs(head - head_dim)))
 
 
@@ -165,23 +165,26 @@ def _fused_passes(avals: Avals, name: str) -> tuple[list[OpPart], list[OpPart]]:
     (B, L, N, H), M = q.shape, k.shape[1]
     scores = B * N * L * M * visible(avals)
     forward, backward = ATTENTION[name][_nearest_head(name, H)]
+    # Smaller heads are padded up, and the arithmetic of the padding counts.
     H = max(H, _nearest_head(name, H))
+    # q and the result have one size, k and v another; lse is float32.
     arrays, lse = 2 * size_bytes(q) + 2 * size_bytes(k), 4 * B * N * L
     mask = [OpPart(moved=B * L * M * q.dtype.itemsize)] if name == "cudnn" else []
     return (
         [OpPart(4 * scores * H, arrays + lse, matmul=forward), *mask],
+        # The backward pass reads all four and dy, and writes dq, dk, dv: twice the forward's arrays.
         [OpPart(4 * scores * H * BACKWARD_FLOPS, 2 * arrays + lse, kernels=2, matmul=backward), *mask],
     )
 
 
 def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
-    """Parts of both passes in plain XLA: scores go through memory, two and five matmuls over chunks of
-    queries.
-    """
+    """Parts of both passes in plain XLA: scores go through memory; two and five matmuls per query chunk."""
     q, k, chunk = array(avals, "q_BLNH"), array(avals, "k_BMKH"), avals["chunk"]
     assert isinstance(chunk, int)
     (B, L, N, H), M = q.shape, k.shape[1]
+    # A chunk's scores are a rectangle, of which the diagonal hides half a chunk on average.
     scores = B * N * L * M * min(1.0, visible(avals) + chunk / (2 * M))
+    # A short row still has one chunk.
     chunks = max(1, math.ceil(L / chunk))
 
     def of_pass(flops: float, score_bytes: int, matmuls: int) -> list[OpPart]:
@@ -198,12 +201,12 @@ def _plain_passes(avals: Avals) -> tuple[list[OpPart], list[OpPart]]:
 
 
 def rms_norm_s(device: DeviceSpec, avals: Avals, *, residual: bool, one_pass: bool) -> float | None:
-    """Seconds of a norm; XLA's backward pass is three kernels with 6 passes (7 with a residual), a fused one
-    3 (4).
+    """Seconds of a norm; XLA's backward is three kernels of 6 passes (7 with a residual), a fused one 3 (4).
 
     The counts of passes are those of the programs compiled for an H200 and a v5p.
     """
     x = array(avals, "x")
+    # With a residual, its gradient is one more array.
     backward = (3 if one_pass else 6) + residual
     parts = (
         OpPart(moved=2 * size_bytes(x)),
@@ -216,6 +219,7 @@ def rope_s(device: DeviceSpec, avals: Avals, *, one_pass: bool) -> float | None:
     """Seconds of both rotations; XLA:TPU moves x eight times for each (compiled for a v5p), others twice."""
     x, cos = array(avals, "x_BLNH"), array(avals, "cos_BLR")
     passes = 2 if one_pass or device.platform != "tpu" else 8
+    # The same rotation runs in the backward pass, by the negative angle.
     return seconds(device, str(x.dtype), *[OpPart(moved=passes * size_bytes(x) + 2 * size_bytes(cos))] * 2)
 
 
@@ -235,18 +239,23 @@ def grouped_swiglu_s(device: DeviceSpec, avals: Avals, *, skips: bool) -> float 
     """
     gate, expected = array(avals, "gate"), avals["expected_rows"]
     assert isinstance(expected, int)
-    whole = size_bytes(gate)
-    part, copied = (whole * expected / gate.shape[0], 2 * whole) if skips else (whole, whole)
-    forward, backward = OpPart(moved=3 * part), OpPart(moved=5 * part + copied, kernels=2 if skips else 1)
+    gate_bytes = size_bytes(gate)
+    # The transposed product has as many bytes as the gate; a copy of it reads and writes them.
+    used_bytes, transposed_bytes = (
+        (gate_bytes * expected / gate.shape[0], 2 * gate_bytes) if skips else (gate_bytes, gate_bytes)
+    )
+    forward, backward = (
+        OpPart(moved=3 * used_bytes),
+        OpPart(moved=5 * used_bytes + transposed_bytes, kernels=2 if skips else 1),
+    )
     return seconds(device, str(gate.dtype), forward, backward)
 
 
 def embedding_lookup_s(device: DeviceSpec, avals: Avals) -> float | None:
-    """Seconds to gather the rows, and to add their gradients up in a float32 table that is zeroed and
-    cast.
-    """
+    """Seconds to gather rows, and to add their gradients up in a float32 table that is zeroed and cast."""
     table, token = array(avals, "table_VD"), array(avals, "token_BL")
     rows = token.size * table.shape[1]
+    # Each token adds its row in float32 (read and written, 8 bytes); the table is zeroed, read and cast once.
     backward = rows * (table.dtype.itemsize + 8) + table.size * (4 + 4 + table.dtype.itemsize)
     forward = OpPart(moved=2 * rows * table.dtype.itemsize)
     return seconds(device, str(table.dtype), forward, OpPart(moved=backward, kernels=3))
@@ -261,8 +270,9 @@ def linear_s(device: DeviceSpec, avals: Avals) -> float | None:
     assert isinstance(num_in, int)
     rows = math.prod(x.shape[: x.ndim - num_in])
     y = rows * math.prod(kernel.shape[num_in:])
-    one = OpPart(2 * rows * kernel.size, size_bytes(x) + size_bytes(kernel) + y * x.dtype.itemsize)
-    return seconds(device, str(x.dtype), one, one, one)
+    product = OpPart(2 * rows * kernel.size, size_bytes(x) + size_bytes(kernel) + y * x.dtype.itemsize)
+    # The product and both gradients have the same FLOPs and touch the same three arrays.
+    return seconds(device, str(x.dtype), product, product, product)
 
 
 def grouped_matmul_s(
@@ -278,11 +288,14 @@ def grouped_matmul_s(
     x, kernel = array(avals, "x"), array(avals, "kernel")
     (groups, depth, columns), rows = kernel.shape, x.shape[0]
     itemsize = x.dtype.itemsize
+    # Each row is read and written once; every group's kernel is read once.
     moved = (rows * (depth + columns) + kernel.size) * itemsize
     if block_rows is None:
         return seconds(device, str(x.dtype), *[OpPart(2 * rows * depth * columns, moved)] * 3)
+    # Each group's last block is partly empty: on average half, at most one block per group.
     blocks = rows // block_rows + groups
+    # A small block has fewer tiles of 128 x 128 than the chip has cores, and the others idle.
     busy = min(1.0, max(1, block_rows // 128 * columns // 128) / (device.num_cores or 1))
-    one = OpPart(2 * block_rows * blocks * depth * columns, moved, kernels=0, matmul=MATMUL * busy)
-    found = seconds(device, str(x.dtype), one, one, one)
-    return None if found is None else found + 3 * blocks * step_s
+    product = OpPart(2 * block_rows * blocks * depth * columns, moved, kernels=0, matmul=MATMUL * busy)
+    compute_s = seconds(device, str(x.dtype), product, product, product)
+    return None if compute_s is None else compute_s + 3 * blocks * step_s

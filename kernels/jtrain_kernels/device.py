@@ -1,5 +1,4 @@
-"""Hardware specifications of chips, for the planner, MFU, the choice of kernels and compiling without
-hardware.
+"""Hardware specifications of chips, for the planner, MFU, the choice of kernels and absent hardware.
 
 Peaks are the makers' figures for dense matrix products, per JAX device; sparse peaks are never used.
 """
@@ -76,8 +75,7 @@ class DeviceSpec:
 
     @property
     def peak_mhz(self) -> float | None:
-        """Clock at which the vendor quotes the peak: A100 1410, H100 and H200 1830, B200 1856, MI300X 2100
-        MHz.
+        """Clock at which the vendor quotes the peak: A100 1410, H100 and H200 1830, B200 1856, MI300X 2100.
 
         This is not the highest clock: an H100 reaches 1980 MHz. None if the FLOPs per core and cycle are
         unknown.
@@ -220,6 +218,7 @@ ENTRY_POINTS = "jtrain_kernels"
 def known() -> Mapping[str, DeviceSpec]:
     """`DEVICES`, and the devices of other distributions: the tuple `DEVICES` of each entry point's module."""
     modules = [entry.load() for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)]
+    # Later entries win, so a distribution can correct a chip of this table.
     return DEVICES | {spec.name: spec for module in modules for spec in getattr(module, "DEVICES", ())}
 
 
@@ -248,6 +247,7 @@ def from_name(name: str) -> DeviceSpec:
       UserError: no such device; the message lists the names.
     """
     plain = name.strip().lower()
+    # JAX's `device_kind` of a GPU starts with the maker's name.
     kinds = {f"{maker}{spec.kind}".lower(): spec for spec in known().values() for maker in ("", "NVIDIA ")}
     spec = known().get(ALIASES.get(plain, plain), kinds.get(plain))
     if spec is not None:
@@ -262,8 +262,10 @@ def from_device(device: Device) -> DeviceSpec | None:
     if device.platform == "cpu":
         return DEVICES["cpu"]
     # The longest match, because "TPU v5" is part of "TPU v5 lite".
-    found = [spec for spec in known().values() if spec.platform != "cpu" and spec.kind in device.device_kind]
-    return max(found, key=lambda spec: len(spec.kind), default=None)
+    matches = [
+        spec for spec in known().values() if spec.platform != "cpu" and spec.kind in device.device_kind
+    ]
+    return max(matches, key=lambda spec: len(spec.kind), default=None)
 
 
 def live(device: Device) -> DeviceSpec:
@@ -271,7 +273,9 @@ def live(device: Device) -> DeviceSpec:
     spec = from_device(device)
     if spec is not None:
         return spec
+    # Every backend that is no TPU is treated as a GPU's, such as ROCm's.
     platform: Platform = "tpu" if device.platform == "tpu" else "gpu"
+    # "9.0" on NVIDIA; AMD's text (gfx942) has no point.
     capability = str(getattr(device, "compute_capability", "")).split(".")
     return DeviceSpec(
         device.device_kind, platform, device.device_kind, None, None, None, None, None,

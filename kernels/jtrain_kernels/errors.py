@@ -19,6 +19,7 @@ class FileError(UserError, OSError):
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """`"Did you mean tiny? "` if some of `names` are close to `name`, in any case, else an empty string."""
-    by_lower = {each.lower(): each for each in names}
-    near = [by_lower[each] for each in difflib.get_close_matches(name.lower(), by_lower)]
-    return f"Did you mean {', '.join(near)}? " if near else ""
+    # Compared in lower case, shown as they are spelled.
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    close_names = [by_lower[candidate] for candidate in difflib.get_close_matches(name.lower(), by_lower)]
+    return f"Did you mean {', '.join(close_names)}? " if close_names else ""

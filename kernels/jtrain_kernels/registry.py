@@ -110,13 +110,13 @@ class Choice:
 
     config: further keywords of the implementation's `call`.
     because: reason for the choice, one sentence.
-    others: name of each other implementation, and the reason why it was not chosen.
+    rejected: name of each other implementation, and the reason why it was not chosen.
     """
 
     implementation: Implementation
     config: Mapping[str, int]
     because: str
-    others: tuple[tuple[str, str], ...]
+    rejected: tuple[tuple[str, str], ...]
 
 
 def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = None) -> Choice:
@@ -130,67 +130,75 @@ def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = Non
     Raises:
       UserError: the forced implementation does not exist or cannot run, or no implementation can run.
     """
-    found = {i.name: i for i in implementations(op)}
-    reasons = {name: i.supports(device, avals) for name, i in found.items()}
+    candidates = {i.name: i for i in implementations(op)}
+    # Every implementation is asked, also when one is forced: the answers are the reasons in the choice.
+    reasons = {name: i.supports(device, avals) for name, i in candidates.items()}
 
     def chosen(name: str, because: str, losers: Callable[[str], str]) -> Choice:
-        config = next(iter(found[name].configs(device, avals)))
-        others = tuple(
+        # The first configuration is the preferred one; tuning passes its own.
+        config = next(iter(candidates[name].configs(device, avals)))
+        rejected = tuple(
             (n, f"it cannot run: {r}" if r else losers(n)) for n, r in reasons.items() if n != name
         )
-        return Choice(found[name], config, because, others)
+        return Choice(candidates[name], config, because, rejected)
 
     if forced is not None:
-        reason = reasons[forced] if forced in found else "there is no such implementation"
+        # A forced implementation that cannot run is an error, never a fallback to another one.
+        reason = reasons[forced] if forced in candidates else "there is no such implementation"
         if reason is not None:
-            raise UserError(f"kernels.{op.name}={forced}: {reason}. There are: {', '.join(found)}.")
+            raise UserError(f"kernels.{op.name}={forced}: {reason}. There are: {', '.join(candidates)}.")
         return chosen(forced, "it is forced", lambda _: f"{forced} is forced")
     if reasons[REFERENCE] is not None:
         raise UserError(f"kernels.{op.name}: not even {REFERENCE} runs: {reasons[REFERENCE]}.")
     able = [name for name, reason in reasons.items() if reason is None]
+    # Nothing to compare, so nothing is predicted: a cost function may assume a supported shape.
     if able == [REFERENCE]:
-        return chosen(REFERENCE, "no other runs" if len(found) > 1 else "it is the only one", lambda _: "")
-    cost = {name: found[name].cost_s(device, avals) for name in able}
-    known = {name: seconds for name, seconds in cost.items() if seconds is not None}
-    if REFERENCE not in known:
-        why = f"nothing is predicted for {REFERENCE} to compare it with"
         return chosen(
-            REFERENCE, "it is the reference, and nothing says that another is faster", lambda _: why
+            REFERENCE, "no other runs" if len(candidates) > 1 else "it is the only one", lambda _: ""
         )
-    eligible = [name for name in known if found[name].only_forced is None or name == REFERENCE]
+    cost = {name: candidates[name].cost_s(device, avals) for name in able}
+    predicted_s = {name: seconds for name, seconds in cost.items() if seconds is not None}
+    # A prediction alone proves nothing: without the reference's there is no evidence of a gain.
+    if REFERENCE not in predicted_s:
+        no_comparison = f"nothing is predicted for {REFERENCE} to compare it with"
+        return chosen(
+            REFERENCE, "it is the reference, and nothing says that another is faster", lambda _: no_comparison
+        )
+    # Compiler options are fixed before tracing, too late for a choice made while tracing.
+    eligible = [name for name in predicted_s if candidates[name].only_forced is None or name == REFERENCE]
     # In a tie the reference is chosen.
-    best = min(eligible, key=lambda name: (known[name], name != REFERENCE))
+    best = min(eligible, key=lambda name: (predicted_s[name], name != REFERENCE))
 
     def slower(name: str) -> str:
-        if name not in known:
+        if name not in predicted_s:
             return "nothing is predicted for it"
         if name not in eligible:
-            return f"it is chosen only if it is forced: {found[name].only_forced}"
-        return f"predicted {microseconds(known[name])} against {microseconds(known[best])}"
+            return f"it is chosen only if it is forced: {candidates[name].only_forced}"
+        return f"predicted {microseconds(predicted_s[name])} against {microseconds(predicted_s[best])}"
 
-    return chosen(best, f"the cost model predicts {microseconds(known[best])}, the least", slower)
+    return chosen(best, f"the cost model predicts {microseconds(predicted_s[best])}, the least", slower)
 
 
 def compiler_options(forced: Mapping[str, str]) -> dict[str, Any]:
     """Options with which XLA must compile a program with these forced implementations (op ->
     implementation).
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for op, name in forced.items():
         for implementation in implementations(find(op)):
-            found |= implementation.compiler_options if implementation.name == name else {}
-    return found
+            options |= implementation.compiler_options if implementation.name == name else {}
+    return options
 
 
 def shapes(avals: Avals) -> str:
     """Arguments as text, such as `factor=2 x=100x64:bfloat16`."""
 
-    def one(value: jax.ShapeDtypeStruct | Static) -> str:
+    def describe(value: jax.ShapeDtypeStruct | Static) -> str:
         if not isinstance(value, jax.ShapeDtypeStruct):
             return str(value)
         return f"{'x'.join(map(str, value.shape)) or 'scalar'}:{value.dtype}"
 
-    return " ".join(f"{name}={one(value)}" for name, value in sorted(avals.items()))
+    return " ".join(f"{name}={describe(value)}" for name, value in sorted(avals.items()))
 
 
 def microseconds(seconds: float) -> str:
@@ -222,6 +230,7 @@ def on(device: DeviceSpec, *, forced: Mapping[str, str] | None = None) -> Iterat
     """
     forced = dict(forced or {})
     check(forced)
+    # Sorted, because the target is a cache key and the order of a dict means nothing.
     with _target(_Target(device, tuple(sorted(forced.items())))):
         yield
 
@@ -234,11 +243,11 @@ def check(forced: Mapping[str, str]) -> None:
       UserError: an op or its implementation does not exist.
     """
     for name, implementation in forced.items():
-        known = [i.name for i in implementations(find(name))]
-        if implementation not in known:
+        names = [i.name for i in implementations(find(name))]
+        if implementation not in names:
             raise UserError(
                 f"kernels.{name}={implementation}: there is no such implementation. There are: "
-                f"{', '.join(known)}."
+                f"{', '.join(names)}."
             )
 
 
@@ -252,16 +261,17 @@ def recording() -> Iterator[list[tuple[Op, Avals]]]:
     """Context that collects the op and arguments of every choice made while code is traced, repetitions
     included.
     """
-    found: list[tuple[Op, Avals]] = []
-    token = _recorded.set(found)
+    choices: list[tuple[Op, Avals]] = []
+    token = _recorded.set(choices)
     try:
-        yield found
+        yield choices
     finally:
         _recorded.reset(token)
 
 
 def select(op: Op, avals: Avals) -> Choice:
     """Choice for the code being traced: on the device of `on`, else on the default backend's device."""
+    # Recorded before the choice, so that a choice that raises is in the list too.
     if (recorded := _recorded.get()) is not None:
         recorded.append((op, avals))
     target: _Target | None = _target.value
@@ -280,6 +290,7 @@ def call(op: Op, /, **arguments: Any) -> Any:
     None).
     """
     choice = select(op, avals_of(arguments))
+    # A configuration's entries are keywords of the implementation, which no caller of the op knows.
     return choice.implementation.call(**arguments, **choice.config)
 
 
@@ -290,8 +301,9 @@ def avals_of(arguments: Mapping[str, Any]) -> Avals:
       UserError: an argument is neither an array nor a number, string, tuple or None.
     """
 
-    def one(name: str, value: Any) -> jax.ShapeDtypeStruct | Static:
+    def aval_of(name: str, value: Any) -> jax.ShapeDtypeStruct | Static:
         if value is None or isinstance(value, int | float | str | tuple):
+            # bool is an int; tuples name mesh axes.
             return value
         if not hasattr(value, "shape") or not hasattr(value, "dtype"):
             raise UserError(
@@ -299,7 +311,7 @@ def avals_of(arguments: Mapping[str, Any]) -> Avals:
             )
         return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
-    return {name: one(name, value) for name, value in arguments.items()}
+    return {name: aval_of(name, value) for name, value in arguments.items()}
 
 
 def implementations(op: Op) -> tuple[Implementation, ...]:
@@ -316,17 +328,18 @@ def plugins() -> Mapping[str, tuple[Implementation, ...]]:
     Raises:
       UserError: two implementations of an op have the same name.
     """
-    found: dict[str, tuple[Implementation, ...]] = {}
+    by_op: dict[str, tuple[Implementation, ...]] = {}
+    # Loaded once per process: plugins do not change while it runs.
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         for name, implementation in getattr(entry.load(), "IMPLEMENTATIONS", {}).items():
-            taken = [i.name for i in (*found.get(name, ()), *find(name).implementations)]
-            if implementation.name in taken:
+            taken_names = [i.name for i in (*by_op.get(name, ()), *find(name).implementations)]
+            if implementation.name in taken_names:
                 raise UserError(
                     f"entry point {entry.name} = {entry.value}: {name} already has an implementation called "
-                    f"{implementation.name}. Give it another name; taken are: {', '.join(taken)}."
+                    f"{implementation.name}. Give it another name; taken are: {', '.join(taken_names)}."
                 )
-            found[name] = (*found.get(name, ()), implementation)
-    return found
+            by_op[name] = (*by_op.get(name, ()), implementation)
+    return by_op
 
 
 @functools.cache
@@ -335,17 +348,18 @@ def ops() -> Mapping[str, Op]:
     choose.
     """
     folder = Path(__file__).parent
+    # Folders are found, not listed, so a new op needs no line here.
     modules = [
         m.name
         for m in pkgutil.iter_modules([str(folder)])
         if m.ispkg and (folder / m.name / "api.py").exists()
     ]
-    found = [
+    op_list = [
         op
         for m in sorted(modules)
         for op in getattr(importlib.import_module(f"jtrain_kernels.{m}.api"), "OPS", ())
     ]
-    return {op.name: op for op in found}
+    return {op.name: op for op in op_list}
 
 
 def find(name: str) -> Op:

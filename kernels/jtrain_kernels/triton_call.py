@@ -31,6 +31,7 @@ def refusal(device: DeviceSpec) -> str | None:
     if device.compute_capability is not None and device.compute_capability < (8, 0):
         major, minor = device.compute_capability
         return f"Triton needs compute capability 8.0, and a {device.name} has {major}.{minor}"
+    # find_spec, not an import: the choice of an implementation must not load Triton.
     missing = [name for name in ("jax_triton", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)} ({INSTALL})"
@@ -61,12 +62,14 @@ def triton_call(
       capability: compute capability to compile for; no such device is needed. 0 queries the live device.
     """
     jax_triton: Any = importlib.import_module("jax_triton")
+    # Before the first call, since differentiating a traced call would already fail.
     compat.mend_jax_triton()
     called = jax_triton.triton_call(
         *arrays,
         kernel=kernel,
         grid=(programs,),
         num_warps=warps,
+        # None makes jax-triton ask the live device; AMD's has no compute capability.
         compute_capability=capability or None,
         out_type=list(results),
         backend_options=OPTIONS,

@@ -16,5 +16,5 @@ def test_it_refuses_to_time_a_cpu() -> None:
 def test_its_check_tells_right_from_wrong() -> None:
     """Plain JAX in bfloat16 passes, on packed documents; given other values, it does not."""
     arrays = attention.draw_arrays(attention.Shape(1, 64, 2, 1, 8, documents=3))
-    assert 0 < attention.wrong_by("xla", arrays) < attention.TOLERANCE
+    assert 0 < attention.largest_error("xla", arrays) < attention.TOLERANCE
     assert len(set(arrays["segment_BL"][0].tolist())) == 3

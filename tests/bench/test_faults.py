@@ -13,7 +13,7 @@ import pytest
 
 from jtrain.bench.__main__ import bench
 from jtrain.bench.fault_trials.kinds import register_all
-from jtrain.bench.faults import drawn
+from jtrain.bench.faults import draw_trials
 
 SLICE = (
     *("damage-missing", "damage-truncated", "damage-flipped", "damage-emptied", "damage-garbage"),
@@ -60,7 +60,7 @@ def stays(trial):
     attempt.wait()
     usual_s, processes.ENDED_S = processes.ENDED_S, 1.0  # this one never ends
     try:
-        trial.settle(attempt)
+        trial.record_end(attempt)
     finally:
         processes.ENDED_S = usual_s
 
@@ -75,7 +75,7 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     All in one command, which shares its imports and its unbroken run: exit 1, because of those three alone.
     """
     rows, trials = tmp_path / "rows.json", tmp_path / "trials"
-    drawn_kinds = [name for _, name in drawn([*SLICE, *BAD], 20 + len(BAD), SEED)]
+    drawn_kinds = [name for _, name in draw_trials([*SLICE, *BAD], 20 + len(BAD), SEED)]
     want = sorted(name for name in drawn_kinds if name in SLICE)
     assert len(want) == 20, "another SEED draws each of BAD once"
     arguments = ("--trials", str(len(drawn_kinds)), "--seed", str(SEED), "--only", ",".join((*SLICE, *BAD)))
@@ -162,9 +162,9 @@ def test_bad_arguments_are_refused(
 def test_the_seed_draws_the_trials() -> None:
     """Every kind comes as often as every other; trial i of seed S is trial 0 of seed S + i."""
     names = list(register_all())
-    trials = list(drawn(names, 3 * len(names), seed=5))
-    assert trials == list(drawn(names, 3 * len(names), seed=5))
-    assert trials != list(drawn(names, 3 * len(names), seed=6))
+    trials = list(draw_trials(names, 3 * len(names), seed=5))
+    assert trials == list(draw_trials(names, 3 * len(names), seed=5))
+    assert trials != list(draw_trials(names, 3 * len(names), seed=6))
     assert [seed for seed, _ in trials] == list(range(5, 5 + len(trials)))
     assert sorted(name for _, name in trials) == sorted(3 * names)
 

@@ -27,7 +27,7 @@ def test_calls_of_a_timed_program_are_neither_merged_nor_dropped() -> None:
     case = next(elementwise.cases())
     assert case.op is not None
     forced = {case.op.name: "xla"}
-    program, calls = elementwise.several(case.function), (case.arguments,) * elementwise.CALLS
+    program, calls = elementwise.call_several(case.function), (case.arguments,) * elementwise.CALLS
     one, ten = (
         [(p.read_bytes, p.written_bytes) for p in passes(aot.compile_for("h100", f, *a, forced=forced).hlo)]
         for f, a in ((case.function, case.arguments), (program, calls))

@@ -10,11 +10,11 @@ import pytest
 from jtrain.bench import Options, layouts
 from jtrain.bench.layout_trials import adversarial_batch, pairs
 from jtrain.bench.layout_trials.bounds import history_bound
-from jtrain.bench.layout_trials.refusals import follow, helps, reason_of, ways_out
+from jtrain.bench.layout_trials.refusals import follow, reason_of, try_ways_out, ways_out
 from jtrain.bench.layout_trials.settings import (
     FACTORS,
     as_text,
-    changed,
+    changed_factors,
     defaults,
     is_float32,
     refusal,
@@ -61,7 +61,7 @@ def test_every_way_out_ends_its_refusal() -> None:
         if error is None:
             continue
         reasons.add(reason_of(error))
-        results = helps(error, setting)
+        results = try_ways_out(error, setting)
         assert results, error
         assert all(does_help for _, does_help in results), (results, error)
         accepted, _ = follow(setting)
@@ -154,7 +154,7 @@ def test_a_failing_setting_is_shrunk() -> None:
         "layout.remat": "full",
         "mesh.data": 2,
     }
-    assert changed(shrink(setting, lambda smaller: smaller["layout.tensor_overlap"])) == {
+    assert changed_factors(shrink(setting, lambda smaller: smaller["layout.tensor_overlap"])) == {
         "mesh.tensor": 2,
         "layout.tensor_overlap": True,
     }
@@ -165,9 +165,9 @@ def test_arguments_that_cannot_be_are_refused() -> None:
         list(layouts.run(Options(trials=0, seed=0, only=None, refusals=False)))
     for only in ("20", "5:3", "x", "-1:2"):
         with pytest.raises(ValueError, match=f"--only {only} must be K or K:L, trials from 0 to --trials 20"):
-            layouts.chosen_trials(only, 20)
-    assert layouts.chosen_trials("3:7", 20) == range(3, 7)
-    assert layouts.chosen_trials(None, 20) == range(20)
+            layouts.choose_trials(only, 20)
+    assert layouts.choose_trials("3:7", 20) == range(3, 7)
+    assert layouts.choose_trials(None, 20) == range(20)
 
 
 def test_every_option_of_the_layout_is_drawn() -> None:

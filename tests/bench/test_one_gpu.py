@@ -35,8 +35,8 @@ def options(out: Path, **more: Any) -> Options:
     return Options(**({"out": out, "budget": 540.0, "only": None, "rehearse": True} | more))
 
 
-def session(out: Path, **more: str) -> one_gpu.Session:
-    made = one_gpu.Session(out, True, more.get("gpu", "CPU, rehearsal"), more.get("code", "code"))
+def session(out: Path, **more: str) -> one_gpu.GpuSession:
+    made = one_gpu.GpuSession(out, True, more.get("gpu", "CPU, rehearsal"), more.get("code", "code"))
     out.mkdir(exist_ok=True)
     return made
 
@@ -188,7 +188,7 @@ def test_a_step_over_its_limit_is_a_row_and_leaves_no_process(tmp_path: Path) ->
     )
     _, ended = collected(step, tmp_path)
     most = int(watcher.communicate(timeout=300)[0])
-    assert ended.how == "over its limit"
+    assert ended.outcome == "over its limit"
     assert "ended after 15 s" in (ended.error or "")
     assert most >= 2, "the step had a process beside its own, or the rest proves nothing"
     assert list(processes(tmp_path)) == []

@@ -168,7 +168,7 @@ def test_elementwise(chip: str) -> None:
     dropped.
     """
     for case in elementwise.cases():
-        program, calls = elementwise.several(case.function), (case.arguments,) * elementwise.CALLS
+        program, calls = elementwise.call_several(case.function), (case.arguments,) * elementwise.CALLS
         for name in elementwise.implementations_on(from_name(chip), case.op):
             forced = {} if case.op is None else {case.op.name: name}
             compiles(chip, program, *calls, forced=forced)
@@ -200,7 +200,7 @@ def test_fused_kernels(op: Any, chip: str) -> None:
         for config in gpu_matmul.overlap_configs(program, ranks, spec, 8192):
             compiles(
                 chip,
-                lambda x, k, c=config, p=program, r=ranks: gpu_matmul.virtual(p, r, x, k, spec, c),
+                lambda x, k, c=config, p=program, r=ranks: gpu_matmul.run_virtual_ranks(p, r, x, k, spec, c),
                 x,
                 kernel,
             )

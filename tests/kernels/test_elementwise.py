@@ -70,7 +70,7 @@ def test_swiglu_of_groups_says_where_it_runs_and_where_it_pays() -> None:
         assert seconds[0] / seconds[1] == pytest.approx(ratio, rel=0.05)
     choice = registry.choose(GROUPED_SWIGLU, h200, case)
     assert choice.implementation is plain
-    assert "no hardware has run the kernel yet" in dict(choice.others)["mosaic_gpu"]
+    assert "no hardware has run the kernel yet" in dict(choice.rejected)["mosaic_gpu"]
     odd = {"gate": jax.ShapeDtypeStruct((100, 768), jnp.bfloat16)}
     wide = {"gate": jax.ShapeDtypeStruct((128, 768), jnp.float32)}
     for device, changes, reason in (

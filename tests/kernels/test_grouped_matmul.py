@@ -99,7 +99,7 @@ def test_on_a_hopper_gpu_tokamax_is_predicted_to_win_and_elsewhere_says_why_it_i
     for name, reason in (("b200", "for Hopper GPUs"), ("cpu", "for Hopper GPUs"), ("v5p", "for Hopper GPUs")):
         choice = registry.choose(GROUPED_MATMUL, from_name(name), case)
         assert choice.implementation.name == "xla"
-        assert reason in dict(choice.others)["tokamax"]
+        assert reason in dict(choice.rejected)["tokamax"]
     wide = {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
     odd = {"kernel": jax.ShapeDtypeStruct((128, 2048, 770), jnp.bfloat16)}
     for changes, message in (

@@ -47,10 +47,10 @@ def test_without_more_knowledge_the_reference_runs() -> None:
     """The choice explains that nothing is known of the other implementation, or why it cannot run."""
     got = registry.choose(OP, H200, AVALS)
     assert got.implementation is XLA
-    assert got.others == (("cudnn", "nothing is predicted for xla to compare it with"),)
+    assert got.rejected == (("cudnn", "nothing is predicted for xla to compare it with"),)
     got = registry.choose(OP, V5P, AVALS)
     assert (got.implementation, got.because) == (XLA, "no other runs")
-    assert got.others == (("cudnn", "it cannot run: it is for GPUs, and a v5p is none"),)
+    assert got.rejected == (("cudnn", "it cannot run: it is for GPUs, and a v5p is none"),)
 
 
 def test_the_cost_model_compares_predictions() -> None:
@@ -59,15 +59,15 @@ def test_the_cost_model_compares_predictions() -> None:
     got = registry.choose(Op("times", (fast, slow)), H200, AVALS)
     assert (got.implementation, dict(got.config)) == (fast, {"tile": 1})
     assert got.because == "the cost model predicts 1 us, the least"
-    assert got.others == (("xla", "predicted 4 us against 1 us"),)
+    assert got.rejected == (("xla", "predicted 4 us against 1 us"),)
     tie = dataclasses.replace(GPU, cost_s=costs(4e-6))
     assert registry.choose(Op("times", (tie, slow)), H200, AVALS).implementation is slow
     got = registry.choose(Op("times", (GPU, slow)), H200, AVALS)
-    assert (got.implementation, got.others[0][1]) == (slow, "nothing is predicted for it")
+    assert (got.implementation, got.rejected[0][1]) == (slow, "nothing is predicted for it")
     unproven = dataclasses.replace(fast, only_forced="no chip has run it")
     got = registry.choose(Op("times", (unproven, slow)), H200, AVALS)
     why = "it is chosen only if it is forced: no chip has run it"
-    assert (got.implementation, got.others) == (slow, (("cudnn", why),))
+    assert (got.implementation, got.rejected) == (slow, (("cudnn", why),))
     assert (
         registry.choose(Op("times", (unproven, slow)), H200, AVALS, forced="cudnn").implementation is unproven
     )
@@ -77,7 +77,7 @@ def test_what_is_forced_runs_or_fails() -> None:
     """A forced implementation is never replaced by another one."""
     got = registry.choose(OP, H200, AVALS, forced="cudnn")
     assert (got.implementation, got.because, dict(got.config)) == (GPU, "it is forced", {"tile": 1})
-    assert got.others == (("xla", "cudnn is forced"),)
+    assert got.rejected == (("xla", "cudnn is forced"),)
     with pytest.raises(
         ValueError, match=r"kernels.times=cudnn: it is for GPUs, and a v5p is none. There are: cudnn, "
     ):

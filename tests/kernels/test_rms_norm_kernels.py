@@ -150,7 +150,7 @@ def test_a_kernel_that_nobody_measured_runs_only_where_it_is_forced() -> None:
     for device in ("v5p", "h200"):
         choice = registry.choose(RMS_NORM, from_name(device), RMS_NORM.cases["llama8b"])
         assert choice.implementation.name == "xla"
-        assert {"pallas_tpu", "triton"} <= set(dict(choice.others))
+        assert {"pallas_tpu", "triton"} <= set(dict(choice.rejected))
     assert (
         registry.choose(RMS_NORM, from_name("v5p"), RMS_NORM.cases["llama8b"], forced="pallas_tpu").config
         == {}

@@ -8,6 +8,7 @@ from typing import Any
 
 import checkpoint_measure
 
+# Before jax is imported: the benchmark is of host memory and disk alone.
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 
@@ -22,6 +23,7 @@ def main() -> None:
     import jax.numpy as jnp
     import numpy as np
 
+    # The same shapes as torch's program gets.
     shapes = checkpoint_measure.shapes(args.size)
     random = np.random.default_rng(0)
     state: dict[str, Any] = {
@@ -31,12 +33,14 @@ def main() -> None:
         }
         for kind in ("params", "mu")
     }
+    # A second moment is not negative.
     state["nu"] = jax.tree.map(jnp.square, state["mu"])
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     matrix = jnp.full((checkpoint_measure.MATMUL,) * 2, 1e-3, jnp.float32)
 
     def update(state: Any, matrix: jax.Array) -> Any:
         product = jax.lax.fori_loop(0, checkpoint_measure.MATMULS, lambda _, x: (x @ matrix) * 1e-3, matrix)
+        # A number of the product enters the update, so that XLA cannot drop the matmuls.
         gradient = product[0, 0]
         mu = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * (p + gradient), state["mu"], state["params"])
         nu = jax.tree.map(lambda v, p: 0.95 * v + 0.05 * p**2, state["nu"], state["params"])
@@ -46,6 +50,7 @@ def main() -> None:
         params = jax.tree.map(lambda p, m, v: p - 1e-6 * m / (jnp.sqrt(v) + 1e-8), state["params"], mu, nu)
         return {"params": params, "mu": mu, "nu": nu}
 
+    # Donated, as the train step does: a save must cope with buffers that the next step reuses.
     compiled = jax.jit(update, donate_argnums=0)
 
     def step() -> None:
@@ -68,6 +73,7 @@ def main() -> None:
 def _jtrain(folder: Path) -> tuple[Any, ...]:
     from jtrain.checkpoint import Checkpoints, CheckpointSpec
 
+    # One checkpoint is kept, as in the other programs, so that deleting costs all of them the same.
     checkpoints = Checkpoints(folder, CheckpointSpec(keep_last=1))
     checkpoints.prepare()
 
@@ -97,6 +103,7 @@ def _orbax(folder: Path) -> tuple[Any, ...]:
         return (folder / str(number)).exists()
 
     def ended() -> bool:
+        # Orbax offers no public question for the end of its background work.
         running = writer._async_manager._thread
         if running is not None and running.is_alive():
             return False
@@ -118,6 +125,7 @@ def _orbax_fsync(folder: Path) -> tuple[Any, ...]:
     def force(number: int) -> None:
         while not named(number):
             time.sleep(0.002)  # Orbax tells nobody of the final name
+        # Folders too: a file's name is in its folder.
         for path in (folder, folder / str(number), *(folder / str(number)).rglob("*")):
             handle = os.open(path, os.O_RDONLY)
             os.fsync(handle)

@@ -29,9 +29,8 @@ nothing."""
 
 
 def shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of a transformer of stacked layers: 110 million (`100M`) or 1.8 million
-    (`small`).
-    """
+    """Returns the parameters of a transformer of stacked layers, 110 (`100M`) or 1.8 (`small`) million."""
+    # Sizes of a small Llama, with layers stacked as jtrain has them.
     layers, d_model, vocab = {"100M": (12, 768, 32_000), "small": (2, 256, 1_024)}[size]
     attention = {f"attention_{name}": (layers, d_model, d_model) for name in "qkvo"}
     return {
@@ -44,7 +43,7 @@ def shapes(size: str) -> dict[str, tuple[int, ...]]:
 
 
 def arguments() -> SimpleNamespace:
-    """Words of each program: its name, the size of the state, a folder, the number of saves."""
+    """Arguments of each program: its name, the size of the state, a folder, the number of saves."""
     program, size, folder, saves = sys.argv[1:]
     return SimpleNamespace(program=program, size=size, folder=Path(folder), saves=int(saves))
 
@@ -59,6 +58,7 @@ class _Memory:
         self._thread.start()
 
     def _watch(self) -> None:
+        # 2 ms: short against a save, long enough that sampling costs nothing.
         while not self._stop.wait(0.002):
             self.peak_bytes = max(self.peak_bytes, resident_bytes())
 
@@ -69,6 +69,7 @@ class _Memory:
 
 def resident_bytes() -> int:
     """Returns the resident memory of this process."""
+    # The second number of statm is the resident set, in pages.
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -76,20 +77,22 @@ def resident_bytes() -> int:
 def _durable_s(durable: Callable[[], bool]) -> Iterator[list[float]]:
     """Yields a list that gets the seconds after which `durable` was first true."""
     start = time.perf_counter()
-    found: list[float] = []
+    times_s: list[float] = []
     stop = threading.Event()
 
     def watch() -> None:
+        # Polled in a thread, because the main thread goes on training.
         while not stop.wait(0.002):
             if durable():
-                found.append(time.perf_counter() - start)
+                times_s.append(time.perf_counter() - start)
                 return
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield found
+        yield times_s
     finally:
+        # A save that never becomes durable leaves the list empty, and the figures fail.
         thread.join(timeout=60)
         stop.set()
 
@@ -117,17 +120,20 @@ def measure(
     """
 
     def timed() -> tuple[float, float]:
+        # CPU time of all threads shows what background work costs even where cores are idle.
         start, start_cpu = time.perf_counter(), time.process_time()
         step()
         return time.perf_counter() - start, time.process_time() - start_cpu
 
     for _ in range(STEPS_WARM):
         step()
+    # After the warm-up, so that compilation and first buffers are not counted as a save's.
     before_bytes = resident_bytes()
     memory = _Memory()
     rows = []
-    rest = []
+    rest_states = []
     for number in range(saves + 1):
+        # Measured before each save, since the machine's speed drifts.
         usual_s, usual_cpu_s = map(
             statistics.median, zip(*(timed() for _ in range(STEPS_BEFORE)), strict=True)
         )
@@ -135,22 +141,27 @@ def measure(
             start, start_cpu = time.perf_counter(), time.process_time()
             save(number)
             save_s = time.perf_counter() - start
+            # The step after the save: it waits for whatever the save made it wait for.
             after_s = [timed()[0]]
+            # Steps while the save runs in the background.
             while not ended():
                 after_s.append(timed()[0])
             after_s += [timed()[0] for _ in range(STEPS_AFTER)]
+            # CPU time beyond that of the steps themselves.
             cpu_s = time.process_time() - start_cpu - usual_cpu_s * len(after_s)
-        rest.append((resident_bytes() - before_bytes) / state_bytes)
+        rest_states.append((resident_bytes() - before_bytes) / state_bytes)
         rows.append({
             "step_s": usual_s,
             "save_s": save_s,
             "first_step_s": after_s[0] - usual_s,
+            # Longer than usual, summed over all steps that the save could touch.
             "slower_s": sum(after_s) - usual_s * len(after_s),
             "cpu_s": cpu_s,
             "durable_s": durable_s[0],
         })  # fmt: skip
     memory.stop()
+    # Without the first save, which imports and compiles.
     figures = {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
-    grown = statistics.median(after - before for before, after in itertools.pairwise(rest))
+    grown = statistics.median(later - earlier for earlier, later in itertools.pairwise(rest_states))
     peak = (memory.peak_bytes - before_bytes) / state_bytes
-    print(json.dumps({**figures, "rest_states": rest[-1], "grown_states": grown, "peak_states": peak}))
+    print(json.dumps({**figures, "rest_states": rest_states[-1], "grown_states": grown, "peak_states": peak}))

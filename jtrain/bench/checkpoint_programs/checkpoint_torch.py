@@ -1,5 +1,4 @@
-"""Saves by torch's `distributed.checkpoint.async_save` beside steps on the CPU: one side of `bench
-checkpoint`.
+"""Saves by torch's `distributed.checkpoint.async_save` beside steps on the CPU: part of `bench checkpoint`.
 
 Runs in an environment with torch; jtrain is not installed there.
 """
@@ -18,14 +17,17 @@ import torch.distributed.checkpoint as dcp
 def main() -> None:
     """Measures async_save with its defaults and prints the figures."""
     args = checkpoint_measure.arguments()
+    # All cores, as XLA has for jtrain and Orbax.
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     args.folder.mkdir(parents=True, exist_ok=True)
+    # DCP needs a process group, also for a single process.
     dist.init_process_group("gloo", init_method=f"file://{args.folder}/group", rank=0, world_size=1)
     shapes = checkpoint_measure.shapes(args.size)
     state = {
         kind: {name: torch.randn(shape) * checkpoint_measure.STDDEV for name, shape in shapes.items()}
         for kind in ("params", "mu")
     }
+    # The same three arrays per parameter as the other programs, in the same dtype.
     state["nu"] = {name: mu**2 for name, mu in state["mu"].items()}
     state_bytes = sum(tensor.nbytes for kind in state.values() for tensor in kind.values())
     matrix = torch.full((checkpoint_measure.MATMUL,) * 2, 1e-3)
@@ -34,6 +36,7 @@ def main() -> None:
         product = matrix
         for _ in range(checkpoint_measure.MATMULS):
             product = (product @ matrix) * 1e-3
+        # A number of the product enters the update, so that nothing of it can be left out.
         gradient = product[0, 0]
         for name, mu in state["mu"].items():
             nu, param = state["nu"][name], state["params"][name]
@@ -45,11 +48,13 @@ def main() -> None:
 
     def save(number: int) -> None:
         running.clear()
+        # References to earlier saves would keep their copies of the state alive.
         running[:] = [dcp.async_save(state, checkpoint_id=args.folder / str(number))]
 
     def ended() -> bool:
         if not running[0].done():
             return False
+        # Raises what the background thread has raised.
         running[0].result()
         saved = [path for path in args.folder.iterdir() if path.name.isdecimal()]
         for older in sorted(saved, key=lambda path: int(path.name))[:-1]:

@@ -1,6 +1,4 @@
-"""Damaged, missing and misplaced checkpoint files. The run goes on from the newest whole checkpoint, and says
-so.
-"""
+"""Damaged, missing and misplaced checkpoint files; the run goes on from the newest whole one and says so."""
 
 import os
 import re
@@ -13,6 +11,7 @@ from jtrain.bench.fault_trials.recipe import EVERY_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.checkpoint import files
 
+# The half-done run has two checkpoints.
 NEWEST = 2 * EVERY_STEPS
 
 
@@ -22,6 +21,7 @@ def _truncate(file: Path, trial: Trial) -> None:
 
 def _flip(file: Path, trial: Trial) -> None:
     data = bytearray(file.read_bytes())
+    # One bit: the smallest damage that a checksum has to find.
     data[trial.rng.randrange(len(data))] ^= 1 << trial.rng.randrange(8)
     file.write_bytes(data)
 
@@ -30,7 +30,7 @@ def _garbage(file: Path, trial: Trial) -> None:
     file.write_bytes(trial.rng.randbytes(file.stat().st_size))
 
 
-WAYS: dict[str, Callable[[Path, Trial], object]] = {
+DAMAGES: dict[str, Callable[[Path, Trial], object]] = {
     "missing": lambda file, trial: file.unlink(),
     "truncated": _truncate,
     "flipped": _flip,
@@ -40,34 +40,35 @@ WAYS: dict[str, Callable[[Path, Trial], object]] = {
 
 
 def file_types(checkpoint: Path) -> dict[str, list[Path]]:
-    """Returns type -> its files: names with numbers and hashes left out, such as
-    `state/ocdbt.process_/d/`.
-    """
-    found: dict[str, list[Path]] = {}
+    """Returns type -> its files: names without numbers and hashes, such as `state/ocdbt.process_/d/`."""
+    files_by_type: dict[str, list[Path]] = {}
     for file in sorted(checkpoint.rglob("*")):
+        # An empty file cannot be truncated or flipped.
         if file.is_file() and file.stat().st_size:
+            # Hashes first, as they contain digits too.
             name = re.sub(r"[0-9a-f]{16,}", "", str(file.relative_to(checkpoint)))
-            found.setdefault(re.sub(r"\d+", "", name), []).append(file)
-    return found
+            files_by_type.setdefault(re.sub(r"\d+", "", name), []).append(file)
+    return files_by_type
 
 
-def _damages(way: str) -> None:
+def _damages(damage_name: str) -> None:
     @fault(
-        f"damage-{way}",
-        f"a file of the newest checkpoint is {way}; its type is drawn",
+        f"damage-{damage_name}",
+        f"a file of the newest checkpoint is {damage_name}; its type is drawn",
         lost_steps=EVERY_STEPS,
     )
     def damage(trial: Trial) -> None:
         trial.from_half()
-        found = file_types(trial.workdir.checkpoints / str(NEWEST))
-        drawn = trial.rng.choice(sorted(found))
-        file = trial.rng.choice(found[drawn])
-        trial.result.notes.append(f"{way}: {file.relative_to(trial.workdir.path)}")
-        WAYS[way](file, trial)
+        files_by_type = file_types(trial.workdir.checkpoints / str(NEWEST))
+        # The type is drawn before the file, as most files are array data.
+        file_type = trial.rng.choice(sorted(files_by_type))
+        file = trial.rng.choice(files_by_type[file_type])
+        trial.result.notes.append(f"{damage_name}: {file.relative_to(trial.workdir.path)}")
+        DAMAGES[damage_name](file, trial)
 
 
-for _way in WAYS:
-    _damages(_way)
+for _damage_name in DAMAGES:
+    _damages(_damage_name)
 
 
 @fault("no-manifest", "the newest checkpoint has no manifest", lost_steps=EVERY_STEPS)
@@ -79,6 +80,7 @@ def no_manifest(trial: Trial) -> None:
 
 def _bring_back(trial: Trial) -> None:
     shutil.rmtree(trial.workdir.checkpoints, ignore_errors=True)
+    # From the untouched copy that all trials share.
     shutil.copytree(trial.lab.half() / "checkpoints", trial.workdir.checkpoints)
 
 
@@ -102,16 +104,23 @@ def no_checkpoints(trial: Trial) -> None:
 
 @fault("renumbered", "a checkpoint was copied to the number of a later step", lost_steps=EVERY_STEPS)
 def renumbered(trial: Trial) -> None:
-    """Its manifest names another step than its folder."""
+    """Manifest of another step than the folder's name."""
     trial.from_half()
+    # Step 12 would be the third checkpoint, which the half-done run has not reached.
     shutil.copytree(trial.workdir.checkpoints / str(NEWEST), trial.workdir.checkpoints / "12")
 
 
-@fault("all-damaged", "every checkpoint is damaged", refused=r"(?s)checkpoints.*--from-scratch", must_refuse=True,
-       mend=_bring_back)  # fmt: skip
+@fault(
+    "all-damaged",
+    "every checkpoint is damaged",
+    refused=r"(?s)checkpoints.*--from-scratch",
+    must_refuse=True,
+    mend=_bring_back,
+)
 def all_damaged(trial: Trial) -> None:
     """None is whole: exit 2."""
     trial.from_half()
     for step in trial.workdir.committed():
-        found = file_types(trial.workdir.checkpoints / str(step))
-        _flip(found[files.MANIFEST][0], trial)
+        files_by_type = file_types(trial.workdir.checkpoints / str(step))
+        # The manifest: without a valid one nothing of the checkpoint is trusted.
+        _flip(files_by_type[files.MANIFEST][0], trial)

@@ -1,6 +1,4 @@
-"""Full and read-only disks: a small tmpfs that the harness mounts as the workdir, which takes the rights of
-root.
-"""
+"""Full and read-only disks: a small tmpfs that the harness mounts as the workdir, with the rights of root."""
 
 import contextlib
 import os
@@ -11,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jtrain.bench.fault_trials.kinds import fault
-from jtrain.bench.fault_trials.processes import Attempt
+from jtrain.bench.fault_trials.processes import TrialAttempt
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.runtime.exit_codes import DONE, REFUSED
 
+# Room for the checkpoints of the small model, and filled in an instant.
 SIZE = "64m"
 FILLER = "filler"
 
@@ -23,11 +22,13 @@ FILLER = "filler"
 @contextlib.contextmanager
 def _mounted(folder: Path) -> Iterator[None]:
     """Mounts a disk of its own at `folder`."""
+    # tmpfs, because a file system of its own can be full without filling the machine's.
     command = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(folder)]
     subprocess.run(command, check=True, capture_output=True, text=True)
     try:
         yield
     finally:
+        # Lazy: a process that is still ending may have files open there.
         subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
 
 
@@ -36,6 +37,7 @@ def cannot_mount() -> str | None:
     if os.geteuid() != 0 or shutil.which("mount") is None:
         return "a small disk can be mounted by root only"
     folder = Path(tempfile.mkdtemp(prefix="jtrain-faults-mount-"))
+    # Tried, not deduced: containers give root without the right to mount.
     try:
         with _mounted(folder):
             return None
@@ -51,21 +53,22 @@ def _small_disk(trial: Trial) -> None:
     trial.cleanups.enter_context(_mounted(trial.workdir.path))
 
 
-def _filled_at_a_drawn_step(trial: Trial) -> Attempt:
+def _filled_at_a_drawn_step(trial: Trial) -> TrialAttempt:
     """Starts a training on a small disk, and fills the disk after a drawn step."""
     _small_disk(trial)
     attempt = trial.start()
-    drawn = trial.rng.randint(1, NUM_STEPS - 8)
-    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    # At least one save comes after it.
+    fill_step = trial.rng.randint(1, NUM_STEPS - 8)
+    attempt.until(lambda: trial.workdir.last_step() >= fill_step)
     _fill(trial.workdir.path)
     return attempt
 
 
-def _ends_well(trial: Trial, attempt: Attempt, full: str) -> None:
+def _ends_well(trial: Trial, attempt: TrialAttempt, full: str) -> None:
     """Waits for the end of a training whose disk has room again, which must be a good one."""
     _free(trial.workdir.path)
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     if set(attempt.codes.values()) != {DONE}:
         trial.wrong(f"a disk that was full {full} ended the run with {attempt.codes}")
 
@@ -73,6 +76,7 @@ def _ends_well(trial: Trial, attempt: Attempt, full: str) -> None:
 def _fill(folder: Path) -> None:
     """Writes until no byte is left."""
     with open(folder / FILLER, "ab", buffering=0) as file:
+        # Ever smaller pieces, until not even one byte fits.
         for size in (1 << 20, 1 << 12, 1):
             with contextlib.suppress(OSError):
                 while file.write(b"\0" * size):
@@ -84,40 +88,54 @@ def _free(folder: Path) -> None:
 
 
 @fault(
-    "disk-full-briefly", "the disk is full for some steps, a save among them", needs=cannot_mount, lines_lost=True,
+    "disk-full-briefly",
+    "the disk is full for some steps, a save among them",
+    needs=cannot_mount,
+    lines_lost=True,
     processes=(1, 2),
-)  # fmt: skip
+)
 def disk_full_briefly(trial: Trial) -> None:
     """The training goes on to its end by itself: saves are tried again, notes are lost with a warning."""
     attempt = _filled_at_a_drawn_step(trial)
+    # The first failed save is logged; only then the disk gets room again.
     attempt.until(lambda: "this was failure 1" in attempt.text(), poll_s=0.01)
     _ends_well(trial, attempt, "for some steps")
 
 
 @fault(
-    "disk-full-save", "the disk is full during one save only", needs=cannot_mount, lines_lost=True, processes=(1, 2),
-)  # fmt: skip
+    "disk-full-save",
+    "the disk is full during one save only",
+    needs=cannot_mount,
+    lines_lost=True,
+    processes=(1, 2),
+)
 def disk_full_save(trial: Trial) -> None:
     """The save is tried again, or the next one takes its place."""
     _small_disk(trial)
     attempt = trial.start()
     attempt.until(trial.workdir.saving)
-    before = trial.workdir.committed()
+    committed_steps = trial.workdir.committed()
     _fill(trial.workdir.path)
-    attempt.until(lambda: not trial.workdir.saving() or trial.workdir.committed() != before)
+    # Until this save has ended, in either way.
+    attempt.until(lambda: not trial.workdir.saving() or trial.workdir.committed() != committed_steps)
     _ends_well(trial, attempt, "during one save")
 
 
 @fault(
-    "disk-full", "the disk is full and stays so", needs=cannot_mount, lines_lost=True, lost_steps=NUM_STEPS,
+    "disk-full",
+    "the disk is full and stays so",
+    needs=cannot_mount,
+    lines_lost=True,
+    lost_steps=NUM_STEPS,
     processes=(1, 2),
-)  # fmt: skip
+)
 def disk_full(trial: Trial) -> None:
     """The run ends with a message that names the disk; with room again the same command goes on."""
     attempt = _filled_at_a_drawn_step(trial)
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     text = attempt.text()
+    # A message for the user, not a traceback, and with the path of the full disk.
     if set(attempt.codes.values()) != {REFUSED} or "Traceback" in text or str(trial.workdir.path) not in text:
         trial.wrong(
             f"on a full disk the run ended with {attempt.codes}; expected 2 and a message that names the disk"
@@ -130,9 +148,13 @@ def _writable(trial: Trial) -> None:
 
 
 @fault(
-    "disk-read-only", "the workdir's disk is mounted read-only", needs=cannot_mount, must_refuse=True,
-    refused="(?s)(cannot be written|ead-only).*--workdir", mend=_writable,
-)  # fmt: skip
+    "disk-read-only",
+    "the workdir's disk is mounted read-only",
+    needs=cannot_mount,
+    must_refuse=True,
+    refused="(?s)(cannot be written|ead-only).*--workdir",
+    mend=_writable,
+)
 def disk_read_only(trial: Trial) -> None:
     """Refused before step 1; mounted for writing again, the same command goes on."""
     _small_disk(trial)

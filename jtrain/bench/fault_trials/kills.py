@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jtrain.bench.fault_trials.kinds import fault
-from jtrain.bench.fault_trials.processes import Attempt, descendants
+from jtrain.bench.fault_trials.processes import TrialAttempt, descendants
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 
@@ -17,20 +17,23 @@ def _passed(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() > end_s
 
 
-def _started_before_a_save(trial: Trial) -> Attempt:
+def _started_before_a_save(trial: Trial) -> TrialAttempt:
     """Starts a training, and waits until the first, the second or the third save is the next one."""
     attempt = trial.start()
-    past = trial.rng.choice((0, 4, 8))
-    attempt.until(lambda: max(trial.workdir.committed(), default=0) >= past)
+    # Before the first save, or after that of step 4 or 8.
+    saved_step = trial.rng.choice((0, 4, 8))
+    attempt.until(lambda: max(trial.workdir.committed(), default=0) >= saved_step)
     return attempt
 
 
-def _kill_while(trial: Trial, attempt: Attempt, condition: Callable[[], Any], what: str) -> None:
+def _kill_while(trial: Trial, attempt: TrialAttempt, condition: Callable[[], Any], what: str) -> None:
     """Kills at an instant at which `condition` holds; notes if there was none before the run ended."""
     while attempt.until(condition):
+        # Looked at again after all are stopped: the condition may have passed between look and signal.
         if attempt.freeze_if(condition):
             break
     else:
+        # The kill still happens, as the trial has to end; the note says that it hit nothing in particular.
         trial.result.notes.append(f"the run ended before a kill {what}")
     trial.kill(attempt)
 
@@ -38,6 +41,7 @@ def _kill_while(trial: Trial, attempt: Attempt, condition: Callable[[], Any], wh
 @fault("kill-startup", "while Python imports, processes join and the config is read")
 def kill_startup(trial: Trial) -> None:
     """At a random time before the run has described itself in run.json."""
+    # A real start, since the imports are what the kill should hit.
     attempt = trial.start(imported=False)
     attempt.until(_passed(trial.rng.uniform(0, trial.reference.described_s)))
     trial.kill(attempt)
@@ -47,6 +51,7 @@ def kill_startup(trial: Trial) -> None:
 def kill_compile(trial: Trial) -> None:
     """At a random time between run.json and the first logged step."""
     attempt = trial.start()
+    # run.json is written once the plan is made.
     attempt.until((trial.workdir.path / "run.json").exists)
     window_s = trial.reference.first_step_s - trial.reference.described_s
     late = _passed(trial.rng.uniform(0, window_s))
@@ -58,8 +63,9 @@ def kill_compile(trial: Trial) -> None:
 def kill_step(trial: Trial) -> None:
     """Up to one step's time after a drawn step was logged."""
     attempt = trial.start()
-    drawn = trial.rng.randint(1, NUM_STEPS - 1)
-    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    kill_step_number = trial.rng.randint(1, NUM_STEPS - 1)
+    attempt.until(lambda: trial.workdir.last_step() >= kill_step_number)
+    # 50 ms: about as long as a step of the small model.
     attempt.until(_passed(trial.rng.uniform(0, 0.05)))
     trial.kill(attempt)
 
@@ -83,16 +89,19 @@ def kill_commit(trial: Trial) -> None:
 @fault("kill-purge", "while an old checkpoint is being deleted")
 def kill_purge(trial: Trial) -> None:
     """While a folder of a deletion exists: keep_last=2 makes the third and fourth save delete one."""
+    # The first deletion comes with the third save.
     _kill_while(trial, trial.start(), trial.workdir.deleting, "during a deletion")
 
 
 @fault("kill-restore", "while a checkpoint is being read")
 def kill_restore(trial: Trial) -> None:
     """While any process has a file of a checkpoint open."""
+    # A checkpoint to restore from.
     trial.from_half()
     attempt = trial.start()
 
     def reading() -> bool:
+        # Any process: with several, each reads its own part.
         return any(trial.workdir.open_checkpoints(attempt.pids[index]) for index in attempt.running())
 
     attempt.until(reading)
@@ -104,6 +113,7 @@ def kill_restore(trial: Trial) -> None:
 def kill_end(trial: Trial) -> None:
     """At a random time between the last logged step and the exit."""
     attempt = trial.start()
+    # The last step saves as well, so the kill hits a save, the end of threads or the exit.
     attempt.until(lambda: trial.workdir.last_step() == NUM_STEPS)
     attempt.until(_passed(trial.rng.uniform(0, 0.4)))
     trial.kill(attempt)
@@ -115,11 +125,12 @@ def kill_again(trial: Trial) -> None:
     for _ in range(3):
         attempt = trial.start()
         first = trial.workdir.last_step()
-        more = trial.rng.randint(0, 6)
+        num_steps = trial.rng.randint(0, 6)
         late = _passed(trial.rng.uniform(0, trial.reference.first_step_s))
         attempt.until(
-            lambda more=more, first=first, late=late: (
-                late() if not more else trial.workdir.last_step() >= first + more
+            lambda num_steps=num_steps, first=first, late=late: (
+                # 0 further steps: killed at a random time during startup.
+                late() if not num_steps else trial.workdir.last_step() >= first + num_steps
             )
         )
         trial.kill(attempt)
@@ -129,13 +140,15 @@ def kill_again(trial: Trial) -> None:
 def kill_loader(trial: Trial) -> None:
     """The training goes on by itself, or ends and is started again."""
     attempt = trial.start()
-    drawn = trial.rng.randint(1, NUM_STEPS - 4)
-    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    kill_step_number = trial.rng.randint(1, NUM_STEPS - 4)
+    attempt.until(lambda: trial.workdir.last_step() >= kill_step_number)
     trainers = set(attempt.pids)
-    below = {pid: name for pid, name in descendants().items() if pid not in trainers}
-    if below:
-        pid = trial.rng.choice(sorted(below))
-        trial.result.notes.append(f"killed {below[pid]}")
+    # Below the training: loaders, the constructor and their forkserver.
+    data_processes = {pid: name for pid, name in descendants().items() if pid not in trainers}
+    if data_processes:
+        pid = trial.rng.choice(sorted(data_processes))
+        trial.result.notes.append(f"killed {data_processes[pid]}")
         os.kill(pid, signal.SIGKILL)
+    # The training must notice it: it goes on with a new process, or ends and is started again.
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)

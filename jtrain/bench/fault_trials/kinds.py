@@ -4,26 +4,29 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from jtrain.bench.fault_trials.trial import Kind, Trial
+from jtrain.bench.fault_trials.trial import FaultKind, Trial
 
 MODULES = ("kills", "damage", "notes_and_signals", "disks", "supervised", "numbers")
 
-KINDS: dict[str, Kind] = {}
+KINDS: dict[str, FaultKind] = {}
 """Name -> kind, in the order of the table."""
 
 
-def fault(name: str, what: str, **more: Any) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
-    """Decorator that registers `inject(trial)` as a kind of fault; `more` are further fields of `Kind`."""
+def fault(
+    name: str, description: str, **fields: Any
+) -> Callable[[Callable[[Trial], None]], Callable[[Trial], None]]:
+    """Decorator that registers `inject(trial)` as a kind of fault; `fields` are further ones of it."""
 
     def register(inject: Callable[[Trial], None]) -> Callable[[Trial], None]:
+        # The name is what `--only` selects by.
         assert name not in KINDS, name
-        KINDS[name] = Kind(name, what, inject, **more)
+        KINDS[name] = FaultKind(name, description, inject, **fields)
         return inject
 
     return register
 
 
-def register_all() -> dict[str, Kind]:
+def register_all() -> dict[str, FaultKind]:
     """Imports all modules with kinds; returns name -> kind."""
     for name in MODULES:
         importlib.import_module(f"jtrain.bench.fault_trials.{name}")

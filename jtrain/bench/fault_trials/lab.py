@@ -1,14 +1,12 @@
-"""Runs that all trials share, made when first needed: unbroken ones to compare with, and a half-done one to
-damage.
-"""
+"""Runs that all trials share, made when first needed: unbroken ones to compare with, and a half-done one."""
 
 import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, Recipe
-from jtrain.bench.fault_trials.workdir import Step, Workdir
+from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH, RunRecipe
+from jtrain.bench.fault_trials.workdir import LoggedStep, Workdir
 from jtrain.runtime.exit_codes import DONE
 
 
@@ -20,7 +18,7 @@ class Reference:
       user starts it.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[LoggedStep, ...]
     digests: dict[str, str]
     committed: tuple[int, ...]
     described_s: float
@@ -28,32 +26,34 @@ class Reference:
     end_s: float
 
 
-class Lab:
+class FaultLab:
     """Folder with the runs that trials compare with or copy.
 
     recipe: of the trials whose kind needs no other.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, recipe: RunRecipe) -> None:
         self.folder = folder
         self.recipe = recipe
-        self._references: dict[tuple[Recipe, tuple[str, ...]], Reference] = {}
+        self._references: dict[tuple[RunRecipe, tuple[str, ...]], Reference] = {}
         self._half: Path | None = None
 
-    def reference(self, recipe: Recipe, module: Sequence[str] = (LAUNCH,)) -> Reference:
+    def reference(self, recipe: RunRecipe, module: Sequence[str] = (LAUNCH,)) -> Reference:
         """Runs the training unbroken, as a user starts it; once for each recipe and module.
 
         Raises:
           RuntimeError: the command fails without any fault.
         """
+        # A kind may change the settings or the module, and then needs an unbroken run of its own.
         key = (recipe, tuple(module))
         if key not in self._references:
             self._references[key] = self._measured(recipe, module)
         return self._references[key]
 
-    def _measured(self, recipe: Recipe, module: Sequence[str]) -> Reference:
+    def _measured(self, recipe: RunRecipe, module: Sequence[str]) -> Reference:
         folder = self.folder / f"unbroken{len(self._references)}"
         workdir = Workdir(folder / "workdir")
+        # Not forked: the times of a user's start include the imports.
         attempt = recipe.start([workdir.path], folder, imported=False, module=module)
         attempt.until((workdir.path / "run.json").exists)
         described_s = time.monotonic() - attempt.started_s
@@ -63,18 +63,19 @@ class Lab:
         end_s = time.monotonic() - attempt.started_s
         attempt.strays()
         if set(attempt.codes.values()) != {DONE} or not workdir.logged():
+            # Without an unbroken run nothing can be compared, so this is no result of a trial.
             raise RuntimeError(f"{recipe.command(workdir.path)} failed without any fault:\n{attempt.text()}")
         steps, committed = tuple(workdir.logged()), workdir.committed()
         digests = workdir.digests(committed[-1], folder / "digests.log")
         return Reference(steps, digests, committed, described_s, first_step_s, end_s)
 
     def half(self) -> Path:
-        """Returns the workdir of a run that was killed after its second save was committed and before its
-        third began.
+        """Returns the workdir of a run that was killed between its second save and its third.
 
         Raises:
           RuntimeError: no kill met such an instant.
         """
+        # The instant is short, so a kill may miss it; each try has a folder of its own.
         for number in range(20):
             if self._half is not None:
                 return self._half
@@ -84,6 +85,7 @@ class Lab:
             attempt.until(lambda workdir=workdir: _twice_saved(workdir))
             attempt.kill()
             attempt.strays()
+            # Checked after the kill, when nothing changes any more.
             if _twice_saved(workdir) and not workdir.saving():
                 self._half = workdir.path
         raise RuntimeError(

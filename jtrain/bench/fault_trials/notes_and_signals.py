@@ -1,6 +1,4 @@
-"""Damaged notes of a run (metrics, ledger), signals and pipes that close, two runs in one workdir, unshared
-folders.
-"""
+"""Damaged notes of a run, signals, closed pipes, two runs in one workdir, and folders that are not shared."""
 
 import os
 import select
@@ -13,6 +11,7 @@ from jtrain.bench.fault_trials.trial import Trial
 from jtrain.runtime.exit_codes import DONE, REFUSED, STOPPED
 from jtrain.telemetry import metrics
 
+# Neither UTF-8 nor JSON.
 GARBAGE = b'{"step": 7, "loss_nats": \xff\x00 not JSON\n'
 
 
@@ -37,14 +36,19 @@ def bad_ledger(trial: Trial) -> None:
 
 def _signalled(trial: Trial, number: signal.Signals) -> None:
     attempt = trial.start()
-    drawn = trial.rng.randint(1, NUM_STEPS - 4)
-    attempt.until(lambda: trial.workdir.last_step() >= drawn)
+    signal_step = trial.rng.randint(1, NUM_STEPS - 4)
+    attempt.until(lambda: trial.workdir.last_step() >= signal_step)
+    # A closed terminal signals the whole group; a scheduler may reach any subset.
     attempt.send(number, None if number == signal.SIGHUP else trial.victims())
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     codes = set(attempt.codes.values())
+    # All alike: a run of which some processes saved and others ended would have lost its state.
     if not (codes <= {STOPPED} or codes <= {DONE}):
-        trial.wrong(f"{number.name} at step {drawn}: exit codes {attempt.codes} are neither all 75 nor all 0")
+        trial.wrong(
+            f"{number.name} at step {signal_step}: exit codes {attempt.codes} are neither all 75 nor all 0"
+        )
+    # A stopped run saves at the step where it stops, so nothing is done again.
     if codes == {STOPPED} and max(trial.workdir.committed(), default=0) < trial.workdir.last_step():
         trial.wrong(
             f"{number.name} lost steps: checkpoints {trial.workdir.committed()}, logged "
@@ -52,13 +56,13 @@ def _signalled(trial: Trial, number: signal.Signals) -> None:
         )
 
 
-@fault("sigterm", "SIGTERM to any subset of the processes: all save and exit with 75", keeps_more=True)
+@fault("sigterm", "SIGTERM to any subset of the processes: all save and exit with 75", may_keep_others=True)
 def sigterm(trial: Trial) -> None:
-    """As schedulers send it before they kill."""
+    """SIGTERM is what schedulers send before they kill."""
     _signalled(trial, signal.SIGTERM)
 
 
-@fault("sighup", "SIGHUP to all processes: the terminal is closed", keeps_more=True)
+@fault("sighup", "SIGHUP to all processes: the terminal is closed", may_keep_others=True)
 def sighup(trial: Trial) -> None:
     """All save and exit with 75, or go on to the end."""
     _signalled(trial, signal.SIGHUP)
@@ -67,23 +71,26 @@ def sighup(trial: Trial) -> None:
 @fault("closed-pipe", "the reader of the output goes away, as in `| head`", processes=(1,))
 def closed_pipe(trial: Trial) -> None:
     """A run never ends because nobody reads what it prints."""
+    # The log of process 0 is a pipe here, whose reader the trial is.
     pipe = trial.folder / "attempt0" / "process0.log"
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)
-    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    # Not blocking: the writer opens the pipe only when the training starts.
+    read_end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     attempt = trial.start()
-    drawn = trial.rng.randint(0, 4)
+    close_step = trial.rng.randint(0, 4)
     attempt.until(
         lambda: (
-            select.select([reading], [], [], 0.1)[0]
-            and os.read(reading, 4096)
-            and trial.workdir.last_step() >= drawn
+            # The pipe must be drained, or the training would block on a full one before it is closed.
+            select.select([read_end], [], [], 0.1)[0]
+            and os.read(read_end, 4096)
+            and trial.workdir.last_step() >= close_step
         )
     )
-    os.close(reading)
+    os.close(read_end)
     pipe.unlink()
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     if attempt.codes != {0: DONE}:
         trial.wrong(f"the run ended with {attempt.codes} when nobody read its output")
 
@@ -96,13 +103,14 @@ def two_runs(trial: Trial) -> None:
     second = trial.start()
     second.wait()
     text = second.text()
+    # The message names the process that holds the workdir, so that the user can look at it.
     if set(second.codes.values()) != {REFUSED} or str(first.pids[0]) not in text:
         trial.wrong(
             f"a second run in the same workdir ended with {second.codes} and did not name process "
             f"{first.pids[0]}"
         )
     first.wait()
-    trial.settle(first)
+    trial.record_end(first)
 
 
 @fault("unshared", "each process has a workdir of its own", processes=(2, 4))
@@ -111,8 +119,9 @@ def unshared(trial: Trial) -> None:
     folders = [trial.folder / f"host{index}" for index in range(trial.recipe.num_processes)]
     attempt = trial.start(workdirs=folders)
     attempt.wait()
-    trial.settle(attempt)
+    trial.record_end(attempt)
     text = attempt.text()
+    # Refused by every process: one that waited for the others would hang.
     if set(attempt.codes.values()) != {REFUSED} or "shared" not in text or "step 1/" in text:
         trial.wrong(
             f"workdirs that are not shared: exit codes {attempt.codes}, expected 2 with `shared` in the "

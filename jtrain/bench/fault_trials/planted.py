@@ -18,23 +18,23 @@ MODULE = "jtrain.bench.fault_trials.planted"
 
 @dataclasses.dataclass(frozen=True)
 class Plant:
-    """What to plant.
+    """Fault to plant, and when.
 
-    what: `nan` or `large`: a number of a weight becomes NaN or 1e4 on every device that holds it; `flip`: one
+    kind: `nan` or `large`: a number of a weight becomes NaN or 1e4 on every device that holds it; `flip`: one
       bit of an array of the state flips on one device; `gradient`: the gradients of the step are NaN, each
       time it is computed; `update`: the same of its learning rate, so that only the new weights show it;
       `left_out`: the reference of these two, a run in which the update of the step is not applied.
     step: the fault is there when this step begins.
     process: the one whose device's memory `flip` changes.
-    seed: draws array, place, bit and device.
-    once: file that marks the fault as done; afterwards nothing more happens, also in later attempts.
+    seed: draws array, position, bit and device.
+    marker: file that marks the fault as done; afterwards nothing more happens, also in later attempts.
     """
 
-    what: Literal["nan", "large", "flip", "gradient", "update", "left_out"]
+    kind: Literal["nan", "large", "flip", "gradient", "update", "left_out"]
     step: int
     process: int = 0
     seed: int = 0
-    once: str | None = None
+    marker: str | None = None
 
     @property
     def module(self) -> tuple[str, str]:
@@ -60,19 +60,22 @@ class PlantedStep:
         from jtrain.step.checksums import METRIC, summed_arrays
 
         plant = self._plant
-        here = int(np.asarray(state.step.addressable_data(0))) + 1 == plant.step
-        if here and plant.what == "left_out":
-            kept = jax.tree.map(jnp.copy, state)
+        # state.step counts completed updates, so the step that begins now is one more.
+        is_fault_step = int(np.asarray(state.step.addressable_data(0))) + 1 == plant.step
+        if is_fault_step and plant.kind == "left_out":
+            # A copy, because the step donates its state.
+            state_before = jax.tree.map(jnp.copy, state)
             new, metrics = self._step(state, batch, *more)
             if METRIC in metrics:  # sums of the state that the step was given and of the one that it returned
                 sums = metrics[METRIC]
-                same = [name != "step" for name, _ in summed_arrays(kept)]
+                is_unchanged = [name != "step" for name, _ in summed_arrays(state_before)]
                 metrics = metrics | {
-                    METRIC: sums.at[:, 1].set(jnp.where(jnp.asarray(same), sums[:, 0], sums[:, 1]))
+                    METRIC: sums.at[:, 1].set(jnp.where(jnp.asarray(is_unchanged), sums[:, 0], sums[:, 1]))
                 }
-            return dataclasses.replace(kept, step=new.step), metrics
-        if here and plant.what in ("nan", "large", "flip") and _first_time(plant):
-            state = changed(state, plant)
+            # The update is left out, but the step is counted: the next batch follows.
+            return dataclasses.replace(state_before, step=new.step), metrics
+        if is_fault_step and plant.kind in ("nan", "large", "flip") and _first_time(plant):
+            state = change_element(state, plant)
         return self._step(state, batch, *more)
 
 
@@ -80,57 +83,61 @@ def _first_time(plant: Plant) -> bool:
     """True at the first call in all attempts; each process marks it for itself."""
     import jax
 
-    if plant.once is None:
+    if plant.marker is None:
         return True
     try:
-        Path(f"{plant.once}.{jax.process_index()}").touch(exist_ok=False)
+        # exist_ok=False: a later attempt finds the file and plants nothing.
+        Path(f"{plant.marker}.{jax.process_index()}").touch(exist_ok=False)
     except FileExistsError:
         return False
     return True
 
 
-def changed(state: Any, plant: Plant) -> Any:
+def change_element(state: Any, plant: Plant) -> Any:
     """Returns the state with one element of one array changed, on one device or on all that hold it."""
     import jax
 
     rng = random.Random(plant.seed)
-    flip = plant.what == "flip"
+    flip = plant.kind == "flip"
     branches = [state.params, state.opt_state] if flip else [state.params]
+    # Floats only: a flipped bit of a counter is another kind of fault.
     leaves = [leaf for leaf in jax.tree.leaves(branches) if leaf.dtype.kind == "f" and leaf.size]
     array = rng.choice(leaves)
+    # Sorted, so that all processes draw the same device.
     devices = sorted(array.sharding.device_set, key=lambda device: device.id)
-    place, bit = rng.random(), rng.randrange(array.dtype.itemsize * 8)
+    # Drawn before the branch, so that every process draws the same numbers.
+    fraction, bit = rng.random(), rng.randrange(array.dtype.itemsize * 8)
     mine = [device for device in devices if device.process_index == plant.process]
     hit = {rng.choice(mine)} if flip else set(devices)
     buffers = [
-        jax.device_put(_with_fault(shard.data, plant.what, place, bit), shard.device)
+        jax.device_put(_with_fault(shard.data, plant.kind, fraction, bit), shard.device)
+        # Other shards stay the same buffers; make_array joins them without a copy.
         if shard.device in hit
         else shard.data
         for shard in array.addressable_shards
     ]
     broken = jax.make_array_from_single_device_arrays(array.shape, array.sharding, buffers)
     names = [str(device.id) for device in sorted(hit, key=lambda device: device.id)]
-    print(f"planted: {plant.what} before step {plant.step}, devices={','.join(names)}", flush=True)
+    print(f"planted: {plant.kind} before step {plant.step}, devices={','.join(names)}", flush=True)
     return jax.tree.map(lambda leaf: broken if leaf is array else leaf, state)
 
 
-def _with_fault(shard: Any, what: str, place: float, bit: int) -> Any:
+def _with_fault(shard: Any, kind: str, fraction: float, bit: int) -> Any:
     import numpy as np
 
     data = np.array(shard)
     flat = data.reshape(-1)
-    index = int(place * flat.size)
-    if what == "flip":
+    index = int(fraction * flat.size)
+    if kind == "flip":
+        # Bytes of the element, then the bit in its byte.
         flat.view(np.uint8)[index * data.itemsize + bit // 8] ^= np.uint8(1 << bit % 8)
     else:
-        flat[index] = {"nan": float("nan"), "large": 1e4}[what]
+        flat[index] = {"nan": float("nan"), "large": 1e4}[kind]
     return data
 
 
 def _nan_arithmetic(*, gradient: int, update: int) -> None:
-    """Makes gradients or learning rate of a step NaN in the compiled program; 0 is no step, in the same
-    program.
-    """
+    """Makes gradients or learning rate of a step NaN in the compiled program; step 0 never comes."""
     import jax
     import jax.numpy as jnp
 
@@ -138,12 +145,14 @@ def _nan_arithmetic(*, gradient: int, update: int) -> None:
 
     begin = Optimizer.begin
 
-    def planted(self: Any, grads: Any, at: Any, *more: Any, **named: Any) -> Any:
-        spoilt = jax.tree.map(
-            lambda grad: jnp.where(at + 1 == gradient, jnp.asarray(jnp.nan, grad.dtype), grad), grads
+    def planted(self: Any, grads: Any, step: Any, *more: Any, **named: Any) -> Any:
+        bad_grads = jax.tree.map(
+            # In every plant the program is the same; only the step's number differs.
+            lambda grad: jnp.where(step + 1 == gradient, jnp.asarray(jnp.nan, grad.dtype), grad),
+            grads,
         )
-        scalars = begin(self, spoilt, at, *more, **named)
-        rate = jnp.where(at + 1 == update, jnp.nan, scalars.learning_rate)
+        scalars = begin(self, bad_grads, step, *more, **named)
+        rate = jnp.where(step + 1 == update, jnp.nan, scalars.learning_rate)
         return dataclasses.replace(scalars, learning_rate=rate)
 
     name = "begin"  # the checker refuses an assignment to a method
@@ -155,15 +164,17 @@ def plant_fault(plant: Plant) -> None:
     from jtrain.train import attempt
 
     make: Callable[..., Any] = attempt.make_train_step
+    # The loop builds its step through this name.
     attempt.make_train_step = lambda *args, **named: PlantedStep(make(*args, **named), plant)
-    if plant.what in ("gradient", "update", "left_out"):
-        planted = {name: plant.step if plant.what == name else 0 for name in ("gradient", "update")}
+    if plant.kind in ("gradient", "update", "left_out"):
+        planted = {name: plant.step if plant.kind == name else 0 for name in ("gradient", "update")}
         _nan_arithmetic(**planted)
 
 
 def main(argv: Sequence[str]) -> int:
     """Plants the fault of the first argument and runs the training command of the others."""
     plant_fault(Plant(**json.loads(argv[0])))
+    # Importing the command imports the loop; the plant must come first.
     from jtrain.cli.launch import main as launch  # after the fault is planted
 
     return launch(argv[1:])

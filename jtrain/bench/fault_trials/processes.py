@@ -31,38 +31,39 @@ class StillRunning(Exception):
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, so that none escapes
-    `descendants`.
-    """
+    """Becomes the parent of every descendant whose own parent ends, so none escapes `descendants`."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants(root: int | None = None) -> dict[int, str]:
-    """Returns process id -> name of all processes below `root` (default: this one), without those that have
-    ended.
-    """
+    """Returns process id -> name of all processes below `root` (default: this one) that have not ended."""
     children: dict[int, list[int]] = {}
     names: dict[int, str] = {}
+    # /proc in place of a library: it must work in any environment of a training.
     for entry in os.scandir("/proc"):
         if not entry.name.isdecimal():
             continue
         with contextlib.suppress(OSError):
             stat = Path(entry.path, "stat").read_text()
-            name, _, rest = stat.partition("(")[2].rpartition(")")
-            state, parent = rest.split()[:2]
+            # The name is in parentheses and may contain some itself, hence the last one.
+            name, _, fields = stat.partition("(")[2].rpartition(")")
+            state, parent = fields.split()[:2]
             children.setdefault(int(parent), []).append(int(entry.name))
+            # Zombies have ended and only wait to be reaped.
             if state not in "ZX":
                 names[int(entry.name)] = name
-    found, todo = [], [os.getpid() if root is None else root]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return {pid: names[pid] for pid in found if pid in names}
+    pids, parents = [], [os.getpid() if root is None else root]
+    # Breadth does not matter: all levels below the root are collected.
+    while parents:
+        children_of = children.get(parents.pop(), [])
+        pids += children_of
+        parents += children_of
+    return {pid: names[pid] for pid in pids if pid in names}
 
 
 def end_descendants() -> None:
     """Kills and reaps everything below this process."""
+    # Again until none is left: a process may fork while it is being killed.
     while below := descendants():
         for pid in below:
             with contextlib.suppress(ProcessLookupError):
@@ -80,9 +81,8 @@ def reap() -> None:
 
 
 def fork(work: Callable[[], int], log: Path, *, environ: Mapping[str, str] = {}) -> int:
-    """Runs `work`, which returns the exit code, in a fork with a session and output file of its own; returns
-    its id.
-    """
+    """Runs `work` in a fork with a session and output file of its own; returns the fork's process id."""
+    # What is buffered would be printed by both processes.
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -90,14 +90,19 @@ def fork(work: Callable[[], int], log: Path, *, environ: Mapping[str, str] = {})
         return pid
     code = 1
     try:
+        # A session of its own, so that a signal to it does not reach the harness.
         os.setsid()
+        # The kernel kills the fork if the harness dies, however that happens.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # The harness may have handlers of its own, which a fork inherits.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where the benchmark runs under nohup
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        # A training must not read what is typed at the harness.
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        # New objects, since those of the harness (under pytest) may not write to the descriptors.
         sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
         os.environ.update(environ)
         code = work()
@@ -112,6 +117,7 @@ def fork(work: Callable[[], int], log: Path, *, environ: Mapping[str, str] = {})
             atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
+        # _exit: the harness's own cleanups must not run in the fork.
         os._exit(code)
 
 
@@ -132,11 +138,10 @@ def in_fork(work: Callable[[], int], log: Path) -> str:
 
 
 def run_imported(argv: Sequence[str]) -> int:
-    """Body of a forked training: does what `python -m MODULE ARGUMENTS` does, with the imports done
-    already.
-    """
+    """Body of a forked training: does what `python -m MODULE ARGUMENTS` does, with imports done already."""
     module, *arguments = argv
     sys.argv = [*argv]
+    # The training records its own command line.
     sys.orig_argv = [sys.executable, "-m", *argv]
     return importlib.import_module(module).main(arguments)
 
@@ -153,7 +158,7 @@ def run_command(argv: Sequence[str]) -> int:
     os.execv(sys.executable, [sys.executable, "-m", *argv])
 
 
-class Attempt:
+class TrialAttempt:
     """One start of the training command, with one or several processes.
 
     pids, logs: process id, and file of stdout and stderr, of each process.
@@ -174,6 +179,7 @@ class Attempt:
         """Returns the indices of the processes that have not ended."""
         for index, pid in enumerate(self.pids):
             if index not in self.codes:
+                # WNOHANG: asks without waiting, and reaps those that have ended.
                 ended, status = os.waitpid(pid, os.WNOHANG)
                 if ended:
                     self.codes[index] = os.waitstatus_to_exitcode(status)
@@ -183,6 +189,7 @@ class Attempt:
     def send(self, number: signal.Signals, indices: Sequence[int] | None = None) -> None:
         """Sends a signal to processes that still run (default: all)."""
         running = self.running()
+        # Those that still run only: the id of an ended one may belong to another process by now.
         for index in running if indices is None else indices:
             if index in running:
                 os.kill(self.pids[index], number)
@@ -196,6 +203,7 @@ class Attempt:
           StillRunning: neither happened within the time limit of the attempt.
         """
         while True:
+            # Before the condition: what it reads may be the last words of a process.
             running = self.running()
             if condition():
                 return True
@@ -210,11 +218,11 @@ class Attempt:
         self.until(lambda: False, poll_s=0.005)
 
     def freeze_if(self, condition: Callable[[], Any]) -> bool:
-        """Stops all processes (SIGSTOP) at an instant at which `condition` holds; if it has passed, they go
-        on: False.
+        """Stops all processes (SIGSTOP) at an instant at which `condition` holds; else lets them go on.
 
         A stopped process changes nothing more, so what is killed next dies at exactly such an instant.
         """
+        # All are stopped before the condition is looked at, so it cannot change between look and kill.
         self.send(signal.SIGSTOP)
         if condition():
             return True
@@ -227,6 +235,7 @@ class Attempt:
         self.until(
             lambda: not set(self.running()) & set(range(len(self.pids)) if indices is None else indices)
         )
+        # Processes that were stopped and not killed go on.
         self.send(signal.SIGCONT)
 
     def text(self) -> str:
@@ -234,10 +243,9 @@ class Attempt:
         return "".join(log.read_text(errors="replace") for log in self.logs if log.exists())
 
     def strays(self) -> list[str]:
-        """Waits for the end of what the processes have started; returns the names of what stays, and kills
-        it.
-        """
+        """Waits for the end of all started processes; names those that stay, and kills them."""
         end_s = time.monotonic() + ENDED_S
+        # Helpers need a moment to notice that their training has ended.
         while (below := descendants()) and time.monotonic() < end_s:
             reap()
             time.sleep(0.01)  # as in `end_descendants`

@@ -1,6 +1,4 @@
-"""Training command of the trials: its arguments and environment, for one or several processes on this
-machine.
-"""
+"""Training command of the trials: its arguments and environment, for processes on this machine."""
 
 import dataclasses
 import importlib
@@ -9,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from jtrain.bench.fault_trials import processes
-from jtrain.bench.fault_trials.processes import Attempt
+from jtrain.bench.fault_trials.processes import TrialAttempt
 
 NUM_STEPS, EVERY_STEPS = 16, 4
 """Updates of a run, and steps between its checkpoints: three saves on the way, one at the end, and two
@@ -22,6 +20,7 @@ COMMON = (
     "metrics.tensorboard=False",
     "eval.every_steps=None",
 )
+# Two warm-up steps, so that most of the 16 have the full learning rate.
 SMALL = ("optimizer.warmup_steps=2",)
 LAUNCH = "jtrain.launch"
 ON_CPUS = {"disable_most_optimizations": 1, "traceback_in_locations_limit": 0}
@@ -33,7 +32,7 @@ UNBROKEN_LIMIT_S = 3600.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class RunRecipe:
     """Command that a trial starts, breaks and starts again.
 
     config, fiddlers, sets: of the command line.
@@ -47,12 +46,12 @@ class Recipe:
     num_processes: int
     emulated: int | None
 
-    def changed(self, *sets: str, emulated: int | None = None) -> "Recipe":
+    def changed(self, *sets: str, emulated: int | None = None) -> "RunRecipe":
         """Returns the same recipe with further `--set` texts, and another number of devices per process."""
         devices = self.emulated if emulated is None else emulated
         return dataclasses.replace(self, sets=(*self.sets, *sets), emulated=devices)
 
-    def argv(self, workdir: Path, *more: str) -> list[str]:
+    def argv(self, workdir: Path, *extra_arguments: str) -> list[str]:
         """Returns the arguments after `python -m jtrain.launch`."""
         flags = [f"--config={self.config}"]
         flags += [part for name in self.fiddlers for part in ("--with", name)]
@@ -60,34 +59,34 @@ class Recipe:
         flags += ["--workdir", str(workdir)]
         if self.emulated is not None:
             flags += ["--emulate-devices", str(self.emulated)]
-        return [*flags, *more]
+        return [*flags, *extra_arguments]
 
-    def command(self, workdir: Path, *more: str) -> str:
+    def command(self, workdir: Path, *extra_arguments: str) -> str:
         """Returns the command as a user types it."""
         start = (
             "python -m jtrain.launch"
             if self.num_processes == 1
             else f"launch/local.sh -n {self.num_processes}"
         )
-        return " ".join([start, *self.argv(workdir, *more)])
+        return " ".join([start, *self.argv(workdir, *extra_arguments)])
 
     def start(
         self,
         workdirs: Sequence[Path],
         logs: Path,
-        *more: str,
+        *extra_arguments: str,
         imported: bool = True,
         module: Sequence[str] = (LAUNCH,),
         supervised: bool = False,
         limit_s: float = UNBROKEN_LIMIT_S,
         environ: Mapping[str, str] = {},
-    ) -> Attempt:
+    ) -> TrialAttempt:
         """Starts all processes of the run.
 
         Args:
           workdirs: one for all processes, or one for each.
           logs: folder of the output files; existing ones are replaced.
-          more: further arguments.
+          extra_arguments: further arguments.
           imported: forks this process, which has imported everything; otherwise starts new interpreters.
           module: the module to run in place of `jtrain.launch`, with arguments that come before those of the
             run.
@@ -95,22 +94,25 @@ class Recipe:
           limit_s: time in which the attempt must end.
           environ: further environment variables.
         """
+        # A supervisor starts the processes itself.
         if supervised:
-            more = (
-                *more,
+            extra_arguments = (
+                *extra_arguments,
                 "--supervise",
                 *(("--processes", str(self.num_processes)) * (self.num_processes > 1)),
             )
+        # The usual case: all processes of a run share its workdir.
         elif len(workdirs) == 1:
             workdirs = [*workdirs] * self.num_processes
         logs.mkdir(parents=True, exist_ok=True)
+        # A fresh port for each attempt, as one of a killed run may still be bound.
         port = processes.free_port()
         pids, files = [], []
         for index, workdir in enumerate(workdirs):
             log = logs / f"process{index}.log"
             if log.is_file():  # a trial may have put a pipe there
                 log.unlink()
-            argv = [*module, *self.argv(workdir, *more)]
+            argv = [*module, *self.argv(workdir, *extra_arguments)]
             variables = (
                 {}
                 if self.emulated is None
@@ -120,16 +122,17 @@ class Recipe:
                 variables |= {"JTRAIN_COORDINATOR": f"127.0.0.1:{port}", "JTRAIN_PROCESS_ID": str(index)}
                 variables |= {"JTRAIN_NUM_PROCESSES": str(self.num_processes)}
             start = processes.run_imported if imported else processes.run_command
+            # Bound as defaults: the fork runs at once, but the linter cannot know.
             pids.append(
                 processes.fork(
                     lambda argv=argv, start=start: start(argv), log, environ=variables | {**environ}
                 )
             )
             files.append(log)
-        return Attempt(pids, files, limit_s=limit_s)
+        return TrialAttempt(pids, files, limit_s=limit_s)
 
 
-def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> Recipe:
+def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> RunRecipe:
     """Returns the recipe for a user's config, or for a small one of the harness's own if `name` is None.
 
     Args:
@@ -143,25 +146,28 @@ def of_config(name: str | None, num_processes: int, *, accelerator: bool) -> Rec
     from jtrain.config.load import load_config, mesh_size  # lazy: they import jax
     from jtrain.errors import UserError
 
+    # Parameters are sharded, so that a lost process takes a part of the state with it.
     sharded = (f"mesh.data={num_processes}", "layout.zero_stage=3") if num_processes > 1 else ()
     if name is None:
-        return Recipe("tiny", ("debug",), (*COMMON, *SMALL, *sharded), num_processes, 1)
+        return RunRecipe("tiny", ("debug",), (*COMMON, *SMALL, *sharded), num_processes, 1)
     config = load_config(name)
+    # One process can train on the real devices; several share them only under emulation.
     if accelerator and num_processes == 1:
-        return Recipe(name, (), COMMON, 1, None)
+        return RunRecipe(name, (), COMMON, 1, None)
     if config.mesh.data == "auto":
-        return Recipe(name, (), COMMON, num_processes, 1)
+        return RunRecipe(name, (), COMMON, num_processes, 1)
     size = mesh_size(config)
     if size % num_processes:
         raise UserError(
             f"--config {name} has a mesh of {size} devices, which --processes {num_processes} cannot divide "
             "evenly. Choose another number of processes."
         )
-    return Recipe(name, (), COMMON, num_processes, size // num_processes)
+    return RunRecipe(name, (), COMMON, num_processes, size // num_processes)
 
 
-def set_environment(recipe: Recipe) -> None:
+def set_environment(recipe: RunRecipe) -> None:
     """Prepares this process, whose forks become trainings: imports what they need, and starts no backend."""
+    # The user's flags could add devices that the recipe does not count.
     os.environ.pop("XLA_FLAGS", None)
     import jax
 
@@ -169,5 +175,6 @@ def set_environment(recipe: Recipe) -> None:
         for name, value in ON_CPUS.items():
             jax.config.update(f"jax_{name}", value if name.endswith("limit") else bool(value))
         jax.config.update("jax_platforms", "cpu")
+    # Imported once in the harness; every fork has them.
     for name in ("checkpoint.orbax_io", "config.load", "plan.auto_layout", "plan.from_run", "train.attempt"):
         importlib.import_module(f"jtrain.{name}")

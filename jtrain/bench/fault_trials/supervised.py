@@ -1,6 +1,4 @@
-"""Stopped and killed processes of a run that `--supervise` watches: named, ended, training again by
-itself.
-"""
+"""Stopped and killed processes of a run that `--supervise` watches: named, ended, training by itself."""
 
 import os
 import signal
@@ -8,7 +6,7 @@ import time
 from pathlib import Path
 
 from jtrain.bench.fault_trials.kinds import fault
-from jtrain.bench.fault_trials.processes import Attempt
+from jtrain.bench.fault_trials.processes import TrialAttempt
 from jtrain.bench.fault_trials.recipe import NUM_STEPS
 from jtrain.bench.fault_trials.trial import Trial
 from jtrain.bench.fault_trials.workdir import resumed_from
@@ -17,20 +15,25 @@ from jtrain.runtime.exit_codes import DONE
 
 def training_processes(supervisor: int) -> dict[int, int]:
     """Returns the process ids of the training that a supervisor has started, by their index in the run."""
-    found = {}
+    pids = {}
+    # Children of every thread: the supervisor may start them from any.
     for task in Path(f"/proc/{supervisor}/task").iterdir():
         for pid in (task / "children").read_text().split():
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                 environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            # It ended between the listing and the reading.
             except OSError:
                 continue
             if b"jtrain.launch" in command:
                 numbers = [
-                    entry.partition(b"=")[2] for entry in environ if entry.startswith(b"JTRAIN_PROCESS_ID=")
+                    entry.partition(b"=")[2]
+                    for entry in environ
+                    if entry.startswith(b"JTRAIN_PROCESS_ID=")
+                    # Without the variable the run has one process, number 0.
                 ]
-                found[int(numbers[0]) if numbers else 0] = int(pid)
-    return found
+                pids[int(numbers[0]) if numbers else 0] = int(pid)
+    return pids
 
 
 def _alive(pid: int) -> bool:
@@ -41,45 +44,53 @@ def _alive(pid: int) -> bool:
 
 
 def _hit(trial: Trial, number: signal.Signals) -> None:
-    """Sends a signal to drawn processes after a drawn step; notes when they are named, ended, and training
-    again.
-    """
+    """Sends a signal to drawn processes after a drawn step; notes when they are named and replaced."""
     attempt = trial.start(supervised=True)
-    drawn = trial.rng.randint(1, NUM_STEPS - 4)
-    attempt.until(lambda: trial.workdir.last_step() >= drawn)
-    before = training_processes(attempt.pids[0])
-    victims = [index for index in trial.victims() if index in before]
+    hit_step_number = trial.rng.randint(1, NUM_STEPS - 4)
+    attempt.until(lambda: trial.workdir.last_step() >= hit_step_number)
+    processes_before = training_processes(attempt.pids[0])
+    # A process that has just ended cannot be hit.
+    victims = [index for index in trial.victims() if index in processes_before]
     for index in victims:
-        os.kill(before[index], number)
+        os.kill(processes_before[index], number)
     hit_s, hit_step = time.monotonic(), trial.workdir.last_step()
-    said_before = len(attempt.text())
-    trial.result.notes.append(f"{number.name} to processes {victims} of {sorted(before)}")
+    # Only what is printed from here on tells of this fault.
+    printed_before = len(attempt.text())
+    trial.result.notes.append(f"{number.name} to processes {victims} of {sorted(processes_before)}")
 
     def note(name: str, condition: bool) -> None:
         if condition and name not in trial.result.times_s:
             trial.result.times_s[name] = time.monotonic() - hit_s
 
     def training_again() -> bool:
-        said = attempt.text()[said_before:]
+        output = attempt.text()[printed_before:]
         note(
             "named",
-            any(f"process {index}" in said for index in victims) or (len(before) == 1 and "process" in said),
+            # A run of one process has no numbers to name.
+            any(f"process {index}" in output for index in victims)
+            or (len(processes_before) == 1 and "process" in output),
         )
-        note("ended", not any(_alive(pid) for pid in before.values()))
-        note("trained", "ended" in trial.result.times_s and f"step {(resumed_from(said) or 0) + 1}/" in said)
+        note("ended", not any(_alive(pid) for pid in processes_before.values()))
+        # Training again: the first new step after the one that it resumed from, once the old ones have ended.
+        note(
+            "trained",
+            "ended" in trial.result.times_s and f"step {(resumed_from(output) or 0) + 1}/" in output,
+        )
         return "trained" in trial.result.times_s
 
     if attempt.until(training_again, poll_s=0.02):
-        trial.count_lost(attempt.text()[said_before:], hit_step)
+        trial.count_lost(attempt.text()[printed_before:], hit_step)
+    # The supervisor ends only with the run.
     attempt.wait()
     _check(trial, attempt, victims)
 
 
-def _check(trial: Trial, attempt: Attempt, victims: list[int]) -> None:
-    trial.settle(attempt)
+def _check(trial: Trial, attempt: TrialAttempt, victims: list[int]) -> None:
+    trial.record_end(attempt)
     missing = [name for name in ("named", "ended", "trained") if name not in trial.result.times_s]
     if missing:
         trial.wrong(f"processes {victims} were never {', '.join(missing)}: {attempt.text()[-2000:]}")
+    # One code, that of the supervisor: the faults of its processes are not the user's.
     if attempt.codes != {0: DONE}:
         trial.wrong(f"the supervisor ended with {attempt.codes}")
 

@@ -1,6 +1,4 @@
-"""One trial: a training with one fault, the same command again until it is done, and what is wrong with the
-result.
-"""
+"""One trial: a training with one fault, the same command until done, and a comparison of the result."""
 
 import contextlib
 import dataclasses
@@ -12,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jtrain.bench.fault_trials.lab import Lab
-from jtrain.bench.fault_trials.processes import Attempt, StillRunning, end_descendants
+from jtrain.bench.fault_trials.lab import FaultLab
+from jtrain.bench.fault_trials.processes import StillRunning, TrialAttempt, end_descendants
 from jtrain.bench.fault_trials.recipe import EVERY_STEPS, LAUNCH
 from jtrain.bench.fault_trials.workdir import Workdir, resumed_from
 from jtrain.runtime.exit_codes import DONE, FAULTY_HARDWARE, REFUSED, STOPPED
@@ -28,11 +26,11 @@ runs."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class FaultKind:
     """Kind of fault.
 
     name: as after `--only`.
-    what: what happens, for the list of kinds.
+    description: of what happens, for the list of kinds.
     inject: starts the training, or takes a half-done one, and does the damage; the harness starts it again
       afterwards.
     processes: numbers of processes with which it makes sense.
@@ -44,13 +42,13 @@ class Kind:
     lines_lost: True if lines of metrics.jsonl may be missing, because the fault keeps them from being
       written.
     lost_steps: steps beyond one interval that the fault may take.
-    keeps_more: True if older checkpoints may stay and others be of a later step: none is deleted while
+    may_keep_others: True if older checkpoints may stay and others be of a later step: none is deleted while
       numbers are in doubt, a save waits for good ones, and a run that is stopped saves at that step.
     needs: returns why this machine cannot do it, None if it can.
     """
 
     name: str
-    what: str
+    description: str
     inject: Callable[["Trial"], None]
     processes: tuple[int, ...] = (1, 2, 4)
     refused: str | None = None
@@ -59,12 +57,12 @@ class Kind:
     says: str | None = None
     lines_lost: bool = False
     lost_steps: int = 0
-    keeps_more: bool = False
+    may_keep_others: bool = False
     needs: Callable[[], str | None] = lambda: None
 
 
 @dataclasses.dataclass
-class Result:
+class FaultResult:
     """Outcome of a trial.
 
     wrong: what is wrong, empty if nothing is.
@@ -85,7 +83,7 @@ class Result:
     seconds: float = 0.0
     times_s: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
-    kept: Path | None = None
+    failed_folder: Path | None = None
 
 
 class Trial:
@@ -98,60 +96,62 @@ class Trial:
     cleanups: called at the end of the trial.
     """
 
-    def __init__(self, kind: Kind, lab: Lab, folder: Path, seed: int) -> None:
+    def __init__(self, kind: FaultKind, lab: FaultLab, folder: Path, seed: int) -> None:
         self.kind = kind
         self.lab = lab
         self.recipe = lab.recipe
         self.reference = lab.reference(lab.recipe)
         self.folder = folder
+        # Kind and seed give the same trial again, whatever ran before it.
         self.rng = random.Random(f"{kind.name} {seed}")
         self.workdir = Workdir(folder / "workdir")
-        self.result = Result(kind.name, seed, self.recipe.num_processes)
+        self.result = FaultResult(kind.name, seed, self.recipe.num_processes)
         self.module: tuple[str, ...] = (LAUNCH,)
         self.compared: tuple[str, ...] = ("",)
         self.cleanups = contextlib.ExitStack()
-        self.said = ""
-        self.attempts: list[Attempt] = []
+        self.output = ""
+        self.attempts: list[TrialAttempt] = []
 
     def from_half(self) -> None:
         """Gives the trial a workdir whose run was killed after two checkpoints."""
         shutil.copytree(self.lab.half(), self.workdir.path, symlinks=True, dirs_exist_ok=True)
 
-    def start(self, *more: str, workdirs: Sequence[Path] = (), **how: Any) -> Attempt:
-        """Starts the training; see `Recipe.start`."""
-        how.setdefault("module", self.module)
-        how.setdefault("limit_s", max(SHORTEST_LIMIT_S, LIMIT_RUNS * self.reference.end_s))
+    def start(self, *extra_arguments: str, workdirs: Sequence[Path] = (), **options: Any) -> TrialAttempt:
+        """Starts the training; see `RunRecipe.start`."""
+        options.setdefault("module", self.module)
+        # Generous, since an attempt that is merely slow must not count as a hang.
+        options.setdefault("limit_s", max(SHORTEST_LIMIT_S, LIMIT_RUNS * self.reference.end_s))
         logs = self.folder / f"attempt{len(self.attempts)}"
-        attempt = self.recipe.start(workdirs or [self.workdir.path], logs, *more, **how)
+        attempt = self.recipe.start(workdirs or [self.workdir.path], logs, *extra_arguments, **options)
         self.attempts.append(attempt)
         return attempt
 
     def victims(self) -> list[int]:
         """Draws the processes that a fault hits: all of them in one third of the trials."""
         everyone = list(range(self.recipe.num_processes))
+        # All at once is the common fault of a machine; subsets are those of a cluster.
         if len(everyone) == 1 or self.rng.random() < 1 / 3:
             return everyone
         return sorted(self.rng.sample(everyone, self.rng.randint(1, len(everyone) - 1)))
 
-    def kill(self, attempt: Attempt) -> None:
-        """Kills drawn processes; what is left of the run is killed up to two seconds later, as by a
-        scheduler.
-        """
+    def kill(self, attempt: TrialAttempt) -> None:
+        """Kills drawn processes; the rest of the run is killed up to two seconds later, as by a scheduler."""
         victims = self.victims()
         attempt.kill(victims)
         self.result.notes.append(f"killed processes {victims}")
         end_s = time.monotonic() + self.rng.uniform(0, 2)
         attempt.until(lambda: time.monotonic() > end_s, poll_s=0.01)
         attempt.kill()
-        self.settle(attempt)
+        self.record_end(attempt)
 
-    def settle(self, attempt: Attempt) -> None:
+    def record_end(self, attempt: TrialAttempt) -> None:
         """Notes what an ended attempt said and left."""
         for name in attempt.strays():
             self.wrong(f"a process stayed behind: {name}")
         text = attempt.text()
-        self.said += text
+        self.output += text
         for index, code in attempt.codes.items():
+            # A killed attempt may end in any way; others only with codes that mean something.
             if not attempt.killed and code not in (DONE, REFUSED, STOPPED, FAULTY_HARDWARE):
                 self.wrong(f"process {index} ended with {code}: {_last_lines(attempt.logs[index])}")
 
@@ -159,81 +159,88 @@ class Trial:
         """Notes something wrong."""
         self.result.wrong.append(text)
 
-    def run(self) -> Result:
+    def run(self) -> FaultResult:
         """Injects the fault, starts the same command until it is done, and compares."""
         start_s = time.monotonic()
         self.folder.mkdir(parents=True)
         try:
+            # The kind starts the first attempt itself.
             self.kind.inject(self)
             self._finish()
             self._compare()
         except StillRunning as hang:
             self.wrong(f"{hang}: {_last_lines(self.attempts[-1].logs[0])}")
         finally:
+            # Processes first: a mounted disk cannot be removed under them.
             end_descendants()
             self.cleanups.close()
         self.result.seconds = time.monotonic() - start_s
+        # Files of a failed trial stay for whoever looks for the reason.
         if self.result.wrong:
-            self.result.kept = self.folder
+            self.result.failed_folder = self.folder
         else:
             shutil.rmtree(self.folder, ignore_errors=True)
         return self.result
 
-    def again(self, *more: str) -> Attempt:
+    def again(self, *extra_arguments: str) -> TrialAttempt:
         """Starts the same command once more, waits for its end, and counts what it did again."""
-        before, committed = self.workdir.last_step(), max(self.workdir.committed(), default=0)
-        due, newest = self._due(before), self.workdir.newest_folder()
-        attempt = self.start(*more)
-        stepped: list[float] = []
+        # Taken before the start, which changes all of them.
+        logged_step, committed = self.workdir.last_step(), max(self.workdir.committed(), default=0)
+        due_step, newest = self._due(logged_step), self.workdir.newest_folder()
+        attempt = self.start(*extra_arguments)
+        first_step_s: list[float] = []
 
         def new_step() -> bool:
             resumed = resumed_from(attempt.text())
+            # The first new step: one after the step that it resumed from, or step 1.
             return f"step {(resumed or 0) + 1}/" in attempt.text()
 
         if attempt.until(new_step, poll_s=0.01):
-            stepped.append(time.monotonic() - attempt.started_s)
-            self.result.times_s["again"] = max(self.result.times_s.get("again", 0.0), stepped[0])
+            first_step_s.append(time.monotonic() - attempt.started_s)
+            self.result.times_s["again"] = max(self.result.times_s.get("again", 0.0), first_step_s[0])
         attempt.wait()
-        self.settle(attempt)
-        if stepped:
-            resumed = self.count_lost(attempt.text(), before)
-            if resumed < due - EVERY_STEPS - self.kind.lost_steps:
-                self.wrong(f"more than one interval lost: at step {before}, resumed from step {resumed}")
+        self.record_end(attempt)
+        if first_step_s:
+            resumed = self.count_lost(attempt.text(), logged_step)
+            # A save every EVERY_STEPS, and one more interval for a save that was under way.
+            if resumed < due_step - EVERY_STEPS - self.kind.lost_steps:
+                self.wrong(f"more than one interval lost: at step {logged_step}, resumed from step {resumed}")
             if resumed < newest and not re.search(
-                rf"checkpoints/{newest}\b|step {newest}\b(?!/)", attempt.text()
+                # A newer folder that was passed over must be named in the output.
+                rf"checkpoints/{newest}\b|step {newest}\b(?!/)",
+                attempt.text(),
             ):
                 self.wrong(f"resumed from step {resumed} without a word on checkpoints/{newest}")
+            # A whole checkpoint that is not used is lost work.
             if resumed < committed and not self.kind.lost_steps:
                 self.wrong(
                     f"resumed from step {resumed}, although the checkpoint of step {committed} is whole"
                 )
+            # A step without a checkpoint cannot be resumed from: the state would be of another step.
             if resumed > committed:
                 self.wrong(
                     f"resumed from step {resumed}, but the newest checkpoint was that of step {committed}"
                 )
         return attempt
 
-    def count_lost(self, text: str, before: int) -> int:
-        """Notes a start that went on, and the steps up to `before` that it does again; returns the step it is
-        from.
-        """
+    def count_lost(self, text: str, logged_step: int) -> int:
+        """Notes a start that went on and the steps up to `logged_step` done again; returns its step."""
         resumed = resumed_from(text) or 0
         self.result.recoveries += 1
-        self.result.lost_steps = max(self.result.lost_steps, before - resumed)
+        self.result.lost_steps = max(self.result.lost_steps, logged_step - resumed)
         return resumed
 
-    def _due(self, before: int) -> int:
-        """Returns the newest step up to `before` whose save may have begun: the next waits for one under
-        way.
-        """
+    def _due(self, logged_step: int) -> int:
+        """Returns the newest step up to `logged_step` whose save may have begun; the next waits for it."""
         under_way = [
             int(path.name.partition(".")[0]) for path in self.workdir.saving() if path.name[:1].isdecimal()
         ]
-        return min([before // EVERY_STEPS * EVERY_STEPS, *under_way])
+        return min([logged_step // EVERY_STEPS * EVERY_STEPS, *under_way])
 
     def _finish(self) -> None:
         for _ in range(MOST_ATTEMPTS):
             attempt = self.again()
+            # One code for all: processes of a run end alike.
             codes = set(attempt.codes.values())
             if codes == {DONE}:
                 break
@@ -244,17 +251,19 @@ class Trial:
                 self.kind.mend(self)
             elif not codes <= {DONE, STOPPED, FAULTY_HARDWARE}:
                 return
+        # The loop ended without a break.
         else:
             self.wrong(f"not done after {MOST_ATTEMPTS} starts of the same command")
         if self.kind.must_refuse and not self.result.refused:
             self.wrong("the run went on where it has to refuse")
-        if self.kind.says is not None and not re.search(self.kind.says, self.said):
+        if self.kind.says is not None and not re.search(self.kind.says, self.output):
             self.wrong(f"nothing in the output matches {self.kind.says!r}")
 
-    def _check_refusal(self, attempt: Attempt) -> None:
+    def _check_refusal(self, attempt: TrialAttempt) -> None:
         """A refusal comes before step 1, without a traceback, and names the way out; then it is taken."""
         self.result.refused = True
         text = attempt.text()
+        # The last error of the output is the refusal.
         message = text[text.rfind("error:") :].strip()
         if self.kind.refused is None:
             self.wrong(f"refused: {message}")
@@ -266,26 +275,33 @@ class Trial:
             self.wrong(f"a traceback: {_last_lines(attempt.logs[0])}")
 
     def _compare(self) -> None:
+        # Nothing to compare after a failure, or where a refusal is the right end.
         if self.result.wrong or (self.result.refused and self.kind.mend is None):
             return
         want = {step.step: step for step in self.reference.steps}
         got = self.workdir.logged()
         numbers = [step.step for step in got]
+        # A step that was logged twice was trained twice.
         if numbers != sorted(set(numbers)):
             self.wrong(f"lines of metrics.jsonl are not one per step: {numbers}")
         if not self.kind.lines_lost and set(numbers) != set(want):
             self.wrong(f"lines of metrics.jsonl are missing: steps {sorted(set(want) - set(numbers))}")
+        # Bit for bit: losses are compared as text.
         for step in got:
             if step != want.get(step.step):
                 self.wrong(f"step {step.step} diverges: {step}, unbroken: {want.get(step.step)}")
+                # One line is enough: all later steps differ too.
                 break
         want_committed = self.reference.committed
         got_committed = self.workdir.committed()
-        same = got_committed == want_committed
-        if self.kind.keeps_more:
-            same = got_committed[-1:] == want_committed[-1:] and len(got_committed) >= len(want_committed)
-        if not same:
+        is_expected = got_committed == want_committed
+        if self.kind.may_keep_others:
+            is_expected = got_committed[-1:] == want_committed[-1:] and len(got_committed) >= len(
+                want_committed
+            )
+        if not is_expected:
             self.wrong(f"checkpoints {got_committed}, unbroken: {want_committed}")
+        # Without the last checkpoint there is no final state to compare.
         if want_committed[-1] not in got_committed:
             return
         got_digests = self.workdir.digests(want_committed[-1], self.folder / "digests.log")

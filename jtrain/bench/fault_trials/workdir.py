@@ -13,7 +13,7 @@ from jtrain.telemetry import metrics
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class LoggedStep:
     """Logged results of one step; `loss` keeps every bit (the text in the file)."""
 
     step: int
@@ -31,22 +31,22 @@ class Workdir:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def logged(self) -> list[Step]:
-        """Returns all steps in metrics.jsonl in the order of its lines; lines that cannot be read are left
-        out.
-        """
-        found = []
+    def logged(self) -> list[LoggedStep]:
+        """Returns all steps in metrics.jsonl in the order of its lines, without lines that cannot be read."""
+        logged_steps = []
         try:
             text = (self.path / metrics.FILE).read_bytes()
         except OSError:
             return []
+        # The last line may still be in the middle of being written.
         for line in text.rpartition(b"\n")[0].splitlines():
             try:
+                # Floats as text, so that no bit is lost.
                 values = json.loads(line, parse_float=str)
-                found.append(Step(values["step"], values["loss_nats"], values["batch_hash"]))
+                logged_steps.append(LoggedStep(values["step"], values["loss_nats"], values["batch_hash"]))
             except (ValueError, KeyError, TypeError):
                 continue
-        return found
+        return logged_steps
 
     def last_step(self) -> int:
         """Returns the highest logged step, 0 without one."""
@@ -58,18 +58,20 @@ class Workdir:
 
     def newest_folder(self) -> int:
         """Returns the highest step that any folder is named after, complete or not; 0 without one."""
+        # Folders of complete checkpoints have a number as their name.
         return max((int(path.name) for path in self._folders() if path.name.isdecimal()), default=0)
 
     def saving(self) -> tuple[Path, ...]:
         """Returns the folders of saves under way, or left by interrupted ones."""
         return tuple(
-            path for path in self._folders() if not path.name.isdecimal() and not _set_aside(path.name)
+            # Damaged and doubtful ones were renamed by a run that looked at them.
+            path
+            for path in self._folders()
+            if not path.name.isdecimal() and not _set_aside(path.name)
         )
 
     def sealed(self) -> tuple[Path, ...]:
-        """Returns the folders of saves whose files are all written, manifest included, and which are not
-        committed.
-        """
+        """Returns the folders of saves whose files and manifest are written, but which are not committed."""
         return tuple(path for path in self.saving() if (path / files.MANIFEST).exists())
 
     def deleting(self) -> tuple[Path, ...]:
@@ -79,32 +81,36 @@ class Workdir:
     def _folders(self) -> list[Path]:
         try:
             return [Path(entry.path) for entry in os.scandir(self.checkpoints) if entry.is_dir()]
+        # The folder comes with the first save.
         except OSError:
             return []
 
     def open_checkpoints(self, pid: int) -> list[Path]:
         """Returns the files of checkpoints that a process has open."""
-        found = []
+        open_files = []
         folder = str(self.checkpoints.resolve())
         try:
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 target = os.readlink(entry.path)
                 if target.startswith(folder):
-                    found.append(Path(target))
+                    open_files.append(Path(target))
+        # The process ended, or closed the file meanwhile.
         except OSError:
             return []
-        return found
+        return open_files
 
     def digests(self, step: int, log: Path) -> dict[str, str]:
         """Returns leaf -> hash of its bytes, dtype and shape, for the state in the checkpoint of `step`."""
+        # In a fork: reading starts JAX's backend, which the harness must not have.
         text = processes.in_fork(lambda: _print_digests(self.checkpoints / str(step) / files.STATE), log)
         return json.loads(text.splitlines()[-1])
 
 
 def resumed_from(text: str) -> int | None:
     """Returns the step that an attempt's output says it resumed from; None if it began at step 0."""
-    found = re.findall(r"resumed from step (\d+)", text)
-    return int(found[-1]) if found else None
+    steps = re.findall(r"resumed from step (\d+)", text)
+    # The last one: a supervised run prints one for each start.
+    return int(steps[-1]) if steps else None
 
 
 def _set_aside(name: str) -> bool:
@@ -117,6 +123,7 @@ def _print_digests(path: Path) -> int:
     import numpy as np
     import orbax.checkpoint as ocp
 
+    # On a CPU, so that no accelerator is taken from a training.
     jax.config.update("jax_platforms", "cpu")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         tree = reader.metadata(path).item_metadata.tree
@@ -126,9 +133,11 @@ def _print_digests(path: Path) -> int:
     digests = {}
     for keys, leaf in leaves:
         array = np.ascontiguousarray(leaf)
+        # dtype and shape too: equal bytes of another dtype are another array.
         body = repr((array.dtype.name, array.shape)).encode() + array.tobytes()
         digests[jax.tree_util.keystr(keys, simple=True, separator=".")] = hashlib.blake2b(
             body, digest_size=16
         ).hexdigest()
+    # A line of its own behind whatever Orbax prints.
     print("\n" + json.dumps(digests))
     return 0

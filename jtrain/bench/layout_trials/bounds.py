@@ -39,15 +39,16 @@ FACTOR = 3.0
 class References:
     """Runs with which one is compared.
 
-    exact: one device in float32. same: one device in the precision of the run. truth: float64, from the first
-      weights
-    of `same`. disturbed: the same with errors in its gradients.
+    exact: one device in float32.
+    one_device: one device in the precision of the run.
+    truth: float64, from the first weights of `one_device`.
+    disturbed: the same with errors in its gradients.
     """
 
     exact: Course
-    same: Course
-    truth: float64.Course
-    disturbed: Sequence[float64.Course]
+    one_device: Course
+    truth: float64.ReferenceCourse
+    disturbed: Sequence[float64.ReferenceCourse]
 
 
 @dataclasses.dataclass
@@ -57,86 +58,100 @@ class Comparison:
     shares: dict[str, float] = dataclasses.field(default_factory=dict)
     unequal: list[str] = dataclasses.field(default_factory=list)
 
-    def equal(self, what: str, got: Any, want: Any) -> None:
+    def equal(self, label: str, got: Any, want: Any) -> None:
         """Requires equality."""
         if got != want:
-            self.unequal.append(f"{what}: {got}, not {want}")
+            self.unequal.append(f"{label}: {got}, not {want}")
 
-    def within(self, kind: str, what: str, difference: Any, bound: Any) -> None:
+    def within(self, kind: str, label: str, difference: Any, bound: Any) -> None:
         """Requires that no difference exceeds its bound; NaN does."""
         difference, bound = np.asarray(difference, np.float64), np.asarray(bound, np.float64)
+        # A bound of 0 allows no difference at all; 0 of 0 is no difference.
         share = np.divide(difference, bound, out=np.where(difference == 0, 0.0, np.inf), where=bound > 0)
+        # NaN and infinity are always over the bound.
         worst = float(np.max(share, initial=0.0)) if np.isfinite(difference).all() else np.inf
         self.shares[kind] = max(self.shares.get(kind, 0.0), worst)
+        # `not <=`, so that NaN fails too.
         if not worst <= 1:
             self.unequal.append(
-                f"{kind}, {what}: {np.max(difference):.3g} apart, {worst:.3g} times the bound"
+                f"{kind}, {label}: {np.max(difference):.3g} apart, {worst:.3g} times the bound"
             )
 
 
 def compare(setting: Setting, run: Course, to: References) -> Comparison:
     """Compares a run with all its references."""
-    found = Comparison()
-    found.equal("times that the step was traced", run.num_traces, 1)
-    found.equal("a rejected step changed nothing", run.unchanged, True)
-    for step, (got, want) in enumerate(zip(run.exact, to.same.exact, strict=True)):
-        found.equal(f"step {step + 1}: hash, targets, applied, rate, not finite", got, want)
-    for path, value in to.same.first.items():
-        same = np.array_equal(run.first[path], value) and run.first[path].dtype == value.dtype
-        found.equal(f"first weights of {path} are those of one device", same, True)
+    comparison = Comparison()
+    # A second trace would mean that shapes or placements changed between steps.
+    comparison.equal("times that the step was traced", run.num_traces, 1)
+    comparison.equal("a rejected step changed nothing", run.unchanged, True)
+    # Metrics without rounding must be the same bits in every layout.
+    for step, (got, want) in enumerate(zip(run.exact, to.one_device.exact, strict=True)):
+        comparison.equal(f"step {step + 1}: hash, targets, applied, rate, not finite", got, want)
+    # First weights are drawn by position in the whole array, so no layout may change them.
+    for path, value in to.one_device.first.items():
+        is_equal = np.array_equal(run.first[path], value) and run.first[path].dtype == value.dtype
+        comparison.equal(f"first weights of {path} are those of one device", is_equal, True)
     if is_float32(setting):
-        _first_step(found, run, to)
+        _first_step(comparison, run, to)
     else:
-        _first_step_in_fewer_bits(setting, found, run, to)
+        _first_step_in_fewer_bits(setting, comparison, run, to)
     if is_exact(setting):
-        _later_steps(setting, found, run, to)
+        _later_steps(setting, comparison, run, to)
     else:
-        _later_steps_in_fewer_bits(setting, found, run, to)
-    return found
+        _later_steps_in_fewer_bits(setting, comparison, run, to)
+    return comparison
 
 
-def _first_step(found: Comparison, run: Course, to: References) -> None:
+def _first_step(comparison: Comparison, run: Course, to: References) -> None:
     """Loss, gradient and evaluation of the first step, in float32."""
     for name, loss, norm in (
         ("one device", to.exact.losses[0], to.exact.norms[0]),
         ("float64", to.truth.losses[0], to.truth.norms[0]),
     ):
-        found.within("first loss", name, abs(run.losses[0] - loss), LOSS * loss)
-        found.within("first gradient norm", name, abs(run.norms[0] - norm), 2 * LOSS * norm)
+        comparison.within("first loss", name, abs(run.losses[0] - loss), LOSS * loss)
+        # Twice: a norm squares the error's effect.
+        comparison.within("first gradient norm", name, abs(run.norms[0] - norm), 2 * LOSS * norm)
     if run.nats_BL is not None:
-        found.within("evaluation", "float64", np.abs(run.nats_BL - to.truth.nats_BL), NATS)
+        comparison.within("evaluation", "float64", np.abs(run.nats_BL - to.truth.nats_BL), NATS)
     for moment, truth in (("mu", to.truth.mu), ("nu", to.truth.nu)):
+        # nu squares the gradient, which doubles its relative error.
         bound = GRADIENT if moment == "mu" else 2 * GRADIENT
         for path, want in truth.items():
             array = run.moments.get(f"{moment} {path}")
+            # Rounded moments are compared below, by their codes.
             if array is None or array.dtype != np.float32:
                 continue
             largest = np.abs(want).max()
-            found.within(f"gradient ({moment})", f"{path}, float64", np.abs(array - want), bound * largest)
-            other = to.exact.moments[f"{moment} {path}"]
-            found.within(
-                f"gradient ({moment})", f"{path}, one device", np.abs(array - other), bound * largest
+            comparison.within(
+                f"gradient ({moment})", f"{path}, float64", np.abs(array - want), bound * largest
+            )
+            on_one_device = to.exact.moments[f"{moment} {path}"]
+            comparison.within(
+                f"gradient ({moment})", f"{path}, one device", np.abs(array - on_one_device), bound * largest
             )
     for name, array in run.moments.items():
         if array.dtype in (np.int8, np.uint8):
             # The same noise rounds the same values: only a value at the edge of two codes may get the other.
-            found.within("8-bit codes that differ", name, np.mean(array != to.same.moments[name]), 0.02)
+            comparison.within(
+                "8-bit codes that differ", name, np.mean(array != to.one_device.moments[name]), 0.02
+            )
         elif "_scale" in name:
-            found.within("8-bit scales", name, np.abs(array / to.same.moments[name] - 1), 1e-3)
+            comparison.within("8-bit scales", name, np.abs(array / to.one_device.moments[name] - 1), 1e-3)
 
 
-def _later_steps(setting: Setting, found: Comparison, run: Course, to: References) -> None:
+def _later_steps(setting: Setting, comparison: Comparison, run: Course, to: References) -> None:
     """Losses and parameters of all steps, in float32."""
     for step, (loss, norm) in enumerate(zip(to.truth.losses, to.truth.norms, strict=True)):
-        spread = max(abs(other.losses[step] - loss) for other in to.disturbed)
-        found.within(
+        # The spread that errors of NOISE make in the reference: what amplification is natural here.
+        spread = max(abs(with_errors.losses[step] - loss) for with_errors in to.disturbed)
+        comparison.within(
             "later losses",
             f"{step + 1}, float64",
             abs(run.losses[step] - loss),
             LOSS * loss + MEASURED * spread,
         )
-        spread = max(abs(other.norms[step] - norm) for other in to.disturbed)
-        found.within(
+        spread = max(abs(with_errors.norms[step] - norm) for with_errors in to.disturbed)
+        comparison.within(
             "later norms",
             f"{step + 1}, float64",
             abs(run.norms[step] - norm),
@@ -144,8 +159,9 @@ def _later_steps(setting: Setting, found: Comparison, run: Course, to: Reference
         )
     for path, want in to.truth.last.items():
         bound = parameter_bound(setting, to, path)
-        found.within("parameters", f"{path}, float64", np.abs(run.last[path] - want), bound)
-        found.within(
+        comparison.within("parameters", f"{path}, float64", np.abs(run.last[path] - want), bound)
+        # Two runs in float32 may each be off by the bound, in opposite directions.
+        comparison.within(
             "parameters", f"{path}, one device", np.abs(run.last[path] - to.exact.last[path]), 2 * bound
         )
 
@@ -155,20 +171,25 @@ def parameter_bound(setting: Setting, to: References, path: str) -> np.ndarray:
     follows.
     """
     descent, want = descent_of(setting), to.truth.last[path]
+    # 4e-7: a few roundings of float32, relative to the weight or to 1.
     bound = 4e-7 * (1 + np.abs(want))
-    bound += MEASURED * max(np.abs(other.last[path] - want).max() for other in to.disturbed)
+    bound += MEASURED * max(np.abs(with_errors.last[path] - want).max() for with_errors in to.disturbed)
     for step, gradient in enumerate(to.truth.gradients):
         slope = to.truth.slopes[step][path]
+        # A rejected step and weights without gradient (Muon has no slope) add nothing.
         if (setting["step.rejects"] and step + 1 == REJECTED) or not slope.any():
             continue
+        # Clipping scales the gradient's error with the gradient.
         clip = min(1.0, (descent.clip_norm or np.inf) / to.truth.norms[step])
         error = GRADIENT * clip * np.abs(gradient[path]).max()
+        # Adam's update is at most about 1 per step; an error in the sign makes that 2, with a margin 2.5.
         bound += descent.rate(step) * np.minimum(2.5, 2 * error / (slope + descent.eps))
     return bound
 
 
 def floor_of(setting: Setting) -> float:
     """Relative error of a gradient that a layout may add where one device in the same precision has none."""
+    # Float32 sums in another order; then what each reduced precision adds.
     floor = 1e-4
     if setting["precision.compute_dtype"] == "bfloat16":
         floor += 0.01
@@ -179,39 +200,45 @@ def floor_of(setting: Setting) -> float:
     return floor
 
 
-def _relative(error: np.ndarray, of: np.ndarray) -> float:
-    """Root of the mean square of an error, relative to that of `of`."""
-    size = float(np.sqrt(np.mean(np.square(of, dtype=np.float64))))
+def _relative(error: np.ndarray, reference: np.ndarray) -> float:
+    """Root of the mean square of an error, relative to that of `reference`."""
+    size = float(np.sqrt(np.mean(np.square(reference, dtype=np.float64))))
     return (
+        # All zeros: any error is too much.
         float(np.sqrt(np.mean(np.square(error, dtype=np.float64)))) / size if size else float(np.any(error))
     )
 
 
-def _first_step_in_fewer_bits(setting: Setting, found: Comparison, run: Course, to: References) -> None:
+def _first_step_in_fewer_bits(setting: Setting, comparison: Comparison, run: Course, to: References) -> None:
     floor = floor_of(setting)
-    for kind, of in (("first loss", "losses"), ("first gradient norm", "norms")):
-        got, one, want = (getattr(x, of)[0] for x in (run, to.same, to.truth))
-        bound = FACTOR * abs(one - want) + 0.5 * floor * want
-        found.within(f"{kind}, fewer bits", "float64", abs(got - want), bound)
-    if run.nats_BL is not None and to.same.nats_BL is not None:
-        error, of_one = (x.nats_BL - to.truth.nats_BL for x in (run, to.same))
+    for kind, field in (("first loss", "losses"), ("first gradient norm", "norms")):
+        got, on_one_device, want = (getattr(x, field)[0] for x in (run, to.one_device, to.truth))
+        # Half of the floor: losses average over all tokens.
+        bound = FACTOR * abs(on_one_device - want) + 0.5 * floor * want
+        comparison.within(f"{kind}, fewer bits", "float64", abs(got - want), bound)
+    if run.nats_BL is not None and to.one_device.nats_BL is not None:
+        error, of_one = (x.nats_BL - to.truth.nats_BL for x in (run, to.one_device))
         bound = FACTOR * _relative(of_one, to.truth.nats_BL) + 0.5 * floor
-        found.within("evaluation, fewer bits", "float64", _relative(error, to.truth.nats_BL), bound)
+        comparison.within("evaluation, fewer bits", "float64", _relative(error, to.truth.nats_BL), bound)
     for path, want in to.truth.mu.items():
         array = run.moments[f"mu {path}"].astype(np.float32)
+        # Codes of 8 bits have no meaning without their scales.
         if run.moments[f"mu {path}"].dtype == np.int8:
             continue
-        of_one = _relative(to.same.moments[f"mu {path}"].astype(np.float32) - want, want)
+        of_one = _relative(to.one_device.moments[f"mu {path}"].astype(np.float32) - want, want)
         bound = FACTOR * of_one + floor
-        found.within("gradient (mu), fewer bits", f"{path}, float64", _relative(array - want, want), bound)
+        comparison.within(
+            "gradient (mu), fewer bits", f"{path}, float64", _relative(array - want, want), bound
+        )
+    # A rejected step adds nothing to the histories.
     num_steps = len(run.losses) - setting["step.rejects"]
     for path, history in run.scaling.items():
-        one = to.same.scaling[path]
-        bound = history_bound(setting, num_steps) * np.abs(one[:, :, :num_steps]) + 1e-30
-        same = np.array_equal(history[:, :, num_steps:], one[:, :, num_steps:])
-        found.equal(f"the history of {path} before the first step is as it was", same, True)
-        difference = np.abs(history - one)[:, :, :num_steps]
-        found.within("histories of 8-bit matmuls", path, difference, bound)
+        on_one_device = to.one_device.scaling[path]
+        bound = history_bound(setting, num_steps) * np.abs(on_one_device[:, :, :num_steps]) + 1e-30
+        is_equal = np.array_equal(history[:, :, num_steps:], on_one_device[:, :, num_steps:])
+        comparison.equal(f"the history of {path} before the first step is as it was", is_equal, True)
+        difference = np.abs(history - on_one_device)[:, :, :num_steps]
+        comparison.within("histories of 8-bit matmuls", path, difference, bound)
 
 
 def history_bound(setting: Setting, num_steps: int) -> np.ndarray:
@@ -228,18 +255,22 @@ def history_bound(setting: Setting, num_steps: int) -> np.ndarray:
       num_steps: steps that were applied.
     """
     bound = np.repeat(np.array([0.25, 0.02, 1.0])[None, :, None], num_steps, axis=2)
+    # The oldest applied step has scales of 1 on every layout.
     if setting["precision.compute_dtype"] == "float32":
         bound[:, :, -1] = GRADIENT
     return bound
 
 
-def _later_steps_in_fewer_bits(setting: Setting, found: Comparison, run: Course, to: References) -> None:
+def _later_steps_in_fewer_bits(setting: Setting, comparison: Comparison, run: Course, to: References) -> None:
     floor = floor_of(setting)
     for step, want in enumerate(to.truth.losses):
-        bound = FACTOR * abs(to.same.losses[step] - want) + (floor + 0.002) * want
-        found.within("later losses, fewer bits", f"{step + 1}, float64", abs(run.losses[step] - want), bound)
+        bound = FACTOR * abs(to.one_device.losses[step] - want) + (floor + 0.002) * want
+        comparison.within(
+            "later losses, fewer bits", f"{step + 1}, float64", abs(run.losses[step] - want), bound
+        )
     for path, want in to.truth.last.items():
-        update = want - to.same.first[path].astype(np.float64)
-        error, of_one = (x.last[path].astype(np.float64) - want for x in (run, to.same))
+        # Relative to the update, since the weights themselves hardly move in three steps.
+        update = want - to.one_device.first[path].astype(np.float64)
+        error, of_one = (x.last[path].astype(np.float64) - want for x in (run, to.one_device))
         bound = FACTOR * _relative(of_one, update) + 3 * floor
-        found.within("parameters, fewer bits", f"{path}, float64", _relative(error, update), bound)
+        comparison.within("parameters, fewer bits", f"{path}, float64", _relative(error, update), bound)

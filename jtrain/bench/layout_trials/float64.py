@@ -1,5 +1,4 @@
-"""Reference in float64 with no code of jtrain: forward pass, loss, gradients, AdamW and Muon, in plain
-jax.numpy.
+"""Reference in float64 with no code of jtrain: forward pass, loss, gradients, AdamW and Muon.
 
 Written from the papers and from the documentation of the settings, whole arrays on one device, every expert
 computed for every token. Gradients are JAX's own. It reads arrays by the names that checkpoints have, and
@@ -37,9 +36,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
-    """Settings of the optimizer: AdamW, or Muon for the layers' matrices; a half cosine after a linear
-    warm-up.
-    """
+    """Settings of the optimizer: AdamW, or Muon for the layers' matrices; warm-up, then a half cosine."""
 
     muon: bool = False
     peak_lr: float = 3e-3
@@ -56,15 +53,16 @@ class Descent:
 
     def rate(self, step: int) -> float:
         """Learning rate of update `step`, from 0."""
+        # Update 0 already has a rate: (0 + 1) / warmup_steps.
         rise = min(1.0, (step + 1) / self.warmup_steps)
-        done = min(max((step - self.warmup_steps) / (self.num_steps - self.warmup_steps), 0.0), 1.0)
-        cosine = 0.5 * (1 + math.cos(math.pi * done))
+        progress = min(max((step - self.warmup_steps) / (self.num_steps - self.warmup_steps), 0.0), 1.0)
+        cosine = 0.5 * (1 + math.cos(math.pi * progress))
         return self.peak_lr * rise * (self.final_fraction + (1 - self.final_fraction) * cosine)
 
 
 @dataclasses.dataclass
-class Course:
-    """What happens in some steps.
+class ReferenceCourse:
+    """Results of some steps.
 
     gradients: of each step, not clipped. mu, nu: moments after the first step. slope: of each step, root of
       the second
@@ -94,7 +92,7 @@ def train(
     *,
     noise: float = 0.0,
     seed: int = 0,
-) -> Course:
+) -> ReferenceCourse:
     """Trains from `params` on one batch per step.
 
     Args:
@@ -102,20 +100,23 @@ def train(
       noise: largest error added to every element of a gradient, relative to the largest element of its array.
     """
     rng = np.random.default_rng(seed)
+    # JAX is in 32 bits for the run under test; only this block has 64.
     with jax.enable_x64(True):
         p = {path: np.asarray(value).astype(np.float64) for path, value in params.items()}
         m = {path: np.zeros_like(value) for path, value in p.items()}
         v = {path: np.zeros_like(value) for path, value in p.items()}
-        course = Course([], [], [], [], {}, {}, {}, np.zeros(()), math.inf)
+        course = ReferenceCourse([], [], [], [], {}, {}, {}, np.zeros(()), math.inf)
         for step, batch in enumerate(batches):
             (_, (loss, nats, closest)), gradient = differentiate(sizes)(p, batch)
             g = {path: np.asarray(value) for path, value in gradient.items()}
+            # Sorted, so that each array gets the same errors in every run of the seed.
             for path, value in sorted(g.items() if noise else ()):
                 # Exact zeros stay: no layout adds anything to the gradient of what no token reads.
                 error = noise * np.abs(value).max() * rng.uniform(-1, 1, value.shape)
                 g[path] = value + np.where(value == 0, 0.0, error)
             norm = math.sqrt(sum(float((value**2).sum()) for value in g.values()))
             course.losses.append(float(loss))
+            # Unclipped: bounds scale them by the clip themselves.
             course.norms.append(norm)
             course.gradients.append(g)
             course.closest = min(course.closest, float(closest))
@@ -124,6 +125,7 @@ def train(
             clip = 1.0 if descent.clip_norm is None else min(1.0, descent.clip_norm / norm)
             if step not in rejected:
                 p, m, v = _update(descent, step, p, {path: clip * value for path, value in g.items()}, m, v)
+            # Without bias: v / (1 - b2^t), as Adam divides.
             course.slopes.append({path: np.sqrt(v[path] / (1 - descent.b2 ** (step + 1))) for path in v})
             if step == 0:
                 course.mu, course.nu = dict(m), dict(v)
@@ -135,12 +137,14 @@ def _update(d: Descent, step: int, p: Flat, g: Flat, m: Flat, v: Flat) -> tuple[
     new_p, new_m, new_v = dict(p), dict(m), dict(v)
     for path, value in p.items():
         is_scale = path.rpartition(".")[2].startswith("scale_")
+        # Scales of norms are neither decayed nor orthogonalised.
         decay = 0.0 if is_scale else d.weight_decay
         if d.muon and path.startswith("layers.") and not is_scale:
             new_m[path] = d.momentum * m[path] + (1 - d.momentum) * g[path]
-            ahead = d.momentum * new_m[path] / (1 - d.momentum ** (step + 2))
-            ahead = ahead + (1 - d.momentum) * g[path] / (1 - d.momentum ** (step + 1))
-            direction = d.update_rms * _orthogonal(path, ahead)
+            # Nesterov's look-ahead with both terms corrected for their own number of steps.
+            lookahead = d.momentum * new_m[path] / (1 - d.momentum ** (step + 2))
+            lookahead = lookahead + (1 - d.momentum) * g[path] / (1 - d.momentum ** (step + 1))
+            direction = d.update_rms * _orthogonal(path, lookahead)
         else:
             new_m[path] = d.b1 * m[path] + (1 - d.b1) * g[path]
             new_v[path] = d.b2 * v[path] + (1 - d.b2) * g[path] ** 2
@@ -151,20 +155,24 @@ def _update(d: Descent, step: int, p: Flat, g: Flat, m: Flat, v: Flat) -> tuple[
 
 
 def _orthogonal(path: str, stack: np.ndarray) -> np.ndarray:
-    """Five Newton-Schulz steps of every layer's matrix, (inputs, outputs), times the root of its longer
-    side.
-    """
+    """Five Newton-Schulz steps of every layer's matrix [inputs, outputs], times the longer side's root."""
     letters = path.rpartition("_")[2]
+    # The letters at the end of a path name its dimensions, D being the model's width.
     matrices = stack.reshape(-1, *stack.shape[2:]) if letters.startswith("X") else stack
+    # Experts are further matrices of the stack.
     letters = letters.removeprefix("X")
+    # A matrix into the model's width has the other dimensions as inputs.
     inputs = matrices.shape[1] if letters[0] == "D" else math.prod(matrices.shape[1:-1])
     x = matrices.reshape(len(matrices), inputs, -1)
     longer = math.sqrt(max(x.shape[1:]))
+    # The iteration multiplies by x x^T, which is smaller if x is wide.
     tall = x.shape[1] > x.shape[2]
     x = x.swapaxes(1, 2) if tall else x
+    # The Frobenius norm bounds the spectral norm, so the iteration starts within its range.
     x = x / (np.sqrt((x**2).sum(axis=(1, 2), keepdims=True)) + 1e-8)
     for _ in range(5):
         square = x @ x.swapaxes(1, 2)
+        # Muon's published quintic coefficients.
         x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
     x = x.swapaxes(1, 2) if tall else x
     return longer * x.reshape(stack.shape)
@@ -172,15 +180,14 @@ def _orthogonal(path: str, stack: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def differentiate(sizes: Sizes) -> Callable[..., Any]:
-    """Function of (parameters, batch) that gives (objective, (loss, nats of each token, closest)) and its
-    gradients.
-    """
+    """Function of (parameters, batch) that gives (objective, (loss, nats, closest)) and its gradients."""
     return jax.jit(jax.value_and_grad(functools.partial(_objective, sizes), has_aux=True))
 
 
 def _objective(sizes: Sizes, p: Any, batch: Any) -> Any:
     target = batch["target_BL"]
     has_target = target >= 0
+    # A batch without any target has a loss of 0, not nan.
     count = jnp.maximum(has_target.sum(), 1)
     x, router, closest = _hidden(sizes, p, batch)
     unembed = p["embed_VD"].T if sizes.tied else p["unembed_DV"]
@@ -190,6 +197,7 @@ def _objective(sizes: Sizes, p: Any, batch: Any) -> Any:
     nats = jnp.where(has_target, partition - picked, 0.0)
     penalty = jnp.where(has_target, sizes.z_loss * partition**2, 0.0)
     loss = nats.sum() / count
+    # Penalties are sums over tokens too, divided by the same count.
     return loss + (penalty.sum() + router) / count, (loss, nats, closest)
 
 
@@ -207,6 +215,7 @@ def _hidden(sizes: Sizes, p: Any, batch: Any) -> Any:
         h = _norm(x, w["mlp_norm.scale_D"], sizes.norm_eps)
         if not sizes.experts:
             return (x + _swiglu(h, w["mlp.gate_DF"], w["mlp.up_DF"], w["mlp.down_FD"]), router, closest), None
+        # Padding is in no expert, so its router does not count.
         y, losses, gap = _experts(sizes, w, h, segment > 0)
         return (x + y, router + losses / num_layers, jnp.minimum(closest, gap)), None
 
@@ -241,9 +250,11 @@ def _attention(sizes: Sizes, w: Any, x: Any, position: Any, may_see: Any) -> Any
         q = _norm(q, w["attention.q_norm.scale_H"], sizes.norm_eps)
         k = _norm(k, w["attention.k_norm.scale_H"], sizes.norm_eps)
     q, k = _rotate(sizes, q, position), _rotate(sizes, k, position)
+    # Key heads are repeated, as the plain formula has it.
     shared_by = q.shape[2] // k.shape[2]
     k, v = jnp.repeat(k, shared_by, axis=2), jnp.repeat(v, shared_by, axis=2)
     scores = jnp.einsum("blnh,bmnh->bnlm", q, k) / math.sqrt(q.shape[-1])
+    # A query sees at least itself, so no row is empty.
     weight = jax.nn.softmax(jnp.where(may_see[:, None], scores, -jnp.inf), axis=-1)
     return jnp.einsum("blnh,nhd->bld", jnp.einsum("bnlm,bmnh->blnh", weight, v), w["attention.o_NHD"])
 
@@ -256,20 +267,24 @@ def _swiglu(x: Any, gate: Any, up: Any, down: Any) -> Any:
 def _experts(sizes: Sizes, w: Any, x: Any, valid: Any) -> Any:
     logits = x @ w["mlp.router_DX"]
     chance = jax.nn.softmax(logits, axis=-1)
+    # Gradients do not flow through the choice of experts.
     ranked = jnp.sort(jax.lax.stop_gradient(logits), axis=-1)[..., ::-1]
+    # The gap between the last chosen and the first not chosen expert.
     gap = jnp.where(valid, ranked[..., sizes.top_k - 1] - ranked[..., sizes.top_k], jnp.inf).min()
     chosen = jax.lax.stop_gradient(logits) >= ranked[..., sizes.top_k - 1 : sizes.top_k]
     weight = jnp.where(chosen, chance, 0.0)
     if sizes.normalize_top_k:
+        # Weights of the chosen experts sum to 1 only if the model normalises them.
         weight = weight / weight.sum(axis=-1, keepdims=True)
     gate, up = (jnp.einsum("bld,xdf->blxf", x, w[f"mlp.{name}_XDF"]) for name in ("gate", "up"))
-    each = jnp.einsum("blxf,xfd->blxd", gate * jax.nn.sigmoid(gate) * up, w["mlp.down_XFD"])
-    y = jnp.einsum("blxd,blx->bld", each, weight)
+    expert_outputs = jnp.einsum("blxf,xfd->blxd", gate * jax.nn.sigmoid(gate) * up, w["mlp.down_XFD"])
+    y = jnp.einsum("blxd,blx->bld", expert_outputs, weight)
     y = jnp.where(valid[..., None], y, 0.0)  # padding goes to no expert
     if "mlp.shared.gate_DF" in w:
         y = y + _swiglu(x, w["mlp.shared.gate_DF"], w["mlp.shared.up_DF"], w["mlp.shared.down_FD"])
     slots = (chosen & valid[..., None]).sum(axis=1)
     tokens = jnp.maximum(valid.sum(axis=1), 1)[:, None]
+    # 1 for every expert if tokens are spread evenly.
     share = slots * (sizes.experts / sizes.top_k) / tokens
     balance = (share * jnp.where(valid[..., None], chance, 0.0).sum(axis=1)).sum()
     z = jnp.where(valid, jax.nn.logsumexp(logits, axis=-1) ** 2, 0.0).sum()

@@ -1,6 +1,4 @@
-"""Draws settings so that every pair of values of two factors meets in some trial, as few trials as
-possible.
-"""
+"""Draws settings so that every pair of values of two factors meets in some trial, in few trials."""
 
 import itertools
 import random
@@ -27,6 +25,7 @@ IN_FLOAT32 = tuple(path for path in PATHS if not path.startswith(OF_A_PRECISION)
 
 def pairs_of(setting: Setting) -> set[Pair]:
     """All pairs of factors of a setting."""
+    # In the order of PATHS, so that a pair has one form only.
     return set(itertools.combinations([(path, str(setting[path])) for path in PATHS], 2))
 
 
@@ -49,6 +48,7 @@ class Draw:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"layouts {seed}")
+        # Two lists: pairs in any precision, and pairs within float32.
         self.unmet = {False: all_pairs(), True: all_pairs(IN_FLOAT32)}
         self.refused: set[Pair] = set()
 
@@ -67,6 +67,7 @@ class Draw:
         for path in self._shuffled(IN_FLOAT32 if in_float32 else PATHS):
             if path in fixed:
                 continue
+            # How many unmet pairs each value would add to the setting so far.
             new = {value: self._new_pairs(setting, path, value, unmet) for value in FACTORS[path]}
             # Ties by chance, half of them for the default: a setting where all is on meets more refusals than
             # pairs.
@@ -74,6 +75,7 @@ class Draw:
                 self._shuffled(FACTORS[path]),
                 key=lambda value: (-new[value], value != FACTORS[path][0] and self.rng.random() < 0.5),
             )
+            # The best value, or the second best; further ones add few pairs.
             for value in order[:2]:
                 if value == setting[path] or refusal(setting | {path: value}) is None:
                     setting = setting | {path: value}
@@ -81,19 +83,20 @@ class Draw:
         return setting
 
     def _start(self, in_float32: bool) -> tuple[Setting, tuple[str, ...]]:
-        """A setting with a pair that is unmet, and the factors of the pair; any setting if all pairs have
-        met.
-        """
+        """A setting with an unmet pair, and the factors of the pair; any setting if all pairs have met."""
         unmet = self.unmet[in_float32]
         values = {path: {str(value): value for value in FACTORS[path]} for path in PATHS}
         while unmet:
+            # Sorted, because the order of a set differs between processes.
             pair = self.rng.choice(sorted(unmet))
             chosen = {path: values[path][text] for path, text in pair}
             if (setting := self._with(chosen, in_float32)) is not None:
                 return setting, tuple(chosen)
+            # No setting was found for it, so it is not tried again.
             unmet.discard(pair)
             if not in_float32:
                 self.refused.add(pair)
+        # All pairs have met: six factors by chance.
         paths = IN_FLOAT32 if in_float32 else PATHS
         chosen = {path: self.rng.choice(FACTORS[path]) for path in self.rng.sample(paths, 6)}
         setting = self._with(chosen, in_float32)
@@ -103,17 +106,23 @@ class Draw:
         """A setting with these values that jtrain takes: by the ways out of its refusals, else by chance."""
         setting, _ = follow(defaults() | chosen, keep=tuple(chosen))
         paths = [path for path in (IN_FLOAT32 if in_float32 else PATHS) if path not in chosen]
+        # First few changes, then more: forty-eight tries in all.
         for count in (1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5) * 4:
             if setting is not None and (not in_float32 or _only(setting, IN_FLOAT32)):
                 return setting
-            others = {path: self.rng.choice(FACTORS[path]) for path in self.rng.sample(paths, count)}
-            setting, _ = follow(defaults() | others | chosen, keep=tuple(chosen))
+            random_changes = {path: self.rng.choice(FACTORS[path]) for path in self.rng.sample(paths, count)}
+            # The chosen values last, so that chance does not overwrite them.
+            setting, _ = follow(defaults() | random_changes | chosen, keep=tuple(chosen))
         return None
 
     def _new_pairs(self, setting: Setting, path: str, value: object, unmet: set[Pair]) -> int:
-        one = (path, str(value))
-        others = ((other, str(setting[other])) for other in PATHS if other != path)
-        return sum((one, other) in unmet or (other, one) in unmet for other in others)
+        own_value = (path, str(value))
+        other_values = ((other_path, str(setting[other_path])) for other_path in PATHS if other_path != path)
+        # A pair's two factors come in the order of PATHS, which is unknown here.
+        return sum(
+            (own_value, other_value) in unmet or (other_value, own_value) in unmet
+            for other_value in other_values
+        )
 
     def _shuffled[T](self, values: tuple[T, ...]) -> list[T]:
         return self.rng.sample(values, len(values))
@@ -130,5 +139,6 @@ def random_settings(seed: int) -> Iterator[Setting]:
         setting = defaults()
         for path in rng.sample(PATHS, rng.randint(3, 12)):
             setting[path] = rng.choice(FACTORS[path])
+        # Too many devices would be the only reason that most refusals have.
         if count_devices(setting) <= DEVICES:
             yield setting

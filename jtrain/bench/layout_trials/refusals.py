@@ -17,6 +17,7 @@ _BARE |= {"param_rounding": "optimizer.param_rounding", "chunks": "pipeline.chun
 
 def reason_of(error: UserError) -> str:
     """A refusal without its numbers and names, so that refusals for the same reason are the same text."""
+    # Explanations in parentheses and everything after the first sentence are details of one case.
     text = re.sub(r"\([^)]*\)", "", str(error)).split(". ")[0]
     return re.sub(r"=\S+", "=_", re.sub(r"-?\d+(\.\d+)?%?", "_", text)).strip()[:110]
 
@@ -24,33 +25,40 @@ def reason_of(error: UserError) -> str:
 def ways_out(error: UserError, setting: Setting) -> list[Setting]:
     """Changes that a message names, one dict for each alternative; without those that name no value."""
     message = str(error)
-    near = (
+    # Messages of sizes list those that would split evenly.
+    nearest_sizes = (
         [int(n) for n in re.findall(r"\d+", match[1])]
         if (match := re.search(r"Nearest[^:]*: ([\d, ]+)", message))
         else []
     )
-    found: list[Setting] = []
+    changes: list[Setting] = []
+    # A sentence ends with one of these marks; what follows may be a way out.
     for sentence in re.split(r"(?<=[.:;]) (?=[A-Za-z(])", message):
+        # Only sentences that tell the user to do something are ways out.
         if (
             not re.match(r"(Set|Leave|Raise|Use|or take|add)\b", sentence)
             and "or take schedule" not in sentence
         ):
             continue
         if sentence.startswith("Use optimizer") or "or use AdamW" in sentence:
-            found.append({"optimizer": "AdamW"})
+            changes.append({"optimizer": "AdamW"})
         if "one of them to its default" in sentence:
+            # Each of the named options is an alternative of its own.
             paths = [path for path in re.findall(_PATH, message) if path in FACTORS]
-            found += [{path: FACTORS[path][0]} for path in dict.fromkeys(paths)]
+            changes += [{path: FACTORS[path][0]} for path in dict.fromkeys(paths)]
+        # Alternatives within a sentence are separated by `or`.
         for clause in re.split(
             r",? or (?=set |take |add |change |leave |use |[a-z]+\.[a-z])|, or (?=\w)", sentence
         ):
-            if change := _change(clause, setting, near):
-                found.append(change)
-    return [change for change in found if any(setting[path] != value for path, value in change.items())]
+            if change := _change(clause, setting, nearest_sizes):
+                changes.append(change)
+    # A change to the value that the setting has already is no way out.
+    return [change for change in changes if any(setting[path] != value for path, value in change.items())]
 
 
-def _change(clause: str, setting: Setting, near: list[int]) -> Setting:
+def _change(clause: str, setting: Setting, nearest_sizes: list[int]) -> Setting:
     change: Setting = {}
+    # Both parts of an `and` belong to one change.
     for part in re.split(r" and (?=[a-z_.]+=|[a-z]+\.[a-z])", clause):
         if take := re.search(r"take schedule ([\w-]+)", part):
             change["pipeline.schedule"] = take[1]
@@ -60,6 +68,7 @@ def _change(clause: str, setting: Setting, near: list[int]) -> Setting:
         )
         if named is None:
             continue
+        # Messages shorten some options to their last word.
         path = _BARE.get(named[1], named[1])
         if path not in setting:
             continue
@@ -69,9 +78,11 @@ def _change(clause: str, setting: Setting, near: list[int]) -> Setting:
             change[path] = 1.0  # a share of the bytes that moves all of them
         elif named[3] is not None and (value := _number(named[3], setting[path])) is not None:
             change[path] = value
-        elif near and named[3] is None:
-            change[path] = max(near)
+        elif nearest_sizes and named[3] is None:
+            # The larger of the nearest sizes, as a user would rather have more.
+            change[path] = max(nearest_sizes)
         if path == "pipeline.schedule" and change.get(path) == "interleaved":
+            # Interleaving needs at least two chunks per stage, which its message says elsewhere.
             change["pipeline.chunks"] = 2
     return change
 
@@ -85,12 +96,11 @@ def _typed(text: str) -> Any:
     return float(text) if re.fullmatch(r"-?\d+\.\d+", text) else text
 
 
-def _number(text: str, now: Any) -> int | None:
-    """A number that `2 or more`, `at most 2`, `one of 1, 2, 4`, `a divisor of 8` or `a multiple of 8`
-    allows.
-    """
+def _number(text: str, current: Any) -> int | None:
+    """A number that `2 or more`, `at most 2`, `one of 1, 2, 4` or `a divisor of 8` allows."""
+    # Numbers that are parts of names or versions do not count.
     numbers = [int(n) for n in re.findall(r"(?<![\w.])\d+(?![\w.]*\.\d)", text)]
-    if not numbers or not isinstance(now, int):
+    if not numbers or not isinstance(current, int):
         return None
     if "divisor" in text:
         choices = [n for n in range(1, numbers[0] + 1) if numbers[0] % n == 0]
@@ -98,7 +108,8 @@ def _number(text: str, now: Any) -> int | None:
         choices = [n for n in numbers if n <= DEVICES]
     else:
         return numbers[0]
-    return max((n for n in choices if n <= now), default=min(choices))
+    # The largest allowed value up to the current one changes the setting least.
+    return max((n for n in choices if n <= current), default=min(choices))
 
 
 def follow(setting: Setting, keep: tuple[str, ...] = ()) -> tuple[Setting | None, list[UserError]]:
@@ -111,33 +122,36 @@ def follow(setting: Setting, keep: tuple[str, ...] = ()) -> tuple[Setting | None
       The setting that is taken, None if no way out led to one; and the refusals on the way.
     """
     refusals: list[UserError] = []
-    seen: list[Setting] = []
-    for result in _followed(setting, keep, refusals, seen, MOST):
+    tried: list[Setting] = []
+    # The first result is taken; the generator would yield others.
+    for result in _followed(setting, keep, refusals, tried, MOST):
         return result, refusals
     return None, refusals
 
 
 def _followed(
-    setting: Setting, keep: tuple[str, ...], refusals: list[UserError], seen: list[Setting], left: int
+    setting: Setting, keep: tuple[str, ...], refusals: list[UserError], tried: list[Setting], depth: int
 ) -> Iterator[Setting]:
     error = refusal(setting)
     if error is None:
         yield setting
         return
     refusals.append(error)
-    if left == 0 or setting in seen or len(seen) > 40:
+    # Circles, and searches that grow, end here.
+    if depth == 0 or setting in tried or len(tried) > 40:
         return
-    seen.append(setting)
+    tried.append(setting)
     for change in ways_out(error, setting):
         if all(setting[path] == value for path, value in change.items() if path in keep):
-            yield from _followed(setting | change, keep, refusals, seen, left - 1)
+            yield from _followed(setting | change, keep, refusals, tried, depth - 1)
 
 
-def helps(error: UserError, setting: Setting) -> list[tuple[Setting, bool]]:
+def try_ways_out(error: UserError, setting: Setting) -> list[tuple[Setting, bool]]:
     """For each way out that a message names, the changes and whether they end this refusal."""
     changes = [change for change in ways_out(error, setting) if set(change) <= set(FACTORS)]
     results: list[tuple[Setting, bool]] = []
     for change in changes:
-        after = refusal(setting | change)
-        results.append((change, after is None or reason_of(after) != reason_of(error)))
+        next_error = refusal(setting | change)
+        # Another reason means that this refusal is over, although the setting is not accepted yet.
+        results.append((change, next_error is None or reason_of(next_error) != reason_of(error)))
     return results

@@ -1,6 +1,4 @@
-"""The space of settings: every option that is a layout or a precision, and the parts of a step that they
-give.
-"""
+"""The space of settings: every option that is a layout or a precision, and the parts of a step."""
 
 import dataclasses
 import functools
@@ -21,6 +19,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW, Muon
 from jtrain.pipeline.spec import PipelineSpec
 
+# 8 devices: three axes of size 2, or two of sizes 2 and 4.
 DEVICES = 8
 NUM_STEPS = 20
 """Length of the schedule; a trial makes only its first steps."""
@@ -30,6 +29,7 @@ type Setting = dict[str, Any]
 """Value of every factor by its path."""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
+    # Powers of two, at most half of the devices: two axes at least meet on the mesh.
     "mesh.replica": (1, 2),
     "mesh.stage": (1, 2, 4),
     "mesh.data": (1, 2, 4),
@@ -38,6 +38,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "mesh.tensor": (1, 2, 4),
     "layout.zero_stage": (0, 1, 2, 3),
     "layout.microbatches": (1, 2, 4, 8),
+    # Sets of saved names beside the two extremes.
     "layout.remat": (
         "none",
         "full",
@@ -48,6 +49,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "layout.tensor_overlap": (False, True),
     "layout.sequence_groups": (1, 2),
     "layout.context_attention": ("ring", "ulysses"),
+    # A fraction moves that part of the bytes to the host, none and all are the ends.
     "layout.offload.optimizer": ("none", 0.5, 1.0),
     "layout.offload.params": ("none", 0.5, 1.0),
     "layout.offload.activations": ("none", 0.5, 1.0),
@@ -68,9 +70,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer.param_rounding": ("nearest", "stochastic"),
     "model": ("llama", "qwen3", "moe", "moe, shared expert"),
     "model.scan_layers": (True, False),
+    # More tokens than a batch has (one chunk), fewer, and the size that the library chooses.
     "model.loss_chunk_tokens": (1024, 16, "auto"),
     "model.attention_chunk": (512, 4),
     "kernels": ("chosen", "permutes"),
+    # Not options of a config: ways in which the step itself can be built or run.
     "step.pieces of experts": ("one", "several"),
     "step.rejects": (False, True),
     "step.checksums": (False, True),
@@ -119,33 +123,35 @@ def defaults() -> Setting:
     return {path: values[0] for path, values in FACTORS.items()}
 
 
-def changed(setting: Setting) -> Setting:
+def changed_factors(setting: Setting) -> Setting:
     """The factors that are not at their default."""
     return {path: value for path, value in setting.items() if value != FACTORS[path][0]}
 
 
 def is_float32(setting: Setting) -> bool:
     """True if all arithmetic of the gradients is float32."""
-    return not any(path.startswith("precision.") for path in changed(setting))
+    return not any(path.startswith("precision.") for path in changed_factors(setting))
 
 
 def is_exact(setting: Setting) -> bool:
     """True if the optimizer's state is float32 as well."""
+    # Rounded moments and parameters make later steps differ by more than the order of sums.
     state = ("optimizer.moment_dtype", "optimizer.master_dtype", "optimizer.param_rounding")
-    return is_float32(setting) and not any(path in state for path in changed(setting))
+    return is_float32(setting) and not any(path in state for path in changed_factors(setting))
 
 
 def one_device(setting: Setting, *, precision: bool) -> Setting:
     """The same run on one device in one piece; in float32, or with `precision` in the setting's own."""
+    # Layout factors are left at their defaults: one device, one piece.
     keep = [path for path in setting if path in OF_A_REFERENCE]
     if precision:
         keep += [path for path in setting if path.startswith(OF_A_PRECISION)]
-    more: Setting = {"step.first weights": "drawn"}
+    extra: Setting = {"step.first weights": "drawn"}
     if precision and not is_float32(setting):
-        more["step.evaluates"] = setting[
+        extra["step.evaluates"] = setting[
             "step.evaluates"
         ]  # in float32, float64 is the measure of an evaluation
-    return defaults() | more | {path: setting[path] for path in keep}
+    return defaults() | extra | {path: setting[path] for path in keep}
 
 
 _LISTED: dict[int, tuple[ParamInfo, ...]] = {}
@@ -166,6 +172,7 @@ class _Model(Transformer):
 @functools.cache
 def make_model(family: str, scan_layers: bool, chunk: int | str, attention_chunk: int) -> Transformer:
     """Builds a model; equal arguments give the same object."""
+    # Small sizes that 2 and 4 divide: heads, widths and vocabulary split on every axis.
     sizes: dict[str, Any] = dict(d_model=32, num_heads=4, head_dim=8, vocab_size=VOCABULARY, norm_eps=1e-5)
     sizes |= dict(scan_layers=scan_layers, loss_chunk_tokens=chunk)
     return _Model(**sizes, attention_chunk=attention_chunk, **FAMILIES[family])
@@ -184,13 +191,15 @@ def make_run(setting: Setting) -> Run:
         devices.
     """
     mesh = MeshSpec(**{axis: setting[f"mesh.{axis}"] for axis in AXES})
+    # Refused here, since `validate` knows nothing of emulated devices.
     if mesh.size > DEVICES:
         raise UserError(f"mesh of {mesh.size} devices, but {DEVICES} are emulated.")
-    of = {
+    options_of = {
         prefix: _below(setting, prefix)
         for prefix in ("layout.offload.", "pipeline.", "precision.", "optimizer.")
     }
     remat = setting["layout.remat"]
+    # Other values of the factor are names of arrays to save, joined by `+`.
     named = remat not in ("none", "full")
     layout = LayoutSpec(
         zero_stage=setting["layout.zero_stage"],
@@ -200,7 +209,7 @@ def make_run(setting: Setting) -> Run:
         tensor_overlap=setting["layout.tensor_overlap"],
         sequence_groups=setting["layout.sequence_groups"],
         context_attention=setting["layout.context_attention"],
-        offload=OffloadSpec(**of["layout.offload."]),
+        offload=OffloadSpec(**options_of["layout.offload."]),
     )
     optimizer: Any = dict(AdamW=AdamW, Muon=Muon)[setting["optimizer"]]
     run = Run(
@@ -208,17 +217,18 @@ def make_run(setting: Setting) -> Run:
         num_steps=NUM_STEPS,
         mesh=mesh,
         layout=layout,
-        pipeline=PipelineSpec(**of["pipeline."]),
-        precision=PrecisionSpec(**of["precision."]),
+        pipeline=PipelineSpec(**options_of["pipeline."]),
+        precision=PrecisionSpec(**options_of["precision."]),
         kernels=PERMUTES if setting["kernels"] == "permutes" else (),
         model=make_model(
             setting["model"],
             *(setting[f"model.{name}"] for name in ("scan_layers", "loss_chunk_tokens", "attention_chunk")),
         ),
-        optimizer=optimizer(peak_lr=3e-3, warmup_steps=4, **of["optimizer."]),
+        optimizer=optimizer(peak_lr=3e-3, warmup_steps=4, **options_of["optimizer."]),
         data=_data(setting["data.context_order"]),
         eval=EvalSpec(every_steps=None),
     )
+    # The same checks as a user's config gets.
     validate(run)
     return run
 
@@ -254,6 +264,7 @@ def sizes_of(setting: Setting) -> Sizes:
 
 def descent_of(setting: Setting) -> Descent:
     """Settings of the optimizer, for the float64 reference."""
+    # All other settings of the optimizer are the defaults of `Descent`, which the run above repeats.
     return Descent(muon=setting["optimizer"] == "Muon")
 
 
@@ -264,4 +275,4 @@ def count_devices(setting: Setting) -> int:
 
 def as_text(setting: Setting) -> str:
     """The factors that are not at their default, in one line."""
-    return ", ".join(f"{path}={value}" for path, value in changed(setting).items()) or "all defaults"
+    return ", ".join(f"{path}={value}" for path, value in changed_factors(setting).items()) or "all defaults"

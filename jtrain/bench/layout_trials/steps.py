@@ -1,6 +1,4 @@
-"""Some real steps on a setting's layout, and all that can be compared of them, with layers in the model's
-order.
-"""
+"""Some real steps on a setting's layout, and all that can be compared of them, layers in model order."""
 
 import contextlib
 import dataclasses
@@ -11,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, Arrays
+from jtrain.bench.layout_trials.adversarial_batch import COLUMNS, BatchArrays
 from jtrain.bench.layout_trials.settings import Setting, count_devices, make_run
 from jtrain.config.run import run_layout
 from jtrain.data.constructor.context_order import context_order
@@ -28,13 +26,13 @@ from jtrain.step.train_step import BATCH_SPEC, make_eval_step, make_train_step
 REJECTED = 2
 """Number of the step, from 1, whose update `step.rejects` leaves out."""
 
-type Flat = dict[str, np.ndarray]
+type ArraysByPath = dict[str, np.ndarray]
 """Arrays by path; the optimizer's have the name of the array in front."""
 
 
 @dataclasses.dataclass
 class Course:
-    """What a run gives.
+    """Results of a run.
 
     first, last: parameters. moments: state of the optimizer after the first step. scaling: histories of 8-bit
       matmuls
@@ -45,10 +43,10 @@ class Course:
     first_state: the whole state before the first step, on the host, as the layout places it.
     """
 
-    first: Flat
-    last: Flat
-    moments: Flat
-    scaling: Flat
+    first: ArraysByPath
+    last: ArraysByPath
+    moments: ArraysByPath
+    scaling: ArraysByPath
     losses: list[float]
     norms: list[float]
     exact: list[tuple[Any, ...]]
@@ -60,15 +58,14 @@ class Course:
 
 @contextlib.contextmanager
 def pieces_of_experts(several: bool) -> Iterator[None]:
-    """Cuts the tokens of a layer of experts into as many pieces as there may be, however few tokens there
-    are.
-    """
-    before = expert_dispatch.MIN_PIECE_ROWS
-    expert_dispatch.MIN_PIECE_ROWS = 1 if several else before
+    """Cuts the tokens of a layer of experts into as many pieces as there may be, however few they are."""
+    previous_rows = expert_dispatch.MIN_PIECE_ROWS
+    # The library cuts large pieces only; with 1 row as the least, the small batches are cut too.
+    expert_dispatch.MIN_PIECE_ROWS = 1 if several else previous_rows
     try:
         yield
     finally:
-        expert_dispatch.MIN_PIECE_ROWS = before
+        expert_dispatch.MIN_PIECE_ROWS = previous_rows
 
 
 class Trainer:
@@ -78,6 +75,7 @@ class Trainer:
         self.setting = setting
         run = make_run(setting)
         self.layout = run_layout(run)
+        # A smaller mesh takes the first of the emulated devices.
         self.mesh = make_mesh(run.mesh, jax.devices()[: count_devices(setting)])
         self.infos = run.model.param_infos()
         self.optimizer = build(
@@ -87,9 +85,10 @@ class Trainer:
         self.step = make_train_step(
             self.model, self.optimizer, self.layout, self.mesh, checksums=setting["step.checksums"]
         )
+        # Columns in the order in which the context axis has them.
         self.columns = context_order(COLUMNS, run.mesh.context, self.layout.context_order)
 
-    def train(self, batches: Sequence[Arrays], first_state: Any) -> Course:
+    def train(self, batches: Sequence[BatchArrays], first_state: Any) -> Course:
         """One step on each batch.
 
         Args:
@@ -98,22 +97,27 @@ class Trainer:
         with pieces_of_experts(self.setting["step.pieces of experts"] == "several"):
             return self._train(batches, first_state)
 
-    def _train(self, batches: Sequence[Arrays], first_state: Any) -> Course:
+    def _train(self, batches: Sequence[BatchArrays], first_state: Any) -> Course:
         if self.setting["step.first weights"] == "drawn":
+            # Weights drawn by the layout itself: they must be those of one device.
             state = init_state(self.layout, self.optimizer, self.mesh, seed=0)
         else:
+            # Given weights: one device's state, moved to where this layout has it.
             like = abstract_state(self.layout, self.optimizer, self.mesh)
             placed_state = jax.tree_util.tree_map_with_path(self._placed, like, first_state)
             state = jax.device_put(placed_state, shardings_of(like))
+        # Kept on the host before the first step donates it.
         drawn_state = jax.device_get(state)
         placed = [self._place(batch) for batch in batches]
         nats_BL = None
         if self.setting["step.evaluates"]:
             nats_BL = np.asarray(make_eval_step(self.model, self.layout, self.mesh)(state.params, placed[0]))
+            # argsort inverts the permutation of the columns.
             nats_BL = nats_BL[:, np.argsort(self.columns)]
         if self.setting["step.rejects"]:
             assert isinstance(state.guard, GuardState)
             left_out = jax.device_put(
+                # The guard's list of steps to leave out has a fixed length; 0 is no step.
                 np.array([REJECTED] + [0] * (len(state.guard.left_out) - 1), np.int32),
                 state.guard.left_out.sharding,
             )
@@ -121,16 +125,20 @@ class Trainer:
         first = self._in_order(flatten_by_path(self.optimizer.params, drawn_state.params))
         course = Course(first, {}, {}, {}, [], [], [], nats_BL, 0, drawn_state)
         for number, batch in enumerate(placed):
-            before = None
+            state_before = None
             if self.setting["step.rejects"] and number + 1 == REJECTED:
-                before = jax.device_get((state.params, state.opt_state, state.scaling))
+                # Fetched before the step, which donates the state.
+                state_before = jax.device_get((state.params, state.opt_state, state.scaling))
             state, metrics = self.step(state, batch)
-            if before is not None:
-                after = jax.device_get((state.params, state.opt_state, state.scaling))
-                course.unchanged = all(map(np.array_equal, jax.tree.leaves(before), jax.tree.leaves(after)))
+            if state_before is not None:
+                state_after = jax.device_get((state.params, state.opt_state, state.scaling))
+                course.unchanged = all(
+                    map(np.array_equal, jax.tree.leaves(state_before), jax.tree.leaves(state_after))
+                )
             course.losses.append(float(metrics["loss_nats"]))
             course.norms.append(float(metrics["grad_norm"]))
             course.exact.append(self._exact(metrics))
+            # Moments after one step show the gradient itself, before updates mix.
             if number == 0:
                 leaves = self.optimizer.leaves(jax.device_get(state.opt_state))
                 course.moments = self._in_order(
@@ -138,6 +146,7 @@ class Trainer:
                 )
         course.last = self._in_order(flatten_by_path(self.optimizer.params, jax.device_get(state.params)))
         scaling = jax.tree_util.tree_flatten_with_path(jax.device_get(state.scaling))[0]
+        # Histories have no identity layers that must be zero.
         course.scaling = self._in_order(
             {".".join(str(key.key) for key in keys): np.asarray(value) for keys, value in scaling},
             check=False,
@@ -148,44 +157,46 @@ class Trainer:
     def _exact(self, metrics: dict[str, Any]) -> tuple[Any, ...]:
         """Batch hash, number of targets, if the update was applied, learning rate, not finite."""
         by_device = np.asarray(metrics["by_device"])
+        # A count that is not finite cannot be an int.
         not_finite = int(by_device[:, 1].sum()) if np.isfinite(by_device[:, 1]).all() else -1
         hash_2 = str(np.asarray(metrics["batch_hash"]).tolist())
         rate = float(metrics["learning_rate"])
         return hash_2, int(metrics["tokens"]), bool(metrics["applied"]), rate, not_finite
 
-    def _place(self, batch: Arrays) -> Batch:
+    def _place(self, batch: BatchArrays) -> Batch:
         sharding = NamedSharding(self.mesh, BATCH_SPEC)
         return Batch(
+            # The batch is permuted on the host, then split over the mesh.
             **{name: jax.device_put(value[:, self.columns], sharding) for name, value in batch.items()}
         )
 
     def _placed(self, keys: Any, like: Any, value: Any) -> np.ndarray:
-        """An array of a state on one device, with its layers where the layout has them, and zeros for
-        identity.
-        """
+        """An array of a state on one device, its layers where the layout has them, zeros for identity."""
         order, array = self.layout.pipeline and self.layout.pipeline.order, np.asarray(value)
         if order is None or not any(getattr(key, "key", None) == "layers" for key in keys):
             return array
+        # Index -1 of the order is an identity layer: the row of zeros behind the last.
         padded = np.concatenate([array, np.zeros_like(array[:1])])
         assert padded[list(order)].shape == like.shape
         return padded[list(order)]
 
-    def _in_order(self, arrays: dict[str, Any], *, check: bool = True) -> Flat:
+    def _in_order(self, arrays: dict[str, Any], *, check: bool = True) -> ArraysByPath:
         """Arrays by path with the layers in the model's order.
 
         Raises:
           AssertionError: an identity layer is not zero any more.
         """
         order = self.layout.pipeline and self.layout.pipeline.order
-        flat: Flat = {}
+        flat: ArraysByPath = {}
         for path, value in arrays.items():
             array = np.asarray(value)
             if order is None or not path.rpartition(" ")[2].startswith("layers."):
                 flat[path] = array
                 continue
-            identity = array[[place for place, layer in enumerate(order) if layer < 0]]
+            identity = array[[row for row, layer in enumerate(order) if layer < 0]]
             assert not check or not np.any(identity.astype(np.float32)), (
                 f"{path}: an identity layer is not zero"
             )
+            # Rows of the layout, picked by the model's layer numbers.
             flat[path] = array[[order.index(layer) for layer in range(self.model.num_layers)]]
         return flat

@@ -7,14 +7,14 @@ import traceback
 from collections.abc import Callable, Sequence
 
 from jtrain.bench.layout_trials import float64
-from jtrain.bench.layout_trials.adversarial_batch import Arrays, draw_batch
+from jtrain.bench.layout_trials.adversarial_batch import BatchArrays, draw_batch
 from jtrain.bench.layout_trials.bounds import NOISE, Comparison, References, compare
 from jtrain.bench.layout_trials.settings import (
     FACTORS,
     VOCABULARY,
     Setting,
     as_text,
-    changed,
+    changed_factors,
     defaults,
     descent_of,
     is_float32,
@@ -34,7 +34,7 @@ CLOSE = 3e-5
 
 @dataclasses.dataclass
 class Result:
-    """What became of a trial.
+    """Outcome of a trial.
 
     unequal: a line for each difference over its bound, or the error; empty if all is equal.
     shares: largest difference of each kind, as a share of its bound.
@@ -59,30 +59,37 @@ class Lab:
         """Runs a setting on the batches of trial `number`."""
         start = time.perf_counter()
         try:
-            to, batches = self.references(setting, number % VARIANTS)
-            comparison = compare(setting, Trainer(setting).train(batches, to.same.first_state), to)
+            # Three sequences of batches are shared by all trials, so that references are trained once.
+            references, batches = self.references(setting, number % VARIANTS)
+            comparison = compare(
+                setting, Trainer(setting).train(batches, references.one_device.first_state), references
+            )
         except UserError as error:
             # A config that was accepted must run: whatever the step refuses, `validate` has to refuse before.
             return Result(setting, [str(error)], {}, time.perf_counter() - start, error)
         except Exception as error:  # whatever it is, it is a result of the trial
-            where = "".join(traceback.format_exception(error)[-4:])
-            comparison = Comparison({}, [f"{type(error).__name__}: {str(error)[:600]}\n{where[-1500:]}"])
+            # The last frames are those of the step.
+            location = "".join(traceback.format_exception(error)[-4:])
+            comparison = Comparison({}, [f"{type(error).__name__}: {str(error)[:600]}\n{location[-1500:]}"])
         return Result(setting, comparison.unequal, comparison.shares, time.perf_counter() - start)
 
-    def references(self, setting: Setting, variant: int) -> tuple[References, Sequence[Arrays]]:
+    def references(self, setting: Setting, variant: int) -> tuple[References, Sequence[BatchArrays]]:
         """References of a setting, and the batches; of another variant where float32 may choose another
         expert.
         """
+        # Another sequence of batches, if float32 and float64 could send a token to different experts.
         for chosen in range(variant, variant + 20):
-            same = self._trained(_key(one_device(setting, precision=True)), chosen)
+            on_one_device = self._trained(_key(one_device(setting, precision=True)), chosen)
             truth, disturbed = self._truths(_key(one_device(setting, precision=True)), chosen)
+            # In fewer bits routing differs anyway, and the bounds allow for it.
             if truth.closest > CLOSE or not is_float32(setting):
                 exact = (
+                    # `on_one_device` has the setting's precision, `exact` float32; often they are one run.
                     self._trained(_key(one_device(setting, precision=False)), chosen)
                     if is_float32(setting)
-                    else same
+                    else on_one_device
                 )
-                return References(exact, same, truth, disturbed), batches_of(chosen)
+                return References(exact, on_one_device, truth, disturbed), batches_of(chosen)
         raise AssertionError("every sequence of batches has a token that two experts serve equally well")
 
     def _train_one_device(self, key: tuple[tuple[str, object], ...], variant: int) -> Course:
@@ -90,41 +97,45 @@ class Lab:
 
     def _train_truth(
         self, key: tuple[tuple[str, object], ...], variant: int
-    ) -> tuple[float64.Course, list[float64.Course]]:
+    ) -> tuple[float64.ReferenceCourse, list[float64.ReferenceCourse]]:
+        # A key holds the changes from the defaults only.
         setting = defaults() | dict(key)
         first = self._trained(key, variant).first
         rejected = (REJECTED - 1,) if setting["step.rejects"] else ()
         run = functools.partial(
             float64.train, sizes_of(setting), descent_of(setting), first, batches_of(variant), rejected
         )
+        # Two runs with errors, whose larger deviation counts.
         return run(), [run(noise=NOISE, seed=seed) for seed in range(2)]
 
 
+# Sixteen compiled steps at most: each holds a program and its buffers.
 @functools.lru_cache(maxsize=16)
 def _trainer(key: tuple[tuple[str, object], ...]) -> Trainer:
     return Trainer(defaults() | dict(key))
 
 
 def _key(setting: Setting) -> tuple[tuple[str, object], ...]:
-    return tuple(changed(setting).items())
+    return tuple(changed_factors(setting).items())
 
 
 @functools.cache
-def batches_of(variant: int) -> tuple[Arrays, ...]:
+def batches_of(variant: int) -> tuple[BatchArrays, ...]:
     """The batch of each step."""
     return tuple(draw_batch(100 * variant + step, VOCABULARY) for step in range(STEPS))
 
 
 def shrink(setting: Setting, fails: Callable[[Setting], bool]) -> Setting:
     """A setting that still fails with as few changes from the defaults as one pass over them finds."""
-    for path in list(changed(setting)):
+    for path in list(changed_factors(setting)):
         smaller = setting | {path: FACTORS[path][0]}
+        # Each change is dropped once, in order; a smaller setting must still be accepted and still fail.
         if refusal(smaller) is None and fails(smaller):
             setting = smaller
     return setting
 
 
-def described(name: str, result: Result) -> str:
+def describe_result(name: str, result: Result) -> str:
     """A line for a trial, and one for each difference."""
     verdict = (
         f"refused by the step: {result.refused}"

@@ -1,6 +1,4 @@
-"""Steps of the benchmark one_gpu, in order of worth: each a benchmark with options, a limit and what it
-needs.
-"""
+"""Steps of the benchmark one_gpu, in order of worth: each a benchmark with options, a limit and needs."""
 
 import dataclasses
 
@@ -41,7 +39,8 @@ class Step:
         chosen = self.options
         if rehearse:
             chosen = (*self.options, "--rehearse") if self.rehearsed is None else self.rehearsed
-        return [one.replace(OUT, out) for one in chosen]
+        # Options are constants, so the folder is filled in when the step starts.
+        return [argument.replace(OUT, out) for argument in chosen]
 
 
 _KERNELS = {
@@ -61,11 +60,11 @@ def _attention(shape: str, implementation: str) -> Step:
 
 
 def _tuned(op: str, *shapes: str) -> Step:
-    """Times of an op's configurations at shapes: `--case NAME` of its own, or `--config NAME` for a config's
-    step.
-    """
+    """Times of an op's configurations at shapes: `--case NAME`, or `--config NAME` for a config's step."""
+    # A rehearsal tunes a small norm: the shapes of an 8B model would take a CPU hours.
     small = ("kernels", "--tune", "--op", "rms_norm", "--case", "tiny")
     options = ("kernels", "--tune", "--op", op, *shapes)
+    # Reading a config needs fiddle; an op's own cases do not.
     needs = FIDDLE if "--config" in shapes else ()
     return Step(f"tune-{shapes[1]}-{op}", options, 120, needs, small, _KERNELS.get(op, ()))
 
@@ -84,15 +83,15 @@ def _llama1b(name: str, *sets: str) -> Step:
 def _llama1b_forced(implementation: str) -> Step:
     """llama1b with an implementation of attention, whose place plain JAX takes in a rehearsal."""
     real, small = (
-        ("h200", "--only", "llama1b", "--steps", "3", "--set", f"kernels=(('attention','{one}'),)")
-        for one in (implementation, "xla")
+        ("h200", "--only", "llama1b", "--steps", "3", "--set", f"kernels=(('attention','{forced}'),)")
+        for forced in (implementation, "xla")
     )
     needs = TOKAMAX if implementation == "tokamax" else ()
     return Step(f"llama1b-{implementation}", real, 120, (*FIDDLE, *needs), (*small, "--rehearse"))
 
 
 def _set(sets: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(part for one in sets for part in ("--set", one))
+    return tuple(part for setting in sets for part in ("--set", setting))
 
 
 def _elementwise(op: str) -> Step:
@@ -135,14 +134,16 @@ _SIZED = Step(
 )
 
 STEPS = (
+    # Clocks and rates first: every other figure is read against them.
     Step("machine", ("machine",), 60),
+    # One step of the smallest config: it shows early whether training works at all.
     Step("tiny-step", TINY_STEP, 90, FIDDLE, TINY_STEP),
-    *(_attention(shape, one) for shape in ("llama8b", "llama1b") for one in IMPLEMENTATIONS),
+    *(_attention(shape, name) for shape in ("llama8b", "llama1b") for name in IMPLEMENTATIONS),
     *(_tuned(op, "--config", "llama1b") for op in TUNED),
     *(_tuned(op, "--config", "llama8b", "--with", "single_device") for op in TUNED),
     _tuned("linear_cross_entropy", "--case", "llama8b"),
     _llama1b("llama1b"),
-    *(_llama1b_forced(one) for one in IMPLEMENTATIONS),
+    *(_llama1b_forced(implementation) for implementation in IMPLEMENTATIONS),
     Step("loss", ("loss",), 90),
     Step("fp8-matmul", ("fp8_speed", "--only", "matmul"), 90),
     Step("fp8-layers", ("fp8_speed", "--only", "layers", "--calls", "10"), 120),
@@ -156,9 +157,10 @@ STEPS = (
     _SIZED,
     Step("offload-8B", ("h200", "--only", "8B", "--steps", "1"), 120),
     _window(),
+    # Ten seconds each, four soaks: long enough for the clocks to settle.
     Step("random-against-zeros", ("machine", "--soak", "10"), 90, (), SHORT_SOAKS),
     # The rest.
-    *(_attention(shape, one) for shape in ("plain", "documents") for one in IMPLEMENTATIONS),
+    *(_attention(shape, name) for shape in ("plain", "documents") for name in IMPLEMENTATIONS),
     _llama1b("llama1b-fp8", "precision.matmul_dtype=fp8_delayed"),
     Step("llama8b", ("h200", "--only", "llama8b", "--steps", "2"), 120, FIDDLE),
     _elementwise("swiglu"),

@@ -86,7 +86,7 @@ def _chosen(
     if forced is not None:
         return forced, "it is forced", ()
     choice = registry.choose(registry.find("attention"), device, _avals(shape, dtype, chunk, causal))
-    return choice.implementation.name, choice.because, choice.others
+    return choice.implementation.name, choice.because, choice.rejected
 
 
 @functools.cache

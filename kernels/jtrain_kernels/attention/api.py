@@ -29,8 +29,7 @@ def attention(
     chunk: int,
     window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """Softmax attention of each query to the keys of its segment up to its own index, at most `window` of
-    them.
+    """Softmax attention of each query to the keys of its segment up to its own index, at most `window`.
 
     The plain JAX implementation holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
     The backward pass recomputes them from q, k, v and the log-partition of each query. Scores are scaled by 1
@@ -66,14 +65,14 @@ def attention(
         segment_BL=segment_BL,
         segment_BM=segment_BM,
         chunk=chunk,
+        # A window that covers all keys is none: implementations without windows can then run.
         window=window if window is not None and window < M else None,
         causal=True,
     )
 
 
 def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) -> Passes:
-    """Passes of the implementation that the registry selects for these shapes, for callers that combine
-    blocks.
+    """Passes of the implementation that the registry selects for these shapes, to combine blocks.
 
     Args:
       shapes: q_BLNH, k_BMKH, v_BMKH, segment_BL and segment_BM, or their shapes.
@@ -82,6 +81,7 @@ def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) 
       UserError: a forced implementation cannot run, or has no passes.
     """
     names = ("q_BLNH", "k_BMKH", "v_BMKH", "segment_BL", "segment_BM")
+    # Hops of a ring have no window: `context_attention` refuses the combination.
     avals = registry.avals_of(dict(zip(names, shapes, strict=True), chunk=chunk, window=None, causal=causal))
     choice = registry.select(ATTENTION, avals)
     name = choice.implementation.name
@@ -91,6 +91,7 @@ def passes_for(*shapes: jax.ShapeDtypeStruct | Array, chunk: int, causal: bool) 
             f"Implementations with passes: {', '.join(PASSES)}. Force one of them, or set "
             "layout.context_attention=ulysses."
         )
+    # Sorted, because the tuple is a cache key.
     return configured(name, tuple(sorted(choice.config.items())))
 
 
@@ -104,15 +105,16 @@ def configured(name: str, config: _Config) -> Passes:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attention(passes: Passes, mask: Mask, chunk: int, *given: Array) -> Float[Array, "B L N H"]:
-    """Attention of `given`, the arrays that `Passes.forward` takes."""
-    return _vjp_forward(passes, mask, chunk, *given)[0]
+def _attention(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> Float[Array, "B L N H"]:
+    """Attention of `arrays`, the arrays that `Passes.forward` takes."""
+    return _vjp_forward(passes, mask, chunk, *arrays)[0]
 
 
-def _vjp_forward(passes: Passes, mask: Mask, chunk: int, *given: Array) -> tuple[Array, tuple[Array, ...]]:
-    result = passes.forward(*given, mask=mask, chunk=chunk)
+def _vjp_forward(passes: Passes, mask: Mask, chunk: int, *arrays: Array) -> tuple[Array, tuple[Array, ...]]:
+    result = passes.forward(*arrays, mask=mask, chunk=chunk)
+    # Named outside of the implementations, so that a remat policy saves the results of any of them.
     y_BLNH, lse_BNL = (checkpoint_name(x, "attention") for x in result)
-    return y_BLNH, (*given, y_BLNH, lse_BNL)
+    return y_BLNH, (*arrays, y_BLNH, lse_BNL)
 
 
 def _vjp_backward(
@@ -120,6 +122,7 @@ def _vjp_backward(
 ) -> tuple[Array, Array, Array, None, None]:
     dq, dk, dv = passes.backward(*saved, dy_BLNH, mask=mask, chunk=chunk)
     q_BLNH, k_BMKH, v_BMKH = saved[:3]
+    # A ring's passes return float32; here gradients take the dtypes of the arrays.
     return dq.astype(q_BLNH.dtype), dk.astype(k_BMKH.dtype), dv.astype(v_BMKH.dtype), None, None
 
 
@@ -144,6 +147,7 @@ def _call(
 
 
 def _llama8b() -> registry.Avals:
+    # Llama 3 8B: 32 query heads and 8 key heads of 128, one sequence of 8192.
     query, key = (jax.ShapeDtypeStruct((1, 8192, heads, 128), jnp.bfloat16) for heads in (32, 8))
     segment = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
     arrays = dict(q_BLNH=query, k_BMKH=key, v_BMKH=key, segment_BL=segment, segment_BM=segment)

@@ -1,5 +1,4 @@
-"""Attention of a block of queries to a block of keys without a causal mask, as ring attention needs it at
-each hop.
+"""Attention of a block of queries to a block of keys without a causal mask: one hop of ring attention.
 
 Only segments mask, so every score is computed; the scores of one chunk of queries with all keys exist at a
 time.
@@ -23,6 +22,7 @@ def _whole(x: Array, axis: int = 1) -> Array:
 
 def _fitting(length: int, chunk: int) -> int:
     """Largest chunk size up to `chunk` that divides the length."""
+    # A scan needs chunks of one size; the largest divisor wastes no padding.
     return next(size for size in range(min(chunk, length), 0, -1) if length % size == 0)
 
 
@@ -49,7 +49,7 @@ def forward(
     """Result, and each query's log-partition in float32; 0 and -inf for a query that sees no key."""
     chunk, K = _fitting(q_BLNH.shape[1], chunk), k_BMKH.shape[2]
 
-    def one(part: tuple[Array, Array]) -> tuple[Array, Array]:
+    def forward_chunk(part: tuple[Array, Array]) -> tuple[Array, Array]:
         q_BCKGH, segment_BC = part
         s = _scores(q_BCKGH, k_BMKH, segment_BC, segment_BM)
         # The lowest finite number, because -inf - -inf would be nan if a row is fully masked.
@@ -59,11 +59,12 @@ def forward(
         y = jnp.einsum(
             "bkglm,bmkh->bkglh", p.astype(v_BMKH.dtype), v_BMKH, preferred_element_type=jnp.float32
         )
+        # A query without keys has total 0; dividing by 1 gives it y = 0.
         y = y / jnp.where(total == 0, 1.0, total)[..., None]
         lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(total))
         return y.transpose(0, 3, 1, 2, 4).astype(q_BLNH.dtype), lse
 
-    y, lse = jax.lax.map(one, (_parts(_grouped(q_BLNH, K), chunk), _parts(segment_BL, chunk)))
+    y, lse = jax.lax.map(forward_chunk, (_parts(_grouped(q_BLNH, K), chunk), _parts(segment_BL, chunk)))
     B, L, N, _ = q_BLNH.shape
     return _whole(y).reshape(q_BLNH.shape), _whole(lse, axis=3).reshape(B, N, L)
 
@@ -86,17 +87,23 @@ def backward(
     q, y, dy = (_parts(_grouped(x, K), chunk) for x in (q_BLNH, y_BLNH, dy_BLNH))
     lse = _parts(lse_BNL.reshape(B, K, N // K, L), chunk, axis=3)
 
-    def one(of_keys: tuple[Array, Array], part: tuple[Array, ...]) -> tuple[tuple[Array, Array], Array]:
+    def backward_chunk(
+        key_sums: tuple[Array, Array], part: tuple[Array, ...]
+    ) -> tuple[tuple[Array, Array], Array]:
         q, y, dy, segment_BC, lse = part
+        # Sum of y * dy per query, as in `chunks`: p * dp summed over keys without the scores.
         delta = jnp.einsum("blkgh,blkgh->bkgl", dy.astype(jnp.float32), y.astype(jnp.float32))
+        # A row that sees none of these keys has p = 0: lse is over all keys, so it is finite.
         p = jnp.exp(_scores(q, k_BMKH, segment_BC, segment_BM) - lse[..., None])
         dp = jnp.einsum("blkgh,bmkh->bkglm", dy, v_BMKH, preferred_element_type=jnp.float32)
         ds = (p * (dp - delta[..., None]) * scale).astype(dtype)
         dv = jnp.einsum("bkglm,blkgh->bmkh", p.astype(dtype), dy, preferred_element_type=jnp.float32)
         dk = jnp.einsum("bkglm,blkgh->bmkh", ds, q, preferred_element_type=jnp.float32)
         dq = jnp.einsum("bkglm,bmkh->blkgh", ds, k_BMKH, preferred_element_type=jnp.float32)
-        return (of_keys[0] + dk, of_keys[1] + dv), dq
+        return (key_sums[0] + dk, key_sums[1] + dv), dq
 
     zeros = jnp.zeros(k_BMKH.shape, jnp.float32)
-    (dk_BMKH, dv_BMKH), dq = jax.lax.scan(one, (zeros, zeros), (q, y, dy, _parts(segment_BL, chunk), lse))
+    (dk_BMKH, dv_BMKH), dq = jax.lax.scan(
+        backward_chunk, (zeros, zeros), (q, y, dy, _parts(segment_BL, chunk), lse)
+    )
     return _whole(dq).reshape(q_BLNH.shape), dk_BMKH, dv_BMKH

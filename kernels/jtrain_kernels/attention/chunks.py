@@ -14,13 +14,13 @@ from jaxtyping import Array, Float
 
 
 def forward(
-    chunk: int, window: int | None, *given: Array
+    chunk: int, window: int | None, *arrays: Array
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B N L"]]:
     """Result, and each query's log-partition in float32; takes the arrays that `Passes.forward` does.
 
     Holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
     """
-    y_BLNH, lse_BKGL1 = _on_each_platform(_forward, chunk, window, given)
+    y_BLNH, lse_BKGL1 = _on_each_platform(_forward, chunk, window, arrays)
     return y_BLNH, lse_BKGL1.reshape(lse_BKGL1.shape[0], -1, lse_BKGL1.shape[3])
 
 
@@ -38,15 +38,14 @@ def backward(
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
     """Gradients of q, k and v; scores are recomputed from q, k and the log-partitions."""
     (B, N, L), K = lse_BNL.shape, k_BMKH.shape[2]
+    # A trailing 1, so that log-partitions go through the same transposes and slices as heads.
     lse_BKGL1 = lse_BNL.reshape(B, K, N // K, L, 1)
-    given = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BKGL1, dy_BLNH
-    return _on_each_platform(_backward, chunk, window, given)  # pyright: ignore[reportReturnType]
+    arrays = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BKGL1, dy_BLNH
+    return _on_each_platform(_backward, chunk, window, arrays)  # pyright: ignore[reportReturnType]
 
 
 def _heads_first(x_BLNH: Array, num_kv_heads: int) -> Float[Array, "B K G L H"]:
-    """Transposed so that each head is a matrix; the G query heads of a key head are adjacent (G = 1 for k and
-    v).
-    """
+    """Transposed so that each head is a matrix; the G query heads of a key head lie next to each other."""
     B, L, N, H = x_BLNH.shape
     return x_BLNH.reshape(B, L, num_kv_heads, N // num_kv_heads, H).transpose(0, 2, 3, 1, 4)
 
@@ -66,6 +65,7 @@ class _Chunk(NamedTuple):
 
     def queries(self, x_BKGLH: Array) -> Float[Array, "B K Q H"]:
         """The chunk's queries as rows of the score matrix: query heads of one key head, then positions."""
+        # The G query heads of a key head become rows of one matrix, so keys are read once for all of them.
         part = x_BKGLH[:, :, :, self.start : self.stop]
         return part.reshape(*part.shape[:2], -1, part.shape[-1])
 
@@ -73,10 +73,15 @@ class _Chunk(NamedTuple):
         """Keys that the chunk's queries may see."""
         return x_BKMH[:, :, self.first : self.stop]
 
-    def add(self, total_BKHM: Array, found_BKHM: Array) -> Float[Array, "B K H M"]:
+    def add(self, total_BKHM: Array, chunk_BKHM: Array) -> Float[Array, "B K H M"]:
         """Adds this chunk's gradient of its keys to the total over all keys up to the chunk's last."""
-        seen = total_BKHM[..., self.first : self.stop] + found_BKHM
-        return jnp.concatenate([total_BKHM[..., : self.first], seen], axis=-1) if self.first else seen
+        updated_BKHM = total_BKHM[..., self.first : self.stop] + chunk_BKHM
+        # Keys before the window get nothing from this chunk; with `first` 0 there is nothing to keep.
+        return (
+            jnp.concatenate([total_BKHM[..., : self.first], updated_BKHM], axis=-1)
+            if self.first
+            else updated_BKHM
+        )
 
     def scores(
         self, q_BKQH: Array, k_BKMH: Array, segment_BL: Array, segment_BM: Array
@@ -96,11 +101,13 @@ class _Chunk(NamedTuple):
         bias_BLM = jax.lax.optimization_barrier(bias_BLM)
         B, K, Q, M = s_BKQM.shape
         s_BKGLM = s_BKQM.reshape(B, K, -1, self.stop - self.start, M)
+        # The scale is applied to float32 scores: scaled queries would be rounded in bfloat16.
         return (s_BKGLM * q_BKQH.shape[-1] ** -0.5 + bias_BLM[:, None, None]).reshape(B, K, Q, M)
 
 
 def _chunks(length: int, chunk: int, window: int | None) -> list[_Chunk]:
     """Chunks of all queries; the last one is shorter if `chunk` does not divide the length."""
+    # A window of 1 reaches no key but the query's own.
     reach = length if window is None else window - 1
     starts = range(0, length, chunk)
     return [_Chunk(max(start - reach, 0), start, min(start + chunk, length), window) for start in starts]
@@ -120,12 +127,13 @@ def _on_each_platform(
     """
 
     def by_sequence(*arrays: Array) -> tuple[Array, ...]:
-        def one(sequence: tuple[Array, ...]) -> tuple[Array, ...]:
+        def sequence_pass(sequence: tuple[Array, ...]) -> tuple[Array, ...]:
             # Without the barrier every loop that reads the arrays would slice them again, element by element.
             sequence = jax.lax.optimization_barrier(sequence)
+            # A batch of one sequence, so that both passes are written for arrays with a batch.
             return tuple(x[0] for x in by_queries(chunk, window, *(x[None] for x in sequence)))
 
-        return jax.lax.map(one, arrays)
+        return jax.lax.map(sequence_pass, arrays)
 
     return jax.lax.platform_dependent(*arrays, cpu=by_sequence, default=partial(by_queries, chunk, window))
 
@@ -145,9 +153,11 @@ def _forward(
     q_BKGLH = _heads_first(q_BLNH, K)
     k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
     ys, lses = [], []
+    # Chunks are unrolled: each has another number of keys, which a scan could not have.
     for part in _chunks(L, chunk, window):
         k, v = part.keys(k_BKMH), part.keys(v_BKMH)
         s_BKQM = part.scores(part.queries(q_BKGLH), k, segment_BL, segment_BM)
+        # Subtracted before the exponential, which is then at most 1.
         top_BKQ1 = jnp.max(s_BKQM, axis=-1, keepdims=True)
         p_BKQM = jnp.exp(s_BKQM - top_BKQ1)
         sum_BKQ1 = jnp.sum(p_BKQM, axis=-1, keepdims=True)
@@ -179,6 +189,7 @@ def _backward(
     q_BKGLH = _heads_first(q_BLNH, K)
     k_BKMH, v_BKMH = _heads_first(k_BMKH, K)[:, :, 0], _heads_first(v_BMKH, K)[:, :, 0]
     dy_BKGLH, y_BKGLH = _heads_first(dy_BLNH, K), _heads_first(y_BLNH, K)
+    # Sum of p * dp over keys equals the sum of y * dy over the head: one number per query, without scores.
     delta_BKGL1 = jnp.sum(dy_BKGLH.astype(jnp.float32) * y_BKGLH.astype(jnp.float32), axis=-1, keepdims=True)
 
     dqs, dk_tails, dv_tails = [], [], []
@@ -189,6 +200,7 @@ def _backward(
         q, dy = part.queries(q_BKGLH), part.queries(dy_BKGLH)
         q, dy = _after((*dqs[-1:], dk_BKHM, dv_BKHM), q, dy)
         s_BKQM = part.scores(q, k, segment_BL, segment_BM)
+        # With the log-partition the probabilities need no second maximum and sum.
         p_BKQM = jnp.exp(s_BKQM - part.queries(lse_BKGL1))
         dp_BKQM = jnp.einsum("bkqh,bkmh->bkqm", dy, v, preferred_element_type=jnp.float32)
         ds_BKQM = (p_BKQM * (dp_BKQM - part.queries(delta_BKGL1)) * H**-0.5).astype(dtype)
@@ -196,14 +208,19 @@ def _backward(
         # Transposing q and dy (H wide) and the results is cheap; transposing p and ds (M wide) is not.
         dv = jnp.einsum("bkhq,bkqm->bkhm", dy.mT, p_BKQM.astype(dtype), preferred_element_type=jnp.float32)
         dk = jnp.einsum("bkhq,bkqm->bkhm", q.mT, ds_BKQM, preferred_element_type=jnp.float32)
+        # Keys after this chunk's last query get nothing from earlier chunks, so their gradients are done.
         dk_tails.append(dk_BKHM[..., part.stop :])
         dv_tails.append(dv_BKHM[..., part.stop :])
         dk_BKHM, dv_BKHM = part.add(dk_BKHM, dk), part.add(dv_BKHM, dv)
 
-    def whole(head: Array, tails: list[Array]) -> Float[Array, "B M K H"]:
-        return jnp.concatenate([head, *reversed(tails)], axis=-1).transpose(0, 3, 1, 2).astype(dtype)
+    def join_tails(finished: Array, tails: list[Array]) -> Float[Array, "B M K H"]:
+        return jnp.concatenate([finished, *reversed(tails)], axis=-1).transpose(0, 3, 1, 2).astype(dtype)
 
-    return _heads_last(jnp.concatenate(dqs[::-1], axis=3)), whole(dk_BKHM, dk_tails), whole(dv_BKHM, dv_tails)
+    return (
+        _heads_last(jnp.concatenate(dqs[::-1], axis=3)),
+        join_tails(dk_BKHM, dk_tails),
+        join_tails(dv_BKHM, dv_tails),
+    )
 
 
 def _after(results: tuple[Array, ...], *arrays: Array) -> tuple[Array, ...]:

@@ -94,11 +94,12 @@ def context_attention(
 def _by_ring(
     q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, split: RowSplit, chunk: int
 ) -> Float[Array, "B L N H"]:
-    own = passes_for(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, causal=True)
+    local_passes = passes_for(q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL, chunk=chunk, causal=True)
+    # A hop's two blocks are stacked along B, each over half of a device's positions.
     half = [jax.ShapeDtypeStruct((2 * x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in
             (q_BLNH, k_BLKH, v_BLKH, segment_BL, segment_BL)]  # fmt: skip
-    hop = passes_for(*half, chunk=chunk, causal=False)
-    ring = RingAttention(split.axis, split.size, chunk, own, hop)
+    hop_passes = passes_for(*half, chunk=chunk, causal=False)
+    ring = RingAttention(split.axis, split.size, chunk, local_passes, hop_passes)
     return ring_attention(q_BLNH, k_BLKH, v_BLKH, segment_BL, ring)
 
 
@@ -112,6 +113,7 @@ def _by_heads(
     window: int | None,
 ) -> Float[Array, "B L N H"]:
     N, K, c = q_BLNH.shape[2], k_BLKH.shape[2], split.size
+    # Key heads are repeated just often enough that every device gets one.
     repeats = 1 if K % c == 0 else c // K
     if N % c or K * repeats % c:
         raise UserError(
@@ -129,6 +131,7 @@ def _by_heads(
     k_BLKH, v_BLKH = (jnp.repeat(x, repeats, axis=2) if repeats > 1 else x for x in (k_BLKH, v_BLKH))
     segment_BM = _in_order(jax.lax.all_gather(segment_BL, split.axis, axis=1, tiled=True), split)
     q, k, v = map(all_positions, (q_BLNH, k_BLKH, v_BLKH))
+    # Results in the split's order of positions before heads are exchanged back.
     y = _as_split(attention(q, k, v, segment_BM, segment_BM, chunk=chunk, window=window), split)
     return jax.lax.all_to_all(y, split.axis, split_axis=1, concat_axis=2, tiled=True)
 
@@ -137,6 +140,7 @@ def _in_order(x_BM: Array, split: RowSplit) -> Array:
     """Sorts positions from the devices' order into the order of the row."""
     if split.order == "contiguous":
         return x_BM
+    # Each device has two parts; early parts ascend over devices, late parts descend.
     part_BZL = x_BM.reshape(x_BM.shape[0], split.size, 2, -1, *x_BM.shape[2:])
     return jnp.concatenate([part_BZL[:, :, 0], part_BZL[:, ::-1, 1]], axis=1).reshape(x_BM.shape)
 

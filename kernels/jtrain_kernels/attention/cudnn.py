@@ -33,6 +33,7 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
         return f"cuDNN takes heads of a multiple of 8 up to {largest} on {device.name}, but head_dim={H}"
     if L % 2 or M % 2:
         return f"cuDNN takes an even number of positions with a mask, but there are {L} queries and {M} keys"
+    # find_spec of a submodule raises if its package is absent, so the package comes first.
     if (
         importlib.util.find_spec("jax_plugins") is None
         or importlib.util.find_spec("jax_plugins.xla_cuda13") is None
@@ -57,6 +58,7 @@ def forward(
     y_BLNH, lse_BNL = compat.cudnn_attention(
         *arrays, bias=_bias(segment_BL, segment_BM, q_BLNH), **_statics(mask, q_BLNH)
     )
+    # Under a causal mask every query sees itself, so no row is empty.
     if mask.causal:
         return y_BLNH, lse_BNL
     # If a query sees none of these keys, all scores have the mask's value, and the log-partition is
@@ -81,6 +83,7 @@ def backward(
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
     """See `Passes`."""
     del chunk
+    # Made again, not saved: B * L * M elements per layer would stay in memory until the backward pass.
     bias = _bias(segment_BL, segment_BM, q_BLNH)
     arrays = q_BLNH, k_BMKH, v_BMKH, lse_BNL, y_BLNH, dy_BLNH
     dq_BLNH, dk_BMKH, dv_BMKH = compat.cudnn_attention(*arrays, bias=bias, **_statics(mask, q_BLNH))
@@ -95,9 +98,8 @@ def _statics(mask: Mask, q_BLNH: Array) -> dict[str, Any]:
 
 
 def _bias(segment_BL: Array, segment_BM: Array, q_BLNH: Array) -> Float[Array, "B 1 L M"]:
-    """Bias of the scores: 0 within a segment, elsewhere half of the dtype's lowest number, so that sums stay
-    finite.
-    """
+    """Bias of the scores: 0 within a segment, else half of the dtype's lowest number: sums stay finite."""
     same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
+    # Half, so that adding a finite score cannot overflow to -inf, which would give nan in an empty row.
     lowest = 0.5 * float(jnp.finfo(q_BLNH.dtype).min)
     return jnp.where(same_BLM, 0.0, lowest).astype(q_BLNH.dtype)[:, None]

@@ -14,8 +14,7 @@ def attention_reference(
     *,
     window: int | None = None,
 ) -> Float[Array, "B L N H"]:
-    """`softmax(q k / sqrt(H)) v` over the keys of a query's segment up to its index, at most `window` of
-    them.
+    """`softmax(q k / sqrt(H)) v` over the keys of a query's segment up to its index, at most `window`.
 
     Materialises all scores.
     """

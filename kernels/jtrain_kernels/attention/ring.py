@@ -10,6 +10,11 @@ queries see the early keys of every other device, and in addition
 | a later device j > i | its late queries see the late keys |
 
 These are two blocks without a causal mask and of equal shape for every sender, so one call computes both.
+
+Example: 8192 positions over c = 4 devices: parts of 1024. Device 1 has parts 1 and 6. At hop 1 it has the
+keys of device 0 (parts 0 and 7): late queries (6) see part 0, and early queries (1) see part 0; part 7 is
+hidden from both. At hop 2 it has those of device 3 (parts 3 and 4): late queries see part 3 and part 4, early
+queries see neither.
 """
 
 import dataclasses
@@ -30,14 +35,14 @@ class RingAttention:
 
     axis, size: mesh axis of the ring, and its number of devices.
     chunk: queries whose scores exist at a time, for implementations in plain JAX.
-    own, hop: passes over a device's own keys, and over the keys that arrive.
+    local_passes, hop_passes: passes over a device's own keys, and over the keys that arrive.
     """
 
     axis: str
     size: int
     chunk: int
-    own: Passes
-    hop: Passes
+    local_passes: Passes
+    hop_passes: Passes
 
     def send[T](self, arrays: T) -> T:
         """Sends this device's arrays to the next device and returns those of the previous one."""
@@ -74,26 +79,28 @@ def ring_attention(
 def _vjp_forward(
     q_BLNH: Array, k_BLKH: Array, v_BLKH: Array, segment_BL: Array, ring: RingAttention
 ) -> tuple[Array, tuple[Array, ...]]:
-    given = q_BLNH, k_BLKH, v_BLKH, segment_BL
-    arrived = ring.send(given[1:])
-    own = ring.own.forward(*given, segment_BL, mask=CAUSAL, chunk=ring.chunk)
+    inputs = q_BLNH, k_BLKH, v_BLKH, segment_BL
+    # Sent before this device's own block is computed, which hides the first hop.
+    arrived = ring.send(inputs[1:])
+    local_result = ring.local_passes.forward(*inputs, segment_BL, mask=CAUSAL, chunk=ring.chunk)
 
     def hop(total: _Result, keys: tuple[Array, ...], distance: Array | int) -> _Result:
         pair = _Pair(ring.earlier(distance))
         k, v, segment = map(pair.keys, keys)
         queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL), segment
-        return pair.join(total, ring.hop.forward(*queries, mask=EVERY, chunk=ring.chunk))
+        return pair.join(total, ring.hop_passes.forward(*queries, mask=EVERY, chunk=ring.chunk))
 
     def step(carry: tuple[_Result, tuple[Array, ...]], distance: Array) -> tuple[Any, None]:
-        total, here = carry
-        arriving = ring.send(here)  # independent of the block computed meanwhile
-        return (hop(total, here, distance), arriving), None
+        total, keys = carry
+        arriving = ring.send(keys)  # independent of the block computed meanwhile
+        return (hop(total, keys, distance), arriving), None
 
-    total = own[0].astype(jnp.float32), own[1]
+    total = local_result[0].astype(jnp.float32), local_result[1]
+    # Hops 1 to c - 2 in the loop; the last one sends nothing, so it stands after it.
     (total, last), _ = jax.lax.scan(step, (total, arrived), jnp.arange(1, ring.size - 1))
     y_BLNH, lse_BNL = hop(total, last, ring.size - 1)
     y_BLNH, lse_BNL = (checkpoint_name(x, "attention") for x in (y_BLNH.astype(q_BLNH.dtype), lse_BNL))
-    return y_BLNH, (*given, y_BLNH, lse_BNL)
+    return y_BLNH, (*inputs, y_BLNH, lse_BNL)
 
 
 def _vjp_backward(
@@ -101,8 +108,11 @@ def _vjp_backward(
 ) -> tuple[Array, Array, Array, None]:
     q_BLNH, k_BLKH, v_BLKH, segment_BL, y_BLNH, lse_BNL = saved
     arrived = ring.send((k_BLKH, v_BLKH, segment_BL))
-    own = ring.own.backward(*saved[:4], *saved[3:], dy_BLNH, mask=CAUSAL, chunk=ring.chunk)
-    dq, *dkv = (x.astype(jnp.float32) for x in own)
+    local_gradients = ring.local_passes.backward(
+        *saved[:4], *saved[3:], dy_BLNH, mask=CAUSAL, chunk=ring.chunk
+    )
+    # Float32 from here on: each hop adds to the sums, and they are rounded once at the end.
+    dq, *dkv = (x.astype(jnp.float32) for x in local_gradients)
 
     def hop(
         dq: Array, dkv: list[Array], keys: tuple[Array, ...], distance: Array | int
@@ -113,14 +123,15 @@ def _vjp_backward(
         queries = pair.queries(q_BLNH), k, v, pair.queries(segment_BL), segment
         # Gradients of keys travel one hop behind the keys: the previous holder sends its sum so far.
         arriving = ring.send(dkv)
-        more, *of_keys = ring.hop.backward(*queries, *rows, mask=EVERY, chunk=ring.chunk)
-        dkv = [pair.add_to_keys(total, found) for total, found in zip(arriving, of_keys, strict=True)]
-        return pair.add_to_queries(dq, more), dkv
+        dq_hop, *dkv_hop = ring.hop_passes.backward(*queries, *rows, mask=EVERY, chunk=ring.chunk)
+        dkv = [pair.add_to_keys(total, part) for total, part in zip(arriving, dkv_hop, strict=True)]
+        return pair.add_to_queries(dq, dq_hop), dkv
 
     def step(carry: tuple[Array, list[Array], tuple[Array, ...]], distance: Array) -> tuple[Any, None]:
-        dq, dkv, here = carry
-        arriving = ring.send(here)
-        return (*hop(dq, dkv, here, distance), arriving), None
+        # The keys of the next hop travel while this hop is computed.
+        dq, dkv, keys = carry
+        arriving = ring.send(keys)
+        return (*hop(dq, dkv, keys, distance), arriving), None
 
     (dq, dkv, last), _ = jax.lax.scan(step, (dq, dkv, arrived), jnp.arange(1, ring.size - 1))
     dq, dkv = hop(dq, dkv, last, ring.size - 1)
@@ -132,6 +143,7 @@ ring_attention.defvjp(_vjp_forward, _vjp_backward)
 
 
 def _early(x: Array, axis: int = 1) -> Array:
+    # A device's arrays are its early half followed by its late half.
     return jax.lax.slice_in_dim(x, 0, x.shape[axis] // 2, axis=axis)
 
 
@@ -151,38 +163,42 @@ class _Pair:
 
     def queries(self, x: Array, axis: int = 1) -> Array:
         """Query-side arrays of both blocks."""
+        # Late queries see the early keys at every hop; the second block depends on the sender.
         return jnp.concatenate([_late(x, axis), jnp.where(self.earlier, _early(x, axis), _late(x, axis))])
 
     def keys(self, x: Array) -> Array:
         """Key-side arrays of both blocks."""
         return jnp.concatenate([_early(x), jnp.where(self.earlier, _early(x), _late(x))])
 
-    def add_to_queries(self, total: Array, found: Array) -> Array:
-        """Adds `found`, of the queries of both blocks, at their positions."""
-        first, second = jnp.split(found.astype(jnp.float32), 2)
+    def add_to_queries(self, total: Array, gradient: Array) -> Array:
+        """Adds `gradient`, of the queries of both blocks, at their positions."""
+        first, second = jnp.split(gradient.astype(jnp.float32), 2)
+        # The second block belongs to the early or to the late queries; the other half gets zeros.
         early = jnp.where(self.earlier, second, 0.0)
         late = first + jnp.where(self.earlier, 0.0, second)
         return total + jnp.concatenate([early, late], axis=1)
 
-    def add_to_keys(self, total: Array, found: Array) -> Array:
-        """Adds `found`, of the keys of both blocks, at their positions."""
-        first, second = jnp.split(found.astype(jnp.float32), 2)
+    def add_to_keys(self, total: Array, gradient: Array) -> Array:
+        """Adds `gradient`, of the keys of both blocks, at their positions."""
+        first, second = jnp.split(gradient.astype(jnp.float32), 2)
         early = first + jnp.where(self.earlier, second, 0.0)
         late = jnp.where(self.earlier, 0.0, second)
         return total + jnp.concatenate([early, late], axis=1)
 
-    def join(self, total: _Result, found: _Result) -> _Result:
+    def join(self, total: _Result, hop_result: _Result) -> _Result:
         """Combines the result over the keys so far with the result over the keys of this hop."""
         y, lse = total
-        (y1, y2), (lse1, lse2) = jnp.split(found[0].astype(jnp.float32), 2), jnp.split(found[1], 2)
+        (y1, y2), (lse1, lse2) = jnp.split(hop_result[0].astype(jnp.float32), 2), jnp.split(hop_result[1], 2)
         late = _joined((_late(y), _late(lse, 2)), (y1, lse1))
+        # The block that does not exist at this hop has no keys: a log-partition of -inf gives it weight 0.
         late = _joined(late, (y2, jnp.where(self.earlier, -jnp.inf, lse2)))
         early = _joined((_early(y), _early(lse, 2)), (y2, jnp.where(self.earlier, lse2, -jnp.inf)))
         return jnp.concatenate([early[0], late[0]], axis=1), jnp.concatenate([early[1], late[1]], axis=2)
 
 
-def _joined(one: _Result, other: _Result) -> _Result:
-    """Result over both sets of keys; `one` has at least one key (arXiv:2112.05682, section 2)."""
-    lse_BNL = jnp.logaddexp(one[1], other[1])
-    first, second = (y * jnp.exp(lse - lse_BNL).swapaxes(1, 2)[..., None] for y, lse in (one, other))
+def _joined(result: _Result, hop_result: _Result) -> _Result:
+    """Result over both sets of keys; `result` has at least one key (arXiv:2112.05682, section 2)."""
+    lse_BNL = jnp.logaddexp(result[1], hop_result[1])
+    # exp(lse - total) is the share of the softmax's mass on each set of keys.
+    first, second = (y * jnp.exp(lse - lse_BNL).swapaxes(1, 2)[..., None] for y, lse in (result, hop_result))
     return first + second, lse_BNL

@@ -32,6 +32,7 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
     del device
     L, M = avals["q_BLNH"].shape[1], avals["k_BMKH"].shape[1]
     sizes = [(512, 1024), (512, 512), (1024, 1024), (256, 512), (128, 128)]
+    # Blocks must divide the positions; 128 always does, as `supports` has checked.
     fitting = [dict(block_q=q, block_kv=kv) for q, kv in sizes if L % q == 0 and M % kv == 0]
     return fitting or [dict(block_q=LANES, block_kv=LANES)]
 
@@ -94,6 +95,7 @@ def backward(
     saved = q, k, v, _segments(segment_BL, segment_BM), y, lse_BNL
     gradients = jax.vmap(functools.partial(compat.splash_backward, kernel))(saved, dy)
     dq_BLNH, dk_BMKH, dv_BMKH = map(_heads_first, cut_heads(H, *gradients))
+    # dk is the gradient of the scaled keys, so the scale is applied to it once more.
     return dq_BLNH, _scaled(dk_BMKH), dv_BMKH
 
 
@@ -132,15 +134,17 @@ def _kernel(
 
     (L, N), M = q_BLNH.shape[1:3], k_BMKH.shape[1]
     if mask.window is not None:
-        one = masks.LocalMask((L, M), window_size=(mask.window - 1, 0), offset=0)
+        # Window sizes count the keys before and after the query's own.
+        head_mask = masks.LocalMask((L, M), window_size=(mask.window - 1, 0), offset=0)
     else:
-        one = masks.CausalMask((L, M)) if mask.causal else masks.FullMask((L, M))
+        head_mask = masks.CausalMask((L, M)) if mask.causal else masks.FullMask((L, M))
     blocks = splash.BlockSizes(
         block_q=block_q, block_kv=block_kv, block_q_dkv=block_q, block_kv_dkv=block_kv,
         block_q_dq=block_q, block_kv_dq=block_kv,
     )  # fmt: skip
+    # All query heads have the same mask, which the kernel processes once.
     return splash.make_splash_mha(
-        masks.MultiHeadMask([one] * N),
+        masks.MultiHeadMask([head_mask] * N),
         head_shards=1,
         q_seq_shards=1,
         block_sizes=blocks,

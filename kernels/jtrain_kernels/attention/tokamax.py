@@ -61,8 +61,7 @@ def supports(device: DeviceSpec, avals: Mapping[str, Any]) -> str | None:
 
 
 def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[str, int]]:
-    """Candidate blocks and stages of the forward and backward kernels; the fastest of those measured on an
-    H100 first.
+    """Candidate blocks and stages of the forward and backward kernels; the fastest on an H100 first.
 
     Measured 2026-11-22, JAX 0.11.2: heads of 64 at 8 x 4096 positions, heads of 128 at 2 x 8192. With heads
     of 128 three and four stages of the backward kernels are equally fast, and three leave 64 KiB of shared
@@ -76,6 +75,7 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
         first |= dict(block_q_dkv=64, block_kv_dkv=128, block_q_dq=128, block_kv_dq=64)
         return [first, first | dict(stages_backward=4), first | dict(block_q_dkv=128, block_kv_dq=128)]
     wide = H > 128
+    # By head size: 64 and 128 as measured on an H100, 256 as in tokamax's heuristic.
     stages_backward = {64: 2, 128: 3, 256: 1}[H]
     first = dict(
         capability=90, block_q=64, block_kv=64 if wide else 128, stages=2, stages_backward=stages_backward
@@ -87,11 +87,11 @@ def configs(device: DeviceSpec, avals: Mapping[str, Any]) -> Sequence[Mapping[st
     # of 128 the backward kernels' larger blocks spill too, and forward blocks of 64 keys with four stages
     # took 1.2 times as long; with heads of 64 tokamax's authors found some of the larger backward blocks
     # fastest.
-    others = [dict(stages=3), *(dict(stages_backward=n) for n in (2, 3, 4) if n != stages_backward)]
+    variations = [dict(stages=3), *(dict(stages_backward=n) for n in (2, 3, 4) if n != stages_backward)]
     if H == 64:
-        others += [dict(block_kv=64, stages=4), dict(block_kv_dq=128)]
-        others += [dict(block_q_dkv=128, block_q_dq=128), dict(block_q_dkv=128, block_kv_dq=128)]
-    return [first, *(first | other for other in others)]
+        variations += [dict(block_kv=64, stages=4), dict(block_kv_dq=128)]
+        variations += [dict(block_q_dkv=128, block_q_dq=128), dict(block_q_dkv=128, block_kv_dq=128)]
+    return [first, *(first | variation for variation in variations)]
 
 
 def forward(
@@ -123,9 +123,10 @@ def forward(
         use_stable_softmax=True,
         rescale_threshold=1.0,
     )
-    each: Any = jax.vmap(lambda q, k, v, first, end: kernel(q, k, v, None, None, first, end))
+    batched_kernel: Any = jax.vmap(lambda q, k, v, first, end: kernel(q, k, v, None, None, first, end))
     arrays = pad_heads(_padded(capability, H), q_BLNH, k_BMKH, v_BMKH)
-    y_BLNH, (top_BNL, total_BNL) = each(*arrays, *_ranges(segment_BL, segment_BM, mask))
+    y_BLNH, (top_BNL, total_BNL) = batched_kernel(*arrays, *_ranges(segment_BL, segment_BM, mask))
+    # The kernel returns the largest score and the sum of exponentials; their log-partition is one number.
     return cut_heads(H, y_BLNH)[0], top_BNL + jnp.log(total_BNL)
 
 
@@ -163,13 +164,15 @@ def backward(
         ds_dtype=None,
     )
 
-    def one(*arrays: Any) -> tuple[Array, Array, Array]:  # the last is None without an end of the range
+    def backward_of_row(
+        *arrays: Any,
+    ) -> tuple[Array, Array, Array]:  # the last is None without an end of the range
         q, k, v, y, dy, lse, first, end = arrays
         # With the log-partition in place of the largest score, the exponentials sum to 1.
         return kernel(q, k, v, (lse, jnp.ones_like(lse)), y, dy, None, None, first, end)[:3]
 
     arrays = pad_heads(_padded(capability, H), q_BLNH, k_BMKH, v_BMKH, y_BLNH, dy_BLNH)
-    dq, dk, dv = jax.vmap(one)(*arrays, lse_BNL, *_ranges(segment_BL, segment_BM, mask))
+    dq, dk, dv = jax.vmap(backward_of_row)(*arrays, lse_BNL, *_ranges(segment_BL, segment_BM, mask))
     dq, dk, dv = cut_heads(H, dq, dk, dv)
     return dq, dk, dv
 
@@ -178,9 +181,7 @@ PASSES = Passes(forward, backward)
 
 
 def _forward_kernel(capability: int, block_q: int, block_kv: int, stages: int) -> Any:
-    """tokamax's forward kernel with its configuration; a persistent one would query the live device for its
-    cores.
-    """
+    """tokamax's forward kernel with its configuration; a persistent one would query the live device."""
     if capability == 100:
         from tokamax._src.ops.attention import pallas_mosaic_gpu_kernel_sm100 as sm100  # lazy: 2 s
 
@@ -209,8 +210,7 @@ def _backward_kernel(capability: int, **blocks_and_stages: int) -> Any:
 def _ranges(
     segment_BL: Array, segment_BM: Array, mask: Mask
 ) -> tuple[Int[Array, "B 1 L"], Int[Array, "B 1 L"] | None]:
-    """First key of each query's segment and window, and the one after the segment's last; equal if it has no
-    key.
+    """First key of each query's segment and window, and the one after the last; equal without a key.
 
     There is no end if the mask is causal: the query itself ends its range, and a comparison less per score is
     faster.
@@ -221,11 +221,14 @@ def _ranges(
     ):  # queries and keys are the same positions, so a segment's keys are the run around its query
         position_1L = jnp.arange(L, dtype=jnp.int32)[None]
         same_BL = segment_BL[:, 1:] == segment_BL[:, :-1]
+        # The first position starts a segment whether or not its id differs from a neighbour's.
         starts_BL = jnp.pad(~same_BL, ((0, 0), (1, 0)), constant_values=True)
+        # The running maximum of start positions is the start of the current segment.
         first_BL = jax.lax.cummax(jnp.where(starts_BL, position_1L, 0), axis=1)
         if mask.window is not None:
             first_BL = jnp.maximum(first_BL, position_1L - mask.window + 1)
         return first_BL[:, None], None
     same_BLM = segment_BL[:, :, None] == segment_BM[:, None, :]
+    # argmax of booleans is the first True; if there is none, the count below is 0 and the range empty.
     first_BL = jnp.argmax(same_BLM, axis=2).astype(jnp.int32)
     return first_BL[:, None], (first_BL + jnp.sum(same_BLM, axis=2, dtype=jnp.int32))[:, None]

@@ -1,5 +1,4 @@
-"""Ahead-of-time compilation of a function for a chip that is not present, with a report: kernels, spills,
-memory.
+"""Ahead-of-time compilation for a chip that is not present, with a report: kernels, spills, memory.
 
 Needs the extra [aot], and its environment variables before JAX starts. The report says nothing about speed,
 because compilers do not autotune without the hardware.
@@ -26,7 +25,9 @@ from jtrain_kernels.compile_only.targets import TPUS, topology_devices
 from jtrain_kernels.device import DeviceSpec, from_name, live
 from jtrain_kernels.errors import UserError
 
+# One per custom call of the scheduled program: the instruction's name and its target.
 _CALL = re.compile(r'^\s*(?:ROOT )?%([\w.-]+) = .* custom-call\(.*custom_call_target="([^"]+)"', re.MULTILINE)
+# Memory space 1 is VMEM; XLA writes its use into the backend config of each instruction.
 _VMEM = re.compile(r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"')
 _SHARED = re.compile(r"^Resources\(smem_scratch_bytes=(\d+).*\n?", re.MULTILINE)
 
@@ -80,14 +81,14 @@ def virtual_device(name: str) -> Mesh:
 
 
 def virtual_axis(name: str, axis: str, size: int) -> Mesh:
-    """Mesh of `size` devices called `name` along `axis`, from the smallest common topology that has enough
-    devices.
+    """Mesh of `size` devices called `name` along `axis`, of the smallest common topology with enough devices.
 
     Raises:
       UserError: the device is unknown, or no common topology has enough devices.
     """
     spec = from_name(name)
     topologies = TPUS[spec.name] if spec.platform == "tpu" else (f"{spec.name}:{size}",)
+    # Topologies are listed by size; if none is enough, the largest one goes on to the error of virtual_mesh.
     enough = (topology for topology in topologies if len(topology_devices(topology)) >= size)
     return virtual_mesh(next(enough, topologies[-1]), {axis: size})
 
@@ -112,30 +113,35 @@ def compile_for(
     """
     mesh = virtual_device(machine) if isinstance(machine, str) else machine
     spec = live(mesh.devices.flat[0])
-    whole = NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
 
-    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return x if x.sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole)
+    def with_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x if x.sharding is not None else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
 
-    args = jax.tree.map(placed, args)
+    args = jax.tree.map(with_sharding, args)
+    # Without the compile cache: a program for an absent machine can be written to it but not read back.
     with registry.on(spec, forced=forced), compat.lowering_for(mesh, spec), compat.no_compile_cache():
+        # Mosaic prints its shared memory while it lowers; afterwards the number is in no report.
         with _shared_memory() as shared:
             lowered = jax.jit(function).lower(*args)
-        needed = registry.compiler_options(forced or {})
-        program: Any = lowered.compile(compiler_options=needed | dict(options or {}))
+        required_options = registry.compiler_options(forced or {})
+        # The caller's options win over those that the implementations need.
+        program: Any = lowered.compile(compiler_options=required_options | dict(options or {}))
     memory, text = program.memory_analysis(), program.as_text()
-    found = kernels(program.runtime_executable().serialize()) if spec.platform == "gpu" else ()
+    # Only a GPU's executable contains cubins; a TPU's has its kernels in another form.
+    kernel_resources = kernels(program.runtime_executable().serialize()) if spec.platform == "gpu" else ()
     calls = collections.Counter[str]()
     for name, target in _CALL.findall(text):
         calls[target] += 1
+        # Pallas kernels of a TPU share one target, so names are counted too, without XLA's `.3`.
         if target == "tpu_custom_call":
             calls[re.sub(r"\.\d+$", "", name)] += 1
     vmem = [int(size) for size in _VMEM.findall(text)]
     return Report(
         device=spec,
         calls=dict(calls),
-        kernels=found,
-        scratch_bytes=max([*shared, *vmem, *(k.static_shared_bytes for k in found)], default=0),
+        kernels=kernel_resources,
+        scratch_bytes=max([*shared, *vmem, *(k.static_shared_bytes for k in kernel_resources)], default=0),
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
@@ -146,19 +152,21 @@ def compile_for(
 @contextlib.contextmanager
 def _shared_memory() -> Iterator[list[int]]:
     """Collects the bytes of shared memory that Mosaic prints for each kernel lowered within the context."""
-    name, found, said = "MOSAIC_GPU_DUMP_RESOURCES", [], io.StringIO()
-    before = os.environ.get(name)
+    name, shared_bytes, printed = "MOSAIC_GPU_DUMP_RESOURCES", [], io.StringIO()
+    # Mosaic reads the variable when it lowers a kernel, so it may be set this late.
+    previous_value = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        with contextlib.redirect_stdout(said):
-            yield found
+        with contextlib.redirect_stdout(printed):
+            yield shared_bytes
     finally:
-        if before is None:
+        if previous_value is None:
             del os.environ[name]
         else:
-            os.environ[name] = before
-        found += [int(size) for size in _SHARED.findall(said.getvalue())]
-        print(_SHARED.sub("", said.getvalue()).lstrip("\n"), end="")
+            os.environ[name] = previous_value
+        shared_bytes += [int(size) for size in _SHARED.findall(printed.getvalue())]
+        # Everything else that was printed goes on to the caller's stdout.
+        print(_SHARED.sub("", printed.getvalue()).lstrip("\n"), end="")
 
 
 def failures(
@@ -173,31 +181,32 @@ def failures(
         that another implementation ran.
       temp_bytes: budget of temporary memory.
     """
-    found: list[str] = []
+    messages: list[str] = []
     for kernel in report.spilled:
-        found.append(
+        # A spill costs memory traffic in the inner loop, so it fails even if the kernel fits.
+        messages.append(
             f"{kernel.name} spills: {kernel.stack_bytes} bytes of stack per thread, {kernel.registers} "
             "registers"
         )
     limit = report.device.scratch_bytes
     if limit is not None and report.scratch_bytes > limit:
-        found.append(
+        messages.append(
             f"{report.scratch_bytes} bytes of scratch memory, but a {report.device.name} has {limit}"
         )
     for name in expect:
         called = [*report.calls, *(kernel.name for kernel in report.kernels)]
-        if not any(name in other for other in called):
-            found.append(f"{name} is not in the program, which calls {', '.join(called) or 'no kernel'}")
+        # Part of a name suffices, because compilers append numbers and suffixes.
+        if not any(name in called_name for called_name in called):
+            messages.append(f"{name} is not in the program, which calls {', '.join(called) or 'no kernel'}")
     if temp_bytes is not None and report.temp_bytes > temp_bytes:
-        found.append(f"{report.temp_bytes} temporary bytes, over the budget of {temp_bytes}")
-    return tuple(found)
+        messages.append(f"{report.temp_bytes} temporary bytes, over the budget of {temp_bytes}")
+    return tuple(messages)
 
 
 def compile_op(
     op: registry.Op, case: str, machine: str | Mesh, implementation: str, *, gradients: bool = True
 ) -> Report:
-    """Compiles one implementation of an op for one of its cases, by default with the gradients of its float
-    arrays.
+    """Compiles one implementation of an op for one case, by default with gradients of its float arrays.
 
     Args:
       machine: a device's name, or a mesh, which must have the case's axis if the op communicates.
@@ -209,6 +218,7 @@ def compile_op(
     arrays = {name: x for name, x in avals.items() if isinstance(x, jax.ShapeDtypeStruct)}
     function = op_function(op, avals, gradients=gradients)
     if (axis := axis_of(avals)) is not None:
+        # The named axis exists only under shard_map, so an op that communicates gets its mesh.
         machine = virtual_axis(machine, *axis) if isinstance(machine, str) else machine
         function = over(machine, function)
     return compile_for(machine, function, arrays, forced={op.name: implementation})
@@ -221,32 +231,28 @@ def axis_of(avals: registry.Avals) -> tuple[str, int] | None:
 
 
 def missing_library(implementation: str) -> str | None:
-    """Library that must be installed to compile (not to lower) an implementation, one sentence; None if none
-    is.
-    """
+    """Library that must be installed to compile (not to lower) an implementation; None if none is."""
     if implementation != "cudnn":
         return None
     # find_spec raises if the parent package does not exist.
-    found = (
+    is_installed = (
         importlib.util.find_spec("nvidia") is not None
         and importlib.util.find_spec("nvidia.cudnn") is not None
     )
-    return None if found else "its library, 0.7 GB, is not installed (pip install nvidia-cudnn-cu13)"
+    return None if is_installed else "its library, 0.7 GB, is not installed (pip install nvidia-cudnn-cu13)"
 
 
 def over(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` on every device of a mesh, each with the same arrays, since cases hold one device's
-    blocks.
-    """
-    whole = PartitionSpec()
-    return jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    """`function` on every device of a mesh, each with the same arrays: cases hold one device's blocks."""
+    replicated = PartitionSpec()
+    # check_vma=False: results differ between devices, though the specification calls them replicated.
+    return jax.shard_map(function, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
 
 
 def op_function(
     op: registry.Op, avals: registry.Avals, *, gradients: bool
 ) -> Callable[[dict[str, Any]], Any]:
-    """Function of the case's arrays (by name) that calls the op, with gradients of its float arrays if asked
-    for.
+    """Function of the case's arrays (by name) that calls the op, optionally with gradients.
 
     The cotangents are the results themselves, so that XLA cannot remove either pass.
     """
@@ -256,6 +262,7 @@ def op_function(
         return registry.call(op, **arrays, **statics)
 
     def backward(arrays: dict[str, Any]) -> Any:
+        # Segment ids and tokens are integers and have no gradients.
         floats = {name: x for name, x in arrays.items() if jnp.issubdtype(x.dtype, jnp.floating)}
         result, pullback = jax.vjp(lambda floats: forward(arrays | floats), floats)
         return result, pullback(result)

@@ -46,14 +46,16 @@ def kernels(program: bytes) -> tuple[KernelResources, ...]:
     Mosaic's cubins are inside an object file for the host and are found. jax-triton's are compressed in its
     custom call and are not found.
     """
-    found: list[KernelResources] = []
+    kernels_found: list[KernelResources] = []
     for record in records(program):
         start = record.find(_MAGIC)
         while start >= 0:
+            # The machine is at byte 18 of an ELF header; the host's object files share the magic number.
             if struct.unpack_from("<H", record, start + 18)[0] == _MACHINE:
-                found += _kernels(record[start:])
+                kernels_found += _kernels(record[start:])
+            # Searched on inside of the record: Mosaic's cubin lies within the ELF file of the host.
             start = record.find(_MAGIC, start + 1)
-    return tuple(found)
+    return tuple(kernels_found)
 
 
 def _kernels(elf: bytes) -> Iterator[KernelResources]:
@@ -61,6 +63,7 @@ def _kernels(elf: bytes) -> Iterator[KernelResources]:
     names = _symbols(sections)
     registers, stack = {}, {}
     for attribute, symbol, value in _attributes(sections[".nv.info"].body):
+        # .nv.info of the whole cubin: both attributes name their kernel by its index in the symbol table.
         {_REGISTERS: registers, _FRAME_SIZE: stack}[attribute][names[symbol]] = value
     for section in sections:
         if section.startswith(".text."):
@@ -72,10 +75,11 @@ def _kernels(elf: bytes) -> Iterator[KernelResources]:
 
 
 def _sections(elf: bytes) -> Iterator[_Section]:
+    # ELF64: the section table's offset at byte 40; entry size, count and index of the names from byte 58.
     table = struct.unpack_from("<Q", elf, 40)[0]
-    entry_size, count, names_at = struct.unpack_from("<HHH", elf, 58)
+    entry_size, count, names_index = struct.unpack_from("<HHH", elf, 58)
     headers = [struct.unpack_from("<IIQQQQII", elf, table + i * entry_size) for i in range(count)]
-    names = headers[names_at][4]
+    names = headers[names_index][4]
     for name, kind, _, _, offset, size, _, info in headers:
         end = elf.index(b"\0", names + name)
         no_bits = kind == 8  # shared memory: a size, no content
@@ -87,17 +91,19 @@ def _sections(elf: bytes) -> Iterator[_Section]:
 def _symbols(sections: dict[str, _Section]) -> list[str]:
     """Names in the symbol table, by index."""
     table, text = sections[".symtab"].body, sections[".strtab"].body
-    starts = [struct.unpack_from("<I", table, at)[0] for at in range(0, len(table), 24)]
+    # An ELF64 symbol has 24 bytes and begins with the offset of its name.
+    starts = [struct.unpack_from("<I", table, offset)[0] for offset in range(0, len(table), 24)]
     return [text[start : text.index(b"\0", start)].decode() for start in starts]
 
 
 def _attributes(info: bytes) -> Iterator[tuple[int, int, int]]:
     """(attribute, symbol, value) of the frame sizes and register counts."""
-    at = 0
-    while at + 4 <= len(info):
-        form, attribute, size = struct.unpack_from("<BBH", info, at)
-        at += 4
+    offset = 0
+    # Records are a header of 4 bytes; those of another form have their value in the header's size field.
+    while offset + 4 <= len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, offset)
+        offset += 4
         if form == _SVAL:
             if attribute in (_FRAME_SIZE, _REGISTERS):
-                yield (attribute, *struct.unpack_from("<II", info, at))
-            at += size
+                yield (attribute, *struct.unpack_from("<II", info, offset))
+            offset += size

@@ -26,6 +26,7 @@ runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{name}"
 """
 
+# An H200 has the same cores, with more and faster memory and a larger L2.
 _H100 = dict(cores=132, l2=52_428_800, clock=1.98, major=9)
 
 TARGETS = {
@@ -83,11 +84,13 @@ def topology_devices(topology: str) -> list[jax.Device]:
     kind, _, shape = topology.partition(":")
     if kind in TARGETS and re.fullmatch(r"[1-9]\d*", shape):
         _require("jax_plugins.xla_cuda13", topology)
+        # Up to eight GPUs are one host; beyond that hosts are full.
         per_host = min(int(shape), GPUS_PER_HOST)
         if int(shape) % per_host:
             raise UserError(
                 f"--topology {topology}: hosts have {per_host} GPUs each. Use a multiple of {per_host}."
             )
+        # Topology of GPUs: slices x hosts x GPUs per host.
         grid = f"1x{int(shape) // per_host}x{per_host}"
         return list(
             topologies.get_topology_desc(
@@ -107,6 +110,7 @@ def topology_devices(topology: str) -> list[jax.Device]:
 
 def _require(module: str, topology: str) -> None:
     package = module.partition(".")[0]
+    # find_spec of a submodule raises if its package is absent, so the package comes first.
     if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
         raise UserError(
             f"--topology {topology} needs the compiler {module}, which is not installed: {INSTALL}"
@@ -114,9 +118,11 @@ def _require(module: str, topology: str) -> None:
 
 
 def _unknown(topology: str, reason: str = "") -> UserError:
-    names = [name for names in TPUS.values() for name in names] + [f"{name}:8" for name in TARGETS]
-    said = f" ({reason})" if reason else ""
+    topologies = [name for topologies in TPUS.values() for name in topologies] + [
+        f"{name}:8" for name in TARGETS
+    ]
+    detail = f" ({reason})" if reason else ""
     return UserError(
-        f"--topology {topology}: there is no such machine{said}. There are, among other sizes: "
-        f"{', '.join(names)}."
+        f"--topology {topology}: there is no such machine{detail}. There are, among other sizes: "
+        f"{', '.join(topologies)}."
     )

@@ -28,6 +28,7 @@ def _forward(table_VD: Array, token_BL: Array) -> tuple[Array, tuple[Array, Arra
 def _backward(saved: tuple[Array, Array], dx_BLD: Array) -> tuple[Array, None]:
     token_BL, like_V0 = saved
     zeros_VD = jnp.zeros((like_V0.shape[0], dx_BLD.shape[-1]), jnp.float32)
+    # Float32 sums: frequent tokens add thousands of rows, which bfloat16 would swallow.
     dtable_VD = zeros_VD.at[token_BL].add(dx_BLD.astype(jnp.float32), mode="drop")
     return dtable_VD.astype(like_V0.dtype), None
 

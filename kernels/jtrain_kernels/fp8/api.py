@@ -1,6 +1,4 @@
-"""Contraction with a weight in FP8: e4m3 forward, e5m2 gradients, accumulated in float32
-(arXiv:2209.05433).
-"""
+"""Contraction with a weight in FP8: e4m3 forward, e5m2 gradients, float32 sums (arXiv:2209.05433)."""
 
 import dataclasses
 import functools
@@ -65,6 +63,7 @@ def of_one_x(kernels: Sequence[Fp8Kernel]) -> tuple[Fp8Kernel, ...]:
     All take the first one's scale of x. With delayed scaling the others' are equal, because their histories
     saw the same x, but XLA cannot know that and would cast and transpose x once for each.
     """
+    # Column 0 of scale_3 is x's (`history.ROLES`).
     first = kernels[0].scale_3
     if first is None:
         return tuple(kernels)
@@ -121,6 +120,7 @@ def _forward(
     rounded: tuple[Array, Array] | None,
 ) -> tuple[Array, Any]:
     del seen_3
+    # The amax is computed even with delayed scaling: it enters the history in the backward pass.
     dtype, x_amax = x_TI.dtype, checkpoint_name(largest(x_TI), AMAX)
     if scale_3 is None:
         x_scale = scale_of(x_amax, FORWARD)
@@ -132,15 +132,18 @@ def _forward(
     # Hopper's tensor cores accumulate in 14 bits: faster, and enough here, but not for gradients (see
     # _backward).
     y_TO = contract(restored(x8_TI, x_scale, dtype), restored(kernel8_IO, kernel_scale, dtype), 1, 0, dtype)
-    kept = kernel_IO if rounded is None else None
-    return y_TO, (x_TI, kept, x_scale, kernel_scale, x_amax, scale_3, rounded)
+    # A weight rounded before is in `rounded`; its `value` is never read.
+    saved_kernel = kernel_IO if rounded is None else None
+    return y_TO, (x_TI, saved_kernel, x_scale, kernel_scale, x_amax, scale_3, rounded)
 
 
 def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Array | None, None]:
     x_TI, kernel_IO, x_scale, kernel_scale, x_amax, scale_3, rounded = saved
     dtype, dy_amax = x_TI.dtype, largest(dy_TO)
     dy_scale = scale_of(dy_amax, GRADIENT) if scale_3 is None else scale_3[2]
+    # One 8-bit copy of dy serves both gradients.
     dy = restored(_cast_once(quantised(dy_TO, dy_scale, GRADIENT)), dy_scale, dtype)
+    # x and kernel are rounded again, with the same scales, to the same bits as forward.
     x = restored(quantised(x_TI, x_scale, FORWARD), x_scale, dtype)
     kernel8_IO, kernel_amax = rounded_weight(kernel_IO, kernel_scale) if rounded is None else rounded
     kernel = restored(kernel8_IO, kernel_scale, dtype)
@@ -160,6 +163,7 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
     )
     if scale_3 is None:
         return dx_TI, dkernel_IO, None, None, None
+    # The cotangent of seen_3 carries the three amax values to the caller.
     return dx_TI, dkernel_IO, jnp.zeros_like(scale_3), jnp.stack([x_amax, kernel_amax, dy_amax]), None
 
 

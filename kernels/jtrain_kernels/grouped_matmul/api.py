@@ -11,6 +11,7 @@ from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.errors import UserError
 from jtrain_kernels.grouped_matmul import blocked, tokamax
 
+# Contraction over the rows, which are the ragged dimension: one matrix per group.
 _KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
@@ -54,6 +55,7 @@ def _plain(x: Array, kernel: Array, group_size: Array, *, block_rows: int) -> Ar
 
     def backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, None]:
         x_TI, kernel_XIO, group_size_X = saved
+        # The kernel is stored once; the transposed product reads it by its other dimension.
         dx_TI = _product(dy_TO, kernel_XIO, group_size_X, transposed=True, block_rows=block_rows)
         dkernel_XIO = _kernel_gradient(x_TI, dy_TO, group_size_X, block_rows=block_rows)
         return dx_TI, dkernel_XIO.astype(kernel_XIO.dtype), None
@@ -74,6 +76,8 @@ def _product(x: Array, kernel: Array, group_size: Array, *, transposed: bool, bl
     def in_blocks(x: Array, kernel: Array) -> Array:
         return blocked.matmul(x, kernel, group_size, transposed=transposed, block_rows=block_rows)
 
+    # One platform is kept when the program is lowered, so only one of the two forms is compiled. XLA:TPU
+    # alone has a kernel for `ragged_dot`.
     return jax.lax.platform_dependent(x, kernel.astype(x.dtype), tpu=ragged, default=in_blocks)
 
 

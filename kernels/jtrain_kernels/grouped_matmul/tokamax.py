@@ -47,12 +47,13 @@ def supports(device: DeviceSpec, avals: Avals) -> str | None:
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Candidate blocks and stages, without those of the kernel's gradient; first the one measured whole on an
-    H200.
-    """
+    """Candidate blocks and stages of both products; the one measured as a whole on an H200 first."""
     del device, avals
     first = dict(block_m=128, block_n=64, block_k=64, stages=4)
-    return [first, *(first | more for more in (dict(block_n=128), dict(block_m=64), dict(block_k=128)))]
+    return [
+        first,
+        *(first | variation for variation in (dict(block_n=128), dict(block_m=64), dict(block_k=128))),
+    ]
 
 
 def matmul(
@@ -83,14 +84,14 @@ def matmul(
     config = blocks(block_m, block_n, block_k, stages)
 
     def used(rows: Array, group_size: Array) -> Array:
-        """Zeroes rows without a group, which the kernel for the weights' gradient multiplies with zero: nan
-        stays.
-        """
+        """Zeroes rows without a group; the gradient's kernel multiplies them by zero, which leaves nan."""
         return jnp.where((jnp.arange(rows.shape[0]) < jnp.sum(group_size))[:, None], rows, 0)
 
     def last_block_used(rows: Array, group_size: Array) -> Array:
         """`used`, in place, of the only block in which that kernel reads rows of no group."""
+        # Blocks of rows start at multiples of the size, so only the one that contains `end` mixes both kinds.
         end, size = jnp.sum(group_size), min(_OF_KERNEL["block_k"], rows.shape[0])
+        # The last block is moved back if the buffer ends within it.
         start = jnp.minimum(end // size * size, rows.shape[0] - size)
         block = jax.lax.dynamic_slice_in_dim(rows, start, size)
         block = jnp.where((start + jnp.arange(size) < end)[:, None], block, 0)
@@ -98,6 +99,7 @@ def matmul(
 
     @jax.custom_vjp
     def product(x: Array, kernel: Array, group_size: Array) -> Array:
+        # Parameters may be float32: the kernel is cast here, and its gradient below has its dtype again.
         return sm90.ragged_dot_kernel(x, kernel.astype(x.dtype), group_size, x.dtype, config)
 
     def forward(x: Array, kernel: Array, group_size: Array) -> tuple[Array, Any]:
@@ -105,6 +107,7 @@ def matmul(
 
     def backward(saved: Any, dy: Array) -> tuple[Array, Array, None]:
         x, kernel, group_size = saved
+        # dx = dy kernel^T: the same kernel with depth and columns swapped.
         matrix = kernel.astype(x.dtype).swapaxes(1, 2)
         dy = last_block_used(dy, group_size)
         dx = sm90.ragged_dot_kernel(dy, matrix, group_size, x.dtype, config)

@@ -39,6 +39,7 @@ def _xla(x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
         y_TO = contract(*_matrices(x, kernel, num_in), 1, 0, x.dtype)
         return y_TO.reshape(*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
 
+    # XLA:TPU would copy to merge dimensions (see `unmerged`); all others multiply matrices.
     tpu = partial(linear_reference, num_in=num_in)
     return jax.lax.platform_dependent(x, kernel.astype(x.dtype), tpu=tpu, default=merged)
 
@@ -58,6 +59,7 @@ _xla.defvjp(_forward, _backward)
 def _dx(dy: Array, x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
     def merged(dy: Array, kernel: Array) -> Array:
         x_TI, kernel_IO = _matrices(x, kernel, num_in)
+        # dx = dy kernel^T, without a transposed copy: both are contracted over their last dimension.
         return contract(dy.reshape(len(x_TI), -1), kernel_IO, 1, 1, x.dtype).reshape(x.shape)
 
     tpu = partial(dx_tpu, num_in=num_in, dtype=x.dtype)
@@ -67,6 +69,7 @@ def _dx(dy: Array, x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
 def _dkernel(x: Array, dy: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
     def merged(x: Array, dy: Array, product: Callable[[Array, Array, Any], Array]) -> Array:
         x_TI, _ = _matrices(x, kernel, num_in)
+        # In the kernel's dtype: a float32 weight's gradient is never rounded to bfloat16.
         return product(x_TI, dy.reshape(len(x_TI), -1), kernel.dtype).reshape(kernel.shape)
 
     return jax.lax.platform_dependent(

@@ -24,4 +24,5 @@ def kernel_gradient_cpu(
     """`x^T dy`, computed by transposing the narrower of the two in memory first."""
     if x_TI.shape[1] <= dy_TO.shape[1]:
         return contract(transposed(x_TI), dy_TO, 1, 0, dtype)
+    # Otherwise dy is the narrower one: dy^T x is computed, and the result transposed back.
     return transposed(contract(transposed(dy_TO), x_TI, 1, 0, dtype))

@@ -68,8 +68,7 @@ def vocab_parallel_linear_cross_entropy(
     chunk_tokens: int | None,
     z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
-    """`linear_cross_entropy` inside a `shard_map` whose `axis` splits both positions and vocabulary: W = V /
-    n.
+    """`linear_cross_entropy` inside a `shard_map` whose `axis` splits positions and vocabulary: W = V / n.
 
     No device ever holds the columns of another. For each chunk a device gathers all devices' hidden states
     (all-gather), computes their logits in its own columns, and returns its part of their gradient
@@ -127,9 +126,7 @@ def _xla(
 def _chunked(
     x_BLD: Float[Array, "B _ D"], target_BL: Int[Array, "B L"], size: int
 ) -> tuple[Float[Array, "Z c D"], Int[Array, "Z C"]]:
-    """Splits this device's hidden states, and the targets of all devices that share the vocabulary, into Z
-    chunks.
-    """
+    """Splits hidden states of this device, and targets of all that share the vocabulary, into Z chunks."""
     x_ZcD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
     # The order within a chunk is that of the all-gather: device by device.
     target_Tn = target_BL.reshape(target_BL.shape[0], -1, x_BLD.shape[1]).swapaxes(1, 2)
@@ -145,8 +142,7 @@ def token_cross_entropy(
     chunk_tokens: int | None,
     axis: Axis | None = None,
 ) -> Float[Array, "B _"]:
-    """Cross entropy in nats of each of this device's tokens, float32, and 0 where there is nothing to
-    predict.
+    """Cross entropy in nats of each of this device's tokens, float32; 0 where nothing is predicted.
 
     It is what `linear_cross_entropy`, or with `axis` `vocab_parallel_linear_cross_entropy`, sums up, for
     evaluation: the gradient is not computed in the same pass. Arguments are theirs.
@@ -158,10 +154,11 @@ def token_cross_entropy(
     def chunk(_: None, x_and_target: tuple[Array, Array]) -> tuple[None, Array]:
         x_cD, target_C = x_and_target
         logits_CW = contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32)
-        return None, nats_of(*vocab.own(*vocab.summary(logits_CW, target_C), target_C))
+        return None, nats_of(*vocab.local_slices(*vocab.summary(logits_CW, target_C), target_C))
 
     _, nats_Zc = jax.lax.scan(chunk, None, (x_ZcD, target_ZC))
     B, L, _ = x_BLD.shape
+    # The last chunk is padded; its surplus tokens come after the last token.
     return nats_Zc.reshape(-1)[: B * L].reshape(B, L)
 
 
@@ -184,8 +181,7 @@ def chosen_chunk(
 
 
 def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> Shaped[Array, "..."]:
-    """Reshapes [tokens, ...] to [chunks, at most `chunk_tokens` tokens, ...]; pads the last chunk with
-    `fill`.
+    """Reshapes [tokens, ...] to [chunks, at most `chunk_tokens` tokens, ...]; pads with `fill`.
 
     Raises:
       UserError: chunk_tokens is not positive.
@@ -193,6 +189,7 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
     if chunk_tokens < 1:
         raise UserError(f"linear_cross_entropy: chunk_tokens={chunk_tokens} must be at least 1.")
     chunk = min(chunk_tokens, x.shape[0])
+    # -n % chunk is the number of tokens that are missing to a full chunk.
     if missing := -x.shape[0] % chunk:
         x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
     return x.reshape(-1, chunk, *x.shape[1:])
@@ -202,15 +199,14 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
 def _loss(
     x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab
 ) -> tuple[Array, Array]:
-    """Loss over Z chunks, with c tokens of this device and C tokens of all devices that share the
-    vocabulary.
-    """
+    """Loss over Z chunks: c tokens of this device, C of all devices that share the vocabulary."""
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
     def chunk(sums: Array, x_and_target: tuple[Array, Array]) -> tuple[Array, None]:
         x_cD, target_C = x_and_target
         logits_CW = contract(vocab.gather(x_cD), kernel_DW, 1, 0, jnp.float32)
-        return sums + _sums(vocab.own(*vocab.summary(logits_CW, target_C), target_C), z_loss), None
+        # Logits are of all devices' tokens, but each device sums its own tokens only.
+        return sums + _sums(vocab.local_slices(*vocab.summary(logits_CW, target_C), target_C), z_loss), None
 
     (total, nats), _ = jax.lax.scan(chunk, jnp.zeros(2, jnp.float32), (x_ZcD, target_ZC))
     return total, nats
@@ -235,16 +231,19 @@ def _forward(
         sums, dkernel_DW = carry
         x_cD, target_C = x_and_target
         x_CD = vocab.gather(x_cD)
+        # Float32 logits: softmax and log-partition are computed from unrounded products.
         logits_CW = contract(x_CD, kernel_DW, 1, 0, jnp.float32)
         lse_C, picked_C = vocab.summary(logits_CW, target_C)
-        sums = sums + _sums(vocab.own(lse_C, picked_C, target_C), z_loss)
+        sums = sums + _sums(vocab.local_slices(lse_C, picked_C, target_C), z_loss)
         # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
         weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
         softmax_CW = jnp.exp(logits_CW - lse_C[:, None]) * ((1.0 + 2.0 * z_loss * lse_C) * weight_C)[:, None]
         column_C = vocab.column(target_C, logits_CW.shape[1])
         is_target_CW = jax.lax.broadcasted_iota(jnp.int32, logits_CW.shape, 1) == column_C[:, None]
+        # In x's dtype, so that both gradient matmuls run at the rate of x's dtype.
         dlogits_CW = (softmax_CW - is_target_CW).astype(x_CD.dtype)
         dx_cD = vocab.scatter(contract(dlogits_CW, kernel_DW, 1, 1, x_CD.dtype))
+        # XLA:CPU contracts over the first dimension slowly; a transposed copy of x pays off there.
         dkernel_DW += jax.lax.platform_dependent(
             x_CD,
             dlogits_CW,
@@ -254,6 +253,7 @@ def _forward(
         return (sums, dkernel_DW), dx_cD
 
     start = (jnp.zeros(2, jnp.float32), jnp.zeros(unembed_DW.shape, jnp.float32))
+    # The kernel's gradient is carried through the scan in float32 and rounded once.
     ((total, nats), dkernel_DW), dx_ZcD = jax.lax.scan(chunk, start, (x_ZcD, target_ZC))
     return (total, nats), (dx_ZcD, dkernel_DW.astype(unembed_DW.dtype))
 
@@ -263,6 +263,7 @@ def _backward(
 ) -> tuple[Array, Array, None]:
     del z_loss, vocab  # already part of the saved gradients
     dx_ZcD, dkernel_DW = saved
+    # The second result is for reporting: its cotangent is not used.
     scale = cotangents[0]
 
     def scaled(gradient: Array) -> Array:
@@ -280,6 +281,7 @@ def _sizes(avals: registry.Avals) -> dict[str, int]:
     assert isinstance(x, jax.ShapeDtypeStruct)
     assert isinstance(unembed, jax.ShapeDtypeStruct)
     assert isinstance(target, jax.ShapeDtypeStruct)
+    # The op sees targets of all shards' positions, and only its own columns.
     (rows, length, width), shards = x.shape, target.shape[1] // x.shape[1]
     sizes = dict(tokens=rows * length, d_model=width, vocab=unembed.shape[1] * shards)
     return sizes | dict(itemsize=x.dtype.itemsize, shards=shards)
@@ -287,12 +289,12 @@ def _sizes(avals: registry.Avals) -> dict[str, int]:
 
 def _configs(device: DeviceSpec, avals: registry.Avals) -> tuple[dict[str, int], ...]:
     """Candidate chunk sizes, the predicted best first; only the requested one if chunk_tokens is given."""
-    if isinstance(asked := avals["chunk_tokens"], int):
-        return ({"chunk": asked},)
+    if isinstance(chunk_tokens := avals["chunk_tokens"], int):
+        return ({"chunk": chunk_tokens},)
     sizes = _sizes(avals)
     best, _ = best_chunk(device, **sizes)
-    others = [size for size in CANDIDATES if size != best and size <= sizes["tokens"]]
-    return tuple({"chunk": size} for size in (best, *others))
+    other_sizes = [size for size in CANDIDATES if size != best and size <= sizes["tokens"]]
+    return tuple({"chunk": size} for size in (best, *other_sizes))
 
 
 def _cost_s(device: DeviceSpec, avals: registry.Avals) -> float | None:

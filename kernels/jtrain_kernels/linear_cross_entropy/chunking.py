@@ -76,30 +76,43 @@ def predict(
         tokens.
       itemsize: bytes per element of the matmuls' operands.
     """
+    # Float32 matmuls have no published peak, so their chunk is not predicted.
     peak = device.peak_bf16_flops if itemsize == 2 else None
     if peak is None or device.hbm_bytes_per_s is None:
         return None
+    # A device with fewer tokens than a chunk has one smaller chunk.
     chunk = min(chunk, tokens)
-    times, met, columns = -(-tokens // chunk), chunk * shards, -(-vocab // shards)
+    # A chunk has `chunk` tokens of each shard's device.
+    num_chunks, chunk_tokens, columns = -(-tokens // chunk), chunk * shards, -(-vocab // shards)
     flops, memory = peak * MATMUL, device.hbm_bytes_per_s * MEMORY
-    product_s = 2 * met * d_model * columns / flops
+    product_s = 2 * chunk_tokens * d_model * columns / flops
     states, kernel, gradient = (
-        met * d_model * itemsize,
+        chunk_tokens * d_model * itemsize,
         d_model * columns * itemsize,
-        met * columns * itemsize,
+        chunk_tokens * columns * itemsize,
     )
-    logits, total = met * columns * _F32, d_model * columns * _F32
+    logits, total = chunk_tokens * columns * _F32, d_model * columns * _F32
     # Bytes of the three matmuls: logits, gradient of the states, gradient of the kernel.
-    moved = (states + kernel + logits, gradient + kernel + states, gradient + states + 2 * total)
+    moved_bytes = (states + kernel + logits, gradient + kernel + states, gradient + states + 2 * total)
     matmul_s = 3 * product_s
-    sums_s = sum(max(0.0, size / memory - product_s) for size in moved)
+    # Only the bytes that take longer than their matmul count; the rest hides behind it.
+    sums_s = sum(max(0.0, size / memory - product_s) for size in moved_bytes)
+    # Three readings of the logits and one writing of their gradient; a launch for each of six fusions.
     softmax_s = (3 * logits + gradient) / memory + 6 * _LAUNCH_S
     network_s = 0.0
     if shards > 1:
         link = (device.link_bytes_per_s or device.hbm_bytes_per_s) * NETWORK
+        # States are gathered, gradients scattered; the parts of the log-partition are a third collective.
         network_s = 2 * states * (shards - 1) / shards / link + 3 * _HOP_S
     temp = logits + gradient + (2 * states if shards > 1 else 0)
-    return Chunk(chunk, times * matmul_s, times * softmax_s, times * sums_s, times * network_s, temp)
+    return Chunk(
+        chunk,
+        num_chunks * matmul_s,
+        num_chunks * softmax_s,
+        num_chunks * sums_s,
+        num_chunks * network_s,
+        temp,
+    )
 
 
 def best_chunk(
@@ -112,18 +125,20 @@ def best_chunk(
     shards: int = 1,
     budget_bytes: int = BUDGET_BYTES,
 ) -> tuple[int, str]:
-    """Best tokens per chunk, and the reason: the fewest within 1 % of the fastest that the memory budget
-    allows.
-    """
+    """Best tokens per chunk, and the reason: the fewest within 1 % of the fastest that fits the budget."""
     sizes = dict(tokens=tokens, d_model=d_model, vocab=vocab, itemsize=itemsize, shards=shards)
-    found = [predict(device, chunk, **sizes) for chunk in CANDIDATES]
-    known = [chunk for chunk in found if chunk is not None]
-    if not known:
+    predictions = [predict(device, chunk, **sizes) for chunk in CANDIDATES]
+    costs = [chunk for chunk in predictions if chunk is not None]
+    if not costs:
         return min(UNKNOWN, tokens), f"no peaks are published for a {device.name}, so the default size"
-    fitting = [chunk for chunk in known if chunk.temp_bytes <= budget_bytes]
+    fitting = [chunk for chunk in costs if chunk.temp_bytes <= budget_bytes]
     if not fitting:
-        least = min(known, key=lambda chunk: chunk.temp_bytes)
-        return least.tokens, f"{least.temp_bytes / 2**30:.2f} GiB is over the budget, but no chunk takes less"
+        # Nothing fits: the smallest is taken, and the reason says that it is over the budget.
+        smallest = min(costs, key=lambda chunk: chunk.temp_bytes)
+        return (
+            smallest.tokens,
+            f"{smallest.temp_bytes / 2**30:.2f} GiB is over the budget, but no chunk takes less",
+        )
     fastest = min(chunk.seconds for chunk in fitting)
     best = min((c for c in fitting if c.seconds <= ENOUGH * fastest), key=lambda chunk: chunk.temp_bytes)
     return best.tokens, (

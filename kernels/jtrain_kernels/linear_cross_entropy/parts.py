@@ -1,6 +1,4 @@
-"""Fused unembedding and cross entropy over parts of the vocabulary, which never holds the whole
-unembedding.
-"""
+"""Fused unembedding and cross entropy over parts of the vocabulary; never holds the whole unembedding."""
 
 from collections.abc import Callable
 from functools import partial
@@ -71,8 +69,9 @@ def token_cross_entropy_in_parts(
     size = _chunk_size(x_BLD, parts, column_ZW, target_BL, fetch, chunk_tokens, axis)
     x_SCD, target_SC, own_SC = _chunked(x_BLD, target_BL, size, vocab)
     nats_SC = nats_of(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab), own_SC)
+    # Chunks may be padded at the end, beyond the tokens of the batch.
     nats_BL = nats_SC.reshape(-1)[: target_BL.size].reshape(target_BL.shape)
-    return vocab.own_positions(nats_BL)
+    return vocab.local_positions(nats_BL)
 
 
 def _chunk_size(
@@ -81,20 +80,20 @@ def _chunk_size(
     column_ZW: Array,
     target_BL: Array,
     fetch: Fetch,
-    asked: int | None,
+    chunk_tokens: int | None,
     axis: Axis | None,
 ) -> int:
-    if asked is not None:
-        return asked
+    if chunk_tokens is not None:
+        return chunk_tokens
+    # eval_shape: the width of a part is known without fetching one.
     width = jax.eval_shape(fetch, jax.tree.map(lambda part: part[0], parts)).shape[1] * column_ZW.shape[0]
     return chosen_chunk(x_BLD, width, target_BL, axis)
 
 
 def _chunked(x_BLD: Array, target_BL: Array, size: int, vocab: Vocab) -> tuple[Array, Array, Array]:
-    """Hidden states and targets of all devices in chunks, and the targets with IGNORE at other devices'
-    positions.
-    """
-    own_BL = vocab.own_targets(target_BL)
+    """Hidden states and targets of all devices in chunks, and the targets with IGNORE elsewhere."""
+    own_BL = vocab.local_targets(target_BL)
+    # All devices' tokens at once: parts are the outer loop, so they are not gathered chunk by chunk.
     x_BLD = vocab.gather(x_BLD, 1)
     x_SCD = in_chunks(x_BLD.reshape(-1, x_BLD.shape[-1]), size)
     target_SC, own_SC = (in_chunks(t.reshape(-1), size, fill=IGNORE) for t in (target_BL, own_BL))
@@ -103,6 +102,7 @@ def _chunked(x_BLD: Array, target_BL: Array, size: int, vocab: Vocab) -> tuple[A
 
 def _logits(x_CD: Array, kernel_DW: Array, column_W: Array) -> Float[Array, "C W"]:
     logits_CW = contract(x_CD, kernel_DW, 1, 0, jnp.float32)
+    # Padding columns get no probability, in the loss and in its gradient.
     return jnp.where(column_W == NO_COLUMN, -jnp.inf, logits_CW)
 
 
@@ -111,12 +111,15 @@ def _summaries(
 ) -> tuple[Float[Array, "S C"], Float[Array, "S C"]]:
     """Log-partition of each token, and the logit of its target."""
 
-    def part(carry: tuple[Array, ...], given: tuple[Any, Array]) -> tuple[tuple[Array, ...], None]:
-        kernel_DW, column_W = fetch(given[0]).astype(x_SCD.dtype), given[1]
+    def add_part(
+        carry: tuple[Array, ...], part_and_columns: tuple[Any, Array]
+    ) -> tuple[tuple[Array, ...], None]:
+        kernel_DW, column_W = fetch(part_and_columns[0]).astype(x_SCD.dtype), part_and_columns[1]
 
-        def chunk(_: None, of: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
-            x_CD, target_C, top_C, total_C, picked_C = of
+        def add_chunk(_: None, token_stats: tuple[Array, ...]) -> tuple[None, tuple[Array, ...]]:
+            x_CD, target_C, top_C, total_C, picked_C = token_stats
             logits_CW = _logits(x_CD, kernel_DW, column_W)
+            # Online softmax over parts: earlier sums are rescaled to the new maximum.
             higher_C = jnp.maximum(top_C, jnp.max(logits_CW, axis=-1))
             total_C = total_C * jnp.exp(top_C - higher_C) + jnp.sum(
                 jnp.exp(logits_CW - higher_C[:, None]), axis=-1
@@ -128,12 +131,13 @@ def _summaries(
                 picked_C + jnp.sum(jnp.where(is_target_CW, logits_CW, 0.0), axis=-1),
             )
 
-        return jax.lax.scan(chunk, None, (x_SCD, target_SC, *carry))[1], None
+        # Parts outside, chunks inside: a part is fetched once and used for all tokens.
+        return jax.lax.scan(add_chunk, None, (x_SCD, target_SC, *carry))[1], None
 
     shape = target_SC.shape
     # The lowest finite number, because -inf - -inf would be nan if a part has only padding.
     start = jnp.full(shape, jnp.finfo(jnp.float32).min), jnp.zeros(shape), jnp.zeros(shape)
-    (top_SC, total_SC, picked_SC), _ = jax.lax.scan(part, start, (parts, column_ZW))
+    (top_SC, total_SC, picked_SC), _ = jax.lax.scan(add_part, start, (parts, column_ZW))
     return vocab.merge(top_SC, total_SC, picked_SC)
 
 
@@ -155,7 +159,7 @@ def _loss(
     z_loss: float,
     vocab: Vocab,
 ) -> tuple[Array, Array]:
-    """Loss over S chunks of C tokens; `own` holds the targets of this device's tokens and IGNORE for all
+    """Loss over S chunks of C tokens; `own_SC` holds the targets of this device's tokens and IGNORE for all
     others.
     """
     return _sums(*_summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab), own_SC, z_loss)
@@ -173,12 +177,14 @@ def _forward(
 ) -> tuple[tuple[Array, Array], tuple[Array, Any]]:
     lse_SC, picked_SC = _summaries(x_SCD, parts, column_ZW, target_SC, fetch, vocab)
 
-    def part(dx_SCD: Array, given: tuple[Any, Array]) -> tuple[Array, Any]:
-        fetched_DW, pull = jax.vjp(fetch, given[0])
-        kernel_DW, column_W = fetched_DW.astype(x_SCD.dtype), given[1]
+    def add_part(dx_SCD: Array, part_and_columns: tuple[Any, Array]) -> tuple[Array, Any]:
+        # The pullback is this part's alone, so its gradient leaves before the next part comes.
+        fetched_DW, pull = jax.vjp(fetch, part_and_columns[0])
+        kernel_DW, column_W = fetched_DW.astype(x_SCD.dtype), part_and_columns[1]
 
-        def chunk(dkernel_DW: Array, of: tuple[Array, ...]) -> tuple[Array, Array]:
-            x_CD, target_C, lse_C, dx_CD = of
+        def add_chunk(dkernel_DW: Array, token_stats: tuple[Array, ...]) -> tuple[Array, Array]:
+            x_CD, target_C, lse_C, dx_CD = token_stats
+            # Logits are computed a second time: those of the first pass are gone, and lse is over all parts.
             logits_CW = _logits(x_CD, kernel_DW, column_W)
             # d(nats)/d(logits) = softmax - onehot; d(lse^2)/d(logits) = 2 lse softmax.
             weight_C = jnp.where(target_C != IGNORE, 1.0, 0.0)
@@ -191,10 +197,11 @@ def _forward(
             return dkernel_DW, dx_CD + contract(dlogits_CW, kernel_DW, 1, 1, jnp.float32)
 
         start = jnp.zeros(kernel_DW.shape, jnp.float32)
-        dkernel_DW, dx_SCD = jax.lax.scan(chunk, start, (x_SCD, target_SC, lse_SC, dx_SCD))
+        dkernel_DW, dx_SCD = jax.lax.scan(add_chunk, start, (x_SCD, target_SC, lse_SC, dx_SCD))
+        # In the dtype of the fetched part, as its pullback expects.
         return dx_SCD, pull(dkernel_DW.astype(fetched_DW.dtype))[0]
 
-    dx_SCD, dparts = jax.lax.scan(part, jnp.zeros(x_SCD.shape, jnp.float32), (parts, column_ZW))
+    dx_SCD, dparts = jax.lax.scan(add_part, jnp.zeros(x_SCD.shape, jnp.float32), (parts, column_ZW))
     return _sums(lse_SC, picked_SC, own_SC, z_loss), (dx_SCD.astype(x_SCD.dtype), dparts)
 
 

@@ -1,6 +1,4 @@
-"""Vocabulary parallelism: a vocabulary on one device, or split along a mesh axis that splits the tokens
-too.
-"""
+"""Vocabulary parallelism: a vocabulary on one device, or split along an axis that splits tokens too."""
 
 import dataclasses
 
@@ -37,19 +35,17 @@ class Vocab:
         )
 
     def column(self, target_C: Int[Array, "*C"], num_columns: int) -> Int[Array, "*C"]:
-        """Column of a target on this device; out of range if another device has it, or if there is no
-        target.
-        """
+        """Column of a target on this device; out of range on other devices, or without a target."""
+        # Device i has columns from i * W on, so a target of another device falls outside [0, W).
         return target_C if self.axis is None else target_C - jax.lax.axis_index(self.axis) * num_columns
 
     def summary(
         self, logits_CW: Float[Array, "C W"], target_C: Int[Array, " C"]
     ) -> tuple[Float[Array, " C"], Float[Array, " C"]]:
-        """Log-partition over the whole vocabulary, and logit of the target (arbitrary if there is no
-        target).
-        """
+        """Log-partition over the whole vocabulary, and logit of the target (arbitrary without a target)."""
         width = logits_CW.shape[1]
         column_C = self.column(target_C, width)
+        # Clipped, because a look-up out of range is undefined; the mask below drops such values.
         picked_C = jnp.take_along_axis(logits_CW, jnp.clip(column_C, 0, width - 1)[:, None], axis=1)[:, 0]
         if self.axis is None:
             return jax.nn.logsumexp(logits_CW, axis=-1), picked_C
@@ -72,13 +68,16 @@ class Vocab:
             return top + jnp.log(total), picked
         # One all-gather, summed in the same order everywhere; a maximum and two sums have three times the
         # latency.
-        each_n3C = jax.lax.all_gather(jnp.stack([top, total, picked]), self.axis)
-        tops, totals, picks = each_n3C[:, 0], each_n3C[:, 1], each_n3C[:, 2]
+        stats_n3C = jax.lax.all_gather(jnp.stack([top, total, picked]), self.axis)
+        # Axis 0 counts devices; 3 are top, total and picked.
+        tops, totals, picks = stats_n3C[:, 0], stats_n3C[:, 1], stats_n3C[:, 2]
         highest = jnp.max(tops, axis=0)
+        # Each device's sum is relative to its own largest logit.
         total = jnp.sum(totals * jnp.exp(tops - highest[None]), axis=0)
+        # At most one device has the target's column; the others added 0.
         return highest + jnp.log(total), jnp.sum(picks, axis=0)
 
-    def own(self, *of_all: Shaped[Array, " C"]) -> tuple[Shaped[Array, " c"], ...]:
+    def local_slices(self, *of_all: Shaped[Array, " C"]) -> tuple[Shaped[Array, " c"], ...]:
         """Slices of this device's tokens."""
         if self.axis is None:
             return of_all
@@ -86,16 +85,17 @@ class Vocab:
         start = jax.lax.axis_index(self.axis) * size
         return tuple(jax.lax.dynamic_slice_in_dim(x, start, size) for x in of_all)
 
-    def own_targets(self, target_BL: Int[Array, "B L"]) -> Int[Array, "B L"]:
+    def local_targets(self, target_BL: Int[Array, "B L"]) -> Int[Array, "B L"]:
         """Targets of this device's positions; IGNORE at all other positions."""
         if self.axis is None:
             return target_BL
+        # Device i has positions from i * L / n on.
         owner_BL = jax.lax.broadcasted_iota(jnp.int32, target_BL.shape, 1) // (
             target_BL.shape[1] // jax.lax.axis_size(self.axis)
         )
         return jnp.where(owner_BL == jax.lax.axis_index(self.axis), target_BL, IGNORE)
 
-    def own_positions(self, x_BL: Shaped[Array, "B L"]) -> Shaped[Array, "B _"]:
+    def local_positions(self, x_BL: Shaped[Array, "B L"]) -> Shaped[Array, "B _"]:
         """This device's positions of an array that has those of all devices."""
         if self.axis is None:
             return x_BL

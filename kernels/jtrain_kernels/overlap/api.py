@@ -27,8 +27,7 @@ from jtrain_kernels.registry import Avals, Implementation, Op
 def all_gather_matmul(
     x: Float[Array, "B _ K"], *kernels: Float[Array, "..."], axis_name: str, axis_size: int
 ) -> tuple[Float[Array, "B _ ..."], ...]:
-    """Gathers x along its rows over the axis and multiplies it with each kernel; x is sent once for all
-    kernels.
+    """Gathers x along its rows over the axis and multiplies it with each kernel; x is sent once for all.
 
     Args:
       x: this device's rows.
@@ -39,9 +38,12 @@ def all_gather_matmul(
       All rows for each kernel, [B, axis_size * R, ...], in x's dtype. Gradients of kernels have the kernels'
       dtypes.
     """
+    # Kernels flat in two dimensions: the ops know [K, N] only, and the caller's shape returns below.
     flat = {f"kernel_{i}": k.reshape(x.shape[2], -1) for i, k in enumerate(kernels)}
-    found = registry.call(ALL_GATHER_MATMUL, x=x, **flat, axis_name=axis_name, axis_size=axis_size)
-    return tuple(y.reshape(*y.shape[:2], *kernel.shape[1:]) for y, kernel in zip(found, kernels, strict=True))
+    products = registry.call(ALL_GATHER_MATMUL, x=x, **flat, axis_name=axis_name, axis_size=axis_size)
+    return tuple(
+        y.reshape(*y.shape[:2], *kernel.shape[1:]) for y, kernel in zip(products, kernels, strict=True)
+    )
 
 
 def matmul_reduce_scatter(
@@ -65,16 +67,14 @@ def all_gather_matmul_fp8(
     """`all_gather_matmul` with FP8 matmuls; where it overlaps with them, x is sent in FP8 too."""
     flat = {f"kernel_{i}": k.value.reshape(x.shape[2], -1) for i, k in enumerate(kernels)}
     axis = dict(axis_name=axis_name, axis_size=axis_size)
-    found = registry.call(ALL_GATHER_MATMUL_FP8, x=x, **flat, **_scaling(kernels), **axis)
-    return tuple(y.reshape(*y.shape[:2], *k.value.shape[1:]) for y, k in zip(found, kernels, strict=True))
+    products = registry.call(ALL_GATHER_MATMUL_FP8, x=x, **flat, **_scaling(kernels), **axis)
+    return tuple(y.reshape(*y.shape[:2], *k.value.shape[1:]) for y, k in zip(products, kernels, strict=True))
 
 
 def matmul_reduce_scatter_fp8(
     x: Float[Array, "B _ ..."], kernel: Fp8Kernel, *, axis_name: str, axis_size: int
 ) -> Float[Array, "B _ N"]:
-    """`matmul_reduce_scatter` with FP8 matmuls; where the backward pass overlaps with them, dy is sent in FP8
-    too.
-    """
+    """`matmul_reduce_scatter` with FP8 matmuls; where the backward pass overlaps, dy is sent in FP8 too."""
     rows, columns = _flat(x, kernel.value)
     axis = dict(axis_name=axis_name, axis_size=axis_size)
     return registry.call(MATMUL_REDUCE_SCATTER_FP8, x=rows, kernel=columns, **_scaling([kernel]), **axis)
@@ -82,6 +82,7 @@ def matmul_reduce_scatter_fp8(
 
 def _scaling(kernels: Sequence[Fp8Kernel]) -> dict[str, Float[Array, "G 3"] | None]:
     if kernels[0].scale_3 is None:
+        # None for both, so that the op has one signature for current and for delayed scaling.
         return {"scale": None, "seen": None}
     return {"scale": jnp.stack([k.scale_3 for k in kernels]), "seen": jnp.stack([k.seen_3 for k in kernels])}
 
@@ -91,6 +92,7 @@ def _flat(x: Array, kernel: Array) -> tuple[Float[Array, "B _ K"], Float[Array, 
 
 
 def _kernels(arguments: Mapping[str, Array]) -> tuple[Array, ...]:
+    # Sorted by name, kernel_0 to kernel_3: keyword arguments may come in any order, results must not.
     return tuple(arguments[name] for name in sorted(arguments))
 
 
@@ -102,9 +104,10 @@ def _gather_permute(
 
 
 def _gather_plain(x: Array, axis_name: str, axis_size: int, **kernels: Array) -> tuple[Array, ...]:
+    # The registry passes the size to every implementation; XLA reads it from the mesh.
     del axis_size
-    whole = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
-    return tuple(linear(whole, kernel) for kernel in _kernels(kernels))
+    x_gathered = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
+    return tuple(linear(x_gathered, kernel) for kernel in _kernels(kernels))
 
 
 def _scatter_permute(
@@ -155,8 +158,8 @@ def _gather_fp8_plain(
     x: Array, scale: _Scaling, seen: _Scaling, axis_name: str, axis_size: int, **kernels: Array
 ) -> tuple[Array, ...]:
     del axis_size
-    whole = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
-    return tuple(linear_fp8(whole, _scaled(k, scale, seen, i)) for i, k in enumerate(_kernels(kernels)))
+    x_gathered = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
+    return tuple(linear_fp8(x_gathered, _scaled(k, scale, seen, i)) for i, k in enumerate(_kernels(kernels)))
 
 
 def _scatter_fp8_plain(
@@ -168,15 +171,16 @@ def _scatter_fp8_plain(
 
 
 def _scaled(kernel: Array, scale: _Scaling, seen: _Scaling, index: int) -> Fp8Kernel:
+    # Current scaling: the kernel alone, and `linear_fp8` finds the amax itself.
     return (
         Fp8Kernel(kernel) if scale is None or seen is None else Fp8Kernel(kernel, scale[index], seen[index])
     )
 
 
 def _shape(avals: Avals, name: str) -> jax.ShapeDtypeStruct:
-    found = avals[name]
-    assert isinstance(found, jax.ShapeDtypeStruct)
-    return found
+    aval = avals[name]
+    assert isinstance(aval, jax.ShapeDtypeStruct)
+    return aval
 
 
 def _ranks(avals: Avals) -> int:
@@ -189,10 +193,12 @@ def _work(op: OpName, avals: Avals, *, itemsize: int | None = None, in_8_bits: b
     x = _shape(avals, "x")
     columns = sum(_shape(avals, name).shape[1] for name in avals if name.startswith("kernel"))
     gathers = op == "all_gather_matmul"
+    # x is the shard when gathering and has all rows when scattering.
     rows = x.shape[0] * x.shape[1] * (_ranks(avals) if gathers else 1)
-    travels = x.shape[2] if gathers else columns
+    # Gathering sends rows of x (K columns), scattering rows of the result (N columns).
+    sent_columns = x.shape[2] if gathers else columns
     return OpWork(
-        _ranks(avals), rows, x.shape[2], columns, travels * (itemsize or x.dtype.itemsize), in_8_bits
+        _ranks(avals), rows, x.shape[2], columns, sent_columns * (itemsize or x.dtype.itemsize), in_8_bits
     )
 
 
@@ -208,19 +214,23 @@ def _configs(op: OpName) -> Callable[[DeviceSpec, Avals], Sequence[Mapping[str, 
         order: list[Swizzle] = ["bidirectional", "ring", "full_mesh"]
         if device.platform == "gpu":
             order = ["ring", "bidirectional", "full_mesh"]
-        found = [
+        candidates = [
             {"swizzle": SWIZZLES.index(swizzle), "parts": number}
+            # parts=1 first: a second part halves the pieces, which pays only where the last piece is long.
             for number in (1, 2)
             for swizzle in order
             if _divides(op, swizzle, number, avals)
         ]
-        return found or [{"swizzle": SWIZZLES.index("ring"), "parts": 1}]
+        # If nothing divides the rows, `supports` refuses; the cost model still asks for a config.
+        return candidates or [{"swizzle": SWIZZLES.index("ring"), "parts": 1}]
 
     return configs
 
 
 def _divides(op: OpName, swizzle: Swizzle, parts: int, avals: Avals) -> bool:
+    # A shard is split once per rank, part and direction; gathered rows count for all ranks.
     rows = _shape(avals, "x").shape[1] * (_ranks(avals) if op == "all_gather_matmul" else 1)
+    # Both directions need two pieces of each part.
     return rows % (_ranks(avals) * parts * (2 if swizzle == "bidirectional" else 1)) == 0
 
 
@@ -236,13 +246,15 @@ def _op(
     sent = {"itemsize": 1} if in_8_bits and op == "all_gather_matmul" else {}
 
     def supports(device: DeviceSpec, avals: Avals) -> str | None:
-        if in_8_bits and (why := unsupported(device)):
-            return why
+        if in_8_bits and (reason := unsupported(device)):
+            return reason
+        # A ring of one part has the fewest pieces: if they do not divide the rows, no others do.
         if _divides(op, "ring", 1, avals):
             return None
         return f"{_shape(avals, 'x').shape[1]} rows do not split evenly over {_ranks(avals)} devices"
 
     def permute_s(device: DeviceSpec, avals: Avals) -> float | None:
+        # The preferred config stands for the op; tuning measures the others.
         config = _configs(op)(device, avals)[0]
         work = _work(op, avals, in_8_bits=in_8_bits, **sent)
         return overlapped_s(device, work, SWIZZLES[config["swizzle"]], config["parts"])
@@ -254,6 +266,7 @@ def _op(
         Implementation("permute", permute, supports, permute_s, _configs(op)),
         Implementation("xla", plain, cost_s=one_after_the_other_s),
     )
+    # Tensor parallelism over the 8 GPUs of a host: what the tuner and the ladder measure.
     axis = {"axis_name": "tensor", "axis_size": 8}
     if not in_8_bits:
         return Op(op, (mosaic_op.implementation(op, _work), *back_ends), cases={"llama8b": {**case, **axis}})
@@ -265,6 +278,7 @@ def _bf16(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
+# Llama 3 8B, sequence 8192 over 8 ranks: 1024 rows each, d_model 4096, ffn 14336 / 8 = 1792.
 _UP = {"x": _bf16(1, 1024, 4096), "kernel_0": _bf16(4096, 1792), "kernel_1": _bf16(4096, 1792)}
 _DOWN = {"x": _bf16(1, 8192, 1792), "kernel": _bf16(1792, 4096)}
 

@@ -3,6 +3,10 @@
 The algorithm is that of `xla/op.py`, the number formats are those of `jtrain_kernels.fp8`. A gathered operand
 is rounded before it is sent: x to e4m3, and in the backward pass dy to e5m2. Partial sums are sent in x's
 dtype.
+
+Example: x [1, 1024, 4096] on each of 8 ranks. A permute carries 4 MiB in place of 8. If the largest |x| of
+all ranks is 5.3, the scale is 64, since 5.3 * 64 = 339 fits under e4m3's 448 and 5.3 * 128 does not: every
+rank rounds alike.
 """
 
 import functools
@@ -40,13 +44,16 @@ def all_gather_matmul(
 def _gather_forward(
     x_BRK: Array, kernels: KernelTuple, scale_G3: PerKernel, seen_G3: PerKernel, plan: OverlapPlan
 ) -> tuple[KernelTuple, Any]:
+    # seen_G3 is an input only so that its cotangent can carry this step's amax out of the backward pass.
     del seen_G3
     dtype = x_BRK.dtype
+    # With a plan: x is one shard of the gathered rows, and every rank must scale by the same number.
     x_scale = _scale(x_BRK, scale_G3, 0, 0, plan)
     kernel_scales = tuple(_scale(k, scale_G3, i, 1) for i, k in enumerate(kernels))
     kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
 
     def visit(outputs: KernelTuple, number: Array, rows8: Array) -> KernelTuple:
+        # Restored right before the product: XLA:GPU folds this into cuBLAS as a scaled FP8 operand.
         rows = restored(rows8, x_scale, dtype)
         products = (
             _dot(rows, restored(k8, s, dtype), dtype) for k8, s in zip(kernels8, kernel_scales, strict=True)
@@ -54,9 +61,12 @@ def _gather_forward(
         return tuple(put(y, number, product) for y, product in zip(outputs, products, strict=True))
 
     shape = x_BRK.shape[0], x_BRK.shape[1] * plan.axis_size
+    # Every row is written by some visit, so the outputs need no zeros.
     outputs = tuple(jax.lax.empty((*shape, kernel.shape[1]), dtype) for kernel in kernels)
+    # Rounded once, before the first send; each hop passes the 8-bit rows on as they are.
     x8_BRK = quantised(x_BRK, x_scale, FORWARD)
     outputs = gather(plan.schedule("all_gather_matmul"), plan.axis_name, x8_BRK, visit, outputs)
+    # x is saved as the shard in its own dtype: `_of_scales` needs its exact amax in the backward pass.
     return outputs, (x_BRK, kernels, x_scale, kernel_scales, scale_G3)
 
 
@@ -66,14 +76,16 @@ def _gather_backward(
     x_BRK, kernels, x_scale, kernel_scales, scale_G3 = saved
     dtype = x_BRK.dtype
     schedule = plan.schedule("all_gather_matmul")
-    each = schedule.piece_rows(dys[0].shape[1])
+    rows_per_piece = schedule.piece_rows(dys[0].shape[1])
+    # No plan here: each rank has all rows of its columns of dy, and rounds them for itself.
     dy_scales = tuple(_scale(dy, scale_G3, i, 2) for i, dy in enumerate(dys))
     dys8 = tuple(quantised(dy, scale, GRADIENT) for dy, scale in zip(dys, dy_scales, strict=True))
     kernels8 = tuple(quantised(k, scale, FORWARD) for k, scale in zip(kernels, kernel_scales, strict=True))
 
     def dy_rows(number: Array) -> list[Array]:
         return [
-            restored(rows_of(dy8, number, each), s, dtype) for dy8, s in zip(dys8, dy_scales, strict=True)
+            restored(rows_of(dy8, number, rows_per_piece), s, dtype)
+            for dy8, s in zip(dys8, dy_scales, strict=True)
         ]
 
     def kernel_parts(totals: KernelTuple, number: Array, rows8: Array) -> KernelTuple:
@@ -81,13 +93,16 @@ def _gather_backward(
         return tuple(t + _kernel_part(rows, dy) for t, dy in zip(totals, dy_rows(number), strict=True))
 
     def rows(number: Array) -> Array:
-        again = (restored(k8, s, dtype) for k8, s in zip(kernels8, kernel_scales, strict=True))
-        return functools.reduce(jnp.add, map(_dot_back, dy_rows(number), again))
+        # Restored in each call: the 8-bit kernels stay in memory, not a bfloat16 copy for all pieces.
+        kernels_restored = (restored(k8, s, dtype) for k8, s in zip(kernels8, kernel_scales, strict=True))
+        return functools.reduce(jnp.add, map(_dot_back, dy_rows(number), kernels_restored))
 
     zeros = tuple(jnp.zeros(kernel.shape, jnp.float32) for kernel in kernels)
+    # x is sent a second time, in 8 bits again, since the forward pass kept only the shard.
     totals = gather(schedule, plan.axis_name, quantised(x_BRK, x_scale, FORWARD), kernel_parts, zeros)
     dx_BRK = reduce_scattered(plan, rows, dtype)
     dkernels = tuple(total.astype(kernel.dtype) for total, kernel in zip(totals, kernels, strict=True))
+    # The order of the four results is that of the differentiable arguments.
     return dx_BRK, dkernels, *_of_scales(scale_G3, x_BRK, kernels, dys)
 
 
@@ -111,14 +126,16 @@ def _scatter_forward(
 ) -> tuple[Array, Any]:
     del seen_13
     dtype = x_BRK.dtype
-    each = plan.schedule("matmul_reduce_scatter").piece_rows(x_BRK.shape[1])
+    rows_per_piece = plan.schedule("matmul_reduce_scatter").piece_rows(x_BRK.shape[1])
+    # x is not gathered here, so its scale needs no agreement between ranks.
     x_scale, kernel_scale = _scale(x_BRK, scale_13, 0, 0), _scale(kernel_KN, scale_13, 0, 1)
     x8_BRK, kernel8_KN = quantised(x_BRK, x_scale, FORWARD), quantised(kernel_KN, kernel_scale, FORWARD)
 
     def rows(number: Array) -> Array:
-        x = restored(rows_of(x8_BRK, number, each), x_scale, dtype)
+        x = restored(rows_of(x8_BRK, number, rows_per_piece), x_scale, dtype)
         return _dot(x, restored(kernel8_KN, kernel_scale, dtype), jnp.float32)
 
+    # Partial sums travel in x's dtype; a sum in 8 bits would lose what each rank adds.
     y_BRN = reduce_scattered(plan, rows, dtype)
     return y_BRN, (x_BRK, kernel_KN, x_scale, kernel_scale, scale_13)
 
@@ -129,16 +146,19 @@ def _scatter_backward(
     x_BRK, kernel_KN, x_scale, kernel_scale, scale_13 = saved
     dtype = x_BRK.dtype
     schedule = plan.schedule("all_gather_matmul")
-    each = schedule.piece_rows(x_BRK.shape[1])
+    rows_per_piece = schedule.piece_rows(x_BRK.shape[1])
+    # With a plan: dy is the gathered operand in this direction.
     dy_scale = _scale(dy_BRN, scale_13, 0, 2, plan)
     x8_BRK, kernel8_KN = quantised(x_BRK, x_scale, FORWARD), quantised(kernel_KN, kernel_scale, FORWARD)
 
     def visit(carry: tuple[Array, Array], number: Array, dy8: Array) -> tuple[Array, Array]:
         dx, total = carry
         dy = restored(dy8, dy_scale, dtype)
+        # dx rows are complete here (each rank has its own columns), so they are rounded right away.
         dx = put(dx, number, _dot_back(dy, restored(kernel8_KN, kernel_scale, dtype)).astype(dtype))
-        return dx, total + _kernel_part(restored(rows_of(x8_BRK, number, each), x_scale, dtype), dy)
+        return dx, total + _kernel_part(restored(rows_of(x8_BRK, number, rows_per_piece), x_scale, dtype), dy)
 
+    # Rows of dx are each written once; the kernel's gradient is a sum over pieces and starts at 0.
     start = jax.lax.empty(x_BRK.shape, dtype), jnp.zeros(kernel_KN.shape, jnp.float32)
     dx_BRK, total = gather(schedule, plan.axis_name, quantised(dy_BRN, dy_scale, GRADIENT), visit, start)
     return dx_BRK, total.astype(kernel_KN.dtype), *_of_scales(scale_13, x_BRK, (kernel_KN,), (dy_BRN,))
@@ -155,6 +175,7 @@ def _scale(
     With a plan, x is one rank's shard of a gathered array, and the amax is taken over ranks so that all scale
     alike.
     """
+    # Delayed scaling: the scale is known before the tensor is, and is already the same on all ranks.
     if scale_G3 is not None:
         return scale_G3[kernel, role]
     amax = largest(x)
@@ -169,7 +190,9 @@ def _of_scales(
     """Cotangents of `scale_G3` (zero) and `seen_G3` (this rank's amax of each tensor)."""
     if scale_G3 is None:
         return None, None
+    # This rank's amax only: the train step takes the maximum over ranks once for all tensors.
     seen_G3 = [[largest(x), largest(kernel), largest(dy)] for kernel, dy in zip(kernels, dys, strict=True)]
+    # Zeros: a scale is a power of two that is not trained.
     return jnp.zeros_like(scale_G3), jnp.array(seen_G3)
 
 

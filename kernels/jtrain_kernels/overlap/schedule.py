@@ -1,8 +1,4 @@
-"""Schedule of an overlapped collective as data: what each rank sends, receives and computes, and in which
-order.
-
-A matrix's rows are split into one shard per rank, and each shard into pieces, the unit that is sent, computed
-and added. A piece has one number, `owner * pieces_per_rank + index`; `Schedule.rows` gives its rows.
+"""Schedule of an overlapped collective as data: all that each rank sends, receives and computes, in order.
 
 | op | x | kernel | output of rank r |
 |---|---|---|---|
@@ -23,6 +19,18 @@ A `Place` names a rank's memory by kind and number. `shard` g holds the rows of 
 the rows of other owners arrive there; when reducing, all are present from the start). `slot` receives a
 partial sum from another rank. `accumulator` holds a partial sum that is computed here and then sent. `output`
 g holds the rows of piece g of the result.
+
+Example: all_gather_matmul on a ring of 3 ranks, one piece per rank. The program of rank 0 is
+
+    Barrier(peers 1, 2)
+    Send(piece 0 to 1)        Compute(piece 0)                      its own rows, there from the start
+    Wait(piece 2 from 2)      Send(piece 2 to 1)  Compute(piece 2)  passed on, then multiplied
+    Wait(piece 1 from 2)      Compute(piece 1)                      rank 1 owns it: the chain ends here
+    Wait("sent") for both sends
+
+matmul_reduce_scatter runs the same chain the other way: rank 0 computes piece 1 into accumulator 0 and sends
+it to rank 2 (slot 0 there), adds slot 0 to its part of piece 2 and sends that on (slot 1), and at last adds
+slot 1 to its own piece 0. Two slots, because each sum that arrives has one to itself.
 
 Sources: doi:10.1145/3567955.3567959 (decomposition into permutes and matmuls), arXiv:2406.06858 and
   arXiv:2503.20313
@@ -135,8 +143,8 @@ class Schedule:
         Raises:
           UserError: the rows do not split evenly into pieces.
         """
-        each = self.piece_rows(size)
-        return piece * each, (piece + 1) * each
+        rows_per_piece = self.piece_rows(size)
+        return piece * rows_per_piece, (piece + 1) * rows_per_piece
 
     def piece_rows(self, size: int) -> int:
         """Rows of each piece.
@@ -163,14 +171,16 @@ def _gather(trees: Trees, rank: int) -> _Steps:
     it.
     """
     steps: _Steps = []
+    # A group is what can have arrived at one time; the order of groups is the order of arrival.
     for group in trees.by_time(rank):
         step: list[ScheduleInstruction] = []
         for piece in group:
-            place = Place("shard", piece)
+            shard = Place("shard", piece)
             parent = trees.parent(rank, piece)
             if parent is not None:
-                step.append(Wait(place, "arrived", parent))
-            step += [Send(piece, child, place, place) for child in trees.children(rank, piece)]
+                step.append(Wait(shard, "arrived", parent))
+            # Sends before Compute: the copy travels while this rank multiplies.
+            step += [Send(piece, child, shard, shard) for child in trees.children(rank, piece)]
             step.append(Compute(piece, Place("output", piece)))
         steps.append(step)
     return steps
@@ -183,7 +193,10 @@ def _slots(trees: Trees) -> dict[tuple[int, int], Place]:
     slots: dict[tuple[int, int], Place] = {}
     for receiver in range(trees.num_ranks):
         number = itertools.count()
+        # Senders by distance, and their pieces in the order they send them: every receiver numbers its slots
+        # alike, so one program with relative ranks describes all of them.
         for sender in sorted(range(trees.num_ranks), key=lambda rank: trees.relative(rank, receiver)):
+            # Reversed, because a sum moves from the leaves to the root: the farthest piece leaves first.
             for moment in reversed(trees.by_time(sender)):
                 for piece in moment:
                     if trees.parent(sender, piece) == receiver:
@@ -203,9 +216,10 @@ class _Accumulators:
         """Next accumulator, for a sum that will be sent to `peer`, and the waits that come first."""
         index = self._turn % self._count
         self._turn += 1
-        place, before = Place("accumulator", index), self._sent_to.get(index)
+        accumulator, previous_peer = Place("accumulator", index), self._sent_to.get(index)
         self._sent_to[index] = peer
-        return place, [] if before is None else [Wait(place, "sent", before)]
+        # The first round needs no wait: nothing has been sent from this accumulator yet.
+        return accumulator, [] if previous_peer is None else [Wait(accumulator, "sent", previous_peer)]
 
 
 def _reduce(
@@ -216,6 +230,7 @@ def _reduce(
 
     A rank's own pieces come last.
     """
+    # Latest group first: the pieces that have the longest way to their owner are computed first.
     steps: _Steps = []
     for group in reversed(trees.by_time(rank)):
         step: list[ScheduleInstruction] = []
@@ -223,13 +238,16 @@ def _reduce(
             parent = trees.parent(rank, piece)
             into = Place("output", piece)
             if parent is not None:
-                into, before = accumulators.take(parent)
-                step += before
+                # Only sums that leave need an accumulator; the own piece is summed in the output.
+                into, waits = accumulators.take(parent)
+                step += waits
             step.append(Compute(piece, into))
+            # The reverse of gathering order; float32 sums depend on it, so it is part of the result.
             for child in reversed(trees.children(rank, piece)):
                 slot = slots[child, piece]
                 step += [Wait(slot, "arrived", child), Reduce(piece, slot, into)]
             if parent is not None:
+                # After the last Reduce, as the peer may read a complete sum only.
                 step.append(Send(piece, parent, into, slots[rank, piece]))
         steps.append(step)
     return steps
@@ -241,11 +259,13 @@ def _complete(trees: Trees, rank: int, steps: _Steps) -> tuple[ScheduleInstructi
     """
     program = [instruction for step in steps for instruction in step]
     sends = [(i.source, i.peer) for i in program if isinstance(i, Send)]
-    waited = [(i.place, i.peer) for i in program if isinstance(i, Wait) and i.until == "sent"]
-    for place in waited:
-        sends.remove(place)
-    program += [Wait(place, "sent", peer) for place, peer in sends]
+    drained = [(i.place, i.peer) for i in program if isinstance(i, Wait) and i.until == "sent"]
+    # A wait between steps has consumed its send's signal; a second wait for it would hang.
+    for copy in drained:
+        sends.remove(copy)
+    program += [Wait(source, "sent", peer) for source, peer in sends]
     peers = {i.peer for i in program if isinstance(i, Send | Wait)}
+    # A single rank exchanges nothing, so it needs no barrier.
     if not peers:
         return tuple(program)
     return (Barrier(tuple(sorted(peers, key=lambda peer: trees.relative(peer, rank)))), *program)
@@ -264,11 +284,13 @@ def make_schedule(op: OpName, swizzle: Swizzle, num_ranks: int, *, parts: int = 
         raise UserError(f"{op}: num_ranks={num_ranks} and parts={parts} must be at least 1.")
     trees = make_trees(swizzle, num_ranks, parts)
     if op == "all_gather_matmul":
+        # Gathered rows land in `shard` places and products in `output`, so nothing else needs memory.
         num_slots = num_accumulators = 0
         steps = [_gather(trees, rank) for rank in range(num_ranks)]
     else:
         slots = _slots(trees)
         num_slots = max((slot.number + 1 for slot in slots.values()), default=0)
+        # Two accumulators per piece index: one is sent from while the next one is computed.
         num_accumulators = 0 if num_ranks == 1 else 2 * trees.pieces_per_rank
         steps = [_reduce(trees, rank, slots, _Accumulators(num_accumulators)) for rank in range(num_ranks)]
     programs = tuple(_complete(trees, rank, steps[rank]) for rank in range(num_ranks))

@@ -1,8 +1,11 @@
-"""Routing trees of overlapped collectives: along which ranks each piece travels, and when it can be at which
-rank.
+"""Routing trees of overlapped collectives: the ranks along which a piece travels, and its time of arrival.
 
-A swizzle defines one tree per owner; the trees of all owners have the same form, rotated to start at their
-owner.
+
+A swizzle defines one tree per owner; the trees of all owners have the same form, rotated to start there.
+
+Example: 4 ranks, bidirectional: piece 2 * r goes upwards from rank r, piece 2 * r + 1 downwards. Rank 0 has
+its own pieces 0 and 1 at time 0, then 6 (from rank 3, upwards) and 3 (from rank 1, downwards), then 4 and 5,
+then 2 and 7, which went the long way around: `by_time(0)` is [[0, 1], [6, 3], [4, 5], [2, 7]].
 """
 
 import itertools
@@ -26,9 +29,7 @@ class Route(NamedTuple):
 
 
 def _direct(num_ranks: int) -> Route:
-    """The owner sends to each rank itself: at time t every rank sends to the t-th after it, so all pairs
-    differ.
-    """
+    """Tree of depth 1: at time t every rank sends to the t-th after it, so all pairs differ."""
     return Route(
         parent=lambda rank, owner: None if rank == owner else owner,
         time=lambda rank, owner: (rank - owner) % num_ranks,
@@ -37,6 +38,7 @@ def _direct(num_ranks: int) -> Route:
 
 def _around(num_ranks: int, sign: int) -> Route:
     """A chain once around the ring, upwards (sign 1) or downwards (sign -1)."""
+    # Distances are taken modulo num_ranks, so the chain of rank 3 of 4 goes 3, 0, 1, 2.
     return Route(
         parent=lambda rank, owner: None if rank == owner else (rank - sign) % num_ranks,
         time=lambda rank, owner: sign * (rank - owner) % num_ranks,
@@ -55,6 +57,7 @@ class Trees:
 
     def __init__(self, num_ranks: int, routes: list[Route], parts: int) -> None:
         self.num_ranks = num_ranks
+        # With parts, index % len(routes) picks the direction: parts 0 and 2 of 4 go up, 1 and 3 down.
         self.pieces_per_rank = len(routes) * parts
         self._routes = routes
 
@@ -72,19 +75,19 @@ class Trees:
 
     def children(self, rank: int, piece: int) -> list[int]:
         """Ranks that receive the piece from this one, the earliest first."""
-        found = [child for child in range(self.num_ranks) if self.parent(child, piece) == rank]
-        return sorted(found, key=lambda child: (self.time(child, piece), self.relative(child, rank)))
+        children = [child for child in range(self.num_ranks) if self.parent(child, piece) == rank]
+        return sorted(children, key=lambda child: (self.time(child, piece), self.relative(child, rank)))
 
     def by_time(self, rank: int) -> list[list[int]]:
-        """All pieces, grouped by when they can be at `rank`; a group has the same relative order for every
-        rank.
-        """
+        """All pieces, grouped by time of arrival at `rank`, in one relative order for all ranks."""
 
         def key(piece: int) -> tuple[int, int, int]:
             owner, index = divmod(piece, self.pieces_per_rank)
+            # Ties by index, then by distance from this rank: relative, so that all ranks run one program.
             return self.time(rank, piece), index, self.relative(owner, rank)
 
         pieces = sorted(range(self.num_ranks * self.pieces_per_rank), key=key)
+        # groupby needs the pieces sorted by the time that it groups by, which is the first field of the key.
         return [list(group) for _, group in itertools.groupby(pieces, key=lambda piece: key(piece)[0])]
 
 

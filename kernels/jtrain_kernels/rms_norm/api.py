@@ -40,6 +40,7 @@ def _normalised(
     """Result, and the inverse root mean square of every row."""
     x32 = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    # Rounded once, after the scale.
     return (x32 * inverse * _broadcast(scale_C, x.ndim)).astype(x.dtype), inverse
 
 
@@ -75,6 +76,7 @@ norm_by.defvjp(_forward, _backward)
 def branch_by(x: Array, scale_C: Array, eps: float, backward: Backward) -> tuple[Array, Array]:
     """`rms_norm_branch` with the given backward pass."""
     del backward
+    # x itself is a result, so that the sum of both gradients happens in this op's backward pass.
     return x, _normalised(x, scale_C, eps)[0]
 
 
@@ -99,6 +101,7 @@ def _gradients(
     dy: Array, x: Array, inverse: Array, scale_C: Array, eps: float, residual: Array | None
 ) -> tuple[Array, Array]:
     """Backward pass in plain JAX."""
+    # eps is an argument because kernels recompute `inverse` from x.
     del eps  # part of `inverse`
     # A pass of its own: as the end of the matmul that gives dy, it makes XLA:TPU's matmul a fifth longer. On
     # a GPU it would only be one more reading of dy.
@@ -107,6 +110,7 @@ def _gradients(
     unit = x32 * inverse
     dscale_C = jnp.sum(dy32 * unit, axis=tuple(range(x.ndim - 1)))
     dunit = dy32 * _broadcast(scale_C, x.ndim)
+    # Derivative of x / rms(x): the part of dunit along x is removed.
     dx = inverse * (dunit - unit * jnp.mean(dunit * unit, axis=-1, keepdims=True))
     if residual is not None:
         dx += residual.astype(jnp.float32)
@@ -130,6 +134,7 @@ def _implementations(*, residual: bool) -> tuple[registry.Implementation, ...]:
     return (
         registry.Implementation(
             "pallas_tpu",
+            # The backward pass is a static argument: equal frozen dataclasses share one trace.
             lambda x, scale_C, eps: call(x, scale_C, eps, pallas_tpu.OnePassTPU()),
             supports=supports(pallas_tpu.refusal),
             cost_s=one_pass,

@@ -27,15 +27,16 @@ _LANES, _SUBLANES = 128, 8
 
 def block_rows(rows: int, width: int, itemsize: int, *, residual: bool) -> int | None:
     """Rows of a block: the largest power of two that fits; None if no block size divides the rows."""
+    # dy, x and dx, and the residual's gradient.
     arrays = 4 if residual else 3
     row_bytes = width * (
         2 * arrays * itemsize + 4 * 4
     )  # two buffers per array, and four float32 intermediates
-    found = None
+    fitting_rows = None
     size = _SUBLANES * 4 // itemsize  # rows of one tile
     while size * row_bytes <= VMEM_BYTES and rows % (PARTS * size) == 0:
-        found, size = size, 2 * size
-    return found
+        fitting_rows, size = size, 2 * size
+    return fitting_rows
 
 
 def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> str | None:
@@ -80,22 +81,25 @@ class OnePassTPU:
         rows = x.size // width
         block = block_rows(rows, width, x.dtype.itemsize, residual=residual is not None)
         assert block is not None, "`refusal` checks this first"
+        # Each part is a run of consecutive blocks, so that its sum stays in one output block.
         steps = rows // (PARTS * block)
-        wide = pl.BlockSpec((block, width), lambda part, step: (part * steps + step, 0))
-        given = [dy, x] if residual is None else [dy, x, residual]
+        row_block = pl.BlockSpec((block, width), lambda part, step: (part * steps + step, 0))
+        arrays = [dy, x] if residual is None else [dy, x, residual]
         dx_TC, parts_SC = pl.pallas_call(
             functools.partial(_kernel, eps=eps),
             grid=(PARTS, steps),
-            in_specs=[pl.BlockSpec((1, width), lambda part, step: (0, 0)), *[wide] * len(given)],
-            out_specs=[wide, pl.BlockSpec((_SUBLANES, width), lambda part, step: (part, 0))],
+            # The scale's block index never changes: it is read once.
+            in_specs=[pl.BlockSpec((1, width), lambda part, step: (0, 0)), *[row_block] * len(arrays)],
+            out_specs=[row_block, pl.BlockSpec((_SUBLANES, width), lambda part, step: (part, 0))],
             out_shape=[
                 jax.ShapeDtypeStruct((rows, width), x.dtype),
                 jax.ShapeDtypeStruct((PARTS * _SUBLANES, width), jnp.float32),
             ],
+            # Parts run on two cores; steps of a part run in order, since they add to one sum.
             compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
             interpret=self.interpret,
             name="rms_norm_backward",
-        )(scale_C.astype(jnp.float32)[None], *(a.reshape(rows, width) for a in given))
+        )(scale_C.astype(jnp.float32)[None], *(a.reshape(rows, width) for a in arrays))
         return dx_TC.reshape(x.shape), jnp.sum(parts_SC, axis=0).astype(scale_C.dtype)
 
 
@@ -113,6 +117,7 @@ def _kernel(scale_ref: Any, dy_ref: Any, x_ref: Any, *refs: Any, eps: float) -> 
     dx_ref[...] = dx.astype(dx_ref.dtype)
     rows, width = x.shape
 
+    # The output block of the sums stays in VMEM over all steps of a part.
     @pl.when(pl.program_id(1) == 0)
     def _() -> None:
         sums_ref[...] = jnp.zeros_like(sums_ref)

@@ -40,8 +40,7 @@ def refusal(device: DeviceSpec, x: jax.ShapeDtypeStruct, *, residual: bool) -> s
 
 
 def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
-    """Candidate programs, warps and stages; first 512 threads per core with 8 elements of a row each, and
-    four stages.
+    """Candidate programs, warps and stages; first 512 threads per core, 8 elements each, and four stages.
 
     At 8192 x 4096 in bfloat16 that was the fastest on one H100 (2026-11-22, JAX 0.11.2): 2647 GB/s, with a
     residual 2743, where a copy has 2894. Narrower rows, which were not measured, have more programs per core
@@ -51,19 +50,39 @@ def configs(device: DeviceSpec, avals: Avals) -> Sequence[dict[str, int]]:
     x = avals["x"]
     assert isinstance(x, jax.ShapeDtypeStruct)
     width = x.shape[-1]
+    # 108 cores, an A100's, for a device whose number of cores is not known.
     cores = device.num_cores or 108
+    # AMD's wavefronts have 64 threads, NVIDIA's warps 32.
     threads = 64 if device.compute_capability is None else 32
     best = max(1, min(16, _power_of_two(width) // (threads * _PER_THREAD)))
     half, quarter = max(1, best // 2), max(1, best // 4)
-    each = max(1, _THREADS // (best * threads))
+    programs_per_core = max(1, _THREADS // (best * threads))
     rows = max(1, x.size // width)
-    tried = [(each, best, 4), (each, best, 3), (each, best, 5), (each, half, 4)]
-    tried += [(2 * each, half, 3), (2 * each, quarter, 4), (2 * each, best, 3)]
+    candidates = [
+        (programs_per_core, best, 4),
+        (programs_per_core, best, 3),
+        (programs_per_core, best, 5),
+        (programs_per_core, half, 4),
+    ]
+    candidates += [
+        (2 * programs_per_core, half, 3),
+        (2 * programs_per_core, quarter, 4),
+        (2 * programs_per_core, best, 3),
+    ]
+    # dy, x and the residual's gradient: copies of each in all stages but the one in registers.
     row_bytes = 3 * _power_of_two(width) * x.dtype.itemsize
-    fitting = [one for one in tried if one[0] * (one[2] - 1) * row_bytes <= (device.scratch_bytes or 0)]
+    fitting = [
+        candidate
+        for candidate in candidates
+        if candidate[0] * (candidate[2] - 1) * row_bytes <= (device.scratch_bytes or 0)
+    ]
     return [
+        # No more programs than rows: a program without rows would write zeros.
         dict(programs=min(p * cores, rows), warps=w, stages=s, capability=triton_call.capability(device))
-        for p, w, s in dict.fromkeys([*fitting, (2 * each, half, 1), (2 * each, best, 1)])
+        # Without stages (1) nothing is copied ahead, so these two fit every device.
+        for p, w, s in dict.fromkeys(
+            [*fitting, (2 * programs_per_core, half, 1), (2 * programs_per_core, best, 1)]
+        )
     ]
 
 
@@ -93,11 +112,12 @@ class OnePassTriton:
         del inverse  # recomputing it is free with the row in registers, and after remat nothing else needs it
         width = x.shape[-1]
         rows = x.size // width
-        given = [dy, x] if residual is None else [dy, x, residual]
+        arrays = [dy, x] if residual is None else [dy, x, residual]
+        # Two kernels, not an option: Triton compiles the source as it is, with all its loads.
         kernel = kernels()[residual is not None]
         dx_TC, parts_PC = triton_call.triton_call(
             kernel,
-            *(a.reshape(rows, width) for a in given),
+            *(a.reshape(rows, width) for a in arrays),
             scale_C.astype(jnp.float32),
             results=[
                 jax.ShapeDtypeStruct((rows, width), x.dtype),
@@ -108,6 +128,7 @@ class OnePassTriton:
             capability=self.capability,
             rows=rows,
             width=width,
+            # Triton's blocks are powers of two; lanes beyond the width are masked.
             block=_power_of_two(width),
             stride=self.programs,
             stages=self.stages,

@@ -1,6 +1,4 @@
-"""Triton source of RMSNorm's backward pass; Triton is optional, so it is imported only when a kernel is
-compiled.
-"""
+"""Triton source of RMSNorm's backward pass; Triton is imported only when a kernel is compiled."""
 
 import functools
 import importlib
@@ -40,15 +38,17 @@ def backward(
     total = tl.zeros([block], tl.float32)
     first = tl.zeros([1], tl.int64)  # an array may have more than 2^31 elements
     for row in tl.range(program, rows, stride, num_stages=stages):
-        at = column + width * (row + first)
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        offsets = column + width * (row + first)
+        value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
         unit = value * factor
-        given = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        dunit = given * scales
+        dy_row = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
+        dunit = dy_row * scales
+        # Masked lanes are 0 in both factors, so the sum is over the row's own elements.
         mean = tl.sum(dunit * unit, axis=0) / width
-        tl.store(dx + at, (factor * (dunit - unit * mean)).to(dx.dtype.element_ty), mask=inside)
-        total += given * unit
+        tl.store(dx + offsets, (factor * (dunit - unit * mean)).to(dx.dtype.element_ty), mask=inside)
+        total += dy_row * unit
+    # One row of `parts` per program; XLA adds them up.
     tl.store(parts + program * width + column, total, mask=inside)
 
 
@@ -74,16 +74,16 @@ def backward_with_residual(
     total = tl.zeros([block], tl.float32)
     first = tl.zeros([1], tl.int64)  # an array may have more than 2^31 elements
     for row in tl.range(program, rows, stride, num_stages=stages):
-        at = column + width * (row + first)
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+        offsets = column + width * (row + first)
+        value = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
         factor = tl.rsqrt(tl.sum(value * value, axis=0) / width + eps)
         unit = value * factor
-        given = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        dunit = given * scales
+        dy_row = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
+        dunit = dy_row * scales
         mean = tl.sum(dunit * unit, axis=0) / width
-        stream = tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + at, (factor * (dunit - unit * mean) + stream).to(dx.dtype.element_ty), mask=inside)
-        total += given * unit
+        stream = tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + offsets, (factor * (dunit - unit * mean) + stream).to(dx.dtype.element_ty), mask=inside)
+        total += dy_row * unit
     tl.store(parts + program * width + column, total, mask=inside)
 
 

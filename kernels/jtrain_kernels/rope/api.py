@@ -34,11 +34,13 @@ def rope_by(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation) -
 def _forward(
     x_BLNH: Array, cos_BLR: Array, sin_BLR: Array, rotation: Rotation
 ) -> tuple[Array, tuple[Array, Array]]:
+    # Only the tables are saved: the rotation's gradient does not depend on x.
     return rotation(x_BLNH, cos_BLR, sin_BLR), (cos_BLR, sin_BLR)
 
 
 def _backward(rotation: Rotation, saved: tuple[Array, Array], dy_BLNH: Array) -> tuple[Array, None, None]:
     cos_BLR, sin_BLR = saved
+    # The inverse of a rotation is the rotation by the negative angle.
     return rotation(dy_BLNH, cos_BLR, -sin_BLR), None, None
 
 
@@ -48,10 +50,12 @@ rope_by.defvjp(_forward, _backward)
 def _rotated(x_BLNH: Array, cos_BLR: Array, sin_BLR: Array) -> Array:
     """Rotation in plain JAX."""
     a, b = jnp.split(x_BLNH.astype(jnp.float32), 2, axis=-1)
+    # The dimension of heads is inserted: [B, L, 1, R].
     cos, sin = cos_BLR[:, :, None, :], sin_BLR[:, :, None, :]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BLNH.dtype)
 
 
+# Half of a head of 128: one angle per pair.
 _ANGLES = jax.ShapeDtypeStruct((1, 8192, 64), jnp.float32)
 ROPE = registry.Op(
     "rope",

@@ -23,12 +23,14 @@ _LANES = 128
 
 def block_tokens(tokens: int, heads: int, width: int, itemsize: int) -> int | None:
     """Tokens of a block: the largest power of two that fits; None if no block size divides the tokens."""
+    # The second-minor dimension is padded to tiles of 16 rows in bfloat16.
     padded = -(-heads // 16) * 16
+    # x and y twice each (two buffers), three float32 intermediates; cos and sin, two buffers each in float32.
     token_bytes = width * (padded * (4 * itemsize + 3 * 4) + 4 * 4)
-    found, size = None, 8
+    fitting_tokens, size = None, 8
     while size * token_bytes <= VMEM_BYTES and tokens % size == 0:
-        found, size = size, 2 * size
-    return found
+        fitting_tokens, size = size, 2 * size
+    return fitting_tokens
 
 
 def refusal(device: DeviceSpec, avals: Avals) -> str | None:
@@ -84,5 +86,6 @@ def rotated(
 
 def _kernel(x_ref: Any, cos_ref: Any, sin_ref: Any, y_ref: Any, *, turn: Any) -> None:
     x = x_ref[...].astype(jnp.float32)
+    # One angle for all heads of a token.
     cos, sin = cos_ref[...][:, None, :], sin_ref[...][:, None, :]
     y_ref[...] = (x * cos + turn(x) * sin).astype(y_ref.dtype)

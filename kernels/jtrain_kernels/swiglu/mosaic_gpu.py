@@ -74,6 +74,7 @@ def _value(gate: Array, up: Array) -> tuple[Array]:
 def _gradients(gate: Array, up: Array, dy: Array) -> tuple[Array, Array]:
     sigmoid = _sigmoid(gate)
     silu = gate * sigmoid
+    # Derivative of x sigmoid(x): sigmoid + x sigmoid (1 - sigmoid).
     return dy * up * (sigmoid + silu * (1.0 - sigmoid)), dy * silu
 
 
@@ -88,22 +89,27 @@ def _blocks(
     like = jax.ShapeDtypeStruct(arrays[0].shape, arrays[0].dtype)
 
     def kernel(used_ref: Any, *refs: Any) -> None:
-        given, made = refs[: len(arrays)], refs[len(arrays) : len(arrays) + results]
+        input_refs, output_refs = refs[: len(arrays)], refs[len(arrays) : len(arrays) + results]
         *tiles, barrier = refs[len(arrays) + results :]
         row = jax.lax.axis_index("row") * ROWS
 
+        # Rows in use come first, so a block beyond them has nothing to do and ends.
         @pl.when(row < used_ref[0])
         def _() -> None:
             block = pl.ds(row, ROWS), pl.ds(jax.lax.axis_index("column") * COLUMNS, COLUMNS)
-            for ref, tile in zip(given, tiles, strict=False):
+            # All copies signal one barrier, whose count is the number of arrays.
+            for ref, tile in zip(input_refs, tiles, strict=False):
                 plgpu.copy_gmem_to_smem(ref.at[block], tile, barrier)
             plgpu.barrier_wait(barrier)
             values = formula(*(tile[...].astype(jnp.float32) for tile in tiles[: len(arrays)]))
             for value, tile in zip(values, tiles, strict=False):
+                # Results overwrite the tiles of the inputs, which have been read into registers.
                 tile[...] = value.astype(tile.dtype)
+            # TMA reads shared memory by another path: the writes must be visible first.
             plgpu.commit_smem()
-            for ref, tile in zip(made, tiles, strict=False):
+            for ref, tile in zip(output_refs, tiles, strict=False):
                 plgpu.copy_smem_to_gmem(tile, ref.at[block])
+            # Shared memory must not be given back before TMA has read it.
             plgpu.wait_smem_to_gmem(0)
 
     tile = plgpu.SMEM((ROWS, COLUMNS), like.dtype)

@@ -167,8 +167,8 @@ def test_small_matmuls_are_not_split_and_the_choice_says_why() -> None:
     small = registry.choose(api.ALL_GATHER_MATMUL, h100, mlp(4096, 512, 8192))
     large = registry.choose(api.ALL_GATHER_MATMUL, h100, mlp(8192, 4096, 4096))
     assert (small.implementation.name, large.implementation.name) == ("xla", "permute")
-    assert dict(small.others)["permute"].startswith("predicted")
-    assert dict(large.others)["xla"].startswith("predicted")
+    assert dict(small.rejected)["permute"].startswith("predicted")
+    assert dict(large.rejected)["xla"].startswith("predicted")
 
 
 def smallest_gflop(spec: device.DeviceSpec, work: OpWork, swizzle: Swizzle) -> float:

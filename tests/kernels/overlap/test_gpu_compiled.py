@@ -126,7 +126,7 @@ def test_what_gpu_matmul_times_compiles_for_one_h200() -> None:
     config = gpu_matmul.overlap_configs(program, 4, spec, 8192)[-1]
     x, kernel = jax.eval_shape(lambda: gpu_matmul.operands(op, 4, 8192))
     report = aot.compile_for(
-        "h200", lambda x, k: gpu_matmul.virtual(program, 4, x, k, spec, config), x, kernel
+        "h200", lambda x, k: gpu_matmul.run_virtual_ranks(program, 4, x, k, spec, config), x, kernel
     )
     assert aot.failures(report, expect=("jtrain_all_gather_matmul",)) == ()
 

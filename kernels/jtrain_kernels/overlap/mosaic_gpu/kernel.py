@@ -12,8 +12,13 @@ replaces the schedule's opening barrier. Sums over ranks are rounded to x's dtyp
 added in the schedule's order: the same bits in every run.
 
 Sources: arXiv:2406.06858 (FLUX: fuse at the tile, write from the epilogue), arXiv:2503.20313 (TileLink:
-  counters per
-tile, separate blocks for copies), JAX's `pallas/ops/gpu/collective_matmul_mgpu.py`.
+  counters per tile, separate blocks for copies), JAX's `pallas/ops/gpu/collective_matmul_mgpu.py`.
+
+Example: matmul-reduce-scatter over a ring of 3 ranks, 3072 rows, N = 512, tiles 128 x 256. A piece of 1024
+rows is 8 x 2 tiles, so 3 jobs are 48 tiles. With 132 blocks, block 17 has tile 17 only: job 17 // 16 = 1,
+tile 1 of 16. On rank 0 job 1 is piece 2 plus slot 0 for peer 2: the block waits until the counter of slot 0
+at that tile is 2 (two warpgroups wrote it), adds the tile from the inbox, writes the sum into slot 1 of rank
+2 and signals there.
 """
 
 import dataclasses
@@ -78,19 +83,22 @@ def fused(
         raise UserError(
             f"x is {x.dtype}{x.shape} and the kernel {kernel.dtype}{kernel.shape}: they do not multiply."
         )
+    # `blocks` is one rank's share; virtual ranks divide the chip, and the grid holds all of them.
     blocks, grid = peers.blocks(num_cores)
     config = config or default_config(program, m, n, k)
     if reason := op_does_not_fit(program, m, n, k, str(x.dtype), blocks, config):
         raise UserError(
             f"mosaic_gpu {schedule.op}: {reason}. Choose other tiles, or kernels.{schedule.op}=xla."
         )
-    of_one, tiles = schedule.piece_rows(m) // config.tiles.tile_m, config.tiles
+    tile_rows_per_sequence, tiles = schedule.piece_rows(m) // config.tiles.tile_m, config.tiles
+    # What travels: rows of x when gathering, rows of the result when scattering.
     width = k if gathers else n
     if keep_gathered:
+        # After the check above: the additional moves go to this rank itself and need no peer.
         program = program.keeping_own()
     sizes = LaunchSizes(
-        rows=batch * of_one,
-        of_one=of_one,
+        rows=batch * tile_rows_per_sequence,
+        tile_rows_per_sequence=tile_rows_per_sequence,
         columns=n // tiles.tile_n,
         steps=k // tiles.tile_k,
         width=width,
@@ -99,9 +107,13 @@ def fused(
     )
     out_rows = m // schedule.num_ranks if schedule.op == "matmul_reduce_scatter" else m
     # Peers write gathered rows or partial sums here. An array without elements would have no address.
-    inbox_rows = batch * (m if gathers else max(schedule.num_slots, 1) * of_one * tiles.tile_m)
+    inbox_rows = batch * (
+        m if gathers else max(schedule.num_slots, 1) * tile_rows_per_sequence * tiles.tile_m
+    )
     body = _Kernel(program, peers, config, sizes, blocks)
+    # Tables are inputs, not constants: one compiled kernel serves every rank, which reads its own row.
     tables = [jnp.asarray(make()) for make in (program.job_table, program.move_table)]
+    # Sequences and rows become one dimension, since a tile never crosses a sequence (LaunchSizes.row).
     flat = x.reshape(*x.shape[:-3], batch * own_rows, k)
     out, inbox = plgpu.kernel(
         body.run,
@@ -112,6 +124,7 @@ def fused(
         **peers.grid(grid),
         num_threads=THREADS,
         thread_name="wg",
+        # Tests and profiles count the kernel by this name.
         kernel_name=f"jtrain_{schedule.op}",
         interpret=interpret,
     )(flat, kernel, *tables, *peers.counter_inputs(grid, *body.counter_shapes))
@@ -136,132 +149,158 @@ class _Kernel(Call):
     """Body of the kernel; every method runs on the GPU."""
 
     def run(self, x: Any, kernel: Any, jobs: Any, moves: Any, *rest: Any) -> None:
-        *given, out, inbox = rest
+        # Counters come as inputs only under emulation; on a GPU they are semaphores and the list is empty.
+        *counter_arrays, out, inbox = rest
         shapes = self.counter_shapes
-        rows_here, landed = (
-            self.peers.counters(s, g) for s, g in zip(shapes, given or (None, None), strict=True)
+        arrived_rows, arrived_tiles = (
+            self.peers.counters(s, g) for s, g in zip(shapes, counter_arrays or (None, None), strict=True)
         )
+        # `inbox` stays whole: a send needs the part of a peer, so each use picks its part itself.
         x, kernel, out_ = (self.peers.mine(ref) for ref in (x, kernel, out))
         block, senders = self.peers.block(self.blocks), self.config.sending_blocks
 
         def compute() -> None:
-            self._compute(block - senders, x, kernel, jobs, out_, inbox, rows_here, landed)
+            self._compute(block - senders, x, kernel, jobs, out_, inbox, arrived_rows, arrived_tiles)
 
         def pass_on() -> None:
-            send(self, block, x, moves, inbox, rows_here)
+            send(self, block, x, moves, inbox, arrived_rows)
 
         if senders:
+            # The first `senders` blocks of a rank only copy; the others count from 0 for the tiles.
             when(block < senders, pass_on, compute)
         else:
             compute()
 
     def _compute(
-        self, block: Any, x: Any, kernel: Any, jobs: Any, out: Any, inbox: Any, rows_here: Any, landed: Any
+        self,
+        block: Any,
+        x: Any,
+        kernel: Any,
+        jobs: Any,
+        out: Any,
+        inbox: Any,
+        arrived_rows: Any,
+        arrived_tiles: Any,
     ) -> None:
         sizes, tiles, peers = self.sizes, self.config.tiles, self.peers
         workers = self.blocks - self.config.sending_blocks
         total = sizes.jobs * sizes.tiles
+        # This block's tiles are block, block + workers, ...: ceil((total - block) / workers).
         share = lax.div(total - block + workers - 1, workers)
         rank, wg = peers.rank(), lax.axis_index("wg")
         inbox_mine = peers.mine(inbox)
 
-        def tile(i: Any) -> _Tile:
+        def tile_of(i: Any) -> _Tile:
             linear = block + i * workers
             turn = lax.div(linear, sizes.tiles)
-            within = lax.rem(linear, sizes.tiles)
-            row, column = plgpu.planar_snake(within, (sizes.rows, sizes.columns), 0, tiles.group)
+            tile_index = lax.rem(linear, sizes.tiles)
+            # In snake order tiles that run at one time are neighbours, so L2 serves their operands.
+            row, column = plgpu.planar_snake(tile_index, (sizes.rows, sizes.columns), 0, tiles.group)
+            # Fields 0 to 2 of the job table; 3 is the number of slots, which start at 4.
             piece, peer, slot = (jobs[rank, turn, field] for field in range(3))
             return _Tile(turn, piece, peer, slot, row, column)
 
-        def ready(at: _Tile) -> None:
+        def wait_operands(tile: _Tile) -> None:
             if self.gathers:
-
-                @pl.when(self.owner(at.piece) != rank)
+                # A row that arrives is complete when each sending warpgroup has signalled.
+                @pl.when(self.owner(tile.piece) != rank)
                 def _wait() -> None:
-                    peers.wait(rows_here, (at.piece, at.row), SENDERS)
+                    peers.wait(arrived_rows, (tile.piece, tile.row), SENDERS)
 
-        def load(at: _Tile, step: Any, a_smem: Any, b_smem: Any, barrier: Any) -> None:
+        def load(tile: _Tile, step: Any, a_smem: Any, b_smem: Any, barrier: Any) -> None:
             def from_own() -> None:
-                row = self.own_row(at.piece, at.row) if self.gathers else self.row(at.piece, at.row)
+                row = self.own_row(tile.piece, tile.row) if self.gathers else self.row(tile.piece, tile.row)
                 wgmma_tile.load_a(x, row, step, tiles, a_smem, barrier)
 
             def from_inbox() -> None:
-                wgmma_tile.load_a(inbox_mine, self.row(at.piece, at.row), step, tiles, a_smem, barrier)
+                wgmma_tile.load_a(inbox_mine, self.row(tile.piece, tile.row), step, tiles, a_smem, barrier)
 
+            # Own rows are read in place; those of peers from the inbox, where the sending blocks put them.
             if self.gathers:
-                when(self.owner(at.piece) == rank, from_own, from_inbox)
+                when(self.owner(tile.piece) == rank, from_own, from_inbox)
             else:
                 from_own()
-            wgmma_tile.load_b(kernel, at.column, step, tiles, b_smem, barrier)
+            wgmma_tile.load_b(kernel, tile.column, step, tiles, b_smem, barrier)
 
-        def delivered(at: _Tile) -> None:
+        def delivered(tile: _Tile) -> None:
             """Signals the receiver of a tile, once all its writes have completed."""
+            # A gathering kernel's result stays here; its rows are signalled by the sending blocks.
             if self.gathers:
                 return
 
-            @pl.when(at.peer != OWN)
+            @pl.when(tile.peer != OWN)
             def _to_peer() -> None:
-                peers.signal(landed, (at.slot, at.row, at.column), at.peer)
+                peers.signal(arrived_tiles, (tile.slot, tile.row, tile.column), tile.peer)
 
-        def before_store(i: Any, at: _Tile) -> None:
+        def before_store(i: Any, tile: _Tile) -> None:
             # TMA got the previous tile before this tile's product began, so its writes are done and waiting
             # is free.
             plgpu.wait_smem_to_gmem(0)
 
             @pl.when(i > 0)
             def _() -> None:
-                delivered(tile(i - 1))
+                delivered(tile_of(i - 1))
 
+            # Only now, after the product: partial sums travel while this rank multiplies.
             if self.program.max_slots:
 
-                @pl.loop(0, jobs[rank, at.turn, 3])
+                @pl.loop(0, jobs[rank, tile.turn, 3])
                 def _wait(j: Any) -> None:
-                    peers.wait(landed, (jobs[rank, at.turn, 4 + j], at.row, at.column), WARPGROUPS)
+                    peers.wait(
+                        arrived_tiles, (jobs[rank, tile.turn, 4 + j], tile.row, tile.column), WARPGROUPS
+                    )
 
-        def store(at: _Tile, piece: tuple[Any, Any], smem: Any) -> None:
+        def store(tile: _Tile, piece: tuple[Any, Any], smem: Any) -> None:
             def keep() -> None:
-                row = self.row(at.piece, at.row) if self.gathers else self.own_row(at.piece, at.row)
-                plgpu.copy_smem_to_gmem(smem, out.at[wgmma_tile.piece_of((row, at.column), piece, tiles)])
+                row = self.row(tile.piece, tile.row) if self.gathers else self.own_row(tile.piece, tile.row)
+                plgpu.copy_smem_to_gmem(smem, out.at[wgmma_tile.piece_of((row, tile.column), piece, tiles)])
 
             def give() -> None:
-                where = wgmma_tile.piece_of((at.slot * sizes.rows + at.row, at.column), piece, tiles)
+                # A slot has room for one piece: its rows of tiles follow those of the slots before.
+                target_slices = wgmma_tile.piece_of(
+                    (tile.slot * sizes.rows + tile.row, tile.column), piece, tiles
+                )
 
                 def copy(ref: Any) -> None:
-                    plgpu.copy_smem_to_gmem(smem, ref.at[where])
+                    plgpu.copy_smem_to_gmem(smem, ref.at[target_slices])
 
-                peers.to_peer(copy, inbox, at.peer, self.program.offsets)
+                peers.to_peer(copy, inbox, tile.peer, self.program.offsets)
 
             if self.gathers:
                 keep()
             else:
-                when(at.peer == OWN, keep, give)
+                when(tile.peer == OWN, keep, give)
 
         def body(in_smem: Any = None, in_barrier: Any = None, **smem: Any) -> None:
-            def add(at: _Tile, piece: tuple[Any, Any], sums: Any) -> Any:
-                def one(j: Any, sums: Any) -> Any:
-                    first = jobs[rank, at.turn, 4 + j] * sizes.rows + at.row
-                    rows, columns = wgmma_tile.piece_of((first, at.column), piece, tiles)
+            def add(tile: _Tile, piece: tuple[Any, Any], sums: Any) -> Any:
+                def add_slot(j: Any, sums: Any) -> Any:
+                    # Same layout as in `give`, seen from the receiver.
+                    first = jobs[rank, tile.turn, 4 + j] * sizes.rows + tile.row
+                    rows, columns = wgmma_tile.piece_of((first, tile.column), piece, tiles)
                     plgpu.commit_smem()  # all threads have read the previous contents
                     plgpu.copy_gmem_to_smem(inbox_mine.at[rows, columns], in_smem.at[wg], in_barrier.at[wg])
                     plgpu.barrier_wait(in_barrier.at[wg])
                     return sums + in_smem[wg].astype(jnp.float32)
 
-                return lax.fori_loop(0, jobs[rank, at.turn, 3], one, sums)
+                return lax.fori_loop(0, jobs[rank, tile.turn, 3], add_slot, sums)
 
-            do = wgmma_tile.TileSteps(
-                tile=tile, load=load, store=store, ready=ready, before_store=before_store
+            callbacks = wgmma_tile.TileSteps(
+                tile=tile_of, load=load, store=store, wait_operands=wait_operands, before_store=before_store
             )
+            # Without `add` the epilogue has no branch and no shared memory for sums.
             if in_smem is not None:
-                do = dataclasses.replace(do, add=add)
-            wgmma_tile.multiply(do, share, sizes.steps, tiles, **smem)
+                callbacks = dataclasses.replace(callbacks, add=add)
+            wgmma_tile.multiply(callbacks, share, sizes.steps, tiles, **smem)
+            # The last tile has no successor whose `before_store` would signal it.
             plgpu.wait_smem_to_gmem(0)
 
             @pl.when((wg < WARPGROUPS) & (share > 0))
             def _last() -> None:
-                delivered(tile(share - 1))
+                delivered(tile_of(share - 1))
 
         dtype = x.dtype
         extra: dict[str, Any] = {}
+        # These buffers take the room of a stage: default_config has 3 stages with slots, 4 without.
         if self.program.max_slots:
             layout = wgmma_tile.transforms(tiles.out_columns, jnp.dtype(dtype).itemsize)
             extra["in_smem"] = plgpu.SMEM(

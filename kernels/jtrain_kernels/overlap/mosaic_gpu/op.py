@@ -5,7 +5,7 @@ Pallas is imported when a kernel is traced, because it is slow to import.
 | op | gradient of x | gradient of the kernel |
 |---|---|---|
 | all_gather_matmul | matmul_reduce_scatter of dy and the transposed kernel | x is gathered again by XLA |
-| matmul_reduce_scatter | all_gather_matmul of dy and the transposed kernel | from dy as that kernel gathered it |
+| matmul_reduce_scatter | all_gather_matmul of dy and the transposed kernel | dy as that kernel gathered it |
 
 No GPUs have run these kernels yet, so a predicted cost never chooses them: force them, or tune.
 
@@ -59,6 +59,7 @@ class FusedPlan(NamedTuple):
     num_cores: int
 
 
+# Cached: `supports` and the kernel ask for the same program, and building one walks all ranks.
 @functools.cache
 def program_of(op: OpName, swizzle: Swizzle, axis_size: int) -> GpuProgram:
     """GPU program of an op: its streams of jobs and moves."""
@@ -76,9 +77,11 @@ def _fused(
     from jtrain_kernels.overlap.mosaic_gpu.kernel import fused
     from jtrain_kernels.overlap.mosaic_gpu.peer_access import PeerDevices
 
+    # Parameters may be float32; wgmma takes operands of one 16-bit dtype.
     kernel_KN = kernel_KN.astype(x_BRK.dtype)
     if plan.axis_size == 1:  # symmetric memory on a single device aborts the process
         return _alone(x_BRK, kernel_KN, plan), x_BRK
+    # x is the shard when gathering and has all rows when scattering.
     rows = x_BRK.shape[1] * (plan.axis_size if op == "all_gather_matmul" else 1)
     program, config = _cut(op, plan, rows, kernel_KN.shape[1], x_BRK.shape[2])
     peers = PeerDevices(plan.axis_size, plan.axis_name)
@@ -92,6 +95,7 @@ def _alone(x_BRK: Array, kernel_KN: Array, plan: FusedPlan) -> Array:
 
     rows = x_BRK.reshape(-1, x_BRK.shape[2])
     sizes = (rows.shape[0], kernel_KN.shape[1], rows.shape[1], str(rows.dtype))
+    # If no tiling fits, the first is taken, and `matmul` raises with the reason.
     tiles = next((tiles for tiles in CANDIDATES if does_not_fit(*sizes, tiles) is None), CANDIDATES[0])
     return matmul(rows, kernel_KN, num_cores=plan.num_cores, config=tiles).reshape(*x_BRK.shape[:2], -1)
 
@@ -113,9 +117,11 @@ def _gather_forward(x_BRK: Array, kernel_KN: Array, plan: FusedPlan) -> tuple[Ar
 
 def _gather_backward(plan: FusedPlan, saved: tuple[Array, Array], dy_BRN: Array) -> tuple[Array, Array]:
     x_BRK, kernel_KN = saved
+    # The transposed kernel is copied by XLA first: the fused kernel reads [k, n] only.
     dx_BRK = _fused("matmul_reduce_scatter", dy_BRN, kernel_KN.T, plan)[0]
-    whole = jax.lax.all_gather(x_BRK, plan.axis_name, axis=1, tiled=True)
-    return dx_BRK, _kernel_gradient(whole, dy_BRN).astype(kernel_KN.dtype)
+    # No fused gather for this product: it contracts over the gathered rows, all of which it needs.
+    x_gathered = jax.lax.all_gather(x_BRK, plan.axis_name, axis=1, tiled=True)
+    return dx_BRK, _kernel_gradient(x_gathered, dy_BRN).astype(kernel_KN.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -132,6 +138,7 @@ def _scatter_forward(x_BRK: Array, kernel_KN: Array, plan: FusedPlan) -> tuple[A
 
 def _scatter_backward(plan: FusedPlan, saved: tuple[Array, Array], dy_BRN: Array) -> tuple[Array, Array]:
     x_BRK, kernel_KN = saved
+    # keep: the gathered dy is the second result, so the kernel's gradient gathers nothing again.
     dx_BRK, dy = _fused("all_gather_matmul", dy_BRN, kernel_KN.T, plan, keep=True)
     return dx_BRK, _kernel_gradient(x_BRK, dy).astype(kernel_KN.dtype)
 
@@ -151,9 +158,13 @@ def _gather(
 ) -> tuple[Array, ...]:
     """One fused kernel over the concatenated columns of all kernels, so x is sent once."""
     plan = FusedPlan(axis_name, axis_size, SWIZZLES[swizzle], sending_blocks, num_cores)
-    each = [kernels[name] for name in sorted(kernels)]
-    y = all_gather_matmul(x, jnp.concatenate(each, axis=1) if len(each) > 1 else each[0], plan)
-    ends = [sum(kernel.shape[1] for kernel in each[: i + 1]) for i in range(len(each) - 1)]
+    # Sorted by name, the order in which the caller gets the results back.
+    kernel_list = [kernels[name] for name in sorted(kernels)]
+    y = all_gather_matmul(
+        x, jnp.concatenate(kernel_list, axis=1) if len(kernel_list) > 1 else kernel_list[0], plan
+    )
+    # Ends of all kernels but the last: the split points of the concatenated columns.
+    ends = [sum(kernel.shape[1] for kernel in kernel_list[: i + 1]) for i in range(len(kernel_list) - 1)]
     return tuple(jnp.split(y, ends, axis=2))
 
 
@@ -166,13 +177,12 @@ def _scatter(
 
 
 def _configs(device: DeviceSpec, avals: Avals) -> Sequence[Mapping[str, int]]:
-    """Candidates: a full mesh, as a switch joins all GPUs; tuning on a GPU finds the best number of sending
-    blocks.
-    """
+    """Candidates: a full mesh, as a switch joins all GPUs; tuning picks the number of sending blocks."""
     del avals
-    at = SWIZZLES.index("full_mesh")
+    full_mesh = SWIZZLES.index("full_mesh")
     return [
-        {"swizzle": at, "sending_blocks": blocks, "num_cores": device.num_cores or 0}
+        {"swizzle": full_mesh, "sending_blocks": blocks, "num_cores": device.num_cores or 0}
+        # 8 of 132 cores first; more senders leave fewer cores to multiply.
         for blocks in (8, 4, 16, 24)
     ]
 
@@ -185,6 +195,7 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
         assert isinstance(size, int)
         if reason := unsupported(device):
             return reason
+        # Symmetric memory reaches only devices that links join.
         if size > device.linked:
             return (
                 f"{size} ranks write into each other's memory, but links join {device.linked} {device.name}"
@@ -192,9 +203,11 @@ def _supports(op: OpName) -> Callable[[DeviceSpec, Avals], str | None]:
         n = sum(kernel.shape[1] for kernel in kernels if isinstance(kernel, jax.ShapeDtypeStruct))
         gathers = op == "all_gather_matmul"
         rows, k = x.shape[1] * (size if gathers else 1), x.shape[2]
+        # A kernel is useless if its backward pass cannot run, so both directions must fit.
         backward: OpName = "matmul_reduce_scatter" if gathers else "all_gather_matmul"
         passes: tuple[tuple[OpName, int, int], ...] = ((op, n, k), (backward, k, n))
         for name, columns, depth in passes:
+            # The axis name does not matter for the fit.
             plan = FusedPlan(
                 "", size, "full_mesh", _configs(device, avals)[0]["sending_blocks"], device.num_cores or 0
             )

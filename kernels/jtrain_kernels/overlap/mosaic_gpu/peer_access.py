@@ -30,9 +30,7 @@ class PeerAccess(abc.ABC):
 
     @abc.abstractmethod
     def blocks(self, num_cores: int) -> tuple[int, int]:
-        """Blocks of one rank and of the whole grid on a chip with `num_cores` cores, so that all run at
-        once.
-        """
+        """Blocks of one rank and of the whole grid on a chip with `num_cores` cores; all run at one time."""
 
     def grid(self, blocks: int) -> dict[str, Any]:
         """Arguments of `plgpu.kernel` for a grid of `blocks` blocks."""
@@ -46,8 +44,8 @@ class PeerAccess(abc.ABC):
         """Extra kernel inputs that serve as counters; empty where the chip has semaphores."""
         return ()
 
-    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
-        """Counters of shape `shape` per rank, 0 when the kernel starts; `given` is their extra input or
+    def counters(self, shape: tuple[int, ...], extra_input: Any) -> Any:
+        """Counters of shape `shape` per rank, 0 when the kernel starts; `extra_input` is their extra input or
         None.
         """
         return pl.get_global(plgpu.SemaphoreType.REGULAR(self.shape(shape)))
@@ -74,18 +72,17 @@ class PeerAccess(abc.ABC):
         """
 
     @abc.abstractmethod
-    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
+    def signal(self, counters: Any, index: tuple[Any, ...], peer: jax.Array) -> None:
         """Adds one to a counter of a peer, after all writes that this warpgroup has waited for."""
 
     @abc.abstractmethod
-    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
+    def wait(self, counters: Any, index: tuple[Any, ...], value: Any) -> None:
         """Waits until a counter of this rank is at least `value`; counters only grow."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PeerDevices(PeerAccess):
-    """Ranks as the GPUs along a mesh axis, in one process or with NVSHMEM; arrays that peers write are
-    symmetric.
+    """Ranks as the GPUs along a mesh axis, in one process or with NVSHMEM; peers write to symmetric arrays.
 
     axis: mesh axis over which the kernel is traced in shard_map.
     """
@@ -111,18 +108,22 @@ class PeerDevices(PeerAccess):
         # peer as well: one branch per offset. Reading the peer from a table works from JAX 0.12 on, for at
         # most 8 devices in a mesh and without NVSHMEM.
         rank, size = self.rank(), jnp.int32(self.num_ranks)
+        # Offsets are few: a ring writes to one or two peers, a full mesh to all others.
         for offset in offsets:
             named = lax.rem(rank + jnp.int32(offset), size)
 
             @pl.when(peer == named)
+            # Bound as a default argument, so that the closure does not see the loop's last value.
             def _copy(named: Any = named) -> None:
                 copy(plgpu.remote_ref(ref, {self.axis: named}))
 
-    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
-        pl.semaphore_signal(counters.at[at], device_id={self.axis: peer})
+    def signal(self, counters: Any, index: tuple[Any, ...], peer: jax.Array) -> None:
+        # The caller has waited for its writes (`wait_smem_to_gmem`) before it signals.
+        pl.semaphore_signal(counters.at[index], device_id={self.axis: peer})
 
-    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
-        pl.semaphore_wait(counters.at[at], value, decrement=False)
+    def wait(self, counters: Any, index: tuple[Any, ...], value: Any) -> None:
+        # Not consumed: several blocks wait for one counter, and counters start at 0 in each launch.
+        pl.semaphore_wait(counters.at[index], value, decrement=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +131,15 @@ class VirtualRanks(PeerAccess):
     """Ranks as groups of blocks of one GPU, to test and time a protocol where only one GPU is available."""
 
     def blocks(self, num_cores: int) -> tuple[int, int]:
-        each = num_cores // self.num_ranks
-        return each, each * self.num_ranks
+        # Rounded down, so that every rank has as many blocks and all fit on the chip at one time.
+        blocks_per_rank = num_cores // self.num_ranks
+        return blocks_per_rank, blocks_per_rank * self.num_ranks
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (self.num_ranks, *shape)
 
     def rank(self) -> jax.Array:
+        # Neighbouring blocks are of different ranks, which spreads each rank over the chip.
         return lax.rem(lax.axis_index("block"), self.num_ranks)
 
     def block(self, blocks: int) -> jax.Array:
@@ -150,40 +153,41 @@ class VirtualRanks(PeerAccess):
     ) -> None:
         copy(ref.at[peer])
 
-    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
-        pl.semaphore_signal(counters.at[(peer, *at)])
+    def signal(self, counters: Any, index: tuple[Any, ...], peer: jax.Array) -> None:
+        pl.semaphore_signal(counters.at[(peer, *index)])
 
-    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
-        pl.semaphore_wait(counters.at[(self.rank(), *at)], value, decrement=False)
+    def wait(self, counters: Any, index: tuple[Any, ...], value: Any) -> None:
+        pl.semaphore_wait(counters.at[(self.rank(), *index)], value, decrement=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class EmulatedRanks(VirtualRanks):
-    """`VirtualRanks` for `plgpu.InterpretGPUParams`, without semaphores: every warpgroup counts in a cell of
-    its own.
+    """`VirtualRanks` for `plgpu.InterpretGPUParams`, without semaphores: every warpgroup has its own cell.
 
     The grid is one cluster of blocks, because the interpreter runs only the blocks of a cluster concurrently.
-    Not for a
-    GPU: nothing orders the counting.
+    Not for a GPU: nothing orders the counting.
     """
 
     def grid(self, blocks: int) -> dict[str, Any]:
+        # The axis named `block` is the cluster's here, so the kernel's code needs no change.
         return {"grid": (1,), "grid_names": ("all",), "cluster": (blocks,), "cluster_names": ("block",)}
 
     def counter_inputs(self, blocks: int, *shapes: tuple[int, ...]) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros((*self.shape(shape), blocks * THREADS), jnp.int32) for shape in shapes)
 
-    def counters(self, shape: tuple[int, ...], given: Any) -> Any:
-        return given
+    def counters(self, shape: tuple[int, ...], extra_input: Any) -> Any:
+        return extra_input
 
-    def signal(self, counters: Any, at: tuple[Any, ...], peer: jax.Array) -> None:
-        cell = (peer, *at, lax.axis_index("block") * THREADS + lax.axis_index("wg"))
+    def signal(self, counters: Any, index: tuple[Any, ...], peer: jax.Array) -> None:
+        # One cell per warpgroup of the grid: two writers of one cell would lose a count.
+        cell = (peer, *index, lax.axis_index("block") * THREADS + lax.axis_index("wg"))
         counters[cell] = counters[cell] + 1
 
-    def wait(self, counters: Any, at: tuple[Any, ...], value: Any) -> None:
+    def wait(self, counters: Any, index: tuple[Any, ...], value: Any) -> None:
         def read(_: Any) -> jax.Array:
-            return jnp.sum(counters[(self.rank(), *at, slice(None))])
+            return jnp.sum(counters[(self.rank(), *index, slice(None))])
 
+        # The count is read again until it suffices; -1 forces the first read.
         lax.while_loop(lambda count: count < value, read, jnp.int32(-1))
 
 

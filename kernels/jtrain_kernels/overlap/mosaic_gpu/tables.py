@@ -1,16 +1,25 @@
-"""Tables that a fused GPU kernel reads: a schedule split into the work of computing blocks and of sending
-blocks.
+"""Tables of a fused GPU kernel: a schedule split into the work of computing and of sending blocks.
 
 On a GPU a rank is not one program but a grid of blocks. A schedule's program is split into two streams, each
 in the schedule's order. They synchronise through counters in memory, one per row of tiles or per tile:
 
 | stream | made of | waits for |
 |---|---|---|
-| jobs (computing blocks) | Compute with the Reduces and the Send of the same sum | its rows and slots to arrive |
-| moves (sending blocks) | Sends of gathered rows | its rows to arrive |
+| jobs (computing blocks) | Compute with the Reduces and the Send of the same sum | its rows and slots |
+| moves (sending blocks) | Sends of gathered rows | its rows |
 
 A job keeps its sum in registers from the first product to the send, so the schedule's accumulators need no
 memory here and nobody waits for "sent".
+
+Example: matmul_reduce_scatter on a ring of 3 ranks; the job table of rank 0 has the rows
+
+    piece  peer  slot  slots
+        1     2     0  none   computed here first, into slot 0 of rank 2
+        2     2     1  0      plus what arrived in slot 0, into slot 1 of rank 2
+        0    -1    -1  1      plus slot 1: its own piece, into the output
+
+and there are no moves. all_gather_matmul on that ring has jobs for the pieces 0, 2, 1 without slots, and the
+moves 0 -> 1 and 2 -> 1: each piece is passed on once, but piece 1, which has come all the way around.
 """
 
 import dataclasses
@@ -69,24 +78,31 @@ class GpuProgram:
         peers = (
             (rank, turn.peer) for rank, streams in enumerate(both) for stream in streams for turn in stream
         )
+        # Moves of `keeping_own` go to the rank itself and need no peer; OWN is no rank.
         return tuple(sorted({(peer - rank) % size for rank, peer in peers if peer not in (OWN, rank)}))
 
     def keeping_own(self) -> "GpuProgram":
-        """Program with additional last moves of each rank's own pieces to itself, so the gathered x is one
-        array.
-        """
-        each = self.schedule.pieces_per_rank
+        """Program that ends with moves of each rank's own pieces to itself: the gathered x is one array."""
+        pieces_per_rank = self.schedule.pieces_per_rank
+        # Last, so that no peer waits for a copy that only this rank needs.
         moves = tuple(
-            (*moves, *(Move(piece, rank) for piece in range(rank * each, (rank + 1) * each)))
+            (
+                *moves,
+                *(Move(piece, rank) for piece in range(rank * pieces_per_rank, (rank + 1) * pieces_per_rank)),
+            )
             for rank, moves in enumerate(self.moves)
         )
         return dataclasses.replace(self, moves=moves)
 
     def job_table(self) -> np.ndarray:
         """Table int32 [rank, turn, 4 + max_slots]: piece, peer, slot of the peer, number of slots, slots."""
-        wide = self.max_slots
+        max_slots = self.max_slots
         return _table(
-            ((j.piece, j.peer, j.slot, len(j.slots), *j.slots, *(0,) * (wide - len(j.slots))) for j in jobs)
+            # Rows of equal length: unused slots are 0, and the kernel reads only as many as the count says.
+            (
+                (j.piece, j.peer, j.slot, len(j.slots), *j.slots, *(0,) * (max_slots - len(j.slots)))
+                for j in jobs
+            )
             for jobs in self.jobs
         )
 
@@ -94,6 +110,7 @@ class GpuProgram:
         """Table int32 [rank, turn, 2]: piece, peer. At least one turn, which is unused if there is no
         move.
         """
+        # An array without elements has no address; with 0 moves nobody reads this row.
         return _table(((m.piece, m.peer) for m in moves or (Move(0, 0),)) for moves in self.moves)
 
 
@@ -104,6 +121,7 @@ def _table(ranks: Iterable[Iterable[tuple[int, ...]]]) -> np.ndarray:
 def gpu_program(schedule: Schedule) -> GpuProgram:
     """Splits a schedule into the two streams of every rank."""
     streams = [_streams(schedule, rank) for rank in range(schedule.num_ranks)]
+    # Tables have one row per rank and a fixed number of turns, and the kernel is compiled once for all.
     jobs, moves = tuple(jobs for jobs, _ in streams), tuple(moves for _, moves in streams)
     for stream in (jobs, moves):
         assert len({len(turns) for turns in stream}) == 1, "one kernel runs on every rank"
@@ -121,14 +139,16 @@ def _streams(schedule: Schedule, rank: int) -> tuple[tuple[PieceJob, ...], tuple
             case Wait():
                 pass  # jobs and moves wait for the rows and slots that they read; for "sent" see the module
             case Compute(piece, into):
+                # The job starts at its product; Reduces and the Send of the same sum are folded in.
                 sums[into] = len(jobs)
                 jobs.append(PieceJob(piece))
             case Reduce(_, slot, into):
                 job = jobs[sums[into]]
                 jobs[sums[into]] = dataclasses.replace(job, slots=(*job.slots, slot.number))
+            # A send from an accumulator ends the job; a send from a shard is a move.
             case Send(_, peer, source, target) if source.kind == "accumulator":
-                at = sums.pop(source)
-                jobs[at] = dataclasses.replace(jobs[at], peer=peer, slot=target.number)
+                job_index = sums.pop(source)
+                jobs[job_index] = dataclasses.replace(jobs[job_index], peer=peer, slot=target.number)
             case Send(piece, peer, _, _):
                 moves.append(Move(piece, peer))
     return tuple(jobs), tuple(moves)
@@ -155,10 +175,12 @@ def default_config(program: GpuProgram, m: int, n: int, k: int, sending_blocks: 
       n, k: columns of the result and contracted size, of one device.
       sending_blocks: number of sending blocks if the schedule has moves.
     """
+    # Three stages leave room in shared memory for the tile of partial sums.
     stages, rows = (3 if program.max_slots else 4), m // program.schedule.num_pieces
-    found = [dataclasses.replace(tiles, stages=stages) for tiles in CANDIDATES]
-    fits = [tiles for tiles in found if does_not_fit(rows, n, k, DTYPES[0], tiles) is None]
-    return OverlapConfig((fits or found)[0], sending_blocks if program.moves[0] else 0)
+    candidates = [dataclasses.replace(tiles, stages=stages) for tiles in CANDIDATES]
+    fits = [tiles for tiles in candidates if does_not_fit(rows, n, k, DTYPES[0], tiles) is None]
+    # If none fits, the first is returned for the error message of `op_does_not_fit`.
+    return OverlapConfig((fits or candidates)[0], sending_blocks if program.moves[0] else 0)
 
 
 def op_does_not_fit(
@@ -179,6 +201,7 @@ def op_does_not_fit(
         return f"{m} rows do not split into {pieces} pieces"
     if reason := does_not_fit(m // pieces, n, k, dtype, config.tiles):
         return f"for each of {pieces} pieces {reason}" if reason.startswith("m=") else reason
+    # At least one block must be left to multiply.
     if program.moves[0] and not 0 < config.sending_blocks < num_cores:
         return (
             f"sending_blocks={config.sending_blocks} must be above 0 and below the {num_cores} blocks of "

@@ -46,7 +46,9 @@ class TileConfig:
 
     def shared_bytes(self, itemsize: int, out_itemsize: int) -> int:
         """Shared memory of one block in bytes, without barriers (at most 1 KiB)."""
+        # Both operands' tiles, once per stage: 4 * (128 + 256) * 64 * 2 bytes = 196,608 by default.
         operands = self.stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
+        # Two output buffers for each of two warpgroups: 4 * 64 * 64 * 2 bytes = 32,768; 229,376 in all.
         return operands + 2 * WARPGROUPS * self.out_rows * self.out_columns * out_itemsize
 
     def pieces(self) -> list[tuple[int, int]]:
@@ -60,6 +62,7 @@ class TileConfig:
 
 def unsupported(device: DeviceSpec) -> str | None:
     """Reason why this chip cannot run the kernels, one sentence; None if it can."""
+    # Blackwell (10.x) has tcgen05 in place of wgmma; the instruction is in compute capability 9.0 only.
     if device.compute_capability is None or device.compute_capability[0] != 9:
         return f"{device.name} has no wgmma: this kernel is for Hopper (compute capability 9.0)"
     return None
@@ -78,10 +81,12 @@ def does_not_fit(m: int, n: int, k: int, dtype: str, config: TileConfig) -> str 
     for name, size, tile in (("m", m, config.tile_m), ("n", n, config.tile_n), ("k", k, config.tile_k)):
         if size % tile or not size:
             return f"{name}={size} is no multiple of tile_{name}={tile}"
+    # Barriers take at most 1 KiB; itemsize 2, as DTYPES are both 16 bits.
     if (need := config.shared_bytes(2, 2) + 1024) > SHARED_BYTES:
         return f"tiles of {config} need {need} bytes of shared memory, a block has {SHARED_BYTES}"
     return None
 
 
+# Larger tiles read each operand less often: 128 x 256 needs (128 + 256) / (128 * 256) loads per product.
 CANDIDATES = tuple(TileConfig(tile_m, tile_n) for tile_m in (128, 64) for tile_n in (256, 128))
 """Tilings, from the fastest to the one that fits most shapes."""

@@ -1,11 +1,14 @@
-"""Tiled matmul on Hopper's tensor cores: the core of every fused kernel, and a kernel of its own at axis size
-1.
+"""Tiled matmul on Hopper's tensor cores: the core of every fused kernel, and alone for axis size 1.
 
 The grid is persistent: each block of three warpgroups takes every num_cores-th tile. One warpgroup loads by
 TMA into a ring buffer of `stages` pairs of tiles in shared memory, and runs ahead into the next tile while
 the last one is written. Two warpgroups multiply (wgmma, float32 accumulators in registers) and write the
 result through shared memory. The design follows JAX's Pallas Mosaic GPU guide and CUTLASS's persistent "ping"
 kernels.
+
+Example: 8192 x 8192 x 8192 with tiles 128 x 256 x 64 on 132 cores: 64 * 32 = 2048 tiles, 16 for blocks 0 to
+67 and 15 for the others, 128 steps each. Step 5 of a block's tile 1 is step 133 of its ring: with 4 stages it
+uses slot 133 % 4 = 1, once both multiplying warpgroups have freed that slot from step 129.
 """
 
 import dataclasses
@@ -33,6 +36,7 @@ from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import (
 
 def transforms(columns: int, itemsize: int) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
     """Layout of a tile in shared memory without bank conflicts for TMA and wgmma."""
+    # find_swizzle counts bits: a row of the tile, at most 128 bytes wide.
     swizzle = plgpu.find_swizzle(columns * itemsize * 8)
     tiling = plgpu.TilingTransform((8, swizzle // itemsize))  # pyright: ignore[reportAbstractUsage]
     return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
@@ -48,10 +52,12 @@ def scratch(config: TileConfig, dtype: Any, out_dtype: Any) -> dict[str, Any]:
             (c.stages, c.tile_k, c.tile_n), dtype, transforms=transforms(c.warpgroup_n, size)
         ),
         "out_smem": plgpu.SMEM(
+            # Two buffers per warpgroup: one is written to memory while the next is filled.
             (WARPGROUPS, 2, c.out_rows, c.out_columns),
             out_dtype,
             transforms=transforms(c.out_columns, out_size),
         ),
+        # Two arrivals, one for each operand's copy; `free` gets one from each multiplying warpgroup.
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=c.stages),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=c.stages),
     }
@@ -72,13 +78,13 @@ class TileSteps:
     tile: Callable[[Any], Any]
     load: Callable[[Any, Any, Any, Any, Any], None]
     store: Callable[[Any, tuple[Any, Any], Any], None]
-    ready: Callable[[Any], None] = lambda tile: None
+    wait_operands: Callable[[Any], None] = lambda tile: None
     add: Callable[[Any, tuple[Any, Any], Any], Any] = lambda tile, piece, sums: sums
     before_store: Callable[[Any, Any], None] = lambda i, tile: None
 
 
 def multiply(
-    do: TileSteps,
+    callbacks: TileSteps,
     num_tiles: Any,
     steps: int,
     config: TileConfig,
@@ -102,23 +108,26 @@ def multiply(
 
     @pl.when(wg == WARPGROUPS)
     def _load() -> None:
+        # The loading warpgroup gives registers back first: the multiplying ones cannot grow before.
         plgpu.set_max_registers(MEMORY_REGISTERS, action="decrease")
 
         @pl.loop(0, num_tiles)
         def _tile(i: jax.Array) -> None:
-            tile = do.tile(i)
-            do.ready(tile)
+            tile = callbacks.tile(i)
+            callbacks.wait_operands(tile)
 
             @pl.loop(0, steps)
             def _step(j: jax.Array) -> None:
+                # Steps count on across tiles, so the next tile loads during the epilogue.
                 step = i * steps + j
                 slot = lax.rem(step, config.stages)
 
+                # The first `stages` loads find empty slots, on which nobody has arrived yet.
                 @pl.when(step >= config.stages)
                 def _wait() -> None:
                     plgpu.barrier_wait(free.at[slot])
 
-                do.load(tile, j, a_smem.at[slot], b_smem.at[slot], full.at[slot])
+                callbacks.load(tile, j, a_smem.at[slot], b_smem.at[slot], full.at[slot])
 
         # Every phase of a barrier must be waited for before the kernel ends.
         @pl.loop(0, jnp.minimum(num_tiles * steps, config.stages))
@@ -128,11 +137,12 @@ def multiply(
     @pl.when(wg < WARPGROUPS)
     def _compute() -> None:
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        # Both warpgroups multiply all rows of a; each has half of the columns of b.
         columns = pl.ds(wg * config.warpgroup_n, config.warpgroup_n)
 
         @pl.loop(0, num_tiles)
         def _tile(i: jax.Array) -> None:
-            tile = do.tile(i)
+            tile = callbacks.tile(i)
 
             def sum_up(acc_ref: Any) -> jax.Array:
                 @pl.loop(0, steps)
@@ -141,6 +151,7 @@ def multiply(
                     slot = lax.rem(step, config.stages)
                     plgpu.barrier_wait(full.at[slot])
                     plgpu.wgmma(acc_ref, a_smem.at[slot], b_smem.at[slot, :, columns])
+                    # At most one wgmma in flight: the one of this step runs while the loop turns.
                     plgpu.wgmma_wait(1)
 
                     # The previous product is done, so its operands may be overwritten.
@@ -148,6 +159,7 @@ def multiply(
                     def _release() -> None:
                         plgpu.barrier_arrive(free.at[lax.rem(step - 1, config.stages)])
 
+                # The last product has no next step that would release its operands, so it is released here.
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(free.at[lax.rem((i + 1) * steps - 1, config.stages)])
                 return acc_ref[...]
@@ -155,17 +167,21 @@ def multiply(
             acc = pl.run_scoped(
                 sum_up, plgpu.WGMMAAccumulatorRef((config.tile_m, config.warpgroup_n), jnp.float32)
             )
-            do.before_store(i, tile)
+            # The sums are complete, the operands free: the loader already works on the next tile.
+            callbacks.before_store(i, tile)
             pieces = config.pieces()
             for count, (row, column) in enumerate(pieces):
+                # Buffers alternate across tiles too, so the count of a tile's pieces may be odd.
                 buffer = lax.rem(i * len(pieces) + count, 2)
                 piece = (row, wg * config.warpgroup_n + column)
                 sums = acc[row : row + config.out_rows, column : column + config.out_columns]
-                sums = do.add(tile, piece, sums)
+                # Before rounding: sums of other ranks are added in float32.
+                sums = callbacks.add(tile, piece, sums)
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the older of the two buffers has been read
                 out_smem[wg, buffer] = sums.astype(out_smem.dtype)
+                # Makes this warpgroup's writes visible to TMA, which reads by another path.
                 plgpu.commit_smem()
-                do.store(tile, piece, out_smem.at[wg, buffer])
+                callbacks.store(tile, piece, out_smem.at[wg, buffer])
 
 
 def matmul(
@@ -197,25 +213,27 @@ def matmul(
     if reason := does_not_fit(m, n, k, str(a_MK.dtype), config):
         raise UserError(f"mosaic_gpu matmul: {reason}. Choose other tiles, or kernels.<op>=xla.")
     tiles_m, tiles_n = m // config.tile_m, n // config.tile_n
+    # The grid is persistent, so each of its blocks should have at least one tile.
     blocks = min(math.prod((tiles_m, tiles_n)), num_cores)
 
     def body(a_ref: Any, b_ref: Any, out_ref: Any) -> None:
         block = lax.axis_index("block")
 
-        def load(at: Any, step: jax.Array, a_smem: Any, b_smem: Any, barrier: Any) -> None:
-            load_a(a_ref, at[0], step, config, a_smem, barrier)
-            load_b(b_ref, at[1], step, config, b_smem, barrier)
+        def load(tile: Any, step: jax.Array, a_smem: Any, b_smem: Any, barrier: Any) -> None:
+            load_a(a_ref, tile[0], step, config, a_smem, barrier)
+            load_b(b_ref, tile[1], step, config, b_smem, barrier)
 
-        do = TileSteps(
+        callbacks = TileSteps(
             tile=lambda i: plgpu.planar_snake(block + i * blocks, (tiles_m, tiles_n), 0, config.group),
             load=load,
-            store=lambda at, piece, smem: plgpu.copy_smem_to_gmem(
-                smem, out_ref.at[piece_of(at, piece, config)]
+            store=lambda tile, piece, smem: plgpu.copy_smem_to_gmem(
+                smem, out_ref.at[piece_of(tile, piece, config)]
             ),
         )
+        # ceil((tiles - block) / blocks): this block's tiles are block, block + blocks, ...
         share = lax.div(tiles_m * tiles_n - block + blocks - 1, blocks)
         pl.run_scoped(
-            lambda **smem: multiply(do, share, k // config.tile_k, config, **smem),
+            lambda **smem: multiply(callbacks, share, k // config.tile_k, config, **smem),
             **scratch(config, a_MK.dtype, a_MK.dtype),
             collective_axes="wg",
         )
@@ -245,7 +263,7 @@ def load_b(b_ref: Any, column: Any, step: Any, config: TileConfig, b_smem: Any, 
     plgpu.copy_gmem_to_smem(b_ref.at[depth, pl.ds(column * config.tile_n, config.tile_n)], b_smem, barrier)
 
 
-def piece_of(at: Any, piece: tuple[Any, Any], config: TileConfig) -> tuple[Any, Any]:
+def piece_of(tile: Any, piece: tuple[Any, Any], config: TileConfig) -> tuple[Any, Any]:
     """Slices of the result that a piece of the tile `at` (row, column) covers."""
-    rows = pl.ds(at[0] * config.tile_m + piece[0], config.out_rows)
-    return rows, pl.ds(at[1] * config.tile_n + piece[1], config.out_columns)
+    rows = pl.ds(tile[0] * config.tile_m + piece[0], config.out_rows)
+    return rows, pl.ds(tile[1] * config.tile_n + piece[1], config.out_columns)
