@@ -134,6 +134,10 @@ def test_the_changed_files_pass_lint(tree: Path) -> None:
     files = sorted({block.title for blocks in RECIPES.values() for block in blocks if block.title})
     for command in (["check", "-q"], ["format", "--check"]):
         done = subprocess.run(
-            ["ruff", *command, *files], cwd=tree, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "ruff", *command, *files],
+            cwd=tree,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
