@@ -47,7 +47,7 @@ OPTIONS = (
 PRINTS = True
 
 
-class Change(NamedTuple):
+class Mutation(NamedTuple):
     """Replacement of the bytes `start` to `end` of a file of the checkout by `new`."""
 
     file: str
@@ -112,7 +112,7 @@ class Finder(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             # In bytes, as ast counts columns in bytes.
             self.starts.append(self.starts[-1] + len(line))
-        self.changes: list[Change] = []
+        self.changes: list[Mutation] = []
         self.assigned: set[str] = set()
 
     def _text(self, node: ast.AST) -> str:
@@ -124,7 +124,7 @@ class Finder(ast.NodeVisitor):
         return start, self.starts[node.end_lineno - 1] + node.end_col_offset
 
     def _add(self, kind: str, node: Any, new: str) -> None:
-        self.changes.append(Change(self.file, node.lineno, *self._span(node), new, kind))
+        self.changes.append(Mutation(self.file, node.lineno, *self._span(node), new, kind))
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Only bodies: no decorators, types or docstring."""
@@ -246,7 +246,7 @@ class Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-def possible_changes(package: str) -> list[Change]:
+def possible_changes(package: str) -> list[Mutation]:
     """Every change of a package, in the order of files and lines."""
     changes = []
     for path in sorted((ROOT / "jtrain" / package).rglob("*.py")):
@@ -260,12 +260,12 @@ def possible_changes(package: str) -> list[Change]:
     return changes
 
 
-def sample(trials: int, seed: int) -> list[Change]:
+def sample(trials: int, seed: int) -> list[Mutation]:
     """Returns as many changes of each package, in turn; within a package its kinds take turns."""
     rng = random.Random(seed)
     by_package = []
     for package in PACKAGES:
-        by_kind: dict[str, list[Change]] = {}
+        by_kind: dict[str, list[Mutation]] = {}
         for change in possible_changes(package):
             by_kind.setdefault(change.kind, []).append(change)
         for changes in by_kind.values():
@@ -323,7 +323,7 @@ def lines_of_tests(tree: Path, lines_file: Path | None) -> dict[str, Any]:
     return json.loads(lines_file.read_text())
 
 
-def tests_of(change: Change, lines: dict[str, Any]) -> tuple[list[str], list[str]]:
+def tests_of(change: Mutation, lines: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Tests that reach the changed line: a cheap choice from every file of tests, and more of them.
 
     Where none does (the line runs in a process of its own), those of the folder that mirrors the package's.

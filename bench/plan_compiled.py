@@ -149,7 +149,7 @@ def rows(program: PlannedProgram, figures: Figures) -> Iterator[Row]:
 
 def _error(planned: float, actual: float) -> float:
     """Distance of the plan from the compiled figure, in per cent of that."""
-    return 100 * abs(planned_figures / actual - 1)
+    return 100 * abs(planned / actual - 1)
 
 
 def program_run(program: PlannedProgram) -> Run:

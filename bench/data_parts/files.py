@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NUM_SOURCES = 306
 
 
-class Corpus(NamedTuple):
+class MadeUpCorpus(NamedTuple):
     """Documents of each source: their number, the median of their lengths and the longest, in characters."""
 
     documents: int
@@ -42,8 +42,8 @@ class Corpus(NamedTuple):
     longest: int
 
 
-SHORT = Corpus(documents=400, median=318, longest=8192)
-LONG = Corpus(documents=12, median=16384, longest=1 << 17)
+SHORT = MadeUpCorpus(documents=400, median=318, longest=8192)
+LONG = MadeUpCorpus(documents=12, median=16384, longest=1 << 17)
 
 ROW_GROUP = 200
 """Documents of a Parquet row group: 133 KB. Usual are 64 MB and more, of which every open file holds one."""
@@ -69,7 +69,7 @@ def sources(
     format: Format,
     *,
     num_sources: int = NUM_SOURCES,
-    corpus: Corpus = SHORT,
+    corpus: MadeUpCorpus = SHORT,
     peer: str | None = None,
     folder: Path | None = None,
 ) -> Path:
@@ -118,7 +118,7 @@ def data_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"jtrain-bench-{getpass.getuser()}"
 
 
-def lengths_of(num_sources: int, corpus: Corpus = SHORT) -> Int[np.ndarray, "sources documents"]:
+def lengths_of(num_sources: int, corpus: MadeUpCorpus = SHORT) -> Int[np.ndarray, "sources documents"]:
     """Characters of every document: lognormal, clipped to [16, corpus.most]."""
     lengths = np.random.default_rng(0).lognormal(
         np.log(corpus.median), 1.243, (num_sources, corpus.documents)

@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from bench.data_parts import files
-from bench.data_parts.files import Corpus, Format
+from bench.data_parts.files import Format, MadeUpCorpus
 from bench.data_parts.programs import Program, cpu_s, peer_python, reader, tree
 from jtrain.bench import Row, row
 
@@ -35,7 +35,7 @@ WARM_S = 1.0
 """Drawn before the first turn: files are open and buffers full."""
 
 
-class Peer(NamedTuple):
+class PeerReader(NamedTuple):
     """A reader that jtrain is compared with.
 
     name: in the table. form: of the files, which jtrain reads too. reader: in `peers/readers.py`. format: of
@@ -52,14 +52,16 @@ class Peer(NamedTuple):
 
 
 PEERS = (
-    Peer("MosaicML MDS, prepared", "prepared", "mosaicml", "mds", ">= 1", is_foreign=True),
-    Peer("memmap as in nanoGPT", "prepared", "memmap-nanogpt", "bin", ">= 1"),
-    Peer("memmap, shuffled documents in rows of four arrays", "prepared", "memmap-documents", "bin", ">= 1"),
-    Peer("memmap, one copy per row", "prepared", "memmap-windows", "bin"),
-    Peer("Grain MapDataset.mix", "ArrayRecord", "grain", "arrayrecord", ">= 4"),
-    Peer("WebDataset RandomMix", "tar", "webdataset", "tar", is_foreign=True),
-    Peer("plain reader", "JSON lines", "json-lines", "jsonl", ">= 1"),
-    Peer("plain reader, rows of four arrays", "JSON lines", "json-documents", "jsonl", ">= 1"),
+    PeerReader("MosaicML MDS, prepared", "prepared", "mosaicml", "mds", ">= 1", is_foreign=True),
+    PeerReader("memmap as in nanoGPT", "prepared", "memmap-nanogpt", "bin", ">= 1"),
+    PeerReader(
+        "memmap, shuffled documents in rows of four arrays", "prepared", "memmap-documents", "bin", ">= 1"
+    ),
+    PeerReader("memmap, one copy per row", "prepared", "memmap-windows", "bin"),
+    PeerReader("Grain MapDataset.mix", "ArrayRecord", "grain", "arrayrecord", ">= 4"),
+    PeerReader("WebDataset RandomMix", "tar", "webdataset", "tar", is_foreign=True),
+    PeerReader("plain reader", "JSON lines", "json-lines", "jsonl", ">= 1"),
+    PeerReader("plain reader, rows of four arrays", "JSON lines", "json-documents", "jsonl", ">= 1"),
 )
 OURS: dict[str, tuple[Format, dict[str, str]]] = {
     "jtrain, prepared": ("arrayrecord", {}),
@@ -137,7 +139,9 @@ def rows_of(turns: dict[str, Turns], location: str) -> Iterator[Row]:
         yield row(f"{location}: first batch, {name}", turn.first_batch_s, "s")
 
 
-def open_readers(stack: ExitStack, python: str | None, num_sources: int, corpus: Corpus) -> dict[str, Turns]:
+def open_readers(
+    stack: ExitStack, python: str | None, num_sources: int, corpus: MadeUpCorpus
+) -> dict[str, Turns]:
     """Returns all readers by name, open until the stack ends, on one core; without `python`, no foreign ones."""
 
     def folder(format: Format) -> object:

@@ -27,7 +27,7 @@ EVEN, RARE, FREQUENT = 1 / SOURCES, 0.01, 0.30
 
 
 @dataclasses.dataclass(frozen=True)
-class StepTimes:
+class TwoPhaseTimes:
     """Medians in seconds: before the change, and in the last third of the steps after it.
 
     slowest_s: the slowest step between.
@@ -58,13 +58,13 @@ def rows(*, steps: int = 60) -> Iterator[Row]:
     yield row("steps until they are within 10 %", float(rising_weight.steps_until_back), "steps")
 
 
-def our_slow_source(steps: int) -> StepTimes:
+def our_slow_source(steps: int) -> TwoPhaseTimes:
     """Compares two runs: in that of `before_s` the last source is quick, in that of `after_s` it is slow."""
     even = Constant(dict.fromkeys(NAMES, EVEN))
     return steps_of(our_steps(even, "quick", steps), our_steps(even, "slow", 2 * steps))
 
 
-def our_rising_weight(steps: int) -> StepTimes:
+def our_rising_weight(steps: int) -> TwoPhaseTimes:
     """One run whose schedule takes the slow source from 1 % to 30 % after `steps` steps."""
     rare, frequent = (
         dict.fromkeys(NAMES, (1 - weight) / (SOURCES - 1)) | {NAMES[-1]: weight}
@@ -99,13 +99,13 @@ def our_steps(mixture: Constant | Staged, last: str, steps: int) -> list[float]:
     return step_s
 
 
-def steps_of(before_s: list[float], after_s: list[float]) -> StepTimes:
+def steps_of(before_s: list[float], after_s: list[float]) -> TwoPhaseTimes:
     """Returns the medians before and after the change, and how long the steps stayed slow."""
     median_before = statistics.median(before_s)
     # Median of five: a single slow step is noise, a slow loader is not.
     smoothed_s = [statistics.median(after_s[first : first + 5]) for first in range(len(after_s))]
     slow_steps = [number for number, seconds in enumerate(smoothed_s) if seconds > 1.1 * median_before]
-    return StepTimes(
+    return TwoPhaseTimes(
         before_s=median_before,
         after_s=statistics.median(after_s[-(len(after_s) // 3) :]),
         slowest_s=max(after_s),

@@ -159,7 +159,7 @@ def summarise(clock_samples: samples.Samples, flops: float, start_ns: int, end_n
         mean_mhz=None if math.isnan(mhz) else mhz,
         mean_w=None if math.isnan(watts) else watts,
         joules_per_tflop=None if joules is None else joules / (flops * 1e-12),
-        lost_s=clock_loss.split(lost_s, clock_samples, start_ns, end_ns, reference),
+        lost_s=clock_loss.split_by_cause(lost_s, clock_samples, start_ns, end_ns, reference),
     )
 
 

@@ -78,7 +78,7 @@ type CellLike = str | Cell | Bars
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TableRow:
     """Cells of a row; missing ones at its end are empty."""
 
     cells: tuple[CellLike, ...]
@@ -98,7 +98,7 @@ class Table:
 
     title: str
     columns: tuple[Column, ...]
-    rows: list[Row] = dataclasses.field(default_factory=list[Row])
+    rows: list[TableRow] = dataclasses.field(default_factory=list[TableRow])
     id: str = ""
     css: str = ""
     first_rows: int | None = None
@@ -106,9 +106,9 @@ class Table:
 
     def add(self, *cells: CellLike, bold: bool = False) -> None:
         """Adds a row."""
-        self.rows.append(Row(cells, bold))
+        self.rows.append(TableRow(cells, bold))
 
-    def for_medium(self, medium: Medium) -> "tuple[list[Column], list[Row]]":
+    def for_medium(self, medium: Medium) -> "tuple[list[Column], list[TableRow]]":
         """Columns of a medium, and the rows with a cell for each of them."""
         column_indices = [
             index for index, column in enumerate(self.columns) if column.medium in ("both", medium)
@@ -116,7 +116,7 @@ class Table:
         row_limit = self.terminal_rows if medium == "terminal" else None
         rows = [
             # Rows may end early: the cells that they lack are empty.
-            Row(tuple(row.cells[i] if i < len(row.cells) else "" for i in column_indices), row.bold)
+            TableRow(tuple(row.cells[i] if i < len(row.cells) else "" for i in column_indices), row.bold)
             for row in self.rows[:row_limit]
         ]
         return [self.columns[i] for i in column_indices], rows

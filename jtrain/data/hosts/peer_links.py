@@ -13,7 +13,7 @@ from typing import Any
 
 from jtrain.data.hosts import messages
 from jtrain.runtime import link
-from jtrain.runtime.link import LinkError, Peers, Request, Session
+from jtrain.runtime.link import LinkError, Peers, Session, Transfer
 
 CONNECTED = "connected"
 """Message that says that a connection is new: what was sent to that process before may be lost."""
@@ -153,7 +153,7 @@ class PeerLinks:
 
 
 async def _converse[T](
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Generator[Request, bytearray, T]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Generator[Transfer, bytearray, T]
 ) -> T:
     """Runs one side of the protocol of links in asyncio."""
     try:

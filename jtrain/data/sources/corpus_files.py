@@ -58,7 +58,8 @@ class CorpusFiles:
     def of_dataset(cls, label: str, records: Records) -> "CorpusFiles":
         """Returns the only "file" of a source without files: a Grain dataset, which is open already."""
         files = cls([], lambda file: records, is_lazy=True, opening=Opening())
-        files.sizes, files.records, files._labels = [0], [records], [label]
+        files.sizes, files._labels = [0], [label]
+        files.records = [records]
         return files
 
     def __len__(self) -> int:

@@ -113,7 +113,7 @@ type ScheduleInstruction = Barrier | Send | Wait | Compute | Reduce
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class OverlapSchedule:
     """One program per rank; the programs of all ranks have the same kinds of instructions in the same order.
 
     pieces_per_rank: pieces of each shard.
@@ -271,7 +271,7 @@ def _complete(trees: Trees, rank: int, steps: _Steps) -> tuple[ScheduleInstructi
     return (Barrier(tuple(sorted(peers, key=lambda peer: trees.relative(peer, rank)))), *program)
 
 
-def make_schedule(op: OpName, swizzle: Swizzle, num_ranks: int, *, parts: int = 1) -> Schedule:
+def make_schedule(op: OpName, swizzle: Swizzle, num_ranks: int, *, parts: int = 1) -> OverlapSchedule:
     """Builds the schedule of an op.
 
     Args:
@@ -294,4 +294,6 @@ def make_schedule(op: OpName, swizzle: Swizzle, num_ranks: int, *, parts: int = 
         num_accumulators = 0 if num_ranks == 1 else 2 * trees.pieces_per_rank
         steps = [_reduce(trees, rank, slots, _Accumulators(num_accumulators)) for rank in range(num_ranks)]
     programs = tuple(_complete(trees, rank, steps[rank]) for rank in range(num_ranks))
-    return Schedule(op, swizzle, num_ranks, trees.pieces_per_rank, num_slots, num_accumulators, programs)
+    return OverlapSchedule(
+        op, swizzle, num_ranks, trees.pieces_per_rank, num_slots, num_accumulators, programs
+    )

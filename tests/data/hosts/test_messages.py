@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jtrain.data.hosts.messages import SCHEMA, decoded
+from jtrain.data.hosts.messages import SCHEMA, decode_message
 from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.loaders.messages import RequestPart
 from jtrain.data.loss_mask import NO_RUNS
@@ -141,4 +141,4 @@ def test_a_byte_changed_on_the_way_ends_the_link_and_a_new_one_is_made() -> None
 def test_lists_of_other_contents_are_no_message(fields: dict[str, Any]) -> None:
     kind = fields.pop("kind")
     with pytest.raises((TypeError, ValueError)):
-        decoded(kind, fields)
+        decode_message(kind, fields)

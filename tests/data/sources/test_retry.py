@@ -61,6 +61,13 @@ def out_of_descriptors(times: int) -> Iterator[list[str]]:
         if len(lines) == times:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
+    def fail() -> None:
+        raise retry.TransientError("the disk is away")
+
+    # The type checker imports modules at the first call of each function on this path: no descriptor would be
+    # left for that.
+    with contextlib.suppress(GaveUp), retry.report_retries_to(retry.Retries(lambda line, wait_s: None)):
+        retry.retried("a file", fail)
     with retry.report_retries_to(retry.Retries(tell)):
         # Of these three none becomes free. Of a higher limit one might: what earlier tests left is closed at
         # any time.

@@ -13,9 +13,9 @@ from jtrain_kernels.overlap.schedule import (
     Barrier,
     Compute,
     OpName,
+    OverlapSchedule,
     Place,
     Reduce,
-    Schedule,
     ScheduleInstruction,
     Send,
     Wait,
@@ -27,13 +27,13 @@ from tests.kernels.overlap.protocol.model_checker import Broken, Checked, check
 from tests.kernels.overlap.protocol.simulator import Fault, ProtocolError
 
 
-def schedules(num_ranks: int, all_parts: tuple[int, ...] = (1,)) -> list[Schedule]:
+def schedules(num_ranks: int, all_parts: tuple[int, ...] = (1,)) -> list[OverlapSchedule]:
     """All schedules of so many ranks."""
     each = itertools.product(OPS, SWIZZLES, all_parts)
     return [make_schedule(op, swizzle, num_ranks, parts=parts) for op, swizzle, parts in each]
 
 
-def name(schedule: Schedule) -> str:
+def name(schedule: OverlapSchedule) -> str:
     return f"{schedule.op}-{schedule.swizzle}-{schedule.num_ranks}-{schedule.pieces_per_rank}-{schedule.num_slots}"
 
 
@@ -45,20 +45,20 @@ LARGE += [make_schedule(op, swizzle, 8) for op in OPS for swizzle in SWIZZLES]
 
 
 @pytest.mark.parametrize("schedule", SMALL + FOUR, ids=name)
-def test_no_order_of_events_breaks_a_schedule(schedule: Schedule) -> None:
+def test_no_order_of_events_breaks_a_schedule(schedule: OverlapSchedule) -> None:
     """Every state is visited: no deadlock, overwritten slot or lost signal."""
     assert isinstance(check(schedule), Checked)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", LARGE, ids=name)
-def test_no_order_of_events_breaks_a_large_schedule(schedule: Schedule) -> None:
+def test_no_order_of_events_breaks_a_large_schedule(schedule: OverlapSchedule) -> None:
     """Every state is visited for more parts and up to eight ranks."""
     assert isinstance(check(schedule), Checked)
 
 
 @pytest.mark.parametrize("schedule", [s for s in SMALL if s.num_ranks > 1], ids=name)
-def test_the_executor_computes_the_matmul(schedule: Schedule) -> None:
+def test_the_executor_computes_the_matmul(schedule: OverlapSchedule) -> None:
     """Small integers are exact in float32, so the result is the product's, bit for bit, in any order of
     events.
     """
@@ -80,13 +80,13 @@ def test_the_executor_computes_the_matmul(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("schedule", SMALL + FOUR + LARGE, ids=name)
-def test_the_programs_of_all_ranks_have_the_same_form(schedule: Schedule) -> None:
+def test_the_programs_of_all_ranks_have_the_same_form(schedule: OverlapSchedule) -> None:
     """Back ends trace one program and look up what differs between ranks."""
     forms = {tuple(type(i).__name__ for i in program) for program in schedule.programs}
     assert len(forms) == 1
 
 
-def sends(schedule: Schedule, rank: int) -> list[Send]:
+def sends(schedule: OverlapSchedule, rank: int) -> list[Send]:
     return [i for i in schedule.programs[rank] if isinstance(i, Send)]
 
 
@@ -104,7 +104,9 @@ def test_a_full_mesh_never_uses_one_pair_twice_at_a_time() -> None:
         assert {sends(schedule, rank)[turn].peer for rank in range(8)} == set(range(8))
 
 
-def without(schedule: Schedule, drop: Callable[[ScheduleInstruction], bool], *, rank: int = 0) -> Schedule:
+def without(
+    schedule: OverlapSchedule, drop: Callable[[ScheduleInstruction], bool], *, rank: int = 0
+) -> OverlapSchedule:
     """The schedule without the instructions of one rank's program for which `drop` is true."""
     programs = list(schedule.programs)
     programs[rank] = tuple(i for i in programs[rank] if not drop(i))
@@ -171,7 +173,7 @@ def test_an_accumulator_written_before_it_was_sent_is_found() -> None:
 
 
 @pytest.mark.parametrize("schedule", [GATHER, SCATTER], ids=name)
-def test_the_shorter_search_is_the_full_one(schedule: Schedule) -> None:
+def test_the_shorter_search_is_the_full_one(schedule: OverlapSchedule) -> None:
     """Skipping orders that differ only in commuting events visits far fewer states with the same result."""
     short, full = check(schedule), check(schedule, reduced=False)
     assert isinstance(short, Checked)
@@ -208,7 +210,7 @@ def test_rows_of_a_piece_follow_its_owner() -> None:
 def test_what_cannot_be_scheduled_is_refused(
     op: OpName, swizzle: Swizzle, num_ranks: int, more: dict[str, object], message: str
 ) -> None:
-    make: Callable[..., Schedule] = make_schedule
+    make: Callable[..., OverlapSchedule] = make_schedule
     with pytest.raises(ValueError, match=message):
         make(op, swizzle, num_ranks, **more)
 

@@ -28,7 +28,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from jtrain_kernels.overlap.mosaic_gpu.tile_shapes import CANDIDATES, DTYPES, TileConfig, does_not_fit
-from jtrain_kernels.overlap.schedule import Barrier, Compute, Place, Reduce, Schedule, Send, Wait
+from jtrain_kernels.overlap.schedule import Barrier, Compute, OverlapSchedule, Place, Reduce, Send, Wait
 
 OWN = -1
 """Stands for a peer if the sum stays in this rank's output."""
@@ -61,7 +61,7 @@ class GpuProgram:
     jobs, moves: [rank][turn].
     """
 
-    schedule: Schedule
+    schedule: OverlapSchedule
     jobs: tuple[tuple[PieceJob, ...], ...]
     moves: tuple[tuple[Move, ...], ...]
 
@@ -118,7 +118,7 @@ def _table(ranks: Iterable[Iterable[tuple[int, ...]]]) -> np.ndarray:
     return np.asarray([list(turns) for turns in ranks], np.int32)
 
 
-def gpu_program(schedule: Schedule) -> GpuProgram:
+def gpu_program(schedule: OverlapSchedule) -> GpuProgram:
     """Splits a schedule into the two streams of every rank."""
     streams = [_streams(schedule, rank) for rank in range(schedule.num_ranks)]
     # Tables have one row per rank and a fixed number of turns, and the kernel is compiled once for all.
@@ -128,7 +128,7 @@ def gpu_program(schedule: Schedule) -> GpuProgram:
     return GpuProgram(schedule, jobs, moves)
 
 
-def _streams(schedule: Schedule, rank: int) -> tuple[tuple[PieceJob, ...], tuple[Move, ...]]:
+def _streams(schedule: OverlapSchedule, rank: int) -> tuple[tuple[PieceJob, ...], tuple[Move, ...]]:
     jobs: list[PieceJob] = []
     moves: list[Move] = []
     sums: dict[Place, int] = {}  # place of a sum -> index of its job

@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jtrain_kernels.overlap.schedule import Compute, Place, Reduce, Schedule, Send, Wait
+from jtrain_kernels.overlap.schedule import Compute, OverlapSchedule, Place, Reduce, Send, Wait
 
 
 def gather[C](
-    schedule: Schedule,
+    schedule: OverlapSchedule,
     axis_name: str,
     shard: Float[Array, "B _ _"],
     visit: Callable[[C, Int[Array, ""], Array], C],
@@ -58,7 +58,7 @@ def gather[C](
 
 
 def _around[C](
-    schedule: Schedule,
+    schedule: OverlapSchedule,
     axis_name: str,
     rows: list[Array],
     visit: Callable[[C, Int[Array, ""], Array], C],
@@ -84,7 +84,7 @@ def _around[C](
     return visited(carry, n - 1, rows)
 
 
-def _neighbours(schedule: Schedule) -> list[int]:
+def _neighbours(schedule: OverlapSchedule) -> list[int]:
     """Distance to the neighbour to which a ring sends each piece of a shard, the same for every owner."""
     distances = {
         i.piece % schedule.pieces_per_rank: i.peer for i in schedule.programs[0] if isinstance(i, Send)
@@ -97,7 +97,7 @@ def _passed_on(piece: Array, axis_name: str, n: int, peer: int) -> Array:
 
 
 def reduce(
-    schedule: Schedule,
+    schedule: OverlapSchedule,
     axis_name: str,
     compute: Callable[[Int[Array, ""]], Float[Array, "B _ N"]],
     *,
@@ -133,7 +133,7 @@ def reduce(
 
 
 def _reduce_around(
-    schedule: Schedule,
+    schedule: OverlapSchedule,
     axis_name: str,
     compute: Callable[[Int[Array, ""]], Float[Array, "B _ N"]],
     wire_dtype: jax.typing.DTypeLike,
@@ -165,7 +165,7 @@ def _reduce_around(
 
 
 def _permute(
-    schedule: Schedule, step: int, axis_name: str, value: Array, arriving: dict[Place, deque[Array]]
+    schedule: OverlapSchedule, step: int, axis_name: str, value: Array, arriving: dict[Place, deque[Array]]
 ) -> None:
     """Sends of all ranks at this step as one permute; queued under the place where rank 0 receives it."""
     sends = [program[step] for program in schedule.programs]
@@ -175,7 +175,7 @@ def _permute(
     arriving.setdefault(target, deque()).append(jax.lax.ppermute(value, axis_name, pairs))
 
 
-def _number(schedule: Schedule, step: int, rank: Int[Array, ""]) -> Int[Array, ""]:
+def _number(schedule: OverlapSchedule, step: int, rank: Int[Array, ""]) -> Int[Array, ""]:
     """Number of the piece that this rank's instruction at `step` is about."""
     numbers: list[int] = []
     for program in schedule.programs:
@@ -185,7 +185,7 @@ def _number(schedule: Schedule, step: int, rank: Int[Array, ""]) -> Int[Array, "
     return piece_of(numbers, schedule, rank)
 
 
-def piece_of(numbers: Sequence[int], schedule: Schedule, rank: Int[Array, ""]) -> Int[Array, ""]:
+def piece_of(numbers: Sequence[int], schedule: OverlapSchedule, rank: Int[Array, ""]) -> Int[Array, ""]:
     """Entry for this rank of `numbers`, one piece per rank."""
     n, pieces_per_rank = schedule.num_ranks, schedule.pieces_per_rank
     # Rank 0's entry says which owner and piece all others are relative to.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jtrain_kernels.overlap.schedule import OpName, Schedule, make_schedule
+from jtrain_kernels.overlap.schedule import OpName, OverlapSchedule, make_schedule
 from jtrain_kernels.overlap.swizzle import Swizzle
 from jtrain_kernels.overlap.xla.lower_schedule import gather, put, reduce, rows_of
 
@@ -37,12 +37,12 @@ class OverlapPlan(NamedTuple):
     swizzle: Swizzle
     parts: int = 1
 
-    def schedule(self, op: OpName) -> Schedule:
+    def schedule(self, op: OpName) -> OverlapSchedule:
         return _schedule(op, self)
 
 
 @functools.cache
-def _schedule(op: OpName, plan: OverlapPlan) -> Schedule:
+def _schedule(op: OpName, plan: OverlapPlan) -> OverlapSchedule:
     return make_schedule(op, plan.swizzle, plan.axis_size, parts=plan.parts)
 
 

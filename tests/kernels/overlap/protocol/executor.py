@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jtrain_kernels.errors import UserError
-from jtrain_kernels.overlap.schedule import Place, Schedule
+from jtrain_kernels.overlap.schedule import OverlapSchedule, Place
 from tests.kernels.overlap.protocol.simulator import Algebra, Fault, ProtocolError, Simulator
 
 
 def execute(
-    schedule: Schedule,
+    schedule: OverlapSchedule,
     x: Sequence[Float[Array, "_ _"]],
     kernel: Sequence[Float[Array, "_ _"]],
     *,

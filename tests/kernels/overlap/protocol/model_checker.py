@@ -9,7 +9,7 @@ import dataclasses
 from typing import NamedTuple
 
 from jtrain_kernels.errors import UserError
-from jtrain_kernels.overlap.schedule import Place, Schedule
+from jtrain_kernels.overlap.schedule import OverlapSchedule, Place
 from tests.kernels.overlap.protocol.partial_order import Commuting
 from tests.kernels.overlap.protocol.simulator import Algebra, Event, Fault, ProtocolError, Simulator, State
 
@@ -45,7 +45,9 @@ class Broken:
     events: tuple[str, ...]
 
 
-def check(schedule: Schedule, *, reduced: bool = True, max_states: int = 1_000_000) -> Checked | Broken:
+def check(
+    schedule: OverlapSchedule, *, reduced: bool = True, max_states: int = 1_000_000
+) -> Checked | Broken:
     """Visits every state of a schedule that can reveal a fault.
 
     Args:

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from jtrain_kernels.overlap.schedule import (
     Barrier,
     Compute,
+    OverlapSchedule,
     Place,
     Reduce,
-    Schedule,
     ScheduleInstruction,
     Send,
     Wait,
@@ -89,7 +89,7 @@ class Simulator[V]:
     send_number: (rank, counter of the send) -> number of the copy.
     """
 
-    def __init__(self, schedule: Schedule, algebra: Algebra[V]) -> None:
+    def __init__(self, schedule: OverlapSchedule, algebra: Algebra[V]) -> None:
         self.schedule = schedule
         self._algebra = algebra
         self._gathers = schedule.op == "all_gather_matmul"
