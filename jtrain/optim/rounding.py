@@ -51,9 +51,11 @@ class Noise:
             stride = math.prod(lengths[position + 1 :]) % 2**32
             index += (_iota(shape, dim) + _uint32(start[dim])) * jnp.uint32(stride)
         # Path and purpose make the noise of two arrays independent in the same step.
-        key = _mix(_uint32(self.step) ^ jnp.uint32(zlib.crc32(f"{info.path}:{purpose}".encode())))
-        key = _mix(key + jnp.uint32(0x9E3779B9) * (_uint32(layer) if layer is not None else jnp.uint32(0)))
-        return _mix(index ^ key)
+        key = mix_bits(_uint32(self.step) ^ jnp.uint32(zlib.crc32(f"{info.path}:{purpose}".encode())))
+        key = mix_bits(
+            key + jnp.uint32(0x9E3779B9) * (_uint32(layer) if layer is not None else jnp.uint32(0))
+        )
+        return mix_bits(index ^ key)
 
 
 def to_bfloat16(x: Array, bits: Array) -> Array:
@@ -98,7 +100,7 @@ def _uint32(x: int | Array) -> Array:
     return jnp.asarray(x).astype(jnp.uint32)
 
 
-def _mix(h: Array) -> Array:
+def mix_bits(h: Array) -> Array:
     """Murmur3's 32-bit finaliser: every input bit changes half of the output bits."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)

@@ -24,8 +24,7 @@ on all workers. One tick, in this order:
    what arrives is written into inputs[that slot]; elsewhere it is dropped. For each hop in
    `schedule.cotangent_hops`, dx goes that way into cotangents[ARRIVING_COTANGENT_<hop>]. As permutes over
    `stage`: DOWN is the chain (p, p + 1), UP is (p, p - 1), LOCAL is none at all, WRAP is the pair (P - 1, 0)
-   for activations and (0, P - 1) for cotangents. FORWARD_TO and BACKWARD_TO have the hop for the sender; an
-   executor of chains does not need them, since receivers drop the rest.
+   for activations and (0, P - 1) for cotangents.
 
 Example, 1F1B over P = 2 workers with 2 microbatches, fused:
 
@@ -89,28 +88,25 @@ class Field(enum.IntEnum):
     FORWARD_MICROBATCH = 2
     FORWARD_INPUT = 3
     FORWARD_EMBEDS = 4
-    FORWARD_TO = 5
-    HEAD_MICROBATCH = 6
-    HEAD_COTANGENT = 7
-    BACKWARD_CHUNK = 8
-    BACKWARD_MICROBATCH = 9
-    BACKWARD_INPUT = 10
-    BACKWARD_COTANGENT = 11
-    BACKWARD_STASH = 12
-    BACKWARD_TO = 13
-    EMBED_GRADIENT_MICROBATCH = 14
-    WEIGHT_CHUNK = 15
-    WEIGHT_MICROBATCH = 16
-    WEIGHT_STASH = 17
+    HEAD_MICROBATCH = 5
+    HEAD_COTANGENT = 6
+    BACKWARD_CHUNK = 7
+    BACKWARD_MICROBATCH = 8
+    BACKWARD_INPUT = 9
+    BACKWARD_COTANGENT = 10
+    BACKWARD_STASH = 11
+    EMBED_GRADIENT_MICROBATCH = 12
+    WEIGHT_CHUNK = 13
+    WEIGHT_STASH = 14
     # Four columns per array, in the order of `StageHop`: `arriving_input` adds the hop to the first.
-    ARRIVING_INPUT_DOWN = 18
-    ARRIVING_INPUT_UP = 19
-    ARRIVING_INPUT_LOCAL = 20
-    ARRIVING_INPUT_WRAP = 21
-    ARRIVING_COTANGENT_DOWN = 22
-    ARRIVING_COTANGENT_UP = 23
-    ARRIVING_COTANGENT_LOCAL = 24
-    ARRIVING_COTANGENT_WRAP = 25
+    ARRIVING_INPUT_DOWN = 15
+    ARRIVING_INPUT_UP = 16
+    ARRIVING_INPUT_LOCAL = 17
+    ARRIVING_INPUT_WRAP = 18
+    ARRIVING_COTANGENT_DOWN = 19
+    ARRIVING_COTANGENT_UP = 20
+    ARRIVING_COTANGENT_LOCAL = 21
+    ARRIVING_COTANGENT_WRAP = 22
 
 
 def arriving_input(hop: StageHop) -> Field:
@@ -206,7 +202,6 @@ def make_ticks(schedule: PipelineSchedule, packing: Packing = "fused") -> Ticks:
     tick, worker, stage, microbatch = _of_kind(grid, WEIGHT)
     # W has no input and no hop, so it is filled in here.
     table[tick, worker, Field.WEIGHT_CHUNK] = stage // schedule.stages
-    table[tick, worker, Field.WEIGHT_MICROBATCH] = microbatch
     table[tick, worker, Field.WEIGHT_STASH] = stashes.slots[stage, microbatch]
     return Ticks(grid, table, inputs.counts, cotangents.counts, stashes.counts)
 
@@ -266,7 +261,6 @@ def _fill_forward(
     for source in range(schedule.virtual_stages - 1):
         hop, is_source = schedule.activation_hop(source), stage == source
         assert hop is not None
-        table[tick[is_source], worker[is_source], Field.FORWARD_TO] = hop
         # The value lies in the receiver's slot for virtual stage source + 1, from this tick's step 7 on.
         arriving_slots = inputs[source + 1, microbatch[is_source]]
         table[tick[is_source], schedule.worker(source + 1), arriving_input(hop)] = arriving_slots
@@ -291,6 +285,5 @@ def _fill_backward(
     for source in range(1, schedule.virtual_stages):
         hop, is_source = schedule.cotangent_hop(source), stage == source
         assert hop is not None
-        table[tick[is_source], worker[is_source], Field.BACKWARD_TO] = hop
         arriving_slots = cotangents[source - 1, microbatch[is_source]]
         table[tick[is_source], schedule.worker(source - 1), arriving_cotangent(hop)] = arriving_slots

@@ -6,6 +6,7 @@ from jaxtyping import Array, Int, UInt
 
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import BATCH_AXES
+from jtrain.optim.rounding import mix_bits
 
 
 def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
@@ -28,15 +29,8 @@ def hash_block(batch: Batch, column_L: Int[Array, " L"]) -> UInt[Array, "2"]:
         h = jnp.full((rows, cols), seed, jnp.uint32)
         for x_BL in (index_BL, batch.token_BL, batch.target_BL, batch.position_BL, batch.segment_BL):
             # Each array is mixed before the next enters: equal values of two arrays would cancel in one xor.
-            h = _mix(h ^ x_BL.astype(jnp.uint32))
+            h = mix_bits(h ^ x_BL.astype(jnp.uint32))
         return jnp.sum(h, dtype=jnp.uint32)
 
     # Two seeds (the golden ratio, a constant of Murmur3) make 64 bits of two independent 32-bit hashes.
     return jnp.stack([hash_from(0x9E3779B9), hash_from(0x85EBCA6B)])
-
-
-def _mix(h: Array) -> Array:
-    """Murmur3's 32-bit finaliser: every input bit changes half of the output bits."""
-    h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
-    return h ^ (h >> 16)
