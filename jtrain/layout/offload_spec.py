@@ -83,7 +83,7 @@ def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K
     """Returns keys whose sizes fit the budget together: goes from the largest down and takes each that still
     fits.
     """
-    left = budget_bytes + 1e-6 * sum(sizes.values())  # 0.3 of a sum is not exact
+    left = budget_bytes * (1 + 1e-6)  # 0.3 of a sum is not exact
     chosen: list[K] = []
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):
         if size <= left:
