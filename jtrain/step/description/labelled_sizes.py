@@ -142,8 +142,9 @@ class Labelled:
 
     labels: letter -> the prime that stands for it. w, p, z, e, t are devices along replica, stage, data,
       expert and tensor, z, r, s those of ZeRO's torus dimensions; b rows; l positions; d, k, g, h, f, x, v
-      parts of the sizes D, K, N, H, F, X, V that no axis splits; c experts of a token; y layers; u, q, m positions of a device in
-      the loss, those of a chunk, and chunks; o columns of a part of the vocabulary, n parts.
+      parts of the sizes D, K, N, H, F, X, V that no axis splits; c experts of a token; y layers; u, q, m
+      positions of a device in the loss, those of a chunk, and chunks; o columns of a part of the vocabulary,
+      n parts.
     """
 
     model: Transformer
@@ -172,7 +173,8 @@ def labelled(of: LayoutClass) -> Labelled:
     exact *= max(1, of.moe.shared_experts) if of.moe else 1
     at: dict[str, int] = {}
     if of.moe:
-        # Small primes: sums over the experts of a token are unrolled. Histories of 8-bit matmuls have 3 numbers.
+        # Small primes: sums over the experts of a token are unrolled. Histories of 8-bit matmuls have 3
+        # numbers.
         smallest = 3 if of.precision.matmul_dtype == "compute" else 5
         small = (n for n in range(smallest, 30) if _is_prime(n) and exact % n)
         at = {letter: next(small) for letter in ("xc" if of.few else "c")}

@@ -1,7 +1,8 @@
 """Abstract traces of a train step's own functions, one per part of the step and class of layouts.
 
 A trace has sizes that tell each other apart (`labelled_sizes.py`), so its numbers scale to every layout of
-its class. It takes a few tenths of a second, and is kept in memory and on disk (`trace_cache.py`).
+its class. It takes a few tenths of a second, and is kept in memory and on disk (`trace_cache.py`). Layers are
+traced once for all choices of what they keep (`kept_values.py`).
 """
 
 import collections
@@ -184,7 +185,7 @@ def jaxpr_of(of: LayoutClass) -> Any:
         tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
     collects = gc.isenabled()
-    gc.disable()  # tracing makes many objects and few cycles: 22 classes took a quarter longer with it
+    gc.disable()  # tracing makes many objects and few cycles
     try:
         return _JAXPRS[of.part](sizes, mesh)
     finally:
