@@ -49,8 +49,8 @@ def _inner(value: Any, names: Collection[str] | None, *, again: bool) -> Any:
     """A parameter of an equation, with the jaxprs in it changed."""
     if isinstance(value, core.Jaxpr):
         return _keeping(value, names, again=again)
-    if isinstance(value, core.ClosedJaxpr):
+    if hasattr(value, "eqns"):  # a closed one
         return value.replace(jaxpr=_keeping(value.jaxpr, names, again=again))
-    if isinstance(value, tuple) and any(isinstance(one, core.Jaxpr | core.ClosedJaxpr) for one in value):
+    if isinstance(value, tuple) and any(hasattr(one, "eqns") for one in value):
         return tuple(_inner(one, names, again=again) for one in value)
     return value

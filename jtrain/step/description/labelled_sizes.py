@@ -100,7 +100,8 @@ def class_of(part: Part, model: Transformer, layout: Layout, *, rows: int, seq_l
         changed |= dict(tensor_overlap=False, sequence_groups=1, context_attention="ring")
         precision = precision if at_end else dataclasses.replace(precision, matmul_dtype="compute")
     in_heads = of_layers and mesh.context > 1 and spec.context_attention == "ulysses"
-    exchanged = of_layers and model.moe is not None and mesh.expert > 1
+    moe = model.moe if of_layers or at_end else None
+    exchanged = moe if of_layers and mesh.expert > 1 else None
     shards = mesh.tensor * mesh.stage
     return LayoutClass(
         part,
@@ -113,11 +114,9 @@ def class_of(part: Part, model: Transformer, layout: Layout, *, rows: int, seq_l
         mesh.tensor if spec.tensor_overlap and of_layers else 0,
         kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor if in_heads else 0,
         max(1, mesh.tensor // model.num_kv_heads) if of_layers or at_end else 1,
-        dataclasses.replace(model.moe, num_experts=2, top_k=1)
-        if model.moe is not None and (of_layers or at_end)
-        else None,
-        num_pieces(rows * seq_len // mesh.context, model.moe.top_k) if exchanged else 0,
-        exchanged and model.moe.num_experts // mesh.expert < model.moe.top_k,
+        moe and dataclasses.replace(moe, num_experts=2, top_k=1),
+        num_pieces(rows * seq_len // mesh.context, exchanged.top_k) if exchanged else 0,
+        exchanged is not None and exchanged.num_experts // mesh.expert < exchanged.top_k,
         model.qk_norm if of_layers or at_end else False,
         model.tie_embeddings,
         part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
