@@ -83,7 +83,7 @@ class OffloadSpec:
 
 def largest_first[K](budget_bytes: float, sizes: Mapping[K, int]) -> frozenset[K]:
     """Returns keys whose sizes fit the budget together, taken from the largest down."""
-    remaining_bytes = budget_bytes + 1e-6 * sum(sizes.values())  # 0.3 of a sum is not exact
+    remaining_bytes = budget_bytes * (1 + 1e-6)  # 0.3 of a sum is not exact
     chosen: list[K] = []
     # Goes on after the first that does not fit: a smaller array may fill the rest of the budget.
     for key, size in sorted(sizes.items(), key=lambda item: -item[1]):

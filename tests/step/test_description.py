@@ -29,8 +29,16 @@ from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.job import Job
 from jtrain.step import zero
 from jtrain.step.description import trace_cache
-from jtrain.step.description.labelled_sizes import class_of, labelled, values_of
-from jtrain.step.description.traced_parts import METRICS, UPDATE, traced
+from jtrain.step.description.labelled_sizes import class_of, keeping_input, labelled, values_of
+from jtrain.step.description.traced_parts import (
+    METRICS,
+    UPDATE,
+    _trace,
+    forget_traces,
+    jaxpr_of,
+    part_trace,
+    traced,
+)
 from jtrain.step.description.traced_work import traced_work
 from jtrain.step.train_step import BATCH_SPEC, _local_gradients
 from jtrain.step.zero import param_tree
@@ -46,9 +54,9 @@ ROWS, LENGTH = 2, 64
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No traces from memory or disk, and none left behind."""
     monkeypatch.setattr(trace_cache, "folder", lambda: None)
-    traced.cache_clear()
+    forget_traces()
     yield
-    traced.cache_clear()
+    forget_traces()
 
 
 def job_of(axes: dict[str, int], **layout: Any) -> Job:
@@ -121,7 +129,7 @@ def test_a_collective_more_in_a_layer_is_in_the_plan(fresh: None, monkeypatch: p
         return jax.lax.psum(y_BLD, "tensor"), losses
 
     monkeypatch.setattr(Block, "feed_forward", summed)
-    traced.cache_clear()
+    forget_traces()
     passes, elements = 2 * SIZES["num_layers"] * 2, ROWS * LENGTH // 4 * SIZES["d_model"]
     assert bytes_of_sums() - before == passes * elements * 2
 
@@ -155,7 +163,7 @@ def test_a_product_more_in_a_layer_is_in_the_plan(fresh: None, monkeypatch: pyte
         return y_BLD @ jnp.ones((width, width), y_BLD.dtype), losses
 
     monkeypatch.setattr(Block, "feed_forward", widened)
-    traced.cache_clear()
+    forget_traces()
     passes, width = 2 * SIZES["num_layers"] * 2, SIZES["d_model"]
     assert _multiplied(dataclasses.replace(job)) - before == passes * 2 * ROWS * LENGTH // 4 * width * width
 
@@ -174,7 +182,7 @@ def test_another_dtype_of_gathers_is_in_the_plan(fresh: None, monkeypatch: pytes
         return original(layout, shard.astype(jnp.float32), dim).astype(shard.dtype)
 
     monkeypatch.setattr(zero, "gather_shards", wide)
-    traced.cache_clear()
+    forget_traces()
     assert gathered() == {purpose: 2 * size for purpose, size in before.items()}
     assert len(before) == 2
 
@@ -200,6 +208,22 @@ def test_activations_that_no_layer_keeps_are_computed_again(
     remat: dict[str, Any] = {} if kept is None else dict(remat="named", remat_save=kept)
     job = job_of(dict(data=8), zero_stage=zero_stage, **remat)
     assert job.step.again & set(SAVEABLE) == set(again)
+
+
+@pytest.mark.parametrize("experts", [0, 4, 8])
+@pytest.mark.parametrize("kept", [None, ("attention", "mlp_gate")], ids=["all", "named"])
+def test_kept_values_are_those_of_a_trace_of_their_own(kept: tuple[str, ...] | None, experts: int) -> None:
+    """Layers that keep values send and multiply what a trace with `jax.checkpoint`'s own policy says."""
+    moe = MoESpec(num_experts=experts, top_k=3) if experts else None
+    model, mesh = Transformer(**SIZES, moe=moe), MeshSpec(data=2, tensor=2, expert=2 if moe else 1)
+    remat = "none" if kept is None else "named"
+    spec = dict(zero_stage=2, remat=remat, remat_save=kept or ())
+    layout = layout_from(spec, mesh, model.param_infos())
+    of = class_of("layers", model, layout, rows=ROWS, seq_len=LENGTH)
+    assert of.few == (experts == 4)
+    found = _trace(of)
+    assert found == part_trace(of, jaxpr_of(of), unread=0 if kept is None else 2 * bool(experts))
+    assert found != _trace(keeping_input(of))
 
 
 def test_labels_are_the_sizes_of_the_layout() -> None:
@@ -249,15 +273,15 @@ def test_traces_are_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
     """What a file says is believed: twice the count doubles the plan. Without a folder nothing is read."""
     job = job_of(dict(data=8), zero_stage=3)
     monkeypatch.setattr(trace_cache, "folder", lambda: tmp_path)
-    traced.cache_clear()
+    forget_traces()
     of = class_of("embedding", job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
     found = traced(of)
     [file] = tmp_path.iterdir()
     each = (dataclasses.replace(one, count=(2 * one.count[0], one.count[1])) for one in found.collectives)
     doubled = dataclasses.replace(found, collectives=tuple(each))
     trace_cache._write(file, trace_cache._text(doubled))
-    traced.cache_clear()
+    forget_traces()
     assert traced(of) == doubled
     monkeypatch.setattr(trace_cache, "folder", lambda: None)
-    traced.cache_clear()
+    forget_traces()
     assert traced(of) == found

@@ -372,6 +372,7 @@ def test_the_largest_go_first_and_the_budget_holds() -> None:
     """Ties in the order given; an array too large for what is left makes room for a smaller one."""
     sizes = {"a": 40, "b": 30, "c": 20, "d": 10}
     assert largest_first(0.0, sizes) == frozenset()
+    assert largest_first(0.0, {"large": 10**9, "small": 1}) == frozenset(), "a share of nothing moves nothing"
     assert largest_first(100.0, sizes) == frozenset(sizes)
     assert largest_first(55.0, sizes) == {"a", "d"}
     assert largest_first(0.3 * 100, sizes) == {"b"}

@@ -27,8 +27,8 @@ from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.zero import gathers_once
 
-type Part = Literal["layers", "embedding", "loss", "end"]
-"""Part of a step that is traced on its own: all layers for one microbatch, embedding or loss of one
+type StepPart = Literal["layers", "embedding", "loss", "end"]
+"""StepPart of a step that is traced on its own: all layers for one microbatch, embedding or loss of one
 microbatch, and what a step does once."""
 
 type Monomial = tuple[int, tuple[tuple[str, int], ...]]
@@ -43,12 +43,14 @@ class LayoutClass:
     staged: True with pipeline stages, whose schedule is `pipeline`.
     tensor, kv_heads: devices along `tensor`, and a device's key heads; 0 where only their products matter.
     shared: devices that compute the same key head.
+    moe: mixture of experts; their number and that of a token's choices are labels, here 2 and 1.
     pieces: pieces of an exchange of tokens over `expert`; 0 without one.
+    few: True if a device has fewer experts than a token chooses.
     in_parts: True if the unembedding is gathered in parts.
     rings: number of torus dimensions of ZeRO's collectives.
     """
 
-    part: Part
+    part: StepPart
     spec: LayoutSpec
     precision: PrecisionSpec
     staged: bool
@@ -60,13 +62,14 @@ class LayoutClass:
     shared: int
     moe: MoESpec | None
     pieces: int
+    few: bool
     qk_norm: bool
     tied: bool
     in_parts: bool
     rings: int
 
 
-def class_of(part: Part, model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> LayoutClass:
+def class_of(part: StepPart, model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> LayoutClass:
     """The class that a layout belongs to in one part of the step.
 
     Args:
@@ -97,7 +100,8 @@ def class_of(part: Part, model: Transformer, layout: Layout, *, rows: int, seq_l
         changed |= dict(tensor_overlap=False, sequence_groups=1, context_attention="ring")
         precision = precision if at_end else dataclasses.replace(precision, matmul_dtype="compute")
     in_heads = of_layers and mesh.context > 1 and spec.context_attention == "ulysses"
-    exchanged = of_layers and model.moe is not None and mesh.expert > 1
+    moe = model.moe if of_layers or at_end else None
+    exchanged = moe if of_layers and mesh.expert > 1 else None
     shards = mesh.tensor * mesh.stage
     return LayoutClass(
         part,
@@ -110,15 +114,19 @@ def class_of(part: Part, model: Transformer, layout: Layout, *, rows: int, seq_l
         mesh.tensor if spec.tensor_overlap and of_layers else 0,
         kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor if in_heads else 0,
         max(1, mesh.tensor // model.num_kv_heads) if of_layers or at_end else 1,
-        model.moe if of_layers or at_end else None,
-        num_pieces(rows * seq_len // mesh.context, model.moe.top_k)
-        if exchanged and model.moe is not None
-        else 0,
+        moe and dataclasses.replace(moe, num_experts=2, top_k=1),
+        num_pieces(rows * seq_len // mesh.context, exchanged.top_k) if exchanged else 0,
+        exchanged is not None and exchanged.num_experts // mesh.expert < exchanged.top_k,
         model.qk_norm if of_layers or at_end else False,
         model.tie_embeddings,
         part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
         len(layout.rings),
     )
+
+
+def keeping_input(of: LayoutClass) -> LayoutClass:
+    """The class of the same layouts, with layers that keep their input alone."""
+    return dataclasses.replace(of, spec=dataclasses.replace(of.spec, remat="full", remat_save=()))
 
 
 def _schedule(layout: Layout, *, splits: bool, at_end: bool) -> PipelineSpec:
@@ -133,8 +141,9 @@ class Labelled:
 
     labels: letter -> the prime that stands for it. w, p, z, e, t are devices along replica, stage, data,
       expert and tensor, z, r, s those of ZeRO's torus dimensions; b rows; l positions; d, k, g, h, f, x, v
-      parts of the sizes D, K, N, H, F, X, V that no axis splits; y layers; u, q, m positions of a device in
-      the loss, those of a chunk, and chunks; o columns of a part of the vocabulary, n parts.
+      parts of the sizes D, K, N, H, F, X, V that no axis splits; c experts of a token; y layers; u, q, m
+      positions of a device in the loss, those of a chunk, and chunks; o columns of a part of the vocabulary,
+      n parts.
     """
 
     model: Transformer
@@ -160,12 +169,20 @@ class Labelled:
 def labelled(of: LayoutClass) -> Labelled:
     """Sizes of a trace for a class."""
     exact = of.context * of.shared * (of.tensor or 1) * (of.kv_heads or 1) * max(1, of.pieces)
-    exact *= of.moe.top_k * max(1, of.moe.shared_experts) if of.moe else 1
+    exact *= max(1, of.moe.shared_experts) if of.moe else 1
+    at: dict[str, int] = {}
+    if of.moe:
+        # Small primes: sums over the experts of a token are unrolled. Histories of 8-bit matmuls have 3
+        # numbers.
+        smallest = 3 if of.precision.matmul_dtype == "compute" else 5
+        small = (n for n in range(smallest, 30) if _is_prime(n) and exact % n)
+        at = {letter: next(small) for letter in ("xc" if of.few else "c")}
+        exact *= math.prod(at.values())
     # An exchange in one piece takes few tokens, one in several takes many; the code itself has none of these
     # factors.
     first = {0: 11, 1: 5}.get(of.pieces, 61)
     primes = (n for n in range(first, 10_000) if _is_prime(n) and exact % n)
-    at: dict[str, int] = {letter: next(primes) for letter in "btlwezrsdkghfxvyp"}
+    at = {letter: next(primes) for letter in "btlwezrsdkghfxvyp"} | at
     if of.tensor:
         del at["t"]
     rings = ["z", "r", "s"][: of.rings]
@@ -191,7 +208,7 @@ def labelled(of: LayoutClass) -> Labelled:
             at |= {"o": 16381, "n": 5}
             vocab = at["o"] * at["n"]
             assert -(-vocab // PART_COLUMNS) == at["n"]
-    moe = of.moe and dataclasses.replace(of.moe, num_experts=at["x"] * at["e"])
+    moe = of.moe and dataclasses.replace(of.moe, num_experts=at["x"] * at["e"], top_k=at["c"])
     model = Transformer(
         num_layers=2 if of.staged and of.part == "layers" else at["y"] * stages,
         d_model=width,
@@ -206,6 +223,8 @@ def labelled(of: LayoutClass) -> Labelled:
         loss_chunk_tokens=chunk,
         attention_chunk=10**9,
     )
+    if of.pieces:
+        assert num_pieces(rows * local * tensor, at["c"]) == of.pieces, "pieces follow from the tokens"
     expert = at["e"] if of.pieces or (of.moe is not None and of.part == "end") else 1
     mesh = MeshSpec(at["w"], stages, data, expert, c, tensor)
     more: Any = dict(context_order=of.order, precision=of.precision, pipeline=of.pipeline)
@@ -249,6 +268,7 @@ def values_of(
         "h": Fraction(model.head_dim, 2),
         "f": Fraction(model.d_ff, tensor),
         "x": Fraction(model.moe.num_experts, mesh.expert) if model.moe else 1,
+        "c": model.moe.top_k if model.moe else 1,
         "v": Fraction(model.vocab_size, shards),
         "y": 1
         if placed is not None and of.part == "layers"

@@ -1,12 +1,14 @@
 """Abstract traces of a train step's own functions, one per part of the step and class of layouts.
 
 A trace has sizes that tell each other apart (`labelled_sizes.py`), so its numbers scale to every layout of
-its class. It takes a few tenths of a second, and is kept in memory and on disk (`trace_cache.py`).
+its class. It takes a few tenths of a second, and is kept in memory and on disk (`trace_cache.py`). Layers are
+traced once for all choices of what they keep (`kept_values.py`).
 """
 
 import collections
 import dataclasses
 import functools
+import gc
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -21,8 +23,10 @@ from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.layout.mesh import AXES, local_shape
 from jtrain.model.fp8_scaling import amax_probes, fp8_weights, history_shape
 from jtrain.model.param import Params, map_params
+from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.step.description.labelled_sizes import Labelled, LayoutClass, Monomial, labelled
+from jtrain.step.description.kept_values import keeping
+from jtrain.step.description.labelled_sizes import Labelled, LayoutClass, Monomial, keeping_input, labelled
 from jtrain.step.description.trace_cache import kept
 from jtrain.step.description.traced_work import Kind, TracedProduct, TracedWork, When, traced_work
 from jtrain.step.gradient_sums import GradientSums, sums_gradients, zero_sums
@@ -130,13 +134,30 @@ def _labelled(
     return LabelledCollective(scope=tuple(scope), along=tuple(along), **sizes, **fields)
 
 
+def forget_traces() -> None:
+    """Forgets the traces in memory."""
+    traced.cache_clear()
+    jaxpr_of.cache_clear()
+
+
 def _trace(of: LayoutClass) -> PartTrace:
-    sizes = labelled(of)
-    mesh = AbstractMesh(
-        tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
-    )
+    if of.part != "layers":
+        return part_trace(of, jaxpr_of(of))
+    names = None if of.spec.remat == "none" else of.spec.remat_save
+    # Only gradients read the routers' losses: those that layers keep, or those that they compute again.
+    losses = len(dataclasses.fields(RouterLosses)) if of.moe and not of.staged else 0
+    jaxpr = keeping(jaxpr_of(keeping_input(of)), names)
+    return part_trace(of, jaxpr, unread=0 if names is None else losses)
+
+
+def part_trace(of: LayoutClass, jaxpr: Any, *, unread: int = 0) -> PartTrace:
+    """What a jaxpr of a part does.
+
+    Args:
+      unread: number of its last results that nobody reads.
+    """
+    sizes, work = labelled(of), traced_work(jaxpr, unread=unread)
     paths = [p.info.path for p in sizes.layout.params]
-    work = traced_work(_JAXPRS[of.part](sizes, mesh))
     collectives = (
         LabelledCollective(
             one.scope,
@@ -154,6 +175,22 @@ def _trace(of: LayoutClass) -> PartTrace:
         for one in work.collectives
     )
     return PartTrace(tuple(collectives), _products(sizes, work), tuple(sorted(work.again)))
+
+
+@functools.lru_cache(maxsize=64)
+def jaxpr_of(of: LayoutClass) -> Any:
+    """The jaxpr of a part. Those of 22 classes of layers took 100 MiB."""
+    sizes = labelled(of)
+    mesh = AbstractMesh(
+        tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
+    )
+    collects = gc.isenabled()
+    gc.disable()  # tracing makes many objects and few cycles
+    try:
+        return _JAXPRS[of.part](sizes, mesh)
+    finally:
+        if collects:
+            gc.enable()
 
 
 _ROWS = frozenset("bluq")
@@ -188,7 +225,8 @@ def _labelled_product(sizes: Labelled, one: TracedProduct) -> LabelledProduct:
     by_weight = not _ROWS.isdisjoint(dict(reduced[1]))
     rows, depth = (reduced, kept) if by_weight else (kept, reduced)
     if one.groups:
-        rows = rows[0], tuple((letter, power) for letter, power in rows[1] if letter != "e")
+        chosen = {"x": "c"}
+        rows = rows[0], tuple((chosen.get(letter, letter), n) for letter, n in rows[1] if letter != "e")
     when: Gradient = "by_weight" if by_weight else "by_input" if one.when == "backward" else one.when
     count = sizes.monomial(trips // math.prod(sizes.labels[loop] for loop, _ in around))
     return LabelledProduct(when, one.in_8_bits, count, (rows, depth, added, sizes.monomial(one.groups)))
@@ -252,7 +290,7 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
             return x_BLD, losses
 
         (y_BLD, losses), vjp = jax.vjp(forward, differentiated, amax_probes(scaling), x_BLD)
-        return y_BLD, vjp((dy_BLD, jax.tree.map(jnp.ones_like, losses)))
+        return y_BLD, vjp((dy_BLD, jax.tree.map(jnp.ones_like, losses))), losses
 
     def chunks(params: Params, scaling: Any, batch: Batch, x_BLD: Any, dy_BLD: Any) -> Any:
         zero = jnp.int32(0)

@@ -136,9 +136,14 @@ class _Place:
     when: When
 
 
-def traced_work(jaxpr: Any) -> TracedWork:
-    """What a closed jaxpr does, without that whose results nobody reads."""
-    lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))
+def traced_work(jaxpr: Any, *, unread: int = 0) -> TracedWork:
+    """What a closed jaxpr does, without that whose results nobody reads.
+
+    Args:
+      unread: number of its last results that nobody reads.
+    """
+    num_read = len(jaxpr.jaxpr.outvars) - unread
+    lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * num_read + [False] * unread)
     reader = _Reader()
     reader.follow(lean, [reader.new(0) for _ in lean.invars], _Place((), (), "forward"), {})
     return TracedWork(reader.result(), reader.products, frozenset(reader.names_again))
