@@ -28,7 +28,7 @@ from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.zero import gathers_once
 
 type StepPart = Literal["layers", "embedding", "loss", "end"]
-"""StepPart of a step that is traced on its own: all layers for one microbatch, embedding or loss of one
+"""Part of a step that is traced on its own: all layers for one microbatch, embedding or loss of one
 microbatch, and what a step does once."""
 
 type Monomial = tuple[int, tuple[tuple[str, int], ...]]
