@@ -135,9 +135,8 @@ class FolderCarrier:
 
     def read(self, key: str, authors: Collection[str]) -> dict[str, str]:
         texts = {}
-        for (
-            author
-        ) in authors:  # opened one by one: a network file system may keep an old list of names for a minute
+        # Opened one by one: a network file system may keep an old list of names for a minute.
+        for author in authors:
             with contextlib.suppress(OSError):
                 texts[author] = self.file(key, author).read_text()
         return texts

@@ -160,9 +160,8 @@ class FolderStore:
             return None
         path = self.folder / str(own.number)
         if content == own.content:
-            with contextlib.suppress(
-                FileNotFoundError
-            ):  # somebody removed the file; the number is still this holder's
+            # Somebody removed the file; the number is still this holder's.
+            with contextlib.suppress(FileNotFoundError):
                 os.utime(path)
                 return own
         # Replaced in one step, so that nobody reads a part of it.

@@ -58,10 +58,8 @@ class _Tolerant(io.FileIO):
         except OSError as error:
             if not self._lost_bytes:
                 self._warn(error)
-            if error.errno in (
-                errno.EPIPE,
-                errno.EIO,
-            ):  # nobody will ever read it: the reader or the terminal is gone
+            # Nobody will ever read it: the reader or the terminal is gone.
+            if error.errno in (errno.EPIPE, errno.EIO):
                 # The descriptor itself points to /dev/null: child processes and C code print to it, too.
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.fileno())

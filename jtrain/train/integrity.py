@@ -108,26 +108,23 @@ class IntegrityCheck(Callback):
             # Kept after all checks: a step whose copies differ must not become the reference.
             self._last = step, returned_sums
         signatures = self._recomputed.pop(step, None)
-        if (
-            signatures is not None and not self._no_order
-        ):  # the loop is a step ahead, and so is its recomputation
+        # The loop is a step ahead, and so is its recomputation.
+        if signatures is not None and not self._no_order:
             self._check_arithmetic(step, *signatures)
 
     def _keep_sums(self, step: int, returned: np.ndarray) -> None:
         """Writes the sums of each saved array; drops those of checkpoints that are gone."""
         file, entries = self._sums_file(), _read(self._sums_file())
-        with contextlib.suppress(
-            Exception
-        ):  # a store that does not answer is the save's to report; all sums stay
+        # A store that does not answer is the save's to report; all sums stay.
+        with contextlib.suppress(Exception):
             existing_steps = {*files.steps(self._folder), *self._saved}
             entries = {key: value for key, value in entries.items() if int(key) in existing_steps}
         totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
         entries[str(step)] = {
             name: [dtype, total] for name, dtype, total in totals if not name.startswith(_REWRITTEN)
         }
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk is the save's to report; a restore without sums is not checked
+        # A full disk is the save's to report; a restore without sums is not checked.
+        with contextlib.suppress(OSError):
             atomic_io.write_whole(file, json.dumps(entries))
 
     def _check_restored(self, step: int, given_sums: np.ndarray) -> None:

@@ -121,9 +121,8 @@ def test_training_steps(step: Step, chip: str) -> None:
     program = compile_step(job, make_optimizer(built), devices=devices)
     available = int(MEMORY_SHARE * (from_name(chip).hbm_bytes or 0))
     if (step.name, chip) == ("llama8b", "h100"):
-        with pytest.raises(
-            ValueError, match=r"needs .* GiB per device"
-        ):  # as it is, the step is a row with that error
+        # As it is, the step is a row with that error.
+        with pytest.raises(ValueError, match=r"needs .* GiB per device"):
             check_fits(job, available=available)
     else:
         check_fits(job, available=available)

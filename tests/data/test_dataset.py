@@ -250,9 +250,8 @@ def test_a_field_out_of_range_is_refused(field: str, value: float) -> None:
 
 
 def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(
-        (ValueError, TypeError), match="on_bad_record"
-    ):  # TypeError: the tests' own type checker
+    # TypeError: the tests' own type checker.
+    with pytest.raises((ValueError, TypeError), match="on_bad_record"):
         spec("x", on_bad_record="ignore")
 
 

@@ -184,9 +184,8 @@ def running(name: str, folder: Path, *arguments: str) -> Iterator[list[tuple[Run
         for number, (pod, host) in enumerate(zip(mine, nodes, strict=True)):
             environ = environment(**pod.environ)
             programs = [str(Path(sys.executable).parent), environ["PATH"]]
-            if (
-                not host.enter
-            ):  # without namespaces no host has a name: all are addresses, and getent finds them
+            # Without namespaces no host has a name: all are addresses, and getent finds them.
+            if not host.enter:
                 (folder / "getent").write_text("#!/bin/sh\n")
                 (folder / "getent").chmod(0o755)
                 programs.insert(0, str(folder))

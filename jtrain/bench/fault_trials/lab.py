@@ -75,10 +75,10 @@ class FaultLab:
         Raises:
           RuntimeError: no kill met such an instant.
         """
+        if self._half is not None:
+            return self._half
         # The instant is short, so a kill may miss it; each try has a folder of its own.
         for number in range(20):
-            if self._half is not None:
-                return self._half
             folder = self.folder / f"half{number}"
             workdir = Workdir(folder / "workdir")
             attempt = self.recipe.start([workdir.path], folder)
@@ -88,6 +88,7 @@ class FaultLab:
             # Checked after the kill, when nothing changes any more.
             if _twice_saved(workdir) and not workdir.saving():
                 self._half = workdir.path
+                return workdir.path
         raise RuntimeError(
             f"{self.recipe.command(self.folder)} was never between its second save and its third"
         )

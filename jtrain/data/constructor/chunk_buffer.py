@@ -245,9 +245,8 @@ class ChunkBuffer:
         old_ring[:, NUMBER] = _NOTHING
         # Next power of two, so that old rings take at most as many rows as the rings in use.
         size = 1 << (span - 1).bit_length()
-        if self._table_end + size > len(
-            self._table
-        ):  # twice the room: copying it for each source would take seconds
+        # Twice the room: copying it for each source would take seconds.
+        if self._table_end + size > len(self._table):
             more_rows = np.full((self._table_end + size, 4), _NOTHING, np.int64)
             self._table = np.concatenate([self._table[: self._table_end], more_rows])
         self._base[source], self._size[source] = self._table_end, size

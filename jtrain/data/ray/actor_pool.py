@@ -259,9 +259,8 @@ class RayPool(LoaderPool[_LoaderActor]):
             run_payload: _Fetched | None = (
                 _Fetched(part=part) if request.into is None else request.into[i].payload
             )
-            if (
-                part.id_positions is not None and run_payload is not None
-            ):  # None: released before its ids have arrived
+            # None: released before its ids have arrived.
+            if part.id_positions is not None and run_payload is not None:
                 run_payload.put(part.id_positions.tolist(), head.lengths, run.ids, run.ignored)
             if request.into is None and run_payload is not None:
                 peer.busy_s += head.read_s

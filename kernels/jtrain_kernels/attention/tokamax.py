@@ -216,9 +216,8 @@ def _ranges(
     faster.
     """
     L = segment_BL.shape[1]
-    if (
-        mask.causal
-    ):  # queries and keys are the same positions, so a segment's keys are the run around its query
+    # Queries and keys are the same positions, so a segment's keys are the run around its query.
+    if mask.causal:
         position_1L = jnp.arange(L, dtype=jnp.int32)[None]
         same_BL = segment_BL[:, 1:] == segment_BL[:, :-1]
         # The first position starts a segment whether or not its id differs from a neighbour's.

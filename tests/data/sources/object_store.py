@@ -228,9 +228,8 @@ def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
             if request.query["uploadType"] == "resumable":
                 name = json.loads(request.body)["name"]
                 return 200, {"Location": f"{addresses[0]}/resumed/{quote(name)}"}, b""
-            if (
-                request.query["uploadType"] == "multipart"
-            ):  # as gcsfs writes it: two parts between lines of --==0==
+            # As gcsfs writes it: two parts between lines of --==0==.
+            if request.query["uploadType"] == "multipart":
                 _, about, part = request.body.removesuffix(b"\n--==0==--").split(b"--==0==\n", 2)
                 name = json.loads(about.partition(b"\n\n")[2])["name"]
                 content = part.partition(b"\n\n")[2]

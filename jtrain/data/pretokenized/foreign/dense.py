@@ -83,10 +83,8 @@ class MegatronFile(ForeignFile):
         self._sizes_offset = 26 if is_fairseq else 34
         self._documents = 0 if is_fairseq else int.from_bytes(head[26:34], "little")
         expected_bytes = self._sizes_offset + 12 * self._sequences + 8 * self._documents
-        if size not in (
-            expected_bytes,
-            expected_bytes + self._sequences,
-        ):  # multimodal files end with a byte per sequence
+        # Multimodal files end with a byte per sequence.
+        if size not in (expected_bytes, expected_bytes + self._sequences):
             raise FileError(
                 f"{self._index}: {size:,} bytes, and its head says {expected_bytes:,}: cut short. Copy it "
                 "again."
