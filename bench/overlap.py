@@ -178,9 +178,8 @@ def attention_s(device: str) -> dict[tuple[str, str], float]:
     assert peak is not None, "both devices have one"
     forward, backward = ATTENTION[KERNEL[spec.platform]][model.head_dim]
     # 4 = two matmuls of 2 FLOPs per multiply-add.
-    flops = (
-        model.num_layers * 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim
-    )  # half of it is masked
+    # Half of it is masked.
+    flops = model.num_layers * 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim
     return {
         ("forward", "layers/attention"): flops / (peak * forward),
         ("backward", "layers/attention"): BACKWARD_FLOPS * flops / (peak * backward),

@@ -288,6 +288,7 @@ def emulated_devices() -> list[jax.Device]:
 @pytest.fixture(scope="session")
 def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level BPE in the style of Llama 3: a begin token by template, an end token by name."""
+    # Lazy: few tests need it.
     from tokenizers import (
         Tokenizer,
         decoders,
@@ -295,7 +296,7 @@ def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pre_tokenizers,
         processors,
         trainers,
-    )  # lazy: few tests need it
+    )
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -106,9 +106,8 @@ def test_a_plan_is_printed_drawn_and_searched(tmp_path: Path, monkeypatch: pytes
     picks.
     """
     outputs = run("plan.ipynb", tmp_path, monkeypatch)
-    *sheet, code = [
-        output["data"]["text/plain"] for output in outputs["sheet"] if "data" in output
-    ]  # rich's displays
+    # Rich's displays.
+    *sheet, code = [output["data"]["text/plain"] for output in outputs["sheet"] if "data" in output]
     assert any("of the memory at the peak, in the moment" in text for text in sheet)
     assert code == "0"
     for cell in ("strategies", "search"):

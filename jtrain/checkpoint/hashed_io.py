@@ -116,9 +116,8 @@ class HashedIO:
             direct = size >= DIRECT_BYTES and _set_direct(handle, True)
             for start in range(0, size, BLOCK_BYTES):
                 block_bytes, filled = min(BLOCK_BYTES, size - start), 0
-                aligned_bytes = (
-                    -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-                )  # the kernel writes zeros into any more
+                # The kernel writes zeros into any more.
+                aligned_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
                 # One read may return less, and a signal or a network file system often does.
                 while filled < block_bytes:
                     try:

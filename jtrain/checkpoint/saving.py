@@ -138,9 +138,8 @@ class Saves:
         if not last and self._retry_step is not None and not self.should_save(step):
             # The save before has just been found to have failed: this one would meet the same full disk.
             return False
-        existing_steps = (
-            self._steps() or () if multihost.process_index() == 0 else ()
-        )  # if not known, the save says why
+        # If not known, the save says why.
+        existing_steps = self._steps() or () if multihost.process_index() == 0 else ()
         # Process 0 decides for all: a shared disk may show them different listings.
         if multihost.from_process_zero(np.asarray(step in existing_steps)):
             self._failures, self._retry_step = 0, None

@@ -217,9 +217,10 @@ def execute(args: Args) -> int:
     """Runs the parsed command line; returns the exit code."""
     start_without_devices()
 
+    # Imported here because they import jax and flax, which takes over a second.
     from jtrain.config import (
         tree,
-    )  # imported here because they import jax and flax, which takes over a second
+    )
     from jtrain.config.load import for_devices, load_config, mesh_size, set_values
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import choose_loss_chunk

@@ -122,9 +122,8 @@ def execute(args: Args) -> int:
         [] if args.against is None else [make_machine(args.against[0], count) for count in counts]
     )
 
-    set_values(
-        config, {f"mesh.{axis}": 1 for axis in AXES} | {"layout.microbatches": 1}
-    )  # searched for, per count
+    # Searched for, per count.
+    set_values(config, {f"mesh.{axis}": 1 for axis in AXES} | {"layout.microbatches": 1})
     choose_loss_chunk(config, first.device)
     run = build_run(config)
     tokens = run.num_steps * run.data.global_batch * run.data.seq_len

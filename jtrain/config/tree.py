@@ -215,9 +215,8 @@ def _fields(config: fdl.Config[Any]) -> dict[str, tuple[Any, Any]]:
     signature.
     """
     component: Any = fdl.get_callable(config)
-    constructor = (
-        component.__init__
-    )  # not the class: flax's metaclass shows its signature as (*args, **kwargs)
+    # Not the class: flax's metaclass shows its signature as (*args, **kwargs).
+    constructor = component.__init__
     hints = typing.get_type_hints(component if dataclasses.is_dataclass(component) else constructor)
     factories = {
         # Factories, since a default that is mutable must be made anew for each config.

@@ -103,9 +103,8 @@ def gather_texts(text: str) -> list[str]:
     number = next(_gathered)
     texts = agreement("gather").gather(str(number), text, seconds=GATHER_S)
     if number and process_index() == 0:
-        agreement("gather").forget(
-            str(number - 1)
-        )  # all are in this call, so none still reads the one before
+        # All are in this call, so none still reads the one before.
+        agreement("gather").forget(str(number - 1))
     return texts
 
 
@@ -311,9 +310,8 @@ def _check_can_listen(coordinator: str, addresses: Sequence[tuple[Any, Any]]) ->
     port = coordinator.rpartition(":")[2]
     for family, address in addresses:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(
-                socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-            )  # connections of the last attempt may linger
+            # Connections of the last attempt may linger.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind(address)
                 probe.listen()

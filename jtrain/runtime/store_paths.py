@@ -48,17 +48,15 @@ def check_workdir(text: str) -> None:
             f"--workdir {text} is the root of the file system. Give a folder of its own to each run."
         )
     # The nearest folder that exists: the rest of the path will be made below it.
-    existing_parent = next(
-        path for path in (folder, *folder.parents) if os.path.exists(path)
-    )  # Path.exists may raise
+    # Path.exists may raise.
+    existing_parent = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing_parent.is_dir():
         problem = "is a file" if existing_parent == folder else f"is below {existing_parent}, which is a file"
         raise UserError(f"--workdir {text} {problem}. Give a folder, or a path where one can be made.")
     # By trying it: only the kernel knows quotas, read-only mounts and ACLs.
     try:
-        os.rmdir(
-            tempfile.mkdtemp(prefix=".jtrain-", dir=existing_parent)
-        )  # os.access is wrong for root on NFS, and in /proc
+        # os.access is wrong for root on NFS, and in /proc.
+        os.rmdir(tempfile.mkdtemp(prefix=".jtrain-", dir=existing_parent))
     except OSError as error:
         raise UserError(
             f"--workdir {text} cannot be written to: {existing_parent} belongs to user "

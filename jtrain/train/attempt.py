@@ -101,9 +101,8 @@ def train(
         ) as callbacks,
         open_local_memory(setup, workdir, checkpoints, config_text) as local,
     ):
-        check_same_run(
-            workdir, config_text, allow=allow_change
-        )  # again: the folder may have been empty before
+        # Again: the folder may have been empty before.
+        check_same_run(workdir, config_text, allow=allow_change)
         if jax.process_index() == 0:
             plan = plan_text(job, available=setup.memory_bytes)
             write_run_files(workdir, config_text, mesh, num_processes=jax.process_count(), plan=plan)

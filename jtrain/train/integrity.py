@@ -58,9 +58,8 @@ class IntegrityCheck(Callback):
         # For each device and array, the first device that holds the same part: copies are compared with it.
         self._first = copies(like, mesh)
         self._kept = np.array([not name.startswith(_REWRITTEN) for name in self._names])
-        self._signature = recompute.make_signature(
-            context.run.model, layout, mesh
-        )  # compiled when first called
+        # Compiled when first called.
+        self._signature = recompute.make_signature(context.run.model, layout, mesh)
         self._roll = recompute.make_roll(mesh)
 
     @contextlib.contextmanager
@@ -68,9 +67,8 @@ class IntegrityCheck(Callback):
         every = self._spec.recompute_every_steps
         if phase == "dispatch" and every is not None and step % every == 0 and not self._no_order:
             state, batch = arguments
-            own_signature = self._signature(
-                state.params, state.scaling, batch
-            )  # on the devices, without waiting
+            # On the devices, without waiting.
+            own_signature = self._signature(state.params, state.scaling, batch)
             # The second pass gets the neighbour's batch, so that two devices compute each microbatch.
             self._recomputed[step] = (
                 own_signature,

@@ -106,9 +106,8 @@ class TraceWindows(Callback):
         # `requested` of the last step: all processes know it, and open together.
         if self._last is not None and self._windows.decide_to_open(step, is_requested=self._last.requested):
             with self._context.during("device_wait", step):
-                jax.block_until_ready(
-                    self._last.metrics
-                )  # wait, so that no earlier step overlaps the first traced one
+                # Wait, so that no earlier step overlaps the first traced one.
+                jax.block_until_ready(self._last.metrics)
             with self._context.during("profile", step):
                 self.sampler.fast(True)
                 self._say([self._windows.open(step, self._facts())])

@@ -289,9 +289,8 @@ def test_hosts_read_a_part_each() -> None:
     parts = hosts.run_hosts(folder, hosts=2, steps=2)
     assert {**parts[0].rows, **parts[1].rows} == alone.rows
     assert len(alone.rows) == 256
-    assert (
-        min(part.documents for part in parts) > 0
-    )  # the shares of so few steps are those of how far each reads ahead
+    # The shares of so few steps are those of how far each reads ahead.
+    assert min(part.documents for part in parts) > 0
 
 
 @pytest.mark.parametrize(("option", "value", "least"), [("hosts", 1, 2), ("sources", 0, 1), ("steps", 0, 1)])

@@ -126,9 +126,8 @@ def test_training_steps(step: Step, chip: str) -> None:
             check_fits(job, available=available)
     else:
         check_fits(job, available=available)
-        assert program.peak_bytes < (
-            from_name(chip).hbm_bytes or 0
-        )  # a GPU has 7 % more than its data sheet says
+        # A GPU has 7 % more than its data sheet says.
+        assert program.peak_bytes < (from_name(chip).hbm_bytes or 0)
 
 
 @pytest.mark.parametrize("chip", CHIPS)

@@ -52,9 +52,8 @@ def test_the_newest_and_the_multiples_are_kept(tmp_path: Path, make_like: MakeLi
     """keep_last counts only complete checkpoints; keep_every_steps keeps its multiples for ever."""
     state = fill(make_like({}), 1)
     folder = tmp_path / "checkpoints"
-    (folder / "25").mkdir(
-        parents=True
-    )  # an interrupted copy by a user: it has a step's name, but is no checkpoint
+    # An interrupted copy by a user: it has a step's name, but is no checkpoint.
+    (folder / "25").mkdir(parents=True)
     with Checkpoints(tmp_path, CheckpointSpec(keep_last=2, keep_every_steps=30)) as checkpoints:
         seen = []
         for step in (10, 20, 30, 40, 50, 60, 70):

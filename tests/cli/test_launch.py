@@ -209,9 +209,8 @@ def test_an_exit_code_passes_and_ctrl_c_is_no_bug() -> None:
     """75 is the loop's; 130 is what shells show for SIGINT."""
 
     def interrupted() -> int:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a shell starts what it puts behind without it
+        # A shell starts what it puts behind without it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
         return 0
 

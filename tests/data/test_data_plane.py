@@ -141,9 +141,8 @@ def test_a_killed_trainer_takes_every_process_with_it(folder: Path) -> None:
     assert len(pids) >= 5
     assert all(alive(pid) for pid in pids)
     segments = segments_of([process.pid, *pids])
-    os.kill(
-        next(pid for pid in pids if "loader" in role(pid)), signal.SIGSTOP
-    )  # it cannot see the end of the data
+    # It cannot see the end of the data.
+    os.kill(next(pid for pid in pids if "loader" in role(pid)), signal.SIGSTOP)
     process.kill()
     process.communicate()
     wait_until_gone(pids)

@@ -15,9 +15,8 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 def test_hosts_of_namespaces_share_no_network_and_no_disk(tmp_path: Path) -> None:
     """Loopback of one host, and this machine's network, are closed to another; so is its disk."""
     if kind() != "network namespaces":
-        assert (
-            "no namespaces here" in kind()
-        )  # then hosts are addresses of one machine, and pytest's header says it
+        # Then hosts are addresses of one machine, and pytest's header says it.
+        assert "no namespaces here" in kind()
         return
     with hosts(2, tmp_path) as (first, second), socket.create_server(("127.0.0.1", 0)) as here:
         port = here.getsockname()[1]

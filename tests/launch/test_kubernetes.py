@@ -191,9 +191,8 @@ def running(name: str, folder: Path, *arguments: str) -> Iterator[list[tuple[Run
                 programs.insert(0, str(folder))
                 environ["JTRAIN_COORDINATOR"] = f"{nodes[0].address}:{port}"
             environ["PATH"] = ":".join(programs)
-            environ["JTRAIN_HEARTBEAT_FILE"] = str(
-                folder / f"heartbeat-{number}"
-            )  # each pod has a /tmp of its own
+            # Each pod has a /tmp of its own.
+            environ["JTRAIN_HEARTBEAT_FILE"] = str(folder / f"heartbeat-{number}")
             environs.append(environ)
         runs = [
             host.start([*pod.command, *arguments], environ)

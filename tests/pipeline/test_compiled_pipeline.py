@@ -321,8 +321,7 @@ def test_compilers_agree_with_the_plan_about_bytes(
         want[c.kind, c.axes, NAMES.get(c.dtype)] += c.array_bytes
     for t in program.traffic:
         got[t.kind, t.axes, t.dtype] += t.array_bytes
-    large = {
-        key: size for key, size in got.items() if size > 2**20
-    }  # scalars may be summed over more axes at once
+    # Scalars may be summed over more axes at once.
+    large = {key: size for key, size in got.items() if size > 2**20}
     assert large == {key: size for key, size in want.items() if size > 2**20}
     assert {("collective-permute", ("stage",), "bf16"), ("all-gather", ("data",), "bf16")} <= set(large)

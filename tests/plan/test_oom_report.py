@@ -42,9 +42,8 @@ def train(tmp_path: Path, limit_bytes: int, *sets: str) -> subprocess.CompletedP
     ]
     for one in (*SMALL, *sets):
         command += ["--set", one]
-    alone = {
-        name: value for name, value in os.environ.items() if name != "XLA_FLAGS"
-    }  # one device, not eight
+    # One device, not eight.
+    alone = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     alone["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
     )

@@ -239,9 +239,8 @@ def test_a_run_that_lost_its_workdir_ends_without_a_trace_in_it(
     nothing.
     """
     workdir = tmp_path / "run"
-    (tmp_path / "standstill.py").write_text(
-        STANDSTILL
-    )  # from within, between two writes and not in the midst of one
+    # From within, between two writes and not in the midst of one.
+    (tmp_path / "standstill.py").write_text(STANDSTILL)
     first = launch(workdir, 60, machine="host one")
     launched.append(first)
     _, status = os.waitpid(first.pid, os.WUNTRACED)

@@ -162,9 +162,8 @@ def test_a_run_goes_on_over_another_layout(unbroken: Path, stopped: Path, tmp_pa
     got, want = train_lines(tmp_path), train_lines(unbroken)
     assert [got[step]["batch_hash"] for step in got] == [want[step]["batch_hash"] for step in want]
     for step in want:
-        assert got[step]["loss_nats"] == pytest.approx(want[step]["loss_nats"], rel=2e-2), (
-            step
-        )  # bf16 sums in other orders
+        # Bf16 sums in other orders.
+        assert got[step]["loss_nats"] == pytest.approx(want[step]["loss_nats"], rel=2e-2), step
 
 
 @pytest.mark.parametrize("goes_on", (False, pytest.param(True, marks=pytest.mark.slow)))

@@ -148,9 +148,8 @@ def one_device(setting: Setting, *, precision: bool) -> Setting:
         keep += [path for path in setting if path.startswith(OF_A_PRECISION)]
     extra: Setting = {"step.first weights": "drawn"}
     if precision and not is_float32(setting):
-        extra["step.evaluates"] = setting[
-            "step.evaluates"
-        ]  # in float32, float64 is the measure of an evaluation
+        # In float32, float64 is the measure of an evaluation.
+        extra["step.evaluates"] = setting["step.evaluates"]
     return defaults() | extra | {path: setting[path] for path in keep}
 
 

@@ -106,9 +106,8 @@ def environment(out: Path, *, rehearse: bool) -> dict[str, str]:
         }
     variables.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in variables:
-        variables.setdefault(
-            "XLA_CLIENT_MEM_FRACTION", "0.92"
-        )  # JAX takes 0.75, too little for an 8B on 80 GB
+        # JAX takes 0.75, too little for an 8B on 80 GB.
+        variables.setdefault("XLA_CLIENT_MEM_FRACTION", "0.92")
     return variables
 
 

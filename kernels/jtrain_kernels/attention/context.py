@@ -47,9 +47,8 @@ class RowSplit:
         if self.order == "contiguous" or self.size == 1:
             return position_L + index * length
         half = length // 2
-        late = (
-            2 * self.size - 1 - index
-        ) * half - half  # position_L of the second half already starts at `half`
+        # Position_L of the second half already starts at `half`.
+        late = (2 * self.size - 1 - index) * half - half
         return position_L + jnp.where(position_L < half, index * half, late)
 
 

@@ -117,9 +117,10 @@ def _scaled(k_BMKH: Array) -> Float[Array, "B M K H"]:
 
 
 def _segments(segment_BL: Array, segment_BM: Array) -> Any:
+    # Lazy: 1 s.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
-    )  # lazy: 1 s
+    )
 
     return splash.SegmentIds(segment_BL, segment_BM)
 
@@ -127,9 +128,10 @@ def _segments(segment_BL: Array, segment_BM: Array) -> Any:
 def _kernel(
     q_BLNH: Array, k_BMKH: Array, mask: Mask, block_q: int, block_kv: int, interpret: bool, *, residuals: bool
 ) -> Any:
+    # Lazy: 1 s.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         splash_attention_kernel as splash,
-    )  # lazy: 1 s
+    )
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     (L, N), M = q_BLNH.shape[1:3], k_BMKH.shape[1]

@@ -29,9 +29,8 @@ def block_rows(rows: int, width: int, itemsize: int, *, residual: bool) -> int |
     """Rows of a block: the largest power of two that fits; None if no block size divides the rows."""
     # dy, x and dx, and the residual's gradient.
     arrays = 4 if residual else 3
-    row_bytes = width * (
-        2 * arrays * itemsize + 4 * 4
-    )  # two buffers per array, and four float32 intermediates
+    # Two buffers per array, and four float32 intermediates.
+    row_bytes = width * (2 * arrays * itemsize + 4 * 4)
     fitting_rows = None
     size = _SUBLANES * 4 // itemsize  # rows of one tile
     while size * row_bytes <= VMEM_BYTES and rows % (PARTS * size) == 0:

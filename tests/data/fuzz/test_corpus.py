@@ -28,9 +28,8 @@ def test_the_inputs_that_were_found_are_read_or_refused(name: str, tmp_path: Pat
     inputs = sorted((CORPUS / name).iterdir())
     outcomes = {file.name: _bounded(name, file.read_bytes(), tmp_path / file.name) for file in inputs}
     assert all(said for said in outcomes.values())
-    assert "read" in outcomes.values() or name == "saved_splits", (
-        outcomes
-    )  # every dataset of several splits is refused
+    # Every dataset of several splits is refused.
+    assert "read" in outcomes.values() or name == "saved_splits", outcomes
 
 
 def test_every_corpus_has_a_target() -> None:

@@ -113,9 +113,8 @@ def test_two_processes_share_the_work_and_make_the_same_bytes(build: Build) -> N
         until_it_made(one, 5)
         with standing_still(one), start(build) as other:
             until_it_made(other, 1)
-            time.sleep(
-                LOOK_S
-            )  # what the first one has counted is out of date: it counts anew before its next shard
+            # What the first one has counted is out of date: it counts anew before its next shard.
+            time.sleep(LOOK_S)
             one.send_signal(signal.SIGCONT)
             made = finish(one), finish(other)
     assert min(map(len, made)) > 10, "both must have worked"

@@ -214,9 +214,8 @@ def test_a_file_that_vanishes_or_is_cut_short_during_a_run_is_named(
     """
     write(tmp_path, texts)
     corpus = open_corpus(tmp_path)
-    files = [
-        Path(cast(TextFile, records)._file.location) for records in corpus.files.records
-    ]  # all formats have it
+    # All formats have it.
+    files = [Path(cast(TextFile, records)._file.location) for records in corpus.files.records]
     if files[0].parent != tmp_path:
         check_lost_copy(corpus, files[0], texts)
         return

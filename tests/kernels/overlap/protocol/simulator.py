@@ -97,9 +97,8 @@ class Simulator[V]:
         self._num_ranks = schedule.num_ranks
         self.sends: list[tuple[int, Send]] = []
         self.send_number: dict[tuple[int, int], int] = {}  # (rank, counter) -> number of the copy
-        self._cell: dict[
-            tuple[int, Place] | int, int
-        ] = {}  # a place, or the number of a copy -> index in memory
+        # A place, or the number of a copy -> index in memory.
+        self._cell: dict[tuple[int, Place] | int, int] = {}
         self._signal: dict[_Signal, int] = {}
         for rank, program in enumerate(self._programs):
             for counter, instruction in enumerate(program):
