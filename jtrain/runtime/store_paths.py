@@ -47,8 +47,7 @@ def check_workdir(text: str) -> None:
         raise UserError(
             f"--workdir {text} is the root of the file system. Give a folder of its own to each run."
         )
-    # The nearest folder that exists: the rest of the path will be made below it.
-    # Path.exists may raise.
+    # The nearest folder that exists: the rest of the path will be made below it. Path.exists may raise.
     existing_parent = next(path for path in (folder, *folder.parents) if os.path.exists(path))
     if not existing_parent.is_dir():
         problem = "is a file" if existing_parent == folder else f"is below {existing_parent}, which is a file"

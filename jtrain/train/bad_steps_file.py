@@ -25,8 +25,7 @@ def read_decisions(file: Path, say: Callable[[str], None]) -> tuple[tuple[int, .
     """Reads the decisions of earlier attempts: batches to leave out, `since`, and the steps of recent
     returns.
     """
-    # One array for all decisions, so that one exchange
-    # carries them: since, LEFT_OUT steps, LEFT_OUT returns.
+    # One array for all decisions, so that one exchange carries them: since, LEFT_OUT steps, LEFT_OUT returns.
     encoded = np.zeros(2 * LEFT_OUT + 1, np.int32)
     if jax.process_index() == 0 and file.exists():
         try:

@@ -93,8 +93,7 @@ def fill_rows(out: Rows, pieces: Pieces, views: Views) -> None:
     row_tokens = np.bincount(pieces.row, weights=lengths, minlength=num_rows).astype(np.int64)
     assert len(row_tokens) == num_rows, "a piece lies beyond the last row"
     assert (row_tokens <= seq_len).all(), "a row holds more than there is room for"
-    # Pieces are sorted by row: first_piece[r] is the first of row r, and its last entry the number of
-    # pieces.
+    # Pieces are sorted by row: first_piece[r] is the first of row r, and its last entry the number of pieces.
     first_piece = np.searchsorted(pieces.row, np.arange(num_rows + 1))
     segment = np.arange(1, len(pieces) + 1) - first_piece[pieces.row]
     padded_rows = np.flatnonzero(row_tokens < seq_len)

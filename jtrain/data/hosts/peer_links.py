@@ -52,8 +52,7 @@ class PeerLinks:
     def send(self, peer: int, batch: list[tuple[Any, ...]]) -> None:
         """Sends messages to one process, without waiting."""
         contents = [content for message in batch for content in messages.encode_message(message)]
-        # Encoded on the caller's thread, sealed on the loop's: seals count messages, in the order of
-        # writing.
+        # Encoded on the caller's thread, sealed on the loop's: seals count messages, in the order of writing.
         self._loop.call_soon_threadsafe(self._write, peer, contents)
 
     def received(self) -> list[tuple[int, Any]]:

@@ -248,8 +248,7 @@ class _MixtureStatistics:
     def add(self, pieces: "Pieces", cursors: Int64[np.ndarray, " sources"]) -> None:
         """Adds a step; a source that `cursors` says has ended before it is wanted no more."""
         if self._unit == "tokens":
-            # Weight of a piece in the unit of the mixture: its tokens, 1 per document begun, 1 per row
-            # begun.
+            # Weight of a piece in the unit of the mixture: its tokens, 1 per document begun, 1 per row begun.
             weights = pieces.end - pieces.start
         elif self._unit == "samples":
             weights = pieces.start == 0

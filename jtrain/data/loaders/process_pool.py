@@ -123,8 +123,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
                 self._replace(loader, "died")
                 continue
             else:
-                # After the answers were taken: a loader that has answered is not judged by its last
-                # document.
+                # After the answers were taken: a loader that has answered is not judged by its last document.
                 state, source, *_, seconds = loader.activity()
                 if loader.in_flight and state == OPENING:
                     self._say_opening(loader, source, seconds)

@@ -185,8 +185,7 @@ class Graph:
                 counts[source] = len(used_rows)
                 # Documents ran out, or else the rows would be full.
                 has_ended[source] = is_drawing and len(used_rows) < len(own_rows)
-            # By rows that were filled, so that the rows handed on in the next round count for who fills
-            # them.
+            # By rows that were filled, so that the rows handed on in the next round count for who fills them.
             self.deficit = self.deficit + shares * int(counts.sum()) - (counts << SHARE_BITS)
             free = np.sort(np.concatenate(unfilled_rows))
         # Empty documents after the last token are passed too, or the source would never count as ended.

@@ -90,8 +90,7 @@ class _Permuted(abc.ABC):
         self.slots, self.numbers = slots[-1], EpochNumbers(generations, slots)
 
     def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
-        # A table costs 6 bytes per slot (two int16 here, one per epoch): fine for small sources
-        # alone.
+        # A table costs 6 bytes per slot (two int16 here, one per epoch): fine for small sources alone.
         if self.slots > _TABLE_SLOTS:
             record, first = self._contents(self._slots_at(epoch, positions))
         else:
@@ -123,14 +122,12 @@ class _Permuted(abc.ABC):
     def _slots_at(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
         """Returns the slots at positions of an epoch."""
         base, joining = members(self._generations, epoch)
-        # Newest first: its permutation is the outermost, and maps into the positions of the order
-        # before it.
+        # Newest first: its permutation is the outermost, and maps into the positions of the order before it.
         for generation in reversed(joining):
             span = self._generations[generation].slots_read, self._slots[generation]
             positions = permuted_within(positions, span, join_key(self._seed, generation, epoch))
         base_slots = self._slots[base]
-        # Without joined files every position is below base_slots: no need to look for those that
-        # are.
+        # Without joined files every position is below base_slots: no need to look for those that are.
         if not joining:
             return permuted(positions, np.int64(base_slots), epoch_key(self._seed, epoch))
         return permuted_within(positions, (0, base_slots), epoch_key(self._seed, epoch))
@@ -174,19 +171,16 @@ class PreparedChunks(_Permuted):
     def _contents(
         self, slots: Int64[np.ndarray, " n"]
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
-        # Every array below is [slots, BLOCK]: one index look-up serves the 16 records of each
-        # block.
+        # Every array below is [slots, BLOCK]: one index look-up serves the 16 records of each block.
         block = self._block_of(slots)
         records = block[:, None] * BLOCK + np.arange(BLOCK)
         exists = records < len(self._index)
-        # The last block may be short: its missing records look up the last record, and count no
-        # chunk.
+        # The last block may be short: its missing records look up the last record, and count no chunk.
         lengths = self._index.lengths(np.minimum(records, len(self._index) - 1).ravel()).reshape(-1, BLOCK)
         counts = np.where(exists, -(-lengths.astype(np.int64) // self._chunk), 0)
         ends = np.cumsum(counts, axis=1)
         slot_in_block = slots - self._first_slot(block)
-        # Number of records whose chunks all lie before the slot: the index of the record that holds
-        # it.
+        # Number of records whose chunks all lie before the slot: the index of the record that holds it.
         record_in_block = (ends <= slot_in_block[:, None]).sum(axis=1)
         has_chunk = record_in_block < BLOCK
         # Only keeps the look-up inside the block; has_chunk already marks these slots as empty.
@@ -196,8 +190,7 @@ class PreparedChunks(_Permuted):
         return np.where(has_chunk, records[row, record_in_block], -1), chunk
 
     def _first_slot(self, block: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
-        # 16 for rounding up each record, 1 for the fraction of a chunk with which the block's
-        # tokens begin.
+        # 16 for rounding up each record, 1 for the fraction of a chunk with which the block's tokens begin.
         return self._index.token_starts(block) // self._chunk + (BLOCK + 1) * block
 
     def _block_of(self, slots: Int64[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
@@ -239,8 +232,7 @@ class SizedChunks(_Permuted):
         self._seed = seed
         # The empty arrays give concatenate a dtype when the corpus has no files.
         firsts, slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
-        # Entries start anew at each file, so that a generation, which ends with a file, ends with
-        # an entry.
+        # Entries start anew at each file, so that a generation, which ends with a file, ends with an entry.
         for start, end in corpus.file_bounds():
             counts = cut.counts(corpus.sizes(start, end))
             entries = np.arange(0, end - start, _TABLE_STRIDE)

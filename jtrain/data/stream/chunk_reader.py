@@ -65,8 +65,7 @@ class ChunkReader:
     def read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
         """Reads chunks; `skipped` has their indexes instead of their numbers."""
         if watch is not None and len(chunks.record) and (self.prepared is not None or self.has_marks):
-            # These reads open or decode everything in one call: the first chunk stands for all
-            # of them.
+            # These reads open or decode everything in one call: the first chunk stands for all of them.
             watch(0)
         if self.prepared is not None:
             start, end = self.spans(chunks)
@@ -85,8 +84,7 @@ class ChunkReader:
         reasons = []
         marked_parts = self._marked_parts(chunks)
         begin = bool(self.cut.border_tokens - 1)
-        # Chunks with marks are read by `_marked_parts`; every other one takes the next of `texts`,
-        # in order.
+        # Chunks with marks are read by `_marked_parts`; every other one takes the next of `texts`, in order.
         texts = self.corpus.read(
             np.delete(chunks.record, list(marked_parts)) if marked_parts else chunks.record
         )
@@ -100,12 +98,10 @@ class ChunkReader:
             if isinstance(text, BadRecord):
                 if self.setup.on_bad_record == "fail":
                     raise text
-                # A bad document is reported once, by its first chunk, however many slots it
-                # has.
+                # A bad document is reported once, by its first chunk, however many slots it has.
                 if first == 0:
                     reasons.append((i, f"document {identity_of(*self.identities, record)}: {text}"))
-                # A bad record becomes an empty chunk: its number must still stand for
-                # something.
+                # A bad record becomes an empty chunk: its number must still stand for something.
                 text = ""
             content = text.encode("utf-8")
             if content and not first and len(content) + self.cut.border_tokens <= num * self.cut.chunk_bytes:

@@ -220,8 +220,7 @@ class ChunkStream:
           BadRecord: a record is bad, or its file is gone or cannot be read, and `data.on_bad_record` is fail.
           FileError: the prepared index cannot be read, or an error that may pass did not pass.
         """
-        # Which share reads a number follows from sizes of parts alone, so every process decides
-        # alike.
+        # Which share reads a number follows from sizes of parts alone, so every process decides alike.
         if share != WHOLE:
             assert isinstance(self.order, WindowedChunks), "only grouped sources are shared"
             numbers = numbers[self.order.share_of(numbers, share[1]) == share[0]]
@@ -335,8 +334,7 @@ class ChunkStream:
           files: the numbers of the files that count; None: all.
         """
         setup = self.setup
-        # Seed and generations are not in it: they are saved beside it, and change the order, not
-        # the tokens.
+        # Seed and generations are not in it: they are saved beside it, and change the order, not the tokens.
         parts = [self.tokenizer.identity, setup.eval_fraction, setup.chunk_tokens]
         if self.prepared is not None:
             parts += ["prepared", self.prepared.made_of, self.prepared.num_records, self.prepared.num_tokens]

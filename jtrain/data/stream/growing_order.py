@@ -81,8 +81,7 @@ class GrowingChunks:
         """Returns where the window of a chunk begins; opens the windows from the last one known to that
         one.
         """
-        # bisect_right: of several anchors with one first chunk (empty windows), the last holds the
-        # chunk.
+        # bisect_right: of several anchors with one first chunk (empty windows), the last holds the chunk.
         index = bisect.bisect_right(self._anchors, number, key=_first) - 1
         assert index >= 0, f"chunk {number} lies before the first anchor {self._anchors[0]}"
         anchor, num_empty = self._anchors[index], 0
@@ -113,21 +112,18 @@ class GrowingChunks:
     def join(self, number: int, files: int) -> Generation:
         """Returns the generation with which more files join the order before chunk `number`."""
         anchor = self.anchor(number)
-        # A window whose first chunk was drawn stays as it is; one that nobody has started is cut
-        # anew.
+        # A window whose first chunk was drawn stays as it is; one that nobody has started is cut anew.
         return Generation(anchor.epoch, 0, anchor.window + (number > anchor.first), files)
 
     def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
-        # Epoch and window follow from the anchor: sizes of epochs are unknown, so numbers cannot
-        # name one.
+        # Epoch and window follow from the anchor: sizes of epochs are unknown, so numbers cannot name one.
         assert epoch == 0, epoch
         chunks = Chunks(*(np.zeros(len(positions), np.int64) for _ in range(3)))
         anchors = [self.anchor(position) for position in positions.tolist()]
         for anchor in dict.fromkeys(anchors):
             in_window = np.flatnonzero([candidate == anchor for candidate in anchors])
             window = self._window(anchor)
-            # The key follows from epoch and window alone: a resumed run permutes the window in
-            # the same way.
+            # The key follows from epoch and window alone: a resumed run permutes the window in the same way.
             key = window_keys(np.asarray([anchor.window]), epoch_key(self._seed, anchor.epoch))[0]
             slot = permuted(positions[in_window] - anchor.first, window.ends[-1], key)
             record_in_window = np.searchsorted(window.ends, slot, side="right")
@@ -153,8 +149,7 @@ class GrowingChunks:
             new_files = np.arange(
                 self._generations[generation - 1].files, self._generations[generation].files
             )
-            # Sorted, so that the order follows from the set of files and not from the windows
-            # they were in.
+            # Sorted, so that the order follows from the set of files and not from the windows they were in.
             files = np.sort(np.concatenate([*windows[num_started:], new_files]))
             order = shuffled_parts(len(files), join_key(self._seed, generation, epoch))
             windows = windows[:num_started] + self._split(files[order])
@@ -173,8 +168,7 @@ class GrowingChunks:
 
     def _window(self, anchor: WindowAnchor) -> _OpenWindow:
         if anchor not in self._opened:
-            # Ascending, as the corpus numbers its records: chunk numbers must not depend on the
-            # shuffle.
+            # Ascending, as the corpus numbers its records: chunk numbers must not depend on the shuffle.
             files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
             # Two windows stay open: a run of chunks may begin in one and end in the next.
             while len(self._opened) > 1:
@@ -182,8 +176,7 @@ class GrowingChunks:
             self._corpus.open(files)
             records, sizes = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
             for file in files:
-                # Record numbers leave a gap per file, as counts are unknown until a file is
-                # opened.
+                # Record numbers leave a gap per file, as counts are unknown until a file is opened.
                 first = file * GAP
                 count = self._corpus.count(file)
                 records.append(np.arange(first, first + count))

@@ -103,8 +103,7 @@ class WindowedChunks:
             in_epoch = np.flatnonzero(epochs == epoch)
             first_part = self._epoch(epoch).first_part
             for window, in_window, slot in self._by_window(epoch, positions[in_epoch]):
-                # Turns count on over the windows of an epoch, so that small windows do not
-                # all go to share 0.
+                # Turns count on over the windows of an epoch, so that small windows do not all go to share 0.
                 share[in_epoch[in_window]] = (
                     first_part[window] + self._window(epoch, window).part_at(slot)
                 ) % modulus
@@ -178,13 +177,11 @@ class WindowedChunks:
             )
             generation_key = join_key(self._seed, generation, epoch)
             new_parts = np.arange(self._parts[generation - 1], self._parts[generation])
-            # Sorted first, so that the shuffle depends on the set of parts and not on the
-            # windows of before.
+            # Sorted first, so that the shuffle depends on the set of parts and not on the windows of before.
             parts = np.sort(np.concatenate([*windows[num_started:], new_parts]))
             parts = parts[shuffled_parts(len(parts), generation_key)]
             windows, ends = windows[:num_started], self._ends(windows[:num_started])
-            # Bytes of started windows that reach beyond the position of the join: the one being
-            # read.
+            # Bytes of started windows that reach beyond the position of the join: the one being read.
             open_bytes = sum(
                 int(self._bytes[w].sum()) for w, end in zip(windows, ends[1:], strict=True) if end > position
             )
@@ -231,8 +228,7 @@ class WindowedChunks:
         held = self._corpus.hold(start)
         sizes = self._corpus.sizes(start, end)
         per_slot = 1
-        # More text than the slots were reserved for: chunks are grouped 2, 3, ... per slot until
-        # they fit.
+        # More text than the slots were reserved for: chunks are grouped 2, 3, ... per slot until they fit.
         while int((counts := self._cut.counts(sizes, per_slot=per_slot)).sum()) > self._slots[part]:
             per_slot += 1
         return ReadPart(np.cumsum(counts), per_slot, held)
