@@ -45,7 +45,7 @@ _SIZE = struct.Struct("!I")
 _COUNTED_SIZE = struct.Struct("!QI")
 _MOST_ARRAY_BYTES = 1 << 31
 
-type Transfer = bytes | memoryview | int
+type WireStep = bytes | memoryview | int
 """Step of one side of the protocol, a generator: bytes to send, or a number of bytes to read and hand to
 it."""
 
@@ -111,7 +111,7 @@ class Session:
             yield _mac_of(self._send_mac, self._sent, part)
             self._sent += 1
 
-    def frame(self) -> Generator[Transfer, bytearray, bytearray]:
+    def frame(self) -> Generator[WireStep, bytearray, bytearray]:
         """Reads the content of the next frame."""
         [size] = _SIZE.unpack((yield _SIZE.size))
         # Before the content is read: a wrong size must not make this process take 4 GiB of memory.
@@ -127,7 +127,7 @@ class Session:
         self._received += 1
         return content
 
-    def message(self, schema: Schema) -> Generator[Transfer, bytearray, Message]:
+    def message(self, schema: Schema) -> Generator[WireStep, bytearray, Message]:
         """Reads the next message."""
         header = yield from self.frame()
         try:
@@ -176,7 +176,7 @@ def encoded(kind: str, fields: Mapping[str, Any]) -> list[bytes]:
     return [text, *(array.tobytes() for array in arrays.values())]
 
 
-def calling(token: bytes, own: int, peer: int) -> Generator[Transfer, bytearray, Session]:
+def calling(token: bytes, own: int, peer: int) -> Generator[WireStep, bytearray, Session]:
     """Handshake of process `own`, which has connected to where process `peer` listens."""
     theirs = bytes((yield NONCE_BYTES))
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -191,7 +191,7 @@ def calling(token: bytes, own: int, peer: int) -> Generator[Transfer, bytearray,
     return Session(secret.derive("key of the caller"), secret.derive("key of the called"))
 
 
-def answering(token: bytes, own: int, processes: int) -> Generator[Transfer, bytearray, tuple[int, Session]]:
+def answering(token: bytes, own: int, processes: int) -> Generator[WireStep, bytearray, tuple[int, Session]]:
     """Handshake of process `own`, to which somebody has connected; returns who, and the session."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     yield nonce
@@ -243,7 +243,7 @@ class Link:
             raise LinkError(f"{-size_bytes} more bytes arrived than a message announced")
 
 
-def converse[T](connection: socket.socket, steps: Generator[Transfer, bytearray, T]) -> T:
+def converse[T](connection: socket.socket, steps: Generator[WireStep, bytearray, T]) -> T:
     """Runs one side of the protocol on a blocking socket."""
     try:
         # `next` starts the generator up to its first request; a

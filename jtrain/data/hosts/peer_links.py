@@ -13,7 +13,7 @@ from typing import Any
 
 from jtrain.data.hosts import messages
 from jtrain.runtime import link
-from jtrain.runtime.link import LinkError, Peers, Session, Transfer
+from jtrain.runtime.link import LinkError, Peers, Session, WireStep
 
 CONNECTED = "connected"
 """Message that says that a connection is new: what was sent to that process before may be lost."""
@@ -152,7 +152,7 @@ class PeerLinks:
 
 
 async def _converse[T](
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Generator[Transfer, bytearray, T]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, steps: Generator[WireStep, bytearray, T]
 ) -> T:
     """Runs one side of the protocol of links in asyncio."""
     try:
