@@ -128,7 +128,9 @@ ROWS = (
     Row(
         "pickle of received bytes", "data/plane/data_plane.py", calling(r"pickle\.loads?")
     ),  # of its own child
-    Row("documents that no loader survives", "data/loaders/pool.py", saying(r"\{where\}, again and again")),
+    Row(
+        "documents that no loader survives", "data/loaders/pool.py", saying(r"\{activity\}, again and again")
+    ),
     Row(
         "restarts of a constructor",
         "data/plane/data_plane.py",

@@ -227,8 +227,8 @@ BUGS = {
     ),
     "schedule: no wait for what was sent": Bug(
         KERNELS + "overlap/schedule.py",
-        'return place, [] if before is None else [Wait(place, "sent", before)]',
-        "return place, []",
+        'return accumulator, [] if previous_peer is None else [Wait(accumulator, "sent", previous_peer)]',
+        "return accumulator, []",
         OVERLAP + "test_schedule.py",
     ),
     "gpu: an output buffer reused one tile early": Bug(
@@ -245,20 +245,20 @@ BUGS = {
     ),
     "gpu: rows used after 1 of 3 senders": Bug(
         KERNELS + "overlap/mosaic_gpu/kernel.py",
-        "peers.wait(rows_here, (at.piece, at.row), SENDERS)",
-        "peers.wait(rows_here, (at.piece, at.row), 1)",
+        "peers.wait(arrived_rows, (tile.piece, tile.row), SENDERS)",
+        "peers.wait(arrived_rows, (tile.piece, tile.row), 1)",
         FUSED,
     ),
     "gpu: rows passed on after 1 of 3 senders": Bug(
         KERNELS + "overlap/mosaic_gpu/send_blocks.py",
-        "peers.wait(rows_here, (piece, row), SENDERS)",
-        "peers.wait(rows_here, (piece, row), 1)",
+        "peers.wait(arrived_rows, (piece, row), SENDERS)",
+        "peers.wait(arrived_rows, (piece, row), 1)",
         FUSED,
     ),
     "gpu: landed sums used after 1 of 2 warpgroups": Bug(
         KERNELS + "overlap/mosaic_gpu/kernel.py",
-        "(jobs[rank, at.turn, 4 + j], at.row, at.column), WARPGROUPS)",
-        "(jobs[rank, at.turn, 4 + j], at.row, at.column), 1)",
+        "(jobs[rank, tile.turn, 4 + j], tile.row, tile.column), WARPGROUPS",
+        "(jobs[rank, tile.turn, 4 + j], tile.row, tile.column), 1",
         FUSED,
     ),
     "tokamax: a window one too wide": Bug(
@@ -276,32 +276,32 @@ BUGS = {
     # Other classes.
     "gpu: the counter of the wrong slot": Bug(
         KERNELS + "overlap/mosaic_gpu/kernel.py",
-        "peers.signal(landed, (at.slot, at.row, at.column), at.peer)",
-        "peers.signal(landed, (0 * at.slot, at.row, at.column), at.peer)",
+        "peers.signal(arrived_tiles, (tile.slot, tile.row, tile.column), tile.peer)",
+        "peers.signal(arrived_tiles, (0 * tile.slot, tile.row, tile.column), tile.peer)",
         FUSED,
     ),
     "gpu: the first piece of a rank for all of its pieces": Bug(
         KERNELS + "overlap/mosaic_gpu/launch_params.py",
-        "self.sizes.row(lax.rem(piece, each), row, each)",
-        "self.sizes.row(0 * piece, row, each)",
+        "self.sizes.row(lax.rem(piece, pieces_per_rank), row, pieces_per_rank)",
+        "self.sizes.row(0 * piece, row, pieces_per_rank)",
         FUSED,
     ),
     "gpu: slots that overlap where there are several sequences": Bug(
         KERNELS + "overlap/mosaic_gpu/kernel.py",
-        "(at.slot * sizes.rows + at.row, at.column), piece",
-        "(at.slot * sizes.of_one + at.row, at.column), piece",
+        "(tile.slot * sizes.rows + tile.row, tile.column), piece",
+        "(tile.slot * sizes.tile_rows_per_sequence + tile.row, tile.column), piece",
         FUSED,
     ),
     "ring: rows of the wrong rank in the second direction": Bug(
         KERNELS + "overlap/xla/lower_schedule.py",
-        "(rank - turn * peer) % n * each + index, piece)",
-        "(rank - turn) % n * each + index, piece)",
+        "(rank - turn * peer) % n * pieces_per_rank + index, piece)",
+        "(rank - turn) % n * pieces_per_rank + index, piece)",
         IN_FLOAT64,
     ),
     "ring: a kernel's gradient from the last piece alone": Bug(
         KERNELS + "overlap/xla/op.py",
-        "return dx, total + _kernel_part(rows_of(x_BRK, number, each), dy)",
-        "return dx, _kernel_part(rows_of(x_BRK, number, each), dy)",
+        "return dx, total + _kernel_part(rows_of(x_BRK, number, rows_per_piece), dy)",
+        "return dx, _kernel_part(rows_of(x_BRK, number, rows_per_piece), dy)",
         IN_FLOAT64,
     ),
     "fp8: every rank scales its rows by its own amax": Bug(

@@ -175,7 +175,9 @@ def test_a_weight_that_the_schedule_raises_has_its_loaders_before_the_step(
         return [0.01, 0.5, 0.49] if step < 60 else [0.3, 0.4, 0.3]
 
     if not ahead:
-        monkeypatch.setattr(policy.Autoscaler, "_ahead", lambda self, step: np.array(weights(step), float))
+        monkeypatch.setattr(
+            policy.Autoscaler, "_weights_ahead", lambda self, step: np.array(weights(step), float)
+        )
     simulation = Simulation([40e-3, 2e-3, 2e-3], weights, documents=200)
     simulation.run(55)
     early = len(simulation.on(0))
