@@ -95,7 +95,7 @@ class ForkserverClient:
         return Child(struct.unpack("q", reply)[0], handles[0], Connection(own_end.detach()))
 
     def socket_for_child(self) -> socket.socket:
-        """Returns a client socket for a child, to pass as a descriptor; its own children die with that child.
+        """Returns a client socket to pass to a child, whose own children then die with it.
 
         Raises:
           ConnectionError: the forkserver is gone.
@@ -112,7 +112,7 @@ class ForkserverClient:
 
 
 class Forkserver:
-    """Server process and its client, as the trainer holds them; needs Linux: memfd, pidfd, SOCK_SEQPACKET."""
+    """Server process and its client, as the trainer holds them; needs Linux: pidfds and SOCK_SEQPACKET."""
 
     def __init__(self, *, preload: tuple[str, ...] = ()) -> None:
         own_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -175,7 +175,7 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
         for client in readable_clients:
             message, descriptors, *_ = socket.recv_fds(client, _MESSAGE_BYTES, _MOST_DESCRIPTORS)
             request = json.loads(message) if message else None
-            # An empty message: the client's process has ended, and its children end with it.
+            # An empty message: the client has closed its socket, or has ended; its children end too.
             if request is None:
                 dying += children.pop(client)
                 for handle in dying:
@@ -186,7 +186,7 @@ def serve(descriptor: int, preload: tuple[str, ...]) -> None:
             else:
                 pid = os.fork()
                 if pid == 0:
-                    # A child that kept another client's socket would keep it from closing.
+                    # The server's ends: while a child has copies, clients do not notice the server's death.
                     for inherited_socket in children:
                         inherited_socket.close()
                     for handle in (h for handles in (dying, *children.values()) for h in handles):

@@ -33,7 +33,7 @@ class InlinePool:
 
     def __init__(self, setups: tuple[SourceSetup, ...]) -> None:
         prepared_sources = [source for source, setup in enumerate(setups) if setup.prepared is not None]
-        # Counted before any index is opened: too many would leave none for sockets and checkpoints.
+        # Counted before any index is opened: too many would leave no descriptors for sockets and checkpoints.
         if 3 * len(prepared_sources) + _SPARE_DESCRIPTORS <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
             loader = SourceLoader(setups)
             mapped_sources = {source for source in prepared_sources if loader.documents(source).can_map_ids}
@@ -70,7 +70,7 @@ class InlinePool:
             self._documents += len(run.numbers)
             self._busy_s += run.read_s
             if read.starts is not None:
-                # Mapped ids: starts are places in the map of the index, and the documents are not adjacent.
+                # Mapped ids: starts are places in the map of the index, and documents need not be adjacent.
                 run.starts, run.lengths = read.starts, read.lengths.astype(np.int64)
             self._runs.append(run)
 

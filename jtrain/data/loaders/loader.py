@@ -85,7 +85,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
     Answers: `("run", id, [(start, RunHead) of each part])`, with the ids at `start` in shared memory; or
     `("failed", source, message)`; before that, for each repeated read, `("again", source, line for the log)`.
     """
-    # The first message; a standby waits here for no request, with its sources known.
+    # The first message, sent at the start: a standby knows all sources before it is needed.
     sources: tuple[SourceSetup, ...] = connection.recv()
     shared = SharedMemory(descriptors[0])
     header = shared.header
@@ -101,7 +101,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
 
     def read(part: RequestPart) -> Read:
         header[[SOURCE, NUMBER, RECORD, SINCE_NS]] = part.source, -1, -1, time.monotonic_ns()
-        # The state last: the pool must not take the old source's time for this one's.
+        # The state after source and time: the pool must not judge this source by an older time.
         header[STATE], header[OPENED] = OPENING, 0
         documents = loader.documents(part.source)
 
@@ -135,7 +135,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                         source, begun_s = part.source, time.perf_counter()
                         with retry.report_retries_to(retries):
                             result = read(part)
-                        # The ids go through shared memory; the answer itself is some hundred bytes.
+                        # The ids go through shared memory: only their heads are pickled.
                         start = shared.allocate(result.ids.nbytes)
                         shared.view(start, result.ids.nbytes)[:] = result.ids.view(np.uint8)
                         heads.append((start, RunHead.of(result, time.perf_counter() - begun_s)))

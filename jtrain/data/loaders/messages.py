@@ -105,7 +105,7 @@ class ChunkRun:
 
 @dataclasses.dataclass(frozen=True)
 class RunHead:
-    """Answer to a part of a request: a `Read` without its ids, which travel as bytes, and its seconds."""
+    """Answer to a part of a request: a `Read` without its ids, which travel beside it, and its seconds."""
 
     numbers: Int[np.ndarray, " n"] | None
     lengths: Int[np.ndarray, " n"]
@@ -119,7 +119,6 @@ class RunHead:
     @classmethod
     def of(cls, read: Read, read_s: float) -> "RunHead":
         """Returns the head of what a loader has read."""
-        # The ids travel beside the head, through shared memory or as a payload of Ray.
         ids, other_fields = read.ids, (read.skipped, read.ignored, read.anchor)
         return cls(read.numbers, read.lengths, ids.nbytes, ids.dtype.str, *other_fields, read_s)
 

@@ -16,7 +16,7 @@ from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
 
 _OPENING = -1
-"""Number that counts deaths while a source was opened, or a row group decoded, and nothing read since."""
+"""Stands for a document's number where loaders were lost before reading one: opening or decoding a source."""
 
 
 @runtime_checkable
@@ -190,7 +190,7 @@ class LoaderPool[L: Loader](abc.ABC):
         self._losses_in_a_row += 1
         if requests and opening is not None:
             self._deaths[opening, _OPENING] += 1
-            # A source cannot be left out as a document can, so its second death ends the stream.
+            # A source cannot be left out as a document can, so the second loader lost there ends the stream.
             if self._deaths[opening, _OPENING] >= 2:
                 raise DataError(f"a loader {cause} {activity}, again and again. Check that source.")
         elif requests:
@@ -203,14 +203,13 @@ class LoaderPool[L: Loader](abc.ABC):
         self._urgent_requests.extendleft(reversed(requests))
 
     def _count_death(self, request: Request, cause: str, activity: str) -> None:
-        """Counts a loader lost while it read one document; leaves the document out if that is the cause."""
+        """Counts a loader lost while it read one document; if that is the cause, leaves it out or raises."""
         [part], is_hung = request.parts, cause != "died"
         number = int(part.numbers[0 if part.id_positions is None else part.id_positions[0]])
         self._deaths[part.source, number] += 1
         if not is_hung and self._deaths[part.source, number] < self.max_deaths:
             return
-        # Where ids are requested, the length of the document is in the plan already: it can no longer be left
-        # out.
+        # Where ids are requested, the document's length is in the plan already: it can no longer be left out.
         if part.id_positions is not None or self._setups[part.source].on_bad_record == "fail":
             raise DataError(
                 f"a loader {cause} {activity}, again and again. Mend or remove that file, "

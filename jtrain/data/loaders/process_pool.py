@@ -111,14 +111,13 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         runs: list[ChunkRun] = []
         for loader in list(self._loaders.values()):
             try:
-                # Before the answers, so that the loader reuses the memory for the requests that it still
-                # holds.
+                # Before the answers: the loader can reuse the memory for the requests that it still holds.
                 if loader.freed:
                     loader.child.connection.send(("free", loader.freed))
                     loader.freed = []
                 while loader.child.connection.poll():
                     self._take(loader, loader.child.connection.recv(), runs)
-            # Answers that it sent before it died have been taken by now, so only the others are repeated.
+            # Answers taken before this error are no longer in flight: only the other requests are repeated.
             except (EOFError, ConnectionError):
                 self._replace(loader, "died")
                 continue
@@ -195,12 +194,12 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         loader.shared.close()
 
     def _requests_for(self, parts: list[RequestPart]) -> list[Request]:
-        """Returns a request to each loader: loaders share the parts of a grouped source, not of others."""
+        """Returns a request for each loader with its shares, and one for each part that any may take."""
         requests: list[Request] = []
         by_loader: dict[str, Request] = {}
         for part in parts:
             names = [loader.name for loader in self._loaders.values() if part.source in loader.sources]
-            # The first loader that is free takes the part.
+            # Only parts of grouped sources are shared out; the first free loader takes another one whole.
             if not names or (len(names) > 1 and not self._setups[part.source].grouped):
                 requests.append(Request([part], None))
                 continue
@@ -272,7 +271,6 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
 
     def _replace(self, loader: _LoaderProcess, cause: str) -> None:
         """Replaces a lost loader by a standby."""
-        # Read before the loader ends and its shared memory closes.
         state, source, number, identity, _ = loader.activity()
         activity = "while it was idle"
         if state == OPENING:
@@ -290,7 +288,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
                 "stderr."
             )
         begun_s = time.perf_counter()
-        # A standby runs already, with its modules imported: it takes over in about a millisecond.
+        # A standby runs already and knows the sources; without one, a process is started first.
         successor = self._standbys.pop(0) if self._standbys else self._start(loader.name)
         successor_name = successor.name
         successor.name, successor.sources, successor.is_retiring = (

@@ -8,8 +8,7 @@ A step of 320 tokens takes the documents whose time is below 320:
     source    web    math   code   web      350 tokens
 
 Their shares of 350 tokens are 175, 105 and 70: `web` has 25 too many, `code` lacks 5 and `math` 20. These
-deficits, -25, 5 and 20, move the times of the next step, in which `math` comes first, at (25 - 20) / 0.2 =
-25:
+deficits, -25, 5 and 20, move the times of the next step, whose first is `math`, at (25 - 20) / 0.2 = 25:
 
     time      25     150    150    275
     source    math   web    code   math     300 tokens
@@ -43,7 +42,7 @@ number."""
 
 
 class NotYet(Exception):
-    """Raised by `lengths` if a document's length is not known yet, and by `plan` after it asked for them all.
+    """Raised by `lengths` if a document's length is not known yet, and by `Planner.plan` for all it lacks.
 
     missing: (source, first document, count) of the missing lengths.
     """
@@ -131,8 +130,7 @@ class Buffers:
           UserError: a whole epoch of a source is empty.
         """
         while True:
-            # Positions in the arrays of all sources: from the cursor of each source to where its known keys
-            # end.
+            # Positions in the common arrays: from each source's cursor to the end of its known documents.
             begin, end = np.searchsorted(self._keys, self._first_key + cursors), self._source_starts[1:]
             # Units are tokens, or documents, whose count is the index itself.
             start = self._tokens_before[begin] if by_tokens else begin
@@ -161,7 +159,7 @@ class Buffers:
     def _ask(
         self, missing: Bool[np.ndarray, " sources"], tokens: np.ndarray, low: Bool[np.ndarray, " sources"]
     ) -> None:
-        """Asks for about `tokens` more tokens of each missing source, and takes those of low sources.
+        """Asks for about `tokens` more tokens of each missing source; takes what is known of low ones.
 
         Taking the lengths of many sources together, some hundred each, is what keeps copying them cheap.
         """
@@ -294,7 +292,7 @@ class Draws:
             candidates, units_before, ended = self._buffers.ahead(
                 self._cursors, limits, by_tokens=self._by_tokens
             )
-            # Time and units in 1 / ONE: half a document is length * ONE / 2.
+            # Units in 1 / ONE, as the deficit has them: half a document is length * ONE / 2.
             middle = (units_before << SHARE_BITS) + (candidates.length if self._by_tokens else 1) * (ONE // 2)
             due_time = (middle - self._deficit[candidates.source]) // np.maximum(shares, 1)[candidates.source]
             order = np.argsort(due_time, kind="stable")  # on a tie, the source that is named first wins

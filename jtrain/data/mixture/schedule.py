@@ -49,7 +49,7 @@ class Schedule(abc.ABC):
     @property
     @abc.abstractmethod
     def identity(self) -> str:
-        """Text that changes if and only if the weights of some step can; for a function, with its file."""
+        """Text that changes whenever the weights of some step may; for a function, whenever its file does."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,6 @@ class Staged(Schedule):
         return _identity("staged", self.stages)
 
     def _stage(self, step: int) -> tuple[int, Weights]:
-        # Stages ascend, so the last one that has begun is the one with the largest step.
         return max((stage for stage in self.stages if stage[0] <= step), key=lambda stage: stage[0])
 
 

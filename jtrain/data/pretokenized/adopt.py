@@ -1,5 +1,4 @@
-"""Adopts token files of other projects, `python -m jtrain.data adopt`: an index that reads their ids in
-place.
+"""Adopts token files of other projects (`python -m jtrain.data adopt`): an index reads their ids in place.
 
 Each file is scanned once, in parallel, for the ends of its documents, its largest id and its hash; what is
 written is 4.5 bytes per document. An interrupted call goes on with the file where it stopped.
@@ -133,7 +132,7 @@ class _Adoption:
             sizes_and_edges = list(pool.map(edges_of_path, [layout.root / n for n in layout.names]))
         self._sizes = [size for size, _ in sizes_and_edges]
         self._edges = [edges for _, edges in sizes_and_edges]
-        # Sizes and edges, not paths: files that moved are the same corpus.
+        # Names below the root, sizes and edges: files whose folder moved are the same corpus.
         corpus = hashlib.blake2b(json.dumps([layout.names, self._sizes, self._edges]).encode(), digest_size=8)
         self._made_of: dict[str, str | int] = {
             "corpus": corpus.hexdigest(),
@@ -345,7 +344,7 @@ class _Adoption:
                 f"--from: the {len(self._layout.files)} files below {self._layout.root} hold no ids."
             )
         self._end_files(len(self._layout.files))
-        # Before the body: it replaces lengths.bin, whose size the body holds.
+        # Before `seal`, which notes the size of lengths.bin.
         write_lengths(partial / index_format.LENGTHS, partial / "lengths.tmp", state["records"])
         # Adopted ids have no bad records, but readers expect the file.
         (partial / index_format.SKIPPED).write_bytes(b"")

@@ -133,8 +133,7 @@ class AdoptedIds:
         try:
             status = os.fstat(handle)
             identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-            # A file whose inode, size and time stamp are as at its last check is not read for its edges
-            # again.
+            # With inode, size and time stamp as at its last check, a file is not read for its edges again.
             if self._identity_of.get(file) != identity:
                 expected_bytes = self._files["sizes"][file]
                 if status.st_size != expected_bytes:
@@ -158,7 +157,7 @@ class AdoptedIds:
 
 
 def edges_of(handle: int, size_bytes: int) -> str:
-    """Returns a hash of the first and last 4 KiB of an open file, to compare files of one size in 0.1 ms."""
+    """Returns a hash of the first and last 4 KiB of an open file, to tell apart files too large to read."""
     edges = os.pread(handle, _EDGE_BYTES, 0) + os.pread(handle, _EDGE_BYTES, max(0, size_bytes - _EDGE_BYTES))
     return hashlib.blake2b(edges, digest_size=16).hexdigest()
 

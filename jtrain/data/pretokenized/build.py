@@ -127,7 +127,7 @@ class _Worker:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | one_thread | {"TOKENIZERS_PARALLELISM": "false"},
             )
-        # `theirs` is closed here by now, so the connection ends when the worker dies.
+        # `child_end` is closed here by now, so the connection ends when the worker dies.
         self.connection = pipes.Connection(own_end.detach())
         self.task: Task | None = None
         self.source: int | None = None

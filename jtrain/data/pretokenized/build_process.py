@@ -1,4 +1,4 @@
-"""This process among all, on one host or many, that build indexes in one folder, and its share of shards.
+"""This process among those that build indexes in one folder, on one host or many, and its share of shards.
 
 Each process holds a lease in OUT/.leases/process-*/, whose payload names the sources that it works on. The
 living processes of a source are numbered by their start: number i of n makes shards i, i + n, ..., and number
@@ -52,8 +52,8 @@ class BuildProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives the lease back, and removes it with those of dead processes, the last process all."""
-        # Before the look: this process's own lease must not count as a living one.
+        """Gives the lease back; removes its folder and those of the dead; the last process removes all."""
+        # Before the look: of two processes that end at a time, one then sees that it is the last.
         self._lease.release()
         with contextlib.suppress(OSError):
             self._find_living()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class LocalFiles:
-    """Files of a prepared index in a local folder; opened for each read, so that it holds no descriptors.
+    """Files of a prepared index in a local folder; opened for each read: only maps hold descriptors.
 
     Attributes:
       location: folder or URL, without a slash at the end.
@@ -44,7 +44,7 @@ class LocalFiles:
             status = os.stat(f"{self.location}/{name}")
         except FileNotFoundError:
             return None
-        # What the sizes were checked of is what later reads must find.
+        # Later reads must find the file whose size was checked.
         self._inode_of[name] = status.st_dev, status.st_ino
         return status.st_size
 

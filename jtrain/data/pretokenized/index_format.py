@@ -2,13 +2,14 @@
 
     OUT/command.txt          the command that wrote the indexes
     OUT/NAME/index.json      what the index was made of, counts, and the size of each file below; written last
-    OUT/NAME/lengths.bin     uint32 tokens per record, zero-padded to a multiple of 16 records; then uint64 starts: the
-                             first token of each block of 16 records, and the number of tokens at the end
+    OUT/NAME/lengths.bin     uint32 tokens per record, zero-padded to a multiple of 16 records; then int64 starts:
+                             the first token of each block of 16 records, and the number of tokens at the end
     OUT/NAME/ids.bin         token ids of all records, one after another, uint8, uint16 or uint32
     OUT/NAME/units.jsonl     a line per shard (a few MB): its counts and the hashes of its ids and lengths
     OUT/NAME/skipped.jsonl   bad records that were left out, and why
     OUT/NAME/masks.bin       of a source with a loss mask: int64 start and end of each run of tokens not learned,
                              counted from the first token of the source
+    OUT/NAME/places.bin      of an adopted index without ids.bin: see `AdoptedIds`
     OUT/NAME/files.json      names and record counts of the source's files, so that the index is complete without them
 
 The bytes do not depend on the number of worker processes, nor on how often the build was killed.
@@ -34,7 +35,7 @@ _HASHED_WHOLE = (SHARDS, SKIPPED, FILES, MASKS)
 
 
 def digest(content: bytes | UInt[np.ndarray, " n"]) -> str:
-    """Returns the 128-bit blake2b hash of `content` in hex; 1.3 GB/s."""
+    """Returns the 128-bit blake2b hash of `content` in hex; about 1 GB/s."""
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

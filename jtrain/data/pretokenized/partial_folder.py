@@ -44,7 +44,7 @@ def begin(partial: Path, plan: dict[str, Any], host: BuildProcess, *, source: st
         shutil.rmtree(partial)
     if earlier_plan != plan:
         partial.mkdir(exist_ok=True)
-        # Last: a folder without a plan is begun anew.
+        # Last: a call that finds a folder without a plan begins here again.
         host.write_whole(partial / _PLAN, json.dumps(plan))
     return has_other_data
 

@@ -32,8 +32,7 @@ from jtrain.errors import FileError, UserError
 
 
 class PreparedIndex:
-    """Prepared index of one source. Opening it reads one page whatever its size, so each process opens its
-    own.
+    """Prepared index of one source. Opening reads one page whatever its size, so each process opens its own.
 
     Local lengths are memory-mapped, so processes share them, and remote ones are copied page by page into a
     file that the processes of a host share. Loaders read ids instead: mapped pages would count as their
@@ -95,7 +94,7 @@ class PreparedIndex:
             self.dtype = np.dtype(body["dtype"])
             self._hashes: dict[str, str] = body["hashes"]
             self._sizes: dict[str, int] = body["bytes"]
-            # All sizes in one request, where the files are remote; only `verify` reads the contents.
+            # All sizes in one call, which asks a store for them together; only `verify` reads the contents.
             for name, size in zip(self._sizes, files.sizes_bytes(list(self._sizes)), strict=True):
                 if size != self._sizes[name]:
                     raise self._damage_error(
@@ -104,7 +103,7 @@ class PreparedIndex:
                         else f"{name} has {size} bytes, {self._sizes[name]} were written"
                     )
             table = functools.partial(files.table, LENGTHS, size_bytes=self._sizes[LENGTHS])
-            # The same bytes three times: lengths by record, by block, and the starts behind them.
+            # Three views of one file: lengths by record, the same by block, and the starts behind them.
             self._lengths = table(np.uint32, (self.num_blocks * BLOCK,), offset=0)
             self._block_lengths = table(np.uint32, (self.num_blocks, BLOCK), offset=0)
             self._starts = table(np.int64, (self.num_blocks + 1,), offset=self.num_blocks * BLOCK * 4)
@@ -264,7 +263,7 @@ class PreparedIndex:
     @functools.cached_property
     def _masks(self) -> Int64[np.ndarray, "runs 2"]:
         """All runs, in a memory map; those of a remote index are fetched whole."""
-        # Two int64 per run.
+        # Two int64 per run, 16 bytes.
         shape = self._sizes[MASKS] // 16, 2
         if isinstance(self._files, LocalFiles):
             return self._files.table(MASKS, np.int64, shape, offset=0, size_bytes=self._sizes[MASKS])
@@ -346,7 +345,7 @@ class PreparedIndex:
     @functools.cached_property
     def _file_table(self) -> dict[str, Any]:
         content = self._files.content(FILES)
-        # Names decide which records are held out, so they are checked at each opening.
+        # Names decide which records are held out: checked at each first use, not by `verify` alone.
         if digest(content) != self._hashes[FILES]:
             raise self._damage_error(f"{FILES} has other contents than were written")
         with refuse_misfit(self._damage_error, FILES):

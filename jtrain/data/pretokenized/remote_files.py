@@ -261,8 +261,7 @@ class _Pages:
             position = 0
             for page, size in zip(missing.tolist(), sizes.tolist(), strict=True):
                 os.pwrite(copy.fileno(), content[position : position + size], page * PAGE_BYTES)
-                # After the page: a kill in between leaves a sum that does not match, and the page is
-                # fetched again.
+                # After the page: a kill in between leaves a sum that does not match.
                 os.pwrite(sums.fileno(), self._sum(page).to_bytes(4, "little"), 4 * page)
                 position += size
         self._checked[missing] = True

@@ -206,7 +206,7 @@ def serve(descriptor: int) -> NoReturn:
     """Main loop of a worker: receives tasks over the socket and sends results, until the socket closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
     connection = Connection(descriptor)
-    # Sent once: a recipe holds the tokenizer's path and fields of the source.
+    # Sent once: a task names its recipe by number.
     recipes: list[Recipe] = connection.recv()
     tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(connection, tasks), daemon=True).start()
@@ -235,7 +235,7 @@ def serve(descriptor: int) -> NoReturn:
                 report=lambda records, tokens: connection.send(("progress", records, tokens)),
             )
             answer = ("done",)
-        # Before OSError and the rest: the parent words each kind of failure differently.
+        # The parent words each kind of failure differently.
         except BadRecord as error:
             answer = ("bad record", str(error))
         except OSError as error:

@@ -47,7 +47,7 @@ class Verification:
             for name, expected_hash in self.hashes.items()
             if digest(self.files.content(name)) != expected_hash
         ]
-        # The list of shards is among these files: nothing below can be compared by a damaged one.
+        # The list of shards is among these files: nothing below can be compared with a damaged one.
         if damage:
             return damage
         shards = [json.loads(line) for line in self.files.content(SHARDS).splitlines()]

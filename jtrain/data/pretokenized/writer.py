@@ -119,9 +119,8 @@ class IndexWriter:
         self._is_reported = False
         # Another process may be about to give this folder its name.
         with host.changing_folders(recipe.name):
-            if (
-                self._partial / index_format.INDEX
-            ).exists():  # an earlier call was killed between two renames
+            # An earlier call was killed after it wrote index.json and before it renamed the folder.
+            if (self._partial / index_format.INDEX).exists():
                 publish(self._partial, self._folder)
             if (self._folder / index_format.INDEX).exists():
                 existing = PreparedIndex(self._folder)
@@ -336,7 +335,7 @@ class IndexWriter:
         for name in self._appended:
             if name == index_format.LENGTHS:
                 continue
-            # A shard that was made again may have been longer.
+            # A shard that was rejected may have been longer than the one made again.
             os.truncate(self._partial / name, self._state["bytes"][name])
         assert tokens == self._state["tokens"]
         body = {"made_of": self._made_of, "dtype": self._dtype.name, "records": self.records}

@@ -68,7 +68,7 @@ def _copy(
             raw = SteadyFile(raw, label=file.label)
     else:
         raw = file.open()
-    # A compressed file has no size to compare with, so its codec notices a cut; plain bytes are counted.
+    # The decompressed size is not known: there the codec notices a cut. Plain bytes are counted.
     received = 0
     with raw:
         stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) if compression else raw
@@ -89,7 +89,7 @@ def _copy(
                 break
             received += len(block)
             out.write(block)
-            # Progress counts stored bytes: of a local compressed file, those that the codec has consumed.
+            # Of a local compressed file the bytes that the codec has consumed; of a remote one, what it gave.
             report_bytes(raw.tell() if compression and not file.is_remote else received)
     # A server may close a connection early without an error; the next try may bring the rest.
     if not compression and file.size_bytes not in (-1, received):
@@ -114,7 +114,7 @@ def write_once(path: Path, write: Callable[[BinaryIO], None], *, label: str) -> 
             # The lock's last holder may have written the file while this process waited.
             if path.exists():
                 return path
-            # Not durable: fsync would add about 10 ms for each file of a source.
+            # Not durable: fsync would wait for the disk at each file of a source.
             with replacing(path, durable=False) as part, part.open("wb") as out:
                 write(out)
     except FileError:  # of the file that is copied or indexed

@@ -33,14 +33,13 @@ class ChunkCut(NamedTuple):
 
         An empty text has a chunk too, which is then empty.
         """
-        # -(-a // b) is a / b rounded up.
         return np.maximum(
             -(-(sizes.astype(np.int64) + self.border_tokens) // (self.chunk_bytes * per_slot)), 1
         )
 
     def spans(self, first: Int[np.ndarray, " n"], num: Int[np.ndarray, " n"]) -> list[tuple[int, int]]:
         """Returns the bytes of its text that `chunk` looks at, for each of several chunks."""
-        # Wide enough for both cuts: each looks back up to 64 bytes, and the border ids shift it by up to 8.
+        # Wide enough for both cuts: each looks back up to 64 bytes, and a begin id shifts it by one.
         start = (first * self.chunk_bytes - _SEARCH_BYTES - _BORDER_BYTES).clip(0)
         stop = (first + num) * self.chunk_bytes + _BORDER_BYTES
         return list(zip(start.tolist(), stop.tolist(), strict=True))

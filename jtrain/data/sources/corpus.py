@@ -120,7 +120,7 @@ class Corpus:
             self.files = CorpusFiles(
                 files, open_records, is_lazy=not self.is_open, opening=opening or Opening()
             )
-        # The files are open by now where they will be, so their records can be counted.
+        # The files of an open corpus are open by now, so their records can be counted.
         self.size_bytes = sum(self.files.sizes)
         counts = [len(records) for records in self.files] if self.is_open else [GAP] * len(self.files)
         self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
@@ -172,7 +172,7 @@ class Corpus:
             file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
                 [text] = read_or_mark_bad(file, [record], self.files.label(number))
-                # Of each file at once: an ArrayRecord reader would stay open, with a descriptor.
+                # Closed after each record: an ArrayRecord reader would stay open, with a descriptor.
                 file.close()
                 if not isinstance(text, BadRecord):
                     return
@@ -303,9 +303,7 @@ class Corpus:
             yield from texts
 
     def mark(self, record: int, text: str) -> bool:
-        """Marks the line of a long text, if the format has lines, so that `parts` can read inside it.
-        there.
-        """
+        """Marks the line of a long text so that `parts` can read inside it; True if that was done."""
         file, number = self._locate_one(record)
         records = self.files.records[file]
         with contextlib.suppress(OSError):  # then the next chunk of the text is read as this one was

@@ -86,7 +86,7 @@ def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -
                 f"{_glob(path, records[0], suffixes)!r}."
             )
         data = [file for file in data if file not in other_files]
-    # Everything is data: skips the listing of what was left out.
+    # Where nothing is left out, `suffixes` has all the names already.
     data_names = {file.name for file in data} if len(data) < len(files) else suffixes
     left_out_names = [file.name for file in files if file.name not in data_names]
     names = ", ".join(left_out_names[:_MOST_NAMES]) + (

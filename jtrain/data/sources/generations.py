@@ -66,7 +66,7 @@ class EpochNumbers:
     ) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns the epoch of each number, and its slot in the epoch."""
         generation = np.searchsorted(self._begin, numbers, side="right") - 1
-        # At least 1 slot, so that a source without slots divides; its numbers mean nothing then.
+        # At least 1, to avoid a division by 0; the numbers of a source without slots mean nothing.
         epochs, slots = np.divmod(numbers - self._begin[generation], np.maximum(self._slots[generation], 1))
         return epochs + self._epoch[generation], slots
 

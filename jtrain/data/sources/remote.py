@@ -171,7 +171,7 @@ def translate_error(label: str, error: Exception) -> FileError:
 
 
 def _is_transient(error: BaseException, status: Any) -> bool:
-    """True if the store or the network failed, not the request; errors without a number count as such."""
+    """True if the store or the network failed, not the request; errors of unknown kind count as such."""
     if isinstance(status, int):
         return status in _PASSING_STATUS or status >= 500
     if isinstance(error, OSError) and error.errno is not None:

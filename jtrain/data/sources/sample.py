@@ -28,10 +28,10 @@ FILES = {
 def write_sample(out: Path) -> dict[str, int]:
     """Writes the sources into `out`; returns source -> number of documents.
 
-    code: modules of the standard library, unchanged. docstrings, comments, signatures: those of the same
-      modules, by
-    function or block. topics: the language reference, in prose. packages: descriptions of the installed
-    packages.
+    code: modules of the standard library, unchanged.
+    docstrings, comments, signatures: those of the same modules, by definition, by block, and by module.
+    topics: the language reference, in prose.
+    packages: descriptions of the installed packages.
     """
     # Read once: four of the six sources are made of the same modules.
     modules = dict(_modules())

@@ -38,7 +38,7 @@ def permuted(index: Int[np.ndarray, " n"], size: int | np.int64, key: np.uint64)
         # An odd number of bits makes unequal halves, so their masks swap with them.
         high, low, low_m, high_m = pending >> shift, pending & low_mask, low_mask, high_mask
         for round_key in keys:
-            # In place from here on: new arrays would take most of the time of small batches.
+            # In place from here on: one new array per round, not five.
             mixed = low + round_key
             mixed *= _MIX
             mixed >>= _HALF

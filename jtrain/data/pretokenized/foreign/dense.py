@@ -64,8 +64,7 @@ class MegatronFile(ForeignFile):
         size = self._index.stat().st_size
         with open(self._index, "rb") as file:
             head = file.read(34)
-        # 9 bytes of magic, uint64 version, uint8 dtype code, uint64 sequences; Megatron adds uint64
-        # documents.
+        # 9 bytes of magic, uint64 version, uint8 dtype code, uint64 sequences; Megatron: uint64 documents.
         if len(head) < 26 or head[:9] != _MEGATRON_MAGIC:
             raise UserError(
                 f"{self._index}: not an index of Megatron: it does not begin with MMIDIDX. Leave it out."

@@ -133,7 +133,7 @@ class MdsShard(ForeignFile):
         data_start = sample_start + 4 * len(variable_columns)
         num_sizes_read = 0
         start = end = data_start
-        # Sums the sizes of the columns up to the column of ids; a size of 0 stands for a variable one.
+        # Sums the sizes of the columns up to the column of ids; one without a size has it in each sample.
         for index, (_, size) in enumerate(self._column_sizes[: self._column_index + 1]):
             length: Any = size
             if not size:

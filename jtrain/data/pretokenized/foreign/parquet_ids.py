@@ -26,7 +26,7 @@ class ParquetIds(ForeignFile):
         self._column = column
         try:
             schema = pq.read_schema(str(path))
-            # One part per row group: pages of one cannot be decoded without the others.
+            # One part per row group, the smallest unit that `decode_group` reads.
             self._groups = pq.read_metadata(str(path)).num_row_groups
             self._check(schema)
         except DAMAGE as error:

@@ -61,11 +61,9 @@ class ArrowFile(Records):
                             "Save the dataset without dictionary columns."
                         )
                     batch = pa.ipc.read_record_batch(message, schema)
-                    # Sizes of the buffers only; the offsets within them are checked row by row when they
-                    # are read.
+                    # Sizes of the buffers only: offsets within them are checked when rows are read.
                     batch.validate()
-                    # Of the first column read: a compressed text would be decompressed with its batch for
-                    # each row.
+                    # A compressed batch would be decompressed again for each read of its rows.
                     if batch.num_rows and not _lies_in(column_at(batch, fields.read[0]), message.body):
                         raise UserError(
                             f"{file.label}: its batches are compressed, so a row can only be read with its "

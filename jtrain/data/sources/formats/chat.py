@@ -49,7 +49,7 @@ def render(value: Any, *, mask_prompt: bool) -> tuple[str, tuple[tuple[int, int]
     texts: list[str] = []
     end = 0
     parts = layout([_message(number, message) for number, message in enumerate(value)])
-    # Adjacent parts that are both learned form one span, so that the text is tokenised in fewer pieces.
+    # Adjacent parts of one kind are joined, so that the text is tokenised in fewer pieces.
     for is_learned, group in itertools.groupby(parts, key=lambda part: part[1]):
         texts.append("".join(text for text, _ in group))
         start, end = end, end + len(texts[-1])

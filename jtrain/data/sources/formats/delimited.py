@@ -42,7 +42,7 @@ class DelimitedFile(Records):
         self._separator = SEPARATORS[kind]
         self._columns = self._header()
         self._column = self._columns.index(fields.text) if self._columns else 0
-        # Needs the header's columns first: a file with a wrong header is refused before it is indexed.
+        # After the header: a file whose header is wrong is refused before it is indexed.
         self._rows = NumberTable(file, f"{kind}-rows", self._index, cache_dir)
 
     def __len__(self) -> int:

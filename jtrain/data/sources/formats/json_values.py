@@ -49,7 +49,7 @@ def _is_json_lines(file: StoredFile) -> bool:
         line = handle.readline(_FIRST_LINE_BYTES).removeprefix(BOM)
         while line and not line.strip():
             line = handle.readline(_FIRST_LINE_BYTES)
-        # A single line is read as one value: an object with its closing bracket, whole or cut short.
+        # A file of one line is read as one value, which also shows if it was cut short.
         if not line.startswith(b"{") or not handle.read(1):
             return False
     try:
@@ -115,10 +115,9 @@ class JsonValues(Records):
                 if stray := _NOT_SPACE.search(view, top_end):
                     raise self._refuse(f"goes on after the end of its array, at byte {stray.start():,}")
                 begin, end = begin + 1, top_end - 1
-            # The flat list is begin, start, end, start, end ... end: every second pair is a gap between
-            # objects.
+            # In begin, start, end, start, end ... end, every second pair is a gap beside objects.
             gaps = itertools.pairwise(itertools.chain([begin], map(int, spans.flat), [end]))
-            # 16 bytes per scalar: tuples of a list would take 60 times the bytes of `1,1,1`.
+            # 16 bytes per scalar: a list of tuples would take 60 times the bytes of `1,1,1`.
             scalars = array.array("q")
             # Whatever stands in a gap beside commas is a scalar: a bad record, and not left out silently.
             for gap in itertools.islice(gaps, 0, None, 2):
@@ -137,8 +136,7 @@ class JsonValues(Records):
         starts, ends = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         depth, top_end = 0, len(view)
         for position, step in _brackets(view):
-            # Depth behind each bracket; a value begins where it rises to base + 1 and ends where it falls
-            # to base.
+            # Depth behind each bracket: a value begins at a rise to base + 1 and ends at a fall to base.
             depths = depth + np.cumsum(step)
             if (unopened := np.flatnonzero(depths < 0)).size:
                 raise self._refuse(f"closes a bracket at byte {position[unopened[0]]:,} that it did not open")
@@ -190,8 +188,7 @@ def _are_escaped(quotes: Int[np.ndarray, " q"], backslashes: Int[np.ndarray, " b
     if not len(backslashes):
         return np.zeros(len(quotes), np.bool_)
     index = np.arange(len(backslashes))
-    # The index of the first backslash of each run, carried along the run; -2 so that one at byte 0 begins a
-    # run.
+    # Index of the first backslash of each run, carried along it; -2 so that one at byte 0 begins a run.
     first_of_run = np.maximum.accumulate(np.where(np.diff(backslashes, prepend=-2) != 1, index, 0))
     # The run up to this backslash has an odd number of them, so the last one escapes.
     is_odd = (index - first_of_run) % 2 == 0

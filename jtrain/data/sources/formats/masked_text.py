@@ -77,7 +77,7 @@ class MaskFields:
             )
             raise ValueError(f"is {kind}")
         value.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
-        # Not learned, the prompt still gets a span of its own: the text is tokenised from border to border.
+        # A learned prompt has a span of its own, so that the text is cut into the same tokens either way.
         border, end = len(value), len(value) + len(text)
         return MaskedText(
             value + text, ((border, end),) if self.mask_prompt else ((0, border), (border, end))

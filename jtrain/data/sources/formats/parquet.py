@@ -67,12 +67,12 @@ class ParquetFile(Records):
         # Several if both a column `meta.text` and a field of a struct column `meta` exist: Arrow then decodes
         # both.
         names = fields.read
-        # A mask's column is a list, whose leaves are named `mask.list.element...`.
+        # The column of spans or messages is a list, whose leaves are named `NAME.list.element...`.
         columns = [
             i for i, path in enumerate(paths) if path in names or path.startswith(f"{names[-1]}.list.")
         ]
         rows = [group.num_rows for group in row_groups]
-        # A damaged footer may claim any number of rows, and arrays of that size would be allocated below.
+        # A damaged footer may claim any number of rows, and readers allocate arrays of that size.
         if rows and not 0 <= min(rows) <= max(rows) <= _MOST_ROWS:
             raise UserError(
                 f"{file.label}: a row group of {max(rows, key=abs):,} rows, and row groups have 0 to "
@@ -88,7 +88,7 @@ class ParquetFile(Records):
 
     @property
     def group_bytes(self) -> Int[np.ndarray, " groups"]:
-        """Decoded size of each row group's text by the file's metadata; dictionaries take more memory."""
+        """Decoded size of each row group's text by the file's metadata; text in a dictionary takes more."""
         return self._group_bytes
 
     def __len__(self) -> int:
@@ -125,8 +125,7 @@ class ParquetFile(Records):
                 with pq.ParquetFile(opened) as parquet:
                     table = decode_group(parquet, group, names, label=self._file.label)
                 columns = {name: column_at(table, name) for name in names}
-                # One array per column, not chunks of 512 rows: `_values` needs `view`, which chunked arrays
-                # lack.
+                # One array per column: `_values` needs `view`, which chunked arrays lack.
                 contiguous = {
                     n: c.chunk(0) if c.num_chunks == 1 else c.combine_chunks() for n, c in columns.items()
                 }
