@@ -120,7 +120,7 @@ def judge_update(
     bound_2 = jnp.full(2, jnp.inf, jnp.float32) if sigmas is None else _bounds(guard, number, sigmas)
     is_normal = jnp.all(jnp.isfinite(value_2) & (value_2 <= bound_2))
     applied = is_normal & ~jnp.any(guard.left_out == number)
-    # NaN marks a column without a value; an infinity in the history would make the MAD infinite.
+    # NaN marks a column without a value: what is not finite is left out of the medians.
     recorded_21 = jnp.where(jnp.isfinite(value_2), value_2, jnp.nan)[:, None]
     # Bad but finite values are recorded too, or a lasting change of level would be bad for ever.
     history = jax.lax.dynamic_update_slice(guard.history, recorded_21, (0, step % WINDOW))

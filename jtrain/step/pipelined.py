@@ -82,7 +82,7 @@ def pipelined_gradients(
     """
     assert layout.pipeline is not None
     if gathers_once(layout):
-        # Once per step: inside the ticks layers then see stage 1, and nothing is gathered or scattered there.
+        # Once per step: layers inside the ticks then see ZeRO-1, and neither gather nor scatter there.
         full_layout, params = gather_once(layout, params)
         grads, amax, nats = pipelined_gradients(model, full_layout, params, scaling, parts, unit)
         return scatter_once(layout, grads), amax, nats
