@@ -255,7 +255,7 @@ def _fill_forward(
     # On all workers, for the embedding is split over them; so is the head below.
     table[tick[is_first], :, Field.EMBED_MICROBATCH] = microbatch[is_first, None]
     table[tick[is_last], :, Field.HEAD_MICROBATCH] = microbatch[is_last, None]
-    # Of the last virtual stage: its cotangent is the gradient of the loss.
+    # The cotangent of the last virtual stage is the gradient of the loss.
     table[tick[is_last], worker[is_last], Field.HEAD_COTANGENT] = cotangents[-1, microbatch[is_last]]
     for source in range(schedule.virtual_stages - 1):
         hop, is_source = schedule.activation_hop(source), stage == source

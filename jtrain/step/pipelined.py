@@ -253,7 +253,7 @@ class _Worker:
         def evaluate(nats_MBL: Array) -> Array:
             return store(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
 
-        # Again equal on all workers: the loss sums over `stage`.
+        # This column is the same on all workers too: the loss sums over `stage`.
         return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
 
     def _loss(
