@@ -170,7 +170,7 @@ class _Streams:
         )
 
     def initially_done(self) -> npt.NDArray[np.bool_]:
-        """For each number, True if it is done before the first tick: those that the schedule does not have."""
+        """True for each number that is done before the first tick: those that the schedule does not have."""
         is_done = np.ones(3 * self.size + 2, np.bool_)
         for stream in self.streams:
             is_done[stream] = False
