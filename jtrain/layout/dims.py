@@ -109,7 +109,7 @@ class ParamInfo:
 
 def kv_heads_in_use(num_kv_heads: int, tensor: int) -> int:
     """Key heads that all devices along `tensor` compute, with repetition: every device has at least one."""
-    # tensor=8 with 2 key heads: 8 copies are computed, 4 of each.
+    # tensor=8 with 2 key heads: 8 are computed, 4 copies of each.
     return max(num_kv_heads, tensor)
 
 

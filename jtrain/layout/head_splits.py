@@ -45,7 +45,7 @@ def check_context_heads(mesh: MeshSpec, infos: tuple[ParamInfo, ...], *, attenti
             )
         return
     size = {letter: n for info in infos for letter, n in zip(info.dims, info.shape, strict=True)}
-    # Of one device along `tensor`: ulysses splits what that device has once more, over `context`.
+    # Heads of one device along `tensor`: ulysses splits them once more, over `context`.
     heads, kv_heads = (n // mesh.tensor for n in (size["N"], kv_heads_in_use(size["K"], mesh.tensor)))
     if heads % mesh.context or (kv_heads % mesh.context and mesh.context % kv_heads):
         suffix = f" / mesh.tensor={mesh.tensor}" if mesh.tensor > 1 else ""

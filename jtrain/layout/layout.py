@@ -84,7 +84,8 @@ class ParamLayout:
     def spec(self, *, zero_sharded: bool) -> P:
         """Returns the partition over `stage`, `tensor` and `expert`, and `ZERO_AXES` if `zero_sharded`.
 
-        With shared key heads K is shorter than `tensor`, and each device has one head.
+        With shared key heads K is shorter than `tensor`: each device's block then has one head, as in
+        `local_shape`.
         """
         axes: list[str | tuple[str, ...] | None] = [None] * len(self.info.shape)
         if self.staged and self.info.is_stacked:
@@ -110,8 +111,7 @@ class ParamLayout:
     def optimizer(self) -> P:
         """Partition of the optimizer state, and of the gradient that the optimizer reads."""
         if self.shared_by > 1:
-            # `tensor` splits D and not K here: K is shorter than the axis, and whole heads would be stored
-            # twice.
+            # `tensor` splits D, not K: with fewer heads than devices each head would be stored several times.
             split = (*ZERO_AXES, "tensor") if self.zero_stage >= 1 else "tensor"
             axis_by_letter = {"D": split, "Y": "stage" if self.staged else None}
             return P(*(axis_by_letter.get(letter) for letter in self.info.dims))
@@ -172,7 +172,7 @@ class Layout:
 
     @property
     def layer_order(self) -> tuple[int, ...] | None:
-        """Layer of the model at each place of the state, -1 for none; None in the model's order."""
+        """Layer of the model at each place of the state, -1 for none; None if in the model's order."""
         return None if self.pipeline is None or self.pipeline.in_order else self.pipeline.order
 
     @property
@@ -295,7 +295,7 @@ def make_layout(
 def _with_gradients_on_host(
     spec: LayoutSpec, mesh: MeshSpec, layouts: list[ParamLayout]
 ) -> list[ParamLayout]:
-    """Chooses layers' gradients to keep in host memory, of those without a sum at the end of a step."""
+    """Chooses the layers' gradients to keep in host memory, of those that need no sum at the step's end."""
     # Only gradients of stacked layers are summed layer by layer, and only those can stream.
     layers = [p for p in layouts if p.info.is_matrix and p.info.is_stacked]
     # Final once a layer is summed: nothing is left to reduce at the end of the step.
@@ -362,7 +362,7 @@ def _placed_layers(spec: PipelineSpec, mesh: MeshSpec, infos: tuple[ParamInfo, .
 def _check_groups(
     spec: LayoutSpec, mesh: MeshSpec, infos: tuple[ParamInfo, ...], precision: PrecisionSpec
 ) -> None:
-    """Refuses groups of sequences without anything to overlap, or that belong together."""
+    """Refuses groups of sequences where there is nothing to overlap, or where sequences belong together."""
     dtype = precision.matmul_dtype
     for conflict, applies in (
         (f"mesh.tensor={mesh.tensor}: there are no collectives over `tensor` to overlap", mesh.tensor == 1),

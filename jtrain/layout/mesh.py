@@ -133,7 +133,7 @@ def shard_size(name: str, size: int, shape: Mapping[str, int], axes: Sequence[st
 
 
 def local_shape(spec: PartitionSpec, shape: Sequence[int], mesh: Mapping[str, int]) -> tuple[int, ...]:
-    """Returns the shape of one device's block; a dimension shorter than its axes has one on each device."""
+    """Returns the shape of one device's block; a dimension shorter than its axes has length 1."""
     lengths = list(shape)
     for dim, axes in enumerate(spec):  # a search asks for tens of thousands of blocks
         if axes is not None:
@@ -148,7 +148,7 @@ def axis_names(axis: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def unsplit_axes(spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes of several devices over which an array is replicated, so its gradient is summed."""
+    """Returns the axes of several devices that hold the same array; its gradient is summed over them."""
     # One entry of a partition may name several axes: D over (data, context).
     split_axes = {name for axis in spec for name in axis_names(axis)}
     return tuple(axis for axis in AXES if mesh[axis] > 1 and axis not in split_axes)

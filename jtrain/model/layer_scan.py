@@ -85,7 +85,7 @@ def scan_layers(
     """`x = layer(x, weights[y], shared)` for every y of the stacked weights, differentiable in x and weights.
 
     Args:
-      layer: must not save values derived from streamed weights: see `placement.checkpoint_layer`.
+      layer: must not save values derived from streamed weights: see `forward_placement.checkpoint_layer`.
       weights: stacked, [Y, ...]; a `Detached` whose value is in host memory is streamed, the gradient of a
         `Summed` is added to its sum.
       shared: values passed to every layer; not differentiated.
@@ -213,7 +213,7 @@ def _streaming_loop(
             return x, (vjp, jax.device_put(on_host, jax.memory.Space.Host))
 
         (x, current), (vjps, saved) = loop(compute, x, trained, resident, streamed)
-        # Of the last layer, while the loss computes.
+        # Those of the last layer are fetched while the loss computes.
         last_saved, last_sum = fetch((saved, streamed_sums), num_layers - 1)
         return x, (
             vjps,
@@ -263,7 +263,7 @@ def _streaming_loop(
                 largest = max(range(len(wrapped)), key=lambda i: trained_grad[i].size)
                 ordered = streamed_sums, previous_sum, trained_grad[largest]
                 streamed_sums, previous_sum, trained_grad[largest] = jax.lax.optimization_barrier(ordered)
-                # Of the layer after this one; the first time of this layer, unchanged.
+                # Sums of the layer after this one; the first time those of this layer, unchanged.
                 streamed_sums = _put(streamed_sums, pending, jnp.minimum(y + 1, num_layers - 1))
             layer_sums = jax.tree.map(
                 lambda total: jax.lax.dynamic_index_in_dim(total, y, keepdims=False), resident_sums

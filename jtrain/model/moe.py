@@ -41,7 +41,7 @@ class MoE(nnx.Module):
         self.router_DX = weight("DX", (d_model, experts), std=std, layers=layers)
         self.gate_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
         self.up_XDF = weight("XDF", (experts, d_model, d_ff), std=std, layers=layers, top_k=spec.top_k)
-        # The same as a dense layer's: the weights of a token's experts add up to one.
+        # The same as a dense layer's: weights of a token's experts add up to one (less if not normalized).
         out_std = (d_ff * 2 * layers) ** -0.5
         self.down_XFD = weight("XFD", (experts, d_ff, d_model), std=out_std, layers=layers, top_k=spec.top_k)
         if spec.shared_experts:
@@ -132,8 +132,7 @@ class MoE(nnx.Module):
             group_size = exchanges[piece].group_size
             next_RD = send_piece(piece + 1) if piece + 1 < pieces else None
             wide_RF = self._wide(x_RD, group_size, weights, expected_rows=expected)
-            # Gate and up of this piece, the sending of the next, the down of the last: all before what
-            # follows.
+            # Gate and up of this piece, sending the next, down of the one before: all before what follows.
             if pieces > 1:
                 wide_RF, next_RD, y_RD = in_order(wide_RF, next_RD, y_RD)
             returned_PDs = [] if y_RD is None else [return_piece(piece - 1, y_RD)]
@@ -192,7 +191,6 @@ class ExpertWeight:
 
     def multiply(self, x_PI: Float[Array, "P _"], group_size_X: Array) -> Float[Array, "P _"]:
         """Multiplies the rows of each expert with its matrix."""
-        # One use: its gradient is rounded once anyway.
         if self.trained is None:
             return ops.grouped_matmul(x_PI, self.value, group_size_X)
         return _multiply(x_PI, self.trained, self.value, group_size_X)
@@ -212,7 +210,7 @@ def _multiply_forward(
 
 def _multiply_backward(saved: Any, dy_PO: Array) -> tuple[Array, Array, None, None]:
     x_PI, value_XIO, group_size_X = saved
-    # Its gradient has the same dtype.
+    # A float32 kernel gets a float32 gradient, which JAX adds up over the pieces before it is rounded.
     wide_XIO = value_XIO.astype(jnp.promote_types(value_XIO.dtype, jnp.float32))
     _, vjp = jax.vjp(lambda x, kernel: ops.grouped_matmul(x, kernel, group_size_X), x_PI, wide_XIO)
     # In order, or XLA:GPU may leave the weights' gradients of all pieces to the end, with all that they read.

@@ -165,6 +165,6 @@ def _normal(keys: UInt32[Array, "4 2"], shape: Sequence[int]) -> Float[Array, ".
     # parameter.
     total = jax.lax.fori_loop(0, DRAWS, add, jnp.zeros(shape, jnp.int32))
     centred = 2 * total - 2 * DRAWS * 0xFFFF
-    # Of `centred`: a uniform over 2^16 integers has variance (2^32 - 1) / 12.
+    # A uniform over 2^16 integers has variance (2^32 - 1) / 12; `centred` is twice the sum of eight.
     deviation = math.sqrt(2 * DRAWS * (2.0**32 - 1) / 3)
     return centred.astype(jnp.float32) * (1.0 / deviation)

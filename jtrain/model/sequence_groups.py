@@ -7,9 +7,9 @@ included, with matmuls of the same shape but for their rows (arXiv:2409.15241).
 
 XLA schedules every collective as early as it can. Left alone it gathers all groups first and computes them in
 step, so that all of them are on the wire at the same time. Zeros that depend on the product of an earlier
-group keep the groups apart: attention of a group begins after the group before it was multiplied, the gather
-of a feed-forward layer's input after the second group before it. They cost nothing, for they are added to
-arrays that a fusion reads anyway.
+group keep the groups apart: attention of a group begins after the last product before it, the gather of a
+feed-forward layer's input after the last but one. They cost nothing, for they are added to arrays that a
+fusion reads anyway.
 
 Example: with groups a and b the products appear in the order attention(a), attention(b), mlp(a), mlp(b), so
 zeros are [a, b, a', b']. attention(b) waits for zeros[-1] = a; the gather of mlp(a) waits for zeros[-2] = a,
@@ -59,7 +59,6 @@ def layer_in_groups(
     zeros: list[Array] = []
 
     def scatter(y_BLD: Array) -> Array:
-        # Saved by name, or the recomputation would multiply once more to learn the order.
         zeros.append(checkpoint_name(_zero_after(y_BLD), GROUP_ORDER))
         return scatter_sequence(y_BLD, tensor)
 
@@ -84,7 +83,7 @@ def layer_in_groups(
 def _zero_after(y_BLD: Float[Array, "B L D"]) -> Float[Array, ""]:
     """0 that XLA knows only once y is there: it does not assume that nothing exceeds infinity."""
     first = jax.lax.stop_gradient(y_BLD[0, 0, 0])
-    # Nothing exceeds infinity and NaN compares false: always 0, which XLA cannot prove.
+    # NaN compares false too, so this is always 0.
     return jnp.where(first > jnp.inf, 1.0, 0.0)
 
 

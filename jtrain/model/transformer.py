@@ -216,7 +216,7 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B _ D"]:
         """Embedding rows of this device's positions; 0 for tokens of another stage's vocabulary."""
         with jax.named_scope("embed"):
-            # The table's columns are split: lookups come to the shards instead of the table to the tokens.
+            # The table's columns are split: each device looks up its own, and none gathers the table.
             if placement.lookup is not None:
                 return _embed(params["embed_VD"], token_BL, placement, placement.lookup)
             return _embed(

@@ -289,7 +289,7 @@ class Optimizer:
         new_param, new = jax.tree.map(
             lambda n, o: jnp.where(update.applied, n, o), (new_param, new), (param, leaf)
         )
-        # After the select: a rejected update must not mark the old parameter.
+        # After the select, so that the count sees the arrays that the state will hold.
         return mark_nonfinite(new_param, new), new
 
     def _with(self, name: str) -> ParamTree:

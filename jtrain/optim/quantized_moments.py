@@ -86,7 +86,7 @@ def blocks_of(info: ParamInfo) -> Blocks | None:
     if letter is None or not info.dims.startswith("Y"):
         return None
     dim = info.dims.index(letter)
-    # The greatest power of two up to 128 that divides the dimension, since 128 is one.
+    # The greatest power of two up to 128 that divides the dimension: 128 has no other divisors.
     length = math.gcd(info.shape[dim], LONGEST)
     return Blocks(letter, dim - len(info.dims), length) if length >= SHORTEST else None
 
@@ -173,7 +173,7 @@ def _cell(relative: Array, signed: bool) -> Array:
     code = jnp.zeros(relative.shape, jnp.int32)
     for k in range(first_decade, first_decade + _DECADES):
         decade_start = 10.0 ** (k - _levels(signed) - 1)
-        # A decade from low to 10 low is cut into 2^k equal cells, 9 low / 2^k wide.
+        # A decade ends at 10 times its start: 2^k equal cells, each 9 decade_start / 2^k wide.
         cell = jnp.floor((relative - decade_start) * (2**k / (9 * decade_start))).astype(jnp.int32)
         code = jnp.where(relative >= decade_start, 2**k + jnp.clip(cell, 0, 2**k - 1) - first_decade, code)
     return code

@@ -66,7 +66,7 @@ def to_bfloat16(x: Array, bits: Array) -> Array:
     Values that bfloat16 represents exactly and non-finite values stay unchanged.
     """
     word = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    # A carry out of the lower 16 bits rounds up, with the probability of what they hold.
+    # A carry out of the lower 16 bits rounds up; its probability is what they hold, divided by 2^16.
     word = (word + (bits >> 16)) & jnp.uint32(0xFFFF0000)
     return jnp.where(jnp.isfinite(x), jax.lax.bitcast_convert_type(word, jnp.float32), x).astype(jnp.bfloat16)
 
@@ -101,7 +101,7 @@ def _uint32(x: int | Array) -> Array:
 
 
 def mix_bits(h: Array) -> Array:
-    """Murmur3's 32-bit finaliser: every input bit changes half of the output bits."""
+    """Murmur3's 32-bit finaliser: every input bit changes half of the output bits on average."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x85EBCA6B)
     h = (h ^ (h >> 13)) * jnp.uint32(0xC2B2AE35)
     return h ^ (h >> 16)

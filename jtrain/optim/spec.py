@@ -142,7 +142,7 @@ class Muon(AdamW):
 def _check_decay_rate(field: str, rate: float, moment_dtype: str) -> None:
     """Refuses a decay rate whose updates round to nothing in the moment's dtype."""
     check_number(field, rate, "of at least 0 and below 1", lambda x: 0 <= x < 1)
-    # An update moves a moment by (1 - b) of its distance: below half a unit it rounds back.
+    # An update moves a moment by (1 - b) of its distance to the target; below half an ulp it rounds back.
     stall = _STALL[moment_dtype] / (1.0 - rate)
     if stall > _MAX_STALL:
         raise UserError(

@@ -128,7 +128,6 @@ def select_params(infos: ParamTree, is_selected: Callable[[ParamInfo], bool]) ->
     selected = {}
     for key, value in infos.items():
         if isinstance(value, Mapping):
-            # An empty branch would be a leafless node that a checkpoint's tree does not have.
             if branch := select_params(dict(value), is_selected):
                 selected[key] = branch
         elif is_selected(value):

@@ -10,7 +10,7 @@ def check_number(field: str, value: object, allowed: str, is_allowed: Callable[[
     """Raises UserError unless `value` is a finite number that `is_allowed`; `allowed` describes it."""
     if (
         not isinstance(value, int | float)
-        # True is an int in Python, but no number that a user meant.
+        # True is an int in Python, but not a number that a user means.
         or isinstance(value, bool)
         or not math.isfinite(value)
         or not is_allowed(value)
@@ -21,7 +21,7 @@ def check_number(field: str, value: object, allowed: str, is_allowed: Callable[[
 def check_steps(field: str, value: object) -> None:
     """Raises UserError unless `value` is a number of steps (int) or a fraction of the run (float)."""
     steps = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    # 1.0 is refused: one step or the whole run?
+    # 1.0 is refused: it could mean one step or the whole run.
     fraction = isinstance(value, float) and 0.0 <= value < 1.0
     if not (steps or fraction):
         raise UserError(

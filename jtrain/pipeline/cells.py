@@ -114,7 +114,7 @@ def _placement(
         if misplaced is None:
             return chunks, placement
         misfits.append((lines[misplaced[0]][0], *misplaced, placement))
-    # The placement that holds the furthest is the one that the user meant.
+    # The placement that holds the furthest is probably the one that the user meant.
     number, p, op, placement = max(misfits, key=lambda misfit: misfit[:2])
     # Cells are counted from 1, as spreadsheets do.
     cell = next(i for i, cell in enumerate(lines[p][1], start=1) if cell.strip() == str(op))

@@ -15,7 +15,7 @@ Example: 1F1B over P = 2 workers with 2 microbatches and unit costs, F = 1 and B
     worker 0   0F0 0F1 .   .   0B0 0B0 .   0B1 0B1
     worker 1   .   1F0 1B0 1B0 1F1 1B1 1B1 .   .
 
-ends at 9. Each worker computes for 6, so the bubble is 1 - 12 / 18 = 1/3: it waits for (P - 1)(F + B) = 3.
+ends at 9. Each worker computes for 6 and waits for (P - 1)(F + B) = 3, so the bubble is 1 - 12 / 18 = 1/3.
 """
 
 import collections
@@ -105,13 +105,12 @@ class PipelineTimeline:
 
     @property
     def peaks(self) -> tuple[int, ...]:
-        """For each worker the most chunks and microbatches in flight, the memory that papers give."""
+        """For each worker the most chunks and microbatches in flight, papers' measure of memory."""
         return tuple(max(count for _, count in steps) for steps in self.in_flight())
 
 
 def _in_flight(spans: tuple[Span, ...]) -> tuple[tuple[float, int], ...]:
     changes: collections.Counter[float] = collections.Counter()
-    # A microbatch counts from the start of its F to the end of its last backward part.
     for span in spans:
         if span.op.kind == "F":
             changes[span.start] += 1
@@ -146,7 +145,6 @@ def dataflow(schedule: PipelineSchedule, costs: Costs) -> PipelineTimeline:
                     ends[need] + costs.message * (schedule.worker(need.stage) != worker)
                     for need in needs
                 ]
-                # The worker must be free and every input there.
                 start = max([own_spans[-1].end if own_spans else 0.0, *arrivals])
                 ends[op] = start + costs.of(op)
                 own_spans.append(Span(op, start, ends[op]))
@@ -172,7 +170,7 @@ def lockstep(ticks: Ticks, costs: Costs, *, meeting: Meeting = "all") -> Pipelin
         starts = list(ends)
         if number:
             starts = [
-                # Chain permutes: p - 1, p and p + 1 must have ended the tick.
+                # Chain permutes: p - 1, p and p + 1 must have ended the tick before.
                 (max(ends) if meeting == "all" else max(ends[max(0, worker - 1) : worker + 2])) + message
                 for worker in range(stages)
             ]

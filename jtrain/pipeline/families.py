@@ -112,7 +112,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 2) -> PipelineSche
             f"microbatches={microbatches}: schedule interleaved runs them in groups of stages={stages}. "
             f"Nearest numbers that fit: {nearest}; or take schedule 1f1b."
         )
-    # P = 2, v = 2, M = 4: (0, 0), (0, 1), (1, 0), (1, 1), then the same for microbatches 2 and 3.
+    # (chunk, m) for P = 2, v = 2, M = 4: (0, 0), (0, 1), (1, 0), (1, 1), then those of microbatches 2 and 3.
     turns = [
         (chunk, group * stages + m)
         for group in range(microbatches // stages)

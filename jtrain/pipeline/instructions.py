@@ -164,7 +164,7 @@ def _with_messages(schedule: PipelineSchedule, worker: int) -> Iterator[WorkerIn
         yield _pass_instruction(schedule, kind, stage, m)
         if 0 <= target <= last and (peer := schedule.worker(target)) != worker:
             yield _pass_instruction(schedule, "SEND_F" if forward else "SEND_B", stage, m, peer)
-        # I and B read both for the last time; a W has its stash.
+        # I and B are the last to read the input and the cotangent; a W has its stash.
         if not forward:
             yield _pass_instruction(schedule, "FREE_F", stage, m)
             yield _pass_instruction(schedule, "FREE_B", stage, m)
@@ -204,11 +204,10 @@ def _with_slots(
     counts: dict[Array, int] = dict.fromkeys(ARRAYS, 0)
     slots: dict[Value, int] = {}
 
-    # Of a value that has one already, the same: reads, writes and the free agree.
+    # A value keeps its slot, so that its write, its reads and its free agree.
     def slot(value: Value) -> int:
         if value not in slots:
             if not free_slots[value.array]:
-                # No slot is free: one more.
                 heapq.heappush(free_slots[value.array], counts[value.array])
                 counts[value.array] += 1
             slots[value] = heapq.heappop(free_slots[value.array])

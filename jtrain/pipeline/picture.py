@@ -68,7 +68,7 @@ def memory_rows(timeline: PipelineTimeline, *, width: int) -> list[Text]:
 
 def _columns(timeline: PipelineTimeline, width: int) -> tuple[float, int]:
     """Columns per unit of time, and of the whole time; the shortest operation takes up to 4 whole columns."""
-    # 26 columns for `worker 123`, the number in flight and its words.
+    # 25 columns for `worker 123` and ` 1234 in flight`, and one to spare.
     room = max(20, width - 26)
     shortest = min(span.end - span.start for spans in timeline.workers for span in spans)
     # Whole columns per operation keep equal operations equally wide.
@@ -102,7 +102,7 @@ def svg(
     """
     names = range(len(timeline.workers)) if workers is None else workers
     height = _ROW * len(names) + 60
-    # All lanes on one scale, so that vertical lines are moments.
+    # All lanes on one scale, so that a vertical line is one moment.
     scale = _WIDTH / timeline.makespan
     highest = max(timeline.peaks)
     parts = [
@@ -134,7 +134,7 @@ def svg(
 def _box(span: Span, top: int, scale: float, stages: int) -> str:
     """An operation with its name, if there is room, and times as a tooltip."""
     x, width = _LEFT + span.start * scale, (span.end - span.start) * scale
-    # The chunk, as the lower case does in text.
+    # Later chunks are paler, as they are in lower case in text.
     pale = 0.55 if span.op.stage >= stages else 1.0
     box = (
         f'<g><title>{span.op}: {span.start:.6g} to {span.end:.6g}</title><rect x="{x:.2f}" y="{top}" '

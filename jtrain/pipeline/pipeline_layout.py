@@ -36,8 +36,7 @@ def virtual_stages(spec: PipelineSpec, stages: int) -> VirtualStages:
       UserError: a CSV file cannot be read, or is for another number of stages.
     """
     if spec.is_file:
-        # Only the file knows its chunks and placement; the number of microbatches is checked in
-        # `schedule_of`.
+        # Only the file knows its chunks and placement; `schedule_of` checks the number of microbatches.
         schedule = read_csv(Path(spec.schedule), stages=stages)
         chunks, placement = schedule.chunks, schedule.placement
     else:

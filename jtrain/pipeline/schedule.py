@@ -199,5 +199,5 @@ def worker_of(stage: int, stages: int, placement: ChunkPlacement) -> int:
 
 def stage_of(worker: int, chunk: int, stages: int, placement: ChunkPlacement) -> int:
     """The virtual stage that is chunk `chunk` of `worker`, of `stages` workers."""
-    # Chunk 1 of worker p is the p-th virtual stage from the end.
+    # Chunk 1 of worker p is the p-th virtual stage from the end, counted from 0.
     return 2 * stages - 1 - worker if placement == "v" and chunk else chunk * stages + worker

@@ -49,7 +49,6 @@ class TickCounts:
 
     def makespan(self, forward: float, by_input: float, by_weight: float) -> float:
         """Time of all ticks, each as long as its slowest worker, by the times of F, I and W of a chunk."""
-        # One meeting per tick: every worker waits for the slowest.
         longest = (
             count * max(f * forward + i * by_input + w * by_weight for f, i, w in work)
             for work, count in self.works.items()
@@ -64,7 +63,7 @@ class TickCounts:
     def extrapolate(self, second: "TickCounts", times: int) -> "TickCounts":
         """Sizes as far again beyond `second` as `second` is beyond these, `times` times.
 
-        Example: 1F1B over 2 stages takes 6 ticks for 4 microbatches and 7 for 5. For 100 that is
+        Example: fused 1F1B over 2 stages takes 6 ticks for 4 microbatches and 7 for 5. For 100 that is
         7 + 95 * (7 - 6) = 102.
         """
 

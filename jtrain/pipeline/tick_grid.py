@@ -160,7 +160,7 @@ class _Streams:
                     self.unsplit[stage, microbatch] = True
         forward, backward, _ = np.arange(3 * size).reshape(3, *shape)
         no_need = np.full((1, shape[1]), self.always)
-        # By kind: F0 needs nothing and F the F before it; I or B its F; W its I.
+        # By kind: F of virtual stage 0 needs nothing, any other F the F before it; I or B its F; W its I.
         first = [no_need, forward[:-1], forward, backward]
         second = [np.repeat(no_need, shape[0], 0), backward[1:], no_need, np.repeat(no_need, shape[0], 0)]
         end_markers = [self.never, self.always]
@@ -170,11 +170,11 @@ class _Streams:
         )
 
     def initially_done(self) -> npt.NDArray[np.bool_]:
-        """For each number whether it is done before the first tick: those that the schedule does not have."""
+        """True for each number that is done before the first tick: those that the schedule does not have."""
         is_done = np.ones(3 * self.size + 2, np.bool_)
         for stream in self.streams:
             is_done[stream] = False
-        # `always` keeps its True.
+        # Two numbers are in no stream: `always` keeps its True, `never` must not.
         is_done[self.never] = False
         return is_done
 

@@ -193,7 +193,7 @@ class Ticks:
 def make_ticks(schedule: PipelineSchedule, packing: Packing = "fused") -> Ticks:
     """Packs a valid schedule (`checker.check`) and lowers it to the table."""
     grid = pack(schedule, packing)
-    # Slots first: nearly every column of the table is one.
+    # Slots first: 14 of the 23 columns of the table are slots.
     inputs, cotangents, stashes = (_assign(schedule, lives) for lives in grid.lives)
     # NONE everywhere, so that a column without work reads as nothing to do.
     table = np.full((grid.num_ticks, schedule.stages, len(Field)), NONE, np.int32)
@@ -220,7 +220,7 @@ def _assign(schedule: PipelineSchedule, lives: Lives) -> _Slots:
     slots_by_end: list[list[tuple[int, int]]] = [[] for _ in range(schedule.stages)]
     counts = [0] * schedule.stages
     values = np.stack([lives.start, lives.end, lives.stage, lives.microbatch], 1)
-    # In order of their starts: a greedy choice is then optimal, as for intervals on a line.
+    # In order of their starts: as for intervals on a line, any free slot then gives the fewest slots.
     for start, end, stage, microbatch in sorted(values.tolist()):
         worker = schedule.worker(stage)
         # Both ends are included, so a slot is free only after the moment at which its value ends.
@@ -229,7 +229,6 @@ def _assign(schedule: PipelineSchedule, lives: Lives) -> _Slots:
         if not free_slots[worker]:
             heapq.heappush(free_slots[worker], counts[worker])
             counts[worker] += 1
-        # The lowest free slot: the number of slots is then the largest number of values alive at once.
         slots[stage, microbatch] = slot = heapq.heappop(free_slots[worker])
         heapq.heappush(slots_by_end[worker], (end, slot))
     return _Slots(slots, tuple(counts))
@@ -256,12 +255,12 @@ def _fill_forward(
     # On all workers, for the embedding is split over them; so is the head below.
     table[tick[is_first], :, Field.EMBED_MICROBATCH] = microbatch[is_first, None]
     table[tick[is_last], :, Field.HEAD_MICROBATCH] = microbatch[is_last, None]
-    # Of the last virtual stage: its cotangent is the gradient of the loss.
+    # The cotangent of the last virtual stage is the gradient of the loss.
     table[tick[is_last], worker[is_last], Field.HEAD_COTANGENT] = cotangents[-1, microbatch[is_last]]
     for source in range(schedule.virtual_stages - 1):
         hop, is_source = schedule.activation_hop(source), stage == source
         assert hop is not None
-        # The value lies in the receiver's slot for virtual stage source + 1, from this tick's step 7 on.
+        # Filled at the end of the tick (step 7 above): the receiver's input slot of virtual stage source + 1.
         arriving_slots = inputs[source + 1, microbatch[is_source]]
         table[tick[is_source], schedule.worker(source + 1), arriving_input(hop)] = arriving_slots
 
@@ -281,7 +280,7 @@ def _fill_backward(
     is_first = stage == 0
     # dx of virtual stage 0 is the gradient of the embedded tokens.
     table[tick[is_first], :, Field.EMBED_GRADIENT_MICROBATCH] = microbatch[is_first, None]
-    # Virtual stage 0 sends no cotangent: its dx is the embedding's gradient.
+    # From 1 on: virtual stage 0 sends no cotangent.
     for source in range(1, schedule.virtual_stages):
         hop, is_source = schedule.cotangent_hop(source), stage == source
         assert hop is not None

@@ -168,7 +168,7 @@ def _streamed_update(
 
         def update(index: SliceIndex, pieces: Arrays) -> Arrays:
             layer, part = slices.place(index)
-            # Only the count's old slice: the new one is computed below.
+            # The old count is not read: the new one is computed below.
             del pieces[_COUNT]
             if is_stacked:
                 pieces = {name: x[0] for name, x in pieces.items()}

@@ -94,6 +94,7 @@ class Ends:
     ) -> Float[Array, "B _"]:
         """Cross entropy of each token at this device's positions along `tensor`, the same on every stage."""
         weights = self._weights(trained)
+        # [None]: this stage's tokens as one row, for a model that takes [B, L].
         x_BLD = self.model.normed(weights, self._own_tokens(y_BLD)[None], self.placement)
         target_BL = self._targets_by_owner(target_BL, y_BLD)[None]
         own_T = self.model.nats_of(weights, x_BLD, target_BL, self.placement)[0]

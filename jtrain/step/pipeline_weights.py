@@ -49,7 +49,7 @@ def chunks_of(
         # Cotangents of each layer's losses: the coefficients, divided as `Transformer.loss` divides them.
         router = RouterLosses(*loss_weights_2)
     split_paths = frozenset[str]()
-    # Of the same matrices that could multiply in 8 bits: norm scales, routers and experts are not split.
+    # The matrices that could multiply in 8 bits: norm scales, routers and routed experts are not split.
     if ticks_of(layout).schedule.splits_backward:
         split_paths = frozenset(info.path.removeprefix("layers.") for info in fp8_weights(infos))
     return StageChunks(

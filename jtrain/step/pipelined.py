@@ -82,7 +82,7 @@ def pipelined_gradients(
     """
     assert layout.pipeline is not None
     if gathers_once(layout):
-        # Once per step: inside the ticks layers then see stage 1, and nothing is gathered or scattered there.
+        # Once per step: layers inside the ticks then see ZeRO-1, and neither gather nor scatter there.
         full_layout, params = gather_once(layout, params)
         grads, amax, nats = pipelined_gradients(model, full_layout, params, scaling, parts, unit)
         return scatter_once(layout, grads), amax, nats
@@ -253,7 +253,7 @@ class _Worker:
         def evaluate(nats_MBL: Array) -> Array:
             return store(nats_MBL, microbatch, self.ends.nats(trained, y_BLD, parts.target_BL[microbatch]))
 
-        # Again equal on all workers: the loss sums over `stage`.
+        # This column is the same on all workers too: the loss sums over `stage`.
         return jax.lax.cond(microbatch != NONE, evaluate, lambda nats_MBL: nats_MBL, nats_MBL)
 
     def _loss(

@@ -81,9 +81,9 @@ def suspects(
 ) -> list[int]:
     """Returns the numbers of the devices that may compute wrongly; empty if all words agree.
 
-    A difference lies with the device itself or its neighbour. A device that computes wrongly each time
-    differs both times, so of three and more devices in a row it is named alone, together with those that it
-    shares its layers with.
+    A difference lies with the device itself or its neighbour. A device that computes wrongly each time takes
+    part in two differences, so of three and more devices in a row it alone is named, or it and those that
+    compute the same layers with it.
 
     Args:
       own, moved: signatures of the sequences as they lie, and moved to the neighbour.
@@ -217,7 +217,7 @@ def _run_stage_layers(
     unroll = 1 if model.scan_layers else len(jax.tree.leaves(layers)[0])
     layer, shared = model.layer(ends.placement), model.shared(part)
     x_BLD, _ = scan_layers(layer, (x_BLD, losses), layers, shared, unroll=unroll)
-    # The layers are differentiated by the sum of their output alone; the loss is only recorded.
+    # The layers' gradients come from the sum of their output alone; the loss is only recorded.
     nats, _, _ = ends.loss(end_weights, jax.lax.stop_gradient(x_BLD), part.target_BL, unit)
     return jnp.sum(x_BLD.astype(jnp.float32)) * unit, nats
 

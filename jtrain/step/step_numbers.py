@@ -13,7 +13,7 @@ NAMES = ("loss_nats", "grad_norm")
 
 @dataclasses.dataclass(frozen=True)
 class StepNumbers:
-    """StepNumbers of one step, as the devices computed them.
+    """Numbers of one step, as the devices computed them.
 
     values: loss and gradient norm.
     bounds: the largest good values of both; infinite where there is no bound.
@@ -50,7 +50,7 @@ class StepNumbers:
     @property
     def strange_devices(self) -> list[int]:
         """Devices, in the order of the mesh, whose share of the loss or new state is not finite."""
-        # Either is enough: a device may hold a bad weight whose share of the loss is still finite.
+        # Either is enough: a device may hold a bad weight while its share of the loss is still finite.
         return np.flatnonzero(~np.isfinite(self.by_device[:, 0]) | (self.by_device[:, 1] > 0)).tolist()
 
     @property

@@ -134,7 +134,6 @@ def trained_part(layout: Layout, params: Params) -> Params:
         if layout.spec.zero_stage == 2 and _splits_data(layout, p):
             assert p.zero_dim is not None
             shape[p.zero_dim] //= layout.mesh.zero_shards
-        # The value is never read: JAX differentiates by it, and the forward pass reads the real parameter.
         return jnp.zeros(shape, value.dtype)
 
     return jax.tree.map(leaf, param_tree(layout, lambda p: p), params)
@@ -173,7 +172,7 @@ def gather_once(layout: Layout, params: Params) -> tuple[Layout, Params]:
 
     Layers then gather nothing, and their gradients are whole until `scatter_once`.
     """
-    # Stage 1 has whole weights and whole gradients in the layers, which is the state between the two calls.
+    # Under ZeRO-1 layers have whole weights and whole gradients, as they do between the two calls.
     spec = dataclasses.replace(layout.spec, zero_stage=1)
 
     def leaf(p: ParamLayout, value: Array) -> Array:
