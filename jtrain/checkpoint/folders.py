@@ -84,9 +84,7 @@ def _sizes(folder: str, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def hash_of(path: Path) -> str:
-    """Returns the 128-bit blake2b of a file: 1.3 GB/s per core on any CPU; hashlib releases the GIL
-    meanwhile.
-    """
+    """Returns the 128-bit blake2b of a file: 1 GB/s per core; hashlib releases the GIL meanwhile."""
     return read(path)[1]
 
 

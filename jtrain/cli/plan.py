@@ -232,7 +232,7 @@ def execute(args: Args) -> int:
     from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
     from jtrain.report.terminal import new_console
 
-    # Refused rather than ignored.
+    # Options that would have no effect are refused, not ignored.
     if args.top is not None and not (args.search and args.compile):
         raise UserError(
             f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile."
