@@ -141,7 +141,7 @@ def orbax_lists(shardings: Mapping[tuple[str, ...], str]) -> dict[str, bytes]:
         "store_array_data_equal_to_fill_value": True,
         "custom_metadata": None,
     }
-    # Orbax names a leaf by the base64 of its dotted path in this file, and by `str(keys)` in the other.
+    # Orbax names a leaf by the base64 of its dotted path in `_sharding`, and by `str(keys)` in `_METADATA`.
     noted = {base64.b64encode(".".join(keys).encode()).decode(): text for keys, text in shardings.items()}
     return {LEAVES: json.dumps(body).encode(), SHARDINGS: json.dumps(noted).encode()}
 

@@ -117,8 +117,7 @@ def write_arrays(
         if stored:
             digest = object_stores.write(path / name, data)
         else:
-            # All threads share `made`. Two that add one folder at
-            # once only create it twice, which `exist_ok` allows.
+            # All threads share `made`: two may create one folder at once, which `exist_ok` allows.
             parent = os.path.dirname(name)
             if parent not in made:
                 os.makedirs(path / parent, exist_ok=True)
@@ -129,7 +128,8 @@ def write_arrays(
     def work() -> Hashes:
         hashes: Hashes = {}
         disk = HashedIO()
-        low = not background or stored  # a store waits for the network, and its client's threads stay
+        # A store waits for the network, and threads that its client starts here would keep the low priority.
+        low = not background or stored
         try:
             # Chunks in the state's memory go at full priority,
             # because `save` waits for them; copies may take longer.
@@ -156,11 +156,11 @@ def write_arrays(
 
     with open_pool() as pool:
         hashes: Hashes = {}
-        # Not earlier: the first file that is forced to the disk takes the names of the others along.
         for future in [pool.submit(work) for _ in range(pool._max_workers)]:
             # `result` raises the first failure of a thread; the pool
             # then waits for the others, which find no chunks.
             hashes |= future.result()
+    # Not earlier: the first file that is forced to the disk takes the names of the others along.
     if not stored:
         atomic_io.sync_all([path / name for name in hashes], [path / name for name in made])
     return hashes
@@ -233,11 +233,11 @@ def find_missing_parts(path: Path, hashes: Hashes, leaves: dict[str, files.Manif
             lines.append(
                 f"{name} was written by one process and cannot be seen by process {jax.process_index()}"
             )
-        # `state/<leaf>/<chunk>` is the only path of three parts.
+        # A chunk is `state/<leaf>/c...`; beside it lies only the leaf's zarr.json.
         _, leaf, file = name.split("/") if name.count("/") == 2 else ("", "", "")
         if file.startswith(array_files.CHUNK):
             stored[leaf] += size
-    # Every file can be there and a process still have written too few: it saw fewer shards than it holds.
+    # Every file that was told can be there, and no process may have written some shard of a leaf.
     lines += [
         f"{name} has {stored[name]} bytes in all its files, not {leaf.bytes}"
         for name, leaf in leaves.items()

@@ -84,9 +84,7 @@ def _sizes(folder: str, prefix: str) -> Iterator[tuple[str, int]]:
 
 
 def hash_of(path: Path) -> str:
-    """Returns the 128-bit blake2b of a file: 1.3 GB/s per core on any CPU; hashlib releases the GIL
-    meanwhile.
-    """
+    """Returns the 128-bit blake2b of a file: 1 GB/s per core; hashlib releases the GIL meanwhile."""
     return read(path)[1]
 
 
@@ -97,8 +95,7 @@ def read(path: Path) -> tuple[int, str]:
     if in_store(path):
         store = _store(path)
         block = store.cat_file(str(path), start=0, end=_STORE_READ_BYTES)
-        # Most files are read by one request. A longer one tells
-        # its size first: a read behind its end would fail.
+        # A small file takes one request. A longer one tells its size: a read behind its end would fail.
         size = store.info(str(path))["size"] if len(block) == _STORE_READ_BYTES else len(block)
         digest.update(block)
         for start in range(len(block), size, _STORE_READ_BYTES):
@@ -117,12 +114,12 @@ def move(folder: Path, new: Path, *, first: str) -> None:
     if not in_store(folder):
         folder.rename(new)
         return
-    # `list` waits for all copies and raises the first failure: nothing may be removed before.
+    # `list` raises the first failure of a copy: then nothing is removed.
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
         list(
             pool.map(lambda name: _store(folder).cp_file(str(folder / name), str(new / name)), sizes(folder))
         )
-    # Only after every copy: a kill in between leaves both folders, and none incomplete.
+    # Only after every copy: until then a kill leaves the old folder whole.
     remove(folder, first=first)
 
 

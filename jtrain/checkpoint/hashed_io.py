@@ -90,8 +90,7 @@ class HashedIO:
         try:
             direct = len(data) >= DIRECT_BYTES and _set_direct(handle, True)
             copies = direct and source.ctypes.data % PAGE_BYTES != 0
-            # Hash and write alternate per block of 4 MiB: the
-            # block is still in the CPU's cache for the write.
+            # Block by block: the checksum finds in the CPU's cache what the hash has just read.
             for start in range(0, len(data), BLOCK_BYTES):
                 part = source[start : start + BLOCK_BYTES]
                 if copies:
@@ -100,7 +99,7 @@ class HashedIO:
                 block = memoryview(part)
                 digest.update(block)
                 checksum.update(block)
-                # O_DIRECT takes multiples of a page only, so the last bytes go through the cache.
+                # O_DIRECT takes multiples of a page only, so the last block goes through the cache.
                 if direct and len(part) % PAGE_BYTES:  # the end of the file
                     direct = _set_direct(handle, False)
                 direct = _write_block(handle, block, direct=direct)
@@ -116,9 +115,9 @@ class HashedIO:
             direct = size >= DIRECT_BYTES and _set_direct(handle, True)
             for start in range(0, size, BLOCK_BYTES):
                 block_bytes, filled = min(BLOCK_BYTES, size - start), 0
-                # The kernel writes zeros into any more.
+                # Up to a whole page, as O_DIRECT asks: the file may end within it.
                 aligned_bytes = -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
-                # One read may return less, and a signal or a network file system often does.
+                # One read may return less: after a signal, or from a network file system.
                 while filled < block_bytes:
                     try:
                         count = os.readv(handle, [memoryview(self._bytes[filled:aligned_bytes])])
@@ -139,7 +138,7 @@ class HashedIO:
 
 
 def pages(size_bytes: int) -> mmap.mmap:
-    """Returns memory of its own from the kernel, of whole pages, which gets it back once nobody holds it.
+    """Returns new memory of whole pages from the kernel, which gets it back once nobody holds it.
 
     Raises:
       OSError: there is not so much memory.

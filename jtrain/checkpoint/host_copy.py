@@ -151,7 +151,7 @@ class StateChunks:
             finally:
                 with self._changed:
                     self._reading -= 1
-                    # Back to the end it came from, so that the writers meet it last.
+                    # Without a copy, back to the end it came from, so that the writers meet it last.
                     (self._in_state if copied is None else self._copied).append(copied or chunk)
                     self._changed.notify_all()
 
@@ -208,9 +208,7 @@ def _chunks(leaf: str, shard: Any, parts: list[ShardPart]) -> Iterator[StateChun
 
 
 def _copies(chunks: Collection[StateChunk]) -> list[StateChunk]:
-    """Returns the chunks in memory of their own, which is free when the last of them is; each begins with a
-    page.
-    """
+    """Returns copies of the chunks in one new piece of memory, which is free once the last of them is."""
     if not chunks:
         return []
     # Each copy begins on a page, since O_DIRECT writes from whole pages only.

@@ -128,7 +128,7 @@ async def read_placed(stored: Any, like: jax.ShapeDtypeStruct, order: LayerOrder
     for device, index in sharding.addressable_devices_indices_map(like.shape).items():
         holders.setdefault(str(index), []).append((device, index))
     arrays: list[jax.Array] = []
-    for replica_holders in holders.values():  # the host holds one part at a time
+    for replica_holders in holders.values():
         # In a loop with await, not gathered: two parts at once could exceed the host's memory.
         part = await _read_part(stored, like, replica_holders[0][1], order)
         for device, _ in replica_holders:

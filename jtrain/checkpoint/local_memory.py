@@ -104,7 +104,7 @@ class LocalMemory:
                 restored = step, *read
                 break
         # Barrier: no process may remove a slot that another one still fetches.
-        multihost.agree(True)  # all processes have restored
+        multihost.agree(True)
         if self._neighbours.is_first_of_host:
             self._forget(lambda step: restored is None or step != restored[0])
         # Barrier: no process may write a slot that the first process of its host still removes.
@@ -260,7 +260,7 @@ class LocalMemory:
 
     def _free_slot(self) -> Path:
         """Returns the slot to write over: not the one that all processes have."""
-        # None, before any save: then both slots are free.
+        # No slot is the newest before the first save: then both are free.
         first, second = (self.own_folder / name for name in SLOTS)
         return second if self._newest_everywhere == first else first
 
@@ -364,7 +364,7 @@ class LocalMemory:
 
     def _identity(self) -> str:
         """Returns the run's identity, made by process 0 when the run first keeps a state."""
-        # Only arrays of numbers can be sent: the identity travels as 16 ASCII bytes.
+        # `from_process_zero` sends numbers of one shape: the identity travels as 16 ASCII bytes.
         identity = b""
         if self._process == 0:
             if not self._id_file.exists():

@@ -47,7 +47,7 @@ def set_aside(folder: Path, step: int) -> str:
         for number in range(1, len(taken_names) + 2)
     )
     name = next(name for name in names if name not in taken_names)
-    # In a store the old manifest goes before the rest: no kill leaves two complete checkpoints.
+    # In a store the old manifest goes before the rest: a kill leaves no partial checkpoint under the step.
     folders.move(folder / str(step), folder / name, first=MANIFEST)
     return name
 
@@ -63,10 +63,10 @@ def delete(folder: Path, step: int) -> None:
     """Deletes a checkpoint. Renames it first, so that a kill leaves no partial checkpoint under a step's
     name.
 
-    In a store, where nothing can be renamed, its manifest goes first, and an empty file `deleted` says why.
+    In a store, where nothing can be renamed, its manifest goes first, and an empty file `.deleted` says why.
     """
     if in_store(folder):
-        # The mark goes first: a kill between the two lines leaves a folder that `sweep` knows it may remove.
+        # The mark comes before the manifest goes: it tells `sweep` that a deletion left the rest.
         (folder / str(step) / _DELETED).write_text("")
         folders.remove(folder / str(step), first=MANIFEST)
         return

@@ -99,7 +99,6 @@ def restore_newest(
             )
         ]
         warnings += [_lost_line(folder, checkpoint) for checkpoint in passed if checkpoint.step < step]
-        # After the renames, so that the names in the messages are those on the disk.
         warnings += _missing_newest(folder, step, passed)
         return Restored(step, state, read_data_state(folder, step), tuple(warnings))
     if not passed:
@@ -250,7 +249,7 @@ def _read(
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
             raise
         failure = error_line(error)
-    # Every process gets here, whatever happened above: the gather is collective.
+    # Also after a failure, unless memory ran out: the gather needs all processes.
     failures = tuple(dict.fromkeys(text for text in multihost.gather_texts(failure) if text))
     return (None, failures) if failures else (state, ())
 
@@ -312,7 +311,7 @@ def _damaged_error(folder: Path, step: int, wrong: tuple[str, ...]) -> Checkpoin
     """Returns the error for a damaged checkpoint; hashes older ones until it finds an intact one to name."""
     path = folder / str(step)
     # Newest first: the intact one closest to the damaged step loses the least work.
-    for older in reversed([older_path for older_path in files.steps(folder) if older_path < step]):
+    for older in reversed([older_step for older_step in files.steps(folder) if older_step < step]):
         older_path = folder / str(older)
         with contextlib.suppress(CheckpointError):
             if not files.find_damage(older_path, files.read_manifest(older_path)):

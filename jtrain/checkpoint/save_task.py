@@ -75,8 +75,7 @@ class SaveTask:
         self._exchange_before = multihost.agreement(f"checkpoint/{attempt - 1}")
         self._folder = folder
         self._final = folder / str(contents.step)
-        # A store has no renames, so that there the manifest alone
-        # tells a checkpoint from the remains of a save.
+        # A store has no renames: there the manifest alone tells a checkpoint from the remains of a save.
         self._partial = (
             self._final if in_store(folder) else folder / f"{contents.step}.{attempt}{removal.PARTIAL}"
         )
@@ -116,7 +115,7 @@ class SaveTask:
         )
         # This process may have failed while others write: its chunks are free before it waits for them.
         self._chunks.drop()
-        # From here on only hashes are read back, beside the steps.
+        # From here on files are only read back, beside the steps.
         if self._background and not in_store(self._folder):
             array_writer.yield_to_steps()
         # Before `written`: process 0 reads the hashes as soon as it has heard that from all.
@@ -196,10 +195,10 @@ class SaveTask:
     def _read_back(self) -> None:
         """Compares this process's share of the files in their final place with what was written."""
         manifest = files.read_manifest(self._final)
+        # All processes sort alike, so their shares cover every file once.
         by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
         share = by_size[multihost.process_index() :: multihost.process_count()]
         hashes = {name: manifest.files[name] for name in share}
-        # All processes sort alike, so their shares cover every file once.
         if wrong := array_writer.find_differences(self._final, hashes, self._checksums):
             raise CheckpointError(f"the files were read back, and {_join_some(wrong)}")
 

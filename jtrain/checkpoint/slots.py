@@ -30,7 +30,7 @@ from jtrain.checkpoint.host_copy import first_element
 
 SLOTS = ("a", "b")
 
-# The C functions return a pointer and take a 64-bit offset: ctypes assumes int for both unless told.
+# `mmap` returns a pointer and takes a 64-bit offset: ctypes assumes int for both unless told.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t]
@@ -123,7 +123,7 @@ def read(slot: Path, manifest: Manifest, like: Any) -> Any:
       CheckpointError: the slot is of another state, or damaged.
     """
     sizes = {name: size for name, (size, _) in manifest.files.items() if name.startswith(f"{files.STATE}/")}
-    # Before hashing: a state of other shapes is not damaged, only of another run.
+    # Before hashing: a state of other shapes is not damaged, but of another model or layout.
     if manifest.leaves != held_leaves(like) or sizes != chunk_sizes(like):
         raise CheckpointError("it is of another model, optimizer or layout")
     if damage := files.find_damage(slot, manifest):

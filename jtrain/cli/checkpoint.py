@@ -114,7 +114,7 @@ def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
     for checked_step in _choose_steps(folder, step, default=files.steps(folder)):
         try:
             manifest = files.read_manifest(folder / str(checked_step))
-            # All files, unlike a restart: this command is asked to read everything.
+            # All files: at a restart each process hashes a share, here there is one process.
             damaged_files = files.find_damage(folder / str(checked_step), manifest)
             what_checked = f"{len(manifest.files)} files, {_size(manifest.file_bytes)}"
         except CheckpointError as error:
@@ -123,7 +123,7 @@ def _verify(folder: Path, step: int | None) -> tuple[Any, int]:
         print(f"step {checked_step}: {'DAMAGED' if damaged_files else 'intact'} ({what_checked})")
         for line in damaged_files:
             print(f"  {line}", file=sys.stderr)
-    # Arrays without a manifest, which no step's folder lists.
+    # Arrays without a manifest, which `files.steps` leaves out.
     for unsealed_step in removal.lost_manifests(folder) if step is None else ():
         rows.append({"step": unsealed_step, "damage": [f"{files.MANIFEST} is missing"]})
         print(f"step {unsealed_step}: DAMAGED ({files.MANIFEST} is missing)")

@@ -31,7 +31,7 @@ def add_options(parser: Parser) -> None:
 
 def generate(args: Args) -> int:
     """Samples as the parsed arguments ask; returns the exit code."""
-    # Before sampling: the platform is chosen before jax is imported.
+    # Before `sampling` is imported: it imports jax, whose platform must be chosen first.
     start_jax(os.environ)
     from jtrain.train.sampling import load, stream  # lazy: importing jax takes over a second
 

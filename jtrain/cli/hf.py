@@ -60,7 +60,6 @@ def import_(args: Args) -> int:
 
 def _start_jax() -> None:
     """Starts jax on the CPU: conversion computes nothing, and host memory has room for a whole model."""
-    # One emulated device: conversion computes nothing, and host memory holds a whole model.
     start_jax(os.environ, emulate_devices=1)
 
 

@@ -69,7 +69,7 @@ def launch(args: Args) -> int:
     if args.processes is not None and not args.supervise:
         raise UserError(f"--processes {args.processes} starts processes from a supervisor. Add --supervise.")
     # These only print, and end: no supervisor, no workdir.
-    if args.dry_run or args.print_config:  # which only print, and end
+    if args.dry_run or args.print_config:
         return train(args)
     if args.workdir is None:
         args.workdir = str(default_workdir(args.config))
@@ -87,7 +87,6 @@ def supervise(args: Args) -> int:
     # None for a URL: supervisors of several hosts meet in folders only.
     workdir = None if re.match(r"\w+:/", args.workdir) else Path(args.workdir)
     command = [sys.executable, "-m", "jtrain.launch", *run_words]
-    # One process, unless --processes says more.
     processes = 1 if args.processes is None else args.processes
     return Supervisor(command, os.environ, processes=processes, workdir=workdir).run()
 

@@ -47,7 +47,6 @@ def add_count(parser: Parser, what: str = "devices (default: those of the config
 
 def start_without_devices() -> None:
     """Starts JAX for a plan: it is for another machine, so JAX must not look for devices of this one."""
-    # Before jax looks for devices: a plan's machine need not be here.
     os.environ.update(AOT_ENVIRONMENT)
     start_jax(os.environ)
 
@@ -82,7 +81,7 @@ def machine_and_price(
         names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops]
         raise UserError(f"no machine is named. Give --device, one of {', '.join(names)}, or --machine FILE.")
     if count is None:
-        # Without a count, one host of the device: its collectives need no network.
+        # Without a count, the config's; without either, one host, whose collectives need no network.
         count = of_config or from_name(args.device).host.devices
     return make_machine(
         args.device, count, host_memory_bytes=args.host_memory, network_bytes_per_s=network

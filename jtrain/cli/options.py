@@ -81,7 +81,6 @@ def output_file(text: str) -> Path:
 
 def number(text: str) -> float:
     """A number above 0 such as `15T`, `300B`, `4M` or `1e9`."""
-    # A number as people write it: 15T, 4M, 1e9.
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([KMBGT]?)", text.strip())
     try:
         value = float(match[1]) * _SUFFIXES[match[2]] if match else math.nan

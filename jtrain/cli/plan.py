@@ -90,7 +90,6 @@ def compile_point(run: "Run", point: "Point") -> Any:
     machine = point.job.machine
     # A plan without a machine has no compiler to ask.
     assert machine is not None
-    # TARGETS and TPUS are what this installation can compile for.
     if machine.device.name not in (*TARGETS, *TPUS):
         raise UserError(
             f"--compile: no compiler for {machine.device.name} is known, only for "
@@ -197,7 +196,7 @@ def search_command(
     from jtrain.report.terminal import print_blocks
 
     # `layout.auto` alone keeps the config's mesh; --search chooses one too.
-    meshes_of = meshes if args.search else lambda _: [run.mesh]  # layout.auto without --search keeps the mesh
+    meshes_of = meshes if args.search else lambda _: [run.mesh]
     # More than are compiled, so that the table has some to compare.
     points = search(task, meshes_of(task), keep=max(10, args.top or TOP))
     if args.search:
@@ -233,7 +232,7 @@ def execute(args: Args) -> int:
     from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
     from jtrain.report.terminal import new_console
 
-    # Refused rather than ignored.
+    # Options that would have no effect are refused, not ignored.
     if args.top is not None and not (args.search and args.compile):
         raise UserError(
             f"--top {args.top} is the number of layouts of a search to compile. Add --search --compile."
@@ -255,7 +254,7 @@ def execute(args: Args) -> int:
     machine, file_price = machine_and_price(args, args.count, of_config=mesh_size(run_config))
     args.price = file_price if args.price is None else args.price
     # The search finds the mesh: what the config says must not bind it.
-    if args.search:  # the search finds the mesh
+    if args.search:
         axes = ("replica", "stage", "data", "expert", "context", "tensor")
         set_values(run_config, {f"mesh.{axis}": 1 for axis in axes} | {"layout.microbatches": 1})
         notes = []

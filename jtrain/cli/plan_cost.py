@@ -60,10 +60,10 @@ def add_tokens_and_price(parser: Parser) -> None:
 def _counts(text: str) -> list[int]:
     """The numbers of --count."""
     try:
-        # Ascending, so that the curve can be read from left to right.
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
+    # Ascending, so that the curve can be read from left to right.
     if not counts or min(counts) < 1 or counts != sorted(set(counts)):
         raise WrongValue(f"{text}: expected ascending whole numbers above 0, such as 64,128,256")
     return counts
@@ -122,7 +122,7 @@ def execute(args: Args) -> int:
         [] if args.against is None else [make_machine(args.against[0], count) for count in counts]
     )
 
-    # Searched for, per count.
+    # The search chooses the mesh and the microbatches for each count.
     set_values(config, {f"mesh.{axis}": 1 for axis in AXES} | {"layout.microbatches": 1})
     choose_loss_chunk(config, first.device)
     run = build_run(config)

@@ -68,7 +68,6 @@ def execute(args: Args) -> int:
                 f"{timed.fabric}: all {timed.fabric.hosts} hosts are under one leaf, so nothing crosses the "
                 "spine. Raise --count, lower network.hosts_per_leaf, or give --flows and --links."
             )
-        # Without a machine there is no collective to time.
         sheet = EcmpSheet(timed.traffic, timed, args.trials, args.seed)
     print_ecmp(sheet)
     if args.shell is not None and sheet.timed is not None:

@@ -68,7 +68,7 @@ def execute(args: Args) -> int:
             f"no run of {days:g} days with {batch:,.0f} tokens a step scales on {machine.device.name}: raise "
             "--days or --batch-tokens, or lower --latency-us."
         )
-    # Only a machine that the user named has a size of its own.
+    # Only the machine of a file has a size of its own.
     count = args.count or (machine.count if args.machine is not None else None)
     own_run = None if count is None else largest_run(cluster, count)
     if count is not None and own_run is None:

@@ -58,7 +58,7 @@ def find(run_or_window: str, step: int | None) -> Path:
     if step is None and any(
         (workdir / run_or_window).exists() for run_or_window in ("breakdown.json", "facts.json")
     ):
-        return workdir  # a window's own folder, possibly copied from its run
+        return workdir  # possibly copied from its run
     windows = {
         int(path.name): path
         for path in (workdir / FOLDER).glob("*")
@@ -134,7 +134,7 @@ def compare(args: Args) -> int:
     from jtrain.profile.report import compare  # lazy: rich
     from jtrain.report.terminal import new_console
 
-    # Two windows of the same run too: the newest of --against with the one that --step names.
+    # Both may be of one run: then its newest window is compared with the one that --step names.
     comparison = compare.compare(
         load(before_folder), load(after_folder), a_name=str(before_folder), b_name=str(after_folder)
     )

@@ -67,7 +67,7 @@ def _check(run: Run, data: int) -> None:
 def _take_devices(
     devices: Sequence[jax.Device], devices_per_process: int, data: int, why_idle: object
 ) -> tuple[list[jax.Device], list[str]]:
-    """Returns the first `each` devices of every process, and the lines that say so."""
+    """Returns the first `devices_per_process` devices of every process, and the lines that say so."""
     taken_devices, num_seen = [], dict[int, int]()
     idle = []
     for device in devices:

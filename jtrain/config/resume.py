@@ -86,7 +86,6 @@ def run_of_checkpoint(config_text: str) -> Run:
       UserError: as `config_from_text` and `build_run`.
     """
     run_config = config_from_text(config_text)
-    # A checkpoint holds whole layers in the model's order, so one stage reads it.
     run_config.mesh.stage = 1
     run_config.mesh.data = 1  # `auto` in a checkpoint of imported weights
     return build_run(run_config)
@@ -99,7 +98,7 @@ def open_checkpoint(checkpoints: Checkpoints, step: int | None) -> tuple[int, Ru
       FileError: there is no checkpoint.
       CheckpointError: there is none of this step.
     """
-    # In every process alike: `latest_step` is a collective.
+    # In every process alike: `latest_step` waits for all.
     step = checkpoints.latest_step() if step is None else step
     if step is None:
         raise FileError(f"No checkpoint in {checkpoints.folder}. Give the --workdir of another run.")
@@ -128,8 +127,7 @@ def differences(saved_text: str, current_text: str) -> list[str]:
 
     Fields in MAY_CHANGE_ON_RESUME are left out. A field that one of them lacks counts as a difference.
     """
-    # Secrets are hidden, so that a renewed signature is not another run.
-    # Both sides through `redact_lines`: config.txt was written with secrets hidden.
+    # Both without secrets, as config.txt was written: a renewed signature is not another run.
     saved_values, current_values = (
         tree.parse(redact_lines(saved_text)),
         tree.parse(redact_lines(current_text)),
@@ -192,7 +190,7 @@ def with_auto_remarks(resolved: str, requested: str) -> str:
     `as_needed`.
     """
     requested_values, resolved_values = tree.parse(requested), tree.parse(resolved)
-    # Only what the run could not decide itself; every other field is as it was given.
+    # Only what was decided for the run; every other field is as it was given.
     open_paths = [
         path
         for path, text in requested_values.items()

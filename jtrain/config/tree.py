@@ -39,7 +39,7 @@ def parse(text: str) -> dict[str, str]:
     for line in text.splitlines():
         if line.startswith("#"):
             continue
-        # From the left at both ends: a value may hold ` = ` or `: `.
+        # The first ` = ` and the first `: ` divide a line: its value may hold both.
         head, _, value = line.partition(" = ")
         paths[head.partition(": ")[0]] = value
     return paths

@@ -100,7 +100,6 @@ def slots(model: Transformer) -> list[Slot]:
     stacked = [path for path in TABLE if path in infos and infos[path].dims.startswith("Y")]
     last_paths = [path for path in TABLE if path in infos and path not in first_paths and path not in stacked]
     ordered_slots = [_slot(infos[path], ()) for path in first_paths]
-    # Layer by layer, as the forward pass needs them.
     for y in range(model.num_layers):
         for path in stacked:
             # With experts, a Hugging Face file has one tensor per expert, jtrain one per layer.
@@ -132,7 +131,6 @@ def to_hf(params: Params, model: Transformer, *, dtype: str) -> Iterator[tuple[s
         leaf: Any = params
         for key in slot.info.path.split("."):
             leaf = leaf[key]
-        # One layer of the stack at a time: memory holds the parameters and this tensor.
         ours = np.asarray(leaf[slot.index] if slot.index else leaf)
         yield slot.name, slot.to_theirs(ours.astype(DTYPES[dtype], copy=False))
 
@@ -153,13 +151,12 @@ def from_hf(
       UserError: tensors are missing, unknown, or differ from the model in shape or dtype; names the tensors.
     """
     slots_by_name = {slot.name: slot for slot in slots(model)}
-    # Buffers of old exports follow from config.json; transformers drops them too.
     tensor_names = {name for name in tensors if not name.endswith(_DERIVED)}
     # With tied embeddings the head is the embedding, and jtrain keeps one array.
     if model.tie_embeddings and _TIED_HEAD in tensor_names:
         _check_tied(tensors)
         tensor_names.remove(_TIED_HEAD)
-    # Before any tensor is read: a name tells at once that weights and config.json are of two models.
+    # Before the weights are read: names tell at once that weights and config.json are of two models.
     _check_names(sorted(slots_by_name.keys() - tensor_names), sorted(tensor_names - slots_by_name.keys()))
     stacks: dict[str, np.ndarray] = {}
     for name, slot in slots_by_name.items():

@@ -84,10 +84,10 @@ def model_from_config(config: Mapping[str, Any]) -> Transformer:
 
 
 def _model(config: Mapping[str, Any]) -> Transformer:
-    # LlamaForSequenceClassification has model_type llama, too.
     model_type = config.get("model_type")
     if model_type not in tuple(ARCHITECTURES):
         raise UserError(f"config.json: model_type={model_type!r} is not one of {', '.join(ARCHITECTURES)}.")
+    # LlamaForSequenceClassification has model_type llama, too.
     classes = config.get("architectures") or [ARCHITECTURES[model_type]]
     if list(classes) != [ARCHITECTURES[model_type]]:
         raise UserError(

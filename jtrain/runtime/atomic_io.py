@@ -23,8 +23,8 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     If the block raises, the new file or folder is removed and `path` keeps its old contents.
 
     Args:
-      durable: force a file to the disk before it is renamed, so that it also survives a power cut; about 10
-        ms.
+      durable: force a file to the disk before it is renamed, so that a power cut leaves the old contents or
+        the new; about 10 ms.
     """
     # Beside the target: a rename is atomic within one file system only.
     new = path.with_name(path.name + ".tmp")
@@ -57,7 +57,6 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True, mode:
 
     with replacing(path, durable=durable) as new, open(new, "wb", opener=opened) as file:
         file_mode = os.fstat(file.fileno()).st_mode
-        # Not on /dev/stdout or a pipe: their modes are not ours.
         if stat.S_ISREG(file_mode):  # a killed run may have left it with other permissions
             os.fchmod(file.fileno(), mode & stat.S_IMODE(file_mode))
         file.write(content.encode() if isinstance(content, str) else content)
@@ -74,8 +73,8 @@ def cannot_write(workdir: Path, error: OSError) -> FileError:
 def sync_all(files: Iterable[Path], directories: Iterable[Path]) -> None:
     """Forces files and the entries of directories to the disk, `_SYNCS` at once.
 
-    A disk empties its cache once for all that wait for it: 76 of a small checkpoint took 216 ms two by two,
-    and 45 ms eight by eight.
+    A disk empties its cache once for all that wait for it: 79 of a small checkpoint took 216 ms two by two
+    and then one by one, and 45 ms eight by eight.
     """
 
     def sync(path: Path) -> None:
@@ -86,8 +85,7 @@ def sync_all(files: Iterable[Path], directories: Iterable[Path]) -> None:
             os.close(handle)
 
     with concurrent.futures.ThreadPoolExecutor(_SYNCS) as pool:
-        # `chain` yields in order, but both maps have submitted
-        # their work by then; `list` raises the first failure.
+        # Both maps have submitted all their work before `chain` yields; `list` raises the first failure.
         list(itertools.chain(pool.map(sync, files), pool.map(sync_directory, directories)))
 
 

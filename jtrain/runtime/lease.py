@@ -265,7 +265,7 @@ class Lease:
         self._soon.set()
         if self._thread is not None:
             self._thread.join(wait_s)
-        # A lost lease belongs to somebody else: deleting it would release theirs.
+        # A lost lease belongs to somebody else: there is nothing to give back.
         if self._entry is not None and not self.is_lost:
             with contextlib.suppress(OSError):  # then the next process finds that this one is gone
                 self._store.delete(self._entry)
@@ -311,11 +311,10 @@ def this_machine() -> str:
 def process_started(pid: int) -> str:
     """Start of a process of this machine, in ticks since boot; empty if there is no such process."""
     try:
-        # The name in parentheses may hold spaces and parentheses.
-        # Field 22 of the line, the 20th after the name.
+        # From the last parenthesis on: the name before it may hold spaces and parentheses itself.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         # Z, X: a zombie holds no lease any more, although its id still exists.
-        return "" if fields[0] in "ZX" else fields[19]
+        return "" if fields[0] in "ZX" else fields[19]  # field 22 of the line, the 20th after the name
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESRCH) and Path("/proc/self/stat").exists():
             return ""
@@ -325,5 +324,5 @@ def process_started(pid: int) -> str:
         return ""
     except OSError:
         pass
-    # Another user's process: it lives, and its start is not known.
+    # The process lives, perhaps another user's, and nothing tells when it started.
     return "unknown"

@@ -144,8 +144,7 @@ class FolderStore:
             # A full disk: without its content the file would name nobody and hold the lease for STALE_S.
             path.unlink(missing_ok=True)
             raise
-        # This number was free because its holder had been
-        # replaced, or had released it, since this process looked.
+        # The number may be free because its holder was replaced, or released it, since this process looked.
         if max(self._names(), default=0) > number or path.with_name(path.name + _RELEASED).exists():
             path.unlink(missing_ok=True)
             return None
@@ -160,7 +159,7 @@ class FolderStore:
             return None
         path = self.folder / str(own.number)
         if content == own.content:
-            # Somebody removed the file; the number is still this holder's.
+            # A file that somebody removed is written again below: the number is still this holder's.
             with contextlib.suppress(FileNotFoundError):
                 os.utime(path)
                 return own

@@ -56,12 +56,12 @@ def own_address() -> str:
     from jax._src import distributed  # public jax does not tell the coordinator's address
 
     host, _, port = (distributed.global_state.coordinator_address or "").rpartition(":")
-    # UDP: `connect` on such a socket sends nothing, and still binds it to the interface.
+    # UDP: `connect` on such a socket sends nothing, and the kernel still chooses the interface.
     [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
         host.strip("[]"), int(port), type=socket.SOCK_DGRAM
     )
     with socket.socket(family, kind, protocol) as to_coordinator:
-        to_coordinator.connect(address)  # sends nothing: the kernel chooses the interface
+        to_coordinator.connect(address)
         return to_coordinator.getsockname()[0]
 
 
@@ -145,7 +145,7 @@ def agree(*flags: bool) -> tuple[bool, ...]:
     steps already dispatched. The host waits for the device, so call it where the loop reads metrics anyway,
     not before each dispatch.
     """
-    # any over the processes: one that stops, fails or has a message is enough.
+    # `any` over the processes: one that stops or fails is enough.
     return tuple(bool(flag) for flag in gather(np.asarray(flags, np.bool_)).any(axis=0))
 
 

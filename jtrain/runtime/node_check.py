@@ -86,7 +86,6 @@ def local_fault() -> str:
             faults.append(matmul_fault(device))
         except Exception as error:  # a broken device raises whatever its driver says
             faults.append(f"{device}: {type(error).__name__}: {error}")
-    # An empty text is no fault.
     return "; ".join(fault for fault in faults if fault)
 
 

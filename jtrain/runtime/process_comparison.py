@@ -68,7 +68,8 @@ def compare_processes(peer: Peer) -> list[str]:
     message that names it: jax's shutdown would wait for it.
 
     Args:
-      own: `this_process` with the config that this process was started with, made before it joins the others.
+      peer: `this_process` with the config that this process was started with, made before it joins the
+        others.
 
     Raises:
       UserError: processes have different versions or configs; the same message in all of them.

@@ -92,7 +92,7 @@ def located(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        # Frames of the user's file alone: the last one is the line that they can mend, deeper ones are ours.
+        # Frames of the user's file alone: the last one is the line that they can mend.
         lines = [frame.lineno for frame in frames if Path(frame.filename).absolute() == path.absolute()]
         # A syntax error has no frame in the file: it was never run.
         if isinstance(error, SyntaxError):

@@ -149,7 +149,7 @@ def check_shared(folder: Path, *, patience_s: float = PATIENCE_S) -> None:
         failed = error_line(error)
     write_failures = multihost.gather_texts(failed)
     hosts = multihost.gather_texts(socket.gethostname())
-    # Only if all could write: otherwise every process would wait for the missing file.
+    # Only if all could write: otherwise some would wait for a file that does not come.
     if not any(write_failures):
         # Process 0 reads all files, the others only its: 2 n reads and not n squared.
         expected_processes = range(count) if index == 0 else [0]

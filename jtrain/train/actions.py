@@ -1,7 +1,7 @@
 """Actions after a step: a save, an evaluation, a copy in local memory.
 
-They follow from numbers alone that are equal in all processes. With `num_steps=10`, a save
-every 4 steps, an evaluation every 5 and a copy every 2, all numbers good:
+They follow from numbers alone that are equal in all processes. With `num_steps=10`, a save every 4 steps, an
+evaluation every 5 and a copy every 2, all numbers good:
 
     step      1  2     3  4     5         6     7  8     9  10
     actions      copy     save  evaluate  copy     save     evaluate, save
@@ -64,7 +64,7 @@ class Cadence:
             is_last=is_last,
             evaluate=self.evaluate_every_steps is not None
             and (is_complete or step % self.evaluate_every_steps == 0),
-            # A checkpoint serves a restart better than a copy in memory.
+            # Not where a save is due: the checkpoint then holds the same state.
             copy=self.copy_every_steps is not None and not save and step % self.copy_every_steps == 0,
             save=save,
         )

@@ -101,13 +101,13 @@ def train(
         ) as callbacks,
         open_local_memory(setup, workdir, checkpoints, config_text) as local,
     ):
-        # Again: the folder may have been empty before.
+        # Again, under the lock: the folder may have been empty before, and another run may have begun in it.
         check_same_run(workdir, config_text, allow=allow_change)
         if jax.process_index() == 0:
             plan = plan_text(job, available=setup.memory_bytes)
             write_run_files(workdir, config_text, mesh, num_processes=jax.process_count(), plan=plan)
         restart = RestartPoint(setup, checkpoints, data_may_change="data" in allow_change)
-        # Announced as a phase, so that goodput and the heartbeat count the restore.
+        # Announced as a phase: a hang of the restore is then named as one.
         with callbacks.during("restore", 0):
             restored = restart.newest(local, workdir=workdir, from_scratch=from_scratch)
         with Metrics(

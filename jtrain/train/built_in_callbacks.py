@@ -17,7 +17,7 @@ from jtrain.train.trace_windows import TraceWindows
 class LockWatch(Callback):
     """Checks the lock before anything is written: at the results of a step, and before each save.
 
-    It comes first of the callbacks. Only a run that stood still for long can have lost its lock.
+    It comes first of the built-in callbacks. Only a run that stood still for long can have lost its lock.
     """
 
     def __init__(self, lock: WorkdirLock) -> None:
@@ -51,5 +51,5 @@ def built_in_callbacks(run: Run, workdir: Path, lock: WorkdirLock) -> list[Callb
     recompiles = RecompileWatch()
     windows = TraceWindows(run, workdir, goodput)
     log = StepLog(run, times, windows.sampler, recompiles)
-    # In this order: the lock before anything writes, metrics before the ledger that reads them.
+    # The lock before what writes; the log before the ledger, which reads its step times; alerts read both.
     return [LockWatch(lock), recompiles, windows, log, goodput, AlertWatch(run, goodput)]

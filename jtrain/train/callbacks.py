@@ -4,7 +4,7 @@ A config lists user callbacks as `callbacks=("my_callbacks.py:StopAtLoss",)`: a 
 returns a callback; either is called without arguments. Order of events in one attempt:
 
     __enter__                       before anything compiles
-      with during("restore", k): if there is a checkpoint
+      with during("restore", 0): the newest checkpoint is read, or the first state is made
     on_start(context)               the state is initialised or restored, steps follow
       with during("step", k):
         with during("dispatch", k): state, metrics = train_step(state, batch)
@@ -230,7 +230,6 @@ def load_callbacks(names: Sequence[str]) -> list[Callback]:
 
 def _load(name: str) -> Callback:
     make, _ = load_function("callbacks", name)
-    # Called here, so that an error in the user's code names `callbacks`.
     made = make()
     if not isinstance(made, Callback):
         raise UserError(

@@ -37,7 +37,7 @@ class Evaluation:
         # Only if it will be used: opening a split reads an index of the data.
         self._split = dataset.held_out() if evaluates and run.data.eval_fraction else None
         self._sets = open_sets(run.eval.sets, run.data, dataset.setups, dataset.say) if evaluates else {}
-        # In every process and in the same order: the comparison is a collective.
+        # In every process and in the same order: each comparison waits for all processes.
         for name, held_out in self._sets.items():
             check_vocabulary(run.model, held_out.vocab_size, field=f"eval.sets.{name}.tokenizer")
             if not same_everywhere(held_out.fingerprint()):

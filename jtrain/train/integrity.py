@@ -67,7 +67,7 @@ class IntegrityCheck(Callback):
         every = self._spec.recompute_every_steps
         if phase == "dispatch" and every is not None and step % every == 0 and not self._no_order:
             state, batch = arguments
-            # On the devices, without waiting.
+            # Dispatched and not awaited: `check` reads both with the results of the step.
             own_signature = self._signature(state.params, state.scaling, batch)
             # The second pass gets the neighbour's batch, so that two devices compute each microbatch.
             self._recomputed[step] = (
@@ -83,7 +83,7 @@ class IntegrityCheck(Callback):
                 self._keep_sums(step, self._last[1])
 
     def on_rewind(self, step: int) -> None:
-        # The step after a rewind gets a restored state: there is nothing to compare it with.
+        # The step after a rewind gets a restored state, which no step of this attempt has just returned.
         self._last = None
         self._recomputed.clear()
         self._saved = {saved_step for saved_step in self._saved if saved_step <= step}
@@ -98,7 +98,7 @@ class IntegrityCheck(Callback):
         if self._spec.checksums:
             sums = np.asarray(values[METRIC])
             given_sums, returned_sums = sums[:, 0], sums[:, 1]
-            # The first step of an attempt: its state comes from a checkpoint or from the seed.
+            # The first step of an attempt or after a rewind: its state is a checkpoint's, or the seed's.
             if self._last is None:
                 self._check_restored(step, given_sums)
             self._check_memory(step, given_sums)

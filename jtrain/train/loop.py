@@ -131,7 +131,7 @@ class Loop:
         """
         num_steps, bad_steps = self._cadence.num_steps, self.attempt.bad_steps
         checkpoints = self.attempt.checkpoints
-        # `since` changes when a replay has left batches out: then the state carries new decisions.
+        # `since` changes when a replay ends: then the state is given the new decisions.
         saved_step, is_save_due, decided_since = self.step, False, bad_steps.since
         next_batch = self._next(batches)
         # The data may be at its end before the first step: then nothing is saved, and the run is complete.
@@ -191,7 +191,7 @@ class Loop:
         for message in fed.messages:
             self._note(self.step - 1, message)
         self._unread = UnreadStep(self.step, metrics, fed, self._data_before)
-        # The state after this batch, for the next step to save.
+        # The data state after this batch: the batch of the next step follows from it.
         self._data_before = fed.state
         has_next = self.step < self._cadence.num_steps
         next_batch = self._next(batches) if has_next else None
@@ -311,7 +311,7 @@ class Loop:
 def _agreed_data_state(fed: Fed) -> dict[str, Any]:
     """Returns the data state after a batch; raises UserError if the processes have different ones."""
     data_state = fed.state()
-    # Compared as text: any difference, a skipped document too, gives another one.
+    # Compared as text: every difference shows, such as a skipped document.
     if not same_everywhere(json.dumps(data_state)):
         raise UserError(
             "the processes no longer plan the same batches: one of them skipped documents that others could "

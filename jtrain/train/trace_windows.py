@@ -124,7 +124,7 @@ class TraceWindows(Callback):
         for text in messages:
             self._context.metrics.say(text)
         if messages:
-            # The analysis has new breakdowns: the ledger reads them.
+            # A finished analysis has written a new breakdown: the ledger reads its shares.
             self._goodput.ledger.read_shares()
 
     def _facts(self) -> dict[str, Any]:
