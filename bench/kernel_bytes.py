@@ -70,7 +70,7 @@ def run(args: Options) -> Iterator[Row]:
 def _in_a_process(part: str, chip: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        # A process per chip; see the module's docstring.
+        # Mosaic compiles for one generation of GPUs per process.
         command = [sys.executable, "-m", "jtrain.bench", "kernel_bytes", "--only", part, "--chip", chip]
         process = subprocess.run([*command, "--json", str(file)], capture_output=True, text=True, check=False)
         if not file.exists():
@@ -118,8 +118,7 @@ def needed_bytes(avals: Avals) -> int:
     q, k = array(avals, "q_BLNH"), array(avals, "k_BMKH")
     B, L, N, _ = q.shape
     lse = 4 * B * N * L
-    # Forward: q, the result, k, v and lse; backward: these as well, with dy, dq, dk and dv instead of the
-    # result.
+    # Forward: q, the result, k, v and lse; backward: all of these, dy, dq, dk and dv.
     return 2 * size_bytes(q) + 2 * size_bytes(k) + lse + 4 * size_bytes(q) + 4 * size_bytes(k) + lse
 
 
@@ -130,7 +129,7 @@ def score_arrays(hlo: str, avals: Avals) -> tuple[tuple[str, tuple[int, ...]], .
         sorted(
             (dtype, dims)
             for dtype, dims in written_arrays(hlo)
-            # One dimension of that size is no array of scores, where queries and keys are as many.
+            # With as many queries as keys, one dimension of that size does not make an array of scores.
             if L in dims and M in dims and (L != M or dims.count(L) > 1)
         )
     )

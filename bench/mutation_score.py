@@ -335,6 +335,7 @@ def tests_of(change: Mutation, lines: dict[str, Any]) -> tuple[list[str], list[s
         reached = [name for name in lines if name.startswith(mirror)]
     stem = "/test_" + change.file.rpartition("/")[2]
 
+    # The file of tests named like the changed file before all others; cheapest first.
     def order(name: str) -> tuple[bool, float]:
         return stem not in name, lines[name]["seconds"]
 
@@ -347,7 +348,6 @@ def tests_of(change: Mutation, lines: dict[str, Any]) -> tuple[list[str], list[s
     cheap, further, cheap_s, further_s = [], [], 0.0, 0.0
     for name in in_turn:
         seconds = lines[name]["seconds"]
-        # Cheapest first within a file, the file that mirrors the changed one before all others.
         if cheap_s + seconds <= CHEAP_S:
             cheap.append(name)
             cheap_s += seconds

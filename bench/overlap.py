@@ -96,7 +96,7 @@ def mixture_step(device: str) -> CompiledStep:
 def exchange_rows(device: str) -> Iterator[Row]:
     """Rows of the mixture's expert exchange, all ragged all-to-alls of a step."""
     program = mixture_step(device)
-    # Exactly one kind of traffic: another one would mean another program.
+    # Exactly one entry: none or several would mean another program.
     (exchange,) = (t for t in program.traffic if t.kind == "ragged-all-to-all")
     label = f"{device}, expert exchange"
     yield row(
@@ -120,14 +120,13 @@ def compiled_rows(device: str, form: str, sets: tuple[str, ...]) -> Iterator[Row
     Raises:
       UserError: the compiler is not installed.
     """
-    # Only settings differ between the forms.
     built = build_run(load_config("llama8b", sets=(*SETTINGS, *sets)))
     job = plan_job(built)
     options = IN_CUBLAS if sets == IN_8_BITS else {}
     devices = topology_devices(TOPOLOGIES[device])
     program = compile_step(job, make_optimizer(built), devices=devices, compiler_options=options)
     network_traffic = traffic.overlap(program.traffic)
-    # The plan's rates: the schedule alone decides what is hidden.
+    # The rates of the plan: nothing is measured.
     rates = rates_of(from_name(device), DEVICES)
     timeline = two_streams(program.hlo, job.layout.mesh.shape, rates, attention_s(device))
     name = f"{device}, {form}"
@@ -177,8 +176,7 @@ def attention_s(device: str) -> dict[tuple[str, str], float]:
     peak = spec.peak_bf16_flops
     assert peak is not None, "both devices have one"
     forward, backward = ATTENTION[KERNEL[spec.platform]][model.head_dim]
-    # 4 = two matmuls of 2 FLOPs per multiply-add.
-    # Half of it is masked.
+    # 4: two matmuls of 2 FLOPs per multiply-add; half of the scores are masked.
     flops = model.num_layers * 4 * SEQUENCES * model.num_heads / DEVICES * SEQ_LEN**2 / 2 * model.head_dim
     return {
         ("forward", "layers/attention"): flops / (peak * forward),

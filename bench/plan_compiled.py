@@ -52,7 +52,7 @@ _IN_16_BITS = (
 class PlannedProgram:
     """One program to compile.
 
-    what: what sets it apart from the others.
+    title: what sets it apart from the others.
     sets: settings of the config.
     waits: True if the bar of the seconds holds for it.
     """

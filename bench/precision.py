@@ -89,8 +89,9 @@ def run(args: Options) -> Iterator[Row]:
                 yield row(f"{name}: {split.replace('_', ' ')}", statistics.mean(values), "nats/byte")
             yield row(f"{name}: parameters and state", size, "bytes/parameter")
             continue
+        # The float32 of the same b2: that of 0.999 is the last baseline.
         baseline_name = baselines[-1 if "0.999" in name else 0]
-        # Rounding to nearest is there to show what stochastic rounding gains.
+        # No bar for rounding to nearest: it is there to show what stochastic rounding gains.
         bar = None if "nearest" in name else "<= 1.02" if "matmuls" in name else "<= 1.01"
         for split in Losses._fields:
             values, baseline_losses = (

@@ -119,7 +119,7 @@ def data_folder() -> Path:
 
 
 def lengths_of(num_sources: int, corpus: MadeUpCorpus = SHORT) -> Int[np.ndarray, "sources documents"]:
-    """Characters of every document: lognormal, clipped to [16, corpus.most]."""
+    """Characters of every document: lognormal, clipped to [16, corpus.longest]."""
     lengths = np.random.default_rng(0).lognormal(
         np.log(corpus.median), 1.243, (num_sources, corpus.documents)
     )

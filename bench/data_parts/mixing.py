@@ -38,9 +38,12 @@ WARM_S = 1.0
 class PeerReader(NamedTuple):
     """A reader that jtrain is compared with.
 
-    name: in the table. form: of the files, which jtrain reads too. reader: in `peers/readers.py`. format: of
-      its own
-    files. bar: on the ratio. is_foreign: True if it runs in the peers' environment.
+    name: in the table.
+    form: of the files, which jtrain reads too.
+    reader: in `peers/readers.py`.
+    format: of its own files.
+    bar: on the ratio.
+    is_foreign: True if it runs in the peers' environment.
     """
 
     name: str

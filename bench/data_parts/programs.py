@@ -39,7 +39,7 @@ def peer_python(path: str | None) -> str:
 
 
 class Program:
-    """A program in a process of its own that answers each line with a line of JSON. See `started`."""
+    """A program in a process of its own that answers each line with a line of JSON. See `start_program`."""
 
     def __init__(self, process: subprocess.Popen[str], command: Sequence[str]) -> None:
         self._process = process
@@ -152,7 +152,7 @@ class Trainers:
         grown_kib = 0
         for pid, files_before in self._files.items():
             smaps = _smaps(pid)
-            # Shared memory counts in full: slots of batches exist only since the data is open.
+            # No shared memory is taken off: slots of batches exist only since the data is open.
             grown_kib += smaps["Pss_Anon"] + smaps["Pss_Shmem"] - self._anonymous_kib[pid]
             grown_kib += sum(kib for path, kib in _file_kib(pid).items() if path not in files_before)
         return grown_kib / 1024
@@ -184,8 +184,7 @@ def cpu_s(pids: Iterable[int]) -> float:
     """Returns the CPU seconds of the processes so far, user and system, without children that have ended."""
     ticks = 0
     for pid in pids:
-        # After the last parenthesis: a process name may hold spaces. utime and stime are then fields 11 and
-        # 12.
+        # After the last parenthesis, as a name may hold spaces: utime and stime are then fields 11 and 12.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")

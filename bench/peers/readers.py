@@ -270,7 +270,6 @@ def mosaicml_mixture(args: Any) -> Batches:
     clean_stale_shared_memory()
     sources = sorted(Path(args.folder).iterdir())
     weights = weights_of(len(sources))
-    # Local shards: nothing is downloaded.
     streams = [Stream(local=str(s), proportion=weight) for s, weight in zip(sources, weights, strict=True)]
     dataset = StreamingDataset(
         streams=streams, shuffle=True, batch_size=args.rows, num_canonical_nodes=1, epoch_size=1 << 20
@@ -292,7 +291,6 @@ def jtrain_mixture(args: Any) -> Batches:
     from jtrain.data.dataset import open_dataset
     from jtrain.runtime.platform import keep_freed_memory
 
-    # As the training loop does on a CPU.
     keep_freed_memory()
     spec = mixture(Path(args.folder), seq_len=args.seq_len, global_batch=args.rows)
     # Options of the command line have no None: "" stands for it.

@@ -78,7 +78,7 @@ class TextDataset:
         setups = spec.setups(seed=seed)
         self.names = tuple(setup.name for setup in setups)
         self.streams = [ChunkStream(setup, opening_of(setup.name, say)) for setup in setups]
-        # The setups as found: a growing source estimates its chunk size when it is opened.
+        # With what opening has found: a source of text estimates its chunk size then.
         self.setups = tuple(
             dataclasses.replace(setup, chunk_bytes=stream.chunk_bytes, grouped=stream.is_grouped)
             for setup, stream in zip(setups, self.streams, strict=True)
@@ -197,7 +197,6 @@ class TextDataset:
             lookahead_steps=self.spec.lookahead_steps,
         )
         plane: Plane
-        # Everything below this line starts processes or actors.
         if inline or self.spec.engine == "inline":
             plane = InlinePlane(constructor_setup, state)
         elif self.spec.engine == "ray":
@@ -334,7 +333,7 @@ class TextDataset:
                 record_batches = stream.held_out_records()
             for records in record_batches:
                 documents_left += len(records)
-                # A few at a time: the first row is usually full after one document.
+                # A few at a time: reading ends with the first full row.
                 for start in range(0, len(records), 16):
                     chunks = stream.chunks_of(records[start : start + 16])
                     tokens += len(stream.read_chunks(Chunks(*(array[:256] for array in chunks))).ids)

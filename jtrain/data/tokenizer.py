@@ -201,7 +201,7 @@ class HFTokenizer:
         return np.asarray(self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
 
     def encode_chunks(self, chunks: Sequence[TextChunk]) -> EncodedDocuments:
-        # Gives concatenate a dtype when there are no chunks.
+        # An empty array first: without chunks np.concatenate would refuse the empty list.
         parts = [np.empty(0, self.id_dtype)]
         lengths = np.zeros(len(chunks), np.int32)
         encoded = self._rust.encode_batch_fast(

@@ -41,8 +41,7 @@ def repair(
     loaders.relieve()
     for loader in [loader for loader, sources in loaders.sources.items() if not sources]:
         del loaders.sources[loader]
-    # any() stops at the first loader that was emptied; each one changes the loads, so look again from the
-    # idlest.
+    # any() stops at the first loader that was emptied: that changed the loads, so look again from the idlest.
     while merge and any(
         loaders.try_empty(loader) for loader in sorted(loaders.sources, key=lambda n: (loaders.load(n), -n))
     ):

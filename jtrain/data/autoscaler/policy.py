@@ -151,7 +151,7 @@ class Autoscaler:
         per_weight = np.full(len(cost_s), float(self._step_tokens))  # tokens in a step
         if self._unit == "samples":  # weights are shares of documents
             is_measured = ~np.isnan(per_token)
-            # Tokens per unit of weight: tokens of a step divided by its documents and their mean length.
+            # Documents of a step (its tokens / their mean length), times the source's own mean length.
             per_weight[is_measured] /= per_token[is_measured] * max(
                 float((weight[is_measured] / per_token[is_measured]).sum()), 1e-9
             )
@@ -159,7 +159,6 @@ class Autoscaler:
 
     def _weights_ahead(self, step: int) -> Float[np.ndarray, " sources"]:
         """Returns each source's largest share from `step` until a loader started now would be ready."""
-        # Steps until a loader started now would deliver.
         num_steps = max(2, math.ceil(START_S / max(self._step_s, 1e-3)))
         # Sampled, as one weight look-up per step would cost more than it tells.
         steps = sorted({step + num_steps * i // _SCHEDULE_SAMPLES for i in range(_SCHEDULE_SAMPLES + 1)})

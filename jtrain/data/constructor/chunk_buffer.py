@@ -105,7 +105,6 @@ class ChunkBuffer:
             self._grow(source, int(ahead_numbers.max()) - oldest + 1)
         table_rows = self._base[source] + (ahead_numbers & (self._size[source] - 1))
         new_numbers = ahead_numbers[self._table[table_rows, NUMBER] != ahead_numbers]
-        # Computed after `_grow`, which moves the ring.
         table_rows = self._base[source] + (new_numbers & (self._size[source] - 1))
         # A number without a run: expected, and not arrived.
         self._table[table_rows, NUMBER], self._table[table_rows, RUN] = new_numbers, _NOTHING
@@ -162,11 +161,11 @@ class ChunkBuffer:
         open_keys: Int64[np.ndarray, " open"],
         cursors: Int64[np.ndarray, " sources"],
     ) -> list[tuple[ChunkRun, int]]:
-        """Drops the documents `done` and releases the runs that are no longer needed.
+        """Drops the documents of `passed_keys` and releases the runs that are no longer needed.
 
         Args:
-          done: keys of documents to drop.
-          kept: keys of documents before `cursors` that are still needed; none of them is in `done`.
+          passed_keys: keys of documents to drop.
+          open_keys: keys of documents before `cursors` that are still needed; none is in `passed_keys`.
           cursors: first document of each source that is still to be drawn.
 
         Returns:
@@ -245,7 +244,7 @@ class ChunkBuffer:
         old_ring[:, NUMBER] = _NOTHING
         # Next power of two, so that old rings take at most as many rows as the rings in use.
         size = 1 << (span - 1).bit_length()
-        # Twice the room: copying it for each source would take seconds.
+        # At least twice the room, so that the table is not copied for each source that grows.
         if self._table_end + size > len(self._table):
             more_rows = np.full((self._table_end + size, 4), _NOTHING, np.int64)
             self._table = np.concatenate([self._table[: self._table_end], more_rows])

@@ -94,10 +94,8 @@ class Constructor:
         )
         self._anchors = [[] if anchor is None else [anchor] for anchor in self._state.anchors]
         self._plans: collections.deque[_PlannedStep] = collections.deque()
-        # A host that needs all rows reads prepared sources in runs, like other sources. A host that needs
-        # some rows plans with the lengths of the index first, and then asks only for the documents in its
-        # rows.
-        # Strictly fewer: a host with all rows needs every document, and runs are fewer messages.
+        # A host that needs all rows reads prepared sources in runs, like other sources. One that needs some
+        # rows plans with the lengths of the index first, then asks only for the documents in its rows.
         needs_some_rows = len(setup.rows) < setup.planner.global_batch
         prepared = {
             source: setup_of_source
@@ -176,8 +174,7 @@ class Constructor:
             if not self._plans:
                 raise
         except NotYet as not_yet:
-            # The planner's lengths alone are missing; whole runs are requested, as documents are read in
-            # runs.
+            # Only lengths are missing, but whole runs are requested, as documents are read in runs.
             self._missing = not_yet.missing
             self._request_until(
                 [[source, first + count] for source, first, count in self._missing], first=True
@@ -249,7 +246,7 @@ class Constructor:
     def _request_until(self, ends: list[list[int]], *, first: bool = False) -> None:
         """Asks for the whole runs up to document `end` of each source that have not been asked for.
 
-        Prepared sources are left out: their documents are asked for after planning (`_ask_for_payload`).
+        Prepared sources are left out: their documents are asked for after planning (`_request_documents`).
         """
         parts = []
         for source, end in ends:

@@ -56,7 +56,7 @@ def claim_unrequested(documents: list[tuple[ChunkRun, int]]) -> dict[ChunkRun, l
 
 @runtime_checkable
 class FetchPool(Pool, Protocol):
-    """Pool whose runs have a `FetchedIds` as their place. Runs of prepared sources arrive with their ids."""
+    """Pool whose runs have a `FetchedIds` as payload. Runs of prepared sources arrive with their ids."""
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[index]` for each (run, index), unless done before."""
@@ -82,8 +82,7 @@ class FetchedRows(Constructor):
                 keys = zip(
                     planned_step.pieces.source.tolist(), planned_step.pieces.document.tolist(), strict=True
                 )
-                # Prepared sources arrive with their ids. dict.fromkeys: several pieces may be of one
-                # document.
+                # Prepared sources arrive with their ids; several pieces may be of one document.
                 self._unfetched.append([key for key in dict.fromkeys(keys) if key[0] not in self._prepared])
         still_unfetched = []
         for keys in self._unfetched:

@@ -143,8 +143,7 @@ def serve(connection: Connection, descriptors: list[int]) -> None:
                         pool.place(_by_loader_name(new_placement))
                     for line in lines:
                         say(line)
-                # Again after each batch: it made room in the look-ahead, and loaders must not idle while
-                # slots fill.
+                # After each batch, which made room in the look-ahead: loaders must not idle meanwhile.
                 constructor.advance()
             if constructor.has_ended and not end_sent:
                 send(("end",))

@@ -58,8 +58,7 @@ class PeerLinks:
     def received(self) -> list[tuple[int, Any]]:
         """Returns (process, message) of what has arrived since the last call, in order per process."""
         with contextlib.suppress(BlockingIOError):
-            # Reset before the inbox is emptied: a message that arrives in between wakes the constructor once
-            # in vain.
+            # Reset before the inbox is emptied: a message in between then costs one wake in vain, not a wait.
             os.eventfd_read(self._wake)
         arrivals = []
         # deque.popleft is atomic; the other thread only appends.

@@ -157,7 +157,7 @@ class SharedPool:
         """
         if self._setups[part.source].grouped:
             return tuple(range(self._num_hosts))
-        # The index of the run, counted from its end: a run cut short at the cursor keeps its turn.
+        # From the numbers alone: all hosts ask with the same ones, and so choose the same reader.
         turn = part.source + (int(part.numbers[-1]) + 1) // len(part.numbers)
         return (turn % self._num_hosts,)
 

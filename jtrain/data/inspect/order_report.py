@@ -137,7 +137,7 @@ def measure_order(dataset: "TextDataset", steps: int) -> OrderReport:
     rows = _RowStatistics(spec.global_batch)
     mixture = _MixtureStatistics(dataset)
     pieces, fills, cursors = [], [], np.zeros(len(dataset.names), np.int64)
-    # Inline: the plan of a batch is known in the process that made it alone.
+    # Inline: the plan of a batch is known only in the process that made it.
     with dataset.train_batches(inline=True) as batches:
         for batch in itertools.islice(batches, steps):
             assert batches.plan is not None

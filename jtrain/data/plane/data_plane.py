@@ -251,7 +251,7 @@ class ProcessPlane(RestartedPlane):
                 return ConstructorReply(failed=fields[0]), {}
             case "batch":
                 slot, state, stats = fields
-                # A copy, as the slot goes back to the constructor on the next line.
+                # A copy, as the slot goes back to the constructor below.
                 arrays = {name: array.copy() for name, array in self._slots.arrays(slot).items()}
                 # Suppressed: a constructor that died after this batch is noticed by the next call.
                 with contextlib.suppress(ConnectionError):

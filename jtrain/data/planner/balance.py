@@ -59,9 +59,8 @@ def tree(costs: Costs) -> Int64[np.ndarray, " items"]:
         # factor strata of equal size, the most expensive first: each group gets one member of each.
         strata = np.argsort(-sums, kind="stable").reshape(factor, -1)
         members, totals = strata[:1], sums[strata[0]]
-        # Joins the most expensive group so far with the cheapest item of the next stratum.
         for stratum in strata[1:]:
-            # Totals ascend, while the costs of a stratum descend: cheapest group meets most expensive item.
+            # Totals ascend and a stratum's costs descend: the cheapest group meets the most expensive item.
             order = np.argsort(totals, kind="stable")
             members = np.concatenate([members[:, order], stratum[None]])
             totals = totals[order] + sums[stratum]

@@ -62,8 +62,7 @@ class ClientPlaceTree:
         """
         tree = self
         for axis in axes:
-            # Peak to peak of the process numbers along the axis: above 0 where peers are in several
-            # processes.
+            # Largest less smallest process number along the axis: 0 where all peers are in one process.
             in_several = np.ptp(self.process_of_device, axis=list(self.shape).index(axis)).any()
             if in_several and tree.rows_per_leaf % self.shape[axis] == 0:
                 tree = dataclasses.replace(tree, levels=(*tree.levels, axis))

@@ -128,8 +128,7 @@ def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: in
     )
     while True:
         size = spans[:, 1] - spans[:, 0]
-        # A little over the limit counts in full: its remainder would be less than a row, and can be placed
-        # now.
+        # A little over the limit counts in full: its remainder is less than a row, and can be placed now.
         size = np.where(size < document_limit + seq_len, size, document_limit)
         total = np.cumsum(size)
         lacking = needed_tokens - int(total[-1]) if len(total) else needed_tokens
@@ -172,7 +171,7 @@ def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: in
 
 
 PlaceParts = Callable[[list[int], list[int]], list[int]]
-"""place_parts(lengths, documents) returns each part's row; after a -1 no later part of it is placed."""
+"""place_parts(lengths, documents) returns each part's row; after a -1 its document gets no further row."""
 
 
 def _best_fit(rows: int, seq_len: int) -> PlaceParts:
@@ -205,8 +204,7 @@ def _first_fit(rows: int, seq_len: int) -> PlaceParts:
     """Places each part into the first row with enough room, found by a tree of the most room in each half."""
 
     def place_parts(lengths: list[int], documents: list[int]) -> list[int]:
-        # Heap layout: node n has the children 2 n and 2 n + 1; row r is leaf leaves + r. Missing rows have
-        # room 0.
+        # Heap layout: node n has the children 2 n and 2 n + 1; row r is node leaves + r. Other leaves have 0.
         leaves = 1 << (rows - 1).bit_length()
         most_room = [0] * leaves + [seq_len] * rows + [0] * (leaves - rows)
         for node in range(leaves - 1, 0, -1):

@@ -55,7 +55,7 @@ class PlannerSpec:
     cost_quadratic: float = 0.0
 
     def __post_init__(self) -> None:
-        # Token positions within a step are int32 in the batch arrays.
+        # `fill_rows` counts the tokens of all rows in int32.
         if self.seq_len * self.global_batch >= 1 << 31:
             raise UserError(
                 f"data.seq_len={self.seq_len} * data.global_batch={self.global_batch} = "

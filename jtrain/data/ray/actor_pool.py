@@ -32,12 +32,12 @@ class _LoaderActor:
     """Loader or standby, as the pool sees it.
 
     in_flight: requests by the object reference whose arrival says that the answer is complete.
-    done: runs that this constructor no longer needs, to be told with the next request.
-    away: True from its loss until it answers again.
-    calling: pending call that shows whether a lost actor is back.
-    dying: id of a process that has announced its own end.
+    released_runs: runs that this constructor no longer needs, to be told with the next request.
+    is_away: True from its loss until it answers again.
+    return_call: pending call that shows whether a lost actor is back.
+    dying_pid: id of a process that has announced its own end.
     heard_s: time of its last answer, or of the first request after it was idle.
-    watch: pending call that shows whether a silent actor is alive.
+    liveness_call: pending call that shows whether a silent actor is alive.
     """
 
     name: str
@@ -89,7 +89,7 @@ class RayPool(LoaderPool[_LoaderActor]):
         self.place(_deal_out(len(setups), self._loaders))
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
-        """Requests the ids of document `run.numbers[at]` for each (run, at), unless that was done before."""
+        """Requests the ids of document `run.numbers[index]` for each (run, index), unless done before."""
         requests: dict[str, Request] = {}
         for run, indexes in claim_unrequested(documents).items():
             part: RequestPart = run.payload.part
@@ -178,7 +178,7 @@ class RayPool(LoaderPool[_LoaderActor]):
     def _home(self, part: RequestPart) -> str:
         """Returns the loader that reads a run; several loaders of one source take turns by run."""
         names = self._readers[part.source]
-        # By the end of the run, which is a multiple of its length on every host: all ask the same loader.
+        # From the numbers alone: all constructors ask with the same ones, and so choose one loader.
         return names[(int(part.numbers[-1]) + 1) // len(part.numbers) % len(names)]
 
     def _pending(self) -> list[Any]:
@@ -280,8 +280,8 @@ class RayPool(LoaderPool[_LoaderActor]):
         """Makes a loader's requests of standbys, until Ray has restarted the loader.
 
         Args:
+          activity: what it was doing; empty if nobody knows.
           request: the one that it was reading; None: perhaps the oldest.
-          where: what it was doing; empty if nobody knows.
         """
         # The request that it was reading goes first: answers to earlier ones, with large payloads, may still
         # be on their way.

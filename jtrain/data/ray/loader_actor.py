@@ -51,8 +51,7 @@ class ActorEnvironment:
         sys.modules["jax"] = None  # pyright: ignore[reportArgumentType]
         # Appended: the worker's own modules, Ray's among them, keep precedence.
         sys.path += [path for path in self.modules if path not in sys.path]
-        # Before the libraries are imported: they read these once. One thread each, as there is a loader per
-        # core.
+        # Before the libraries are imported: they read these once. One thread, as each core has a loader.
         os.environ.update(RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", ARROW_IO_THREADS="1")
         os.chdir(self.folder)
 
@@ -135,7 +134,7 @@ class RayLoader:
     def read(
         self, constructor: int, parts: list[RequestPart], released_runs: list[RunKey]
     ) -> tuple[LoaderReply, UInt8[np.ndarray, " bytes"]]:
-        """Answers one request of constructor `who`, which needs nothing more of the runs in `done`."""
+        """Answers a request of constructor `constructor`, which needs `released_runs` no more."""
         # First: it makes room for what is read below.
         for key in released_runs:
             if (stored := self._stored_runs.get(key)) is not None:

@@ -25,7 +25,7 @@ from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, 
 from jtrain.data.sources.shuffle import epoch_key, permuted
 
 _TABLE_STRIDE = 64
-"""Records between two entries of the table of `SizedChunks`: 24 bytes of memory per 64 records."""
+"""Records between two entries of the table of `SizedChunks`; an entry takes 16 bytes."""
 
 
 _FIRST = (Generation(0, 0, 0, 0),)
@@ -90,7 +90,7 @@ class _Permuted(abc.ABC):
         self.slots, self.numbers = slots[-1], EpochNumbers(generations, slots)
 
     def locate(self, epoch: int, positions: Int[np.ndarray, " n"]) -> Chunks:
-        # A table costs 6 bytes per slot (two int16 here, one per epoch): fine for small sources alone.
+        # Only small sources have tables: their numbers are int16, and each slot takes 6 bytes.
         if self.slots > _TABLE_SLOTS:
             record, first = self._contents(self._slots_at(epoch, positions))
         else:
@@ -230,7 +230,7 @@ class SizedChunks(_Permuted):
         self._corpus = corpus
         self._cut = cut
         self._seed = seed
-        # The empty arrays give concatenate a dtype when the corpus has no files.
+        # An empty array each: np.concatenate refuses a list without arrays.
         firsts, slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         # Entries start anew at each file, so that a generation, which ends with a file, ends with an entry.
         for start, end in corpus.file_bounds():
@@ -262,8 +262,7 @@ class SizedChunks(_Permuted):
             start, end = int(self._first_record[entry]), int(self._first_record[entry + 1])
             sizes = self._corpus.sizes(start, end)
             counts = self._cut.counts(sizes)
-            # A file that cannot be read any more has lost its sizes: its slots go to records that cannot be
-            # read.
+            # A record that cannot be read any more has size 0: the first one takes the missing slots.
             counts[np.argmin(sizes)] += self._first_slot[entry + 1] - self._first_slot[entry] - counts.sum()
             ends = np.cumsum(counts)
             slot_in_entry = slots[in_entry] - self._first_slot[entry]

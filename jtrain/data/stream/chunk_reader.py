@@ -109,8 +109,7 @@ class ChunkReader:
                 chunk, start = TextChunk(content, begin, ends=True), 0
             else:
                 chunk, start = self.cut.chunk(TextPart(content, 0, len(content)), first, num)
-                # The text of a document of several chunks has been read as a whole: its
-                # next chunks will start from a mark.
+                # A document of several chunks has been read as a whole: later chunks start from a mark.
                 if len(chunk.content) < len(content) and self.corpus.mark(record, text):
                     self.has_marks = True
             if has_mask:
@@ -126,7 +125,6 @@ class ChunkReader:
         """Returns first token and end of each chunk of a prepared source within its document."""
         assert self.prepared is not None
         length = self.prepared.lengths(chunks.record).astype(np.int64)
-        # Slots reserved beyond a document's end give empty spans, not negative ones.
         start = np.minimum(chunks.first * self.setup.chunk_tokens, length)
         return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
 

@@ -292,8 +292,7 @@ class ChunkStream:
             total = self.corpus.records_before(files)
         if total is None:
             assert self.corpus is not None
-            # Number of records unknown: shuffle files, then the records of each, so that files
-            # open one by one.
+            # Number of records unknown: files are shuffled, then the records of each, and opened one by one.
             for file in shuffled_parts(files or len(self.names), key).tolist():
                 count = self.corpus.count(file)
                 yield file * GAP + permuted(np.arange(count), np.int64(max(count, 1)), key)
@@ -328,7 +327,7 @@ class ChunkStream:
         return dataclasses.replace(self._reader.read(chunks, None), skipped=())
 
     def fingerprint(self, files: Sequence[int] | None = None) -> str:
-        """Returns a hash that changes whenever a number could stand for other tokens.
+        """Returns a hash that changes whenever a number could stand for other tokens in the same order.
 
         Args:
           files: the numbers of the files that count; None: all.

@@ -86,8 +86,7 @@ class GrowingChunks:
         assert index >= 0, f"chunk {number} lies before the first anchor {self._anchors[0]}"
         anchor, num_empty = self._anchors[index], 0
         while number >= (end := anchor.first + self._count(anchor)):
-            # Counts empty windows in a row, so that a source without any record is refused
-            # instead of searched for ever.
+            # Empty windows in a row: a source without any record is refused, not searched for ever.
             num_empty = num_empty + 1 if end == anchor.first else 0
             # More empty windows than an epoch has: all files are empty.
             if num_empty > len(self._windows_of(anchor.epoch)):
@@ -104,8 +103,7 @@ class GrowingChunks:
 
     def start_at(self, anchor: WindowAnchor) -> None:
         """Notes where a window begins, so that chunks from there on are found without those before it."""
-        # `_count` finds windows in order, so anchors are mostly appended; a resume may insert one
-        # before them.
+        # Mostly appended, as `anchor` finds windows in order; one from elsewhere may lie before the others.
         if anchor not in self._anchors:
             bisect.insort(self._anchors, anchor, key=_first)
 
@@ -168,7 +166,7 @@ class GrowingChunks:
 
     def _window(self, anchor: WindowAnchor) -> _OpenWindow:
         if anchor not in self._opened:
-            # Ascending, as the corpus numbers its records: chunk numbers must not depend on the shuffle.
+            # Ascending, as the corpus numbers its records.
             files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
             # Two windows stay open: a run of chunks may begin in one and end in the next.
             while len(self._opened) > 1:

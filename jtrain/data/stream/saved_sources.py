@@ -134,7 +134,6 @@ def _message_of_joined(stream: ChunkStream, step: int) -> str:
 def _changed(stream: ChunkStream, saved: dict[str, Any]) -> str:
     """Returns why a source is not the one that was saved, and what to do."""
     reason, way_out = "", "Restore the files, the tokenizer, data.eval_fraction and seed"
-    # The most likely cause first: the message names one reason and one way out.
     if stream.prepared is not None:
         reason = (
             "what is prepared anew, or with more files, has another order: an index is cut and shuffled as "
@@ -169,8 +168,7 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
             way_out,
         )
     num_new = position + 1 - num_saved
-    # A new run of names was put in somewhere: leave out `num_new` names at each position in turn, until
-    # the fingerprint fits.
+    # If the new names are one run: `num_new` names are left out at each position until the fingerprint fits.
     candidates = range(num_saved if num_saved <= _MOST_TRIED else 0)
     first_new = next(
         (
@@ -199,7 +197,7 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
 
 
 def _numbers_without(first: int, count: int, num_saved: int) -> list[int]:
-    """Returns the numbers of the first files without `count` from `first` on, `known` of them."""
+    """Returns the numbers of `num_saved` files: the first ones, without the `count` from `first` on."""
     return [n for n in range(num_saved + count) if not first <= n < first + count]
 
 

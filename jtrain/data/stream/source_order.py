@@ -41,8 +41,7 @@ def make_order(
       chunk_tokens: most tokens of a chunk of a prepared source.
       window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
     """
-    # From the most that is known of the records' sizes to the least: tokens, nothing but a count,
-    # bytes, none.
+    # By what is known of the records' sizes: tokens, nothing, bytes, or bytes once they are read.
     if isinstance(documents, PreparedIndex):
         return PreparedChunks(documents, chunk_tokens=chunk_tokens, seed=seed)
     # The size of a Grain record is known only after its pipeline has made it.

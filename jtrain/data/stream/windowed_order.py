@@ -52,7 +52,7 @@ class WindowedChunks:
     and the chunks of these parts are permuted together.
 
     Args:
-      window_bytes: most bytes of parts that are shuffled together; a larger part is a window of its own.
+      window_bytes: bytes of parts that are shuffled together; the last part of a window may reach beyond.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class WindowedChunks:
         self._window_bytes = window_bytes
         # From the metadata of the files alone: no record is read to know how many slots there are.
         self._start, self._bytes, decoded, file_parts = _list_parts(corpus)
-        # Stored bytes may be compressed where a part is not decoded as a whole: reserve three times as
-        # many slots.
+        # Where a part is not decoded as a whole, its stored bytes may be compressed: room for three times.
         text_bytes = self._bytes * np.where(decoded, 1, _MOST_EXPANSION)
         # One slot per record for rounding up, and the bytes divided into chunks.
         self._slots = np.diff(self._start) + -(-text_bytes // cut.chunk_bytes)
@@ -146,8 +145,7 @@ class WindowedChunks:
                     ),
                 )
             )
-        # Windows hold decoded text: keep those of this call and the last, as neighbouring runs may lie in
-        # two windows.
+        # Windows hold decoded text. Those of this call and the last stay: neighbouring runs may lie in two.
         requested = {(epoch, window) for window, _, _ in by_window}
         self._windows = {
             epoch_and_window: part_window
@@ -160,8 +158,7 @@ class WindowedChunks:
     def join(self, epoch: int, place: int, files: int) -> Generation:
         """Returns the generation with which more files join the order before `place` of an epoch."""
         order = self._epoch(epoch)
-        # A window that was filled up at an earlier join is permuted as a whole: it stays as it is,
-        # even where unread.
+        # A window that was filled up at an earlier join is permuted as a whole: it stays, even where unread.
         reached = max([place, *(end for (_, end), _ in order.join_spans)])
         return Generation(epoch, place, int(np.searchsorted(order.first_slot, reached)), files)
 
@@ -204,7 +201,7 @@ class WindowedChunks:
         # Parts without slots (empty files) would make windows that no position falls into.
         parts = parts[self._slots[parts] > 0]
         sizes = self._bytes[parts]
-        # By the byte at which a part begins: a part larger than a window is one of its own.
+        # By the byte at which a part begins: a part belongs to one window, whatever its size.
         cut = np.split(parts, np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // self._window_bytes)) + 1)
         return [np.sort(window) for window in cut] if len(parts) else []
 
@@ -244,7 +241,7 @@ def _list_parts(corpus: Corpus) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
     bounds = zip(corpus.group_starts[:-1].tolist(), corpus.group_starts[1:].tolist(), strict=True)
     groups = zip(corpus.stored_bytes().tolist(), (corpus.group_bytes > 0).tolist(), strict=True)
     for (start, end), (size, decoded) in zip(bounds, groups, strict=True):
-        # A row group is decoded as a whole and stays one part; other files are split evenly.
+        # A row group is decoded as a whole and stays one part; other files are cut into runs of records.
         cuts = np.asarray([start], np.int64) if decoded else np.arange(start, end, _PART_RECORDS)
         starts.append(cuts)
         sizes.append(-(-size * np.diff(np.append(cuts, end)) // max(end - start, 1)))
