@@ -123,18 +123,20 @@ def move(folder: Path, new: Path, *, first: str) -> None:
     remove(folder, first=first)
 
 
-def remove(folder: Path, *, first: str) -> None:
-    """Removes a folder with all that it holds; in a store beginning with the file `first`."""
+def remove(folder: Path, *, first: str, last: str = "") -> None:
+    """Removes a folder with all that it holds; in a store beginning with `first` and ending with `last`."""
     if not in_store(folder):
         shutil.rmtree(folder, ignore_errors=True)
         return
-    # False sorts before True: the file `first` comes to the front, and the rest stays sorted.
-    file_names = sorted(sizes(folder), key=lambda name: name != first)
+    file_names = sizes(folder)
     # Alone and awaited: the folder stops being a checkpoint before any other file of it goes.
-    for name in file_names[:1]:
-        _store(folder).rm_file(str(folder / name))
+    if first in file_names:
+        _store(folder).rm_file(str(folder / first))
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
-        list(pool.map(lambda name: _store(folder).rm_file(str(folder / name)), file_names[1:]))
+        others = sorted(name for name in file_names if name not in (first, last))
+        list(pool.map(lambda name: _store(folder).rm_file(str(folder / name)), others))
+    if last in file_names:
+        _store(folder).rm_file(str(folder / last))
 
 
 def _store(folder: Path) -> Any:

@@ -68,7 +68,7 @@ def delete(folder: Path, step: int) -> None:
     if in_store(folder):
         # The mark comes before the manifest goes: it tells `sweep` that a deletion left the rest.
         (folder / str(step) / _DELETED).write_text("")
-        folders.remove(folder / str(step), first=MANIFEST)
+        folders.remove(folder / str(step), first=MANIFEST, last=_DELETED)
         return
     away = folder / f"{step}{_DELETED}"
     # Remains of an earlier deletion of the same step: the rename needs the name.
@@ -90,7 +90,7 @@ def sweep(folder: Path) -> None:
         if _is_remains(name) or (
             in_store(folder) and name.isdecimal() and _is_interrupted(folder, int(name))
         ):
-            folders.remove(folder / name, first=MANIFEST)
+            folders.remove(folder / name, first=MANIFEST, last=_DELETED)
 
 
 def _is_interrupted(folder: Path, step: int) -> bool:

@@ -58,7 +58,9 @@ def parse_csv(
     """The schedule of a CSV text, named `name` in messages; otherwise as `read_csv`."""
     # Line numbers of the file, for messages: empty lines are skipped but counted.
     lines = [
-        (number, cells) for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1) if any(cells)
+        (number, cells)
+        for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1)
+        if any(cell.strip() for cell in cells)
     ]
     if not lines:
         raise UserError(f"schedule {name} is empty. Write a row of operations per worker, such as 0F0,0B0.")

@@ -19,6 +19,7 @@ from jtrain.checkpoint import (
     folders,
     host_copy,
     object_stores,
+    removal,
 )
 from jtrain.cli import checkpoint as verb
 from jtrain.errors import UserError
@@ -102,6 +103,32 @@ def test_the_remains_of_a_killed_save_are_no_checkpoint_and_a_lost_manifest_is_s
     found = Checkpoints(workdir, CheckpointSpec()).start(like())
     assert found.step == 20
     assert "step 30 is damaged (manifest.json is missing)" in found.messages[0]
+
+
+def test_the_remains_of_a_killed_deletion_go_at_the_next_start(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is left when the manifest is gone, the mark that says why is left too."""
+    save(workdir, 1, 2)
+    folder = workdir / "checkpoints"
+    fs = folders._store(folder)
+
+    rm_file = fs.rm_file
+
+    def rm_two(path: str) -> None:
+        """Removes the manifest and the mark; then the store no longer answers."""
+        if not path.endswith((files.MANIFEST, removal._DELETED)):
+            raise ConnectionError("killed")
+        rm_file(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fs, "rm_file", rm_two)
+        with pytest.raises(ConnectionError):
+            removal.delete(folder, 1)
+    assert not folders.has_file(folder / "1", files.MANIFEST)
+    assert removal.lost_manifests(folder) == ()
+    removal.sweep(folder)
+    assert folders.sizes(folder / "1") == {}
 
 
 def test_small_files_are_fetched_and_copied_when_they_change(workdir: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_columns_are_units_of_time() -> None:
 
 def test_idle_cells_spaces_and_empty_lines_mean_nothing() -> None:
     """As people write and spreadsheets export."""
-    read = parse_csv("0F0, ,,0I0 , 0W0\r\n\r\n,1F0,1B0,\r\n,,\r\n", "mine")
+    read = parse_csv("0F0, ,,0I0 , 0W0\r\n\r\n,1F0,1B0,\r\n,,\r\n , \r\n", "mine")
     assert [" ".join(map(str, stream)) for stream in read.streams] == ["0F0 0I0 0W0", "1F0 1B0"]
     check(read)
 
@@ -48,6 +48,7 @@ def test_idle_cells_spaces_and_empty_lines_mean_nothing() -> None:
     [
         ("", "schedule mine is empty. Write a row of operations per worker, such as 0F0,0B0."),
         (",,\n", "schedule mine is empty."),
+        (" , \n", "schedule mine is empty."),
         (
             "0F0,0B0\n1F0,,1G0\n",
             "schedule mine, line 2, cell 3: '1G0' is not an operation. Write virtual stage, F, I",

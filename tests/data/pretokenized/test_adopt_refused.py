@@ -234,3 +234,13 @@ def test_a_path_at_which_nothing_is_names_what_can_be_adopted(tokenizer_json: Pa
         FileError, match=r"^--from .*nowhere: nothing there; .*Set --from to a file, a folder"
     ):
         run(tmp_path / "nowhere", tmp_path / "out", tokenizer_json)
+
+
+def test_a_negative_id_of_raw_signed_ids_is_refused(
+    documents: Documents, tokenizer_json: Path, tmp_path: Path
+) -> None:
+    """As in files whose header says int32: -100 is no id, and would be one of 4 billion as an unsigned number."""
+    documents[3][0] = -100
+    write.write_raw(tmp_path / "a.npy", documents, dtype="int32")
+    with pytest.raises(ValueError, match=r"id 4,294,967,196 \(-100 as a signed number\), token"):
+        run(tmp_path / "a.npy", tmp_path / "out", tokenizer_json, dtype="int32")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from jtrain.data.pretokenized.foreign.dense import MegatronFile, llm_c_file, npy_file, raw_file
-from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, ForeignLayout
+from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, ForeignLayout, unsigned
 from jtrain.data.pretokenized.foreign.mds import mds_shards
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError, UserError
@@ -100,7 +100,7 @@ def _flat_layout(
     suffix: str, root: Path, stored_files: list[StoredFile], end_id: int, vocab_size: int, dtype: str | None
 ) -> ForeignLayout:
     # nanoGPT and OLMo write uint16 while the vocabulary fits, without a header that says so.
-    raw = np.dtype(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")).newbyteorder("<")
+    raw = unsigned(dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32"), "--dtype")
     with_header = llm_c_file if suffix == ".bin" else npy_file
     files: list[ForeignFile] = []
     kinds = set()
