@@ -141,7 +141,7 @@ def measure(
             start, start_cpu = time.perf_counter(), time.process_time()
             save(number)
             save_s = time.perf_counter() - start
-            # The first step after the save comes first in the list: `first_step_s` is what the save delays it.
+            # The first step after the save comes first: `first_step_s` says how long the save delays it.
             after_s = [timed()[0]]
             while not ended():
                 after_s.append(timed()[0])

@@ -146,7 +146,7 @@ def _nan_arithmetic(*, gradient: int, update: int) -> None:
 
     def planted(self: Any, grads: Any, step: Any, *more: Any, **named: Any) -> Any:
         bad_grads = jax.tree.map(
-            # Also in the reference, with step 0: its program then differs in a constant only, and rounds alike.
+            # Also in the reference, with step 0: its program differs in a constant only, and rounds alike.
             lambda grad: jnp.where(step + 1 == gradient, jnp.asarray(jnp.nan, grad.dtype), grad),
             grads,
         )

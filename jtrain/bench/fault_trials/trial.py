@@ -231,7 +231,7 @@ class Trial:
         return resumed
 
     def _due(self, logged_step: int) -> int:
-        """Returns the newest step up to `logged_step` whose save may have begun: a save under way delays others."""
+        """Newest step up to `logged_step` whose save may have begun: a save under way delays others."""
         under_way = [
             int(path.name.partition(".")[0]) for path in self.workdir.saving() if path.name[:1].isdecimal()
         ]

@@ -175,7 +175,7 @@ def parameter_bound(setting: Setting, to: References, path: str) -> np.ndarray:
     bound += MEASURED * max(np.abs(with_errors.last[path] - want).max() for with_errors in to.disturbed)
     for step, gradient in enumerate(to.truth.gradients):
         slope = to.truth.slopes[step][path]
-        # A rejected step adds nothing, nor do arrays without a second moment: Muon's and those without gradient.
+        # A rejected step adds nothing, nor does an array without slope: Muon's, or one without gradient.
         if (setting["step.rejects"] and step + 1 == REJECTED) or not slope.any():
             continue
         # Clipping scales the gradient's error with the gradient.
