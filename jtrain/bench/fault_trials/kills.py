@@ -95,7 +95,6 @@ def kill_purge(trial: Trial) -> None:
 @fault("kill-restore", "while a checkpoint is being read")
 def kill_restore(trial: Trial) -> None:
     """While any process has a file of a checkpoint open."""
-    # A checkpoint to restore from.
     trial.from_half()
     attempt = trial.start()
 

@@ -110,7 +110,7 @@ def change_element(state: Any, plant: Plant) -> Any:
     hit = {rng.choice(mine)} if flip else set(devices)
     buffers = [
         jax.device_put(_with_fault(shard.data, plant.kind, fraction, bit), shard.device)
-        # Other shards stay the same buffers; make_array joins them without a copy.
+        # Other shards stay the same buffers; the new array is made of them without a copy.
         if shard.device in hit
         else shard.data
         for shard in array.addressable_shards

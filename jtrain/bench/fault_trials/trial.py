@@ -251,7 +251,7 @@ class Trial:
                 self.kind.mend(self)
             elif not codes <= {DONE, STOPPED, FAULTY_HARDWARE}:
                 return
-        # The loop ended without a break.
+        # No start ended with DONE.
         else:
             self.wrong(f"not done after {MOST_ATTEMPTS} starts of the same command")
         if self.kind.must_refuse and not self.result.refused:
