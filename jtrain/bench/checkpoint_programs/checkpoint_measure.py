@@ -58,7 +58,7 @@ class _Memory:
         self._thread.start()
 
     def _watch(self) -> None:
-        # 2 ms is short against a save; sampling more often would slow the steps.
+        # 2 ms is short against a save, whose peak is what counts.
         while not self._stop.wait(0.002):
             self.peak_bytes = max(self.peak_bytes, resident_bytes())
 
