@@ -42,7 +42,7 @@ def row(
     what: str, value: float | None, unit: str, *, baseline: float | None = None, bar: str | None = None
 ) -> Row:
     """A `Row` with its ratio worked out."""
-    # A baseline of 0 has no ratio, such as an unmeasurable short time.
+    # A baseline of 0, such as a time too short to measure, has no ratio.
     ratio = value / baseline if value is not None and baseline else None
     return Row(what=what, value=value, unit=unit, baseline=baseline, ratio=ratio, bar=bar)
 

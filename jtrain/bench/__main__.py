@@ -27,8 +27,8 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "nump
 
 
 def in_checkout() -> bool:
-    # A wheel has no pyproject.toml beside the package.
     """True if the folder bench/ beside this package is jtrain's: an installed one has none."""
+    # A wheel has no pyproject.toml beside the package.
     return (CHECKOUT / "pyproject.toml").is_file()
 
 

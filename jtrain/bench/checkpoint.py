@@ -129,7 +129,7 @@ def figures(
     script = PROGRAMS / ("checkpoint_torch.py" if program == "torch" else "checkpoint_jax.py")
     interpreter = python if python and program == "torch" else sys.executable
     # Dirty pages of earlier programs would be written during this one's saves.
-    os.sync()  # what others have written does not count
+    os.sync()
     # A fresh folder for each program, removed with its checkpoints before the next one starts.
     with tempfile.TemporaryDirectory(dir=folder) as target:
         command = [interpreter, str(script), program, size, f"{target}/run", str(saves)]

@@ -75,7 +75,7 @@ def run(args: Options) -> Iterator[Row]:
             f"8-bit matmuls are timed on an H100, H200 or B200, but the device here is {gpu.device_kind!r}. "
             "Run the same command on one."
         )
-    # Bars are for Hopper; Blackwell has another ratio of FP8 to bfloat16.
+    # Bars are for Hopper only; on a Blackwell the rows are without bars.
     hopper = spec is not None and spec.name in ("h100", "h200")
     size, length, sizes = (64, 64, REHEARSED) if args.rehearse else (SIZE, LENGTH, LLAMA8B)
     if args.only != "layers":
@@ -94,7 +94,7 @@ def run(args: Options) -> Iterator[Row]:
         rates: dict[MatmulDtype, float] = {}
         for mode in MODES:
             step, arrays = layers(mode, length, sizes, gpu)
-            # A step is longer than a matmul, so a third of the calls takes about as long.
+            # A step takes much longer than a matmul, so fewer calls are enough.
             rates[mode] = LAYERS * length / seconds(step, *arrays(), calls=max(1, args.calls // 3))
         yield from _rows(
             f"a layer of llama8b, {length} tokens", "tokens/s", rates, ">= 1.2" if hopper else None

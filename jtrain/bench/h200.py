@@ -270,8 +270,7 @@ def random_steps(
     batch = put_batch(Batch(token, np.roll(token, -1, axis=1), position, np.ones(shape, np.int32)), mesh)
 
     def steps_s(count: int) -> float:
-        nonlocal state
-        # The state is carried on: each step donates it, so it must be replaced.
+        nonlocal state  # each step donates it, so it is replaced
         start_s = time.perf_counter()
         for _ in range(count):
             state, _ = step(state, batch)

@@ -214,8 +214,7 @@ def _host_ms(steps: _Steps, rounds: int = 300) -> float:
 
         def judge() -> None:
             values = jax.device_get(with_checks)
-            # Every other number: the state that a step is given is
-            # not the one that these metrics say was returned.
+            # Every other number: consecutive steps would be compared, and these metrics repeat one step.
             step = 2 * next(number)
             integrity.check(step, values)
             bad_steps.check(StepNumbers.of(step, values, ""), dispatched=step, last=False, documents=dict)

@@ -1,10 +1,10 @@
 """Choice of kernels on a device, with reasons; on a live accelerator also the times of every configuration.
 
     python -m jtrain.bench kernels --explain attention --device h200     the choice, and why the others lost
-    python -m jtrain.bench kernels --explain rms_norm --device v5p --compile     and what its compiler makes
-    of it python -m jtrain.bench kernels --explain attention --device h200 --config=llama1b    the same at a
-    config's shapes python -m jtrain.bench kernels --tune --config=llama8b     times every configuration of
-    what its step calls python -m jtrain.bench kernels --tune     the same at the shapes of the ops' cases
+    python -m jtrain.bench kernels --explain rms_norm --device v5p --compile     what the compiler makes of it
+    python -m jtrain.bench kernels --explain attention --device h200 --config=llama1b     at a config's shapes
+    python -m jtrain.bench kernels --tune --config=llama8b     times every configuration of its step's calls
+    python -m jtrain.bench kernels --tune     the same at the shapes of the ops' cases
 
 Times are of an op with its gradients.
 """

@@ -50,7 +50,7 @@ def run(args: Options) -> list[Row]:
     ratios = [f / b for f, b in zip(full[1:], bare[1:], strict=True)]  # the first round fills caches
     spread = f"{min(ratios):.3f} .. {max(ratios):.3f} over {args.rounds} rounds"
     median = statistics.median(bare[1:])
-    # Ratio of medians would mix rounds; the median of ratios compares neighbours in time.
+    # A ratio of medians would mix rounds; the median of ratios compares neighbours in time.
     return [
         row(
             f"{args.config}: full loop ({spread})",

@@ -70,7 +70,6 @@ def run(args: Options) -> Iterator[Row]:
     yield row("host memory", host_memory_bytes() / GIB, "GiB")
     yield from _clocks(device, "idle")
     x = jax.ShapeDtypeStruct((copied,), jnp.bfloat16)
-    # One array in, one out: each byte is read once and written once.
     copy_s = seconds(jax.jit(lambda x: x + 1), make_filled(x), calls=args.calls)
     yield row(
         # Two bytes per number, read and written.

@@ -1,8 +1,8 @@
 """Everything that one NVIDIA GPU can tell, in order of worth: one benchmark after another, within a budget of
 time.
 
-    python -m jtrain.bench one_gpu --out DIR --budget 540     a second call goes on where the first one
-    stopped python -m jtrain.bench one_gpu --out DIR --rehearse     the same steps on a CPU, with tiny shapes
+    python -m jtrain.bench one_gpu --out DIR --budget 540     a second call goes on where the first stopped
+    python -m jtrain.bench one_gpu --out DIR --rehearse     the same steps on a CPU, with tiny shapes
 
 Each step is a process of its own with a time limit, and DIR/rows.jsonl gets each row as soon as it is
 measured. A step that has ended, well or with an error, is not done again with the same code, versions and
@@ -265,8 +265,7 @@ class GpuSession:
             ended = Ended("failed", 0.0, f"needs {', '.join(lacks)}, not installed here")
         else:
             print(f"{step.name} ...", flush=True)
-            # A step that was cut off left rows behind: the readers take those after the last line like this
-            # one.
+            # A step that was cut off left rows behind: readers take those after the last line like this.
             self.append(step=step.name, key=key, begun=step.arguments(str(self.out), rehearse=self.rehearse))
             process = step_rows(step, self.out, rehearse=self.rehearse)
             while True:

@@ -84,7 +84,6 @@ def restart_rows(repeats: int) -> Iterator[Row]:
 
 def process_s(command: tuple[str, ...]) -> float:
     """Wall time of a command that succeeds."""
-    # perf_counter around the whole process: imports and exit count.
     start = time.perf_counter()
     subprocess.run(command, check=True, capture_output=True)
     return time.perf_counter() - start
@@ -147,7 +146,6 @@ def _running(command: list[str]) -> Iterator[Callable[[], str | None]]:
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=os.environ)
 
-        # Polled: the process's output is wanted once it has ended, and not before.
         def ended() -> str | None:
             if process.poll() is None:
                 return None

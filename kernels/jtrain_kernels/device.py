@@ -109,7 +109,7 @@ TFLOP/s."""
 # ConnectX-6 (200 Gbit/s, DGX A100) or ConnectX-7 (400 Gbit/s, DGX H100, H200, B200) per GPU; 25 GB/s per TPU
 # host (scaling book, part 2). Power: the data sheets' maximum (of a GH200 with its CPU); TPU v4 192 W
 # (arXiv:2304.01433, table 4). Scratch: the CUDA programming guide's table of compute capabilities (opt-in,
-# per block), AMD's CDNA 3 white paper (LDS), and for TPUs jax/_src/ tpu_info.py. Figures that are not
+# per block), AMD's CDNA 3 white paper (LDS), and for TPUs jax/_src/tpu_info.py. Figures that are not
 # published are None. RTX 4090 and 5090: NVIDIA's Ada and RTX Blackwell architecture white papers (dense,
 # float32 accumulation); L40S, B300, GB200 and GB300 NVL72: NVIDIA data sheets, halves of the peaks with
 # sparsity; their racks join 72 GPUs, hosts are compute trays of 4 GPUs, whose C2C of 900 GB/s both ways two

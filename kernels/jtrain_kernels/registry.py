@@ -164,7 +164,7 @@ def choose(op: Op, device: DeviceSpec, avals: Avals, *, forced: str | None = Non
         return chosen(
             REFERENCE, "it is the reference, and nothing says that another is faster", lambda _: no_comparison
         )
-    # Compiler options are fixed before tracing, too late for a choice made while tracing.
+    # `only_forced` says why a prediction is not enough, such as that no hardware has run the kernel.
     eligible = [name for name in predicted_s if candidates[name].only_forced is None or name == REFERENCE]
     # In a tie the reference is chosen.
     best = min(eligible, key=lambda name: (predicted_s[name], name != REFERENCE))

@@ -44,13 +44,12 @@ def main() -> None:
         gradient = product[0, 0]
         mu = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * (p + gradient), state["mu"], state["params"])
         nu = jax.tree.map(lambda v, p: 0.95 * v + 0.05 * p**2, state["nu"], state["params"])
-        # Without it, XLA keeps old moments in temporaries of 0.2 states, with which the heap grows as steps
-        # are run.
+        # Without it, XLA keeps old moments in temporaries of 0.2 states, and the heap grows with them.
         mu, nu = jax.lax.optimization_barrier((mu, nu))
         params = jax.tree.map(lambda p, m, v: p - 1e-6 * m / (jnp.sqrt(v) + 1e-8), state["params"], mu, nu)
         return {"params": params, "mu": mu, "nu": nu}
 
-    # Donated, as the train step does: a save must cope with buffers that the next step reuses.
+    # Donated, as in the train step: a save must cope with buffers that the next step reuses.
     compiled = jax.jit(update, donate_argnums=0)
 
     def step() -> None:

@@ -29,8 +29,8 @@ nothing."""
 
 
 def shapes(size: str) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters of a transformer of stacked layers, 110 (`100M`) or 1.8 (`small`) million."""
-    # Sizes of a small Llama, with layers stacked as jtrain has them.
+    """Returns the shapes of a transformer's parameters, 110 (`100M`) or 1.8 (`small`) million numbers."""
+    # Layers are stacked along the first axis, as in jtrain.
     layers, d_model, vocab = {"100M": (12, 768, 32_000), "small": (2, 256, 1_024)}[size]
     attention = {f"attention_{name}": (layers, d_model, d_model) for name in "qkvo"}
     return {
@@ -58,7 +58,7 @@ class _Memory:
         self._thread.start()
 
     def _watch(self) -> None:
-        # 2 ms: short against a save, long enough that sampling costs nothing.
+        # 2 ms is short against a save, whose peak is what counts.
         while not self._stop.wait(0.002):
             self.peak_bytes = max(self.peak_bytes, resident_bytes())
 
@@ -141,9 +141,8 @@ def measure(
             start, start_cpu = time.perf_counter(), time.process_time()
             save(number)
             save_s = time.perf_counter() - start
-            # The step after the save: it waits for whatever the save made it wait for.
+            # The first step after the save comes first: `first_step_s` says how long the save delays it.
             after_s = [timed()[0]]
-            # Steps while the save runs in the background.
             while not ended():
                 after_s.append(timed()[0])
             after_s += [timed()[0] for _ in range(STEPS_AFTER)]

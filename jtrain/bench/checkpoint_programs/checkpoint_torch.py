@@ -47,8 +47,8 @@ def main() -> None:
     running: list[Future[Any]] = []
 
     def save(number: int) -> None:
+        # A reference to the earlier save would keep its copy of the state alive during this one.
         running.clear()
-        # References to earlier saves would keep their copies of the state alive.
         running[:] = [dcp.async_save(state, checkpoint_id=args.folder / str(number))]
 
     def ended() -> bool:

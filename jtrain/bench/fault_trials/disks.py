@@ -57,7 +57,7 @@ def _filled_at_a_drawn_step(trial: Trial) -> TrialAttempt:
     """Starts a training on a small disk, and fills the disk after a drawn step."""
     _small_disk(trial)
     attempt = trial.start()
-    # At least one save comes after it.
+    # Early enough that further saves come after it.
     fill_step = trial.rng.randint(1, NUM_STEPS - 8)
     attempt.until(lambda: trial.workdir.last_step() >= fill_step)
     _fill(trial.workdir.path)

@@ -65,7 +65,7 @@ def kill_step(trial: Trial) -> None:
     attempt = trial.start()
     kill_step_number = trial.rng.randint(1, NUM_STEPS - 1)
     attempt.until(lambda: trial.workdir.last_step() >= kill_step_number)
-    # 50 ms: about as long as a step of the small model.
+    # Up to 50 ms, so that the kill falls into the next step or one soon after it.
     attempt.until(_passed(trial.rng.uniform(0, 0.05)))
     trial.kill(attempt)
 
@@ -89,14 +89,12 @@ def kill_commit(trial: Trial) -> None:
 @fault("kill-purge", "while an old checkpoint is being deleted")
 def kill_purge(trial: Trial) -> None:
     """While a folder of a deletion exists: keep_last=2 makes the third and fourth save delete one."""
-    # The first deletion comes with the third save.
     _kill_while(trial, trial.start(), trial.workdir.deleting, "during a deletion")
 
 
 @fault("kill-restore", "while a checkpoint is being read")
 def kill_restore(trial: Trial) -> None:
     """While any process has a file of a checkpoint open."""
-    # A checkpoint to restore from.
     trial.from_half()
     attempt = trial.start()
 
@@ -149,6 +147,5 @@ def kill_loader(trial: Trial) -> None:
         pid = trial.rng.choice(sorted(data_processes))
         trial.result.notes.append(f"killed {data_processes[pid]}")
         os.kill(pid, signal.SIGKILL)
-    # The training must notice it: it goes on with a new process, or ends and is started again.
     attempt.wait()
     trial.record_end(attempt)

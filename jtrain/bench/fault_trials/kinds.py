@@ -18,7 +18,7 @@ def fault(
     """Decorator that registers `inject(trial)` as a kind of fault; `fields` are further ones of it."""
 
     def register(inject: Callable[[Trial], None]) -> Callable[[Trial], None]:
-        # The name is what `--only` selects by.
+        # `--only` selects by name, so a second kind of that name would hide the first.
         assert name not in KINDS, name
         KINDS[name] = FaultKind(name, description, inject, **fields)
         return inject

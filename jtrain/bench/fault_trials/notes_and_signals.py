@@ -43,7 +43,7 @@ def _signalled(trial: Trial, number: signal.Signals) -> None:
     attempt.wait()
     trial.record_end(attempt)
     codes = set(attempt.codes.values())
-    # All alike: a run of which some processes saved and others ended would have lost its state.
+    # All alike: the processes agree on the step at which they stop, or all reach the end.
     if not (codes <= {STOPPED} or codes <= {DONE}):
         trial.wrong(
             f"{number.name} at step {signal_step}: exit codes {attempt.codes} are neither all 75 nor all 0"

@@ -69,7 +69,7 @@ def large_weight(trial: Trial) -> None:
 def _bad_arithmetic(trial: Trial, plant: Plant) -> None:
     # The reference leaves the update out in the same program, so that the rounding is the same.
     trial.reference = trial.lab.reference(trial.recipe, Plant("left_out", plant.step).module)
-    # Data and metrics differ by design: only parameters and moments must agree.
+    # The guard's state counts the rejected update, so only parameters and moments have to agree.
     trial.compared = ("params.", "opt_state.")
     _planted(trial, plant)
     if set(trial.attempts[0].codes.values()) != {DONE}:

@@ -105,13 +105,12 @@ def change_element(state: Any, plant: Plant) -> Any:
     array = rng.choice(leaves)
     # Sorted, so that all processes draw the same device.
     devices = sorted(array.sharding.device_set, key=lambda device: device.id)
-    # Drawn before the branch, so that every process draws the same numbers.
     fraction, bit = rng.random(), rng.randrange(array.dtype.itemsize * 8)
     mine = [device for device in devices if device.process_index == plant.process]
     hit = {rng.choice(mine)} if flip else set(devices)
     buffers = [
         jax.device_put(_with_fault(shard.data, plant.kind, fraction, bit), shard.device)
-        # Other shards stay the same buffers; make_array joins them without a copy.
+        # Other shards stay the same buffers; the new array is made of them without a copy.
         if shard.device in hit
         else shard.data
         for shard in array.addressable_shards
@@ -137,7 +136,7 @@ def _with_fault(shard: Any, kind: str, fraction: float, bit: int) -> Any:
 
 
 def _nan_arithmetic(*, gradient: int, update: int) -> None:
-    """Makes gradients or learning rate of a step NaN in the compiled program; step 0 never comes."""
+    """Makes gradients or learning rate NaN in the step of that number, within the program; 0 is no step."""
     import jax
     import jax.numpy as jnp
 
@@ -147,7 +146,7 @@ def _nan_arithmetic(*, gradient: int, update: int) -> None:
 
     def planted(self: Any, grads: Any, step: Any, *more: Any, **named: Any) -> Any:
         bad_grads = jax.tree.map(
-            # In every plant the program is the same; only the step's number differs.
+            # Also in the reference, with step 0: its program differs in a constant only, and rounds alike.
             lambda grad: jnp.where(step + 1 == gradient, jnp.asarray(jnp.nan, grad.dtype), grad),
             grads,
         )
@@ -174,7 +173,6 @@ def plant_fault(plant: Plant) -> None:
 def main(argv: Sequence[str]) -> int:
     """Plants the fault of the first argument and runs the training command of the others."""
     plant_fault(Plant(**json.loads(argv[0])))
-    # Importing the command imports the loop; the plant must come first.
     from jtrain.cli.launch import main as launch  # after the fault is planted
 
     return launch(argv[1:])

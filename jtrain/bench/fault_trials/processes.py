@@ -53,7 +53,7 @@ def descendants(root: int | None = None) -> dict[int, str]:
             if state not in "ZX":
                 names[int(entry.name)] = name
     pids, parents = [], [os.getpid() if root is None else root]
-    # Breadth does not matter: all levels below the root are collected.
+    # The order does not matter: all levels below the root are collected.
     while parents:
         children_of = children.get(parents.pop(), [])
         pids += children_of
@@ -222,7 +222,6 @@ class TrialAttempt:
 
         A stopped process changes nothing more, so what is killed next dies at exactly such an instant.
         """
-        # All are stopped before the condition is looked at, so it cannot change between look and kill.
         self.send(signal.SIGSTOP)
         if condition():
             return True

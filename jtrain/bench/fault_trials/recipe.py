@@ -20,7 +20,7 @@ COMMON = (
     "metrics.tensorboard=False",
     "eval.every_steps=None",
 )
-# Two warm-up steps, so that most of the 16 have the full learning rate.
+# Two warm-up steps, so that most of the 16 steps come after the warm-up.
 SMALL = ("optimizer.warmup_steps=2",)
 LAUNCH = "jtrain.launch"
 ON_CPUS = {"disable_most_optimizations": 1, "traceback_in_locations_limit": 0}
@@ -86,7 +86,7 @@ class RunRecipe:
         Args:
           workdirs: one for all processes, or one for each.
           logs: folder of the output files; existing ones are replaced.
-          extra_arguments: further arguments.
+          extra_arguments: of the command line, after those of the recipe.
           imported: forks this process, which has imported everything; otherwise starts new interpreters.
           module: the module to run in place of `jtrain.launch`, with arguments that come before those of the
             run.
@@ -172,6 +172,7 @@ def set_environment(recipe: RunRecipe) -> None:
     import jax
 
     if recipe.emulated is not None:
+        # The numbers of ON_CPUS are texts of environment variables too; jax.config wants a bool for a switch.
         for name, value in ON_CPUS.items():
             jax.config.update(f"jax_{name}", value if name.endswith("limit") else bool(value))
         jax.config.update("jax_platforms", "cpu")

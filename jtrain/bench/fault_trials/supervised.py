@@ -27,11 +27,9 @@ def training_processes(supervisor: int) -> dict[int, int]:
                 continue
             if b"jtrain.launch" in command:
                 numbers = [
-                    entry.partition(b"=")[2]
-                    for entry in environ
-                    if entry.startswith(b"JTRAIN_PROCESS_ID=")
-                    # Without the variable the run has one process, number 0.
+                    entry.partition(b"=")[2] for entry in environ if entry.startswith(b"JTRAIN_PROCESS_ID=")
                 ]
+                # Without the variable the run has one process, number 0.
                 pids[int(numbers[0]) if numbers else 0] = int(pid)
     return pids
 
@@ -90,7 +88,7 @@ def _check(trial: Trial, attempt: TrialAttempt, victims: list[int]) -> None:
     missing = [name for name in ("named", "ended", "trained") if name not in trial.result.times_s]
     if missing:
         trial.wrong(f"processes {victims} were never {', '.join(missing)}: {attempt.text()[-2000:]}")
-    # One code, that of the supervisor: the faults of its processes are not the user's.
+    # The only code is the supervisor's, which is 0 in the end: it started the run again by itself.
     if attempt.codes != {0: DONE}:
         trial.wrong(f"the supervisor ended with {attempt.codes}")
 

@@ -108,7 +108,7 @@ def rows(results: Sequence[FaultResult]) -> Iterator[Row]:
             f"{name}: most steps done again", max((r.lost_steps for r in injected), default=None), "steps"
         )
         yield row(f"{name}: recoveries", sum(r.recoveries for r in injected), "starts")
-        # Names of times differ by kind: `again` for all, `named` and `ended` for supervised ones.
+        # Names of times differ by kind: supervised kinds have `named`, `ended` and `trained`, others `again`.
         for name_of_time in sorted({name_of_time for r in injected for name_of_time in r.times_s}):
             slowest = max(r.times_s[name_of_time] for r in injected if name_of_time in r.times_s)
             yield row(f"{name}: {name_of_time}, slowest", slowest, "s")

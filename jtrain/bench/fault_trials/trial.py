@@ -129,7 +129,7 @@ class Trial:
     def victims(self) -> list[int]:
         """Draws the processes that a fault hits: all of them in one third of the trials."""
         everyone = list(range(self.recipe.num_processes))
-        # All at once is the common fault of a machine; subsets are those of a cluster.
+        # All at once, as when a machine fails; some of them, as when one machine of several does.
         if len(everyone) == 1 or self.rng.random() < 1 / 3:
             return everyone
         return sorted(self.rng.sample(everyone, self.rng.randint(1, len(everyone) - 1)))
@@ -171,7 +171,7 @@ class Trial:
         except StillRunning as hang:
             self.wrong(f"{hang}: {_last_lines(self.attempts[-1].logs[0])}")
         finally:
-            # Processes first: a mounted disk cannot be removed under them.
+            # Processes first: they may still write to a disk that the cleanups unmount.
             end_descendants()
             self.cleanups.close()
         self.result.seconds = time.monotonic() - start_s
@@ -231,7 +231,7 @@ class Trial:
         return resumed
 
     def _due(self, logged_step: int) -> int:
-        """Returns the newest step up to `logged_step` whose save may have begun; the next waits for it."""
+        """Newest step up to `logged_step` whose save may have begun: a save under way delays others."""
         under_way = [
             int(path.name.partition(".")[0]) for path in self.workdir.saving() if path.name[:1].isdecimal()
         ]
@@ -251,7 +251,7 @@ class Trial:
                 self.kind.mend(self)
             elif not codes <= {DONE, STOPPED, FAULTY_HARDWARE}:
                 return
-        # The loop ended without a break.
+        # No start ended with DONE.
         else:
             self.wrong(f"not done after {MOST_ATTEMPTS} starts of the same command")
         if self.kind.must_refuse and not self.result.refused:
@@ -281,7 +281,7 @@ class Trial:
         want = {step.step: step for step in self.reference.steps}
         got = self.workdir.logged()
         numbers = [step.step for step in got]
-        # A step that was logged twice was trained twice.
+        # A run that resumes drops the lines of the steps that it does again (`metrics.drop_after`).
         if numbers != sorted(set(numbers)):
             self.wrong(f"lines of metrics.jsonl are not one per step: {numbers}")
         if not self.kind.lines_lost and set(numbers) != set(want):

@@ -109,7 +109,6 @@ def _first_step(comparison: Comparison, run: Course, to: References) -> None:
         ("float64", to.truth.losses[0], to.truth.norms[0]),
     ):
         comparison.within("first loss", name, abs(run.losses[0] - loss), LOSS * loss)
-        # Twice: a norm squares the error's effect.
         comparison.within("first gradient norm", name, abs(run.norms[0] - norm), 2 * LOSS * norm)
     if run.nats_BL is not None:
         comparison.within("evaluation", "float64", np.abs(run.nats_BL - to.truth.nats_BL), NATS)
@@ -176,13 +175,13 @@ def parameter_bound(setting: Setting, to: References, path: str) -> np.ndarray:
     bound += MEASURED * max(np.abs(with_errors.last[path] - want).max() for with_errors in to.disturbed)
     for step, gradient in enumerate(to.truth.gradients):
         slope = to.truth.slopes[step][path]
-        # A rejected step and weights without gradient (Muon has no slope) add nothing.
+        # A rejected step adds nothing, nor does an array without slope: Muon's, or one without gradient.
         if (setting["step.rejects"] and step + 1 == REJECTED) or not slope.any():
             continue
         # Clipping scales the gradient's error with the gradient.
         clip = min(1.0, (descent.clip_norm or np.inf) / to.truth.norms[step])
         error = GRADIENT * clip * np.abs(gradient[path]).max()
-        # Adam's update is at most about 1 per step; an error in the sign makes that 2, with a margin 2.5.
+        # Adam's update is at most about 1 per step; an error in the sign makes that 2, or 2.5 with a margin.
         bound += descent.rate(step) * np.minimum(2.5, 2 * error / (slope + descent.eps))
     return bound
 

@@ -64,10 +64,11 @@ class Descent:
 class ReferenceCourse:
     """Results of some steps.
 
-    gradients: of each step, not clipped. mu, nu: moments after the first step. slope: of each step, root of
-      the second
-    moment without bias, which divides a gradient's error in Adam's update. nats_BL: with the first
-    parameters.
+    gradients: of each step, not clipped.
+    mu, nu: moments after the first step.
+    slopes: of each step, root of the second moment without bias, which divides a gradient's error in Adam's
+      update.
+    nats_BL: with the first parameters.
     closest: smallest difference of the last expert that was chosen and the first that was not, in router
       logits.
     """

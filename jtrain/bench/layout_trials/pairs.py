@@ -48,7 +48,7 @@ class Draw:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(f"layouts {seed}")
-        # Two lists: pairs in any precision, and pairs within float32.
+        # Two sets: pairs in any precision, and pairs within float32.
         self.unmet = {False: all_pairs(), True: all_pairs(IN_FLOAT32)}
         self.refused: set[Pair] = set()
 
@@ -106,7 +106,7 @@ class Draw:
         """A setting with these values that jtrain takes: by the ways out of its refusals, else by chance."""
         setting, _ = follow(defaults() | chosen, keep=tuple(chosen))
         paths = [path for path in (IN_FLOAT32 if in_float32 else PATHS) if path not in chosen]
-        # First few changes, then more: forty-eight tries in all.
+        # Few changes first, then more, four times over: 48 tries at most.
         for count in (1, 1, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5) * 4:
             if setting is not None and (not in_float32 or _only(setting, IN_FLOAT32)):
                 return setting
@@ -139,6 +139,6 @@ def random_settings(seed: int) -> Iterator[Setting]:
         setting = defaults()
         for path in rng.sample(PATHS, rng.randint(3, 12)):
             setting[path] = rng.choice(FACTORS[path])
-        # Too many devices would be the only reason that most refusals have.
+        # Otherwise most refusals would be for the number of devices.
         if count_devices(setting) <= DEVICES:
             yield setting

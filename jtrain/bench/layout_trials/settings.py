@@ -29,7 +29,7 @@ type Setting = dict[str, Any]
 """Value of every factor by its path."""
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    # Powers of two, at most half of the devices: two axes at least meet on the mesh.
+    # Powers of two, at most half of the devices, so that an axis always leaves room for another.
     "mesh.replica": (1, 2),
     "mesh.stage": (1, 2, 4),
     "mesh.data": (1, 2, 4),

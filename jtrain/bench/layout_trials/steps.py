@@ -34,11 +34,12 @@ type ArraysByPath = dict[str, np.ndarray]
 class Course:
     """Results of a run.
 
-    first, last: parameters. moments: state of the optimizer after the first step. scaling: histories of 8-bit
-      matmuls
-    at the end. exact: metrics that are the same bits in every layout, of each step. nats_BL: of an evaluation
-    with the first parameters, in the columns of the batch; None without. num_traces: times that the step was
-    traced.
+    first, last: parameters.
+    moments: state of the optimizer after the first step.
+    scaling: histories of 8-bit matmuls at the end.
+    exact: metrics that are the same bits in every layout, of each step.
+    nats_BL: of an evaluation with the first parameters, in the columns of the batch; None without.
+    num_traces: times that the step was traced.
     unchanged: False if a rejected step changed parameters, moments or histories.
     first_state: the whole state before the first step, on the host, as the layout places it.
     """

@@ -84,7 +84,7 @@ class Lab:
             # In fewer bits routing differs anyway, and the bounds allow for it.
             if truth.closest > CLOSE or not is_float32(setting):
                 exact = (
-                    # `on_one_device` has the setting's precision, `exact` float32; often they are one run.
+                    # `on_one_device` may round the optimizer's state; `exact`, for float32 only, does not.
                     self._trained(_key(one_device(setting, precision=False)), chosen)
                     if is_float32(setting)
                     else on_one_device

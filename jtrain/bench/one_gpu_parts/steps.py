@@ -61,7 +61,7 @@ def _attention(shape: str, implementation: str) -> Step:
 
 def _tuned(op: str, *shapes: str) -> Step:
     """Times of an op's configurations at shapes: `--case NAME`, or `--config NAME` for a config's step."""
-    # A rehearsal tunes a small norm: the shapes of an 8B model would take a CPU hours.
+    # A rehearsal tunes a small norm: the shapes of an 8B model take a CPU too long.
     small = ("kernels", "--tune", "--op", "rms_norm", "--case", "tiny")
     options = ("kernels", "--tune", "--op", op, *shapes)
     # Reading a config needs fiddle; an op's own cases do not.
@@ -157,7 +157,7 @@ STEPS = (
     _SIZED,
     Step("offload-8B", ("h200", "--only", "8B", "--steps", "1"), 120),
     _window(),
-    # Ten seconds each, four soaks: long enough for the clocks to settle.
+    # Four soaks of ten seconds, each after a warm-up of one.
     Step("random-against-zeros", ("machine", "--soak", "10"), 90, (), SHORT_SOAKS),
     # The rest.
     *(_attention(shape, name) for shape in ("plain", "documents") for name in IMPLEMENTATIONS),

@@ -32,10 +32,9 @@ def attention(
     """Softmax attention of each query to the keys of its segment up to its own index, at most `window`.
 
     The plain JAX implementation holds the scores of `chunk` queries at a time, B * N * chunk * M * 4 bytes.
-    The backward pass recomputes them from q, k, v and the log-partition of each query. Scores are scaled by 1
-    / sqrt(H). The softmax is float32, matmuls and result have q's dtype. Query head n uses key head n // (N /
-    K). Segment 0 is
-    padding: its queries attend among themselves, so their rows are finite but meaningless.
+    The backward pass recomputes them from q, k, v and the log-partition of each query. Scores are divided by
+    sqrt(H). The softmax is float32, matmuls and result have q's dtype. Query head n uses key head n * K // N.
+    Segment 0 is padding: its queries attend among themselves, so their rows are finite but meaningless.
 
     The results that the backward pass needs carry the checkpoint name "attention".
 
@@ -122,7 +121,7 @@ def _vjp_backward(
 ) -> tuple[Array, Array, Array, None, None]:
     dq, dk, dv = passes.backward(*saved, dy_BLNH, mask=mask, chunk=chunk)
     q_BLNH, k_BMKH, v_BMKH = saved[:3]
-    # A ring's passes return float32; here gradients take the dtypes of the arrays.
+    # Passes may return other dtypes; gradients must have those of the arrays.
     return dq.astype(q_BLNH.dtype), dk.astype(k_BMKH.dtype), dv.astype(v_BMKH.dtype), None, None
 
 

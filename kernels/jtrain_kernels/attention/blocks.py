@@ -22,7 +22,7 @@ def _whole(x: Array, axis: int = 1) -> Array:
 
 def _fitting(length: int, chunk: int) -> int:
     """Largest chunk size up to `chunk` that divides the length."""
-    # A scan needs chunks of one size; the largest divisor wastes no padding.
+    # The loop needs chunks of one size; a divisor of the length needs no padding.
     return next(size for size in range(min(chunk, length), 0, -1) if length % size == 0)
 
 

@@ -38,7 +38,7 @@ def backward(
 ) -> tuple[Float[Array, "B L N H"], Float[Array, "B M K H"], Float[Array, "B M K H"]]:
     """Gradients of q, k and v; scores are recomputed from q, k and the log-partitions."""
     (B, N, L), K = lse_BNL.shape, k_BMKH.shape[2]
-    # A trailing 1, so that log-partitions go through the same transposes and slices as heads.
+    # A trailing 1 in place of H, so that `queries` slices log-partitions too.
     lse_BKGL1 = lse_BNL.reshape(B, K, N // K, L, 1)
     arrays = q_BLNH, k_BMKH, v_BMKH, segment_BL, segment_BM, y_BLNH, lse_BKGL1, dy_BLNH
     return _on_each_platform(_backward, chunk, window, arrays)  # pyright: ignore[reportReturnType]

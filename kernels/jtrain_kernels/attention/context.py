@@ -47,7 +47,7 @@ class RowSplit:
         if self.order == "contiguous" or self.size == 1:
             return position_L + index * length
         half = length // 2
-        # Position_L of the second half already starts at `half`.
+        # In the second half `position_L` itself starts at `half`, hence the last subtraction.
         late = (2 * self.size - 1 - index) * half - half
         return position_L + jnp.where(position_L < half, index * half, late)
 

@@ -165,8 +165,8 @@ def backward(
     )
 
     def backward_of_row(
-        *arrays: Any,
-    ) -> tuple[Array, Array, Array]:  # the last is None without an end of the range
+        *arrays: Any,  # the last is None without an end of the range
+    ) -> tuple[Array, Array, Array]:
         q, k, v, y, dy, lse, first, end = arrays
         # With the log-partition in place of the largest score, the exponentials sum to 1.
         return kernel(q, k, v, (lse, jnp.ones_like(lse)), y, dy, None, None, first, end)[:3]

@@ -44,7 +44,7 @@ def matmul(
         y_TO = jax.lax.dynamic_update_slice_in_dim(y_TO, y_bO, start, axis=0)
         return *blocks.after(group, start), y_TO
 
-    # Zeros, though undefined: the loop carries an array of fixed size, and empty memory might hold nan.
+    # Zeros, although rows of no group are undefined: uninitialised memory might hold nan.
     first = (*blocks.first, jnp.zeros((num_rows + block_rows, out_dim), x_TI.dtype))
     _, _, y_TO = jax.lax.while_loop(lambda carry: blocks.remain(carry[0]), body, first)
     return y_TO[:num_rows]
@@ -67,7 +67,7 @@ def kernel_gradient(
         part_IO = jax.lax.dot_general(
             x_bI, dy_bO, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32
         )
-        # Added in place: a group has several blocks.
+        # Added to the group's sum so far, as a group may have several blocks.
         part_IO += jax.lax.dynamic_index_in_dim(sum_XIO, group, keepdims=False)
         return *blocks.after(group, start), jax.lax.dynamic_update_index_in_dim(sum_XIO, part_IO, group, 0)
 
@@ -96,7 +96,7 @@ class _Blocks:
 
     def after(self, group: Array, start: Array) -> tuple[Array, Array]:
         """Group and first row of the block after this one."""
-        # A block never reaches into the next group.
+        # At the group's end at the latest, so that the next group's first row starts a block.
         start = jnp.minimum(start + self.block_rows, self.end_X[group])
         return self._group_of(start), start
 

@@ -189,7 +189,7 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
     if chunk_tokens < 1:
         raise UserError(f"linear_cross_entropy: chunk_tokens={chunk_tokens} must be at least 1.")
     chunk = min(chunk_tokens, x.shape[0])
-    # -n % chunk is the number of tokens that are missing to a full chunk.
+    # -n % chunk is the number of tokens that the last chunk lacks.
     if missing := -x.shape[0] % chunk:
         x = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
     return x.reshape(-1, chunk, *x.shape[1:])
@@ -199,7 +199,7 @@ def in_chunks(x: Shaped[Array, "..."], chunk_tokens: int, *, fill: int = 0) -> S
 def _loss(
     x_ZcD: Array, unembed_DW: Array, target_ZC: Array, z_loss: float, vocab: Vocab
 ) -> tuple[Array, Array]:
-    """Loss over Z chunks: c tokens of this device, C of all devices that share the vocabulary."""
+    """Objective and nats over Z chunks: c tokens of this device, C of all that share the vocabulary."""
     kernel_DW = unembed_DW.astype(x_ZcD.dtype)
 
     def chunk(sums: Array, x_and_target: tuple[Array, Array]) -> tuple[Array, None]:

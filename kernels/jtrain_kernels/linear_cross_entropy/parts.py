@@ -91,7 +91,7 @@ def _chunk_size(
 
 
 def _chunked(x_BLD: Array, target_BL: Array, size: int, vocab: Vocab) -> tuple[Array, Array, Array]:
-    """Hidden states and targets of all devices in chunks, and the targets with IGNORE elsewhere."""
+    """Chunks of all devices' hidden states and targets, and of this device's targets, IGNORE elsewhere."""
     own_BL = vocab.local_targets(target_BL)
     # All devices' tokens at once: parts are the outer loop, so they are not gathered chunk by chunk.
     x_BLD = vocab.gather(x_BLD, 1)

@@ -221,16 +221,16 @@ def _configs(op: OpName) -> Callable[[DeviceSpec, Avals], Sequence[Mapping[str, 
             for swizzle in order
             if _divides(op, swizzle, number, avals)
         ]
-        # If nothing divides the rows, `supports` refuses; the cost model still asks for a config.
+        # If nothing divides the rows, `supports` refuses; the list has an entry all the same, as elsewhere.
         return candidates or [{"swizzle": SWIZZLES.index("ring"), "parts": 1}]
 
     return configs
 
 
 def _divides(op: OpName, swizzle: Swizzle, parts: int, avals: Avals) -> bool:
-    # A shard is split once per rank, part and direction; gathered rows count for all ranks.
+    # All ranks' rows are split by rank, part and direction; when gathering, x is one rank's shard.
     rows = _shape(avals, "x").shape[1] * (_ranks(avals) if op == "all_gather_matmul" else 1)
-    # Both directions need two pieces of each part.
+    # Each of the two directions carries a piece of every part.
     return rows % (_ranks(avals) * parts * (2 if swizzle == "bidirectional" else 1)) == 0
 
 
@@ -266,7 +266,7 @@ def _op(
         Implementation("permute", permute, supports, permute_s, _configs(op)),
         Implementation("xla", plain, cost_s=one_after_the_other_s),
     )
-    # Tensor parallelism over the 8 GPUs of a host: what the tuner and the ladder measure.
+    # Tensor parallelism over the 8 GPUs of a host: what tuning and the tests measure.
     axis = {"axis_name": "tensor", "axis_size": 8}
     if not in_8_bits:
         return Op(op, (mosaic_op.implementation(op, _work), *back_ends), cases={"llama8b": {**case, **axis}})

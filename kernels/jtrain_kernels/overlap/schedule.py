@@ -33,8 +33,7 @@ it to rank 2 (slot 0 there), adds slot 0 to its part of piece 2 and sends that o
 slot 1 to its own piece 0. Two slots, because each sum that arrives has one to itself.
 
 Sources: doi:10.1145/3567955.3567959 (decomposition into permutes and matmuls), arXiv:2406.06858 and
-  arXiv:2503.20313
-(signals per tile, rank swizzles).
+  arXiv:2503.20313 (signals per tile, rank swizzles).
 """
 
 import dataclasses

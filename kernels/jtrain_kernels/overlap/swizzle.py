@@ -1,6 +1,5 @@
 """Routing trees of overlapped collectives: the ranks along which a piece travels, and its time of arrival.
 
-
 A swizzle defines one tree per owner; the trees of all owners have the same form, rotated to start there.
 
 Example: 4 ranks, bidirectional: piece 2 * r goes upwards from rank r, piece 2 * r + 1 downwards. Rank 0 has
@@ -29,7 +28,7 @@ class Route(NamedTuple):
 
 
 def _direct(num_ranks: int) -> Route:
-    """Tree of depth 1: at time t every rank sends to the t-th after it, so all pairs differ."""
+    """Tree of depth 1: at time t every rank sends to the t-th after it, and receives from one."""
     return Route(
         parent=lambda rank, owner: None if rank == owner else owner,
         time=lambda rank, owner: (rank - owner) % num_ranks,
@@ -57,7 +56,7 @@ class Trees:
 
     def __init__(self, num_ranks: int, routes: list[Route], parts: int) -> None:
         self.num_ranks = num_ranks
-        # With parts, index % len(routes) picks the direction: parts 0 and 2 of 4 go up, 1 and 3 down.
+        # With parts, index % len(routes) picks the direction: of four pieces 0 and 2 go up, 1 and 3 down.
         self.pieces_per_rank = len(routes) * parts
         self._routes = routes
 

@@ -93,7 +93,7 @@ def gather_backward(
             for t, dy in zip(totals, dys, strict=True)
         )
 
-    # Sums over pieces in float32: the number of ranks must not change the rounding of a gradient.
+    # Sums over pieces in float32, so that a gradient is rounded once, however many ranks there are.
     zeros = tuple(jnp.zeros(kernel.shape, jnp.float32) for kernel in kernels)
     totals = gather(schedule, plan.axis_name, x_BRK, kernel_parts, zeros)
 
@@ -101,8 +101,8 @@ def gather_backward(
         products = [
             _dot(rows_of(dy, number, rows_per_piece), k, 1, jnp.float32)
             for dy, k in zip(dys, kernels, strict=True)
-            # Products of several kernels are added before they travel: one reduce-scatter for all of them.
         ]
+        # Added before they travel: one reduce-scatter serves all kernels.
         return functools.reduce(jnp.add, products)
 
     # Two collectives, one after the other: x is gathered for the kernels, dx is scattered.
