@@ -38,14 +38,14 @@ def calibrate(workdir: Path, job: Job, plan: MemoryPlan, *, assume: Assumptions,
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if planned_s(middle) < measured_s else (low, middle)
-    found: dict[str, Any] = dict(
+    calibration: dict[str, Any] = dict(
         device=job.machine.device.name,
         matmul_dtype=job.layout.precision.matmul_dtype,
         computation=high,
         measured_s=measured_s,
     )
     file = workdir / FILE
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    file.write_text(json.dumps(calibration, indent=1) + "\n")
     return file
 
 
@@ -57,8 +57,12 @@ def measured_computation(path: Path, *, device: str, matmul_dtype: str) -> float
     """
     file = path / FILE if path.is_dir() else path
     try:
-        found = json.loads(file.read_text())
-        there, dtype, factor = found["device"], found["matmul_dtype"], float(found["computation"])
+        calibration = json.loads(file.read_text())
+        file_device, file_dtype, factor = (
+            calibration["device"],
+            calibration["matmul_dtype"],
+            float(calibration["computation"]),
+        )
     except OSError as error:
         raise UserError(
             f"--measured {path}: {error.strerror}. Write it with --calibrate WORKDIR, of a run on the same "
@@ -68,9 +72,9 @@ def measured_computation(path: Path, *, device: str, matmul_dtype: str) -> float
         raise UserError(
             f"--measured {path}: {file} is not what --calibrate writes ({error!r}). Write it again."
         ) from error
-    if (there, dtype) != (device, matmul_dtype):
+    if (file_device, file_dtype) != (device, matmul_dtype):
         raise UserError(
-            f"--measured {path} is of {there} with precision.matmul_dtype={dtype}, not of {device} with "
+            f"--measured {path} is of {file_device} with precision.matmul_dtype={file_dtype}, not of {device} with "
             f"{matmul_dtype}. Leave --measured out, or calibrate with a run of that kind."
         )
     return factor

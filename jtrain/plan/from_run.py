@@ -34,8 +34,8 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
     Args:
       settings: `assume` and `memory_share` of `SearchTask`.
     """
-    more: Any = dict(precision=run.precision, kernels=run.kernels, pipeline=run.pipeline)
-    plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), **more)
+    components: Any = dict(precision=run.precision, kernels=run.kernels, pipeline=run.pipeline)
+    plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), **components)
     job = Job(run.model, plain, run.optimizer, run.data.global_batch, run.data.seq_len, machine)
     return SearchTask(job, run.layout, **settings)
 

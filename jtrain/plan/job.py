@@ -53,7 +53,7 @@ class Job:
 
     @functools.cached_property
     def step(self) -> StepDescription:
-        """What the step multiplies and sends.
+        """Matmuls and messages of the step.
 
         Raises:
           UserError: as `rows`.

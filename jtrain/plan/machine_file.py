@@ -65,7 +65,7 @@ _NUMBERS = (
     "network.latency_us",
     "network.buffer_mb",
 )
-_WHOLE = (
+_INTEGERS = (
     "count",
     "links.devices",
     "host.devices",
@@ -75,9 +75,9 @@ _WHOLE = (
     "network.traffic_class",
 )
 _CHOICES = {"host.cpu": ("intel", "amd"), "network.routing": ("adaptive", "hashed")}
-_MOST = {"network.efficiency": 1, "network.traffic_class": 255}
-_KEYS = ("chip.name", "network.sharp", *_WHOLE, *_CHOICES, *_NUMBERS)
-_NEEDED = ("chip.bf16_tflops", "chip.memory_gb", "chip.memory_gb_per_s")
+_MAXIMA = {"network.efficiency": 1, "network.traffic_class": 255}
+_KEYS = ("chip.name", "network.sharp", *_INTEGERS, *_CHOICES, *_NUMBERS)
+_REQUIRED = ("chip.bf16_tflops", "chip.memory_gb", "chip.memory_gb_per_s")
 
 
 def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | None]:
@@ -119,7 +119,7 @@ def load_fabric(path: Path, *, count: int | None) -> Fabric:
         "latency_us": ("network.latency_us", 1.0),
         "buffer_bytes": ("network.buffer_mb", 1e6),
     }
-    changes |= {to: fields[key] * scale for to, (key, scale) in scales.items() if key in fields}
+    changes |= {field: fields[key] * scale for field, (key, scale) in scales.items() if key in fields}
     if "host.cpu" in fields:
         changes["cpu"] = fields["host.cpu"]
     try:
@@ -138,7 +138,7 @@ def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> 
             f"--machine {path}: chip.name is missing. Set it to one of {', '.join(known())}, or a new name."
         )
     spec = known().get(name)
-    if spec is None and (missing := [key for key in _NEEDED if key not in fields]):
+    if spec is None and (missing := [key for key in _REQUIRED if key not in fields]):
         raise UserError(
             f"--machine {path}: {', '.join(missing)} missing for chip.name={name!r}, which is not in the "
             f"table. {did_you_mean(name, known())}Set them, or the name of a chip of the table: "
@@ -150,7 +150,7 @@ def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> 
     number = count if count is not None else fields.get("count")
     if number is None:
         raise UserError(f"--machine {path}: count is missing. Set it, or give --count.")
-    spec = _changed(spec, fields)
+    spec = _with_fields(spec, fields)
     if spec.linked > 1 and spec.link_bytes_per_s is None:
         raise UserError(
             f"--machine {path}: links.gb_per_s is missing for links.devices={spec.linked}. Set it."
@@ -167,7 +167,7 @@ def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> 
     return spec, checked_count(spec, number)
 
 
-def _changed(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
+def _with_fields(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
     """A chip with the figures of a file."""
     scales = {
         "peak_bf16_flops": ("chip.bf16_tflops", 1e12),
@@ -178,37 +178,37 @@ def _changed(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
         "link_bytes_per_s": ("links.gb_per_s", 1e9),
     }
     changes: dict[str, Any] = {
-        to: fields[key] * scale for to, (key, scale) in scales.items() if key in fields
+        field: fields[key] * scale for field, (key, scale) in scales.items() if key in fields
     }
     if "hbm_bytes" in changes:
         changes["hbm_bytes"] = int(changes["hbm_bytes"])
     if "links.devices" in fields:
         changes["linked"] = fields["links.devices"]
-    host: dict[str, Any] = {"devices": fields["host.devices"]} if "host.devices" in fields else {}
+    host_changes: dict[str, Any] = {"devices": fields["host.devices"]} if "host.devices" in fields else {}
     if "host.pcie_gb_per_s" in fields:
-        host["link_bytes_per_s"] = fields["host.pcie_gb_per_s"] * 1e9
+        host_changes["link_bytes_per_s"] = fields["host.pcie_gb_per_s"] * 1e9
     if "host.network_gbit_per_s" in fields:
-        host["network_bytes_per_s"] = fields["host.network_gbit_per_s"] * 1e9 / 8
-    of_host: Host = dataclasses.replace(spec.host, **host)
-    return dataclasses.replace(spec, **changes, host=of_host)
+        host_changes["network_bytes_per_s"] = fields["host.network_gbit_per_s"] * 1e9 / 8
+    host_spec: Host = dataclasses.replace(spec.host, **host_changes)
+    return dataclasses.replace(spec, **changes, host=host_spec)
 
 
 def _fields(path: Path) -> dict[str, Any]:
     """Key, such as `host.devices`, -> value of a file, all of the right type."""
     try:
-        read = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(f"--machine {path}: {error.strerror}. Give a TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--machine {path}: it is not TOML: {error}.") from error
     fields: dict[str, Any] = {}
-    for name, value in read.items():
-        more = (
-            {f"{name}.{key}": inner for key, inner in value.items()}
+    for name, value in document.items():
+        section_fields = (
+            {f"{name}.{key}": section_value for key, section_value in value.items()}
             if isinstance(value, dict)
             else {name: value}
         )
-        fields |= more
+        fields |= section_fields
     for key, value in fields.items():
         if key not in _KEYS:
             raise UserError(
@@ -216,21 +216,23 @@ def _fields(path: Path) -> dict[str, Any]:
                 f"{', '.join(_KEYS)}."
             )
         if key == "chip.name":
-            good, wanted = isinstance(value, str), "a name"
+            is_valid, expected = isinstance(value, str), "a name"
         elif key == "network.sharp":
-            good, wanted = isinstance(value, bool), "true or false"
+            is_valid, expected = isinstance(value, bool), "true or false"
         elif key in _CHOICES:
-            good, wanted = value in _CHOICES[key], " or ".join(_CHOICES[key])
+            is_valid, expected = value in _CHOICES[key], " or ".join(_CHOICES[key])
         elif key in _NUMBERS:
-            good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-            wanted = "a number above 0"
+            is_valid = (
+                isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+            )
+            expected = "a number above 0"
         else:
-            good, wanted = (
+            is_valid, expected = (
                 isinstance(value, int) and not isinstance(value, bool) and value > 0,
                 "a whole number above 0",
             )
-        if good and value > _MOST.get(key, value):
-            good, wanted = False, f"at most {_MOST[key]}"
-        if not good:
-            raise UserError(f"--machine {path}: {key}={value!r} must be {wanted}.")
+        if is_valid and value > _MAXIMA.get(key, value):
+            is_valid, expected = False, f"at most {_MAXIMA[key]}"
+        if not is_valid:
+            raise UserError(f"--machine {path}: {key}={value!r} must be {expected}.")
     return fields

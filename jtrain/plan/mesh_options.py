@@ -31,19 +31,19 @@ def mesh_options(job: Job, *, stage: int = 1) -> Iterator[MeshSpec]:
             continue
         if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
             continue
-        left = count // tensor // context
-        if job.global_batch % left:
+        batch_shards = count // tensor // context
+        if job.global_batch % batch_shards:
             continue
-        for data, expert in itertools.product(divisors(left), divisors(left)):
+        for data, expert in itertools.product(divisors(batch_shards), divisors(batch_shards)):
             # ZeRO splits D over data and context, and that of shared key heads over tensor as well.
             width = data * context * (tensor if tensor > model.num_kv_heads else 1)
-            if model.d_model % width or left % (data * expert):
+            if model.d_model % width or batch_shards % (data * expert):
                 continue
             if expert == 1 or (stage == 1 and model.moe is not None and model.moe.num_experts % expert == 0):
-                yield MeshSpec(left // data // expert, stage, data, expert, context, tensor)
+                yield MeshSpec(batch_shards // data // expert, stage, data, expert, context, tensor)
 
 
-_FULL = 16
+_MAX_PER_STAGE = 16
 """Microbatches per stage from which on more hardly shorten the bubble: at most 1 / 16 of a step."""
 
 
@@ -51,8 +51,8 @@ def microbatch_options(rows: int, stages: int) -> tuple[int, ...]:
     """Numbers of microbatches that split a device's sequences evenly; with stages, those that a pipeline can
     use.
     """
-    most = rows if stages == 1 else _FULL * stages
-    return tuple(n for n in divisors(rows) if stages <= n <= most)
+    max_microbatches = rows if stages == 1 else _MAX_PER_STAGE * stages
+    return tuple(n for n in divisors(rows) if stages <= n <= max_microbatches)
 
 
 def divisors(n: int) -> list[int]:

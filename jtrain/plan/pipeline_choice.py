@@ -20,7 +20,7 @@ from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, resolv
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PipelinePlan:
     """A pipeline of a config on a machine; everything but the schedule.
 
     title: config, machine and mesh.
@@ -87,26 +87,31 @@ class Planned:
         mesh = (f"mesh.{axis}={size}" for axis, size in self.alone.mesh.shape.items() if size > 1)
         spec = self.alone.spec
         settings = " ".join((*mesh, f"layout.remat={spec.remat}", f"layout.microbatches={spec.microbatches}"))
-        said = (
+        comparison = (
             f"ZeRO-3 alone on the same devices takes {alone_s:,.4g} s at best ({settings}), of which it "
             f"waits {waits_s:,.4g} s for the network"
         )
         if best is None:
-            return f"{said}."
+            return f"{comparison}."
         assert best.timed is not None
         step_s, bubble_s, network_s = best.step_s, best.timed.bubble_s, waiting_s(best)
         factor = max(step_s, alone_s) / min(step_s, alone_s)
         winner = "the pipeline" if step_s < alone_s else "ZeRO-3 alone"
         return (
-            f"{said}; the pipeline {step_s:,.4g} s, of which it waits {network_s:,.4g} s for the network and "
+            f"{comparison}; the pipeline {step_s:,.4g} s, of which it waits {network_s:,.4g} s for the network and "
             f"{bubble_s:,.4g} s for other stages. {winner} is {factor:.2f} times as fast."
         )
 
 
 def sent_bytes(point: Point) -> tuple[int, int]:
     """Bytes of one message between stages, and of all that a device's permutes send in a step."""
-    [sent] = [one for one in collectives(point.job) if one.purpose == BETWEEN_STAGES]
-    return sent.array_bytes // sent.count, sent.array_bytes
+    [collective_between_stages] = [
+        collective for collective in collectives(point.job) if collective.purpose == BETWEEN_STAGES
+    ]
+    return (
+        collective_between_stages.array_bytes // collective_between_stages.count,
+        collective_between_stages.array_bytes,
+    )
 
 
 def waiting_s(point: Point) -> float:
@@ -124,7 +129,7 @@ def plan_stages(
     microbatches: int | None,
     sets: Sequence[str] = (),
     csv: Path | None = None,
-) -> Planned:
+) -> PipelinePlan:
     """Plans the stages of a config.
 
     Args:
@@ -146,18 +151,18 @@ def plan_stages(
     config, count = load(), machine.count
     stages = int(config.mesh.stage) if stages is None else stages
     microbatches = int(config.layout.microbatches) if microbatches is None else microbatches
-    near = [n for n in range(2, min(count, config.model.num_layers) + 1) if count % n == 0]
-    if stages not in near:
-        *others, last = map(str, near or [0])
-        way = (
-            f"--stages {', '.join(others)}{' or ' if others else ''}{last}"
-            if near
+    stage_counts = [n for n in range(2, min(count, config.model.num_layers) + 1) if count % n == 0]
+    if stages not in stage_counts:
+        *smaller, largest = map(str, stage_counts or [0])
+        stage_option = (
+            f"--stages {', '.join(smaller)}{' or ' if smaller else ''}{largest}"
+            if stage_counts
             else "a --count that 2 divides"
         )
         raise UserError(
             f"{stages} stages on --count {count} devices: a pipeline has at least 2 stages, a number that "
             f"divides the devices, and a layer for each ({name} has "
-            f"model.num_layers={config.model.num_layers}). Give {way}."
+            f"model.num_layers={config.model.num_layers}). Give {stage_option}."
         )
     set_values(config, {"mesh.stage": stages})
     for_devices(config, count)
@@ -175,7 +180,7 @@ def plan_stages(
     run = build_run(config)
     mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
     title = f"{name} on {machine}: {mesh} zero_stage={run.layout.zero_stage} remat={run.layout.remat}"
-    return Planned(title, search_task(run, machine), run, csv, _alone(load(), machine))
+    return PipelinePlan(title, search_task(run, machine), run, csv, _alone(load(), machine))
 
 
 def _alone(config: Any, machine: Machine) -> Point | None:

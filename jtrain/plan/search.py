@@ -46,12 +46,12 @@ class SearchTask:
     """A job whose layout is searched for, with the limits of the search.
 
     job: model, optimizer, batch and machine; the search replaces its layout.
-    asked: layout settings of the config; a search decides `layout_settings` and keeps the others.
+    config_spec: layout settings of the config; a search decides `layout_settings` and keeps the others.
     memory_share: fraction of a device's memory that the estimate may fill.
     """
 
     job: Job
-    asked: LayoutSpec
+    config_spec: LayoutSpec
     assume: Assumptions = dataclasses.field(default_factory=Assumptions)
     memory_share: float = 1 - SLACK
 
@@ -76,7 +76,7 @@ class SearchTask:
     @property
     def budget_bytes(self) -> int:
         """Bytes that a step may take on one device by the closed form."""
-        return int(self.machine.room_bytes(self.asked) * self.memory_share)
+        return int(self.machine.room_bytes(self.config_spec) * self.memory_share)
 
     def changed(self, **changes: Any) -> "SearchTask":
         """The same search of a job with other fields."""
@@ -115,12 +115,12 @@ class Point:
     @property
     def settings(self) -> dict[str, object]:
         """Config path -> value of every setting that the search decided."""
-        more = [axis for axis in ("stage", "context") if self.mesh.shape[axis] > 1]
-        axes = ("replica", "data", "expert", "tensor", *more)
-        found: dict[str, object] = {f"mesh.{axis}": self.mesh.shape[axis] for axis in axes}
+        inner_axes = [axis for axis in ("stage", "context") if self.mesh.shape[axis] > 1]
+        axes = ("replica", "data", "expert", "tensor", *inner_axes)
+        settings: dict[str, object] = {f"mesh.{axis}": self.mesh.shape[axis] for axis in axes}
         if (pipeline := self.job.layout.pipeline) is not None:
-            found |= {f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks")}
-        return found | layout_settings(self.spec)
+            settings |= {f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks")}
+        return settings | layout_settings(self.spec)
 
 
 def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) -> Point:
@@ -157,8 +157,8 @@ def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool
     """
     if plan.total_bytes > task.budget_bytes:
         return False
-    there = task.machine.host_bytes_per_device
-    return not (plan.host_bytes and host_known) if there is None else plan.host_bytes <= there
+    host_capacity = task.machine.host_bytes_per_device
+    return not (plan.host_bytes and host_known) if host_capacity is None else plan.host_bytes <= host_capacity
 
 
 def meshes(task: SearchTask) -> Iterator[MeshSpec]:
@@ -188,7 +188,7 @@ class _Series:
 
 def search(
     task: SearchTask,
-    over: Iterable[MeshSpec],
+    candidate_meshes: Iterable[MeshSpec],
     *,
     keep: int = 10,
     limit_s: float = math.inf,
@@ -205,47 +205,54 @@ def search(
       limit_s: seconds per step from which on a layout is of no interest.
       zero: ZeRO stages to try on meshes that can shard.
     """
-    found: list[Point] = []
+    points: list[Point] = []
     missed: list[_Series] = []
 
     def limit() -> float:
-        return limit_s if len(found) < keep else min(limit_s, sorted(p.step_s for p in found)[keep - 1])
+        return limit_s if len(points) < keep else min(limit_s, sorted(p.step_s for p in points)[keep - 1])
 
-    helps = task.machine.host_bytes_per_device is not None
-    grouped = [(every[0].at(task, 0), every) for mesh in over for every in _by_stage(task, mesh, zero)]
-    for fastest, every in sorted(grouped, key=lambda group: group[0].working_s):
+    has_host_memory = task.machine.host_bytes_per_device is not None
+    grouped = [
+        (series_list[0].at(task, 0), series_list)
+        for mesh in candidate_meshes
+        for series_list in _by_stage(task, mesh, zero)
+    ]
+    for fastest, series_list in sorted(grouped, key=lambda group: group[0].working_s):
         if fastest.working_s >= limit():
             break
-        frugal, ends = every[-1], (len(every[-1].parts) - 1, 0)  # one microbatch needs no accumulator
+        frugal, ends = (
+            series_list[-1],
+            (len(series_list[-1].parts) - 1, 0),
+        )  # one microbatch needs no accumulator
         any_fits = any(fits(task, frugal.at(task, index, timed=False).plan) for index in ends)
-        with_host = helps and frugal.job.layout.mesh.stage == 1
+        with_host = has_host_memory and frugal.job.layout.mesh.stage == 1
         if not any_fits and not (with_host and any(_fits_on_host(task, frugal, index) for index in ends)):
             continue
-        for series in every:
-            first = fastest if series is every[0] else series.at(task, 0, timed=False)
+        for series in series_list:
+            first = fastest if series is series_list[0] else series.at(task, 0, timed=False)
             is_missed = with_host and not fits(task, first.plan)
-            fitting = list(_that_fit(task, series, first)) if any_fits else []
+            fitting = list(_fitting_points(task, series, first)) if any_fits else []
             # A time may take a trace of the step's code, so layouts that cannot be used have none.
             lead = first if is_missed else next(iter(fitting), None)
             if lead is None or _timed(task, lead).working_s >= limit():
                 continue
             if is_missed:
                 missed.append(series)
-            found += [_timed(task, point) for point in fitting]
-    if helps:
-        found += _helped_by_host(task, missed, min((point.step_s for point in found), default=math.inf))
-    return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
+            points += [_timed(task, point) for point in fitting]
+    if has_host_memory:
+        points += _offloaded_points(task, missed, min((point.step_s for point in points), default=math.inf))
+    return sorted(points, key=lambda point: (point.step_s, point.plan.total_bytes))
 
 
-def _that_fit(task: SearchTask, series: _Series, first: Point) -> Iterator[Point]:
+def _fitting_points(task: SearchTask, series: _Series, first: Point) -> Iterator[Point]:
     """Yields the layout of the fewest microbatches that fits, untimed; with stages all: more shorten the
     bubble.
     """
     if fits(task, first.plan):
         yield first
     if series.job.layout.mesh.stage > 1:
-        more = (series.at(task, index, timed=False) for index in range(1, len(series.parts)))
-        yield from (point for point in more if fits(task, point.plan))
+        points = (series.at(task, index, timed=False) for index in range(1, len(series.parts)))
+        yield from (point for point in points if fits(task, point.plan))
     elif not fits(task, first.plan):
         # Bytes fall with the microbatches, after the accumulator that two need.
         index = _fewest(
@@ -255,27 +262,27 @@ def _that_fit(task: SearchTask, series: _Series, first: Point) -> Iterator[Point
             yield series.at(task, index, timed=False)
 
 
-def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
+def _offloaded_points(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
     """Yields layouts of `missed` that fit with host memory, from those alone that were faster without: copies
     cost.
     """
-    waiting: list[tuple[float, int, int, _Series, Point]] = []
-    number = itertools.count()  # decides between equal times
+    queue: list[tuple[float, int, int, _Series, Point]] = []
+    tie_breaker = itertools.count()  # decides between equal times
 
     def push(series: _Series, index: int) -> None:
         if index < len(series.parts) and not fits(task, (point := series.at(task, index)).plan):
-            heapq.heappush(waiting, (point.step_s, next(number), index, series, point))
+            heapq.heappush(queue, (point.step_s, next(tie_breaker), index, series, point))
 
     for series in missed:
         fit = functools.partial(_fits_on_host, task, series)
         push(series, 0 if fit(0) else _fewest(len(series.parts), fit, 1))
-    while waiting:
-        step_s, _, index, series, miss = heapq.heappop(waiting)
+    while queue:
+        step_s, _, index, series, miss = heapq.heappop(queue)
         if step_s >= best_s:
             return
-        for helped in _with_host(task, miss):
-            best_s = min(best_s, helped.step_s)
-            yield helped
+        for offloaded in _with_host(task, miss):
+            best_s = min(best_s, offloaded.step_s)
+            yield offloaded
         push(series, index + 1)
 
 
@@ -293,15 +300,20 @@ def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
 def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
     spec, mesh = series.job.layout.spec, series.job.layout.mesh
-    everything = with_shares(spec, task.asked, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
+    everything = with_shares(spec, task.config_spec, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
     spec = dataclasses.replace(everything, microbatches=series.parts[index])
     return evaluate(task, spec, mesh, timed=False).plan.total_bytes <= task.budget_bytes
 
 
-def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
+def fastest_miss(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> Point | None:
     """The layout that would be fastest if memory did not matter; None if it fits."""
-    each = (series.at(task, 0) for mesh in over for every in _by_stage(task, mesh, EVERY) for series in every)
-    point = min(each, key=lambda point: point.step_s, default=None)
+    points = (
+        series.at(task, 0)
+        for mesh in candidate_meshes
+        for series_list in _by_stage(task, mesh, EVERY)
+        for series in series_list
+    )
+    point = min(points, key=lambda point: point.step_s, default=None)
     return None if point is None or fits(task, point.plan) else point
 
 
@@ -314,8 +326,8 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     Raises:
       UserError: the run does not fit even with all of them on the host.
     """
-    open_fields = open_shares(task.asked)
-    spec = with_shares(task.asked, task.asked, dict.fromkeys(open_fields, 0.0))
+    open_fields = open_shares(task.config_spec)
+    spec = with_shares(task.config_spec, task.config_spec, dict.fromkeys(open_fields, 0.0))
     if set(open_fields) - {"optimizer"}:
         check_scanned(task.job.model.scan_layers)
     if not open_fields or fits(task, evaluate(task, spec, mesh, timed=False).plan):
@@ -323,21 +335,25 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     for name in open_fields:
         if (shared := _smallest_share(task, spec, mesh, name)) is not None:
             return shared
-        spec = with_shares(spec, task.asked, {name: 1.0})
+        spec = with_shares(spec, task.config_spec, {name: 1.0})
     plan = evaluate(task, spec, mesh, timed=False).plan
-    there = task.machine.host_bytes_per_device
-    held = "an unknown size (give it with --host-memory)" if there is None else f"{there / 2**30:.1f}"
+    host_capacity = task.machine.host_bytes_per_device
+    host_text = (
+        "an unknown size (give it with --host-memory)"
+        if host_capacity is None
+        else f"{host_capacity / 2**30:.1f}"
+    )
     raise UserError(
         f"layout.offload.{', .'.join(open_fields)}=as_needed: with all of it on the host a device needs "
         f"{plan.total_bytes / 2**30:.1f} GiB of {task.budget_bytes / 2**30:.1f} that may be used, and its "
-        f"share of the host {plan.host_bytes / 2**30:.1f} GiB of {held}. Set layout.auto=True, or more of "
+        f"share of the host {plan.host_bytes / 2**30:.1f} GiB of {host_text}. Set layout.auto=True, or more of "
         "layout.zero_stage, layout.remat, layout.microbatches or mesh.data."
     )
 
 
 def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
-    plain = with_shares(task.asked, task.asked, dict.fromkeys(OFFLOADABLE, 0.0))
+    plain = with_shares(task.config_spec, task.config_spec, dict.fromkeys(OFFLOADABLE, 0.0))
     for specs in alternatives(dataclasses.replace(plain, microbatches=1, auto=False), mesh, zero):
         try:
             job = task.job.relaid(specs[0], mesh)
@@ -355,19 +371,24 @@ def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
     field.
     """
     offloadable = task.offloadable(miss.spec, miss.mesh)
-    everything = with_shares(miss.spec, task.asked, dict.fromkeys(offloadable, 1.0))
-    most = evaluate(task, everything, miss.mesh, timed=False).plan
-    if most.total_bytes > task.budget_bytes:
+    all_on_host = with_shares(miss.spec, task.config_spec, dict.fromkeys(offloadable, 1.0))
+    offloaded_plan = evaluate(task, all_on_host, miss.mesh, timed=False).plan
+    if offloaded_plan.total_bytes > task.budget_bytes:
         return
-    each = (most.host_optimizer, most.host_activations, most.host_parameters, most.host_gradients)
-    saves: dict[str, int] = dict(zip(OFFLOADABLE, each, strict=True))
+    host_sizes = (
+        offloaded_plan.host_optimizer,
+        offloaded_plan.host_activations,
+        offloaded_plan.host_parameters,
+        offloaded_plan.host_gradients,
+    )
+    saved_bytes: dict[str, int] = dict(zip(OFFLOADABLE, host_sizes, strict=True))
     for size in range(1, len(offloadable) + 1):
         for fields in itertools.combinations(offloadable, size):
-            if miss.plan.total_bytes - sum(saves[name] for name in fields) > task.budget_bytes:
+            if miss.plan.total_bytes - sum(saved_bytes[name] for name in fields) > task.budget_bytes:
                 continue  # not enough, even with all of these on the host
-            *whole, last = fields
-            spec = with_shares(miss.spec, task.asked, dict.fromkeys(whole, 1.0))
-            if (shared := _smallest_share(task, spec, miss.mesh, last)) is not None:
+            *full_fields, last_field = fields
+            spec = with_shares(miss.spec, task.config_spec, dict.fromkeys(full_fields, 1.0))
+            if (shared := _smallest_share(task, spec, miss.mesh, last_field)) is not None:
                 yield evaluate(task, shared, miss.mesh)
 
 
@@ -377,7 +398,7 @@ def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: s
     """
 
     def with_share(share: float) -> LayoutSpec:
-        return with_shares(spec, task.asked, {field: share})
+        return with_shares(spec, task.config_spec, {field: share})
 
     def fits_device(share: float) -> bool:
         try:
@@ -391,5 +412,5 @@ def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: s
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits_device(SHARES[middle]) else (middle + 1, high)
-    found = with_share(SHARES[high])
-    return found if fits(task, evaluate(task, found, mesh, timed=False).plan) else None
+    smallest = with_share(SHARES[high])
+    return smallest if fits(task, evaluate(task, smallest, mesh, timed=False).plan) else None

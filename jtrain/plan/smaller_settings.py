@@ -22,7 +22,7 @@ from jtrain.step.layout_choices import frugal, keeping, layout_settings, open_sh
 
 GIB = 2**30
 
-SHOWN = 4
+MAX_LINES = 4
 """Settings that a message lists."""
 
 type StateFormats = tuple[tuple[str, str], ...]
@@ -61,19 +61,21 @@ def as_text(settings: Mapping[str, object]) -> dict[str, str]:
     return {path: repr(value) for path, value in settings.items()}
 
 
-def changed_options(settings: Mapping[str, object], asked: Mapping[str, str]) -> str:
+def changed_options(settings: Mapping[str, object], config_values: Mapping[str, str]) -> str:
     """The `--set` options of the settings that the config `asked` has otherwise, or does not say."""
-    return set_options((path, value) for path, value in settings.items() if asked.get(path) != repr(value))
+    return set_options(
+        (path, value) for path, value in settings.items() if config_values.get(path) != repr(value)
+    )
 
 
-def listed(ways: Iterable[FittingSettings], asked: Mapping[str, str]) -> list[str]:
-    """Up to `SHOWN` lines of settings, without those that the config has already."""
+def option_lines(candidates: Iterable[FittingSettings], config_values: Mapping[str, str]) -> list[str]:
+    """Up to `MAX_LINES` lines of settings, without those that the config has already."""
     lines: dict[str, str] = {}
-    for way in ways:
-        if text := changed_options(way.settings, asked):
-            down = "down to " if way.on_host else ""
-            lines.setdefault(text, f"  {text}  ({down}{way.needed_bytes / GIB:.1f} GiB)")
-        if len(lines) == SHOWN:
+    for fitting in candidates:
+        if text := changed_options(fitting.settings, config_values):
+            down_to = "down to " if fitting.on_host else ""
+            lines.setdefault(text, f"  {text}  ({down_to}{fitting.needed_bytes / GIB:.1f} GiB)")
+        if len(lines) == MAX_LINES:
             break
     return list(lines.values())
 
@@ -86,8 +88,8 @@ def smaller_states(job: Job) -> list[StateFormats]:
     moments = _INT8 if optimizer.moment_dtype != "int8" else ()
     params = _BF16 if precision.param_dtype != "bfloat16" and optimizer.master_dtype == "none" else ()
     sums = _SUMS if precision.grad_accum_dtype != "bfloat16" else ()
-    found = (moments, sums, params, moments + params, moments + params + sums)
-    return list(dict.fromkeys(state for state in found if state))
+    combinations = (moments, sums, params, moments + params, moments + params + sums)
+    return list(dict.fromkeys(state for state in combinations if state))
 
 
 def with_state(job: Job, state: StateFormats) -> Job:
@@ -108,7 +110,7 @@ def with_state(job: Job, state: StateFormats) -> Job:
     return dataclasses.replace(job, optimizer=optimizer, layout=layout).relaid(layout.spec, layout.mesh)
 
 
-def ways_out(
+def fitting_settings(
     job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_needed"
 ) -> Iterator[FittingSettings]:
     """Yields settings of the same devices that need at most `limit` bytes on each, the smallest change first.
@@ -139,28 +141,28 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
     remats = list(dict.fromkeys((spec, keeping(spec, ()))))
-    parts = sorted({spec.microbatches, max(1, batch // shards)})
+    microbatch_counts = sorted({spec.microbatches, max(1, batch // shards)})
     hosts = [spec.offload]
     if _offloads(job):
         hosts += [dataclasses.replace(spec.offload, optimizer=share)]
         if job.model.scan_layers:
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share)]
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share, gradients=share)]
-    for offload, stage, base, microbatches in itertools.product(hosts, stages, remats, parts):
+    for offload, stage, base, microbatches in itertools.product(hosts, stages, remats, microbatch_counts):
         yield (
             dataclasses.replace(base, zero_stage=stage, microbatches=microbatches, offload=offload),
             batch,
             (),
         )
-    least = frugal(spec, mesh)
-    one = dataclasses.replace(least, microbatches=1)
+    frugal_spec = frugal(spec, mesh)
+    single_microbatch = dataclasses.replace(frugal_spec, microbatches=1)
     if shards < batch:
-        yield one, shards, ()
-    for base in (spec, dataclasses.replace(least, microbatches=parts[-1])):
+        yield single_microbatch, shards, ()
+    for base in (spec, dataclasses.replace(frugal_spec, microbatches=microbatch_counts[-1])):
         for state in smaller_states(job):
             yield base, batch, state
     for state, offload in itertools.product(smaller_states(job)[-1:], hosts):
-        yield dataclasses.replace(one, offload=offload), shards, state
+        yield dataclasses.replace(single_microbatch, offload=offload), shards, state
 
 
 def _offloads(job: Job) -> bool:
@@ -191,5 +193,5 @@ def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
 
 
 def _host_holds(job: Job, host_bytes: int) -> bool:
-    there = None if job.machine is None else job.machine.host_bytes_per_device
-    return there is None or host_bytes <= there
+    host_capacity = None if job.machine is None else job.machine.host_bytes_per_device
+    return host_capacity is None or host_bytes <= host_capacity

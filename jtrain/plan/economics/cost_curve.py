@@ -85,15 +85,17 @@ def cost_row(
     assert point.timed is not None
     save_s = save_seconds(point.plan, machine, task.assume)
     steps = tokens // point.job.tokens
-    up = uptime(failures, devices=machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
-    if up.goodput < LEAST_GOODPUT:
-        return CostRow(machine.count, point, up)
-    spent = cost(point.timed, machine, tokens=tokens, goodput=up.goodput, usd_per_hour=usd_per_hour)
-    return CostRow(machine.count, point, up, spent)
+    run_uptime = uptime(failures, devices=machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
+    if run_uptime.goodput < LEAST_GOODPUT:
+        return CostRow(machine.count, point, run_uptime)
+    run_cost = cost(
+        point.timed, machine, tokens=tokens, goodput=run_uptime.goodput, usd_per_hour=usd_per_hour
+    )
+    return CostRow(machine.count, point, run_uptime, run_cost)
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class ChipComparison:
     """Another chip beside the first, on as many devices; ratios are the other's by the first's.
 
     speed: tokens per second of wall time. cost: money per token. energy: joules per token; None if unknown.
@@ -105,22 +107,24 @@ class Compared:
     energy: float | None
 
 
-def compare(rows: Sequence[CostRow], others: Sequence[CostRow], *, price_ratio: float) -> list[Compared]:
+def compare(
+    rows: Sequence[CostRow], others: Sequence[CostRow], *, price_ratio: float
+) -> list[ChipComparison]:
     """Compares two curves over the same counts, where both have a layout.
 
     Args:
       price_ratio: price of the other device by that of the first.
     """
-    found: list[Compared] = []
-    for row, other in zip(rows, others, strict=True):
-        if row.cost is None or other.cost is None:
+    comparisons: list[ChipComparison] = []
+    for row, other_row in zip(rows, others, strict=True):
+        if row.cost is None or other_row.cost is None:
             continue
-        speed = row.cost.wall_s / other.cost.wall_s
+        speed = row.cost.wall_s / other_row.cost.wall_s
         energy = None
-        if row.cost.energy_j is not None and other.cost.energy_j is not None:
-            energy = other.cost.energy_j / row.cost.energy_j
-        found.append(Compared(row.count, speed, price_ratio / speed, energy))
-    return found
+        if row.cost.energy_j is not None and other_row.cost.energy_j is not None:
+            energy = other_row.cost.energy_j / row.cost.energy_j
+        comparisons.append(ChipComparison(row.count, speed, price_ratio / speed, energy))
+    return comparisons
 
 
 def cheapest(rows: Sequence[CostRow]) -> CostRow | None:

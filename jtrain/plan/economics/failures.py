@@ -130,6 +130,8 @@ def uptime(failures: Failures, *, devices: int, steps: int, step_s: float, save_
     """
     save_s = save_s if failures.save_s is None else failures.save_s
     mtbf_s = failures.mtbf_hours * 3600 / devices
-    every = min(max(1, steps), max(1, round(best_interval_s(save_s, mtbf_s) / step_s)))
-    trains = goodput(interval_s=every * step_s, save_s=save_s, restart_s=failures.restart_s, mtbf_s=mtbf_s)
-    return Uptime(trains, every, mtbf_s, save_s, failures.restart_s)
+    every_steps = min(max(1, steps), max(1, round(best_interval_s(save_s, mtbf_s) / step_s)))
+    trained_share = goodput(
+        interval_s=every_steps * step_s, save_s=save_s, restart_s=failures.restart_s, mtbf_s=mtbf_s
+    )
+    return Uptime(trained_share, every_steps, mtbf_s, save_s, failures.restart_s)

@@ -21,11 +21,11 @@ from jtrain.plan.fabric.torus import TORUS_HOP_S, exchange_share, torus_ring
 class NetworkPhase:
     """One step of an algorithm, in which all devices send alike.
 
-    where: `links` or `network`. sent_bytes: by one device. bytes_per_s: its rate there.
+    level: `links` or `network`. sent_bytes: by one device. bytes_per_s: its rate there.
     """
 
-    what: str
-    where: str
+    operation: str
+    level: str
     latency_us: float
     sent_bytes: float
     bytes_per_s: float
@@ -37,7 +37,7 @@ class NetworkPhase:
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class CollectiveAlgorithm:
     """An algorithm for a collective; its phases run one after another, or side by side."""
 
     name: str
@@ -47,8 +47,8 @@ class Way:
     @property
     def us(self) -> float:
         """Microseconds that the collective takes."""
-        each = [phase.us for phase in self.phases]
-        return max(each) if self.side_by_side else sum(each)
+        phase_us = [phase.us for phase in self.phases]
+        return max(phase_us) if self.side_by_side else sum(phase_us)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,9 @@ class _Levels:
         return min(self.link, self.fabric.domain * self.network)
 
 
-def ways(fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, share: float) -> list[Way]:
+def collective_algorithms(
+    fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, share: float
+) -> list[CollectiveAlgorithm]:
     """The algorithms for a collective, fastest first.
 
     Args:
@@ -83,12 +85,12 @@ def ways(fabric: Fabric, kind: CollectiveKind, array_bytes: int, *, share: float
     levels = _Levels(fabric, link, fabric.adapter_bytes_per_s * share)
     if kind == "all-to-all":
         return [_direct(levels, array_bytes)]
-    found = [_one_ring(levels, kind, array_bytes)]
+    algorithms = [_one_ring(levels, kind, array_bytes)]
     if fabric.device.torus_dims is None and kind == "all-reduce":
-        found.append(_double_tree(levels, array_bytes))
+        algorithms.append(_double_tree(levels, array_bytes))
     if fabric.domains > 1 and fabric.domain > 1:
-        found.append(_hierarchical(levels, kind, array_bytes))
-    return sorted(found, key=lambda way: way.us)
+        algorithms.append(_hierarchical(levels, kind, array_bytes))
+    return sorted(algorithms, key=lambda algorithm: algorithm.us)
 
 
 def _passes(kind: CollectiveKind) -> int:
@@ -112,18 +114,20 @@ def _base_us(fabric: Fabric) -> float:
     return 0.0 if fabric.device.torus_dims is not None else published.BASE_US["Ring"][SIMPLE]
 
 
-def _one_ring(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Way:
+def _one_ring(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> CollectiveAlgorithm:
     """Rings over all devices: every device sends (n - 1) / n of the array, twice for an all-reduce."""
     fabric, passes = levels.fabric, _passes(kind)
-    within = _inside_us(fabric, fabric.count - fabric.domains) if fabric.domain > 1 else 0.0
-    latency = _base_us(fabric) + passes * (within + _between_us(fabric, fabric.domains - 1))
+    links_us = _inside_us(fabric, fabric.count - fabric.domains) if fabric.domain > 1 else 0.0
+    latency = _base_us(fabric) + passes * (links_us + _between_us(fabric, fabric.domains - 1))
     sent = passes * (fabric.count - 1) / fabric.count * array_bytes
-    where = "links" if fabric.domains == 1 or levels.link < fabric.domain * levels.network else "network"
+    level = "links" if fabric.domains == 1 or levels.link < fabric.domain * levels.network else "network"
     name = "rings of the torus" if fabric.device.torus_dims is not None else "ring"
-    return Way(name, (NetworkPhase(f"{kind} over all devices", where, latency, sent, levels.ring),))
+    return CollectiveAlgorithm(
+        name, (NetworkPhase(f"{kind} over all devices", level, latency, sent, levels.ring),)
+    )
 
 
-def _double_tree(levels: _Levels, array_bytes: int) -> Way:
+def _double_tree(levels: _Levels, array_bytes: int) -> CollectiveAlgorithm:
     """NCCL's double binary tree over domains, a chain within: each half of the array up and down another
     tree.
     """
@@ -135,30 +139,30 @@ def _double_tree(levels: _Levels, array_bytes: int) -> Way:
     )
     over_network = 2 * (fabric.domains - 1) / fabric.domains * array_bytes / fabric.domain
     if 2.0 * array_bytes / levels.link >= over_network / levels.network:
-        return Way(
+        return CollectiveAlgorithm(
             "double tree", (NetworkPhase("up and down", "links", latency, 2.0 * array_bytes, levels.link),)
         )
-    return Way(
+    return CollectiveAlgorithm(
         "double tree", (NetworkPhase("up and down", "network", latency, over_network, levels.network),)
     )
 
 
-def _hierarchical(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Way:
+def _hierarchical(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> CollectiveAlgorithm:
     """Within the domains first, then the same parts of all domains over the network, then within again."""
     fabric = levels.fabric
-    inside, between = fabric.domain, fabric.domains
-    step_us, parts = _inside_us(fabric, inside - 1), (inside - 1) / inside * array_bytes
+    domain, domains = fabric.domain, fabric.domains
+    step_us, parts = _inside_us(fabric, domain - 1), (domain - 1) / domain * array_bytes
     scatter = NetworkPhase("reduce-scatter in each domain", "links", step_us, parts, levels.link)
     gather = NetworkPhase("all-gather in each domain", "links", step_us, parts, levels.link)
     passes = _passes(kind)
-    latency = _base_us(fabric) + _between_us(fabric, passes * (between - 1))
-    sent = passes * (between - 1) / between * array_bytes / inside
+    latency = _base_us(fabric) + _between_us(fabric, passes * (domains - 1))
+    sent = passes * (domains - 1) / domains * array_bytes / domain
     middle = NetworkPhase(f"{kind} between domains", "network", latency, sent, levels.network)
     phases = {"all-reduce": (scatter, middle, gather), "all-gather": (middle, gather)}
-    return Way("hierarchical", phases.get(kind, (scatter, middle)))
+    return CollectiveAlgorithm("hierarchical", phases.get(kind, (scatter, middle)))
 
 
-def _direct(levels: _Levels, array_bytes: int) -> Way:
+def _direct(levels: _Levels, array_bytes: int) -> CollectiveAlgorithm:
     """Every device sends each of the others its part; within and between domains at the same time."""
     fabric = levels.fabric
     inside = (fabric.domain - 1) / fabric.count * array_bytes
@@ -173,4 +177,4 @@ def _direct(levels: _Levels, array_bytes: int) -> Way:
         outside = (fabric.count - fabric.domain) / fabric.count * array_bytes
         latency = _base_us(fabric) + _between_us(fabric, 1)
         phases.append(NetworkPhase("between domains", "network", latency, outside, levels.network))
-    return Way("direct", tuple(phases), side_by_side=True)
+    return CollectiveAlgorithm("direct", tuple(phases), side_by_side=True)

@@ -76,10 +76,10 @@ class Node:
         """
 
         def heads(step: float) -> int:
-            fits = self.gpus > 1 and (self.adapter is None or step <= self.adapter)
-            return min(math.floor(self.link / step) - 1, self.gpus, MAX_HEADS) if fits else 0
+            can_lead = self.gpus > 1 and (self.adapter is None or step <= self.adapter)
+            return min(math.floor(self.link / step) - 1, self.gpus, MAX_HEADS) if can_lead else 0
 
-        return _most(self._steps, heads)
+        return _widest(self._steps, heads)
 
     def _search(self, link: float) -> Channels:
         def channels(step: float) -> int:
@@ -91,23 +91,23 @@ class Node:
 
         if self.gpus == 1:  # every byte goes over the adapter
             link = math.inf if self.adapter is None else self.adapter
-        return _most(self._steps, channels)
+        return _widest(self._steps, channels)
 
-    def _doubled(self, found: Channels) -> Channels:
+    def _doubled(self, channels: Channels) -> Channels:
         """Splits fast channels in two, as NCCL does, but on Hopper and later only those of 50 GB/s, or
         few.
         """
-        late = self.generation in ("hopper", "blackwell")
-        if found.gb_per_s < 25 or (late and found.gb_per_s < 50 and found.count > 4):
-            return found
-        return Channels(min(2 * found.count, MAX_SEARCHED), found.gb_per_s / 2)
+        is_late = self.generation in ("hopper", "blackwell")
+        if channels.gb_per_s < 25 or (is_late and channels.gb_per_s < 50 and channels.count > 4):
+            return channels
+        return Channels(min(2 * channels.count, MAX_SEARCHED), channels.gb_per_s / 2)
 
 
 SLOWEST = Channels(1, 0.1)
 """What NCCL goes on with where its search finds nothing: a network below 1 Gbit/s per GPU."""
 
 
-def _most(steps: Sequence[float], count: Callable[[float], int]) -> Channels:
+def _widest(steps: Sequence[float], count: Callable[[float], int]) -> Channels:
     """The fastest step of those whose channels have the most bandwidth together."""
-    found = [Channels(count(step), step) for step in steps if count(step) > 0]
-    return max(found, key=lambda channels: channels.total, default=SLOWEST)
+    options = [Channels(count(step), step) for step in steps if count(step) > 0]
+    return max(options, key=lambda channels: channels.total, default=SLOWEST)

@@ -55,30 +55,32 @@ def spine_traffic(fabric: Fabric, kind: CollectiveKind, *, connections: int, sca
     hashed, links = network.routing == "hashed", fabric.uplinks
     if fabric.domains == 1 or hosts <= network.hosts_per_leaf:
         return SpineTraffic(0, links, 0.0, hashed)
-    of_adapter = fabric.adapter_bytes_per_s / fabric.uplink_bytes_per_s  # an adapter's rate by an uplink's
+    adapter_demand = (
+        fabric.adapter_bytes_per_s / fabric.uplink_bytes_per_s
+    )  # an adapter's rate by an uplink's
     per_host = fabric.device.host.devices // fabric.rails
     if kind == "all-to-all":
         peers = hosts - network.hosts_per_leaf  # of the same rail, under other leaves
-        return SpineTraffic(fabric.adapters_per_leaf * peers, links, of_adapter / (hosts - 1), hashed)
+        return SpineTraffic(fabric.adapters_per_leaf * peers, links, adapter_demand / (hosts - 1), hashed)
     adapters = fabric.adapters_per_leaf if scattered else per_host
-    return SpineTraffic(adapters * connections, links, of_adapter / connections, hashed)
+    return SpineTraffic(adapters * connections, links, adapter_demand / connections, hashed)
 
 
 SETTINGS = (1, 2, 4, 8, 16, 32)
 """Values of `NCCL_IB_QPS_PER_CONNECTION` that are compared; NCCL takes 1 to 128."""
 
-WORTH = 0.1
+MIN_GAIN = 0.1
 """Gain by which twice as many queue pairs must be faster to be advised: each takes memory and time of its
 adapter."""
 
 
-def advised_queue_pairs(traffic: SpineTraffic, *, most: int) -> int:
+def advised_queue_pairs(traffic: SpineTraffic, *, limit: int) -> int:
     """The fewest queue pairs per connection after which doubling them gains less than 10 %, at most
-    `most`.
+    `limit`.
     """
-    for fewer, more in itertools.pairwise(SETTINGS):
-        if more > most or traffic.slowdown(fewer) / traffic.slowdown(more) < 1 + WORTH:
-            return fewer
+    for queue_pairs, doubled in itertools.pairwise(SETTINGS):
+        if doubled > limit or traffic.slowdown(queue_pairs) / traffic.slowdown(doubled) < 1 + MIN_GAIN:
+            return queue_pairs
     return SETTINGS[-1]
 
 
@@ -106,11 +108,11 @@ them."""
 
 def incast(senders: int, message_bytes: float, buffer_bytes: float | None) -> Incast:
     """Backlog where `senders` send a message each to one port at its line rate, at the same moment."""
-    waiting = max(0, senders - 1)
-    admitted = waiting * min(message_bytes, NCCL_WINDOW)
-    window = None if buffer_bytes is None else buffer_bytes / waiting if waiting else math.inf
+    queued_senders = max(0, senders - 1)
+    admitted = queued_senders * min(message_bytes, NCCL_WINDOW)
+    window = None if buffer_bytes is None else buffer_bytes / queued_senders if queued_senders else math.inf
     overflows = None if buffer_bytes is None else admitted > buffer_bytes
-    return Incast(senders, waiting * message_bytes, admitted, window, overflows)
+    return Incast(senders, queued_senders * message_bytes, admitted, window, overflows)
 
 
 def senders_to_one(kind: CollectiveKind, algorithm: str, domains: int) -> int:

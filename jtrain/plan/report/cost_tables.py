@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jtrain.plan.economics.cost_curve import (
-    Compared,
+    ChipComparison,
     CostRow,
     cheapest,
     fastest,
@@ -33,27 +33,29 @@ def curve_table(title: str, rows: Sequence[CostRow], facts: Facts) -> Table:
     """
     costs = [row.cost for row in rows if row.cost is not None]
     priced = any(cost.usd is not None for cost in costs)
-    names = ["step s", "MFU", "goodput", "steps/save", "days", "$" if priced else "device h"]
+    headings = ["step s", "MFU", "goodput", "steps/save", "days", "$" if priced else "device h"]
     powered = any(cost.energy_j is not None for cost in costs)
-    names += ["MWh", "J/token", "t CO2"] if powered else []
+    headings += ["MWh", "J/token", "t CO2"] if powered else []
     best = cheapest(rows)
-    table = Table(title, words("devices", "layout") + numbers(*names), css="many")
+    table = Table(title, words("devices", "layout") + numbers(*headings), css="many")
     for index, row in enumerate(rows):
-        at = f"curve.{index}"
-        count = facts.cell(f"{at}.count", "{:,}".format)
+        path = f"curve.{index}"
+        count = facts.cell(f"{path}.count", "{:,}".format)
         if row.point is None or row.cost is None:
             table.add(count, "nothing fits" if row.point is None else "fails too often")
             continue
         cells = [
-            facts.cell(f"{at}.step_s", "{:,.3g}".format),
-            facts.cell(f"{at}.mfu", share),
-            facts.cell(f"{at}.goodput", share),
-            facts.cell(f"{at}.checkpoint_every_steps", "{:,}".format),
-            facts.cell(f"{at}.days", "{:,.4g}".format),
-            facts.cell(f"{at}.{'usd' if priced else 'device_hours'}", short),
+            facts.cell(f"{path}.step_s", "{:,.3g}".format),
+            facts.cell(f"{path}.mfu", share),
+            facts.cell(f"{path}.goodput", share),
+            facts.cell(f"{path}.checkpoint_every_steps", "{:,}".format),
+            facts.cell(f"{path}.days", "{:,.4g}".format),
+            facts.cell(f"{path}.{'usd' if priced else 'device_hours'}", short),
         ]
         if powered:
-            cells += [facts.cell(f"{at}.{name}", short) for name in ("mwh", "joules_per_token", "co2_tonnes")]
+            cells += [
+                facts.cell(f"{path}.{name}", short) for name in ("mwh", "joules_per_token", "co2_tonnes")
+            ]
         table.add(count, mesh_text(row.point.settings), *cells, bold=row is best)
     return table
 
@@ -104,7 +106,7 @@ def _assumed(
 
 
 def print_comparison(
-    name: str, other: str, compared: Sequence[Compared], rows: Sequence[CostRow], *, price_ratio: float
+    name: str, other: str, compared: Sequence[ChipComparison], rows: Sequence[CostRow], *, price_ratio: float
 ) -> None:
     """Prints how much faster, dearer and hungrier another chip is than the first one."""
     title = f"{other} at {price_ratio:g} times the price of {name}, by {name}"
@@ -112,12 +114,14 @@ def print_comparison(
         title, words("devices", "layout") + numbers("step s", "speed", "$ per token", "J per token")
     )
     by_count = {row.count: row for row in rows}
-    for one in compared:
-        row = by_count[one.count]
+    for comparison in compared:
+        row = by_count[comparison.count]
         assert row.point is not None
-        energy = "-" if one.energy is None else f"{one.energy:.2f}x"
-        cells = [f"{row.timed.step_s:,.3g}", f"{one.speed:.2f}x", f"{one.cost:.2f}x", energy]
-        table.add(f"{one.count:,}", mesh_text(row.point.settings), *cells)
-    listed = ", ".join(f"{one.count:,}" for one in compared if one.cost < 1)
-    verdict = f"cheaper per token on {listed} x {other}" if listed else "never cheaper per token"
+        energy = "-" if comparison.energy is None else f"{comparison.energy:.2f}x"
+        cells = [f"{row.timed.step_s:,.3g}", f"{comparison.speed:.2f}x", f"{comparison.cost:.2f}x", energy]
+        table.add(f"{comparison.count:,}", mesh_text(row.point.settings), *cells)
+    cheaper_counts = ", ".join(f"{comparison.count:,}" for comparison in compared if comparison.cost < 1)
+    verdict = (
+        f"cheaper per token on {cheaper_counts} x {other}" if cheaper_counts else "never cheaper per token"
+    )
     print_blocks([table, f"{other} pays where it is over {price_ratio:g} times as fast: {verdict}"])

@@ -37,16 +37,21 @@ def loads(job: Job, timed: StepTime) -> tuple[Load, Load, Load]:
     spec, efficiency = machine.device, assume.network_of(machine.device)
     sent = {LINKS: 0.0, NETWORK: 0.0}
     busy = {LINKS: 0.0, NETWORK: 0.0}
-    for one in collectives(job):
-        over = ring(machine, mesh, one.axes, None if one.kind == "collective-permute" else one.group)
-        inside = -(-over.devices // over.hosts)
-        took = seconds(one, machine, mesh, efficiency=efficiency)
-        if inside > 1:
-            sent[LINKS] += one.wire_bytes
-            busy[LINKS] += took
-        if over.hosts > 1:
-            sent[NETWORK] += one.wire_bytes / inside
-            busy[NETWORK] += took
+    for collective in collectives(job):
+        group_ring = ring(
+            machine,
+            mesh,
+            collective.axes,
+            None if collective.kind == "collective-permute" else collective.group,
+        )
+        devices_per_host = -(-group_ring.devices // group_ring.hosts)
+        collective_s = seconds(collective, machine, mesh, efficiency=efficiency)
+        if devices_per_host > 1:
+            sent[LINKS] += collective.wire_bytes
+            busy[LINKS] += collective_s
+        if group_ring.hosts > 1:
+            sent[NETWORK] += collective.wire_bytes / devices_per_host
+            busy[NETWORK] += collective_s
     host = spec.host
     copied = (
         0 if host.link_bytes_per_s is None else timed.host_copy_s * host.link_bytes_per_s * assume.host_link

@@ -129,7 +129,7 @@ def table_3() -> list[dict[str, Any]]:
     return [row_of(configuration) for configuration in configurations()]
 
 
-def printed(rows: Sequence[dict[str, Any]]) -> Table:
+def render_table_3(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows as a table."""
     published = ", ".join(f"{seconds:g} s" for seconds in PUBLISHED_S.values())
     by_network = [

@@ -46,7 +46,7 @@ _CLASSES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class RunMeasurements:
     """Measurements of a run: peak device memory and median step; None if it did not report them."""
 
     workdir: str
@@ -71,7 +71,7 @@ class Sheet:
     largest_rows: int
     uptime: Uptime | None = None
     compiled: CompiledStep | None = None
-    measured: Measured | None = None
+    measured: RunMeasurements | None = None
 
     @property
     def machine(self) -> Machine:
@@ -94,12 +94,12 @@ def classes(plan: MemoryPlan) -> dict[str, int]:
     """Bytes by class: params, grads, optimizer, activations, loss, batch, temporaries on the device, and the
     host's.
     """
-    found: collections.Counter[str] = collections.Counter()
+    class_bytes: collections.Counter[str] = collections.Counter()
     for name in (*_CLASSES.values(), "temporaries"):
-        found[name] = 0
+        class_bytes[name] = 0
     for name, size in plan.classes().items():
-        found[_CLASSES.get(name, "temporaries")] += size
-    return dict(found) | {"host": plan.host_bytes}
+        class_bytes[_CLASSES.get(name, "temporaries")] += size
+    return dict(class_bytes) | {"host": plan.host_bytes}
 
 
 def survey_bytes(params: int) -> int:
@@ -112,7 +112,7 @@ def survey_bytes(params: int) -> int:
 def to_json(sheet: Sheet) -> dict[str, Any]:
     """The sheet as `--json` writes it; bytes per device."""
     compiled, timed, cost, measured = sheet.compiled, sheet.timed, sheet.cost, sheet.measured
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "config": sheet.config,
         "device": sheet.machine.device.name,
         "count": sheet.machine.count,
@@ -156,8 +156,8 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
         },
     }
     if measured is not None:
-        found["measured"] = dataclasses.asdict(measured)
-    return found
+        document["measured"] = dataclasses.asdict(measured)
+    return document
 
 
 def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
@@ -191,15 +191,15 @@ def search_table(
     names = ["GiB", "host GiB", "step s", "tokens/s", "MFU"]
     names += ["compiler GiB", "formula/compiler"] if compiled else []
     budget = f"{gib(task.budget_bytes)} of {gib(task.machine.hbm_bytes)} GiB per device"
-    columns = words("#", "mesh", *layout_cells(task.asked)) + numbers(*names)
+    columns = words("#", "mesh", *layout_cells(task.config_spec)) + numbers(*names)
     table = Table(f"the fastest that fit into {budget} on {task.machine}", columns)
     for index, point in enumerate(points):
         assert point.timed is not None
-        said = compiled.get(index, "")
-        if isinstance(said, CompiledStep):
-            beside = [gib(said.peak_bytes), f"{point.plan.total_bytes / said.peak_bytes:.3f}"]
+        outcome = compiled.get(index, "")
+        if isinstance(outcome, CompiledStep):
+            compiler_cells = [gib(outcome.peak_bytes), f"{point.plan.total_bytes / outcome.peak_bytes:.3f}"]
         else:
-            beside = [said]
+            compiler_cells = [outcome]
         table.add(
             str(index + 1),
             mesh_line(point.mesh.shape, "1"),
@@ -209,7 +209,7 @@ def search_table(
             f"{point.step_s:,.3g}",
             f"{point.timed.tokens_per_s:,.0f}",
             f"{point.timed.mfu:.1%}",
-            *(beside if compiled else []),
+            *(compiler_cells if compiled else []),
         )
     return table
 
@@ -222,17 +222,23 @@ def _largest_batch(sheet: Sheet) -> int:
 
 def _bytes_table(sheet: Sheet) -> Table:
     plan, compiled, measured, machine = sheet.plan, sheet.compiled, sheet.measured, sheet.machine
-    takes = compiled.peak_bytes if compiled else plan.total_bytes
-    there = machine.host_bytes_per_device
-    room = machine.room_bytes(sheet.job.layout.spec)
-    verdict = "fits" if takes <= room and (there is None or plan.host_bytes <= there) else "DOES NOT FIT"
-    title = f"{verdict}: {takes / room:.0%} of the memory at the peak, in the moment `{plan.moment}`"
+    peak_bytes = compiled.peak_bytes if compiled else plan.total_bytes
+    host_capacity = machine.host_bytes_per_device
+    room_bytes = machine.room_bytes(sheet.job.layout.spec)
+    verdict = (
+        "fits"
+        if peak_bytes <= room_bytes and (host_capacity is None or plan.host_bytes <= host_capacity)
+        else "DOES NOT FIT"
+    )
+    title = (
+        f"{verdict}: {peak_bytes / room_bytes:.0%} of the memory at the peak, in the moment `{plan.moment}`"
+    )
     of_device = {name: size for name, size in classes(plan).items() if name != "host"}
-    beside = {f"memory of a {machine.device.name}": machine.hbm_bytes}
-    beside |= {} if there is None else {"host memory, a device's share": there}
+    extra_rows = {f"memory of a {machine.device.name}": machine.hbm_bytes}
+    extra_rows |= {} if host_capacity is None else {"host memory, a device's share": host_capacity}
     survey = f"the survey's {SURVEY_BYTES_PER_PARAMETER} bytes a parameter"
-    beside[survey] = survey_bytes(sheet.params) // machine.count
-    return memory_table(title, plan, of_device, beside, compiled, measured and measured.peak_bytes)
+    extra_rows[survey] = survey_bytes(sheet.params) // machine.count
+    return memory_table(title, plan, of_device, extra_rows, compiled, measured and measured.peak_bytes)
 
 
 def step_table(sheet: Sheet, facts: Facts) -> Table:
@@ -249,13 +255,17 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
         words("step, predicted") + bars("of the step") + numbers("time", "share", "of which hidden"),
         css="many",
     )
-    parts = coloured({name: took / timed.step_s for name, took in timed.parts.items() if took})
-    for name, took in timed.parts.items():
-        if took or hidden.get(name):
-            bar = Bars((parts[name],), f"{name}: {seconds(took)} of the step") if took else ""
-            beside = seconds(hidden[name]) if hidden.get(name) else ""
+    parts = coloured({name: part_s / timed.step_s for name, part_s in timed.parts.items() if part_s})
+    for name, part_s in timed.parts.items():
+        if part_s or hidden.get(name):
+            bar = Bars((parts[name],), f"{name}: {seconds(part_s)} of the step") if part_s else ""
+            hidden_text = seconds(hidden[name]) if hidden.get(name) else ""
             table.add(
-                name, bar, facts.cell(f"step.parts_s.{name}", seconds), share(took, timed.step_s), beside
+                name,
+                bar,
+                facts.cell(f"step.parts_s.{name}", seconds),
+                share(part_s, timed.step_s),
+                hidden_text,
             )
     table.add("step", "", facts.cell("step.step_s", seconds), bold=True)
     if measured is not None and measured.step_s is not None:

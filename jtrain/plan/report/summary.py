@@ -53,8 +53,8 @@ def print_plan(
     print_blocks([*pipeline_lines(job), _layout_table(job)], console)
     plan = memory(job)
     title = f"bytes per device, at the peak ({plan.moment})"
-    beside = {} if available is None else {"available": available}
-    memories = memory_table(title, plan, plan.classes(), beside, compiled)
+    extra_rows = {} if available is None else {"available": available}
+    memories = memory_table(title, plan, plan.classes(), extra_rows, compiled)
     print_blocks([memories, collective_table(collectives(job))], console)
     if compiled is not None:
         print_blocks([_compiled_table(compiled, topology or "")], console)
@@ -73,11 +73,11 @@ def brief_lines(job: Job, *, available: int | None) -> list[str]:
     """Returns the plan in a few lines, for the start of a run: parameters, memory, network, FLOPs."""
     plan = memory(job)
     largest = sorted(plan.classes().items(), key=lambda item: -item[1])[:3]
-    of = "" if available is None else f" of {gib(available)}"
+    available_text = "" if available is None else f" of {gib(available)}"
     sent = sum(row.wire_bytes for row in collectives(job))
     return [
         _title(job),
-        f"{gib(plan.total_bytes)}{of} GiB per device at the peak "
+        f"{gib(plan.total_bytes)}{available_text} GiB per device at the peak "
         f"({', '.join(f'{name} {gib(size)}' for name, size in largest)}); {gib(sent)} GiB sent per step",
         *pipeline_lines(job)[:1],
         _flops_line(job),
@@ -109,7 +109,7 @@ def pipeline_lines(job: Job) -> list[str]:
         f"{pipeline.layers_per_chunk} layers each and has 1/{pipeline.stages} of the vocabulary, so that all "
         "need the same memory",
     ]
-    return [*lines, *([said] if (said := pipeline.identity_message()) else [])]
+    return [*lines, *([message] if (message := pipeline.identity_message()) else [])]
 
 
 def _layout_table(job: Job) -> Table:
@@ -123,16 +123,16 @@ def _layout_table(job: Job) -> Table:
         table.add(
             p.info.path.removeprefix("layers."),
             " ".join(map(str, p.info.shape)),
-            *(_split(layout, p.info.dims, where) for where in (p.param, p.accumulator, p.optimizer)),
+            *(_split(layout, p.info.dims, partition) for partition in (p.param, p.accumulator, p.optimizer)),
             _mib(size),
             _mib(moments),
         )
     return table
 
 
-def mesh_line(shape: Mapping[str, int], alone: str = "one device") -> str:
+def mesh_line(shape: Mapping[str, int], empty_text: str = "one device") -> str:
     """Axes of more than one device: `data=4 tensor=2`; `alone` if there are none."""
-    return " ".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or alone
+    return " ".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or empty_text
 
 
 def _title(job: Job) -> str:
@@ -146,7 +146,7 @@ def memory_table(
     title: str,
     plan: MemoryPlan,
     classes: Mapping[str, int],
-    beside: Mapping[str, int],
+    extra_rows: Mapping[str, int],
     compiled: CompiledStep | None,
     measured_bytes: int | None = None,
 ) -> Table:
@@ -162,15 +162,18 @@ def memory_table(
     names += ["measured GiB"] if measured_bytes is not None else []
     table = Table(title, words("bytes per device") + numbers(*names))
 
-    def add(name: str, formula: int, said: int | None = None, seen: int | None = None) -> None:
+    def add(name: str, formula: int, compiled_bytes: int | None = None, run_bytes: int | None = None) -> None:
         cells = [gib(formula)]
         if compiled:
             cells += (
                 ["", ""]
-                if said is None
-                else [gib(said), f"{formula / said:.3f}" if formula and said else "-"]
+                if compiled_bytes is None
+                else [
+                    gib(compiled_bytes),
+                    f"{formula / compiled_bytes:.3f}" if formula and compiled_bytes else "-",
+                ]
             )
-        table.add(name, *cells, "" if seen is None else gib(seen), bold=name == "peak")
+        table.add(name, *cells, "" if run_bytes is None else gib(run_bytes), bold=name == "peak")
 
     for name, size in classes.items():
         add(name, size)
@@ -179,7 +182,7 @@ def memory_table(
     add("peak", plan.total_bytes, compiled and compiled.peak_bytes, measured_bytes)
     add("host memory, arguments", plan.host_argument_bytes, compiled and compiled.host_argument_bytes)
     add("host memory, all", plan.host_bytes)
-    for name, size in beside.items():
+    for name, size in extra_rows.items():
         add(name, size)
     return table
 
@@ -214,11 +217,11 @@ def _compiled_table(compiled: CompiledStep, topology: str) -> Table:
     return table
 
 
-def _split(layout: Layout, dims: str, where: PartitionSpec) -> str:
+def _split(layout: Layout, dims: str, partition: PartitionSpec) -> str:
     """Dimensions with the axes that split them, such as `D/data F/tensor`; axes of one device are left
     out.
     """
-    split = [(dim, axis) for dim, axes in zip(dims, where, strict=True) for axis in axis_names(axes)]
+    split = [(dim, axis) for dim, axes in zip(dims, partition, strict=True) for axis in axis_names(axes)]
     return " ".join(f"{dim}/{axis}" for dim, axis in split if layout.mesh.shape[axis] > 1) or "whole"
 
 

@@ -18,7 +18,7 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.job import Job
-from jtrain.plan.report.interconnect_table import printed, table_3
+from jtrain.plan.report.interconnect_table import render_table_3, table_3
 from jtrain.plan.report.plan_sheet import survey_bytes
 from jtrain.plan.search import Point, SearchTask, evaluate
 from jtrain.report.number_formats import gib
@@ -177,12 +177,12 @@ def largest_model(strategy: Strategy, device: str) -> int:
     fits.
     """
     machine = make_machine(device, DEVICES, host_memory_bytes=HOST_BYTES)
-    there = machine.host_bytes_per_device
-    assert there is not None
+    host_capacity = machine.host_bytes_per_device
+    assert host_capacity is not None
 
     def fit(index: int) -> bool:
         plan = point_of(Transformer(**family()[index]), strategy, device).plan
-        return plan.total_bytes <= machine.hbm_bytes and plan.host_bytes <= there
+        return plan.total_bytes <= machine.hbm_bytes and plan.host_bytes <= host_capacity
 
     if not fit(0):
         return 0
@@ -244,11 +244,11 @@ def _tokens_per_s(point: Point) -> float:
 def print_tables() -> dict[str, Any]:
     """Prints the tables; returns them as JSON has them."""
     first, second, third = table_1(), table_2(), table_3()
-    print_blocks([_first(first), _second(second), printed(third)])
+    print_blocks([_devices_table(first), _strategies_table(second), render_table_3(third)])
     return {"table_1": first, "table_2": second, "table_3": third}
 
 
-def _first(rows: list[dict[str, Any]]) -> Table:
+def _devices_table(rows: list[dict[str, Any]]) -> Table:
     names = ("parameters", "survey: 40 B each, GB", "devices of 80 GB", "jtrain: of 80 GB", "of 141 GB")
     table = Table(
         "I. Devices that train a model: by the survey's rule; by jtrain's closed forms (float32 Adam, "
@@ -266,7 +266,7 @@ def _first(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _second(rows: list[dict[str, Any]]) -> Table:
+def _strategies_table(rows: list[dict[str, Any]]) -> Table:
     names = ("GiB", "host GiB", "saved", "time", *(f"largest: {name}" for name in CAPACITIES))
     table = Table(
         f"II. What a strategy saves and costs of the 7B on {DEVICES} x h100, a sequence of {SEQ_LEN} tokens "
