@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from jtrain.config.run import Run
     from jtrain.plan.report.plan_sheet import Sheet
-    from jtrain.plan.search import Point, SearchTask
+    from jtrain.plan.search_task import Point, SearchTask
 
 TOP = 3
 """Layouts of a search that are compiled."""
@@ -229,7 +229,8 @@ def execute(args: Args) -> int:
     from jtrain.plan.from_run import search_task
     from jtrain.plan.plan_check import check_plan
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
-    from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
+    from jtrain.plan.search import resolve_as_needed
+    from jtrain.plan.search_task import SLACK, evaluate
     from jtrain.report.terminal import new_console
 
     # Refused rather than ignored.

@@ -29,13 +29,8 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.fit_check import available_bytes, free_host_bytes
 from jtrain.plan.from_run import search_task
 from jtrain.plan.nothing_fits import no_point
-from jtrain.plan.search import (
-    evaluate,
-    fastest_miss,
-    fits,
-    resolve_as_needed,
-    search,
-)
+from jtrain.plan.search import fastest_miss, resolve_as_needed, search
+from jtrain.plan.search_task import evaluate, fits
 from jtrain.runtime.multihost import from_process_zero, same_everywhere
 from jtrain.step.layout_choices import layout_settings
 from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device, live

@@ -12,7 +12,7 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.job import Job
 from jtrain.plan.nothing_fits import MAX_DEVICES, describe_devices, first_fit, largest_parts
-from jtrain.plan.search import SearchTask
+from jtrain.plan.search_task import SearchTask
 from jtrain.plan.smaller_settings import (
     GIB,
     FittingSettings,

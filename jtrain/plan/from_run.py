@@ -13,7 +13,7 @@ from jtrain.optim import Optimizer, build
 from jtrain.plan.estimate.machine import Machine, machine_of
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import print_plan
-from jtrain.plan.search import SearchTask
+from jtrain.plan.search_task import SearchTask
 
 
 def plan_job(run: Run, machine: Machine | None = None) -> Job:

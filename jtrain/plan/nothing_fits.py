@@ -10,7 +10,8 @@ from jtrain.errors import UserError
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.plan.estimate.memory import MemoryPlan
-from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes
+from jtrain.plan.search import meshes
+from jtrain.plan.search_task import Point, SearchTask, evaluate, fits
 from jtrain.plan.smaller_settings import GIB, set_options, smaller_states, with_state
 from jtrain.runtime.platform import HOST_SHARE
 from jtrain.step.layout_choices import frugal, with_shares

@@ -16,7 +16,8 @@ from jtrain.plan.estimate.collectives import BETWEEN_STAGES, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.from_run import search_task
 from jtrain.plan.mesh_options import divisors
-from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes, resolve_as_needed, search
+from jtrain.plan.search import meshes, resolve_as_needed, search
+from jtrain.plan.search_task import Point, SearchTask, evaluate, fits
 
 
 @dataclasses.dataclass(frozen=True)

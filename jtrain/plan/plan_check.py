@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jtrain.errors import UserError
 from jtrain.plan.nothing_fits import first_fit, suggest_changes
 from jtrain.plan.report.plan_sheet import TOLERANCE, Sheet
-from jtrain.plan.search import Point, SearchTask, evaluate, fits
+from jtrain.plan.search_task import Point, SearchTask, evaluate, fits
 from jtrain.plan.smaller_settings import fitting_settings, option_lines
 from jtrain.runtime.platform import HOST_SHARE
 

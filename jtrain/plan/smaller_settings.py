@@ -17,7 +17,8 @@ from jtrain.layout.mesh import BATCH_AXES
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job
-from jtrain.plan.search import SearchTask, resolve_as_needed
+from jtrain.plan.search import resolve_as_needed
+from jtrain.plan.search_task import SearchTask
 from jtrain.step.layout_choices import frugal, keeping, layout_settings, open_shares, with_shares
 
 GIB = 2**30

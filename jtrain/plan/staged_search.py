@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from jtrain.layout.mesh import MeshSpec
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.mesh_options import divisors, mesh_options
-from jtrain.plan.search import Point, SearchTask, search
+from jtrain.plan.search import search
+from jtrain.plan.search_task import Point, SearchTask
 
 SCHEDULES = (PipelineSpec("1f1b"), PipelineSpec("interleaved", chunks=2), PipelineSpec("zb-h1"))
 """Schedules that are tried: the least memory, a smaller bubble, and gradients of weights in place of the

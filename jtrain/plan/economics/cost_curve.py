@@ -14,7 +14,8 @@ from jtrain.plan.economics.failures import Failures, Uptime, save_seconds, uptim
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.step_time import Cost, StepTime, cost
 from jtrain.plan.from_run import search_task
-from jtrain.plan.search import Point, meshes, search
+from jtrain.plan.search import meshes, search
+from jtrain.plan.search_task import Point
 
 CARBON_G_PER_KWH = 473.0
 """CO2 of a kWh, in g: the world's mean of 2024 (Ember, Global Electricity Review 2025)."""

@@ -21,7 +21,7 @@ from jtrain.report.terminal import print_blocks
 
 if TYPE_CHECKING:
     from jtrain.plan.pipeline_choice import PipelinePlan  # it imports jax, which takes seconds
-    from jtrain.plan.search import Point
+    from jtrain.plan.search_task import Point
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.step_time import Cost, StepTime
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import collective_table, memory_table, mesh_line
-from jtrain.plan.search import Point, SearchTask
+from jtrain.plan.search_task import Point, SearchTask
 from jtrain.report.charts import coloured
 from jtrain.report.number_formats import gib, seconds, share
 from jtrain.report.page import Title

@@ -20,7 +20,7 @@ from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.job import Job
 from jtrain.plan.report.interconnect_table import render_table_3, table_3
 from jtrain.plan.report.plan_sheet import survey_bytes
-from jtrain.plan.search import Point, SearchTask, evaluate
+from jtrain.plan.search_task import Point, SearchTask, evaluate
 from jtrain.report.number_formats import gib
 from jtrain.report.table import Table, numbers, words
 from jtrain.report.terminal import print_blocks
