@@ -48,6 +48,7 @@ def devices_of(topology: str | None) -> list[jax.Device]:
     Raises:
       UserError: the topology is unknown.
     """
+    # A topology needs no device, only its compiler.
     return jax.devices() if topology is None else topology_devices(topology)
 
 
@@ -63,7 +64,9 @@ def choose_layout(run_config: Any, *, devices: Sequence[jax.Device], workdir: Pa
       UserError: nothing fits (the message has the closest layout); the devices' peaks are unknown; or
         processes see different workdirs and would train differently.
     """
+    # The chunk comes first: the layout's memory depends on it.
     notes = choose_loss_chunk(run_config, live(devices[0])) + _choose_layout(run_config, devices, workdir)
+    # Each process decides for itself; unequal configs would compile unequal steps.
     if notes and not same_everywhere(tree.flat(run_config)):
         raise UserError(
             f"{notes[0]}: other processes chose other settings, because {workdir} is not the same folder for "
@@ -83,9 +86,11 @@ def choose_loss_chunk(run_config: Any, device: DeviceSpec) -> list[str]:
     if run.model.loss_chunk_tokens != "auto":
         return []
     mesh = run.mesh.shape
+    # Axes that split a microbatch's tokens or the vocabulary.
     shards = math.prod(mesh[axis] for axis in (*BATCH_AXES, "context", *VOCABULARY_AXES))
     tokens, reason = best_chunk(
         device,
+        # Tokens of one device's microbatch.
         tokens=max(1, run.data.global_batch * run.data.seq_len // shards // run.layout.microbatches),
         d_model=run.model.d_model,
         vocab=run.model.vocab_size,
@@ -100,10 +105,12 @@ def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path
     run = build_run(run_config)
     spec = run.layout
     shares = [path for path, value in layout_settings(spec).items() if value == "as_needed"]
+    # The config leaves nothing open.
     if not spec.auto and not shares:
         return []
     machine = _machine(devices, run.mesh.size)
     task = search_task(run, machine)
+    # `auto` decides all layout settings, else only the shares are open.
     open_paths = list(layout_settings(spec)) if spec.auto else shares
     subject = f"layout.auto on {machine}" if spec.auto else f"{', '.join(shares)} on {machine}"
     if (
@@ -112,8 +119,10 @@ def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path
     ):
         set_values(run_config, earlier_settings)
         earlier_layout = build_run(run_config).layout
+        # The free memory may be less than at the earlier attempt.
         if fits(task, evaluate(task, earlier_layout, run.mesh, timed=False).plan):
             return [f"{subject}: as before, {_settings_text(earlier_settings)}"]
+    # Only the shares are open: the layout itself stays as the config says.
     if not spec.auto:
         chosen_settings = {path: layout_settings(resolve_as_needed(task, run.mesh))[path] for path in shares}
         set_values(run_config, chosen_settings)
@@ -121,6 +130,7 @@ def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path
     points = search(task, [run.mesh])
     if not points:
         raise no_point(task, run.mesh, fixed=True, is_local=not _compile_only(devices))
+    # The fastest, because a search returns points in that order.
     best = points[0]
     set_values(run_config, layout_settings(best.spec))
     nominal = " (nominal: a CPU's peaks are not published)" if machine.device.platform == "cpu" else ""
@@ -128,6 +138,7 @@ def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path
         f"{subject}: {_settings_text(best.settings)}: the fastest layout that fits, {best.step_s:.3g} s per "
         f"step predicted{nominal}, {best.plan.total_bytes / 2**30:.2f} of {task.budget_bytes / 2**30:.2f} GiB"
     ]
+    # Tells the user what more memory would buy.
     if (miss := fastest_miss(task, [run.mesh])) is not None and miss.step_s < best.step_s:
         notes.append(
             f"layout.auto: {_settings_text(miss.settings)} would take {miss.step_s:.3g} s, but needs "
@@ -156,14 +167,18 @@ def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
             f"layout.auto and as_needed compare predicted times, but the peaks of {first_device.device_kind!r} are "
             "not published. Set layout.auto=False, and layout.offload.* to numbers or none."
         )
+    # A compile-only host has no free memory to read.
     compile_only = _compile_only(devices)
     devices_per_host = sum(device.process_index == jax.process_index() for device in devices)
     local_sizes = np.asarray(
         [available, 0 if compile_only or spec.platform == "cpu" else free_host_bytes() or 0], np.int64
     )
+    # 0 stands for unknown, because only numbers travel between processes.
     hbm_bytes, host_bytes = (int(size) for size in from_process_zero(local_sizes))
     published = _CPU if spec.platform == "cpu" else spec
+    # A run may have fewer devices per host than the data sheet.
     host = published.host if compile_only else dataclasses.replace(published.host, devices=devices_per_host)
+    # CPU devices need no network between them: they share one machine.
     device_spec: DeviceSpec = dataclasses.replace(
         published,
         hbm_bytes=hbm_bytes,
@@ -185,9 +200,12 @@ def _earlier_settings(
     otherwise.
     """
     text_file, facts_file = workdir / "config.txt", workdir / "run.json"
+    # The first attempt has neither file yet.
     if not (text_file.is_file() and facts_file.is_file()):
         return None
+    # Both through the same text form, so that equal values compare equal.
     earlier_config, config = tree.parse(text_file.read_text()), tree.parse(tree.flat(run_config))
+    # Fields that change the memory or the time of a step; others, such as names, may differ.
     compared_prefixes = (
         "mesh.",
         "layout.",
@@ -203,6 +221,7 @@ def _earlier_settings(
         for path in config
         if path.startswith(compared_prefixes) and path not in open_paths
     )
+    # Another number or kind of devices may fit another layout.
     facts = json.loads(facts_file.read_text())
     if not is_same_config or facts["devices"] != {"kind": devices[0].device_kind, "count": len(devices)}:
         return None
@@ -215,6 +234,7 @@ def _settings_text(settings: dict[str, object]) -> str:
     defaults.
     """
     visible = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
+    # A share alone is printed even at its default; a whole layout without them.
     if len(visible) > 3:
         may_be_empty = ("layout.remat_save", "layout.offload.")
         defaults = [path for path, value in visible.items() if value in ("none", (), "device")]

@@ -23,11 +23,13 @@ def calibrate(workdir: Path, job: Job, plan: MemoryPlan, *, assume: Assumptions,
     Raises:
       UserError: no factor explains the step, because its other parts alone are longer, or it is far too long.
     """
+    # A step without a machine has no seconds.
     assert job.machine is not None, "a run is on a machine"
 
     def planned_s(factor: float) -> float:
         return step_time(job, plan, assume=dataclasses.replace(assume, computation=factor)).step_s
 
+    # Bisection needs the answer between its ends.
     if not planned_s(_LOW) < measured_s < planned_s(_HIGH):
         raise UserError(
             f"--calibrate {workdir}: a step took {measured_s:.4g} s, and {planned_s(1.0):.4g} s are planned: "
@@ -35,6 +37,7 @@ def calibrate(workdir: Path, job: Job, plan: MemoryPlan, *, assume: Assumptions,
             "layout and the machine that the run had."
         )
     low, high = _LOW, _HIGH
+    # The step's time grows with the factor; 60 halvings are past the precision of a float.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if planned_s(middle) < measured_s else (low, middle)
@@ -55,6 +58,7 @@ def measured_computation(path: Path, *, device: str, matmul_dtype: str) -> float
     Raises:
       UserError: there is no such file, it is another one, or it is of another chip or precision.
     """
+    # `--measured` takes the workdir that `--calibrate` wrote to, or its file.
     file = path / FILE if path.is_dir() else path
     try:
         calibration = json.loads(file.read_text())
@@ -72,6 +76,7 @@ def measured_computation(path: Path, *, device: str, matmul_dtype: str) -> float
         raise UserError(
             f"--measured {path}: {file} is not what --calibrate writes ({error!r}). Write it again."
         ) from error
+    # The factor is of a chip's matmuls in one format.
     if (file_device, file_dtype) != (device, matmul_dtype):
         raise UserError(
             f"--measured {path} is of {file_device} with precision.matmul_dtype={file_dtype}, not of {device} with "

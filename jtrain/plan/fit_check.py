@@ -38,10 +38,13 @@ def available_bytes(devices: Sequence[jax.Device]) -> int | None:
     devices share the free memory of this machine, also with several processes, because they then emulate a
     cluster on it.
     """
+    # Only devices of this process report their memory.
     device = next((d for d in devices if d.process_index == jax.process_index()), devices[0])
+    # XLA:CPU reports no limit of its own.
     if device.platform == "cpu":
         free = free_host_bytes()
         return None if free is None else free // len(devices)
+    # The data sheet is the fallback for devices that report nothing.
     spec = from_device(device)
     try:
         stats = device.memory_stats() or {}
@@ -55,6 +58,7 @@ def free_host_bytes() -> int | None:
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return None
+    # Lines such as `MemAvailable:   16303248 kB`.
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     return int(lines["MemAvailable"].split()[0]) * 1024
 
@@ -85,12 +89,15 @@ def _fitting_advice(job: Job, available: int, config_values: Mapping[str, str]) 
     """Settings of these devices that fit, or the number of devices that does, with its settings."""
     if lines := option_lines(fitting_settings(job, limit=available), config_values):
         return "Any of these fits:\n" + "\n".join(lines)
+    # A job without a machine has bytes only; an h100 stands in for the search.
     mesh, device = job.layout.mesh, DEVICES["h100"] if job.machine is None else job.machine.device
     host = None if job.machine is None else job.machine.host_memory_bytes
     machine = Machine(dataclasses.replace(device, hbm_bytes=available), mesh.size, host)
+    # memory_share=1: `available` is what is free, with no margin kept.
     task = SearchTask(dataclasses.replace(job, machine=machine), job.layout.spec, memory_share=1.0)
     if (fit := first_fit(task, mesh)) is None:
         return f"Nothing fits, nor on up to {MAX_DEVICES} such devices: set a smaller model or data.seq_len."
+    # The fit may have another batch than the job.
     settings = fit.settings | settings_of(fit.job.layout, fit.job.global_batch)
     fitting = FittingSettings(settings, fit.plan.total_bytes)
     count = fit.mesh.size
@@ -105,6 +112,7 @@ def check_fits_devices(job: Job, devices: Sequence[jax.Device], *, available: in
     and a config for eight needs to know whether the model would fit on one at all.
     """
     config_layout = job.layout
+    # The `data` axis that takes all present devices, with the other axes as they are.
     data = len(devices) // (
         config_layout.mesh.size // config_layout.mesh.shape["data"] // config_layout.mesh.replica
     )
@@ -114,6 +122,7 @@ def check_fits_devices(job: Job, devices: Sequence[jax.Device], *, available: in
         and job.global_batch % (data * config_layout.mesh.expert) == 0
     ):
         mesh = dataclasses.replace(config_layout.mesh, replica=1, data=data)
+        # One sequence per device at a time: the least memory on this mesh.
         parts = job.global_batch // (data * config_layout.mesh.expert)
         job = job.relaid(dataclasses.replace(config_layout.spec, microbatches=parts), mesh)
     devices_text = describe_devices(len(devices), devices[0].device_kind, available)

@@ -35,6 +35,7 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
       settings: `assume` and `memory_share` of `SearchTask`.
     """
     components: Any = dict(precision=run.precision, kernels=run.kernels, pipeline=run.pipeline)
+    # The search lays the job out anew for every candidate.
     plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), **components)
     job = Job(run.model, plain, run.optimizer, run.data.global_batch, run.data.seq_len, machine)
     return SearchTask(job, run.layout, **settings)
@@ -50,6 +51,7 @@ def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) ->
     Raises:
       UserError: the mesh is not of that many devices.
     """
+    # The machine tells the platform, whose compiler decides what a step keeps in memory.
     job = plan_job(run, machine_of(devices))
     print_plan(job, optimizer=make_optimizer(run), topology=topology, devices=devices)
 

@@ -34,6 +34,7 @@ class Job:
     @property
     def platform(self) -> Platform:
         """Platform whose compiler decides what a step keeps in memory."""
+        # Bytes without a machine are those of a GPU's compiler.
         return "gpu" if self.machine is None else self.machine.device.platform
 
     @property
@@ -69,5 +70,6 @@ class Job:
         return dataclasses.replace(
             self,
             layout=self.layout.relaid(spec, mesh),
+            # None keeps the batch; a batch of 0 must arrive, so that it is refused.
             global_batch=self.global_batch if global_batch is None else global_batch,
         )

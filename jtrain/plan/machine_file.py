@@ -75,6 +75,7 @@ _INTEGERS = (
     "network.traffic_class",
 )
 _CHOICES = {"host.cpu": ("intel", "amd"), "network.routing": ("adaptive", "hashed")}
+# A fraction, and one byte.
 _MAXIMA = {"network.efficiency": 1, "network.traffic_class": 255}
 _KEYS = ("chip.name", "network.sharp", *_INTEGERS, *_CHOICES, *_NUMBERS)
 _REQUIRED = ("chip.bf16_tflops", "chip.memory_gb", "chip.memory_gb_per_s")
@@ -91,6 +92,7 @@ def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | Non
         names file and key.
     """
     fields = _fields(path)
+    # The network's rate is still the line rate here.
     spec, number = _device_and_count(path, fields, count)
     network = spec.host.network_bytes_per_s
     if network is not None:  # all at once, devices get their share of the uplinks
@@ -98,6 +100,7 @@ def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | Non
             spec.host, network_bytes_per_s=network / fields.get("host.oversubscription", 1.0)
         )
         spec = dataclasses.replace(spec, host=host)
+    # Unknown memory stays None: then nothing is offloaded.
     memory_gb = fields.get("host.memory_gb")
     memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
     return Machine(spec, number, memory_bytes), fields.get("usd_per_hour")
@@ -111,6 +114,7 @@ def load_fabric(path: Path, *, count: int | None) -> Fabric:
     """
     fields = _fields(path)
     spec, number = _device_and_count(path, fields, count)
+    # Keys that have the same name and unit in `Network`.
     keys = ("rails", "hosts_per_leaf", "uplinks", "routing", "sharp", "traffic_class")
     changes: dict[str, Any] = {key: fields[f"network.{key}"] for key in keys if f"network.{key}" in fields}
     scales = {
@@ -123,6 +127,7 @@ def load_fabric(path: Path, *, count: int | None) -> Fabric:
     if "host.cpu" in fields:
         changes["cpu"] = fields["host.cpu"]
     try:
+        # Oversubscription is the spine's here, so the adapters keep their line rate.
         return make_fabric(spec, number, Network(**changes))
     except UserError as error:
         raise UserError(f"--machine {path}: {error}") from error
@@ -137,6 +142,7 @@ def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> 
         raise UserError(
             f"--machine {path}: chip.name is missing. Set it to one of {', '.join(known())}, or a new name."
         )
+    # A name outside the table is a new chip, which needs figures of its own.
     spec = known().get(name)
     if spec is None and (missing := [key for key in _REQUIRED if key not in fields]):
         raise UserError(
@@ -144,12 +150,15 @@ def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> 
             f"table. {did_you_mean(name, known())}Set them, or the name of a chip of the table: "
             f"{', '.join(known())}."
         )
+    # Every figure is None until the file's are put in below.
     spec = spec or DeviceSpec(name, "gpu", name, None, None, None, None, None)
     if spec.peak_bf16_flops is None and "chip.bf16_tflops" not in fields:
         raise UserError(f"--machine {path}: {name} has no published peak. Set chip.bf16_tflops.")
+    # The command line wins over the file.
     number = count if count is not None else fields.get("count")
     if number is None:
         raise UserError(f"--machine {path}: count is missing. Set it, or give --count.")
+    # Only now are the links complete: some figures are the table's, some the file's.
     spec = _with_fields(spec, fields)
     if spec.linked > 1 and spec.link_bytes_per_s is None:
         raise UserError(
@@ -181,6 +190,7 @@ def _with_fields(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
         field: fields[key] * scale for field, (key, scale) in scales.items() if key in fields
     }
     if "hbm_bytes" in changes:
+        # Bytes are whole, but 80.0 GB is a float.
         changes["hbm_bytes"] = int(changes["hbm_bytes"])
     if "links.devices" in fields:
         changes["linked"] = fields["links.devices"]
@@ -188,6 +198,7 @@ def _with_fields(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
     if "host.pcie_gb_per_s" in fields:
         host_changes["link_bytes_per_s"] = fields["host.pcie_gb_per_s"] * 1e9
     if "host.network_gbit_per_s" in fields:
+        # Gbit/s to bytes/s.
         host_changes["network_bytes_per_s"] = fields["host.network_gbit_per_s"] * 1e9 / 8
     host_spec: Host = dataclasses.replace(spec.host, **host_changes)
     return dataclasses.replace(spec, **changes, host=host_spec)
@@ -202,6 +213,7 @@ def _fields(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--machine {path}: it is not TOML: {error}.") from error
     fields: dict[str, Any] = {}
+    # Sections become keys with a dot; TOML has one level of them here.
     for name, value in document.items():
         section_fields = (
             {f"{name}.{key}": section_value for key, section_value in value.items()}

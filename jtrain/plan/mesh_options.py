@@ -20,6 +20,7 @@ def mesh_options(job: Job, *, stage: int = 1) -> Iterator[MeshSpec]:
     assert job.machine is not None, "meshes are of a machine"
     model, count, seq_len = job.model, job.machine.count // stage, job.seq_len
     for tensor, context in itertools.product(divisors(count), divisors(count)):
+        # The sequence is cut in 2 * context pieces, so that causal work is even.
         if context > 1 and (stage > 1 or seq_len < LONG or seq_len % (2 * context * tensor)):
             continue
         if (
@@ -29,6 +30,7 @@ def mesh_options(job: Job, *, stage: int = 1) -> Iterator[MeshSpec]:
             or seq_len % tensor
         ):
             continue
+        # Key heads may be shared: more tensor shards than key heads are possible.
         if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
             continue
         batch_shards = count // tensor // context
@@ -51,6 +53,7 @@ def microbatch_options(rows: int, stages: int) -> tuple[int, ...]:
     """Numbers of microbatches that split a device's sequences evenly; with stages, those that a pipeline can
     use.
     """
+    # With fewer microbatches than stages some worker always waits.
     max_microbatches = rows if stages == 1 else _MAX_PER_STAGE * stages
     return tuple(n for n in divisors(rows) if stages <= n <= max_microbatches)
 

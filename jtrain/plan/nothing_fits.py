@@ -50,6 +50,7 @@ def _frugal_points(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> It
     for mesh in candidate_meshes:
         base = frugal(task.config_spec, mesh)
         offloadable = task.offloadable(base, mesh) if task.machine.host_bytes_per_device is not None else ()
+        # A dict keeps the order and drops equal choices.
         fields = dict.fromkeys(((), offloadable[:1], offloadable))
         max_microbatches = task.job.global_batch // mesh.batch_shards
         # One microbatch needs no accumulator; the largest number has the smallest activations.
@@ -72,6 +73,7 @@ def first_fit(task: SearchTask, mesh: MeshSpec | None = None) -> Point | None:
       mesh: tried first, on more devices with a longer `data` axis; None for any mesh of the machine.
     """
     machine_count, devices_per_host = task.machine.count, task.machine.device.host.devices
+    # Powers of two times the machine, in whole hosts.
     for count in (machine_count * 2**k for k in range(MAX_DEVICES.bit_length())):
         if count > max(machine_count, MAX_DEVICES) or (count > devices_per_host and count % devices_per_host):
             continue
@@ -123,6 +125,7 @@ def suggest_changes(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> 
     if batch < task.job.global_batch and any_fits(task.changed(global_batch=batch)):
         suggestions.append(set_options([("data.global_batch", batch)]))
     if not fixed and task.machine.device.host.link_bytes_per_s is not None:
+        # A host that holds anything shows how much would be enough.
         ample = task.changed(machine=dataclasses.replace(task.machine, host_memory_bytes=2**60))
         fitting_host_bytes = [
             point.plan.host_bytes
@@ -130,10 +133,12 @@ def suggest_changes(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> 
             if fits(ample, point.plan)
         ]
         if fitting_host_bytes:
+            # Of a whole host, of which a run may fill HOST_SHARE.
             required_bytes = min(fitting_host_bytes) * task.machine.devices_per_host / HOST_SHARE
             suggestions.append(f"--host-memory {math.ceil(required_bytes / GIB)}GiB (or more, per host)")
     if (fit := first_fit(task, mesh)) is not None:
         suggestions.append(_larger_machine_options(task, fit, mesh, fixed=fixed))
+    # The length comes last, because it changes what the model learns from.
     for divisor in (2, 4, 8):
         length = task.job.seq_len // divisor
         if length and any_fits(task.changed(seq_len=length)):
@@ -148,6 +153,7 @@ def _larger_machine_options(task: SearchTask, fit: Point, mesh: MeshSpec | None,
     if fit.job.global_batch != task.job.global_batch:
         batch_setting = [("data.global_batch", fit.job.global_batch)]
     if fixed:
+        # Only axes that differ from the config's mesh are printed.
         config_mesh = MeshSpec() if mesh is None else mesh
         axes = [
             (f"mesh.{axis}", size) for axis, size in fit.mesh.shape.items() if size != config_mesh.shape[axis]
@@ -175,6 +181,7 @@ def no_point(
       fixed: True if the machine cannot be changed, because the run is on it.
       here: True if its devices are here.
     """
+    # Raises an error of its own where not even a mesh splits evenly.
     miss = nearest_miss(task, _candidate_meshes(task, mesh))
     settings = " ".join(f"{path}={value}" for path, value in miss.settings.items())
     suggestions = suggest_changes(task, mesh, fixed=fixed)

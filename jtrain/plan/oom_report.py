@@ -51,10 +51,12 @@ def explain_exhaustion(
     except jax.errors.JaxRuntimeError as error:
         if not is_exhausted(error):
             raise
+        # Abstract arrays: the device has no memory left for real ones.
         state = abstract_state(job.layout, optimizer, mesh)
         shape, device = (job.global_batch, job.seq_len), mesh.local_devices[0]
         batch = jax.ShapeDtypeStruct(shape, np.int32, sharding=NamedSharding(mesh, BATCH_SPEC))
         plan = memory(job)
+        # Below both what the plan needs and what the device has.
         limit = int(RETRY_FRACTION * min(plan.total_bytes, available or plan.total_bytes))
         # Numbers, because `as_needed` would keep everything on the device: by the plan it fits.
         options = option_lines(
@@ -78,6 +80,7 @@ def is_exhausted(error: BaseException) -> bool:
     The text decides, not the status: XLA:CPU reports INTERNAL if the failure shows only when results are
     read.
     """
+    # RESOURCE_EXHAUSTED may be of another resource; only with an allocation it is of memory.
     text = str(error)
     return "out of memory" in text.lower() or ("RESOURCE_EXHAUSTED" in text and "allocat" in text)
 
@@ -97,8 +100,10 @@ def held_bytes(names: Mapping[Any, list[str]], device: jax.Device) -> dict[str, 
     held: collections.Counter[str] = collections.Counter()
     for array in jax.live_arrays():
         shards = [s for s in array.addressable_shards if s.device == device] if not array.is_deleted() else []
+        # Arrays in host memory take nothing of the device.
         if not shards or array.sharding.memory_kind == "pinned_host":
             continue
+        # None if no array of the run looks like it.
         queue = unused_names.get(_kind(array))
         name = "other arrays" if not queue else queue[0] if len(queue) == 1 else queue.popleft()
         held[name] += sum(math.prod(shard.data.shape) * array.dtype.itemsize for shard in shards)
@@ -118,6 +123,7 @@ def _names(state: TrainState, batch: jax.ShapeDtypeStruct) -> dict[Any, list[str
     names: dict[Any, list[str]] = {}
     for name, array in _arrays(state):
         names.setdefault(_kind(array), []).append(name)
+    # Last, so that it names every further array of a batch's shape.
     names.setdefault(_kind(batch), []).append("batches")
     return names
 
@@ -133,6 +139,7 @@ def _arrays(state: TrainState) -> list[tuple[str, Any]]:
 
 def _held_lines(state: TrainState, held: Mapping[str, int]) -> list[str]:
     """Lines with the largest arrays on a device, counting a state that was donated to the failed step."""
+    # Bytes of one shard, because the report is of one device.
     state_bytes = {name: _local_bytes(array) for name, array in _arrays(state)}
     if any(name in held for name in state_bytes):
         title = f"Alive on each device, {_size_text(sum(held.values()))}, the largest first:"
@@ -140,6 +147,7 @@ def _held_lines(state: TrainState, held: Mapping[str, int]) -> list[str]:
         title = (
             f"The state is no longer alive; it takes {_size_text(sum(state_bytes.values()))} of each device:"
         )
+        # The step took the state by donation, so no live array has it.
         held = {**held, **state_bytes}
     by_size = sorted(held.items(), key=lambda item: -item[1])
     smaller_arrays = by_size[MAX_ARRAYS:]

@@ -53,6 +53,7 @@ class PipelinePlan:
           UserError: there are fewer layers than virtual stages, or the layers cannot run under this schedule.
         """
         num_layers, virtual = self.run.model.num_layers, schedule.virtual_stages
+        # A virtual stage without layers cannot be a part of the program.
         if virtual > num_layers:
             fewer = (
                 f"--stages {num_layers // schedule.chunks} or fewer, or "
@@ -63,17 +64,21 @@ class PipelinePlan:
                 f"schedule {schedule.name} has {virtual} virtual stages, and the config "
                 f"model.num_layers={num_layers}: each needs at least one layer. Give {fewer}--schedule 1f1b."
             )
+        # A file is named by its path in pipeline.schedule.
         if self.csv is not None:
             pipeline = PipelineSpec(str(self.csv), gather=self.run.pipeline.gather)
         else:
+            # Only an interleaved schedule has chunks to set.
             chunks = schedule.chunks if schedule.name == "interleaved" else 1
             pipeline = PipelineSpec(schedule.name, chunks, self.run.pipeline.gather)
+        # The schedule decides how many inputs stay in memory, so it is part of the layout.
         layout = dataclasses.replace(self.task.job.layout, pipeline_spec=pipeline)
         task = self.task.changed(layout=layout)
         return evaluate(task, resolve_as_needed(task, self.run.mesh), self.run.mesh)
 
     def fits(self, point: Point) -> bool:
         """True if a device has the memory."""
+        # An unknown host counts as large enough.
         return fits(self.task, point.plan, host_known=False)
 
     def alone_line(self, best: Point | None) -> str:
@@ -96,6 +101,7 @@ class PipelinePlan:
             return f"{comparison}."
         assert best.timed is not None
         step_s, bubble_s, network_s = best.step_s, best.timed.bubble_s, waiting_s(best)
+        # At least 1, so that the sentence says which is the faster.
         factor = max(step_s, alone_s) / min(step_s, alone_s)
         winner = "the pipeline" if step_s < alone_s else "ZeRO-3 alone"
         return (
@@ -106,6 +112,7 @@ class PipelinePlan:
 
 def sent_bytes(point: Point) -> tuple[int, int]:
     """Bytes of one message between stages, and of all that a device's permutes send in a step."""
+    # Exactly one collective has this purpose; otherwise unpacking fails.
     [collective_between_stages] = [
         collective for collective in collectives(point.job) if collective.purpose == BETWEEN_STAGES
     ]
@@ -143,12 +150,14 @@ def plan_stages(
     Raises:
       UserError: an option is wrong, or the devices, the batch or the model do not split evenly.
     """
+    # Checked first, before the config is loaded.
     for text in sets:
         if text.startswith(("pipeline.schedule=", "pipeline.chunks=")):
             option = f"--{text.removeprefix('pipeline.').replace('=', ' ', 1)}"
             raise UserError(
                 f"--set {text}: plans of pipelines take it as an option. Give {option} in its place."
             )
+    # A config of its own: the values below are written into it.
     config, count = load(), machine.count
     stages = int(config.mesh.stage) if stages is None else stages
     microbatches = int(config.layout.microbatches) if microbatches is None else microbatches
@@ -166,9 +175,12 @@ def plan_stages(
             f"model.num_layers={config.model.num_layers}). Give {stage_option}."
         )
     set_values(config, {"mesh.stage": stages})
+    # After mesh.stage is set: the data axis takes the devices that are left.
     for_devices(config, count)
+    # One microbatch for now, so that the run builds whatever the option says.
     set_values(config, {"layout.microbatches": 1, "layout.auto": False})
     run = build_run(config)
+    # Sequences of one device per step.
     rows = shard_size("data.global_batch", run.data.global_batch, run.mesh.shape, BATCH_AXES)
     if microbatches < 1 or rows % microbatches:
         raise UserError(
@@ -177,10 +189,12 @@ def plan_stages(
             f"data.global_batch to a multiple of {run.data.global_batch // rows * max(1, microbatches)}."
         )
     set_values(config, {"layout.microbatches": microbatches})
+    # After the microbatches: a chunk holds no more tokens than one of them.
     choose_loss_chunk(config, machine.device)
     run = build_run(config)
     mesh = " ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items() if size > 1)
     title = f"{name} on {machine}: {mesh} zero_stage={run.layout.zero_stage} remat={run.layout.remat}"
+    # A fresh config for ZeRO-3, because this one has stages.
     return PipelinePlan(title, search_task(run, machine), run, csv, _alone(load(), machine))
 
 
@@ -194,5 +208,6 @@ def _alone(config: Any, machine: Machine) -> Point | None:
     set_values(config, {"layout.sequence_groups": 1})
     choose_loss_chunk(config, machine.device)
     task = search_task(build_run(config), machine)
+    # ZeRO-3 over all devices: no replicas.
     sharded = (mesh for mesh in meshes(task) if mesh.replica == 1 and mesh.zero_shards > 1)
     return next(iter(search(task, sharded, keep=1, zero=(3,))), None)

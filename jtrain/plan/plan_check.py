@@ -16,6 +16,7 @@ def largest_rows(task: SearchTask, point: Point) -> int:
     """Most sequences per device that fit at a time, with the same number of microbatches; 0 if not even one
     fits.
     """
+    # The whole room, because the sheet compares with the whole room too.
     task = dataclasses.replace(task, memory_share=1.0)
     shards = point.mesh.batch_shards * point.spec.microbatches
 
@@ -25,6 +26,7 @@ def largest_rows(task: SearchTask, point: Point) -> int:
 
     if not fit(1):
         return 0
+    # Doubles until it does not fit, then halves the gap.
     high = 2
     while fit(high) and high < 2**20:
         high *= 2
@@ -52,6 +54,7 @@ def check_plan(sheet: Sheet, config_values: Mapping[str, str]) -> None:
             f"{TOLERANCE:.0%} apart, so neither can be relied on. Set layout.remat=full or more "
             "layout.microbatches for a margin, and report this."
         )
+    # The compiler's figure, where there is one, is the better.
     peak_bytes = sheet.plan.total_bytes if sheet.compiled is None else sheet.compiled.peak_bytes
     host_capacity = sheet.machine.host_bytes_per_device
     if host_capacity is not None and sheet.plan.host_bytes > host_capacity:
@@ -64,6 +67,7 @@ def check_plan(sheet: Sheet, config_values: Mapping[str, str]) -> None:
         )
     room_bytes = sheet.machine.room_bytes(sheet.job.layout.spec)
     if peak_bytes > room_bytes:
+        # In bytes of the formula, which is off from the compiler by this ratio.
         limit = int(room_bytes * sheet.plan.total_bytes / peak_bytes)
         raise UserError(
             f"{sheet.config} does not fit {sheet.machine}: {peak_bytes / 2**30:.1f} of {room_bytes / 2**30:.1f} GiB "

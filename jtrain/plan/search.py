@@ -54,6 +54,7 @@ class _Series:
         """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does
         not fit.
         """
+        # Only the number changes: the parameters keep their layout, so it is not made anew.
         spec = dataclasses.replace(self.job.layout.spec, microbatches=self.parts[index])
         layout = dataclasses.replace(self.job.layout, spec=spec)
         return estimate_job(task, dataclasses.replace(self.job, layout=layout), timed=timed)
@@ -79,29 +80,35 @@ def search(
       zero: ZeRO stages to try on meshes that can shard.
     """
     points: list[Point] = []
+    # Series that need host memory; they are tried last, because copies only slow a step down.
     missed: list[_Series] = []
 
     def limit() -> float:
         return limit_s if len(points) < keep else min(limit_s, sorted(p.step_s for p in points)[keep - 1])
 
     has_host_memory = task.machine.host_bytes_per_device is not None
+    # One estimate per mesh and ZeRO stage: its first series is the fastest of the group.
     grouped = [
         (series_list[0].at(task, 0), series_list)
         for mesh in candidate_meshes
         for series_list in _by_stage(task, mesh, zero)
     ]
     for fastest, series_list in sorted(grouped, key=lambda group: group[0].working_s):
+        # The groups are sorted, so no later one can be faster either.
         if fastest.working_s >= limit():
             break
         frugal, ends = (
             series_list[-1],
             (len(series_list[-1].parts) - 1, 0),
         )  # one microbatch needs no accumulator
+        # Where the smallest layout of a group does not fit, none of the group does.
         any_fits = any(fits(task, frugal.at(task, index, timed=False).plan) for index in ends)
+        # Stages are not combined with layouts that are made to fit by the host.
         with_host = has_host_memory and frugal.job.layout.mesh.stage == 1
         if not any_fits and not (with_host and any(_fits_on_host(task, frugal, index) for index in ends)):
             continue
         for series in series_list:
+            # The first series has been estimated above, with its time.
             first = fastest if series is series_list[0] else series.at(task, 0, timed=False)
             is_missed = with_host and not fits(task, first.plan)
             fitting = list(_fitting_points(task, series, first)) if any_fits else []
@@ -149,6 +156,7 @@ def _offloaded_points(task: SearchTask, missed: Iterable[_Series], best_s: float
     for series in missed:
         fit = functools.partial(_fits_on_host, task, series)
         push(series, 0 if fit(0) else _fewest(len(series.parts), fit, 1))
+    # Fastest miss first: once it is slower than the best that fits, every later one is too.
     while queue:
         step_s, _, index, series, miss = heapq.heappop(queue)
         if step_s >= best_s:
@@ -156,6 +164,7 @@ def _offloaded_points(task: SearchTask, missed: Iterable[_Series], best_s: float
         for offloaded in _with_host(task, miss):
             best_s = min(best_s, offloaded.step_s)
             yield offloaded
+        # The next number of microbatches enters only now, because it is slower than this one.
         push(series, index + 1)
 
 
@@ -163,6 +172,7 @@ def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
     """The first index from `low` to `count` that fits, where all after one that fits do; `count` if none
     does.
     """
+    # `count` itself is never tested: it stands for no fit.
     high = count
     while low < high:
         middle = (low + high) // 2
@@ -174,6 +184,7 @@ def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
     spec, mesh = series.job.layout.spec, series.job.layout.mesh
     everything = with_shares(spec, task.config_spec, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
+    # The microbatches come last: the shares are chosen without them.
     spec = dataclasses.replace(everything, microbatches=series.parts[index])
     return evaluate(task, spec, mesh, timed=False).plan.total_bytes <= task.budget_bytes
 
@@ -200,6 +211,7 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
       UserError: the run does not fit even with all of them on the host.
     """
     open_fields = open_shares(task.config_spec)
+    # Shares start at 0, so nothing goes to the host that fits on the device.
     spec = with_shares(task.config_spec, task.config_spec, dict.fromkeys(open_fields, 0.0))
     if set(open_fields) - {"optimizer"}:
         check_scanned(task.job.model.scan_layers)
@@ -208,6 +220,7 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     for name in open_fields:
         if (shared := _smallest_share(task, spec, mesh, name)) is not None:
             return shared
+        # All of this field is not enough, so it goes to the host whole and the next field follows.
         spec = with_shares(spec, task.config_spec, {name: 1.0})
     plan = evaluate(task, spec, mesh, timed=False).plan
     host_capacity = task.machine.host_bytes_per_device
@@ -226,9 +239,11 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
 
 def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
+    # Offload is off here; `_offloaded_points` adds it to the layouts that miss.
     plain = with_shares(task.config_spec, task.config_spec, dict.fromkeys(OFFLOADABLE, 0.0))
     for specs in alternatives(dataclasses.replace(plain, microbatches=1, auto=False), mesh, zero):
         try:
+            # One job for all layouts of a ZeRO stage: they shard the parameters alike.
             job = task.job.relaid(specs[0], mesh)
             parts = microbatch_options(job.rows(), mesh.stage)
             check_layout(job.optimizer, job.layout)
@@ -246,6 +261,7 @@ def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
     offloadable = task.offloadable(miss.spec, miss.mesh)
     all_on_host = with_shares(miss.spec, task.config_spec, dict.fromkeys(offloadable, 1.0))
     offloaded_plan = evaluate(task, all_on_host, miss.mesh, timed=False).plan
+    # With everything on the host it still does not fit, so no combination of fields does.
     if offloaded_plan.total_bytes > task.budget_bytes:
         return
     host_sizes = (
@@ -255,10 +271,12 @@ def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
         offloaded_plan.host_gradients,
     )
     saved_bytes: dict[str, int] = dict(zip(OFFLOADABLE, host_sizes, strict=True))
+    # Fewest fields first.
     for size in range(1, len(offloadable) + 1):
         for fields in itertools.combinations(offloadable, size):
             if miss.plan.total_bytes - sum(saved_bytes[name] for name in fields) > task.budget_bytes:
                 continue  # not enough, even with all of these on the host
+            # The field that is copied most often is the last; only its share is searched.
             *full_fields, last_field = fields
             spec = with_shares(miss.spec, task.config_spec, dict.fromkeys(full_fields, 1.0))
             if (shared := _smallest_share(task, spec, miss.mesh, last_field)) is not None:
@@ -281,9 +299,11 @@ def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: s
 
     if not fits_device(1.0):
         return None
+    # SHARES[high] fits throughout, as 1.0 does above.
     low, high = 0, len(SHARES) - 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits_device(SHARES[middle]) else (middle + 1, high)
     smallest = with_share(SHARES[high])
+    # It fits the device; the host must hold its share too.
     return smallest if fits(task, evaluate(task, smallest, mesh, timed=False).plan) else None

@@ -45,8 +45,10 @@ class SearchTask:
         Muon updates whole matrices. Only a loop over layers fetches what is not the optimizer's layer by
         layer.
         """
+        # Without a loop over layers only the optimizer's state, the first field, can be copied.
         cannot = set[str](() if self.job.model.scan_layers else OFFLOADABLE[1:])
         cannot |= {"optimizer", "gradients"} if isinstance(self.job.optimizer, Muon) else set()
+        # Sums leave for the host only from inside the backward loop over layers.
         if mesh.stage > 1 or not spec.sums_within_layers(mesh):
             cannot.add("gradients")
         return tuple(name for name in OFFLOADABLE if name not in cannot)
@@ -54,6 +56,7 @@ class SearchTask:
     @property
     def budget_bytes(self) -> int:
         """Bytes that a step may take on one device by the closed form."""
+        # A share of the room, because the closed form errs by up to SLACK.
         return int(self.machine.room_bytes(self.config_spec) * self.memory_share)
 
     def changed(self, **changes: Any) -> "SearchTask":
@@ -93,9 +96,11 @@ class Point:
     @property
     def settings(self) -> dict[str, object]:
         """Config path -> value of every setting that the search decided."""
+        # Axes that most layouts do not use are printed only where they split something.
         inner_axes = [axis for axis in ("stage", "context") if self.mesh.shape[axis] > 1]
         axes = ("replica", "data", "expert", "tensor", *inner_axes)
         settings: dict[str, object] = {f"mesh.{axis}": self.mesh.shape[axis] for axis in axes}
+        # Only a pipelined layout has a schedule to report.
         if (pipeline := self.job.layout.pipeline) is not None:
             settings |= {f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks")}
         return settings | layout_settings(self.spec)
@@ -117,12 +122,14 @@ def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool 
 
 def estimate_job(task: SearchTask, job: Job, *, timed: bool) -> Point:
     """Estimates a job as it is laid out; its batch must split evenly."""
+    # Bytes are cheap to estimate, a time may take a trace of the step's code.
     point = Point(job, memory(job), None)
     return with_step_time(task, point) if timed else point
 
 
 def with_step_time(task: SearchTask, point: Point) -> Point:
     """The point with its step time."""
+    # A search asks for the time of one point several times.
     if point.timed is not None:
         return point
     return dataclasses.replace(point, timed=step_time(point.job, point.plan, assume=task.assume))
@@ -136,5 +143,6 @@ def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool
     """
     if plan.total_bytes > task.budget_bytes:
         return False
+    # None means that the host's memory is unknown, and `host_known` says how to count it.
     host_capacity = task.machine.host_bytes_per_device
     return not (plan.host_bytes and host_known) if host_capacity is None else plan.host_bytes <= host_capacity

@@ -29,6 +29,7 @@ MAX_LINES = 4
 type StateFormats = tuple[tuple[str, str], ...]
 """Config paths of the optimizer or of `precision`, with other values."""
 
+# From the smallest change of the losses to the largest.
 _INT8: StateFormats = (("optimizer.moment_dtype", "int8"),)
 _BF16: StateFormats = (("precision.param_dtype", "bfloat16"), ("optimizer.param_rounding", "stochastic"))
 _SUMS: StateFormats = (("precision.grad_accum_dtype", "bfloat16"),)
@@ -76,6 +77,7 @@ def option_lines(candidates: Iterable[FittingSettings], config_values: Mapping[s
         if text := changed_options(fitting.settings, config_values):
             down_to = "down to " if fitting.on_host else ""
             lines.setdefault(text, f"  {text}  ({down_to}{fitting.needed_bytes / GIB:.1f} GiB)")
+        # Each further candidate costs an estimate of the step's memory.
         if len(lines) == MAX_LINES:
             break
     return list(lines.values())
@@ -84,9 +86,11 @@ def option_lines(candidates: Iterable[FittingSettings], config_values: Mapping[s
 def smaller_states(job: Job) -> list[StateFormats]:
     """Formats of moments, parameters and gradient sums that take less memory, the smallest change first."""
     optimizer, precision = job.optimizer, job.layout.precision
+    # Muon's state has no smaller formats to offer.
     if isinstance(optimizer, Muon):
         return []
     moments = _INT8 if optimizer.moment_dtype != "int8" else ()
+    # A master copy already holds the full precision.
     params = _BF16 if precision.param_dtype != "bfloat16" and optimizer.master_dtype == "none" else ()
     sums = _SUMS if precision.grad_accum_dtype != "bfloat16" else ()
     combinations = (moments, sums, params, moments + params, moments + params + sums)
@@ -103,9 +107,11 @@ def with_state(job: Job, state: StateFormats) -> Job:
         return job
     values: dict[str, dict[str, Any]] = {"optimizer": {}, "precision": {}}
     for path, value in state:
+        # Paths have two parts, such as `precision.param_dtype`.
         component, _, field = path.partition(".")
         values[component][field] = value
     precision = dataclasses.replace(job.layout.precision, **values["precision"])
+    # Lays the job out anew, because formats are part of the layout.
     optimizer = dataclasses.replace(job.optimizer, **values["optimizer"])
     layout = dataclasses.replace(job.layout, precision=precision)
     return dataclasses.replace(job, optimizer=optimizer, layout=layout).relaid(layout.spec, layout.mesh)
@@ -122,6 +128,7 @@ def fitting_settings(
       share: share of the optimizer's state and of the parameters to offer for host memory.
     """
     for spec, global_batch, state in _candidates(job, share):
+        # `as_needed` shares are 0 for now; `_resolved` finds them.
         plain = with_shares(spec, spec, dict.fromkeys(open_shares(spec), 0.0))
         try:
             changed = with_state(job, state).relaid(plain, job.layout.mesh, global_batch=global_batch)
@@ -141,11 +148,14 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
     spec, mesh, batch = job.layout.spec, job.layout.mesh, job.global_batch
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
+    # The config's remat, then full recomputation.
     remats = list(dict.fromkeys((spec, keeping(spec, ()))))
+    # As the config has it, and one sequence per device at a time.
     microbatch_counts = sorted({spec.microbatches, max(1, batch // shards)})
     hosts = [spec.offload]
     if _offloads(job):
         hosts += [dataclasses.replace(spec.offload, optimizer=share)]
+        # Only a loop over layers fetches parameters layer by layer.
         if job.model.scan_layers:
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share)]
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share, gradients=share)]
@@ -157,6 +167,7 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
         )
     frugal_spec = frugal(spec, mesh)
     single_microbatch = dataclasses.replace(frugal_spec, microbatches=1)
+    # One sequence per device is the smallest batch of this mesh.
     if shards < batch:
         yield single_microbatch, shards, ()
     for base in (spec, dataclasses.replace(frugal_spec, microbatches=microbatch_counts[-1])):
@@ -173,6 +184,7 @@ def _offloads(job: Job) -> bool:
     machine = job.machine
     if machine is None or machine.host_memory_bytes is None or isinstance(job.optimizer, Muon):
         return False
+    # A CPU's memory is the host's, so nothing is gained there.
     linked = job.platform != "cpu" and machine.device.host.link_bytes_per_s is not None
     return linked and not job.layout.spec.offload.unified_memory
 
@@ -187,6 +199,7 @@ def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
     if not open_shares(spec):
         return spec
     assert job.machine is not None
+    # A machine with `limit` bytes makes the search resolve shares for it.
     machine = dataclasses.replace(
         job.machine, device=dataclasses.replace(job.machine.device, hbm_bytes=limit)
     )

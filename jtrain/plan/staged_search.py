@@ -34,9 +34,11 @@ def staged_meshes(task: SearchTask, *, chunks: int) -> Iterator[MeshSpec]:
     Each stage has whole hosts, or a whole number of stages is in each; `tensor` stays within the links.
     """
     machine = task.machine
+    # Within the links gathers are cheap, and stages only add a bubble.
     if machine.count <= machine.device.linked:
         return
     for stage in divisors(machine.count)[1:]:
+        # Each virtual stage needs a layer; larger divisors need more.
         if stage * chunks > task.job.model.num_layers:
             break
         yield from (
@@ -56,8 +58,10 @@ def search_with_stages(task: SearchTask, alone: Sequence[Point]) -> list[Point]:
     """
     if alone and _waiting_share(alone[0]) < WAITING:
         return []
+    # Stages that are slower than the layout without them are not wanted.
     limit_s = alone[0].step_s if alone else math.inf
     points = _with_schedule(task, SCHEDULES[0], None, limit_s)
+    # Points are sorted by time, so the first meshes are the best.
     promising = list(dict.fromkeys(point.mesh for point in points))[:_MESHES]
     for pipeline in SCHEDULES[1:]:
         points += _with_schedule(task, pipeline, promising, limit_s)

@@ -59,6 +59,7 @@ class RunSize:
     @property
     def parameters(self) -> float:
         """Parameters, without embeddings."""
+        # flop = 6 N * tokens = 120 N^2, solved for N.
         return math.sqrt(self.flop / 6 / TOKENS_PER_PARAMETER)
 
     @property
@@ -69,6 +70,7 @@ class RunSize:
     @property
     def layers(self) -> float:
         """Layers, of 12 width^2 parameters each."""
+        # N = 12 layers * width^2 = 12 ASPECT^2 layers^3, solved for the layers.
         return (self.parameters / 12 / ASPECT**2) ** (1 / 3)
 
     @property
@@ -138,6 +140,7 @@ def collective_latency_s(device: DeviceSpec) -> float:
     Raises:
       UserError: no links join two devices, and the network between them is not published.
     """
+    # Two devices are the fewest, with the shortest ring.
     return ring(Machine(device, 2), {"tensor": 2}, ("tensor",)).latency_s("all-reduce")
 
 
@@ -147,11 +150,13 @@ def _bandwidths(device: DeviceSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     share = Assumptions().network_of(device)
 
     def along(axis: str, shape: dict[str, int]) -> float:
+        # No smaller than a domain, so that small shapes lie within the links.
         machine = Machine(device, max(device.linked, math.prod(shape.values())))
         return share * ring(machine, shape, (axis,)).bytes_per_s
 
     tensor = [along("tensor", {"tensor": int(t)}) for t in _TENSOR]
     data = [[along("data", {"data": int(d), "tensor": int(t)}) for d in _DATA] for t in _TENSOR]
+    # By the product of the inner axes: a stage's neighbour is that many devices away.
     inner = {
         n: along("stage", {"stage": 2, "tensor": n}) for n in {int(t * d) for t in _TENSOR for d in _DATA}
     }
@@ -175,9 +180,11 @@ def best_layout(flop: float, cluster: Cluster, *, max_devices: int | None = None
     assert cluster.device.hbm_bytes_per_s is not None
     hbm = cluster.device.hbm_bytes_per_s * Assumptions().memory
     weights = 12 * shape.width**2  # of a layer
+    # Scales all sizes of the data axis, so that one of them uses every device.
     if max_devices is not None:
         d = d * (max_devices / 2 ** math.floor(math.log2(max_devices)))
     devices = t * d * p
+    # Of one replica and step; fractions are allowed, as in the whole model.
     microbatches = cluster.batch_tokens / d / b
     stage_layers = shape.layers / p
 
@@ -188,8 +195,11 @@ def best_layout(flop: float, cluster: Cluster, *, max_devices: int | None = None
     latency = SERIAL * cluster.latency_s
     hops = np.where(p > 1, 2 * v * _BF16 * b * shape.width / t / stage_w[:, :, None, None, None], 0.0)
     layers = stage_layers * (np.maximum(np.maximum(compute, memory), sent) + latency)
+    # A pipeline's fill and drain cost p - 1 chunks, each 1 / v of a stage.
     slots = microbatches + (p - 1) / v
+    # Sends between stages hide behind the layers, so the longer of the two counts.
     piped = slots * np.maximum(layers, hops)
+    # Reduce-scatter and all-gather of the stage's weights, beside the whole step.
     gradients = 2 * _BF16 * weights * stage_layers / t * (d - 1) / d / data_w[:, :, None, None, None]
     step = np.maximum(piped, gradients)
 
@@ -197,6 +207,7 @@ def best_layout(flop: float, cluster: Cluster, *, max_devices: int | None = None
     share = 6 * shape.parameters * cluster.batch_tokens / (devices * cluster.flops * step)
     is_possible = (p * v <= shape.layers) & (microbatches >= 1) & (t <= shape.width)
     is_possible = is_possible & (wall_s <= cluster.seconds) & (devices <= (max_devices or math.inf))
+    # 0 marks what is impossible; every possible share is above it.
     score = np.where(is_possible, share, 0.0)
     best_index = np.unravel_index(np.argmax(score), score.shape)
     if not score[best_index]:
@@ -242,6 +253,7 @@ def largest_run(cluster: Cluster, devices: int) -> BestLayout | None:
 def _largest(cluster: Cluster, min_share: float, devices: int | None) -> BestLayout | None:
     """The largest run that some layout ends in time with at least this share of its devices' rate, to 1 %."""
     low, high, largest = 20.0, 40.0, None  # log10 of the FLOP
+    # 0.004 of log10 is 1 %.
     while high - low > 0.004:
         middle = (low + high) / 2
         best = best_layout(10**middle, cluster, max_devices=devices)

@@ -29,6 +29,7 @@ def expected_max_load(flows: int, links: int, queue_pairs: int = 1) -> float:
     log_mass = np.arange(balls + 1) * math.log(mean) - mean - _log_factorials(balls)
     mass = np.exp(log_mass)
     lightest = int(np.argmax(mass > NEGLIGIBLE))  # loads below have no part of the sum
+    # The Poisson mass at `balls` of the sum, by which the coefficient is divided.
     total = math.exp(balls * math.log(balls) - balls - math.lgamma(balls + 1))
     first_limit = math.ceil(mean)
     expected = float(first_limit)  # some link has at least the mean

@@ -58,6 +58,7 @@ class Node:
 
     @property
     def _steps(self) -> tuple[float, ...]:
+        # Ampere has no row of its own: NCCL uses Volta's.
         table = published.STEPS_INSIDE if self.adapter is None else published.STEPS_BETWEEN
         return table.get(self.generation, table["volta"])
 
@@ -77,6 +78,7 @@ class Node:
 
         def heads(step: float) -> int:
             can_lead = self.gpus > 1 and (self.adapter is None or step <= self.adapter)
+            # A GPU heads one channel, where it sends twice as much: h heads take h + 1 steps of its links.
             return min(math.floor(self.link / step) - 1, self.gpus, MAX_HEADS) if can_lead else 0
 
         return _widest(self._steps, heads)
@@ -89,6 +91,7 @@ class Node:
             )
             return min(over_links, over_adapters, MAX_SEARCHED)
 
+        # Without links the adapter alone bounds a channel.
         if self.gpus == 1:  # every byte goes over the adapter
             link = math.inf if self.adapter is None else self.adapter
         return _widest(self._steps, channels)
@@ -109,5 +112,6 @@ SLOWEST = Channels(1, 0.1)
 
 def _widest(steps: Sequence[float], count: Callable[[float], int]) -> Channels:
     """The fastest step of those whose channels have the most bandwidth together."""
+    # `max` takes the first of equals, so of equal totals the fastest step wins.
     options = [Channels(count(step), step) for step in steps if count(step) > 0]
     return max(options, key=lambda channels: channels.total, default=SLOWEST)

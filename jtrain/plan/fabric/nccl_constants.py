@@ -22,6 +22,7 @@ BASE_US: dict[Algorithm, tuple[float, float, float]] = {
     "NVLSTree": (0.0, 0.0, 0.0),
     "PAT": (8.0, 8.0, 8.0),
 }
+# NVLS has no base of its own: its hop below has all of its latency.
 """Latency of an algorithm before its first hop."""
 
 LINK_US: dict[Algorithm, tuple[float, float, float]] = {
@@ -87,6 +88,7 @@ NVLS_TREE_GB_PER_S = {
 }
 """Largest bandwidth of a channel of NVLSTree, on one, two and more hosts."""
 
+# Of NVLS only the protocol Simple exists, so the constants of LL and LL128 above are 0.
 NVLS_EFFICIENCY = {"volta": 0.0, "ampere": 0.0, "hopper": 0.85, "blackwell": 0.74}
 """Fraction of NVLink's bandwidth that reductions in the NVSwitch reach; 0 where a chip has none."""
 

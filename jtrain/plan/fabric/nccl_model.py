@@ -84,18 +84,22 @@ def nccl_group(fabric: Fabric) -> Group | None:
     """
     device = fabric.device
     generation = generation_of(device.compute_capability)
+    # Other makers have no NCCL, and a single device sends nothing.
     if generation is None or (fabric.domain == 1 and fabric.domains == 1):
         return None
+    # A domain of one GPU has no links that could bound it.
     link = math.inf
     if fabric.domain > 1:
         link = fabric.link_bytes_per_s / 1e9 * published.COUNTED_LINK[generation]
     adapter = None
     if fabric.domains > 1:
+        # An adapter's bytes cross PCIe, which may be slower than its line.
         to_host = device.host.link_bytes_per_s
         limit = math.inf if to_host is None else to_host / 1e9 * published.COUNTED_PCIE
         adapter = min(fabric.adapter_bytes_per_s / 1e9, limit)
     network = fabric.network
     node = Node(fabric.domain, generation, link, adapter)
+    # The line rate, not `adapter`: what the network carries is a share of it.
     line = 0.0 if adapter is None else fabric.adapter_bytes_per_s / 1e9
     return Group(node, fabric.domains, line, network.latency_us, network.cpu, network.sharp)
 
@@ -108,8 +112,10 @@ def estimates(group: Group, kind: Reduction) -> tuple[Estimate, ...]:
     candidates = [*_ring(group, kind)]
     if kind == "all-reduce":
         candidates += _tree(group)
+    # Only from Hopper on the NVSwitch reduces.
     if published.NVLS_EFFICIENCY[group.node.generation]:
         candidates += _nvls(group, kind)
+    # NCCL offers PAT only to hosts of one GPU.
     if kind != "all-reduce" and group.node.gpus == 1:
         candidates.append(_pat(group))
     return tuple(candidates)
@@ -124,6 +130,7 @@ def time_us(estimate: Estimate, group: Group, kind: Reduction, array_bytes: int)
     latency, bandwidth = estimate.latency_us, estimate.bandwidth
     is_corrected_nvls = estimate.algorithm == "NVLSTree" and group.node.generation == "blackwell"
     if (estimate.algorithm == "Tree" or is_corrected_nvls) and array_bytes >= 64:
+        # The table has an entry per power of two from 64 bytes on; 1 past its end.
         factors = published.TREE_CORRECTION[PROTOCOLS.index(estimate.protocol)]
         index = int(math.log2(array_bytes // 64))
         bandwidth *= factors[index] if index < len(factors) else 1.0
@@ -141,14 +148,17 @@ def on_network(estimate: Estimate, group: Group, kind: Reduction, array_bytes: i
     nccl_us = time_us(estimate, group, kind, array_bytes)
     if group.nodes == 1:
         return nccl_us
+    # A ring splits the array over all ranks, a tree over the domains.
     parts = group.ranks if estimate.algorithm == "Ring" else group.nodes
     passes = 2 if kind == "all-reduce" else 1
     sent = passes * (parts - 1) / parts * array_bytes / group.node.gpus  # by one adapter
+    # NCCL does not know the share, so its own estimate may be too short.
     return max(nccl_us, estimate.latency_us + sent / (1000 * group.adapter_gb_per_s * share))
 
 
 def chosen_us(group: Group, kind: Reduction, array_bytes: int, *, share: float) -> float:
     """Time on the network of the algorithm and protocol that NCCL chooses."""
+    # NCCL chooses by its own estimate, and is then held to what the network carries.
     best = min(estimates(group, kind), key=lambda estimate: time_us(estimate, group, kind, array_bytes))
     return on_network(best, group, kind, array_bytes, share=share)
 
@@ -168,6 +178,7 @@ def timed(group: Group, kind: Reduction, array_bytes: int, *, share: float = 1.0
 
 def bus_bandwidth(kind: str, ranks: int, array_bytes: int, us: float) -> float:
     """Bus bandwidth in GB/s, as nccl-tests defines it: what each GPU would send if all sent equally."""
+    # Bytes per microsecond by 1000 are GB/s.
     return array_bytes / (1000 * us) * (2 if kind == "all-reduce" else 1) * (ranks - 1) / ranks
 
 
@@ -183,6 +194,7 @@ def _hop_us(group: Group, algorithm: Algorithm, protocol: int) -> float:
 
 def _ll_gb_per_s(group: Group) -> float:
     """Largest bandwidth of LL: by the GPU within a domain, by the host's processor between domains."""
+    # NCCL reuses two rows of the table for the processors.
     by_cpu = "volta" if group.cpu == "intel" else "ampere"
     return _by_nodes(group, published.LL_GB_PER_S, None if group.nodes == 1 else by_cpu)
 
@@ -194,15 +206,19 @@ def _ring(group: Group, kind: Reduction) -> Iterator[Estimate]:
     channels = group.node.ring()
     for index, protocol in enumerate(PROTOCOLS):
         bus = channels.total
+        # LL sends a flag of 4 bytes with each 4 of data: half of the bandwidth.
         if protocol == "LL":
             bus = min(_ll_gb_per_s(group), bus * 0.5)
         if protocol == "LL128":
             bus = min(bus * 0.92, channels.count * _by_nodes(group, published.RING_LL128_GB_PER_S))
+        # A step cannot be shorter than the processor's post of one message.
         posts = 0.0 if group.nodes == 1 else published.POST_US[group.cpu] * (3 if index == SIMPLE else 1)
         inside_us = max(published.LINK_US["Ring"][index], posts)
+        # Between hosts of one GPU, NCCL counts a hop of a ring as one of a tree.
         exposed: Algorithm = "Tree" if group.node.gpus == 1 else "Ring"
         latency = published.BASE_US["Ring"][index] + (steps - network_steps) * inside_us
         latency += network_steps * _hop_us(group, exposed, index)
+        # The array's bandwidth: bus bandwidth by the steps that each byte takes.
         yield Estimate("Ring", protocol, latency, bus * group.ranks / steps)
 
 
@@ -224,12 +240,14 @@ def _tree(group: Group) -> Iterator[Estimate]:
             + 2 * (group.node.gpus - 1) * published.LINK_US["Tree"][index]
             + 2 * hops
         )
+        # The array passes each channel twice, up and down.
         yield Estimate("Tree", protocol, latency, bus * 0.5)
 
 
 def _nvls(group: Group, kind: Reduction) -> Iterator[Estimate]:
     """Reduction in the NVSwitch; between domains a tree, or SHARP."""
     node, channels = group.node, group.node.nvls()
+    # With one channel the factor (count - 1) / count below is 0; gathers stay within one domain.
     if channels.count < 2 or (kind != "all-reduce" and (group.nodes > 1 or node.gpus > MAX_GATHERED)):
         return
     switch_gb_per_s = (
@@ -237,14 +255,17 @@ def _nvls(group: Group, kind: Reduction) -> Iterator[Estimate]:
     )
     switch_gb_per_s *= 2 if kind == "all-reduce" else (node.gpus - 1) / node.gpus
     inside_us = published.LINK_US["NVLS"][SIMPLE]
+    # NCCL counts NVLS in bus bandwidth; the factor makes it the array's.
     bandwidth_factor = group.ranks / (2 * (group.ranks - 1)) if kind == "all-reduce" else 1.0
     if group.nodes == 1:
         yield Estimate("NVLS", "Simple", inside_us, channels.count * switch_gb_per_s * bandwidth_factor)
         return
     network_gb_per_s = channels.gb_per_s * (2 if group.nodes == 2 else 1)
+    # The slowest of the switch, the network and NCCL's own limit for NVLSTree.
     tree_gb_per_s = min(switch_gb_per_s, network_gb_per_s, _by_nodes(group, published.NVLS_TREE_GB_PER_S))
     hops = 2 * int(math.log2(group.nodes)) * _hop_us(group, "NVLSTree", SIMPLE)
     yield Estimate("NVLSTree", "Simple", inside_us + hops, channels.count * tree_gb_per_s * bandwidth_factor)
+    # The switches reduce, so one hop replaces the tree's.
     if group.sharp:
         sharp_gb_per_s = min(switch_gb_per_s, channels.gb_per_s)
         latency = inside_us + _hop_us(group, "NVLS", SIMPLE)
@@ -262,12 +283,15 @@ def _plateau(group: Group, kind: Reduction, array_bytes: int) -> float:
     """Factor of a ring's latency with Simple, once channels have enough to send."""
     is_blackwell = group.node.generation == "blackwell"
     applies = kind == "all-reduce" if group.nodes > 1 else is_blackwell
+    # NCCL applies the factor from 64 bytes per rank and channel on.
     rank_bytes = array_bytes // (group.channels * group.ranks)  # per rank and channel
     if not applies or rank_bytes < 64:
         return 1.0
     factor = published.PLATEAU[group.node.generation]
+    # Between hosts the factor is the same for every size.
     if group.nodes > 1:
         return factor
+    # Within one domain, for Blackwell alone, it grows with the steps and falls with the size.
     steps = (2 if kind == "all-reduce" else 1) * (group.ranks - 1)
     full_rise, floor_rise = factor - 1, 0.1
     rise = 1 - (floor_rise / full_rise) ** max(0, steps - 1)

@@ -35,12 +35,14 @@ class SpineTraffic:
         """Expected load of the fullest uplink, in flows."""
         if not self.flows:
             return 0.0
+        # Routing by load keeps the uplinks even.
         if not self.hashed:
             return self.flows / self.links
         return expected_max_load(self.flows, self.links, queue_pairs)
 
     def slowdown(self, queue_pairs: int = 1) -> float:
         """Factor by which the flows take longer than at line rate; at least 1."""
+        # An uplink with room to spare makes no flow faster than its adapter.
         return max(1.0, self.max_load(queue_pairs) * self.demand)
 
 
@@ -53,6 +55,7 @@ def spine_traffic(fabric: Fabric, kind: CollectiveKind, *, connections: int, sca
     """
     network, hosts = fabric.network, fabric.hosts
     hashed, links = network.routing == "hashed", fabric.uplinks
+    # All hosts are under one leaf of each rail, so nothing crosses the spine.
     if fabric.domains == 1 or hosts <= network.hosts_per_leaf:
         return SpineTraffic(0, links, 0.0, hashed)
     adapter_demand = (
@@ -79,6 +82,7 @@ def advised_queue_pairs(traffic: SpineTraffic, *, limit: int) -> int:
     `limit`.
     """
     for queue_pairs, doubled in itertools.pairwise(SETTINGS):
+        # Past `limit` there are no messages for more queue pairs.
         if doubled > limit or traffic.slowdown(queue_pairs) / traffic.slowdown(doubled) < 1 + MIN_GAIN:
             return queue_pairs
     return SETTINGS[-1]
@@ -109,6 +113,7 @@ them."""
 def incast(senders: int, message_bytes: float, buffer_bytes: float | None) -> Incast:
     """Backlog where `senders` send a message each to one port at its line rate, at the same moment."""
     queued_senders = max(0, senders - 1)
+    # Receivers admit one window per sender, however long its message.
     admitted = queued_senders * min(message_bytes, NCCL_WINDOW)
     window = None if buffer_bytes is None else buffer_bytes / queued_senders if queued_senders else math.inf
     overflows = None if buffer_bytes is None else admitted > buffer_bytes

@@ -13,7 +13,9 @@ def torus_ring(dims: int, slice_devices: int, group: int) -> tuple[float, float]
     16, have no wrap-around, which halves a ring's bandwidth. Source: scaling book, part 2.
     """
     slice_dims = max(1, min(dims, int(math.log2(slice_devices))))
+    # In logarithms, because a group takes its part of the slice's factors of two.
     group_dims = max(1.0, slice_dims * math.log(group) / math.log(slice_devices))
+    # A cube of 4 x 4 x 4, or 16 x 16 chips.
     wraps = slice_devices >= (64 if dims == 3 else 256)
     side = group ** (1 / group_dims)
     return group_dims / dims * (1.0 if wraps else 0.5), group_dims * (side / 2 if wraps else side - 1)
