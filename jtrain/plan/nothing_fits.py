@@ -26,6 +26,7 @@ def nearest_miss(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> Poin
     Raises:
       UserError: no mesh of the machine splits the model and the batch evenly.
     """
+    # An unknown host counts as holding nothing: the miss must be one that could run.
     host_capacity = task.machine.host_bytes_per_device or 0
     candidates = [
         point for point in _frugal_points(task, candidate_meshes) if point.plan.host_bytes <= host_capacity
@@ -77,6 +78,7 @@ def first_fit(task: SearchTask, mesh: MeshSpec | None = None) -> Point | None:
     for count in (machine_count * 2**k for k in range(MAX_DEVICES.bit_length())):
         if count > max(machine_count, MAX_DEVICES) or (count > devices_per_host and count % devices_per_host):
             continue
+        # Rounded up to a multiple of the devices: one sequence for each at least.
         batch = (
             task.job.global_batch if count == machine_count else -(-task.job.global_batch // count) * count
         )

@@ -19,7 +19,9 @@ def fabric_picture(machine: Machine, levels: Sequence[Load], step_s: float) -> s
     links, network, to_host = levels
     linked = min(machine.device.linked, machine.count)
     groups = -(-machine.count // linked)
+    # Without links the picture shows the devices of the network.
     devices = linked if linked > 1 else machine.count
+    # The last box then stands for all devices that are left out.
     num_boxes = min(devices, _MOST_BOXES)
     parts = [_box(20.0, 10, 560.0, f"host memory; {_load_text(to_host, step_s)}")]
     if linked > 1:
@@ -33,6 +35,7 @@ def fabric_picture(machine: Machine, levels: Sequence[Load], step_s: float) -> s
     parts.append(_box(20.0, 200, 560.0, network_text))
     gap = 560 / num_boxes
     for index in range(num_boxes):
+        # 20 is the left margin of a drawing 600 wide.
         middle = 20 + gap * (index + 0.5)
         name = machine.device.name if index < num_boxes - 1 or num_boxes == devices else f"... {devices:,}"
         parts.append(_box(middle - gap / 2 + 4, 75, gap - 8, name))
@@ -61,6 +64,7 @@ def _box(x: float, y: int, width: float, words: str) -> str:
 
 def _line(x: float, top: int, bottom: int, load: Load, step_s: float) -> str:
     """Vertical line as wide as the load's part of the step."""
+    # Levels that overlap can be busy for longer than the step.
     busy = min(1.0, load.busy_s / step_s)
     css = f'stroke-width="{1.5 + 10 * busy:.2f}"' if busy else 'class="unused"'
     return f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" data-level="{load.level}" {css}/>'

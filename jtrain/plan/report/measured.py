@@ -38,6 +38,7 @@ def read_measurements(workdir: Path, planned: Mapping[str, str], machine: Machin
     file = workdir / "metrics.jsonl"
     if not file.is_file():
         raise UserError(f"--calibrate {workdir}: there is no {file}. Give the workdir of a run.")
+    # Workdirs without either file are taken as they are.
     if (config_file := workdir / "config.txt").is_file():
         _check_same(workdir, tree.parse(config_file.read_text()), planned)
     if (facts_file := workdir / "run.json").is_file():
@@ -48,6 +49,7 @@ def read_measurements(workdir: Path, planned: Mapping[str, str], machine: Machin
             json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")
         ]
         lines = [line for line in records if "step_time_ms" in line]
+        # None where the device does not report its memory.
         peaks = [peak for line in lines if (peak := line["device_memory_peak_gib"]) is not None]
     except (json.JSONDecodeError, KeyError) as error:
         raise UserError(
@@ -58,6 +60,7 @@ def read_measurements(workdir: Path, planned: Mapping[str, str], machine: Machin
     return RunMeasurements(
         str(workdir),
         peak_bytes=int(max(peaks) * 2**30) if peaks else None,
+        # The median, because a few slow steps must not move it.
         step_s=statistics.median(line["step_time_ms"] for line in lines) / 1e3,
         tokens_per_s=statistics.median(line["tokens_per_s"] for line in lines),
     )
@@ -90,6 +93,7 @@ def _check_machine(workdir: Path, run_devices: Mapping[str, Any], machine: Machi
     is.
     """
     chip = machine.device
+    # The name in a machine's file may be the user's own.
     is_other_chip = chip.name in known() and chip.kind not in run_devices["kind"]
     if is_other_chip or run_devices["count"] != machine.count:
         raise UserError(

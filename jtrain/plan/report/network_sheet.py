@@ -50,6 +50,7 @@ class NetworkSheet:
 
     def rows(self, queue_pairs: int = 1) -> list[TimedEstimate]:
         """NCCL's algorithms and protocols, its choice first; empty where it has no model."""
+        # NCCL has no model of sends and receives.
         if self.group is None or self.kind == "all-to-all":
             return []
         return timed(self.group, self.kind, self.array_bytes, share=self.share(queue_pairs))
@@ -61,11 +62,13 @@ class NetworkSheet:
     def us(self, queue_pairs: int = 1) -> float:
         """Microseconds of the collective: of NCCL's choice, or of the fastest way where NCCL has no model."""
         rows = self.rows(queue_pairs)
+        # The first row is NCCL's choice, which need not be the fastest.
         return rows[0].network_us if rows else self.algorithms(queue_pairs)[0].us
 
     @functools.cached_property
     def queue_pairs(self) -> int | None:
         """Queue pairs per connection to set; None if no hash is involved."""
+        # Routing by load spreads one flow as well as many.
         if not self.traffic.hashed or not self.traffic.flows:
             return None
         return advised_queue_pairs(self.traffic, limit=self.messages)
@@ -73,6 +76,7 @@ class NetworkSheet:
     @property
     def incast(self) -> Incast:
         """Senders to one adapter at the same time, and what waits for it."""
+        # With one queue pair: more of them add flows, not senders.
         rows = self.rows()
         senders = senders_to_one(
             self.kind, rows[0].estimate.algorithm if rows else "Ring", self.fabric.domains
@@ -88,11 +92,14 @@ def time_collective(
 ) -> NetworkSheet:
     """Times a collective; `scattered` as in `spine_traffic`."""
     group = nccl_group(fabric)
+    # NCCL's channels are spread over the adapters of a domain.
     connections = 1
     if group is not None and fabric.domains > 1 and kind != "all-to-all":
         connections = max(1, group.channels // fabric.domain)
     traffic = spine_traffic(fabric, kind, connections=connections, scattered=scattered)
+    # On one connection: an all-to-all has one to each device.
     sent = array_bytes / fabric.count if kind == "all-to-all" else _sent_by_adapter(fabric, kind, array_bytes)
+    # Asked with the most queue pairs compared, so the result is the messages, up to that many.
     messages = effective_queue_pairs(SETTINGS[-1], sent, connections)
     return NetworkSheet(fabric, kind, array_bytes, traffic, messages, group)
 
@@ -115,6 +122,7 @@ def describe(sheet: NetworkSheet) -> list[str]:
         f"{fabric.hosts} hosts; links join {fabric.domain} devices"
         + _rate(fabric.link_bytes_per_s, fabric.domain > 1)
     ]
+    # Without a network there is no spine to describe.
     if fabric.domains == 1:
         return lines
     lines.append(
@@ -142,6 +150,7 @@ def _rate(bytes_per_s: float, known: bool) -> str:
 def incast_line(sheet: NetworkSheet) -> str:
     """One sentence about receivers: how many send to one, and what a switch must hold."""
     backlog = sheet.incast
+    # One sender cannot send faster than the port takes.
     if backlog.senders < 2:
         return "incast: none, one adapter sends to one"
     text = (
@@ -149,6 +158,7 @@ def incast_line(sheet: NetworkSheet) -> str:
         "the switch; receivers admit a window of 4 MiB each (NCCL_BUFFSIZE), so "
         f"{show_bytes(backlog.admitted_bytes)} at most"
     )
+    # Without the size of the buffer nothing can overflow it.
     if backlog.window_bytes is None:
         return f"{text}; network.buffer_mb says what a port holds"
     buffer = show_bytes(sheet.fabric.network.buffer_bytes or 0)
@@ -170,11 +180,13 @@ def print_sheet(sheet: NetworkSheet) -> None:
     levels = Table("", words("way", "phase", "over") + numbers("us", "ms in all"))
     for algorithm in sheet.algorithms():
         for index, phase in enumerate(algorithm.phases):
+            # Name and total stand only in the first row of an algorithm.
             name, total = (algorithm.name, milliseconds(algorithm.us)) if not index else ("", "")
             levels.add(name, phase.operation, phase.level, f"{phase.us:,.1f}", total)
     blocks += ["\nany library, level by level", levels]
     if sheet.fabric.domains > 1:
         blocks.append(incast_line(sheet))
+    # One queue pair is NCCL's own setting.
     if sheet.queue_pairs is not None and sheet.queue_pairs > 1:
         blocks.append(
             f"with {sheet.queue_pairs} queue pairs per connection: "
@@ -182,6 +194,7 @@ def print_sheet(sheet: NetworkSheet) -> None:
             "plan ecmp` has the table"
         )
     print_blocks(blocks)
+    # Not through `print_blocks`, which would wrap lines of the script.
     print(shell_text(sheet), end="")
 
 
@@ -190,6 +203,7 @@ def _nccl(sheet: NetworkSheet, rows: list[TimedEstimate]) -> Iterator[PageBlock]
     assert sheet.group is not None
     node = sheet.group.node
     searched = {"ring": node.ring(), "tree": node.tree()}
+    # NVLS channels are of interest only where NCCL may choose them.
     if any(row.estimate.algorithm.startswith("NVLS") for row in rows):
         searched["NVLS"] = node.nvls()
     channels = ", ".join(
@@ -200,10 +214,12 @@ def _nccl(sheet: NetworkSheet, rows: list[TimedEstimate]) -> Iterator[PageBlock]
     names = ("latency us", "GB/s", "NCCL's us", "us here", "bus GB/s here")
     table = Table("", words("algorithm", "protocol") + numbers(*names))
     for row in rows:
+        # By the time on this network, not by NCCL's own.
         bus = bus_bandwidth(sheet.kind, sheet.fabric.count, sheet.array_bytes, row.network_us)
         figures = row.estimate.latency_us, row.estimate.bandwidth, row.nccl_us, row.network_us, bus
         table.add(row.estimate.algorithm, row.estimate.protocol, *(f"{number:,.1f}" for number in figures))
     yield table
+    # Rows are sorted by NCCL's estimate.
     best = rows[0]
     yield (
         f"NCCL chooses {best.estimate.algorithm} with {best.estimate.protocol}: {milliseconds(best.nccl_us)} "
@@ -216,10 +232,12 @@ def shell_text(sheet: NetworkSheet) -> str:
     rows = sheet.rows()
     lines = [f"# {title(sheet)}"]
     if rows:
+        # There are rows only for collectives that NCCL models.
         assert sheet.kind != "all-to-all"
         lines += choice_lines(sheet.kind, rows[0].estimate, show_bytes(sheet.array_bytes))
     if sheet.group is not None:
         lines += network_lines(sheet.fabric.network, sheet.queue_pairs)
+    # The title alone: say so, because an empty script looks like a failure.
     if len(lines) == 1:
         lines.append("# No variables of NCCL follow from it.")
     return "\n".join(lines) + "\n"
@@ -255,6 +273,7 @@ def to_json(sheet: NetworkSheet) -> dict[str, Any]:
                 "us": algorithm.us,
                 "phases": [
                     {
+                        # Keys of the file's format.
                         "what": phase.operation,
                         "where": phase.level,
                         "latency_us": phase.latency_us,

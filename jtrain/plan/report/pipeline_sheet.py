@@ -53,6 +53,7 @@ def show(schedule: PipelineSchedule, times: tuple[float, float, float]) -> Sched
     """
     program = check(schedule)
     costs = equal_costs(schedule, *times)
+    # Only counts ticks: building them for every packing takes longer.
     counts = shortest(lambda packing: count_ticks(pack(schedule, packing)), *times)
     ticks = make_ticks(schedule, counts.packing)
     return ScheduleView(schedule, program, costs, dataflow(schedule, costs), ticks, counts.bubble(*times))
@@ -66,13 +67,16 @@ def show_planned(schedule: PipelineSchedule, planned: "PipelinePlan") -> Schedul
     """
     from jtrain.step.pipeline_ticks import ticks_of  # imported here because it imports jax
 
+    # Checked before the plan, whose errors are about the config.
     program, point = check(schedule), planned.point(schedule)
     assert point.timed is not None
     costs, ticks = point.timed.costs, ticks_of(point.job.layout)
     assert costs is not None
+    # Of one worker: every chunk runs each microbatch once.
     busy_s = (
         schedule.microbatches * schedule.chunks * (costs.forward[0] + costs.by_input[0] + costs.by_weight[0])
     )
+    # A fraction of the pipeline's time, without the network's waits.
     bubble = point.timed.bubble_s / (point.timed.bubble_s + busy_s)
     return ScheduleView(schedule, program, costs, dataflow(schedule, costs), ticks, bubble, point)
 
@@ -100,6 +104,7 @@ def print_one(view: ScheduleView, console: Console) -> None:
     )
     picture = Picture("", lambda width: text_rows(view.flow, stages=schedule.stages, width=width))
     in_flight = Picture("", lambda width: memory_rows(view.flow, width=width))
+    # The same figures as on the page.
     lines = (f"{name}: {value}" for name, value in figures(view))
     print_blocks([Title(title), picture, Title("in flight over time"), in_flight, *lines], console)
 
@@ -112,6 +117,7 @@ def page_of(view: ScheduleView, title: str, picture: str) -> Page:
     for name, value in figures(view):
         table.add(name, value)
     programs = to_json(view)["instructions"]
+    # Folded, because a large schedule has thousands of instructions.
     lists = [
         Folded(f"worker {worker}: {len(program)} instructions", " ".join(program))
         for worker, program in enumerate(programs)
@@ -123,6 +129,7 @@ def page_of(view: ScheduleView, title: str, picture: str) -> Page:
 
 def figures(view: ScheduleView) -> list[tuple[str, str]]:
     """Names and values of what is known of a schedule."""
+    # Messages by pair of workers.
     program, ticks, sent = view.program, view.ticks, messages(view.schedule)
     per_step = f"{max(sent.values(), default=0)} messages between two workers, {sum(sent.values())} in all"
     rows = [
@@ -144,6 +151,7 @@ def figures(view: ScheduleView) -> list[tuple[str, str]]:
         costs, (message, permuted) = view.costs, sent_bytes(view.point)
         passes = (costs.forward[0], costs.by_input[0], costs.by_weight[0])
         pass_times = " / ".join(f"{seconds * view.schedule.chunks * 1e3:,.3g}" for seconds in passes)
+        # A pair of workers sends a chunk's activations in each message.
         max_sent_bytes = max(sent.values(), default=0) * message
         rows += [
             (
@@ -205,7 +213,9 @@ def _rank(view: ScheduleView, planned: "PipelinePlan | None") -> tuple[Any, ...]
     """Sorts by the bubble or by the plan's seconds, then by slots; what does not fit into memory comes
     last.
     """
+    # A slot is of one chunk, which has 1 / chunks of a stage's layers.
     slots = (view.ticks.num_inputs + view.ticks.num_stashes) / view.schedule.chunks
+    # Without a plan there are no seconds, so the bubble decides.
     if planned is None or view.point is None:
         return view.bubble, slots
     return not planned.fits(view.point), view.point.step_s, slots
@@ -221,6 +231,7 @@ def _advice(ranked: Sequence[ScheduleView], planned: "PipelinePlan | None") -> s
             "seconds, memory, and a comparison with ZeRO-3 alone, which wins where its gathers hide behind "
             "the layers."
         )
+    # Schedules that fit come first, so if the best does not fit, none does.
     if not planned.fits(best.point):
         return (
             f"no schedule fits: {name} needs {gib(best.point.plan.total_bytes)} GiB per device of "

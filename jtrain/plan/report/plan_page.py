@@ -31,8 +31,10 @@ def curve(sheet: Sheet, run: Run) -> list[CostRow]:
     them.
     """
     machine, spent = sheet.machine, sheet.cost
+    # The sheet has the total; a row needs the price of an hour.
     price = None if spent.usd is None else spent.usd / spent.device_hours
     devices_per_host = machine.device.host.devices
+    # Below one device there is nothing to plan.
     counts = [round(machine.count * factor) for factor in FACTORS if machine.count * factor >= 1]
     return [
         cost_row(
@@ -43,6 +45,7 @@ def curve(sheet: Sheet, run: Run) -> list[CostRow]:
             usd_per_hour=price,
         )
         for n in counts
+        # A machine of several hosts has whole ones.
         if n <= devices_per_host or n % devices_per_host == 0
     ]
 
@@ -50,6 +53,7 @@ def curve(sheet: Sheet, run: Run) -> list[CostRow]:
 def page_of(sheet: Sheet, rows: Sequence[CostRow]) -> Page:
     """Describes the page."""
     levels = loads(sheet.job, sheet.timed)
+    # One document for the page and its tables, so that every cell has its source.
     content = to_json(sheet) | {
         "fabric": [dataclasses.asdict(entry) for entry in levels],
         "curve": [entry.to_json(CARBON_G_PER_KWH) for entry in rows],
@@ -82,16 +86,19 @@ def _tiles(sheet: Sheet, facts: Facts) -> list[tuple[str, str | Cell]]:
         ("tokens", facts.cell("cost.tokens", short)),
         ("device hours", facts.cell("cost.device_hours", "{:,.0f}".format)),
     ]
+    # A goodput that the user gave has no interval between saves.
     if sheet.uptime is not None:
         tiles.append(("checkpoint.every_steps", facts.cell("cost.uptime.every_steps", "{:,}".format)))
     if sheet.cost.usd is not None:
         tiles.append(("money", facts.cell("cost.usd", "${:,.0f}".format)))
+    # A list of its own type: lists are invariant in the type of their elements.
     return list(tiles)
 
 
 def _step(sheet: Sheet, facts: Facts) -> list[PageBlock]:
     """A stacked bar of the step, and a row per part."""
     timed = sheet.timed
+    # Parts of no length would have no segment of the bar.
     parts = coloured({name: took / timed.step_s for name, took in timed.parts.items() if took})
     bar = Bars(tuple(parts.values()), f"the step: {seconds(timed.step_s)}, by part")
     note = Paragraph("Hidden: seconds of the network and of host copies beside computation.", "soft")
@@ -101,7 +108,9 @@ def _step(sheet: Sheet, facts: Facts) -> list[PageBlock]:
 def _memory(sheet: Sheet, facts: Facts) -> list[PageBlock]:
     """A stacked bar of the classes on the scale of the device's memory, and a row per class."""
     hbm_bytes, peak = sheet.machine.hbm_bytes, sheet.plan.total_bytes
+    # Host memory is not part of the device's bar.
     sizes = {name: amount for name, amount in classes(sheet.plan).items() if name != "host" and amount}
+    # A plan that does not fit ends past the device's memory.
     scale = max(hbm_bytes, peak)
     parts = coloured({name: amount / scale for name, amount in sizes.items()})
     columns = words("class") + bars(f"0 to {size(scale)}") + numbers("bytes", "of the device")
@@ -109,6 +118,7 @@ def _memory(sheet: Sheet, facts: Facts) -> list[PageBlock]:
     for name, amount in sizes.items():
         bar = Bars.single(0.0, amount / scale, parts[name].css, f"{name}: {size(amount)}")
         table.add(name, bar, facts.cell(f"formula.{name}", size), share(amount, hbm_bytes))
+    # Negative where the plan does not fit.
     free = hbm_bytes - peak
     verdict = (
         f"{size(free)} of {size(hbm_bytes)} stay free"
@@ -134,6 +144,7 @@ def _fabric(sheet: Sheet, levels: Sequence[Load], facts: Facts) -> list[PageBloc
     columns = words("level") + bars("of the step") + numbers("busy", "bytes a device sends", "peak")
     table = Table("loads of the interconnects", columns, css="many")
     for index, (load, name) in enumerate(zip(levels, names.values(), strict=True)):
+        # Overlapping collectives can add up to more than the step.
         path, busy = f"fabric.{index}", min(1.0, load.busy_s / step_s)
         table.add(
             name,
@@ -157,6 +168,7 @@ def _cost(rows: Sequence[CostRow], facts: Facts) -> list[PageBlock]:
     sizes = [(row.count, row.cost) for row in rows if row.cost is not None]
     if not sizes:
         return [Paragraph("No size of the machine that was tried has a layout that fits.", "soft")]
+    # All rows have the same price, so the first tells for all.
     money = "device hours" if sizes[0][1].usd is None else "$"
     costs = [(count, cost.device_hours if cost.usd is None else cost.usd) for count, cost in sizes]
     missing = [f"{row.count:,}" for row in rows if row.cost is None]

@@ -95,9 +95,11 @@ def classes(plan: MemoryPlan) -> dict[str, int]:
     host's.
     """
     class_bytes: collections.Counter[str] = collections.Counter()
+    # All classes, in the order of the sheet, also those of 0 bytes.
     for name in (*_CLASSES.values(), "temporaries"):
         class_bytes[name] = 0
     for name, size in plan.classes().items():
+        # Several classes of the plan may become one of the sheet.
         class_bytes[_CLASSES.get(name, "temporaries")] += size
     return dict(class_bytes) | {"host": plan.host_bytes}
 
@@ -123,6 +125,7 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "host_argument_bytes": sheet.plan.host_argument_bytes,
             "peak_bytes": sheet.plan.total_bytes,
             "parameters": sheet.params,
+            # Of one device: the survey's rule is of the whole model.
             "survey_bytes": survey_bytes(sheet.params) // sheet.machine.count,
         },
         "compiler": None
@@ -138,6 +141,7 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "step_s": timed.step_s,
             "parts_s": timed.parts,
             "waits_s": timed.waits_s,
+            # From the compiled text, so it needs no device.
             "compiled_waits_s": None if compiled is None else schedule_waits_s(compiled.hlo, sheet.job),
             "attention": implementation(sheet.job),
             "tokens": timed.tokens,
@@ -155,6 +159,7 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "uptime": None if sheet.uptime is None else dataclasses.asdict(sheet.uptime),
         },
     }
+    # The key exists only where a run was measured.
     if measured is not None:
         document["measured"] = dataclasses.asdict(measured)
     return document
@@ -170,6 +175,7 @@ def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
         if rows
         else "no batch fits: not one sequence per device"
     )
+    # Cells read the JSON, so that the sheet and `--json` agree.
     facts = Facts(to_json(sheet))
     tables = _bytes_table(sheet), collective_table(collectives(job)), step_table(sheet, facts)
     lines = _waits_line(sheet, facts.value("step.compiled_waits_s")), largest, *_cost_lines(sheet)
@@ -189,12 +195,14 @@ def search_table(
 ) -> Table:
     """Table of the fastest points, with the compiler's figures for those that were compiled."""
     names = ["GiB", "host GiB", "step s", "tokens/s", "MFU"]
+    # Only where some of the points were compiled.
     names += ["compiler GiB", "formula/compiler"] if compiled else []
     budget = f"{gib(task.budget_bytes)} of {gib(task.machine.hbm_bytes)} GiB per device"
     columns = words("#", "mesh", *layout_cells(task.config_spec)) + numbers(*names)
     table = Table(f"the fastest that fit into {budget} on {task.machine}", columns)
     for index, point in enumerate(points):
         assert point.timed is not None
+        # Text where the compiler refused the point, "" where it was not asked.
         outcome = compiled.get(index, "")
         if isinstance(outcome, CompiledStep):
             compiler_cells = [gib(outcome.peak_bytes), f"{point.plan.total_bytes / outcome.peak_bytes:.3f}"]
@@ -217,11 +225,13 @@ def search_table(
 def _largest_batch(sheet: Sheet) -> int:
     """Sequences per step of the largest batch that fits."""
     spec, mesh = sheet.job.layout.spec, sheet.job.layout.mesh
+    # `largest_rows` counts one device and one microbatch.
     return sheet.largest_rows * spec.microbatches * mesh.batch_shards
 
 
 def _bytes_table(sheet: Sheet) -> Table:
     plan, compiled, measured, machine = sheet.plan, sheet.compiled, sheet.measured, sheet.machine
+    # The compiler knows better where it was asked.
     peak_bytes = compiled.peak_bytes if compiled else plan.total_bytes
     host_capacity = machine.host_bytes_per_device
     room_bytes = machine.room_bytes(sheet.job.layout.spec)
@@ -233,10 +243,12 @@ def _bytes_table(sheet: Sheet) -> Table:
     title = (
         f"{verdict}: {peak_bytes / room_bytes:.0%} of the memory at the peak, in the moment `{plan.moment}`"
     )
+    # The host has a row of its own below.
     of_device = {name: size for name, size in classes(plan).items() if name != "host"}
     extra_rows = {f"memory of a {machine.device.name}": machine.hbm_bytes}
     extra_rows |= {} if host_capacity is None else {"host memory, a device's share": host_capacity}
     survey = f"the survey's {SURVEY_BYTES_PER_PARAMETER} bytes a parameter"
+    # The survey's rule is of the whole model, so each device has its share.
     extra_rows[survey] = survey_bytes(sheet.params) // machine.count
     return memory_table(title, plan, of_device, extra_rows, compiled, measured and measured.peak_bytes)
 
@@ -248,6 +260,7 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
       facts: the sheet's JSON.
     """
     timed, measured = sheet.timed, sheet.measured
+    # Keys are the names of `timed.parts`, so that each row finds its own.
     hidden = {f"network, {' * '.join(row.axes)}": row.total_s - row.exposed_s for row in timed.network}
     hidden["host copies"] = timed.host_copy_s - timed.exposed_host_s
     table = Table(
@@ -257,6 +270,7 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
     )
     parts = coloured({name: part_s / timed.step_s for name, part_s in timed.parts.items() if part_s})
     for name, part_s in timed.parts.items():
+        # A part that is hidden whole has no bar, but a row.
         if part_s or hidden.get(name):
             bar = Bars((parts[name],), f"{name}: {seconds(part_s)} of the step") if part_s else ""
             hidden_text = seconds(hidden[name]) if hidden.get(name) else ""
@@ -268,6 +282,7 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
                 hidden_text,
             )
     table.add("step", "", facts.cell("step.step_s", seconds), bold=True)
+    # A run that logged no step time has memory only.
     if measured is not None and measured.step_s is not None:
         ratio = f"predicted/measured {timed.step_s / measured.step_s:.2f}"
         table.add("measured", "", facts.cell("measured.step_s", seconds), ratio)
@@ -302,6 +317,7 @@ def _cost_lines(sheet: Sheet) -> list[str]:
         *([] if sheet.uptime is None else [sheet.uptime.line()]),
         *(
             []
+            # The note belongs to the uptime, which counts saves over that link.
             if sheet.uptime is None or machine.device.host.link_bytes_per_s
             else [assumed_link(machine.device)]
         ),

@@ -49,6 +49,7 @@ def print_plan(
     if topology is not None:
         assert optimizer is not None, "compiling takes the built optimizer"
         compiled = compile_step(job, optimizer, devices=list(devices))
+    # Nothing is printed before the compilation has passed.
     console = console or new_console()
     print_blocks([*pipeline_lines(job), _layout_table(job)], console)
     plan = memory(job)
@@ -64,6 +65,7 @@ def print_plan(
 
 def plan_text(job: Job, *, available: int | None) -> str:
     """Returns the plan as `print_plan` prints it."""
+    # A fixed width, so that the text does not depend on the terminal.
     text = io.StringIO()
     print_plan(job, available=available, console=Console(file=text, width=110))
     return text.getvalue()
@@ -72,6 +74,7 @@ def plan_text(job: Job, *, available: int | None) -> str:
 def brief_lines(job: Job, *, available: int | None) -> list[str]:
     """Returns the plan in a few lines, for the start of a run: parameters, memory, network, FLOPs."""
     plan = memory(job)
+    # The three largest classes are most of the memory.
     largest = sorted(plan.classes().items(), key=lambda item: -item[1])[:3]
     available_text = "" if available is None else f" of {gib(available)}"
     sent = sum(row.wire_bytes for row in collectives(job))
@@ -97,6 +100,7 @@ def pipeline_lines(job: Job) -> list[str]:
     pipeline, steps = job.layout.pipeline, ticks(job.layout)
     if pipeline is None or steps is None:
         return []
+    # Layers of every worker, each virtual stage as first-last.
     stages = [
         "+".join(f"{first}-{first + count - 1}" if count > 1 else f"{first}" for first, count in of_worker)
         for of_worker in ([pipeline.layers_of(virtual) for virtual in worker] for worker in pipeline.virtual)
@@ -118,11 +122,14 @@ def _layout_table(job: Job) -> Table:
     columns = words("parameter", "shape", "split", "grad", "optim") + numbers("MiB", "moments")
     table = Table(_title(job), columns)
     for p in layout.params:
+        # By the optimizer's shard, which ZeRO may split further than the parameter.
         moments = state_bytes(job.optimizer, p.info, layout.local_size(p.optimizer, p.info.shape))
+        # By the stored parameter's shard.
         size = layout.local_size(p.param, p.info.shape) * itemsize(precision.param_dtype)
         table.add(
             p.info.path.removeprefix("layers."),
             " ".join(map(str, p.info.shape)),
+            # The three differ by ZeRO stage: parameter, gradient sum, optimizer state.
             *(_split(layout, p.info.dims, partition) for partition in (p.param, p.accumulator, p.optimizer)),
             _mib(size),
             _mib(moments),
@@ -165,6 +172,7 @@ def memory_table(
     def add(name: str, formula: int, compiled_bytes: int | None = None, run_bytes: int | None = None) -> None:
         cells = [gib(formula)]
         if compiled:
+            # Classes have no counterpart at the compiler, which reports sums only.
             cells += (
                 ["", ""]
                 if compiled_bytes is None
@@ -177,6 +185,7 @@ def memory_table(
 
     for name, size in classes.items():
         add(name, size)
+    # Rows that the compiler reports as well.
     add("arguments", plan.argument_bytes, compiled and compiled.argument_bytes)
     add("temporaries, all", plan.temp_bytes, compiled and compiled.temp_bytes)
     add("peak", plan.total_bytes, compiled and compiled.peak_bytes, measured_bytes)
@@ -189,6 +198,7 @@ def memory_table(
 
 def collective_table(sent: Iterable[Collective]) -> Table:
     """Table of the collectives that one device takes part in."""
+    # Read twice below: for the title and for the rows.
     rows = list(sent)
     columns = words("what", "kind", "axes", "dtype") + numbers("arrays", "GiB whole", "GiB sent")
     table = Table(
@@ -198,6 +208,7 @@ def collective_table(sent: Iterable[Collective]) -> Table:
         axes = "*".join(row.axes) + f" ({row.group})"
         sizes = gib(row.array_bytes), gib(row.wire_bytes)
         table.add(row.purpose, row.kind, axes, row.dtype, f"{row.count:,}", *sizes)
+    # One device sends nothing, and an empty table looks like an error.
     if not rows:
         table.add("none", "", "", "", "0", "0", "0")
     return table
@@ -207,6 +218,7 @@ def _compiled_table(compiled: CompiledStep, topology: str) -> Table:
     names = ("arrays", "GiB whole", "GiB sent", "asynchronous", "hidden")
     title = f"collectives as compiled for {topology} ({compiled.lower_s + compiled.compile_s:.0f} s)"
     table = Table(title, words("kind", "axes", "dtype") + numbers(*names))
+    # The largest first.
     for t in sorted(compiled.traffic, key=lambda t: -t.wire_bytes):
         shares = [
             f"{part / t.array_bytes:.0%}" if t.array_bytes else "-"
@@ -227,4 +239,5 @@ def _split(layout: Layout, dims: str, partition: PartitionSpec) -> str:
 
 def _mib(size: int) -> str:
     mib = size / 2**20
+    # Below 0.1 MiB a fixed decimal would print 0.0.
     return f"{mib:,.1f}" if mib >= 0.1 else f"{mib:.1e}"

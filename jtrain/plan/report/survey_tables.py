@@ -129,6 +129,7 @@ def point_of(
 ) -> Point:
     """Estimates one step of one sequence per device under a strategy."""
     machine = make_machine(device, count, host_memory_bytes=HOST_BYTES)
+    # One sequence per data-parallel device; tensor parallelism has one for all.
     rows = strategy.mesh.batch_shards
     layout = make_layout(strategy.spec, strategy.mesh, model.param_infos(), precision=strategy.precision)
     job = Job(model, layout, strategy.optimizer, rows, SEQ_LEN, machine)
@@ -139,8 +140,10 @@ def fewest_devices(model: Transformer, device: str) -> int:
     """The smallest power of two of devices that train a model with ZeRO-3 and full remat."""
     hbm_bytes = make_machine(device, 1).hbm_bytes
     for k in range(14):
+        # ZeRO-3 splits the model's dimension evenly, so larger powers fail too.
         if model.d_model % 2**k:
             break
+        # One device has nothing to shard with.
         stage = 3 if k else 0
         strategy = Strategy("", dataclasses.replace(ALL_STAGES, zero_stage=stage), mesh=MeshSpec(data=2**k))
         if point_of(model, strategy, device, count=2**k).plan.total_bytes <= hbm_bytes:
@@ -157,8 +160,10 @@ def family() -> tuple[dict[str, Any], ...]:
 
 
 def _shapes() -> Iterator[dict[str, Any]]:
+    # Multiples of 512 split over eight devices and into heads of 64.
     for width in range(512, 30_720, 512):
         next_width = width + 512
+        # As deep as the next width's shallowest model is large, so that sizes leave no gap.
         first, last = width // 128, max(width // 128, next_width**3 // width**2 // 128)
         for layers in range(first, last + 1):
             yield dict(
@@ -167,6 +172,7 @@ def _shapes() -> Iterator[dict[str, Any]]:
                 num_heads=width // 64,
                 num_kv_heads=width // 64,
                 head_dim=64,
+                # SwiGLU's usual 8/3 of the width, in multiples of 128.
                 d_ff=width * 8 // 3 // 128 * 128,
                 vocab_size=32000,
             )
@@ -184,8 +190,10 @@ def largest_model(strategy: Strategy, device: str) -> int:
         plan = point_of(Transformer(**family()[index]), strategy, device).plan
         return plan.total_bytes <= machine.hbm_bytes and plan.host_bytes <= host_capacity
 
+    # Bisection below needs a model that fits.
     if not fit(0):
         return 0
+    # The family is sorted by size, up to a few percent.
     low, high = 0, len(family())
     while high - low > 1:
         middle = (low + high) // 2
@@ -205,6 +213,7 @@ def table_1() -> list[dict[str, Any]]:
             "model": name,
             "parameters": params,
             "survey_bytes": survey_bytes(params),
+            # Rounded up.
             "survey_devices_of_80_gb": -(-survey_bytes(params) // (80 * 10**9)),
         }
         for memory_, device in CAPACITIES.items():
@@ -221,6 +230,7 @@ def table_2(device: str = "h100") -> list[dict[str, Any]]:
     base: Point | None = None
     for strategy in STRATEGIES:
         point = point_of(model_of("7B"), strategy, device, timed=True)
+        # The first strategy, data parallelism, is what the others are compared with.
         base = base or point
         rows.append(
             {

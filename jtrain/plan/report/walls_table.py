@@ -35,6 +35,7 @@ def walls_by_factor(cluster: Cluster) -> list[WallsRow]:
     rows: list[WallsRow] = []
     for batch, latency in FACTORS:
         scaled = cluster.changed(batch=batch, latency=latency)
+        # None where not even the smallest run scales linearly.
         wall = data_wall(scaled)
         flop = None if wall is None else wall.shape.flop
         rows.append(WallsRow(scaled.batch_tokens, scaled.latency_s, flop, latency_wall(scaled).flop))
@@ -64,12 +65,14 @@ def print_walls(
     ):
         sizes = f"{shape.parameters:.1e}", f"{shape.tokens:.1e}", f"{shape.layers:,.0f}"
         walls.add(kind, claim, f"{shape.flop:.1e}", f"{PUBLISHED_FLOP[kind]:.0e}", *sizes, devices)
+    # Just past the wall: what binds there is what made the wall.
     beyond = best_layout(2 * wall.shape.flop, cluster) or wall
     lines = [
         f"linear: the devices reach {wall.share:.0%} of their matmul rate (at least {LINEAR:.0%}), with "
         f"data={wall.data:,} tensor={wall.tensor} stage={wall.stages}. A run twice as large reaches "
         f"{beyond.share:.0%}; what binds there: {beyond.binds}"
     ]
+    # Only with --count is there a cluster of the user's own.
     if user_run is not None:
         lines.append(
             f"{count:,} x {name} train at most {user_run.shape.flop:.1e} FLOP in {days:g} days "
