@@ -1,5 +1,4 @@
-"""Settings that a config leaves to the devices, decided before a run: `layout.auto`, `as_needed` shares of
-offload, and the chunk size of the loss.
+"""Settings that a config leaves open: `layout.auto`, `as_needed` shares of offload, the loss's chunk size.
 
 The choice is written into the config, so config.txt holds it and a rerun keeps it. A rerun chooses again only
 if the devices, the batch or the rest of the layout have changed, or if the old choice no longer fits.
@@ -153,8 +152,7 @@ def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path
 
 
 def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
-    """The run's machine with the memory that is free on process 0, so that every process makes the same
-    choice.
+    """The run's machine with the memory that is free on process 0, so that all processes choose alike.
 
     Raises:
       UserError: the devices' peaks are not published.
@@ -196,9 +194,7 @@ def _compile_only(devices: Sequence[jax.Device]) -> bool:
 def _earlier_settings(
     run_config: Any, open_paths: Sequence[str], workdir: Path, devices: Sequence[jax.Device]
 ) -> dict[str, object] | None:
-    """The choice of an earlier attempt in this workdir, if its config and its devices were the same; None
-    otherwise.
-    """
+    """The choice of an earlier attempt in this workdir; None if its config or its devices differ."""
     text_file, facts_file = workdir / "config.txt", workdir / "run.json"
     # The first attempt has neither file yet.
     if not (text_file.is_file() and facts_file.is_file()):
@@ -230,9 +226,7 @@ def _earlier_settings(
 
 
 def _settings_text(settings: dict[str, object]) -> str:
-    """Settings as text, such as `layout.zero_stage=3 layout.remat=full`; without the mesh, if many without
-    defaults.
-    """
+    """Settings as text, such as `layout.remat=full`; without the mesh, if many without defaults."""
     visible = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
     # A share alone is printed even at its default; a whole layout without them.
     if len(visible) > 3:

@@ -42,8 +42,7 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
 
 
 def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) -> None:
-    """Prints the plan; with a topology also what that machine's compiler reports. Allocates nothing on a
-    device.
+    """Prints the plan, with a topology also its compiler's report; allocates nothing on a device.
 
     Args:
       devices: those of the topology, or of this machine, that the run takes.

@@ -1,6 +1,4 @@
-"""The training job that a plan is made for, as one value: model, layout, optimizer, batch shape and
-machine.
-"""
+"""The training job that a plan is made for: model, layout, optimizer, batch shape and machine."""
 
 import dataclasses
 import functools

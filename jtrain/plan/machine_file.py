@@ -134,9 +134,7 @@ def load_fabric(path: Path, *, count: int | None) -> Fabric:
 
 
 def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> tuple[DeviceSpec, int]:
-    """The chip of a file with its links and its host, whose network is at line rate, and the number of
-    devices.
-    """
+    """The chip of a file with links and host, whose network is at line rate, and the number of devices."""
     name = fields.get("chip.name")
     if name is None:
         raise UserError(

@@ -50,9 +50,7 @@ _MAX_PER_STAGE = 16
 
 
 def microbatch_options(rows: int, stages: int) -> tuple[int, ...]:
-    """Numbers of microbatches that split a device's sequences evenly; with stages, those that a pipeline can
-    use.
-    """
+    """Numbers of microbatches that split a device's sequences evenly, and that a pipeline can use."""
     # With fewer microbatches than stages some worker always waits.
     max_microbatches = rows if stages == 1 else _MAX_PER_STAGE * stages
     return tuple(n for n in divisors(rows) if stages <= n <= max_microbatches)

@@ -45,9 +45,7 @@ def _candidate_meshes(task: SearchTask, mesh: MeshSpec | None) -> Iterable[MeshS
 
 
 def _frugal_points(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> Iterator[Point]:
-    """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with
-    everything.
-    """
+    """Yields the layouts of least memory on each mesh: without offload, with the optimizer's, with all."""
     for mesh in candidate_meshes:
         base = frugal(task.config_spec, mesh)
         offloadable = task.offloadable(base, mesh) if task.machine.host_bytes_per_device is not None else ()
@@ -65,8 +63,7 @@ def _frugal_points(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> It
 
 
 def first_fit(task: SearchTask, mesh: MeshSpec | None = None) -> Point | None:
-    """A layout that fits on as many devices as the machine has, or else on the fewest times 2, 4, 8 ... as
-    many.
+    """A layout that fits on the machine's devices, or else on the fewest times 2, 4, 8 ... as many.
 
     With more devices than sequences the batch grows to one sequence per device.
 
@@ -105,8 +102,7 @@ def _scaled(mesh: MeshSpec | None, count: int) -> list[MeshSpec]:
 
 
 def suggest_changes(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> list[str]:
-    """Changes of the state, the batch, the machine or the length that make some layout fit, as command-line
-    options.
+    """Changes of state, batch, machine or length that make some layout fit, as command-line options.
 
     Args:
       mesh, fixed: as in `no_point`.
@@ -175,8 +171,7 @@ def _larger_machine_options(task: SearchTask, fit: Point, mesh: MeshSpec | None,
 def no_point(
     task: SearchTask, mesh: MeshSpec | None = None, *, fixed: bool = False, is_local: bool = False
 ) -> UserError:
-    """The error for a search that finds nothing: the layout that comes closest, and changes that would make
-    one fit.
+    """The error for a search that finds nothing: the closest layout, and changes that would make one fit.
 
     Args:
       mesh: the mesh that the search keeps; None if it tries all.

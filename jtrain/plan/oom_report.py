@@ -1,6 +1,4 @@
-"""Report of a run that exhausts a device's memory: its largest arrays by name, and settings that would
-fit.
-"""
+"""Report of a run that exhausts a device's memory: its largest arrays, and settings that would fit."""
 
 import collections
 import contextlib
@@ -29,9 +27,7 @@ rest."""
 
 
 class MemoryExhausted(UserError):
-    """A device had no memory left for the run; the message names the largest arrays and settings that would
-    fit.
-    """
+    """A device had no memory left; the message names the largest arrays and settings that would fit."""
 
 
 @contextlib.contextmanager

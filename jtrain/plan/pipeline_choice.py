@@ -199,9 +199,7 @@ def plan_stages(
 
 
 def _alone(config: Any, machine: Machine) -> Point | None:
-    """The fastest ZeRO-3 layout without a pipeline, as `--search` finds it; None if none fits. Changes the
-    config.
-    """
+    """The fastest ZeRO-3 layout without a pipeline; None if none fits. Changes the config."""
     set_values(config, dict.fromkeys((f"mesh.{axis}" for axis in AXES), 1))
     # Not every mesh has collectives to overlap.
     set_values(config, {"layout.microbatches": 1, "layout.auto": False, "layout.tensor_overlap": False})

@@ -13,9 +13,7 @@ from jtrain.runtime.platform import HOST_SHARE
 
 
 def largest_rows(task: SearchTask, point: Point) -> int:
-    """Most sequences per device that fit at a time, with the same number of microbatches; 0 if not even one
-    fits.
-    """
+    """Most sequences per device that fit at a time, with the same number of microbatches; 0 if none fits."""
     # The whole room, because the sheet compares with the whole room too.
     task = dataclasses.replace(task, memory_share=1.0)
     shards = point.mesh.batch_shards * point.spec.microbatches

@@ -51,9 +51,7 @@ class _Series:
     parts: tuple[int, ...]
 
     def at(self, task: SearchTask, index: int, *, timed: bool = True) -> Point:
-        """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does
-        not fit.
-        """
+        """Estimates one of them; an unknown figure of the machine is an error, not a layout that misses."""
         # Only the number changes: the parameters keep their layout, so it is not made anew.
         spec = dataclasses.replace(self.job.layout.spec, microbatches=self.parts[index])
         layout = dataclasses.replace(self.job.layout, spec=spec)
@@ -68,8 +66,7 @@ def search(
     limit_s: float = math.inf,
     zero: ZeroStages = EVERY,
 ) -> list[Point]:
-    """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest ones, and others that
-    were met.
+    """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest, and others met.
 
     Of a mesh and ZeRO stage the layout that keeps all activations and has the fewest microbatches is the
     fastest. Where it is slower than the `keep` fastest so far, the others are not estimated; nor are they
@@ -125,9 +122,7 @@ def search(
 
 
 def _fitting_points(task: SearchTask, series: _Series, first: Point) -> Iterator[Point]:
-    """Yields the layout of the fewest microbatches that fits, untimed; with stages all: more shorten the
-    bubble.
-    """
+    """Yields the fitting layout of the fewest microbatches, untimed; with stages all that fit."""
     if fits(task, first.plan):
         yield first
     if series.job.layout.mesh.stage > 1:
@@ -143,9 +138,7 @@ def _fitting_points(task: SearchTask, series: _Series, first: Point) -> Iterator
 
 
 def _offloaded_points(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
-    """Yields layouts of `missed` that fit with host memory, from those alone that were faster without: copies
-    cost.
-    """
+    """Yields layouts of `missed` that fit with host memory and were faster than `best_s` without it."""
     queue: list[tuple[float, int, int, _Series, Point]] = []
     tie_breaker = itertools.count()  # decides between equal times
 
@@ -169,9 +162,7 @@ def _offloaded_points(task: SearchTask, missed: Iterable[_Series], best_s: float
 
 
 def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
-    """The first index from `low` to `count` that fits, where all after one that fits do; `count` if none
-    does.
-    """
+    """The first index from `low` on that fits, if all after one that fits do; `count` if none does."""
     # `count` itself is never tested: it stands for no fit.
     high = count
     while low < high:
@@ -202,8 +193,7 @@ def fastest_miss(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> Poin
 
 
 def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
-    """The asked layout with every `as_needed` share resolved: the smallest that fits, `none` if all fits
-    without.
+    """The config's layout with every `as_needed` share resolved: the smallest that fits, or `none`.
 
     Shares are raised from the least to the most often copied: optimizer, activations, params, gradients.
 
@@ -255,9 +245,7 @@ def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[li
 
 
 def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
-    """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last
-    field.
-    """
+    """Yields layouts that make a miss fit with host memory, each with the smallest share of one field."""
     offloadable = task.offloadable(miss.spec, miss.mesh)
     all_on_host = with_shares(miss.spec, task.config_spec, dict.fromkeys(offloadable, 1.0))
     offloaded_plan = evaluate(task, all_on_host, miss.mesh, timed=False).plan
@@ -284,9 +272,7 @@ def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
 
 
 def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: str) -> LayoutSpec | None:
-    """`spec` with the smallest share of `field` on the host that fits; None if even all of it is not
-    enough.
-    """
+    """`spec` with the smallest share of `field` on the host that fits; None if all of it is not enough."""
 
     def with_share(share: float) -> LayoutSpec:
         return with_shares(spec, task.config_spec, {field: share})

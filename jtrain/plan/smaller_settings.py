@@ -178,9 +178,7 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
 
 
 def _offloads(job: Job) -> bool:
-    """True if optimizer state can be kept in the machine's host memory, which must be known, like its
-    link.
-    """
+    """True if optimizer state can be kept in host memory, whose size and link must be known."""
     machine = job.machine
     if machine is None or machine.host_memory_bytes is None or isinstance(job.optimizer, Muon):
         return False
@@ -190,8 +188,7 @@ def _offloads(job: Job) -> bool:
 
 
 def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
-    """The options with every `as_needed` share resolved, as a run with `limit` bytes per device resolves
-    them.
+    """The options with every `as_needed` share resolved, as a run with `limit` bytes resolves them.
 
     Raises:
       UserError: the run does not fit even with all of them on the host.

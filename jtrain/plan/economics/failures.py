@@ -1,5 +1,4 @@
-"""Goodput of a run on devices that fail, and the number of steps between checkpoints that makes it the
-largest.
+"""Goodput of a run on devices that fail, and the best number of steps between checkpoints.
 
 Every failure of one device ends the whole run: the work since the last checkpoint is done again, after a
 restart. A run saves after every `interval_s` of training, and each save stops training for `save_s`. With
@@ -80,8 +79,7 @@ def duration(seconds: float) -> str:
 
 
 def save_seconds(plan: MemoryPlan, machine: Machine, assume: Assumptions) -> float:
-    """Seconds for which a save stops training: the copy of parameters and optimizer state to the host's
-    memory.
+    """Seconds for which a save stops training: the copy of parameters and optimizer state to the host.
 
     They are written from there while training goes on. State that is on the host already needs no copy.
     """

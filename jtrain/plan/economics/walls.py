@@ -1,5 +1,4 @@
-"""Walls of a training run that has to end in time: how large it can be before data movement or latency stops
-it.
+"""Walls of a training run that has to end in time: its size when data movement or latency stops it.
 
 A larger model needs more devices to finish in the same days, but its batch does not grow with them. Each
 device gets fewer tokens, pipelines get fewer microbatches and gradients less time to hide behind, until

@@ -1,5 +1,4 @@
-"""Time of a collective over the levels of a fabric: latency + bytes / bandwidth, phase by phase, for any
-library.
+"""Time of a collective over a fabric's levels, for any library: latency + bytes / bandwidth per phase.
 
 Levels are the links of a domain and the network between domains. NVLink counts with the part of its line rate
 that NCCL counts with, a torus with all of it. Latencies of GPUs are NCCL's of the Simple protocol, of TPUs
@@ -54,9 +53,7 @@ class CollectiveAlgorithm:
 
 @dataclasses.dataclass(frozen=True)
 class _Levels:
-    """Sizes and rates of a fabric's two levels; `network` counts what the spine leaves of one adapter's
-    rate.
-    """
+    """Sizes and rates of a fabric's two levels; `network` is what the spine leaves of an adapter's rate."""
 
     fabric: Fabric
     link: float
@@ -138,9 +135,7 @@ def _one_ring(levels: _Levels, kind: CollectiveKind, array_bytes: int) -> Collec
 
 
 def _double_tree(levels: _Levels, array_bytes: int) -> CollectiveAlgorithm:
-    """NCCL's double binary tree over domains, a chain within: each half of the array up and down another
-    tree.
-    """
+    """NCCL's double binary tree over domains, a chain within: each half of the array takes its own tree."""
     fabric = levels.fabric
     # As in a ring, Simple waits for the plugin's latency twice.
     hop = published.NETWORK_US["Tree"][SIMPLE] + 2 * fabric.network.latency_us

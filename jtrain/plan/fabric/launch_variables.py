@@ -1,6 +1,4 @@
-"""NCCL's environment variables that follow from a fabric, as lines of a shell script that launch scripts
-source.
-"""
+"""NCCL's environment variables that follow from a fabric, as lines of a shell script."""
 
 from collections.abc import Iterator
 

@@ -1,5 +1,4 @@
-"""Channels that NCCL's search finds on hosts whose GPUs a switch of NVLink joins: how many, and how fast each
-is.
+"""Channels that NCCL's search finds on hosts with an NVSwitch: their number and the bandwidth of each.
 
 NCCL tries bandwidths of a channel in a fixed order and keeps those that give the most in total. GPU i's
 adapter is taken to be next to GPU i, as in DGX, HGX and NVL72 machines.
@@ -97,9 +96,7 @@ class Node:
         return _widest(self._steps, channels)
 
     def _doubled(self, channels: Channels) -> Channels:
-        """Splits fast channels in two, as NCCL does, but on Hopper and later only those of 50 GB/s, or
-        few.
-        """
+        """Splits fast channels in two, as NCCL does; on Hopper and later only those of 50 GB/s, or few."""
         is_late = self.generation in ("hopper", "blackwell")
         if channels.gb_per_s < 25 or (is_late and channels.gb_per_s < 50 and channels.count > 4):
             return channels

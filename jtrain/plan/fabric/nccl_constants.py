@@ -1,5 +1,4 @@
-"""Constants of NCCL's tuning model: `src/tuning/` of NCCL 2.31 (commit 1fc949c5), `src/graph/search.cc` and
-`topo.h`.
+"""Constants of NCCL's tuning model: NCCL 2.31 (1fc949c5), `src/tuning/`, `graph/search.cc`, `topo.h`.
 
 For GPUs before Blackwell, 2.28.3 has the same constants but one: a hop of NVLSTree between hosts took 14 us
 there. Latencies are in microseconds, bandwidths in GB/s (1e9 bytes). Protocols stand in the order of

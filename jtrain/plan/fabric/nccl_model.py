@@ -79,9 +79,7 @@ class TimedEstimate:
 
 
 def nccl_group(fabric: Fabric) -> Group | None:
-    """The devices of a fabric as NCCL sees them; None if NCCL is not their library, or no NVLink joins
-    them.
-    """
+    """The devices of a fabric as NCCL sees them; None if it is not their library, or one device is alone."""
     device = fabric.device
     generation = generation_of(device.compute_capability)
     # Other makers have no NCCL, and a single device sends nothing.
@@ -106,9 +104,7 @@ def nccl_group(fabric: Fabric) -> Group | None:
 
 @functools.cache
 def estimates(group: Group, kind: Reduction) -> tuple[Estimate, ...]:
-    """Algorithms and protocols that NCCL may choose from, without the corrections for a size, which `time_us`
-    adds.
-    """
+    """Algorithms and protocols that NCCL may choose from; `time_us` adds the corrections for a size."""
     candidates = [*_ring(group, kind)]
     if kind == "all-reduce":
         candidates += _tree(group)

@@ -1,5 +1,4 @@
-"""Share of the adapters' rate that the spine leaves: oversubscription, and hash collisions on a leaf's
-uplinks.
+"""Share of the adapters' rate that the spine leaves: oversubscription and hash collisions on uplinks.
 
 The slowest flow decides: every device waits for the last. Flows are the connections of one leaf's adapters
 that leave it. A ring whose hosts come leaf by leaf leaves a leaf once per adapter of one host; hosts in any
@@ -78,9 +77,7 @@ adapter."""
 
 
 def advised_queue_pairs(traffic: SpineTraffic, *, limit: int) -> int:
-    """The fewest queue pairs per connection after which doubling them gains less than 10 %, at most
-    `limit`.
-    """
+    """The fewest queue pairs per connection, up to `limit`, whose doubling gains less than 10 %."""
     for queue_pairs, doubled in itertools.pairwise(SETTINGS):
         # Past `limit` there are no messages for more queue pairs.
         if doubled > limit or traffic.slowdown(queue_pairs) / traffic.slowdown(doubled) < 1 + MIN_GAIN:

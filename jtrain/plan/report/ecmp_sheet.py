@@ -38,9 +38,7 @@ class LinkLoad:
 
 @dataclasses.dataclass(frozen=True)
 class EcmpSheet:
-    """Loads of links with each number of queue pairs; `timed` is the all-reduce that sends the flows, if one
-    does.
-    """
+    """Loads of links with each number of queue pairs; `timed` is the all-reduce that sends the flows."""
 
     traffic: SpineTraffic
     timed: NetworkSheet | None

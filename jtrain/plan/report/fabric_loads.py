@@ -1,6 +1,4 @@
-"""Loads of a step on a machine's interconnects: links between devices, the network beyond, links to host
-memory.
-"""
+"""Loads of a step on the links between devices, on the network, and on the links to host memory."""
 
 import dataclasses
 

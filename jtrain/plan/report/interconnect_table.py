@@ -1,5 +1,4 @@
-"""The survey's table III: a 12B model fine-tuned on 16 GPUs over 10 GbE and over InfiniBand, predicted from a
-config.
+"""The survey's table III: a 12B fine-tune on 16 GPUs over 10 GbE and over InfiniBand, predicted.
 
 Published: 39.8 s and 4.45 s a step (H. Zhu, Network and storage benchmarks for LLM training on the cloud,
   2025). The
@@ -111,9 +110,7 @@ def job_of(configuration: Configuration, host_gbit_per_s: float) -> Job:
 
 
 def row_of(configuration: Configuration) -> dict[str, Any]:
-    """Bytes per device and predicted seconds of a configuration, with the errors against the published
-    steps.
-    """
+    """Bytes per device and predicted seconds of a configuration, with the errors against the source."""
     jobs = {name: job_of(configuration, speed) for name, speed in HOST_GBIT_PER_S.items()}
     plans = {name: memory(job) for name, job in jobs.items()}
     took = {name: step_time(job, plans[name]).step_s for name, job in jobs.items()}

@@ -89,9 +89,7 @@ def _check_same(workdir: Path, run_config: Mapping[str, str], planned: Mapping[s
 
 
 def _check_machine(workdir: Path, run_devices: Mapping[str, Any], machine: Machine) -> None:
-    """Refuses a run on other devices; a chip that only a --machine file knows is not compared, but its number
-    is.
-    """
+    """Refuses a run on other devices; of a chip known only to a --machine file it compares the number."""
     chip = machine.device
     # The name in a machine's file may be the user's own.
     is_other_chip = chip.name in known() and chip.kind not in run_devices["kind"]

@@ -82,8 +82,7 @@ def show_planned(schedule: PipelineSchedule, planned: "PipelinePlan") -> Schedul
 
 
 def to_json(view: ScheduleView) -> dict[str, Any]:
-    """The object that `--json` writes: the bubble of stages on their own, and per worker the peak and the
-    instructions.
+    """The object that `--json` writes: bubble of stages on their own, peak and instructions per worker.
 
     A peak is the most chunks and microbatches in flight: past F and before their last backward pass.
     """
@@ -110,9 +109,7 @@ def print_one(view: ScheduleView, console: Console) -> None:
 
 
 def page_of(view: ScheduleView, title: str, picture: str) -> Page:
-    """Describes the page of one schedule: the picture, figures by name, and the instructions of each
-    worker.
-    """
+    """Describes the page of one schedule: the picture, figures by name, and each worker's instructions."""
     table = Table("figures", words("figure", "value"))
     for name, value in figures(view):
         table.add(name, value)
@@ -210,9 +207,7 @@ def print_comparison(views: Sequence[ScheduleView], planned: "PipelinePlan | Non
 
 
 def _rank(view: ScheduleView, planned: "PipelinePlan | None") -> tuple[Any, ...]:
-    """Sorts by the bubble or by the plan's seconds, then by slots; what does not fit into memory comes
-    last.
-    """
+    """Sorts by the bubble or the plan's seconds, then by slots; schedules that do not fit come last."""
     # A slot is of one chunk, which has 1 / chunks of a stage's layers.
     slots = (view.ticks.num_inputs + view.ticks.num_stashes) / view.schedule.chunks
     # Without a plan there are no seconds, so the bubble decides.

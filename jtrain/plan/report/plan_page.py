@@ -27,9 +27,7 @@ def write_page(file: Path, sheet: Sheet, run: Run) -> None:
 
 
 def curve(sheet: Sheet, run: Run) -> list[CostRow]:
-    """The cost of the plan's tokens on smaller and larger machines of whole hosts, the plan's own size among
-    them.
-    """
+    """The cost of the plan's tokens on smaller and larger machines of whole hosts, and on its own."""
     machine, spent = sheet.machine, sheet.cost
     # The sheet has the total; a row needs the price of an hour.
     price = None if spent.usd is None else spent.usd / spent.device_hours

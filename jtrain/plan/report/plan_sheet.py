@@ -1,6 +1,4 @@
-"""One plan as a sheet and as JSON: bytes by class, seconds of a step by part, what a run costs; a search as a
-table.
-"""
+"""One plan as a sheet and as JSON: bytes by class, seconds by part, costs; a search as a table."""
 
 import collections
 import dataclasses
@@ -91,9 +89,7 @@ class Sheet:
 
 
 def classes(plan: MemoryPlan) -> dict[str, int]:
-    """Bytes by class: params, grads, optimizer, activations, loss, batch, temporaries on the device, and the
-    host's.
-    """
+    """Bytes by class: the device's, with all that is not state or batch as temporaries, and the host's."""
     class_bytes: collections.Counter[str] = collections.Counter()
     # All classes, in the order of the sheet, also those of 0 bytes.
     for name in (*_CLASSES.values(), "temporaries"):
@@ -105,9 +101,7 @@ def classes(plan: MemoryPlan) -> dict[str, int]:
 
 
 def survey_bytes(params: int) -> int:
-    """Bytes that training a model takes by the survey's rule (its table I): 280 GB for 7 billion
-    parameters.
-    """
+    """Bytes to train a model by the survey's rule (its table I): 280 GB for 7 billion parameters."""
     return SURVEY_BYTES_PER_PARAMETER * params
 
 
@@ -290,9 +284,7 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
 
 
 def _waits_line(sheet: Sheet, compiled_s: float | None) -> str:
-    """Seconds of collectives with nothing computed beside them, by the formula and by the compiled
-    schedule.
-    """
+    """Seconds of collectives beside which nothing is computed, by formula and by compiled schedule."""
     line = f"waits for the network: {sheet.timed.waits_s:,.3g} s by the formula"
     if sheet.compiled is None:
         return line

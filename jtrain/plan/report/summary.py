@@ -1,6 +1,4 @@
-"""Plan printed as tables: where every array lives, bytes, FLOPs and collectives, beside the compiler's
-figures.
-"""
+"""Plan printed as tables: arrays, bytes, FLOPs and collectives, beside the compiler's figures."""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +32,7 @@ def print_plan(
     devices: Sequence[jax.Device] = (),
     console: Console | None = None,
 ) -> CompiledStep | None:
-    """Prints the plan; with `topology` also compiles the step for that machine and prints its compiler's
-    figures.
+    """Prints the plan; with `topology` also compiles the step and prints its compiler's figures.
 
     Args:
       available: bytes that a step may use on one device; None if unknown.
@@ -157,8 +154,7 @@ def memory_table(
     compiled: CompiledStep | None,
     measured_bytes: int | None = None,
 ) -> Table:
-    """Table of a plan's bytes by class, in all, and those that there are; with the compiler's and the
-    measured ones.
+    """Table of a plan's bytes by class and in all, with the compiler's and the measured ones.
 
     Args:
       classes: bytes on the device by class.
@@ -230,9 +226,7 @@ def _compiled_table(compiled: CompiledStep, topology: str) -> Table:
 
 
 def _split(layout: Layout, dims: str, partition: PartitionSpec) -> str:
-    """Dimensions with the axes that split them, such as `D/data F/tensor`; axes of one device are left
-    out.
-    """
+    """Dimensions with the axes that split them, such as `D/data F/tensor`; without axes of one device."""
     split = [(dim, axis) for dim, axes in zip(dims, partition, strict=True) for axis in axis_names(axes)]
     return " ".join(f"{dim}/{axis}" for dim, axis in split if layout.mesh.shape[axis] > 1) or "whole"
 

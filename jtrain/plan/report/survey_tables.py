@@ -1,5 +1,4 @@
-"""The survey's tables, regenerated for jtrain by the closed forms: devices per model, savings per strategy,
-networks.
+"""The survey's tables, by jtrain's closed forms: devices per model, savings per strategy, networks.
 
 Table I compares the smallest number of devices that train a model with the survey's 40 bytes per parameter.
 Table II compares strategies on eight devices: the memory that each saves and the time that it costs for the
@@ -153,9 +152,7 @@ def fewest_devices(model: Transformer, device: str) -> int:
 
 @cache
 def family() -> tuple[dict[str, Any], ...]:
-    """Llama shapes of 10 million to 3 trillion parameters, width 128 times the layers and up, a few percent
-    apart.
-    """
+    """Llama shapes of 10 million to 3 trillion parameters, a few percent apart; width <= 128 x layers."""
     return tuple(_shapes())
 
 
@@ -179,9 +176,7 @@ def _shapes() -> Iterator[dict[str, Any]]:
 
 
 def largest_model(strategy: Strategy, device: str) -> int:
-    """Parameters of the largest model of the family that fits eight devices and their host of 2 TB; 0 if none
-    fits.
-    """
+    """Parameters of the family's largest model that fits eight devices and a host of 2 TB; 0 if none."""
     machine = make_machine(device, DEVICES, host_memory_bytes=HOST_BYTES)
     host_capacity = machine.host_bytes_per_device
     assert host_capacity is not None
@@ -202,9 +197,7 @@ def largest_model(strategy: Strategy, device: str) -> int:
 
 
 def table_1() -> list[dict[str, Any]]:
-    """Rows of table I: bytes by the survey's rule, and the fewest devices by the closed forms, for each
-    model.
-    """
+    """Rows of table I, per model: bytes by the survey's rule, fewest devices by the closed forms."""
     rows: list[dict[str, Any]] = []
     for name in _SHAPES:
         model = model_of(name)
@@ -223,9 +216,7 @@ def table_1() -> list[dict[str, Any]]:
 
 
 def table_2(device: str = "h100") -> list[dict[str, Any]]:
-    """Rows of table II: memory saved, time and largest model of each strategy, for the 7B model on eight
-    devices.
-    """
+    """Rows of table II, per strategy: memory saved, time and largest model, for the 7B on eight devices."""
     rows: list[dict[str, Any]] = []
     base: Point | None = None
     for strategy in STRATEGIES:
