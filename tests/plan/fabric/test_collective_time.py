@@ -25,7 +25,7 @@ def test_a_hierarchical_all_reduce_sends_each_adapter_its_part() -> None:
     assert found["hierarchical"].us == pytest.approx(scatter.us + middle.us + gather.us)
     ring = found["ring"].phases[0]
     assert ring.us == pytest.approx(585.2 + 2 * 63 / 64 * 1e6 / (8 * 46))
-    assert ring.where == "network"
+    assert ring.level == "network"
 
 
 def test_a_slow_network_turns_the_order_round() -> None:
