@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from jtrain.config.run import Run
     from jtrain.plan.report.plan_sheet import Sheet
-    from jtrain.plan.search import Point, SearchTask
+    from jtrain.plan.search_task import Point, SearchTask
 
 TOP = 3
 """Layouts of a search that are compiled."""
@@ -106,7 +106,7 @@ def sheet_of(
     from jtrain.plan.economics.failures import Failures, save_seconds, uptime
     from jtrain.plan.estimate.step_time import cost
     from jtrain.plan.plan_check import largest_rows
-    from jtrain.plan.report.measured import measured
+    from jtrain.plan.report.measured import read_measurements
     from jtrain.plan.report.plan_sheet import Sheet
 
     assert point.timed is not None
@@ -128,7 +128,7 @@ def sheet_of(
         largest_rows(task, point),
         uptime=up if args.goodput is None else None,
         compiled=compiled,
-        measured=None if args.calibrate is None else measured(args.calibrate, planned, task.machine),
+        measured=None if args.calibrate is None else read_measurements(args.calibrate, planned, task.machine),
     )
 
 
@@ -227,9 +227,10 @@ def execute(args: Args) -> int:
     from jtrain.plan.estimate.attention_time import explained
     from jtrain.plan.estimate.step_time import Assumptions
     from jtrain.plan.from_run import search_task
-    from jtrain.plan.plan_check import check_good
+    from jtrain.plan.plan_check import check_plan
     from jtrain.plan.report.plan_sheet import print_sheet, to_json
-    from jtrain.plan.search import SLACK, evaluate, resolve_as_needed
+    from jtrain.plan.search import resolve_as_needed
+    from jtrain.plan.search_task import SLACK, evaluate
     from jtrain.report.terminal import new_console
 
     # Options that would have no effect are refused, not ignored.
@@ -316,7 +317,7 @@ def execute(args: Args) -> int:
 
         write_page(args.html, sheet, run)
     # Last: the tables come before the refusal that they explain.
-    check_good(sheet, values)
+    check_plan(sheet, values)
     return 0
 
 

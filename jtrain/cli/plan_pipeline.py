@@ -16,8 +16,8 @@ from jtrain.pipeline.families import FAMILIES, make_schedule
 from jtrain.pipeline.schedule import PipelineSchedule
 
 if TYPE_CHECKING:
-    from jtrain.plan.pipeline_choice import Planned
-    from jtrain.plan.report.pipeline_sheet import Shown
+    from jtrain.plan.pipeline_choice import PipelinePlan
+    from jtrain.plan.report.pipeline_sheet import ScheduleView
 
 
 MOST_PASSES = 16_384
@@ -150,7 +150,7 @@ def _make_existing[T](makers: Iterable[Callable[[], T]]) -> Iterator[T]:
             print(f"not compared: {error}", file=sys.stderr)
 
 
-def _show(schedule: PipelineSchedule, args: Args, planned: "Planned | None") -> "Shown":
+def _show(schedule: PipelineSchedule, args: Args, planned: "PipelinePlan | None") -> "ScheduleView":
     """The schedule with the costs of the plan, or of the command line."""
     from jtrain.plan.report.pipeline_sheet import show, show_planned
 
@@ -159,7 +159,7 @@ def _show(schedule: PipelineSchedule, args: Args, planned: "Planned | None") -> 
     )
 
 
-def _plan_stages(args: Args) -> "Planned | None":
+def _plan_stages(args: Args) -> "PipelinePlan | None":
     """The plan of the config's stages; None without a config."""
     if args.config is None:
         return None
@@ -182,7 +182,7 @@ def _plan_stages(args: Args) -> "Planned | None":
     )
 
 
-def _write_files(args: Args, shown: "Shown") -> None:
+def _write_files(args: Args, shown: "ScheduleView") -> None:
     """Writes what --svg, --html and --write-csv ask for."""
     from jtrain.pipeline.cells import to_csv
     from jtrain.pipeline.picture import svg

@@ -54,7 +54,7 @@ def execute(args: Args) -> int:
         latency_wall,
     )
     from jtrain.plan.estimate.step_time import SECONDS_PER_DAY
-    from jtrain.plan.report.walls_table import moved, print_walls
+    from jtrain.plan.report.walls_table import print_walls, walls_by_factor
 
     machine, _ = machine_and_price(args, args.count)
     days, batch = args.days, args.batch_tokens
@@ -76,8 +76,8 @@ def execute(args: Args) -> int:
             f"--count {count}: no run of {days:g} days is possible with {batch:,.0f} tokens a step. Raise "
             "--days or --batch-tokens."
         )
-    latency_shape, table = latency_wall(cluster), moved(cluster)
-    print_walls(cluster, wall, latency_shape, table, own=own_run, count=count)
+    latency_shape, table = latency_wall(cluster), walls_by_factor(cluster)
+    print_walls(cluster, wall, latency_shape, table, user_run=own_run, count=count)
     write_json(
         args,
         {

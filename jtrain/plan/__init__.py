@@ -1,6 +1,4 @@
-"""Plans of a run before it starts: bytes, FLOPs, collectives and seconds, by formula and by the real
-compiler.
-"""
+"""Plans of a run before it starts: bytes, FLOPs, collectives, seconds, by formula and by compiler."""
 
 AOT_ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",  # otherwise JAX looks for an accelerator and logs errors when there is none

@@ -1,5 +1,4 @@
-"""Settings that a config leaves to the devices, decided before a run: `layout.auto`, `as_needed` shares of
-offload, and the chunk size of the loss.
+"""Settings that a config leaves open: `layout.auto`, `as_needed` shares of offload, the loss's chunk size.
 
 The choice is written into the config, so config.txt holds it and a rerun keeps it. A rerun chooses again only
 if the devices, the batch or the rest of the layout have changed, or if the old choice no longer fits.
@@ -29,13 +28,8 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.fit_check import available_bytes, free_host_bytes
 from jtrain.plan.from_run import search_task
 from jtrain.plan.nothing_fits import no_point
-from jtrain.plan.search import (
-    evaluate,
-    fastest_miss,
-    fits,
-    resolve_as_needed,
-    search,
-)
+from jtrain.plan.search import fastest_miss, resolve_as_needed, search
+from jtrain.plan.search_task import evaluate, fits
 from jtrain.runtime.multihost import from_process_zero, same_everywhere
 from jtrain.step.layout_choices import layout_settings
 from jtrain_kernels.device import DEVICES, DeviceSpec, Host, from_device, live
@@ -53,6 +47,7 @@ def devices_of(topology: str | None) -> list[jax.Device]:
     Raises:
       UserError: the topology is unknown.
     """
+    # A topology needs no device, only its compiler.
     return jax.devices() if topology is None else topology_devices(topology)
 
 
@@ -68,7 +63,9 @@ def choose_layout(run_config: Any, *, devices: Sequence[jax.Device], workdir: Pa
       UserError: nothing fits (the message has the closest layout); the devices' peaks are unknown; or
         processes see different workdirs and would train differently.
     """
+    # The chunk comes first: the layout's memory depends on it.
     notes = choose_loss_chunk(run_config, live(devices[0])) + _choose_layout(run_config, devices, workdir)
+    # Each process decides for itself; unequal configs would compile unequal steps.
     if notes and not same_everywhere(tree.flat(run_config)):
         raise UserError(
             f"{notes[0]}: other processes chose other settings, because {workdir} is not the same folder for "
@@ -88,9 +85,11 @@ def choose_loss_chunk(run_config: Any, device: DeviceSpec) -> list[str]:
     if run.model.loss_chunk_tokens != "auto":
         return []
     mesh = run.mesh.shape
+    # Axes that split a microbatch's tokens or the vocabulary.
     shards = math.prod(mesh[axis] for axis in (*BATCH_AXES, "context", *VOCABULARY_AXES))
-    tokens, because = best_chunk(
+    tokens, reason = best_chunk(
         device,
+        # Tokens of one device's microbatch.
         tokens=max(1, run.data.global_batch * run.data.seq_len // shards // run.layout.microbatches),
         d_model=run.model.d_model,
         vocab=run.model.vocab_size,
@@ -98,78 +97,93 @@ def choose_loss_chunk(run_config: Any, device: DeviceSpec) -> list[str]:
         shards=math.prod(mesh[axis] for axis in VOCABULARY_AXES),
     )
     set_values(run_config, {"model.loss_chunk_tokens": tokens})
-    return [f"model.loss_chunk_tokens=auto: {tokens}, {because}"]
+    return [f"model.loss_chunk_tokens=auto: {tokens}, {reason}"]
 
 
 def _choose_layout(run_config: Any, devices: Sequence[jax.Device], workdir: Path | None) -> list[str]:
     run = build_run(run_config)
     spec = run.layout
     shares = [path for path, value in layout_settings(spec).items() if value == "as_needed"]
+    # The config leaves nothing open.
     if not spec.auto and not shares:
         return []
     machine = _machine(devices, run.mesh.size)
     task = search_task(run, machine)
+    # `auto` decides all layout settings, else only the shares are open.
     open_paths = list(layout_settings(spec)) if spec.auto else shares
-    said = f"layout.auto on {machine}" if spec.auto else f"{', '.join(shares)} on {machine}"
-    if workdir is not None and (kept := _picked_before(run_config, open_paths, workdir, devices)) is not None:
-        set_values(run_config, kept)
-        again = build_run(run_config).layout
-        if fits(task, evaluate(task, again, run.mesh, timed=False).plan):
-            return [f"{said}: as before, {_text(kept)}"]
+    subject = f"layout.auto on {machine}" if spec.auto else f"{', '.join(shares)} on {machine}"
+    if (
+        workdir is not None
+        and (earlier_settings := _earlier_settings(run_config, open_paths, workdir, devices)) is not None
+    ):
+        set_values(run_config, earlier_settings)
+        earlier_layout = build_run(run_config).layout
+        # The free memory may be less than at the earlier attempt.
+        if fits(task, evaluate(task, earlier_layout, run.mesh, timed=False).plan):
+            return [f"{subject}: as before, {_settings_text(earlier_settings)}"]
+    # Only the shares are open: the layout itself stays as the config says.
     if not spec.auto:
-        picked = {path: layout_settings(resolve_as_needed(task, run.mesh))[path] for path in shares}
-        set_values(run_config, picked)
-        return [f"{said}: the smallest that fits, {_text(picked)}"]
+        chosen_settings = {path: layout_settings(resolve_as_needed(task, run.mesh))[path] for path in shares}
+        set_values(run_config, chosen_settings)
+        return [f"{subject}: the smallest that fits, {_settings_text(chosen_settings)}"]
     points = search(task, [run.mesh])
     if not points:
-        raise no_point(task, run.mesh, fixed=True, here=not _compile_only(devices))
+        raise no_point(task, run.mesh, fixed=True, is_local=not _compile_only(devices))
+    # The fastest, because a search returns points in that order.
     best = points[0]
     set_values(run_config, layout_settings(best.spec))
     nominal = " (nominal: a CPU's peaks are not published)" if machine.device.platform == "cpu" else ""
     notes = [
-        f"{said}: {_text(best.settings)}: the fastest layout that fits, {best.step_s:.3g} s per "
+        f"{subject}: {_settings_text(best.settings)}: the fastest layout that fits, {best.step_s:.3g} s per "
         f"step predicted{nominal}, {best.plan.total_bytes / 2**30:.2f} of {task.budget_bytes / 2**30:.2f} GiB"
     ]
+    # Tells the user what more memory would buy.
     if (miss := fastest_miss(task, [run.mesh])) is not None and miss.step_s < best.step_s:
         notes.append(
-            f"layout.auto: {_text(miss.settings)} would take {miss.step_s:.3g} s, but needs "
+            f"layout.auto: {_settings_text(miss.settings)} would take {miss.step_s:.3g} s, but needs "
             f"{miss.plan.total_bytes / 2**30:.2f} GiB"
         )
     if len(points) > 1:
         notes.append(
-            f"layout.auto: the second fastest that fits, {_text(points[1].settings)}, {points[1].step_s:.3g} "
+            f"layout.auto: the second fastest that fits, {_settings_text(points[1].settings)}, {points[1].step_s:.3g} "
             "s"
         )
     return notes
 
 
 def _machine(devices: Sequence[jax.Device], count: int) -> Machine:
-    """The run's machine with the memory that is free on process 0, so that every process makes the same
-    choice.
+    """The run's machine with the memory that is free on process 0, so that all processes choose alike.
 
     Raises:
       UserError: the devices' peaks are not published.
     """
-    first = devices[0]
-    spec = from_device(first)
+    first_device = devices[0]
+    spec = from_device(first_device)
     available = available_bytes(devices)
     if spec is None or available is None or (spec.platform != "cpu" and spec.peak_bf16_flops is None):
         raise UserError(
-            f"layout.auto and as_needed compare predicted times, but the peaks of {first.device_kind!r} are "
+            f"layout.auto and as_needed compare predicted times, but the peaks of {first_device.device_kind!r} are "
             "not published. Set layout.auto=False, and layout.offload.* to numbers or none."
         )
+    # A compile-only host has no free memory to read.
     compile_only = _compile_only(devices)
-    per_host = sum(device.process_index == jax.process_index() for device in devices)
-    here = np.asarray(
+    devices_per_host = sum(device.process_index == jax.process_index() for device in devices)
+    local_sizes = np.asarray(
         [available, 0 if compile_only or spec.platform == "cpu" else free_host_bytes() or 0], np.int64
     )
-    hbm_bytes, host_bytes = (int(size) for size in from_process_zero(here))
-    known = _CPU if spec.platform == "cpu" else spec
-    host = known.host if compile_only else dataclasses.replace(known.host, devices=per_host)
-    described: DeviceSpec = dataclasses.replace(
-        known, hbm_bytes=hbm_bytes, host=host, linked=count if spec.platform == "cpu" else known.linked
+    # 0 stands for unknown, because only numbers travel between processes.
+    hbm_bytes, host_bytes = (int(size) for size in from_process_zero(local_sizes))
+    published = _CPU if spec.platform == "cpu" else spec
+    # A run may have fewer devices per host than the data sheet.
+    host = published.host if compile_only else dataclasses.replace(published.host, devices=devices_per_host)
+    # CPU devices need no network between them: they share one machine.
+    device_spec: DeviceSpec = dataclasses.replace(
+        published,
+        hbm_bytes=hbm_bytes,
+        host=host,
+        linked=count if spec.platform == "cpu" else published.linked,
     )
-    return Machine(described, count, host_bytes or None)
+    return Machine(device_spec, count, host_bytes or None)
 
 
 def _compile_only(devices: Sequence[jax.Device]) -> bool:
@@ -177,36 +191,47 @@ def _compile_only(devices: Sequence[jax.Device]) -> bool:
     return devices[0].platform != "cpu" and devices[0].client is not jax.local_devices()[0].client
 
 
-def _picked_before(
+def _earlier_settings(
     run_config: Any, open_paths: Sequence[str], workdir: Path, devices: Sequence[jax.Device]
 ) -> dict[str, object] | None:
-    """The choice of an earlier attempt in this workdir, if its config and its devices were the same; None
-    otherwise.
-    """
+    """The choice of an earlier attempt in this workdir; None if its config or its devices differ."""
     text_file, facts_file = workdir / "config.txt", workdir / "run.json"
+    # The first attempt has neither file yet.
     if not (text_file.is_file() and facts_file.is_file()):
         return None
-    there, here = tree.parse(text_file.read_text()), tree.parse(tree.flat(run_config))
-    asked = ("mesh.", "layout.", "pipeline.", "precision.", "kernels", "data.global_batch", "data.seq_len")
-    asked += ("model.", "optimizer.")
-    same = all(
-        there.get(path) == here[path] for path in here if path.startswith(asked) and path not in open_paths
+    # Both through the same text form, so that equal values compare equal.
+    earlier_config, config = tree.parse(text_file.read_text()), tree.parse(tree.flat(run_config))
+    # Fields that change the memory or the time of a step; others, such as names, may differ.
+    compared_prefixes = (
+        "mesh.",
+        "layout.",
+        "pipeline.",
+        "precision.",
+        "kernels",
+        "data.global_batch",
+        "data.seq_len",
     )
+    compared_prefixes += ("model.", "optimizer.")
+    is_same_config = all(
+        earlier_config.get(path) == config[path]
+        for path in config
+        if path.startswith(compared_prefixes) and path not in open_paths
+    )
+    # Another number or kind of devices may fit another layout.
     facts = json.loads(facts_file.read_text())
-    if not same or facts["devices"] != {"kind": devices[0].device_kind, "count": len(devices)}:
+    if not is_same_config or facts["devices"] != {"kind": devices[0].device_kind, "count": len(devices)}:
         return None
-    earlier = layout_settings(build_run(config_from_text(text_file.read_text())).layout)
-    return {path: earlier[path] for path in open_paths}
+    earlier_layout = layout_settings(build_run(config_from_text(text_file.read_text())).layout)
+    return {path: earlier_layout[path] for path in open_paths}
 
 
-def _text(settings: dict[str, object]) -> str:
-    """Settings as text, such as `layout.zero_stage=3 layout.remat=full`; without the mesh, if many without
-    defaults.
-    """
-    shown = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
-    if len(shown) > 3:
+def _settings_text(settings: dict[str, object]) -> str:
+    """Settings as text, such as `layout.remat=full`; without the mesh, if many without defaults."""
+    visible = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
+    # A share alone is printed even at its default; a whole layout without them.
+    if len(visible) > 3:
         may_be_empty = ("layout.remat_save", "layout.offload.")
-        defaults = [path for path, value in shown.items() if value in ("none", (), "device")]
+        defaults = [path for path, value in visible.items() if value in ("none", (), "device")]
         empty = [path for path in defaults if path.startswith(may_be_empty)]
-        shown = {path: value for path, value in shown.items() if path not in empty}
-    return " ".join(f"{path}={value}" for path, value in shown.items())
+        visible = {path: value for path, value in visible.items() if path not in empty}
+    return " ".join(f"{path}={value}" for path, value in visible.items())

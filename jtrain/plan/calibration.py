@@ -23,11 +23,13 @@ def calibrate(workdir: Path, job: Job, plan: MemoryPlan, *, assume: Assumptions,
     Raises:
       UserError: no factor explains the step, because its other parts alone are longer, or it is far too long.
     """
+    # A step without a machine has no seconds.
     assert job.machine is not None, "a run is on a machine"
 
     def planned_s(factor: float) -> float:
         return step_time(job, plan, assume=dataclasses.replace(assume, computation=factor)).step_s
 
+    # Bisection needs the answer between its ends.
     if not planned_s(_LOW) < measured_s < planned_s(_HIGH):
         raise UserError(
             f"--calibrate {workdir}: a step took {measured_s:.4g} s, and {planned_s(1.0):.4g} s are planned: "
@@ -35,17 +37,18 @@ def calibrate(workdir: Path, job: Job, plan: MemoryPlan, *, assume: Assumptions,
             "layout and the machine that the run had."
         )
     low, high = _LOW, _HIGH
+    # The step's time grows with the factor; 60 halvings are past the precision of a float.
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if planned_s(middle) < measured_s else (low, middle)
-    found: dict[str, Any] = dict(
+    calibration: dict[str, Any] = dict(
         device=job.machine.device.name,
         matmul_dtype=job.layout.precision.matmul_dtype,
         computation=high,
         measured_s=measured_s,
     )
     file = workdir / FILE
-    file.write_text(json.dumps(found, indent=1) + "\n")
+    file.write_text(json.dumps(calibration, indent=1) + "\n")
     return file
 
 
@@ -55,10 +58,15 @@ def measured_computation(path: Path, *, device: str, matmul_dtype: str) -> float
     Raises:
       UserError: there is no such file, it is another one, or it is of another chip or precision.
     """
+    # `--measured` takes the workdir that `--calibrate` wrote to, or its file.
     file = path / FILE if path.is_dir() else path
     try:
-        found = json.loads(file.read_text())
-        there, dtype, factor = found["device"], found["matmul_dtype"], float(found["computation"])
+        calibration = json.loads(file.read_text())
+        file_device, file_dtype, factor = (
+            calibration["device"],
+            calibration["matmul_dtype"],
+            float(calibration["computation"]),
+        )
     except OSError as error:
         raise UserError(
             f"--measured {path}: {error.strerror}. Write it with --calibrate WORKDIR, of a run on the same "
@@ -68,9 +76,10 @@ def measured_computation(path: Path, *, device: str, matmul_dtype: str) -> float
         raise UserError(
             f"--measured {path}: {file} is not what --calibrate writes ({error!r}). Write it again."
         ) from error
-    if (there, dtype) != (device, matmul_dtype):
+    # The factor is of a chip's matmuls in one format.
+    if (file_device, file_dtype) != (device, matmul_dtype):
         raise UserError(
-            f"--measured {path} is of {there} with precision.matmul_dtype={dtype}, not of {device} with "
+            f"--measured {path} is of {file_device} with precision.matmul_dtype={file_dtype}, not of {device} with "
             f"{matmul_dtype}. Leave --measured out, or calibrate with a run of that kind."
         )
     return factor

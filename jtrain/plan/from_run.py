@@ -13,7 +13,7 @@ from jtrain.optim import Optimizer, build
 from jtrain.plan.estimate.machine import Machine, machine_of
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import print_plan
-from jtrain.plan.search import SearchTask
+from jtrain.plan.search_task import SearchTask
 
 
 def plan_job(run: Run, machine: Machine | None = None) -> Job:
@@ -34,15 +34,15 @@ def search_task(run: Run, machine: Machine, **settings: Any) -> SearchTask:
     Args:
       settings: `assume` and `memory_share` of `SearchTask`.
     """
-    more: Any = dict(precision=run.precision, kernels=run.kernels, pipeline=run.pipeline)
-    plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), **more)
+    components: Any = dict(precision=run.precision, kernels=run.kernels, pipeline=run.pipeline)
+    # The search lays the job out anew for every candidate.
+    plain = make_layout(LayoutSpec(), MeshSpec(), run.model.param_infos(), **components)
     job = Job(run.model, plain, run.optimizer, run.data.global_batch, run.data.seq_len, machine)
     return SearchTask(job, run.layout, **settings)
 
 
 def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) -> None:
-    """Prints the plan; with a topology also what that machine's compiler reports. Allocates nothing on a
-    device.
+    """Prints the plan, with a topology also its compiler's report; allocates nothing on a device.
 
     Args:
       devices: those of the topology, or of this machine, that the run takes.
@@ -50,6 +50,7 @@ def dry_run(run: Run, *, topology: str | None, devices: Sequence[jax.Device]) ->
     Raises:
       UserError: the mesh is not of that many devices.
     """
+    # The machine tells the platform, whose compiler decides what a step keeps in memory.
     job = plan_job(run, machine_of(devices))
     print_plan(job, optimizer=make_optimizer(run), topology=topology, devices=devices)
 

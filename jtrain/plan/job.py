@@ -1,6 +1,4 @@
-"""The training job that a plan is made for, as one value: model, layout, optimizer, batch shape and
-machine.
-"""
+"""The training job that a plan is made for: model, layout, optimizer, batch shape and machine."""
 
 import dataclasses
 import functools
@@ -34,6 +32,7 @@ class Job:
     @property
     def platform(self) -> Platform:
         """Platform whose compiler decides what a step keeps in memory."""
+        # Bytes without a machine are those of a GPU's compiler.
         return "gpu" if self.machine is None else self.machine.device.platform
 
     @property
@@ -53,7 +52,7 @@ class Job:
 
     @functools.cached_property
     def step(self) -> StepDescription:
-        """What the step multiplies and sends.
+        """Matmuls and messages of the step.
 
         Raises:
           UserError: as `rows`.
@@ -69,5 +68,6 @@ class Job:
         return dataclasses.replace(
             self,
             layout=self.layout.relaid(spec, mesh),
+            # None keeps the batch; a batch of 0 must arrive, so that it is refused.
             global_batch=self.global_batch if global_batch is None else global_batch,
         )

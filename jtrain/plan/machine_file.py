@@ -65,7 +65,7 @@ _NUMBERS = (
     "network.latency_us",
     "network.buffer_mb",
 )
-_WHOLE = (
+_INTEGERS = (
     "count",
     "links.devices",
     "host.devices",
@@ -75,9 +75,10 @@ _WHOLE = (
     "network.traffic_class",
 )
 _CHOICES = {"host.cpu": ("intel", "amd"), "network.routing": ("adaptive", "hashed")}
-_MOST = {"network.efficiency": 1, "network.traffic_class": 255}
-_KEYS = ("chip.name", "network.sharp", *_WHOLE, *_CHOICES, *_NUMBERS)
-_NEEDED = ("chip.bf16_tflops", "chip.memory_gb", "chip.memory_gb_per_s")
+# A fraction, and one byte.
+_MAXIMA = {"network.efficiency": 1, "network.traffic_class": 255}
+_KEYS = ("chip.name", "network.sharp", *_INTEGERS, *_CHOICES, *_NUMBERS)
+_REQUIRED = ("chip.bf16_tflops", "chip.memory_gb", "chip.memory_gb_per_s")
 
 
 def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | None]:
@@ -91,6 +92,7 @@ def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | Non
         names file and key.
     """
     fields = _fields(path)
+    # The network's rate is still the line rate here.
     spec, number = _device_and_count(path, fields, count)
     network = spec.host.network_bytes_per_s
     if network is not None:  # all at once, devices get their share of the uplinks
@@ -98,6 +100,7 @@ def load_machine(path: Path, *, count: int | None) -> tuple[Machine, float | Non
             spec.host, network_bytes_per_s=network / fields.get("host.oversubscription", 1.0)
         )
         spec = dataclasses.replace(spec, host=host)
+    # Unknown memory stays None: then nothing is offloaded.
     memory_gb = fields.get("host.memory_gb")
     memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
     return Machine(spec, number, memory_bytes), fields.get("usd_per_hour")
@@ -111,6 +114,7 @@ def load_fabric(path: Path, *, count: int | None) -> Fabric:
     """
     fields = _fields(path)
     spec, number = _device_and_count(path, fields, count)
+    # Keys that have the same name and unit in `Network`.
     keys = ("rails", "hosts_per_leaf", "uplinks", "routing", "sharp", "traffic_class")
     changes: dict[str, Any] = {key: fields[f"network.{key}"] for key in keys if f"network.{key}" in fields}
     scales = {
@@ -119,38 +123,41 @@ def load_fabric(path: Path, *, count: int | None) -> Fabric:
         "latency_us": ("network.latency_us", 1.0),
         "buffer_bytes": ("network.buffer_mb", 1e6),
     }
-    changes |= {to: fields[key] * scale for to, (key, scale) in scales.items() if key in fields}
+    changes |= {field: fields[key] * scale for field, (key, scale) in scales.items() if key in fields}
     if "host.cpu" in fields:
         changes["cpu"] = fields["host.cpu"]
     try:
+        # Oversubscription is the spine's here, so the adapters keep their line rate.
         return make_fabric(spec, number, Network(**changes))
     except UserError as error:
         raise UserError(f"--machine {path}: {error}") from error
 
 
 def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> tuple[DeviceSpec, int]:
-    """The chip of a file with its links and its host, whose network is at line rate, and the number of
-    devices.
-    """
+    """The chip of a file with links and host, whose network is at line rate, and the number of devices."""
     name = fields.get("chip.name")
     if name is None:
         raise UserError(
             f"--machine {path}: chip.name is missing. Set it to one of {', '.join(known())}, or a new name."
         )
+    # A name outside the table is a new chip, which needs figures of its own.
     spec = known().get(name)
-    if spec is None and (missing := [key for key in _NEEDED if key not in fields]):
+    if spec is None and (missing := [key for key in _REQUIRED if key not in fields]):
         raise UserError(
             f"--machine {path}: {', '.join(missing)} missing for chip.name={name!r}, which is not in the "
             f"table. {did_you_mean(name, known())}Set them, or the name of a chip of the table: "
             f"{', '.join(known())}."
         )
+    # Every figure is None until the file's are put in below.
     spec = spec or DeviceSpec(name, "gpu", name, None, None, None, None, None)
     if spec.peak_bf16_flops is None and "chip.bf16_tflops" not in fields:
         raise UserError(f"--machine {path}: {name} has no published peak. Set chip.bf16_tflops.")
+    # The command line wins over the file.
     number = count if count is not None else fields.get("count")
     if number is None:
         raise UserError(f"--machine {path}: count is missing. Set it, or give --count.")
-    spec = _changed(spec, fields)
+    # Only now are the links complete: some figures are the table's, some the file's.
+    spec = _with_fields(spec, fields)
     if spec.linked > 1 and spec.link_bytes_per_s is None:
         raise UserError(
             f"--machine {path}: links.gb_per_s is missing for links.devices={spec.linked}. Set it."
@@ -167,7 +174,7 @@ def _device_and_count(path: Path, fields: dict[str, Any], count: int | None) -> 
     return spec, checked_count(spec, number)
 
 
-def _changed(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
+def _with_fields(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
     """A chip with the figures of a file."""
     scales = {
         "peak_bf16_flops": ("chip.bf16_tflops", 1e12),
@@ -178,37 +185,40 @@ def _changed(spec: DeviceSpec, fields: dict[str, Any]) -> DeviceSpec:
         "link_bytes_per_s": ("links.gb_per_s", 1e9),
     }
     changes: dict[str, Any] = {
-        to: fields[key] * scale for to, (key, scale) in scales.items() if key in fields
+        field: fields[key] * scale for field, (key, scale) in scales.items() if key in fields
     }
     if "hbm_bytes" in changes:
+        # Bytes are whole, but 80.0 GB is a float.
         changes["hbm_bytes"] = int(changes["hbm_bytes"])
     if "links.devices" in fields:
         changes["linked"] = fields["links.devices"]
-    host: dict[str, Any] = {"devices": fields["host.devices"]} if "host.devices" in fields else {}
+    host_changes: dict[str, Any] = {"devices": fields["host.devices"]} if "host.devices" in fields else {}
     if "host.pcie_gb_per_s" in fields:
-        host["link_bytes_per_s"] = fields["host.pcie_gb_per_s"] * 1e9
+        host_changes["link_bytes_per_s"] = fields["host.pcie_gb_per_s"] * 1e9
     if "host.network_gbit_per_s" in fields:
-        host["network_bytes_per_s"] = fields["host.network_gbit_per_s"] * 1e9 / 8
-    of_host: Host = dataclasses.replace(spec.host, **host)
-    return dataclasses.replace(spec, **changes, host=of_host)
+        # Gbit/s to bytes/s.
+        host_changes["network_bytes_per_s"] = fields["host.network_gbit_per_s"] * 1e9 / 8
+    host_spec: Host = dataclasses.replace(spec.host, **host_changes)
+    return dataclasses.replace(spec, **changes, host=host_spec)
 
 
 def _fields(path: Path) -> dict[str, Any]:
     """Key, such as `host.devices`, -> value of a file, all of the right type."""
     try:
-        read = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text())
     except OSError as error:
         raise UserError(f"--machine {path}: {error.strerror}. Give a TOML file.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"--machine {path}: it is not TOML: {error}.") from error
     fields: dict[str, Any] = {}
-    for name, value in read.items():
-        more = (
-            {f"{name}.{key}": inner for key, inner in value.items()}
+    # Sections become keys with a dot; TOML has one level of them here.
+    for name, value in document.items():
+        section_fields = (
+            {f"{name}.{key}": section_value for key, section_value in value.items()}
             if isinstance(value, dict)
             else {name: value}
         )
-        fields |= more
+        fields |= section_fields
     for key, value in fields.items():
         if key not in _KEYS:
             raise UserError(
@@ -216,21 +226,23 @@ def _fields(path: Path) -> dict[str, Any]:
                 f"{', '.join(_KEYS)}."
             )
         if key == "chip.name":
-            good, wanted = isinstance(value, str), "a name"
+            is_valid, expected = isinstance(value, str), "a name"
         elif key == "network.sharp":
-            good, wanted = isinstance(value, bool), "true or false"
+            is_valid, expected = isinstance(value, bool), "true or false"
         elif key in _CHOICES:
-            good, wanted = value in _CHOICES[key], " or ".join(_CHOICES[key])
+            is_valid, expected = value in _CHOICES[key], " or ".join(_CHOICES[key])
         elif key in _NUMBERS:
-            good = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
-            wanted = "a number above 0"
+            is_valid = (
+                isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+            )
+            expected = "a number above 0"
         else:
-            good, wanted = (
+            is_valid, expected = (
                 isinstance(value, int) and not isinstance(value, bool) and value > 0,
                 "a whole number above 0",
             )
-        if good and value > _MOST.get(key, value):
-            good, wanted = False, f"at most {_MOST[key]}"
-        if not good:
-            raise UserError(f"--machine {path}: {key}={value!r} must be {wanted}.")
+        if is_valid and value > _MAXIMA.get(key, value):
+            is_valid, expected = False, f"at most {_MAXIMA[key]}"
+        if not is_valid:
+            raise UserError(f"--machine {path}: {key}={value!r} must be {expected}.")
     return fields

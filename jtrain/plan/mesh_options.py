@@ -20,6 +20,7 @@ def mesh_options(job: Job, *, stage: int = 1) -> Iterator[MeshSpec]:
     assert job.machine is not None, "meshes are of a machine"
     model, count, seq_len = job.model, job.machine.count // stage, job.seq_len
     for tensor, context in itertools.product(divisors(count), divisors(count)):
+        # The sequence is cut in 2 * context pieces, so that causal work is even.
         if context > 1 and (stage > 1 or seq_len < LONG or seq_len % (2 * context * tensor)):
             continue
         if (
@@ -29,30 +30,30 @@ def mesh_options(job: Job, *, stage: int = 1) -> Iterator[MeshSpec]:
             or seq_len % tensor
         ):
             continue
+        # Key heads may be shared: more tensor shards than key heads are possible.
         if not splits_heads(model.num_heads, model.num_kv_heads, tensor):
             continue
-        left = count // tensor // context
-        if job.global_batch % left:
+        batch_shards = count // tensor // context
+        if job.global_batch % batch_shards:
             continue
-        for data, expert in itertools.product(divisors(left), divisors(left)):
+        for data, expert in itertools.product(divisors(batch_shards), divisors(batch_shards)):
             # ZeRO splits D over data and context, and that of shared key heads over tensor as well.
             width = data * context * (tensor if tensor > model.num_kv_heads else 1)
-            if model.d_model % width or left % (data * expert):
+            if model.d_model % width or batch_shards % (data * expert):
                 continue
             if expert == 1 or (stage == 1 and model.moe is not None and model.moe.num_experts % expert == 0):
-                yield MeshSpec(left // data // expert, stage, data, expert, context, tensor)
+                yield MeshSpec(batch_shards // data // expert, stage, data, expert, context, tensor)
 
 
-_FULL = 16
+_MAX_PER_STAGE = 16
 """Microbatches per stage from which on more hardly shorten the bubble: at most 1 / 16 of a step."""
 
 
 def microbatch_options(rows: int, stages: int) -> tuple[int, ...]:
-    """Numbers of microbatches that split a device's sequences evenly; with stages, those that a pipeline can
-    use.
-    """
-    most = rows if stages == 1 else _FULL * stages
-    return tuple(n for n in divisors(rows) if stages <= n <= most)
+    """Numbers of microbatches that split a device's sequences evenly, and that a pipeline can use."""
+    # With fewer microbatches than stages some worker always waits.
+    max_microbatches = rows if stages == 1 else _MAX_PER_STAGE * stages
+    return tuple(n for n in divisors(rows) if stages <= n <= max_microbatches)
 
 
 def divisors(n: int) -> list[int]:

@@ -10,23 +10,27 @@ from jtrain.errors import UserError
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.plan.estimate.memory import MemoryPlan
-from jtrain.plan.search import Point, SearchTask, evaluate, fits, meshes
+from jtrain.plan.search import meshes
+from jtrain.plan.search_task import Point, SearchTask, evaluate, fits
 from jtrain.plan.smaller_settings import GIB, set_options, smaller_states, with_state
 from jtrain.runtime.platform import HOST_SHARE
 from jtrain.step.layout_choices import frugal, with_shares
 
-MOST = 4096
+MAX_DEVICES = 4096
 """Devices up to which a layout is looked for."""
 
 
-def nearest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point:
+def nearest_miss(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> Point:
     """The layout that comes closest to fitting, with as much on the host as the host can hold.
 
     Raises:
       UserError: no mesh of the machine splits the model and the batch evenly.
     """
-    there = task.machine.host_bytes_per_device or 0
-    candidates = [point for point in _frugal(task, over) if point.plan.host_bytes <= there]
+    # An unknown host counts as holding nothing: the miss must be one that could run.
+    host_capacity = task.machine.host_bytes_per_device or 0
+    candidates = [
+        point for point in _frugal_points(task, candidate_meshes) if point.plan.host_bytes <= host_capacity
+    ]
     if not candidates:
         raise UserError(
             f"no mesh of {task.machine.count} devices splits data.global_batch={task.job.global_batch}, "
@@ -36,23 +40,22 @@ def nearest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point:
     return min(candidates, key=lambda point: point.plan.total_bytes)
 
 
-def _over(task: SearchTask, mesh: MeshSpec | None) -> Iterable[MeshSpec]:
+def _candidate_meshes(task: SearchTask, mesh: MeshSpec | None) -> Iterable[MeshSpec]:
     return meshes(task) if mesh is None else [mesh]
 
 
-def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
-    """Yields the layouts of least memory on each mesh: without offload, with the optimizer's state, with
-    everything.
-    """
-    for mesh in over:
-        base = frugal(task.asked, mesh)
-        can = task.offloadable(base, mesh) if task.machine.host_bytes_per_device is not None else ()
-        fields = dict.fromkeys(((), can[:1], can))
-        most = task.job.global_batch // mesh.batch_shards
+def _frugal_points(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> Iterator[Point]:
+    """Yields the layouts of least memory on each mesh: without offload, with the optimizer's, with all."""
+    for mesh in candidate_meshes:
+        base = frugal(task.config_spec, mesh)
+        offloadable = task.offloadable(base, mesh) if task.machine.host_bytes_per_device is not None else ()
+        # A dict keeps the order and drops equal choices.
+        fields = dict.fromkeys(((), offloadable[:1], offloadable))
+        max_microbatches = task.job.global_batch // mesh.batch_shards
         # One microbatch needs no accumulator; the largest number has the smallest activations.
-        for parts, on_host in itertools.product(sorted({1, most}), fields):
+        for microbatches, on_host in itertools.product(sorted({1, max_microbatches}), fields):
             shares = dict.fromkeys(OFFLOADABLE, 0.0) | dict.fromkeys(on_host, 1.0)
-            spec = with_shares(dataclasses.replace(base, microbatches=parts), task.asked, shares)
+            spec = with_shares(dataclasses.replace(base, microbatches=microbatches), task.config_spec, shares)
             try:
                 yield evaluate(task, spec, mesh, timed=False)
             except ValueError:
@@ -60,120 +63,144 @@ def _frugal(task: SearchTask, over: Iterable[MeshSpec]) -> Iterator[Point]:
 
 
 def first_fit(task: SearchTask, mesh: MeshSpec | None = None) -> Point | None:
-    """A layout that fits on as many devices as the machine has, or else on the fewest times 2, 4, 8 ... as
-    many.
+    """A layout that fits on the machine's devices, or else on the fewest times 2, 4, 8 ... as many.
 
     With more devices than sequences the batch grows to one sequence per device.
 
     Args:
       mesh: tried first, on more devices with a longer `data` axis; None for any mesh of the machine.
     """
-    here, host = task.machine.count, task.machine.device.host.devices
-    for count in (here * 2**k for k in range(MOST.bit_length())):
-        if count > max(here, MOST) or (count > host and count % host):
+    machine_count, devices_per_host = task.machine.count, task.machine.device.host.devices
+    # Powers of two times the machine, in whole hosts.
+    for count in (machine_count * 2**k for k in range(MAX_DEVICES.bit_length())):
+        if count > max(machine_count, MAX_DEVICES) or (count > devices_per_host and count % devices_per_host):
             continue
-        batch = task.job.global_batch if count == here else -(-task.job.global_batch // count) * count
+        # Rounded up to a multiple of the devices: one sequence for each at least.
+        batch = (
+            task.job.global_batch if count == machine_count else -(-task.job.global_batch // count) * count
+        )
         larger = task.changed(machine=dataclasses.replace(task.machine, count=count), global_batch=batch)
         # A replica holds all that the mesh without it splits.
-        over = itertools.chain(_scaled(mesh, count), (one for one in meshes(larger) if one.replica == 1))
-        if point := next((point for point in _frugal(larger, over) if fits(larger, point.plan)), None):
+        candidates = itertools.chain(
+            _scaled(mesh, count), (candidate for candidate in meshes(larger) if candidate.replica == 1)
+        )
+        if point := next(
+            (point for point in _frugal_points(larger, candidates) if fits(larger, point.plan)), None
+        ):
             return point
     return None
 
 
 def _scaled(mesh: MeshSpec | None, count: int) -> list[MeshSpec]:
     """The mesh on `count` devices, with all axes but `replica` and `data` as they are."""
-    others = 0 if mesh is None else mesh.size // mesh.replica // mesh.shape["data"]
+    fixed_devices = 0 if mesh is None else mesh.size // mesh.replica // mesh.shape["data"]
     return (
-        [dataclasses.replace(mesh, replica=1, data=count // others)] if mesh and count % others == 0 else []
+        [dataclasses.replace(mesh, replica=1, data=count // fixed_devices)]
+        if mesh and count % fixed_devices == 0
+        else []
     )
 
 
-def what_would_fit(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> list[str]:
-    """Changes of the state, the batch, the machine or the length that make some layout fit, as command-line
-    options.
+def suggest_changes(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> list[str]:
+    """Changes of state, batch, machine or length that make some layout fit, as command-line options.
 
     Args:
       mesh, fixed: as in `no_point`.
     """
 
     def any_fits(changed: SearchTask) -> bool:
-        return any(fits(changed, point.plan) for point in _frugal(changed, _over(changed, mesh)))
+        return any(
+            fits(changed, point.plan) for point in _frugal_points(changed, _candidate_meshes(changed, mesh))
+        )
 
-    ways: list[str] = []
+    suggestions: list[str] = []
     for state in smaller_states(task.job):
         with contextlib.suppress(ValueError):  # a layout that cannot have these formats
             if any_fits(dataclasses.replace(task, job=with_state(task.job, state))):
-                ways.append(set_options(state))
+                suggestions.append(set_options(state))
                 break
     batch = task.machine.count  # one microbatch, which has no accumulator
     if batch < task.job.global_batch and any_fits(task.changed(global_batch=batch)):
-        ways.append(set_options([("data.global_batch", batch)]))
+        suggestions.append(set_options([("data.global_batch", batch)]))
     if not fixed and task.machine.device.host.link_bytes_per_s is not None:
+        # A host that holds anything shows how much would be enough.
         ample = task.changed(machine=dataclasses.replace(task.machine, host_memory_bytes=2**60))
-        enough = [
-            point.plan.host_bytes for point in _frugal(ample, _over(ample, mesh)) if fits(ample, point.plan)
+        fitting_host_bytes = [
+            point.plan.host_bytes
+            for point in _frugal_points(ample, _candidate_meshes(ample, mesh))
+            if fits(ample, point.plan)
         ]
-        if enough:
-            needed = min(enough) * task.machine.devices_per_host / HOST_SHARE
-            ways.append(f"--host-memory {math.ceil(needed / GIB)}GiB (or more, per host)")
-    if (found := first_fit(task, mesh)) is not None:
-        ways.append(_on_more(task, found, mesh, fixed=fixed))
-    for part in (2, 4, 8):
-        length = task.job.seq_len // part
+        if fitting_host_bytes:
+            # Of a whole host, of which a run may fill HOST_SHARE.
+            required_bytes = min(fitting_host_bytes) * task.machine.devices_per_host / HOST_SHARE
+            suggestions.append(f"--host-memory {math.ceil(required_bytes / GIB)}GiB (or more, per host)")
+    if (fit := first_fit(task, mesh)) is not None:
+        suggestions.append(_larger_machine_options(task, fit, mesh, fixed=fixed))
+    # The length comes last, because it changes what the model learns from.
+    for divisor in (2, 4, 8):
+        length = task.job.seq_len // divisor
         if length and any_fits(task.changed(seq_len=length)):
-            ways.append(set_options([("data.seq_len", length)]))
+            suggestions.append(set_options([("data.seq_len", length)]))
             break
-    return [way for way in ways if way]
+    return [suggestion for suggestion in suggestions if suggestion]
 
 
-def _on_more(task: SearchTask, found: Point, mesh: MeshSpec | None, *, fixed: bool) -> str:
+def _larger_machine_options(task: SearchTask, fit: Point, mesh: MeshSpec | None, *, fixed: bool) -> str:
     """Options for the mesh and the devices of a layout that fits."""
-    count, more = found.mesh.size, []
-    if found.job.global_batch != task.job.global_batch:
-        more = [("data.global_batch", found.job.global_batch)]
+    count, batch_setting = fit.mesh.size, []
+    if fit.job.global_batch != task.job.global_batch:
+        batch_setting = [("data.global_batch", fit.job.global_batch)]
     if fixed:
-        was = MeshSpec() if mesh is None else mesh
-        axes = [(f"mesh.{axis}", size) for axis, size in found.mesh.shape.items() if size != was.shape[axis]]
-        return set_options([*axes, *more]) + (f" on {count} devices" if count > task.machine.count else "")
-    words = ["--search"] if mesh is not None else []
-    words += [f"--count {count}"] if count > task.machine.count else []
-    words += [set_options(more)] if more else []
+        # Only axes that differ from the config's mesh are printed.
+        config_mesh = MeshSpec() if mesh is None else mesh
+        axes = [
+            (f"mesh.{axis}", size) for axis, size in fit.mesh.shape.items() if size != config_mesh.shape[axis]
+        ]
+        return set_options([*axes, *batch_setting]) + (
+            f" on {count} devices" if count > task.machine.count else ""
+        )
+    options = ["--search"] if mesh is not None else []
+    options += [f"--count {count}"] if count > task.machine.count else []
+    options += [set_options(batch_setting)] if batch_setting else []
     device = task.machine.device
     if count > device.linked and device.host.network_bytes_per_s is None:
-        words += ["--network 25 (Gbit/s of your network, per device)"]
-    return " ".join(words)
+        options += ["--network 25 (Gbit/s of your network, per device)"]
+    return " ".join(options)
 
 
 def no_point(
-    task: SearchTask, mesh: MeshSpec | None = None, *, fixed: bool = False, here: bool = False
+    task: SearchTask, mesh: MeshSpec | None = None, *, fixed: bool = False, is_local: bool = False
 ) -> UserError:
-    """The error for a search that finds nothing: the layout that comes closest, and changes that would make
-    one fit.
+    """The error for a search that finds nothing: the closest layout, and changes that would make one fit.
 
     Args:
       mesh: the mesh that the search keeps; None if it tries all.
       fixed: True if the machine cannot be changed, because the run is on it.
       here: True if its devices are here.
     """
-    miss = nearest_miss(task, _over(task, mesh))
+    # Raises an error of its own where not even a mesh splits evenly.
+    miss = nearest_miss(task, _candidate_meshes(task, mesh))
     settings = " ".join(f"{path}={value}" for path, value in miss.settings.items())
-    ways = what_would_fit(task, mesh, fixed=fixed)
-    otherwise = "Set a smaller model or data.seq_len" + ("" if fixed else ", or another --device")
-    out = "It would fit with any of: " + "; ".join(ways) if ways else otherwise
+    suggestions = suggest_changes(task, mesh, fixed=fixed)
+    fallback = "Set a smaller model or data.seq_len" + ("" if fixed else ", or another --device")
+    advice = "It would fit with any of: " + "; ".join(suggestions) if suggestions else fallback
     machine, budget = task.machine, task.budget_bytes
-    begin = f"{devices_here(machine.count, machine.device.name, machine.hbm_bytes)}; " if here else ""
+    prefix = (
+        f"{describe_devices(machine.count, machine.device.name, machine.hbm_bytes)}; " if is_local else ""
+    )
     return UserError(
-        f"{begin}nothing fits into {machine}: the nearest miss takes {miss.plan.total_bytes / GIB:.1f} GiB "
+        f"{prefix}nothing fits into {machine}: the nearest miss takes {miss.plan.total_bytes / GIB:.1f} GiB "
         f"per device ({largest_parts(miss.plan)}), but {budget / GIB:.1f} of {machine.hbm_bytes / GIB:.1f} "
-        f"GiB may be used ({settings}). {out}."
+        f"GiB may be used ({settings}). {advice}."
     )
 
 
-def devices_here(count: int, kind: str, available: int) -> str:
+def describe_devices(count: int, kind: str, available: int) -> str:
     """Says what a run is on, such as `1 device is here: cpu, 23.0 GiB`."""
-    each = f"{kind}, {available / GIB:.1f} GiB"
-    return f"1 device is here: {each}" if count == 1 else f"{count} devices are here: {each} each"
+    device_text = f"{kind}, {available / GIB:.1f} GiB"
+    return (
+        f"1 device is here: {device_text}" if count == 1 else f"{count} devices are here: {device_text} each"
+    )
 
 
 def largest_parts(plan: MemoryPlan) -> str:

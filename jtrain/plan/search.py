@@ -12,153 +12,26 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 from jtrain.errors import UserError
 from jtrain.layout.layout import LayoutSpec
 from jtrain.layout.mesh import MeshSpec
 from jtrain.layout.offload_spec import OFFLOADABLE
 from jtrain.model.layer_scan import check_scanned
-from jtrain.optim import Muon, check_layout
-from jtrain.plan.estimate.machine import Machine
-from jtrain.plan.estimate.memory import MemoryPlan, memory
-from jtrain.plan.estimate.step_time import Assumptions, StepTime, step_time
+from jtrain.optim import check_layout
 from jtrain.plan.job import Job
 from jtrain.plan.mesh_options import mesh_options, microbatch_options
+from jtrain.plan.search_task import Point, SearchTask, estimate_job, evaluate, fits, with_step_time
 from jtrain.step.layout_choices import (
     EVERY,
     ZeroStages,
     alternatives,
-    layout_settings,
     open_shares,
     with_shares,
 )
 
-SLACK = 0.15
-"""Error margin of the closed form: the fraction of the memory that an estimate has to leave free."""
-
 SHARES = tuple(k / 20 for k in range(1, 21))
 """Shares of offload to try; whole arrays are moved, so finer steps would give the same bytes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchTask:
-    """A job whose layout is searched for, with the limits of the search.
-
-    job: model, optimizer, batch and machine; the search replaces its layout.
-    asked: layout settings of the config; a search decides `layout_settings` and keeps the others.
-    memory_share: fraction of a device's memory that the estimate may fill.
-    """
-
-    job: Job
-    asked: LayoutSpec
-    assume: Assumptions = dataclasses.field(default_factory=Assumptions)
-    memory_share: float = 1 - SLACK
-
-    @property
-    def machine(self) -> Machine:
-        """The machine that layouts are compared on."""
-        assert self.job.machine is not None, "a search compares times, which take a machine"
-        return self.job.machine
-
-    def offloadable(self, spec: LayoutSpec, mesh: MeshSpec) -> tuple[str, ...]:
-        """Fields of layout.offload that may be used, from the least to the most often copied.
-
-        Muon updates whole matrices. Only a loop over layers fetches what is not the optimizer's layer by
-        layer.
-        """
-        cannot = set[str](() if self.job.model.scan_layers else OFFLOADABLE[1:])
-        cannot |= {"optimizer", "gradients"} if isinstance(self.job.optimizer, Muon) else set()
-        if mesh.stage > 1 or not spec.sums_within_layers(mesh):
-            cannot.add("gradients")
-        return tuple(name for name in OFFLOADABLE if name not in cannot)
-
-    @property
-    def budget_bytes(self) -> int:
-        """Bytes that a step may take on one device by the closed form."""
-        return int(self.machine.room_bytes(self.asked) * self.memory_share)
-
-    def changed(self, **changes: Any) -> "SearchTask":
-        """The same search of a job with other fields."""
-        return dataclasses.replace(self, job=dataclasses.replace(self.job, **changes))
-
-
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One layout of a job, with the memory that it takes and the predicted step time.
-
-    timed: None if only memory was asked for.
-    """
-
-    job: Job
-    plan: MemoryPlan
-    timed: StepTime | None
-
-    @property
-    def spec(self) -> LayoutSpec:
-        return self.job.layout.spec
-
-    @property
-    def mesh(self) -> MeshSpec:
-        return self.job.layout.mesh
-
-    @functools.cached_property
-    def step_s(self) -> float:
-        """Predicted step time in seconds; infinite if it was not asked for."""
-        return math.inf if self.timed is None else self.timed.step_s
-
-    @property
-    def working_s(self) -> float:
-        """Predicted step time without waiting for other pipeline stages, which more microbatches shorten."""
-        return self.step_s - (0.0 if self.timed is None else self.timed.bubble_s)
-
-    @property
-    def settings(self) -> dict[str, object]:
-        """Config path -> value of every setting that the search decided."""
-        more = [axis for axis in ("stage", "context") if self.mesh.shape[axis] > 1]
-        axes = ("replica", "data", "expert", "tensor", *more)
-        found: dict[str, object] = {f"mesh.{axis}": self.mesh.shape[axis] for axis in axes}
-        if (pipeline := self.job.layout.pipeline) is not None:
-            found |= {f"pipeline.{name}": getattr(pipeline.spec, name) for name in ("schedule", "chunks")}
-        return found | layout_settings(self.spec)
-
-
-def evaluate(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, *, timed: bool = True) -> Point:
-    """Estimates one layout, also one that does not fit.
-
-    Args:
-      timed: True if the step time is wanted as well.
-
-    Raises:
-      UserError: a dimension or the batch does not split evenly.
-    """
-    job = task.job.relaid(spec, mesh)
-    check_layout(job.optimizer, job.layout)
-    return _estimate(task, job, timed=timed)
-
-
-def _estimate(task: SearchTask, job: Job, *, timed: bool) -> Point:
-    point = Point(job, memory(job), None)
-    return _timed(task, point) if timed else point
-
-
-def _timed(task: SearchTask, point: Point) -> Point:
-    """The point with its step time."""
-    if point.timed is not None:
-        return point
-    return dataclasses.replace(point, timed=step_time(point.job, point.plan, assume=task.assume))
-
-
-def fits(task: SearchTask, plan: MemoryPlan, *, host_known: bool = True) -> bool:
-    """True if a plan fits into the device and its share of the host.
-
-    Args:
-      host_known: True if a host of unknown memory counts as having none; False if it counts as having enough.
-    """
-    if plan.total_bytes > task.budget_bytes:
-        return False
-    there = task.machine.host_bytes_per_device
-    return not (plan.host_bytes and host_known) if there is None else plan.host_bytes <= there
 
 
 def meshes(task: SearchTask) -> Iterator[MeshSpec]:
@@ -178,24 +51,22 @@ class _Series:
     parts: tuple[int, ...]
 
     def at(self, task: SearchTask, index: int, *, timed: bool = True) -> Point:
-        """Estimates one of them; an unknown figure of the machine is an error here, not a layout that does
-        not fit.
-        """
+        """Estimates one of them; an unknown figure of the machine is an error, not a layout that misses."""
+        # Only the number changes: the parameters keep their layout, so it is not made anew.
         spec = dataclasses.replace(self.job.layout.spec, microbatches=self.parts[index])
         layout = dataclasses.replace(self.job.layout, spec=spec)
-        return _estimate(task, dataclasses.replace(self.job, layout=layout), timed=timed)
+        return estimate_job(task, dataclasses.replace(self.job, layout=layout), timed=timed)
 
 
 def search(
     task: SearchTask,
-    over: Iterable[MeshSpec],
+    candidate_meshes: Iterable[MeshSpec],
     *,
     keep: int = 10,
     limit_s: float = math.inf,
     zero: ZeroStages = EVERY,
 ) -> list[Point]:
-    """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest ones, and others that
-    were met.
+    """Returns layouts on these meshes that fit, the fastest first: the `keep` fastest, and others met.
 
     Of a mesh and ZeRO stage the layout that keeps all activations and has the fewest microbatches is the
     fastest. Where it is slower than the `keep` fastest so far, the others are not estimated; nor are they
@@ -205,47 +76,58 @@ def search(
       limit_s: seconds per step from which on a layout is of no interest.
       zero: ZeRO stages to try on meshes that can shard.
     """
-    found: list[Point] = []
+    points: list[Point] = []
+    # Series that need host memory; they are tried last, because copies only slow a step down.
     missed: list[_Series] = []
 
     def limit() -> float:
-        return limit_s if len(found) < keep else min(limit_s, sorted(p.step_s for p in found)[keep - 1])
+        return limit_s if len(points) < keep else min(limit_s, sorted(p.step_s for p in points)[keep - 1])
 
-    helps = task.machine.host_bytes_per_device is not None
-    grouped = [(every[0].at(task, 0), every) for mesh in over for every in _by_stage(task, mesh, zero)]
-    for fastest, every in sorted(grouped, key=lambda group: group[0].working_s):
+    has_host_memory = task.machine.host_bytes_per_device is not None
+    # One estimate per mesh and ZeRO stage: its first series is the fastest of the group.
+    grouped = [
+        (series_list[0].at(task, 0), series_list)
+        for mesh in candidate_meshes
+        for series_list in _by_stage(task, mesh, zero)
+    ]
+    for fastest, series_list in sorted(grouped, key=lambda group: group[0].working_s):
+        # The groups are sorted, so no later one can be faster either.
         if fastest.working_s >= limit():
             break
-        frugal, ends = every[-1], (len(every[-1].parts) - 1, 0)  # one microbatch needs no accumulator
+        frugal, ends = (
+            series_list[-1],
+            (len(series_list[-1].parts) - 1, 0),
+        )  # one microbatch needs no accumulator
+        # Where the smallest layout of a group does not fit, none of the group does.
         any_fits = any(fits(task, frugal.at(task, index, timed=False).plan) for index in ends)
-        with_host = helps and frugal.job.layout.mesh.stage == 1
+        # Stages are not combined with layouts that are made to fit by the host.
+        with_host = has_host_memory and frugal.job.layout.mesh.stage == 1
         if not any_fits and not (with_host and any(_fits_on_host(task, frugal, index) for index in ends)):
             continue
-        for series in every:
-            first = fastest if series is every[0] else series.at(task, 0, timed=False)
+        for series in series_list:
+            # The first series has been estimated above, with its time.
+            first = fastest if series is series_list[0] else series.at(task, 0, timed=False)
             is_missed = with_host and not fits(task, first.plan)
-            fitting = list(_that_fit(task, series, first)) if any_fits else []
+            fitting = list(_fitting_points(task, series, first)) if any_fits else []
             # A time may take a trace of the step's code, so layouts that cannot be used have none.
             lead = first if is_missed else next(iter(fitting), None)
-            if lead is None or _timed(task, lead).working_s >= limit():
+            if lead is None or with_step_time(task, lead).working_s >= limit():
                 continue
             if is_missed:
                 missed.append(series)
-            found += [_timed(task, point) for point in fitting]
-    if helps:
-        found += _helped_by_host(task, missed, min((point.step_s for point in found), default=math.inf))
-    return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
+            points += [with_step_time(task, point) for point in fitting]
+    if has_host_memory:
+        points += _offloaded_points(task, missed, min((point.step_s for point in points), default=math.inf))
+    return sorted(points, key=lambda point: (point.step_s, point.plan.total_bytes))
 
 
-def _that_fit(task: SearchTask, series: _Series, first: Point) -> Iterator[Point]:
-    """Yields the layout of the fewest microbatches that fits, untimed; with stages all: more shorten the
-    bubble.
-    """
+def _fitting_points(task: SearchTask, series: _Series, first: Point) -> Iterator[Point]:
+    """Yields the fitting layout of the fewest microbatches, untimed; with stages all that fit."""
     if fits(task, first.plan):
         yield first
     if series.job.layout.mesh.stage > 1:
-        more = (series.at(task, index, timed=False) for index in range(1, len(series.parts)))
-        yield from (point for point in more if fits(task, point.plan))
+        points = (series.at(task, index, timed=False) for index in range(1, len(series.parts)))
+        yield from (point for point in points if fits(task, point.plan))
     elif not fits(task, first.plan):
         # Bytes fall with the microbatches, after the accumulator that two need.
         index = _fewest(
@@ -255,34 +137,33 @@ def _that_fit(task: SearchTask, series: _Series, first: Point) -> Iterator[Point
             yield series.at(task, index, timed=False)
 
 
-def _helped_by_host(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
-    """Yields layouts of `missed` that fit with host memory, from those alone that were faster without: copies
-    cost.
-    """
-    waiting: list[tuple[float, int, int, _Series, Point]] = []
-    number = itertools.count()  # decides between equal times
+def _offloaded_points(task: SearchTask, missed: Iterable[_Series], best_s: float) -> Iterator[Point]:
+    """Yields layouts of `missed` that fit with host memory and were faster than `best_s` without it."""
+    queue: list[tuple[float, int, int, _Series, Point]] = []
+    tie_breaker = itertools.count()  # decides between equal times
 
     def push(series: _Series, index: int) -> None:
         if index < len(series.parts) and not fits(task, (point := series.at(task, index)).plan):
-            heapq.heappush(waiting, (point.step_s, next(number), index, series, point))
+            heapq.heappush(queue, (point.step_s, next(tie_breaker), index, series, point))
 
     for series in missed:
         fit = functools.partial(_fits_on_host, task, series)
         push(series, 0 if fit(0) else _fewest(len(series.parts), fit, 1))
-    while waiting:
-        step_s, _, index, series, miss = heapq.heappop(waiting)
+    # Fastest miss first: once it is slower than the best that fits, every later one is too.
+    while queue:
+        step_s, _, index, series, miss = heapq.heappop(queue)
         if step_s >= best_s:
             return
-        for helped in _with_host(task, miss):
-            best_s = min(best_s, helped.step_s)
-            yield helped
+        for offloaded in _with_host(task, miss):
+            best_s = min(best_s, offloaded.step_s)
+            yield offloaded
+        # The next number of microbatches enters only now, because it is slower than this one.
         push(series, index + 1)
 
 
 def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
-    """The first index from `low` to `count` that fits, where all after one that fits do; `count` if none
-    does.
-    """
+    """The first index from `low` on that fits, if all after one that fits do; `count` if none does."""
+    # `count` itself is never tested: it stands for no fit.
     high = count
     while low < high:
         middle = (low + high) // 2
@@ -293,29 +174,35 @@ def _fewest(count: int, fit: Callable[[int], bool], low: int) -> int:
 def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
     spec, mesh = series.job.layout.spec, series.job.layout.mesh
-    everything = with_shares(spec, task.asked, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
+    everything = with_shares(spec, task.config_spec, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
+    # The microbatches come last: the shares are chosen without them.
     spec = dataclasses.replace(everything, microbatches=series.parts[index])
     return evaluate(task, spec, mesh, timed=False).plan.total_bytes <= task.budget_bytes
 
 
-def fastest_miss(task: SearchTask, over: Iterable[MeshSpec]) -> Point | None:
+def fastest_miss(task: SearchTask, candidate_meshes: Iterable[MeshSpec]) -> Point | None:
     """The layout that would be fastest if memory did not matter; None if it fits."""
-    each = (series.at(task, 0) for mesh in over for every in _by_stage(task, mesh, EVERY) for series in every)
-    point = min(each, key=lambda point: point.step_s, default=None)
+    points = (
+        series.at(task, 0)
+        for mesh in candidate_meshes
+        for series_list in _by_stage(task, mesh, EVERY)
+        for series in series_list
+    )
+    point = min(points, key=lambda point: point.step_s, default=None)
     return None if point is None or fits(task, point.plan) else point
 
 
 def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
-    """The asked layout with every `as_needed` share resolved: the smallest that fits, `none` if all fits
-    without.
+    """The config's layout with every `as_needed` share resolved: the smallest that fits, or `none`.
 
     Shares are raised from the least to the most often copied: optimizer, activations, params, gradients.
 
     Raises:
       UserError: the run does not fit even with all of them on the host.
     """
-    open_fields = open_shares(task.asked)
-    spec = with_shares(task.asked, task.asked, dict.fromkeys(open_fields, 0.0))
+    open_fields = open_shares(task.config_spec)
+    # Shares start at 0, so nothing goes to the host that fits on the device.
+    spec = with_shares(task.config_spec, task.config_spec, dict.fromkeys(open_fields, 0.0))
     if set(open_fields) - {"optimizer"}:
         check_scanned(task.job.model.scan_layers)
     if not open_fields or fits(task, evaluate(task, spec, mesh, timed=False).plan):
@@ -323,23 +210,30 @@ def resolve_as_needed(task: SearchTask, mesh: MeshSpec) -> LayoutSpec:
     for name in open_fields:
         if (shared := _smallest_share(task, spec, mesh, name)) is not None:
             return shared
-        spec = with_shares(spec, task.asked, {name: 1.0})
+        # All of this field is not enough, so it goes to the host whole and the next field follows.
+        spec = with_shares(spec, task.config_spec, {name: 1.0})
     plan = evaluate(task, spec, mesh, timed=False).plan
-    there = task.machine.host_bytes_per_device
-    held = "an unknown size (give it with --host-memory)" if there is None else f"{there / 2**30:.1f}"
+    host_capacity = task.machine.host_bytes_per_device
+    host_text = (
+        "an unknown size (give it with --host-memory)"
+        if host_capacity is None
+        else f"{host_capacity / 2**30:.1f}"
+    )
     raise UserError(
         f"layout.offload.{', .'.join(open_fields)}=as_needed: with all of it on the host a device needs "
         f"{plan.total_bytes / 2**30:.1f} GiB of {task.budget_bytes / 2**30:.1f} that may be used, and its "
-        f"share of the host {plan.host_bytes / 2**30:.1f} GiB of {held}. Set layout.auto=True, or more of "
+        f"share of the host {plan.host_bytes / 2**30:.1f} GiB of {host_text}. Set layout.auto=True, or more of "
         "layout.zero_stage, layout.remat, layout.microbatches or mesh.data."
     )
 
 
 def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[list[_Series]]:
     """Yields the series of each ZeRO stage, the one that keeps all activations first."""
-    plain = with_shares(task.asked, task.asked, dict.fromkeys(OFFLOADABLE, 0.0))
+    # Offload is off here; `_offloaded_points` adds it to the layouts that miss.
+    plain = with_shares(task.config_spec, task.config_spec, dict.fromkeys(OFFLOADABLE, 0.0))
     for specs in alternatives(dataclasses.replace(plain, microbatches=1, auto=False), mesh, zero):
         try:
+            # One job for all layouts of a ZeRO stage: they shard the parameters alike.
             job = task.job.relaid(specs[0], mesh)
             parts = microbatch_options(job.rows(), mesh.stage)
             check_layout(job.optimizer, job.layout)
@@ -351,33 +245,37 @@ def _by_stage(task: SearchTask, mesh: MeshSpec, zero: ZeroStages) -> Iterator[li
 
 
 def _with_host(task: SearchTask, miss: Point) -> Iterator[Point]:
-    """Yields layouts that make a miss fit with host memory: per combination, the smallest share of its last
-    field.
-    """
+    """Yields layouts that make a miss fit with host memory, each with the smallest share of one field."""
     offloadable = task.offloadable(miss.spec, miss.mesh)
-    everything = with_shares(miss.spec, task.asked, dict.fromkeys(offloadable, 1.0))
-    most = evaluate(task, everything, miss.mesh, timed=False).plan
-    if most.total_bytes > task.budget_bytes:
+    all_on_host = with_shares(miss.spec, task.config_spec, dict.fromkeys(offloadable, 1.0))
+    offloaded_plan = evaluate(task, all_on_host, miss.mesh, timed=False).plan
+    # With everything on the host it still does not fit, so no combination of fields does.
+    if offloaded_plan.total_bytes > task.budget_bytes:
         return
-    each = (most.host_optimizer, most.host_activations, most.host_parameters, most.host_gradients)
-    saves: dict[str, int] = dict(zip(OFFLOADABLE, each, strict=True))
+    host_sizes = (
+        offloaded_plan.host_optimizer,
+        offloaded_plan.host_activations,
+        offloaded_plan.host_parameters,
+        offloaded_plan.host_gradients,
+    )
+    saved_bytes: dict[str, int] = dict(zip(OFFLOADABLE, host_sizes, strict=True))
+    # Fewest fields first.
     for size in range(1, len(offloadable) + 1):
         for fields in itertools.combinations(offloadable, size):
-            if miss.plan.total_bytes - sum(saves[name] for name in fields) > task.budget_bytes:
+            if miss.plan.total_bytes - sum(saved_bytes[name] for name in fields) > task.budget_bytes:
                 continue  # not enough, even with all of these on the host
-            *whole, last = fields
-            spec = with_shares(miss.spec, task.asked, dict.fromkeys(whole, 1.0))
-            if (shared := _smallest_share(task, spec, miss.mesh, last)) is not None:
+            # The field that is copied most often is the last; only its share is searched.
+            *full_fields, last_field = fields
+            spec = with_shares(miss.spec, task.config_spec, dict.fromkeys(full_fields, 1.0))
+            if (shared := _smallest_share(task, spec, miss.mesh, last_field)) is not None:
                 yield evaluate(task, shared, miss.mesh)
 
 
 def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: str) -> LayoutSpec | None:
-    """`spec` with the smallest share of `field` on the host that fits; None if even all of it is not
-    enough.
-    """
+    """`spec` with the smallest share of `field` on the host that fits; None if all of it is not enough."""
 
     def with_share(share: float) -> LayoutSpec:
-        return with_shares(spec, task.asked, {field: share})
+        return with_shares(spec, task.config_spec, {field: share})
 
     def fits_device(share: float) -> bool:
         try:
@@ -387,9 +285,11 @@ def _smallest_share(task: SearchTask, spec: LayoutSpec, mesh: MeshSpec, field: s
 
     if not fits_device(1.0):
         return None
+    # SHARES[high] fits throughout, as 1.0 does above.
     low, high = 0, len(SHARES) - 1
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits_device(SHARES[middle]) else (middle + 1, high)
-    found = with_share(SHARES[high])
-    return found if fits(task, evaluate(task, found, mesh, timed=False).plan) else None
+    smallest = with_share(SHARES[high])
+    # It fits the device; the host must hold its share too.
+    return smallest if fits(task, evaluate(task, smallest, mesh, timed=False).plan) else None

@@ -17,17 +17,19 @@ from jtrain.layout.mesh import BATCH_AXES
 from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job
-from jtrain.plan.search import SearchTask, resolve_as_needed
+from jtrain.plan.search import resolve_as_needed
+from jtrain.plan.search_task import SearchTask
 from jtrain.step.layout_choices import frugal, keeping, layout_settings, open_shares, with_shares
 
 GIB = 2**30
 
-SHOWN = 4
+MAX_LINES = 4
 """Settings that a message lists."""
 
 type StateFormats = tuple[tuple[str, str], ...]
 """Config paths of the optimizer or of `precision`, with other values."""
 
+# From the smallest change of the losses to the largest.
 _INT8: StateFormats = (("optimizer.moment_dtype", "int8"),)
 _BF16: StateFormats = (("precision.param_dtype", "bfloat16"), ("optimizer.param_rounding", "stochastic"))
 _SUMS: StateFormats = (("precision.grad_accum_dtype", "bfloat16"),)
@@ -61,19 +63,22 @@ def as_text(settings: Mapping[str, object]) -> dict[str, str]:
     return {path: repr(value) for path, value in settings.items()}
 
 
-def changed_options(settings: Mapping[str, object], asked: Mapping[str, str]) -> str:
+def changed_options(settings: Mapping[str, object], config_values: Mapping[str, str]) -> str:
     """The `--set` options of the settings that the config `asked` has otherwise, or does not say."""
-    return set_options((path, value) for path, value in settings.items() if asked.get(path) != repr(value))
+    return set_options(
+        (path, value) for path, value in settings.items() if config_values.get(path) != repr(value)
+    )
 
 
-def listed(ways: Iterable[FittingSettings], asked: Mapping[str, str]) -> list[str]:
-    """Up to `SHOWN` lines of settings, without those that the config has already."""
+def option_lines(candidates: Iterable[FittingSettings], config_values: Mapping[str, str]) -> list[str]:
+    """Up to `MAX_LINES` lines of settings, without those that the config has already."""
     lines: dict[str, str] = {}
-    for way in ways:
-        if text := changed_options(way.settings, asked):
-            down = "down to " if way.on_host else ""
-            lines.setdefault(text, f"  {text}  ({down}{way.needed_bytes / GIB:.1f} GiB)")
-        if len(lines) == SHOWN:
+    for fitting in candidates:
+        if text := changed_options(fitting.settings, config_values):
+            down_to = "down to " if fitting.on_host else ""
+            lines.setdefault(text, f"  {text}  ({down_to}{fitting.needed_bytes / GIB:.1f} GiB)")
+        # Each further candidate costs an estimate of the step's memory.
+        if len(lines) == MAX_LINES:
             break
     return list(lines.values())
 
@@ -81,13 +86,15 @@ def listed(ways: Iterable[FittingSettings], asked: Mapping[str, str]) -> list[st
 def smaller_states(job: Job) -> list[StateFormats]:
     """Formats of moments, parameters and gradient sums that take less memory, the smallest change first."""
     optimizer, precision = job.optimizer, job.layout.precision
+    # Muon's state has no smaller formats to offer.
     if isinstance(optimizer, Muon):
         return []
     moments = _INT8 if optimizer.moment_dtype != "int8" else ()
+    # A master copy already holds the full precision.
     params = _BF16 if precision.param_dtype != "bfloat16" and optimizer.master_dtype == "none" else ()
     sums = _SUMS if precision.grad_accum_dtype != "bfloat16" else ()
-    found = (moments, sums, params, moments + params, moments + params + sums)
-    return list(dict.fromkeys(state for state in found if state))
+    combinations = (moments, sums, params, moments + params, moments + params + sums)
+    return list(dict.fromkeys(state for state in combinations if state))
 
 
 def with_state(job: Job, state: StateFormats) -> Job:
@@ -100,15 +107,17 @@ def with_state(job: Job, state: StateFormats) -> Job:
         return job
     values: dict[str, dict[str, Any]] = {"optimizer": {}, "precision": {}}
     for path, value in state:
+        # Paths have two parts, such as `precision.param_dtype`.
         component, _, field = path.partition(".")
         values[component][field] = value
     precision = dataclasses.replace(job.layout.precision, **values["precision"])
+    # Lays the job out anew, because formats are part of the layout.
     optimizer = dataclasses.replace(job.optimizer, **values["optimizer"])
     layout = dataclasses.replace(job.layout, precision=precision)
     return dataclasses.replace(job, optimizer=optimizer, layout=layout).relaid(layout.spec, layout.mesh)
 
 
-def ways_out(
+def fitting_settings(
     job: Job, *, limit: int, share: Literal["as_needed"] | float = "as_needed"
 ) -> Iterator[FittingSettings]:
     """Yields settings of the same devices that need at most `limit` bytes on each, the smallest change first.
@@ -119,6 +128,7 @@ def ways_out(
       share: share of the optimizer's state and of the parameters to offer for host memory.
     """
     for spec, global_batch, state in _candidates(job, share):
+        # `as_needed` shares are 0 for now; `_resolved` finds them.
         plain = with_shares(spec, spec, dict.fromkeys(open_shares(spec), 0.0))
         try:
             changed = with_state(job, state).relaid(plain, job.layout.mesh, global_batch=global_batch)
@@ -138,45 +148,47 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
     spec, mesh, batch = job.layout.spec, job.layout.mesh, job.global_batch
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
+    # The config's remat, then full recomputation.
     remats = list(dict.fromkeys((spec, keeping(spec, ()))))
-    parts = sorted({spec.microbatches, max(1, batch // shards)})
+    # As the config has it, and one sequence per device at a time.
+    microbatch_counts = sorted({spec.microbatches, max(1, batch // shards)})
     hosts = [spec.offload]
     if _offloads(job):
         hosts += [dataclasses.replace(spec.offload, optimizer=share)]
+        # Only a loop over layers fetches parameters layer by layer.
         if job.model.scan_layers:
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share)]
             hosts += [dataclasses.replace(spec.offload, optimizer=share, params=share, gradients=share)]
-    for offload, stage, base, microbatches in itertools.product(hosts, stages, remats, parts):
+    for offload, stage, base, microbatches in itertools.product(hosts, stages, remats, microbatch_counts):
         yield (
             dataclasses.replace(base, zero_stage=stage, microbatches=microbatches, offload=offload),
             batch,
             (),
         )
-    least = frugal(spec, mesh)
-    one = dataclasses.replace(least, microbatches=1)
+    frugal_spec = frugal(spec, mesh)
+    single_microbatch = dataclasses.replace(frugal_spec, microbatches=1)
+    # One sequence per device is the smallest batch of this mesh.
     if shards < batch:
-        yield one, shards, ()
-    for base in (spec, dataclasses.replace(least, microbatches=parts[-1])):
+        yield single_microbatch, shards, ()
+    for base in (spec, dataclasses.replace(frugal_spec, microbatches=microbatch_counts[-1])):
         for state in smaller_states(job):
             yield base, batch, state
     for state, offload in itertools.product(smaller_states(job)[-1:], hosts):
-        yield dataclasses.replace(one, offload=offload), shards, state
+        yield dataclasses.replace(single_microbatch, offload=offload), shards, state
 
 
 def _offloads(job: Job) -> bool:
-    """True if optimizer state can be kept in the machine's host memory, which must be known, like its
-    link.
-    """
+    """True if optimizer state can be kept in host memory, whose size and link must be known."""
     machine = job.machine
     if machine is None or machine.host_memory_bytes is None or isinstance(job.optimizer, Muon):
         return False
+    # A CPU's memory is the host's, so nothing is gained there.
     linked = job.platform != "cpu" and machine.device.host.link_bytes_per_s is not None
     return linked and not job.layout.spec.offload.unified_memory
 
 
 def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
-    """The options with every `as_needed` share resolved, as a run with `limit` bytes per device resolves
-    them.
+    """The options with every `as_needed` share resolved, as a run with `limit` bytes resolves them.
 
     Raises:
       UserError: the run does not fit even with all of them on the host.
@@ -184,6 +196,7 @@ def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
     if not open_shares(spec):
         return spec
     assert job.machine is not None
+    # A machine with `limit` bytes makes the search resolve shares for it.
     machine = dataclasses.replace(
         job.machine, device=dataclasses.replace(job.machine.device, hbm_bytes=limit)
     )
@@ -191,5 +204,5 @@ def _resolved(job: Job, spec: LayoutSpec, limit: int) -> LayoutSpec:
 
 
 def _host_holds(job: Job, host_bytes: int) -> bool:
-    there = None if job.machine is None else job.machine.host_bytes_per_device
-    return there is None or host_bytes <= there
+    host_capacity = None if job.machine is None else job.machine.host_bytes_per_device
+    return host_capacity is None or host_bytes <= host_capacity

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from jtrain.layout.mesh import MeshSpec
 from jtrain.pipeline.spec import PipelineSpec
 from jtrain.plan.mesh_options import divisors, mesh_options
-from jtrain.plan.search import Point, SearchTask, search
+from jtrain.plan.search import search
+from jtrain.plan.search_task import Point, SearchTask
 
 SCHEDULES = (PipelineSpec("1f1b"), PipelineSpec("interleaved", chunks=2), PipelineSpec("zb-h1"))
 """Schedules that are tried: the least memory, a smaller bubble, and gradients of weights in place of the
@@ -33,9 +34,11 @@ def staged_meshes(task: SearchTask, *, chunks: int) -> Iterator[MeshSpec]:
     Each stage has whole hosts, or a whole number of stages is in each; `tensor` stays within the links.
     """
     machine = task.machine
+    # Within the links gathers are cheap, and stages only add a bubble.
     if machine.count <= machine.device.linked:
         return
     for stage in divisors(machine.count)[1:]:
+        # Each virtual stage needs a layer; larger divisors need more.
         if stage * chunks > task.job.model.num_layers:
             break
         yield from (
@@ -53,26 +56,28 @@ def search_with_stages(task: SearchTask, alone: Sequence[Point]) -> list[Point]:
     Args:
       alone: layouts without stages that fit, the fastest first.
     """
-    if alone and _waiting(alone[0]) < WAITING:
+    if alone and _waiting_share(alone[0]) < WAITING:
         return []
+    # Stages that are slower than the layout without them are not wanted.
     limit_s = alone[0].step_s if alone else math.inf
-    found = _with_schedule(task, SCHEDULES[0], None, limit_s)
-    promising = list(dict.fromkeys(point.mesh for point in found))[:_MESHES]
+    points = _with_schedule(task, SCHEDULES[0], None, limit_s)
+    # Points are sorted by time, so the first meshes are the best.
+    promising = list(dict.fromkeys(point.mesh for point in points))[:_MESHES]
     for pipeline in SCHEDULES[1:]:
-        found += _with_schedule(task, pipeline, promising, limit_s)
-    return sorted(found, key=lambda point: (point.step_s, point.plan.total_bytes))
+        points += _with_schedule(task, pipeline, promising, limit_s)
+    return sorted(points, key=lambda point: (point.step_s, point.plan.total_bytes))
 
 
 def _with_schedule(
-    task: SearchTask, pipeline: PipelineSpec, only: Sequence[MeshSpec] | None, limit_s: float
+    task: SearchTask, pipeline: PipelineSpec, allowed_meshes: Sequence[MeshSpec] | None, limit_s: float
 ) -> list[Point]:
     layout = dataclasses.replace(task.job.layout, pipeline_spec=pipeline)
     meshes = staged_meshes(task, chunks=pipeline.chunks)
-    wanted = (mesh for mesh in meshes if only is None or mesh in only)
-    return search(task.changed(layout=layout), wanted, limit_s=limit_s)
+    candidate_meshes = (mesh for mesh in meshes if allowed_meshes is None or mesh in allowed_meshes)
+    return search(task.changed(layout=layout), candidate_meshes, limit_s=limit_s)
 
 
-def _waiting(point: Point) -> float:
+def _waiting_share(point: Point) -> float:
     """Share of the step in which the layout waits for the network."""
     assert point.timed is not None
     return sum(row.exposed_s for row in point.timed.network) / point.timed.step_s

@@ -17,7 +17,7 @@ from jtrain.checkpoint.lost_history import check_history
 from jtrain.checkpoint.restoring import Restored
 from jtrain.config.resume import check_same_run, with_history
 from jtrain.config.run import Run
-from jtrain.plan.oom_report import explained
+from jtrain.plan.oom_report import explain_exhaustion
 from jtrain.plan.report.summary import plan_text
 from jtrain.runtime.exit_codes import DONE, STOPPED
 from jtrain.runtime.run_files import full_disk_named, write_run_files
@@ -91,7 +91,7 @@ def train(
         WorkdirLock(workdir, say=print_line) as lock,  # before anything in the workdir is written or removed
         # Errors of a full disk become one message, wherever they happen inside.
         full_disk_named(workdir),
-        explained(job, setup.optimizer, mesh, available=setup.memory_bytes),
+        explain_exhaustion(job, setup.optimizer, mesh, available=setup.memory_bytes),
         # Inside the lock: a save in flight ends before another run can have the workdir.
         Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order) as checkpoints,
         # Signals ask for a stop from here on: before, Ctrl-C ends the process at once.

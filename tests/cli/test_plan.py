@@ -23,7 +23,7 @@ from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.memory import MemoryPlan, memory
 from jtrain.plan.estimate.step_time import cost, step_time
 from jtrain.plan.from_run import plan_job
-from jtrain.plan.plan_check import check_good
+from jtrain.plan.plan_check import check_plan
 from jtrain.plan.report.plan_sheet import Sheet, classes, print_sheet, to_json
 from jtrain_kernels.device import from_name
 
@@ -380,12 +380,12 @@ def test_a_plan_that_the_compiler_contradicts_is_not_called_good(
         "argument_bytes", "temp_bytes", "host_argument_bytes", "peak_bytes", "compile_s",
     ]  # fmt: skip
     if good:
-        check_good(sheet, {})
+        check_plan(sheet, {})
     else:
         with pytest.raises(
             ValueError, match=r"not a good plan: the formula says [\d.]+ GiB .* more than 10% apart"
         ):
-            check_good(sheet, {})
+            check_plan(sheet, {})
 
 
 @pytest.mark.aot

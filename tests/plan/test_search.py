@@ -17,14 +17,8 @@ from jtrain.optim import AdamW, Muon
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.job import Job
 from jtrain.plan.nothing_fits import nearest_miss, no_point
-from jtrain.plan.search import (
-    SearchTask,
-    evaluate,
-    fits,
-    meshes,
-    resolve_as_needed,
-    search,
-)
+from jtrain.plan.search import meshes, resolve_as_needed, search
+from jtrain.plan.search_task import SearchTask, evaluate, fits
 from jtrain.plan.smaller_settings import smaller_states, with_state
 from jtrain.step.layout_choices import REMATS
 

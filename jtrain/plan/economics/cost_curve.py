@@ -14,7 +14,8 @@ from jtrain.plan.economics.failures import Failures, Uptime, save_seconds, uptim
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.step_time import Cost, StepTime, cost
 from jtrain.plan.from_run import search_task
-from jtrain.plan.search import Point, meshes, search
+from jtrain.plan.search import meshes, search
+from jtrain.plan.search_task import Point
 
 CARBON_G_PER_KWH = 473.0
 """CO2 of a kWh, in g: the world's mean of 2024 (Ember, Global Electricity Review 2025)."""
@@ -47,8 +48,10 @@ class CostRow:
 
     def to_json(self, carbon_g_per_kwh: float) -> dict[str, Any]:
         """The row as `--json` writes it; without figures where there is no cost."""
+        # `fits` tells a size that nothing fits from one that fails too often.
         if self.point is None or self.uptime is None or self.cost is None:
             return {"count": self.count, "fits": self.point is not None}
+        # None where the chip's power is not published.
         energy = self.cost.energy_j
         return {
             "count": self.count,
@@ -78,22 +81,27 @@ def cost_row(
       UserError: the machine lacks a figure that a prediction needs.
     """
     task = search_task(run, machine)
+    # One point is enough, and lets the search stop at the first slower group.
     points = search(task, meshes(task), keep=1)
     if not points:
         return CostRow(machine.count)
     point = points[0]
     assert point.timed is not None
     save_s = save_seconds(point.plan, machine, task.assume)
+    # The interval between saves is never longer than the run.
     steps = tokens // point.job.tokens
-    up = uptime(failures, devices=machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
-    if up.goodput < LEAST_GOODPUT:
-        return CostRow(machine.count, point, up)
-    spent = cost(point.timed, machine, tokens=tokens, goodput=up.goodput, usd_per_hour=usd_per_hour)
-    return CostRow(machine.count, point, up, spent)
+    run_uptime = uptime(failures, devices=machine.count, steps=steps, step_s=point.step_s, save_s=save_s)
+    # The cost would be divided by a goodput of nearly 0.
+    if run_uptime.goodput < LEAST_GOODPUT:
+        return CostRow(machine.count, point, run_uptime)
+    run_cost = cost(
+        point.timed, machine, tokens=tokens, goodput=run_uptime.goodput, usd_per_hour=usd_per_hour
+    )
+    return CostRow(machine.count, point, run_uptime, run_cost)
 
 
 @dataclasses.dataclass(frozen=True)
-class Compared:
+class ChipComparison:
     """Another chip beside the first, on as many devices; ratios are the other's by the first's.
 
     speed: tokens per second of wall time. cost: money per token. energy: joules per token; None if unknown.
@@ -105,22 +113,26 @@ class Compared:
     energy: float | None
 
 
-def compare(rows: Sequence[CostRow], others: Sequence[CostRow], *, price_ratio: float) -> list[Compared]:
+def compare(
+    rows: Sequence[CostRow], others: Sequence[CostRow], *, price_ratio: float
+) -> list[ChipComparison]:
     """Compares two curves over the same counts, where both have a layout.
 
     Args:
       price_ratio: price of the other device by that of the first.
     """
-    found: list[Compared] = []
-    for row, other in zip(rows, others, strict=True):
-        if row.cost is None or other.cost is None:
+    comparisons: list[ChipComparison] = []
+    for row, other_row in zip(rows, others, strict=True):
+        if row.cost is None or other_row.cost is None:
             continue
-        speed = row.cost.wall_s / other.cost.wall_s
+        # By wall time, so failures and saves count as well.
+        speed = row.cost.wall_s / other_row.cost.wall_s
         energy = None
-        if row.cost.energy_j is not None and other.cost.energy_j is not None:
-            energy = other.cost.energy_j / row.cost.energy_j
-        found.append(Compared(row.count, speed, price_ratio / speed, energy))
-    return found
+        if row.cost.energy_j is not None and other_row.cost.energy_j is not None:
+            energy = other_row.cost.energy_j / row.cost.energy_j
+        # Money per token: the price by the speed.
+        comparisons.append(ChipComparison(row.count, speed, price_ratio / speed, energy))
+    return comparisons
 
 
 def cheapest(rows: Sequence[CostRow]) -> CostRow | None:
@@ -145,5 +157,6 @@ def _days(row: CostRow) -> float:
 
 def mesh_text(settings: Mapping[str, object]) -> str:
     """The mesh and the ZeRO stage of a layout's settings in a few words, such as `data=64 zero=3`."""
+    # 5 is the length of "mesh.".
     axes = [f"{path[5:]}={size}" for path, size in settings.items() if path.startswith("mesh.") and size != 1]
     return " ".join([*axes, f"zero={settings['layout.zero_stage']}"])

@@ -1,5 +1,4 @@
-"""Goodput of a run on devices that fail, and the number of steps between checkpoints that makes it the
-largest.
+"""Goodput of a run on devices that fail, and the best number of steps between checkpoints.
 
 Every failure of one device ends the whole run: the work since the last checkpoint is done again, after a
 restart. A run saves after every `interval_s` of training, and each save stops training for `save_s`. With
@@ -80,11 +79,11 @@ def duration(seconds: float) -> str:
 
 
 def save_seconds(plan: MemoryPlan, machine: Machine, assume: Assumptions) -> float:
-    """Seconds for which a save stops training: the copy of parameters and optimizer state to the host's
-    memory.
+    """Seconds for which a save stops training: the copy of parameters and optimizer state to the host.
 
     They are written from there while training goes on. State that is on the host already needs no copy.
     """
+    # A slow link makes saves longer, so the assumption is on the safe side.
     link = machine.device.host.link_bytes_per_s or SLOWEST_HOST_LINK
     return (plan.parameters + plan.optimizer) / (link * assume.host_link)
 
@@ -104,9 +103,11 @@ def goodput(*, interval_s: float, save_s: float, restart_s: float, mtbf_s: float
       interval_s: seconds of training between two saves.
       mtbf_s: mean time between failures of all devices together.
     """
+    # exp of more than 709 overflows a float64.
     exponent = (interval_s + save_s) / mtbf_s
     if exponent + restart_s / mtbf_s > _LARGEST_EXPONENT:
         return 0.0
+    # expm1, because the exponent is small on reliable devices.
     return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(exponent))
 
 
@@ -118,6 +119,7 @@ def best_interval_s(save_s: float, mtbf_s: float) -> float:
     """
     if save_s >= 2 * mtbf_s:
         return mtbf_s
+    # Daly's series in powers of sqrt(save / 2M), to the second order.
     root = math.sqrt(save_s / (2 * mtbf_s))
     return math.sqrt(2 * save_s * mtbf_s) * (1 + root / 3 + root**2 / 9) - save_s
 
@@ -130,6 +132,9 @@ def uptime(failures: Failures, *, devices: int, steps: int, step_s: float, save_
     """
     save_s = save_s if failures.save_s is None else failures.save_s
     mtbf_s = failures.mtbf_hours * 3600 / devices
-    every = min(max(1, steps), max(1, round(best_interval_s(save_s, mtbf_s) / step_s)))
-    trains = goodput(interval_s=every * step_s, save_s=save_s, restart_s=failures.restart_s, mtbf_s=mtbf_s)
-    return Uptime(trains, every, mtbf_s, save_s, failures.restart_s)
+    # At least one step, and no more than the run has.
+    every_steps = min(max(1, steps), max(1, round(best_interval_s(save_s, mtbf_s) / step_s)))
+    trained_share = goodput(
+        interval_s=every_steps * step_s, save_s=save_s, restart_s=failures.restart_s, mtbf_s=mtbf_s
+    )
+    return Uptime(trained_share, every_steps, mtbf_s, save_s, failures.restart_s)

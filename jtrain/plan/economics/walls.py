@@ -1,5 +1,4 @@
-"""Walls of a training run that has to end in time: how large it can be before data movement or latency stops
-it.
+"""Walls of a training run that has to end in time: its size when data movement or latency stops it.
 
 A larger model needs more devices to finish in the same days, but its batch does not grow with them. Each
 device gets fewer tokens, pipelines get fewer microbatches and gradients less time to hide behind, until
@@ -59,6 +58,7 @@ class RunSize:
     @property
     def parameters(self) -> float:
         """Parameters, without embeddings."""
+        # flop = 6 N * tokens = 120 N^2, solved for N.
         return math.sqrt(self.flop / 6 / TOKENS_PER_PARAMETER)
 
     @property
@@ -69,6 +69,7 @@ class RunSize:
     @property
     def layers(self) -> float:
         """Layers, of 12 width^2 parameters each."""
+        # N = 12 layers * width^2 = 12 ASPECT^2 layers^3, solved for the layers.
         return (self.parameters / 12 / ASPECT**2) ** (1 / 3)
 
     @property
@@ -104,7 +105,7 @@ class Cluster:
 
 
 @dataclasses.dataclass(frozen=True)
-class Best:
+class BestLayout:
     """The fastest layout for a run.
 
     share: FLOP/s by those of its devices' matmuls alone. days: time of the whole run.
@@ -138,6 +139,7 @@ def collective_latency_s(device: DeviceSpec) -> float:
     Raises:
       UserError: no links join two devices, and the network between them is not published.
     """
+    # Two devices are the fewest, with the shortest ring.
     return ring(Machine(device, 2), {"tensor": 2}, ("tensor",)).latency_s("all-reduce")
 
 
@@ -147,11 +149,13 @@ def _bandwidths(device: DeviceSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     share = Assumptions().network_of(device)
 
     def along(axis: str, shape: dict[str, int]) -> float:
+        # No smaller than a domain, so that small shapes lie within the links.
         machine = Machine(device, max(device.linked, math.prod(shape.values())))
         return share * ring(machine, shape, (axis,)).bytes_per_s
 
     tensor = [along("tensor", {"tensor": int(t)}) for t in _TENSOR]
     data = [[along("data", {"data": int(d), "tensor": int(t)}) for d in _DATA] for t in _TENSOR]
+    # By the product of the inner axes: a stage's neighbour is that many devices away.
     inner = {
         n: along("stage", {"stage": 2, "tensor": n}) for n in {int(t * d) for t in _TENSOR for d in _DATA}
     }
@@ -159,11 +163,11 @@ def _bandwidths(device: DeviceSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]
     return np.array(tensor), np.array(data), np.array(stage)
 
 
-def best_layout(flop: float, cluster: Cluster, *, most_devices: int | None = None) -> Best | None:
+def best_layout(flop: float, cluster: Cluster, *, max_devices: int | None = None) -> BestLayout | None:
     """The layout that uses its devices best of those that end the run in time; None if none does.
 
     Args:
-      most_devices: devices of the cluster; None for as many as wanted. The data axis then need not be a power
+      max_devices: devices of the cluster; None for as many as wanted. The data axis then need not be a power
         of two.
 
     Raises:
@@ -175,11 +179,13 @@ def best_layout(flop: float, cluster: Cluster, *, most_devices: int | None = Non
     assert cluster.device.hbm_bytes_per_s is not None
     hbm = cluster.device.hbm_bytes_per_s * Assumptions().memory
     weights = 12 * shape.width**2  # of a layer
-    if most_devices is not None:
-        d = d * (most_devices / 2 ** math.floor(math.log2(most_devices)))
+    # Scales all sizes of the data axis, so that one of them uses every device.
+    if max_devices is not None:
+        d = d * (max_devices / 2 ** math.floor(math.log2(max_devices)))
     devices = t * d * p
+    # Of one replica and step; fractions are allowed, as in the whole model.
     microbatches = cluster.batch_tokens / d / b
-    here = shape.layers / p
+    stage_layers = shape.layers / p
 
     # Of a layer and microbatch, in both passes; the backward pass is twice the forward pass.
     compute = 6 * weights * b / t / cluster.flops
@@ -187,45 +193,49 @@ def best_layout(flop: float, cluster: Cluster, *, most_devices: int | None = Non
     sent = 8 * _BF16 * b * shape.width * (t - 1) / t / tensor_w.reshape(-1, 1, 1, 1, 1)
     latency = SERIAL * cluster.latency_s
     hops = np.where(p > 1, 2 * v * _BF16 * b * shape.width / t / stage_w[:, :, None, None, None], 0.0)
-    layers = here * (np.maximum(np.maximum(compute, memory), sent) + latency)
+    layers = stage_layers * (np.maximum(np.maximum(compute, memory), sent) + latency)
+    # A pipeline's fill and drain cost p - 1 chunks, each 1 / v of a stage.
     slots = microbatches + (p - 1) / v
+    # Sends between stages hide behind the layers, so the longer of the two counts.
     piped = slots * np.maximum(layers, hops)
-    gradients = 2 * _BF16 * weights * here / t * (d - 1) / d / data_w[:, :, None, None, None]
+    # Reduce-scatter and all-gather of the stage's weights, beside the whole step.
+    gradients = 2 * _BF16 * weights * stage_layers / t * (d - 1) / d / data_w[:, :, None, None, None]
     step = np.maximum(piped, gradients)
 
     wall_s = shape.tokens / cluster.batch_tokens * step
     share = 6 * shape.parameters * cluster.batch_tokens / (devices * cluster.flops * step)
-    possible = (p * v <= shape.layers) & (microbatches >= 1) & (t <= shape.width)
-    possible = possible & (wall_s <= cluster.seconds) & (devices <= (most_devices or math.inf))
-    score = np.where(possible, share, 0.0)
-    at = np.unravel_index(np.argmax(score), score.shape)
-    if not score[at]:
+    is_possible = (p * v <= shape.layers) & (microbatches >= 1) & (t <= shape.width)
+    is_possible = is_possible & (wall_s <= cluster.seconds) & (devices <= (max_devices or math.inf))
+    # 0 marks what is impossible; every possible share is above it.
+    score = np.where(is_possible, share, 0.0)
+    best_index = np.unravel_index(np.argmax(score), score.shape)
+    if not score[best_index]:
         return None
 
-    def here_at(values: np.ndarray) -> float:
-        return float(np.broadcast_to(values, score.shape)[at])
+    def at_best(values: np.ndarray) -> float:
+        return float(np.broadcast_to(values, score.shape)[best_index])
 
-    each = here_at(microbatches * here)
-    return Best(
+    layer_passes = at_best(microbatches * stage_layers)
+    return BestLayout(
         shape,
-        int(_TENSOR[at[0]]),
-        round(here_at(d)),
-        int(_STAGES[at[2]]),
-        float(score[at]),
-        here_at(wall_s) / SECONDS_PER_DAY,
+        int(_TENSOR[best_index[0]]),
+        round(at_best(d)),
+        int(_STAGES[best_index[2]]),
+        float(score[best_index]),
+        at_best(wall_s) / SECONDS_PER_DAY,
         {
-            "computation": each * here_at(compute),
-            "weights from memory": each * here_at(memory),
-            "tensor-parallel network": each * here_at(sent),
-            "activations between stages": here_at(microbatches * hops),
-            "gradients over the network": here_at(gradients),
-            "pipeline bubble": here_at((slots - microbatches) * np.maximum(layers, hops)),
-            "latency": each * latency,
+            "computation": layer_passes * at_best(compute),
+            "weights from memory": layer_passes * at_best(memory),
+            "tensor-parallel network": layer_passes * at_best(sent),
+            "activations between stages": at_best(microbatches * hops),
+            "gradients over the network": at_best(gradients),
+            "pipeline bubble": at_best((slots - microbatches) * np.maximum(layers, hops)),
+            "latency": layer_passes * latency,
         },
     )
 
 
-def data_wall(cluster: Cluster) -> Best | None:
+def data_wall(cluster: Cluster) -> BestLayout | None:
     """The largest run that still scales linearly; None if not even the smallest does.
 
     Raises:
@@ -234,22 +244,23 @@ def data_wall(cluster: Cluster) -> Best | None:
     return _largest(cluster, LINEAR, None)
 
 
-def largest_run(cluster: Cluster, devices: int) -> Best | None:
+def largest_run(cluster: Cluster, devices: int) -> BestLayout | None:
     """The largest run that this many devices end in time; None if not even the smallest."""
     return _largest(cluster, 0.0, devices)
 
 
-def _largest(cluster: Cluster, least_share: float, devices: int | None) -> Best | None:
+def _largest(cluster: Cluster, min_share: float, devices: int | None) -> BestLayout | None:
     """The largest run that some layout ends in time with at least this share of its devices' rate, to 1 %."""
-    low, high, found = 20.0, 40.0, None  # log10 of the FLOP
+    low, high, largest = 20.0, 40.0, None  # log10 of the FLOP
+    # 0.004 of log10 is 1 %.
     while high - low > 0.004:
         middle = (low + high) / 2
-        best = best_layout(10**middle, cluster, most_devices=devices)
-        if best is not None and best.share >= least_share:
-            low, found = middle, best
+        best = best_layout(10**middle, cluster, max_devices=devices)
+        if best is not None and best.share >= min_share:
+            low, largest = middle, best
         else:
             high = middle
-    return found
+    return largest
 
 
 def latency_wall(cluster: Cluster) -> RunSize:

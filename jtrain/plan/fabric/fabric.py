@@ -52,6 +52,7 @@ class Fabric:
     `device.host.network_bytes_per_s` is the line rate of a device's adapter, whatever the oversubscription.
     """
 
+    # Its `linked` is the size of a whole domain, which a small job need not fill.
     device: DeviceSpec
     count: int
     network: Network = Network()
@@ -59,6 +60,7 @@ class Fabric:
     @property
     def domain(self) -> int:
         """Devices of the job in one domain of direct links: an NVLink domain or a TPU slice."""
+        # A job smaller than the domain has no network.
         return min(self.device.linked, self.count)
 
     @property
@@ -69,11 +71,13 @@ class Fabric:
     @property
     def hosts(self) -> int:
         """Hosts of the job."""
+        # Rounded up: the last host may be used in part.
         return -(-self.count // self.device.host.devices)
 
     @property
     def rails(self) -> int:
         """Leaf switches that a host is connected to."""
+        # One leaf per adapter is the rail-optimised wiring of DGX SuperPOD.
         return self.network.rails or self.device.host.devices
 
     @property
@@ -81,6 +85,7 @@ class Fabric:
         """Rate of one device's links to its domain, one direction; infinite if the domain is one device."""
         if self.domain == 1:
             return math.inf
+        # `linked` > 1 without a rate is refused where machines are read.
         assert self.device.link_bytes_per_s is not None
         return self.device.link_bytes_per_s
 
@@ -89,6 +94,7 @@ class Fabric:
         """Line rate of one device's adapter; infinite within one domain."""
         if self.domains == 1:
             return math.inf
+        # `make_fabric` refuses several domains without it.
         assert self.device.host.network_bytes_per_s is not None
         return self.device.host.network_bytes_per_s
 
@@ -100,6 +106,7 @@ class Fabric:
     @property
     def uplinks(self) -> int:
         """Links of equal cost from a leaf to the spine."""
+        # As many uplinks, each as fast as an adapter, as oversubscription leaves.
         return self.network.uplinks or math.ceil(self.adapters_per_leaf / self.network.oversubscription)
 
     @property
@@ -123,12 +130,14 @@ def make_fabric(device: DeviceSpec, count: int, network: Network | None = None) 
     if count < 2:
         raise UserError(f"--count {count}: a collective has at least 2 devices.")
     fabric = Fabric(device, count, network or Network())
+    # Every algorithm here assumes domains of equally many devices.
     if count % fabric.domain:
         below = count - count % fabric.domain
         raise UserError(
             f"--count {count} is no whole number of domains: links join {fabric.domain} x {device.name}. Use "
             f"{below} or {below + fabric.domain}, or set links.devices in a file for --machine."
         )
+    # Each leaf takes the same number of a host's adapters.
     if device.host.devices % fabric.rails:
         raise UserError(
             f"network.rails={fabric.rails} does not divide the {device.host.devices} adapters of a host. Set "

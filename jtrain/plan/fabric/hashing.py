@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-NOTHING = 1e-30
+NEGLIGIBLE = 1e-30
 """Probability that is left out."""
 
 
@@ -28,12 +28,13 @@ def expected_max_load(flows: int, links: int, queue_pairs: int = 1) -> float:
     mean = balls / links
     log_mass = np.arange(balls + 1) * math.log(mean) - mean - _log_factorials(balls)
     mass = np.exp(log_mass)
-    least = int(np.argmax(mass > NOTHING))  # loads below have no part of the sum
+    lightest = int(np.argmax(mass > NEGLIGIBLE))  # loads below have no part of the sum
+    # The Poisson mass at `balls` of the sum, by which the coefficient is divided.
     total = math.exp(balls * math.log(balls) - balls - math.lgamma(balls + 1))
-    most = math.ceil(mean)
-    expected = float(most)  # some link has at least the mean
-    for limit in range(most, balls + 1):
-        at_most = _coefficient(mass[least : limit + 1], links, balls - links * least) / total
+    first_limit = math.ceil(mean)
+    expected = float(first_limit)  # some link has at least the mean
+    for limit in range(first_limit, balls + 1):
+        at_most = _coefficient(mass[lightest : limit + 1], links, balls - links * lightest) / total
         if at_most > 1 - 1e-9:
             break
         expected += 1 - max(0.0, at_most)
@@ -63,9 +64,9 @@ def effective_queue_pairs(
     return max(1, min(queue_pairs, math.floor(array_bytes / (channels * chunk_bytes))))
 
 
-def _log_factorials(most: int) -> np.ndarray:
+def _log_factorials(largest: int) -> np.ndarray:
     """Logarithms of 0! to most!."""
-    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, most + 1)))])
+    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, largest + 1)))])
 
 
 def _coefficient(polynomial: np.ndarray, power: int, index: int) -> float:

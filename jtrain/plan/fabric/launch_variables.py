@@ -1,6 +1,4 @@
-"""NCCL's environment variables that follow from a fabric, as lines of a shell script that launch scripts
-source.
-"""
+"""NCCL's environment variables that follow from a fabric, as lines of a shell script."""
 
 from collections.abc import Iterator
 
@@ -15,6 +13,7 @@ def choice_lines(kind: str, chosen: Estimate, size: str) -> Iterator[str]:
       kind: all-reduce, all-gather or reduce-scatter. size: of the array that the choice was made for, for the
         comment.
     """
+    # NCCL writes allreduce, allgather and reducescatter.
     function = kind.replace("-", "")
     yield f"# What NCCL's model chooses by itself for {size}; these lines hold for every size. NCCL 2.28 or newer."
     yield f"export NCCL_ALGO={function}:{chosen.algorithm.lower()}"
@@ -35,6 +34,7 @@ def network_lines(network: Network, queue_pairs: int | None) -> Iterator[str]:
     if network.traffic_class is not None:
         yield "# Traffic class of the lossless queue; receivers' clear-to-send messages want the first priority."
         yield f"export NCCL_IB_TC={network.traffic_class}"
+    # Only as a comment, because the lossless class is the site's own.
     elif network.routing == "hashed":
         yield "# export NCCL_IB_TC=...   # your lossless traffic class: network.traffic_class in the machine's file"
     if network.sharp:

@@ -1,5 +1,4 @@
-"""Channels that NCCL's search finds on hosts whose GPUs a switch of NVLink joins: how many, and how fast each
-is.
+"""Channels that NCCL's search finds on hosts with an NVSwitch: their number and the bandwidth of each.
 
 NCCL tries bandwidths of a channel in a fixed order and keeps those that give the most in total. GPU i's
 adapter is taken to be next to GPU i, as in DGX, HGX and NVL72 machines.
@@ -58,6 +57,7 @@ class Node:
 
     @property
     def _steps(self) -> tuple[float, ...]:
+        # Ampere has no row of its own: NCCL uses Volta's.
         table = published.STEPS_INSIDE if self.adapter is None else published.STEPS_BETWEEN
         return table.get(self.generation, table["volta"])
 
@@ -76,10 +76,11 @@ class Node:
         """
 
         def heads(step: float) -> int:
-            fits = self.gpus > 1 and (self.adapter is None or step <= self.adapter)
-            return min(math.floor(self.link / step) - 1, self.gpus, MAX_HEADS) if fits else 0
+            can_lead = self.gpus > 1 and (self.adapter is None or step <= self.adapter)
+            # A GPU heads one channel, where it sends twice as much: h heads take h + 1 steps of its links.
+            return min(math.floor(self.link / step) - 1, self.gpus, MAX_HEADS) if can_lead else 0
 
-        return _most(self._steps, heads)
+        return _widest(self._steps, heads)
 
     def _search(self, link: float) -> Channels:
         def channels(step: float) -> int:
@@ -89,25 +90,25 @@ class Node:
             )
             return min(over_links, over_adapters, MAX_SEARCHED)
 
+        # Without links the adapter alone bounds a channel.
         if self.gpus == 1:  # every byte goes over the adapter
             link = math.inf if self.adapter is None else self.adapter
-        return _most(self._steps, channels)
+        return _widest(self._steps, channels)
 
-    def _doubled(self, found: Channels) -> Channels:
-        """Splits fast channels in two, as NCCL does, but on Hopper and later only those of 50 GB/s, or
-        few.
-        """
-        late = self.generation in ("hopper", "blackwell")
-        if found.gb_per_s < 25 or (late and found.gb_per_s < 50 and found.count > 4):
-            return found
-        return Channels(min(2 * found.count, MAX_SEARCHED), found.gb_per_s / 2)
+    def _doubled(self, channels: Channels) -> Channels:
+        """Splits fast channels in two, as NCCL does; on Hopper and later only those of 50 GB/s, or few."""
+        is_late = self.generation in ("hopper", "blackwell")
+        if channels.gb_per_s < 25 or (is_late and channels.gb_per_s < 50 and channels.count > 4):
+            return channels
+        return Channels(min(2 * channels.count, MAX_SEARCHED), channels.gb_per_s / 2)
 
 
 SLOWEST = Channels(1, 0.1)
 """What NCCL goes on with where its search finds nothing: a network below 1 Gbit/s per GPU."""
 
 
-def _most(steps: Sequence[float], count: Callable[[float], int]) -> Channels:
+def _widest(steps: Sequence[float], count: Callable[[float], int]) -> Channels:
     """The fastest step of those whose channels have the most bandwidth together."""
-    found = [Channels(count(step), step) for step in steps if count(step) > 0]
-    return max(found, key=lambda channels: channels.total, default=SLOWEST)
+    # `max` takes the first of equals, so of equal totals the fastest step wins.
+    options = [Channels(count(step), step) for step in steps if count(step) > 0]
+    return max(options, key=lambda channels: channels.total, default=SLOWEST)

@@ -1,5 +1,4 @@
-"""Constants of NCCL's tuning model: `src/tuning/` of NCCL 2.31 (commit 1fc949c5), `src/graph/search.cc` and
-`topo.h`.
+"""Constants of NCCL's tuning model: NCCL 2.31 (1fc949c5), `src/tuning/`, `graph/search.cc`, `topo.h`.
 
 For GPUs before Blackwell, 2.28.3 has the same constants but one: a hop of NVLSTree between hosts took 14 us
 there. Latencies are in microseconds, bandwidths in GB/s (1e9 bytes). Protocols stand in the order of
@@ -22,6 +21,7 @@ BASE_US: dict[Algorithm, tuple[float, float, float]] = {
     "NVLSTree": (0.0, 0.0, 0.0),
     "PAT": (8.0, 8.0, 8.0),
 }
+# NVLS has no base of its own: its hop below has all of its latency.
 """Latency of an algorithm before its first hop."""
 
 LINK_US: dict[Algorithm, tuple[float, float, float]] = {
@@ -87,6 +87,7 @@ NVLS_TREE_GB_PER_S = {
 }
 """Largest bandwidth of a channel of NVLSTree, on one, two and more hosts."""
 
+# Of NVLS only the protocol Simple exists, so the constants of LL and LL128 above are 0.
 NVLS_EFFICIENCY = {"volta": 0.0, "ampere": 0.0, "hopper": 0.85, "blackwell": 0.74}
 """Fraction of NVLink's bandwidth that reductions in the NVSwitch reach; 0 where a chip has none."""
 

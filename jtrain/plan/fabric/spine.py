@@ -1,5 +1,4 @@
-"""Share of the adapters' rate that the spine leaves: oversubscription, and hash collisions on a leaf's
-uplinks.
+"""Share of the adapters' rate that the spine leaves: oversubscription and hash collisions on uplinks.
 
 The slowest flow decides: every device waits for the last. Flows are the connections of one leaf's adapters
 that leave it. A ring whose hosts come leaf by leaf leaves a leaf once per adapter of one host; hosts in any
@@ -35,12 +34,14 @@ class SpineTraffic:
         """Expected load of the fullest uplink, in flows."""
         if not self.flows:
             return 0.0
+        # Routing by load keeps the uplinks even.
         if not self.hashed:
             return self.flows / self.links
         return expected_max_load(self.flows, self.links, queue_pairs)
 
     def slowdown(self, queue_pairs: int = 1) -> float:
         """Factor by which the flows take longer than at line rate; at least 1."""
+        # An uplink with room to spare makes no flow faster than its adapter.
         return max(1.0, self.max_load(queue_pairs) * self.demand)
 
 
@@ -53,32 +54,34 @@ def spine_traffic(fabric: Fabric, kind: CollectiveKind, *, connections: int, sca
     """
     network, hosts = fabric.network, fabric.hosts
     hashed, links = network.routing == "hashed", fabric.uplinks
+    # All hosts are under one leaf of each rail, so nothing crosses the spine.
     if fabric.domains == 1 or hosts <= network.hosts_per_leaf:
         return SpineTraffic(0, links, 0.0, hashed)
-    of_adapter = fabric.adapter_bytes_per_s / fabric.uplink_bytes_per_s  # an adapter's rate by an uplink's
+    adapter_demand = (
+        fabric.adapter_bytes_per_s / fabric.uplink_bytes_per_s
+    )  # an adapter's rate by an uplink's
     per_host = fabric.device.host.devices // fabric.rails
     if kind == "all-to-all":
         peers = hosts - network.hosts_per_leaf  # of the same rail, under other leaves
-        return SpineTraffic(fabric.adapters_per_leaf * peers, links, of_adapter / (hosts - 1), hashed)
+        return SpineTraffic(fabric.adapters_per_leaf * peers, links, adapter_demand / (hosts - 1), hashed)
     adapters = fabric.adapters_per_leaf if scattered else per_host
-    return SpineTraffic(adapters * connections, links, of_adapter / connections, hashed)
+    return SpineTraffic(adapters * connections, links, adapter_demand / connections, hashed)
 
 
 SETTINGS = (1, 2, 4, 8, 16, 32)
 """Values of `NCCL_IB_QPS_PER_CONNECTION` that are compared; NCCL takes 1 to 128."""
 
-WORTH = 0.1
+MIN_GAIN = 0.1
 """Gain by which twice as many queue pairs must be faster to be advised: each takes memory and time of its
 adapter."""
 
 
-def advised_queue_pairs(traffic: SpineTraffic, *, most: int) -> int:
-    """The fewest queue pairs per connection after which doubling them gains less than 10 %, at most
-    `most`.
-    """
-    for fewer, more in itertools.pairwise(SETTINGS):
-        if more > most or traffic.slowdown(fewer) / traffic.slowdown(more) < 1 + WORTH:
-            return fewer
+def advised_queue_pairs(traffic: SpineTraffic, *, limit: int) -> int:
+    """The fewest queue pairs per connection, up to `limit`, whose doubling gains less than 10 %."""
+    for queue_pairs, doubled in itertools.pairwise(SETTINGS):
+        # Past `limit` there are no messages for more queue pairs.
+        if doubled > limit or traffic.slowdown(queue_pairs) / traffic.slowdown(doubled) < 1 + MIN_GAIN:
+            return queue_pairs
     return SETTINGS[-1]
 
 
@@ -106,11 +109,12 @@ them."""
 
 def incast(senders: int, message_bytes: float, buffer_bytes: float | None) -> Incast:
     """Backlog where `senders` send a message each to one port at its line rate, at the same moment."""
-    waiting = max(0, senders - 1)
-    admitted = waiting * min(message_bytes, NCCL_WINDOW)
-    window = None if buffer_bytes is None else buffer_bytes / waiting if waiting else math.inf
+    queued_senders = max(0, senders - 1)
+    # Receivers admit one window per sender, however long its message.
+    admitted = queued_senders * min(message_bytes, NCCL_WINDOW)
+    window = None if buffer_bytes is None else buffer_bytes / queued_senders if queued_senders else math.inf
     overflows = None if buffer_bytes is None else admitted > buffer_bytes
-    return Incast(senders, waiting * message_bytes, admitted, window, overflows)
+    return Incast(senders, queued_senders * message_bytes, admitted, window, overflows)
 
 
 def senders_to_one(kind: CollectiveKind, algorithm: str, domains: int) -> int:

@@ -12,11 +12,13 @@ def torus_ring(dims: int, slice_devices: int, group: int) -> tuple[float, float]
     A group lies along some of the slice's dimensions, at least one. Slices below a cube of 4 x 4 x 4, or 16 x
     16, have no wrap-around, which halves a ring's bandwidth. Source: scaling book, part 2.
     """
-    there = max(1, min(dims, int(math.log2(slice_devices))))
-    used = max(1.0, there * math.log(group) / math.log(slice_devices))
+    slice_dims = max(1, min(dims, int(math.log2(slice_devices))))
+    # In logarithms, because a group takes its part of the slice's factors of two.
+    group_dims = max(1.0, slice_dims * math.log(group) / math.log(slice_devices))
+    # A cube of 4 x 4 x 4, or 16 x 16 chips.
     wraps = slice_devices >= (64 if dims == 3 else 256)
-    side = group ** (1 / used)
-    return used / dims * (1.0 if wraps else 0.5), used * (side / 2 if wraps else side - 1)
+    side = group ** (1 / group_dims)
+    return group_dims / dims * (1.0 if wraps else 0.5), group_dims * (side / 2 if wraps else side - 1)
 
 
 def exchange_share(dims: int, slice_devices: int, group: int) -> float:
@@ -27,6 +29,6 @@ def exchange_share(dims: int, slice_devices: int, group: int) -> float:
     Rings have at least 4 devices, because slices with wrap-around are built of cubes of 4 x 4 x 4.
     """
     wraps = slice_devices >= (64 if dims == 3 else 256)
-    used = max(1, min(dims, int(math.log2(group))))
-    side = group ** (1 / used)
+    group_dims = max(1, min(dims, int(math.log2(group))))
+    side = group ** (1 / group_dims)
     return 4 / max(4.0, side) / dims if wraps else 2 / side / dims

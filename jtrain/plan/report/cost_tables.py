@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from jtrain.plan.economics.cost_curve import (
-    Compared,
+    ChipComparison,
     CostRow,
     cheapest,
     fastest,
@@ -21,6 +21,7 @@ def print_curve(
 ) -> None:
     """Prints a row per number of devices, the best ones, and what is assumed."""
     priced = any(row.cost is not None and row.cost.usd is not None for row in rows)
+    # The cells come from the same JSON as `--json`, so that the two cannot differ.
     table = curve_table(title, rows, Facts({"curve": [row.to_json(carbon_g_per_kwh) for row in rows]}))
     print_blocks([table, *_best(rows, device), *_assumed(rows, device, failures, carbon_g_per_kwh, priced)])
 
@@ -32,28 +33,34 @@ def curve_table(title: str, rows: Sequence[CostRow], facts: Facts) -> Table:
       facts: has the rows' JSON as `curve`.
     """
     costs = [row.cost for row in rows if row.cost is not None]
+    # Without a price, device hours stand in for money.
     priced = any(cost.usd is not None for cost in costs)
-    names = ["step s", "MFU", "goodput", "steps/save", "days", "$" if priced else "device h"]
+    headings = ["step s", "MFU", "goodput", "steps/save", "days", "$" if priced else "device h"]
+    # All rows are of one chip, so one row with energy means that all have it.
     powered = any(cost.energy_j is not None for cost in costs)
-    names += ["MWh", "J/token", "t CO2"] if powered else []
+    headings += ["MWh", "J/token", "t CO2"] if powered else []
+    # None if no row has a cost; then no row is bold.
     best = cheapest(rows)
-    table = Table(title, words("devices", "layout") + numbers(*names), css="many")
+    table = Table(title, words("devices", "layout") + numbers(*headings), css="many")
     for index, row in enumerate(rows):
-        at = f"curve.{index}"
-        count = facts.cell(f"{at}.count", "{:,}".format)
+        path = f"curve.{index}"
+        count = facts.cell(f"{path}.count", "{:,}".format)
+        # A row with no figures, so that a gap in the curve has its reason.
         if row.point is None or row.cost is None:
             table.add(count, "nothing fits" if row.point is None else "fails too often")
             continue
         cells = [
-            facts.cell(f"{at}.step_s", "{:,.3g}".format),
-            facts.cell(f"{at}.mfu", share),
-            facts.cell(f"{at}.goodput", share),
-            facts.cell(f"{at}.checkpoint_every_steps", "{:,}".format),
-            facts.cell(f"{at}.days", "{:,.4g}".format),
-            facts.cell(f"{at}.{'usd' if priced else 'device_hours'}", short),
+            facts.cell(f"{path}.step_s", "{:,.3g}".format),
+            facts.cell(f"{path}.mfu", share),
+            facts.cell(f"{path}.goodput", share),
+            facts.cell(f"{path}.checkpoint_every_steps", "{:,}".format),
+            facts.cell(f"{path}.days", "{:,.4g}".format),
+            facts.cell(f"{path}.{'usd' if priced else 'device_hours'}", short),
         ]
         if powered:
-            cells += [facts.cell(f"{at}.{name}", short) for name in ("mwh", "joules_per_token", "co2_tonnes")]
+            cells += [
+                facts.cell(f"{path}.{name}", short) for name in ("mwh", "joules_per_token", "co2_tonnes")
+            ]
         table.add(count, mesh_text(row.point.settings), *cells, bold=row is best)
     return table
 
@@ -81,6 +88,7 @@ def _assumed(
         f"network, a restart takes {failures.restart_s:,.0f} s; no other lost time (data, evaluation, "
         "maintenance)"
     ]
+    # A save time that the user gave needs no assumption about the link.
     if failures.save_s is None and device.host.link_bytes_per_s is None:
         lines.append(assumed_link(device))
     if not priced:
@@ -95,6 +103,7 @@ def _assumed(
             f"energy and CO2 unknown: the power of a {device.name} is not published. Set chip.power_w in a "
             "--machine FILE"
         )
+    # The curve has no room for the reason, which a search prints.
     if any(row.point is None for row in rows):
         lines.append(
             "nothing fits: `jtrain plan --config=NAME --count N --search` says by how much, and what would "
@@ -104,20 +113,24 @@ def _assumed(
 
 
 def print_comparison(
-    name: str, other: str, compared: Sequence[Compared], rows: Sequence[CostRow], *, price_ratio: float
+    name: str, other: str, compared: Sequence[ChipComparison], rows: Sequence[CostRow], *, price_ratio: float
 ) -> None:
     """Prints how much faster, dearer and hungrier another chip is than the first one."""
     title = f"{other} at {price_ratio:g} times the price of {name}, by {name}"
     table = Table(
         title, words("devices", "layout") + numbers("step s", "speed", "$ per token", "J per token")
     )
+    # `compared` leaves out the counts where either chip has no layout.
     by_count = {row.count: row for row in rows}
-    for one in compared:
-        row = by_count[one.count]
+    for comparison in compared:
+        row = by_count[comparison.count]
         assert row.point is not None
-        energy = "-" if one.energy is None else f"{one.energy:.2f}x"
-        cells = [f"{row.timed.step_s:,.3g}", f"{one.speed:.2f}x", f"{one.cost:.2f}x", energy]
-        table.add(f"{one.count:,}", mesh_text(row.point.settings), *cells)
-    listed = ", ".join(f"{one.count:,}" for one in compared if one.cost < 1)
-    verdict = f"cheaper per token on {listed} x {other}" if listed else "never cheaper per token"
+        energy = "-" if comparison.energy is None else f"{comparison.energy:.2f}x"
+        cells = [f"{row.timed.step_s:,.3g}", f"{comparison.speed:.2f}x", f"{comparison.cost:.2f}x", energy]
+        table.add(f"{comparison.count:,}", mesh_text(row.point.settings), *cells)
+    # Below 1 the other chip is cheaper.
+    cheaper_counts = ", ".join(f"{comparison.count:,}" for comparison in compared if comparison.cost < 1)
+    verdict = (
+        f"cheaper per token on {cheaper_counts} x {other}" if cheaper_counts else "never cheaper per token"
+    )
     print_blocks([table, f"{other} pays where it is over {price_ratio:g} times as fast: {verdict}"])

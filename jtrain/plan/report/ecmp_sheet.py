@@ -38,9 +38,7 @@ class LinkLoad:
 
 @dataclasses.dataclass(frozen=True)
 class EcmpSheet:
-    """Loads of links with each number of queue pairs; `timed` is the all-reduce that sends the flows, if one
-    does.
-    """
+    """Loads of links with each number of queue pairs; `timed` is the all-reduce that sends the flows."""
 
     traffic: SpineTraffic
     timed: NetworkSheet | None
@@ -53,15 +51,20 @@ class EcmpSheet:
 
     def _row(self, queue_pairs: int) -> LinkLoad:
         flows, links, timed = self.traffic.flows, self.traffic.links, self.timed
+        # A queue pair without a message carries no flow.
         used = queue_pairs if timed is None else min(queue_pairs, timed.messages)
+        # The simulation beside it is a check of this number.
         exact = self.traffic.max_load(used)
+        # `us` limits the queue pairs to the messages by itself.
         us = None if timed is None else timed.us(queue_pairs)
         return LinkLoad(
             queue_pairs,
             used,
             simulated_max_load(flows, links, used, trials=self.trials, seed=self.seed),
             exact,
+            # An even spread would put flows / links on every link.
             flows / links / exact,
+            # By the load with one queue pair.
             self.traffic.max_load() / exact,
             us,
             None if timed is None or us is None else timed.us() / us,
@@ -70,6 +73,7 @@ class EcmpSheet:
 
 def topology_of(flows: int, links: int) -> SpineTraffic:
     """Flows over links that have just the rate which all flows need together."""
+    # Demand by one link's rate: all flows together need all links.
     return SpineTraffic(flows, links, links / flows, hashed=True)
 
 
@@ -87,6 +91,7 @@ def print_ecmp(sheet: EcmpSheet) -> None:
             f"{row.of_even:.0%}",
             f"{row.speed:.2f}",
         ]
+        # Without a machine there is no all-reduce to time.
         if row.us is not None:
             cells += [milliseconds(row.us), f"{row.faster:.2f}"]
         table.add(str(row.queue_pairs), *cells)
@@ -106,6 +111,7 @@ def print_ecmp(sheet: EcmpSheet) -> None:
             "of this model."
         )
         print_blocks([gain, incast_line(timed)])
+        # Not through `print_blocks`, which would wrap lines of the script.
         print(shell_text(timed), end="")
 
 

@@ -1,6 +1,4 @@
-"""Loads of a step on a machine's interconnects: links between devices, the network beyond, links to host
-memory.
-"""
+"""Loads of a step on the links between devices, on the network, and on the links to host memory."""
 
 import dataclasses
 
@@ -37,17 +35,26 @@ def loads(job: Job, timed: StepTime) -> tuple[Load, Load, Load]:
     spec, efficiency = machine.device, assume.network_of(machine.device)
     sent = {LINKS: 0.0, NETWORK: 0.0}
     busy = {LINKS: 0.0, NETWORK: 0.0}
-    for one in collectives(job):
-        over = ring(machine, mesh, one.axes, None if one.kind == "collective-permute" else one.group)
-        inside = -(-over.devices // over.hosts)
-        took = seconds(one, machine, mesh, efficiency=efficiency)
-        if inside > 1:
-            sent[LINKS] += one.wire_bytes
-            busy[LINKS] += took
-        if over.hosts > 1:
-            sent[NETWORK] += one.wire_bytes / inside
-            busy[NETWORK] += took
+    for collective in collectives(job):
+        # A permute has no group, so its ring is found by its axes alone.
+        group_ring = ring(
+            machine,
+            mesh,
+            collective.axes,
+            None if collective.kind == "collective-permute" else collective.group,
+        )
+        # Rounded up: hosts of a group may hold unequal numbers.
+        devices_per_host = -(-group_ring.devices // group_ring.hosts)
+        collective_s = seconds(collective, machine, mesh, efficiency=efficiency)
+        if devices_per_host > 1:
+            sent[LINKS] += collective.wire_bytes
+            busy[LINKS] += collective_s
+        # A ring enters a host once, so its devices share what crosses the network.
+        if group_ring.hosts > 1:
+            sent[NETWORK] += collective.wire_bytes / devices_per_host
+            busy[NETWORK] += collective_s
     host = spec.host
+    # Back from seconds to bytes, with the rate that the planner divided by.
     copied = (
         0 if host.link_bytes_per_s is None else timed.host_copy_s * host.link_bytes_per_s * assume.host_link
     )

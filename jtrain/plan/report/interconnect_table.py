@@ -1,5 +1,4 @@
-"""The survey's table III: a 12B model fine-tuned on 16 GPUs over 10 GbE and over InfiniBand, predicted from a
-config.
+"""The survey's table III: a 12B fine-tune on 16 GPUs over 10 GbE and over InfiniBand, predicted.
 
 Published: 39.8 s and 4.45 s a step (H. Zhu, Network and storage benchmarks for LLM training on the cloud,
   2025). The
@@ -74,6 +73,7 @@ def configurations() -> list[Configuration]:
     strategies = [
         Configuration(stage, dtype, shape) for stage in stages for dtype in dtypes for shape in shapes
     ]
+    # The stated configuration stands first in the table.
     assert strategies[0] == STATED
     return strategies + [dataclasses.replace(STATED, seq_len=length) for length in OTHER_LENGTHS]
 
@@ -96,7 +96,9 @@ def job_of(configuration: Configuration, host_gbit_per_s: float) -> Job:
     Args:
       host_gbit_per_s: of all adapters of one host.
     """
+    # Above 1 for hierarchical collectives: 15/16 by 1/2.
     faster = _CROSSES["flat"] / _CROSSES[configuration.collectives]
+    # Gbit/s of a host become bytes/s of one device.
     machine = make_machine(DEVICE, _GPUS, network_bytes_per_s=host_gbit_per_s * 1e9 / 8 / PER_HOST * faster)
     layout = make_layout(
         LayoutSpec(zero_stage=configuration.zero_stage, remat="full"),
@@ -108,18 +110,18 @@ def job_of(configuration: Configuration, host_gbit_per_s: float) -> Job:
 
 
 def row_of(configuration: Configuration) -> dict[str, Any]:
-    """Bytes per device and predicted seconds of a configuration, with the errors against the published
-    steps.
-    """
+    """Bytes per device and predicted seconds of a configuration, with the errors against the source."""
     jobs = {name: job_of(configuration, speed) for name, speed in HOST_GBIT_PER_S.items()}
     plans = {name: memory(job) for name, job in jobs.items()}
     took = {name: step_time(job, plans[name]).step_s for name, job in jobs.items()}
+    # The network changes no bytes, so both plans have the same.
     [device_bytes] = {plan.total_bytes for plan in plans.values()}
     return {
         **dataclasses.asdict(configuration),
         "stated": configuration == STATED,
         "device_bytes": device_bytes,
         "step_s": took,
+        # Relative to the published step, positive where the prediction is slower.
         "error": {name: seconds / PUBLISHED_S[name] - 1 for name, seconds in took.items()},
     }
 
@@ -129,7 +131,7 @@ def table_3() -> list[dict[str, Any]]:
     return [row_of(configuration) for configuration in configurations()]
 
 
-def printed(rows: Sequence[dict[str, Any]]) -> Table:
+def render_table_3(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows as a table."""
     published = ", ".join(f"{seconds:g} s" for seconds in PUBLISHED_S.values())
     by_network = [
@@ -142,6 +144,7 @@ def printed(rows: Sequence[dict[str, Any]]) -> Table:
         "depends on it",
         words("strategy", "reductions", "collectives", "tokens") + numbers("GiB", *by_network),
     )
+    # A row that does not fit is kept, and marked.
     hbm_bytes = make_machine(DEVICE, 1).hbm_bytes
     for row in rows:
         cells = [gib(row["device_bytes"]) + ("" if row["device_bytes"] <= hbm_bytes else " (over)")]

@@ -9,10 +9,10 @@ from typing import Any
 from jtrain.config import tree
 from jtrain.errors import UserError
 from jtrain.plan.estimate.machine import Machine
-from jtrain.plan.report.plan_sheet import Measured
+from jtrain.plan.report.plan_sheet import RunMeasurements
 from jtrain_kernels.device import known
 
-_SAME = (
+_COMPARED_PREFIXES = (
     "model.",
     "mesh.",
     "layout.",
@@ -25,7 +25,7 @@ _SAME = (
 """Beginnings of the config fields that decide how long a step takes."""
 
 
-def measured(workdir: Path, planned: Mapping[str, str], machine: Machine) -> Measured:
+def read_measurements(workdir: Path, planned: Mapping[str, str], machine: Machine) -> RunMeasurements:
     """Measurements of the run in a workdir: its peak memory and its median step.
 
     Args:
@@ -38,16 +38,18 @@ def measured(workdir: Path, planned: Mapping[str, str], machine: Machine) -> Mea
     file = workdir / "metrics.jsonl"
     if not file.is_file():
         raise UserError(f"--calibrate {workdir}: there is no {file}. Give the workdir of a run.")
-    if (text := workdir / "config.txt").is_file():
-        _check_same(workdir, tree.parse(text.read_text()), planned)
-    if (facts := workdir / "run.json").is_file():
-        _check_machine(workdir, json.loads(facts.read_text())["devices"], machine)
+    # Workdirs without either file are taken as they are.
+    if (config_file := workdir / "config.txt").is_file():
+        _check_same(workdir, tree.parse(config_file.read_text()), planned)
+    if (facts_file := workdir / "run.json").is_file():
+        _check_machine(workdir, json.loads(facts_file.read_text())["devices"], machine)
     try:
         # A line without a newline is still being written.
-        whole = [
+        records = [
             json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")
         ]
-        lines = [line for line in whole if "step_time_ms" in line]
+        lines = [line for line in records if "step_time_ms" in line]
+        # None where the device does not report its memory.
         peaks = [peak for line in lines if (peak := line["device_memory_peak_gib"]) is not None]
     except (json.JSONDecodeError, KeyError) as error:
         raise UserError(
@@ -55,15 +57,16 @@ def measured(workdir: Path, planned: Mapping[str, str], machine: Machine) -> Mea
         ) from error
     if not lines:
         raise UserError(f"--calibrate {workdir}: {file} holds no train step yet. Let the run log one.")
-    return Measured(
+    return RunMeasurements(
         str(workdir),
         peak_bytes=int(max(peaks) * 2**30) if peaks else None,
+        # The median, because a few slow steps must not move it.
         step_s=statistics.median(line["step_time_ms"] for line in lines) / 1e3,
         tokens_per_s=statistics.median(line["tokens_per_s"] for line in lines),
     )
 
 
-def _check_same(workdir: Path, there: Mapping[str, str], here: Mapping[str, str]) -> None:
+def _check_same(workdir: Path, run_config: Mapping[str, str], planned: Mapping[str, str]) -> None:
     """Refuses a workdir whose run has another model, batch or layout.
 
     Raises:
@@ -71,28 +74,27 @@ def _check_same(workdir: Path, there: Mapping[str, str], here: Mapping[str, str]
     """
     chosen = (
         "layout.auto",
-        *(path for path, text in here.items() if "as_needed" in text),
+        *(path for path, text in planned.items() if "as_needed" in text),
     )  # chosen by the plan
-    paths = [path for path in here if path.startswith(_SAME) and path not in chosen]
-    other = [
-        f"{path}={there.get(path)} there, {here[path]} here"
+    paths = [path for path in planned if path.startswith(_COMPARED_PREFIXES) and path not in chosen]
+    differences = [
+        f"{path}={run_config.get(path)} there, {planned[path]} here"
         for path in paths
-        if there.get(path) != here[path]
+        if run_config.get(path) != planned[path]
     ]
-    if other:
+    if differences:
         raise UserError(
-            f"--calibrate {workdir} is of another run: {'; '.join(other[:3])}. Plan that run's config."
+            f"--calibrate {workdir} is of another run: {'; '.join(differences[:3])}. Plan that run's config."
         )
 
 
-def _check_machine(workdir: Path, there: Mapping[str, Any], machine: Machine) -> None:
-    """Refuses a run on other devices; a chip that only a --machine file knows is not compared, but its number
-    is.
-    """
+def _check_machine(workdir: Path, run_devices: Mapping[str, Any], machine: Machine) -> None:
+    """Refuses a run on other devices; of a chip known only to a --machine file it compares the number."""
     chip = machine.device
-    other = chip.name in known() and chip.kind not in there["kind"]
-    if other or there["count"] != machine.count:
+    # The name in a machine's file may be the user's own.
+    is_other_chip = chip.name in known() and chip.kind not in run_devices["kind"]
+    if is_other_chip or run_devices["count"] != machine.count:
         raise UserError(
-            f"--calibrate {workdir}: that run was on {there['count']} x {there['kind']}, and {machine} are "
+            f"--calibrate {workdir}: that run was on {run_devices['count']} x {run_devices['kind']}, and {machine} are "
             "planned. Give the run's --device and --count."
         )

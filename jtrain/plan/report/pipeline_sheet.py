@@ -20,12 +20,12 @@ from jtrain.report.table import Table, numbers, words
 from jtrain.report.terminal import print_blocks
 
 if TYPE_CHECKING:
-    from jtrain.plan.pipeline_choice import Planned  # it imports jax, which takes seconds
-    from jtrain.plan.search import Point
+    from jtrain.plan.pipeline_choice import PipelinePlan  # it imports jax, which takes seconds
+    from jtrain.plan.search_task import Point
 
 
 @dataclasses.dataclass(frozen=True)
-class Shown:
+class ScheduleView:
     """A schedule with everything that is shown of it.
 
     costs: times of a chunk's operations. flow: its timeline under the dataflow clock.
@@ -42,7 +42,7 @@ class Shown:
     point: "Point | None" = None
 
 
-def show(schedule: PipelineSchedule, times: tuple[float, float, float]) -> Shown:
+def show(schedule: PipelineSchedule, times: tuple[float, float, float]) -> ScheduleView:
     """Checks and simulates a schedule, in its best packing.
 
     Args:
@@ -53,12 +53,13 @@ def show(schedule: PipelineSchedule, times: tuple[float, float, float]) -> Shown
     """
     program = check(schedule)
     costs = equal_costs(schedule, *times)
+    # Only counts ticks: building them for every packing takes longer.
     counts = shortest(lambda packing: count_ticks(pack(schedule, packing)), *times)
     ticks = make_ticks(schedule, counts.packing)
-    return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, counts.bubble(*times))
+    return ScheduleView(schedule, program, costs, dataflow(schedule, costs), ticks, counts.bubble(*times))
 
 
-def show_planned(schedule: PipelineSchedule, planned: "Planned") -> Shown:
+def show_planned(schedule: PipelineSchedule, planned: "PipelinePlan") -> ScheduleView:
     """Checks a schedule and simulates it with the costs of a plan, in the packing that the run would have.
 
     Raises:
@@ -66,107 +67,114 @@ def show_planned(schedule: PipelineSchedule, planned: "Planned") -> Shown:
     """
     from jtrain.step.pipeline_ticks import ticks_of  # imported here because it imports jax
 
+    # Checked before the plan, whose errors are about the config.
     program, point = check(schedule), planned.point(schedule)
     assert point.timed is not None
     costs, ticks = point.timed.costs, ticks_of(point.job.layout)
     assert costs is not None
+    # Of one worker: every chunk runs each microbatch once.
     busy_s = (
         schedule.microbatches * schedule.chunks * (costs.forward[0] + costs.by_input[0] + costs.by_weight[0])
     )
+    # A fraction of the pipeline's time, without the network's waits.
     bubble = point.timed.bubble_s / (point.timed.bubble_s + busy_s)
-    return Shown(schedule, program, costs, dataflow(schedule, costs), ticks, bubble, point)
+    return ScheduleView(schedule, program, costs, dataflow(schedule, costs), ticks, bubble, point)
 
 
-def to_json(shown: Shown) -> dict[str, Any]:
-    """The object that `--json` writes: the bubble of stages on their own, and per worker the peak and the
-    instructions.
+def to_json(view: ScheduleView) -> dict[str, Any]:
+    """The object that `--json` writes: bubble of stages on their own, peak and instructions per worker.
 
     A peak is the most chunks and microbatches in flight: past F and before their last backward pass.
     """
     return {
-        "bubble": shown.flow.bubble,
-        "peak_buffers": list(shown.flow.peaks),
-        "instructions": [[str(one) for one in program] for program in shown.program.workers],
+        "bubble": view.flow.bubble,
+        "peak_buffers": list(view.flow.peaks),
+        "instructions": [[str(instruction) for instruction in program] for program in view.program.workers],
     }
 
 
-def print_one(shown: Shown, console: Console) -> None:
+def print_one(view: ScheduleView, console: Console) -> None:
     """Prints the picture, memory over time, bubbles, buffers and messages of one schedule."""
-    schedule = shown.schedule
+    schedule = view.schedule
     legend = ", ".join(f"{kind} {meaning}" for kind, meaning in MEANINGS.items())
     title = (
         f"{schedule.name}: {schedule.stages} stages, {schedule.microbatches} microbatches, {schedule.chunks} "
         f"chunks per worker. {legend}; lower case: later chunks"
     )
-    picture = Picture("", lambda width: text_rows(shown.flow, stages=schedule.stages, width=width))
-    in_flight = Picture("", lambda width: memory_rows(shown.flow, width=width))
-    lines = (f"{name}: {value}" for name, value in figures(shown))
+    picture = Picture("", lambda width: text_rows(view.flow, stages=schedule.stages, width=width))
+    in_flight = Picture("", lambda width: memory_rows(view.flow, width=width))
+    # The same figures as on the page.
+    lines = (f"{name}: {value}" for name, value in figures(view))
     print_blocks([Title(title), picture, Title("in flight over time"), in_flight, *lines], console)
 
 
-def page_of(shown: Shown, title: str, picture: str) -> Page:
-    """Describes the page of one schedule: the picture, figures by name, and the instructions of each
-    worker.
-    """
+def page_of(view: ScheduleView, title: str, picture: str) -> Page:
+    """Describes the page of one schedule: the picture, figures by name, and each worker's instructions."""
     table = Table("figures", words("figure", "value"))
-    for name, value in figures(shown):
+    for name, value in figures(view):
         table.add(name, value)
-    programs = to_json(shown)["instructions"]
+    programs = to_json(view)["instructions"]
+    # Folded, because a large schedule has thousands of instructions.
     lists = [
         Folded(f"worker {worker}: {len(program)} instructions", " ".join(program))
         for worker, program in enumerate(programs)
     ]
     frame = f'<div class="frame gantt" role="region" tabindex="0" aria-label="schedule">{picture}</div>'
     sections = [Section("figures", "Figures", [table]), Section("instructions", "Instructions", lists)]
-    return Page(title, sections, introduction=[Picture(frame)], kind="schedule", content=to_json(shown))
+    return Page(title, sections, introduction=[Picture(frame)], kind="schedule", content=to_json(view))
 
 
-def figures(shown: Shown) -> list[tuple[str, str]]:
+def figures(view: ScheduleView) -> list[tuple[str, str]]:
     """Names and values of what is known of a schedule."""
-    program, ticks, sent = shown.program, shown.ticks, messages(shown.schedule)
+    # Messages by pair of workers.
+    program, ticks, sent = view.program, view.ticks, messages(view.schedule)
     per_step = f"{max(sent.values(), default=0)} messages between two workers, {sum(sent.values())} in all"
-    found = [
-        ("bubble, stages on their own", f"{shown.flow.bubble:.4g}"),
+    rows = [
+        ("bubble, stages on their own", f"{view.flow.bubble:.4g}"),
         (
             "bubble, one SPMD program",
-            f"{shown.bubble:.4g}, in {ticks.num_ticks} ticks packed as `{ticks.packing}`",
+            f"{view.bubble:.4g}, in {ticks.num_ticks} ticks packed as `{ticks.packing}`",
         ),
-        ("in flight, per worker", _listed(shown.flow.peaks)),
+        ("in flight, per worker", _listed(view.flow.peaks)),
         ("input slots", f"{_listed(program.inputs)}; in lockstep {_listed(ticks.inputs)}"),
         ("cotangent slots", f"{_listed(program.cotangents)}; in lockstep {_listed(ticks.cotangents)}"),
         ("slots for W", f"{_listed(program.stashes)}; in lockstep {_listed(ticks.stashes)}"),
-        ("messages that a channel must hold", str(needed_capacity(shown.schedule))),
+        ("messages that a channel must hold", str(needed_capacity(view.schedule))),
         ("messages per step", per_step),
     ]
-    if shown.point is not None:
+    if view.point is not None:
         from jtrain.plan.pipeline_choice import sent_bytes  # imported here because it imports jax
 
-        costs, (message, permuted) = shown.costs, sent_bytes(shown.point)
+        costs, (message, permuted) = view.costs, sent_bytes(view.point)
         passes = (costs.forward[0], costs.by_input[0], costs.by_weight[0])
-        listed = " / ".join(f"{seconds * shown.schedule.chunks * 1e3:,.3g}" for seconds in passes)
-        most = max(sent.values(), default=0) * message
-        found += [
-            ("F / I / W of a stage", f"{listed} ms per microbatch; a message {costs.message * 1e3:,.3g} ms"),
+        pass_times = " / ".join(f"{seconds * view.schedule.chunks * 1e3:,.3g}" for seconds in passes)
+        # A pair of workers sends a chunk's activations in each message.
+        max_sent_bytes = max(sent.values(), default=0) * message
+        rows += [
+            (
+                "F / I / W of a stage",
+                f"{pass_times} ms per microbatch; a message {costs.message * 1e3:,.3g} ms",
+            ),
             (
                 "bytes between stages",
-                f"{gib(most)} GiB per step and device, at most, each way; permutes after every tick send "
+                f"{gib(max_sent_bytes)} GiB per step and device, at most, each way; permutes after every tick send "
                 f"{gib(permuted)} GiB in all",
             ),
-            ("memory", f"{gib(shown.point.plan.total_bytes)} GiB per device, on all stages"),
-            ("step", f"{shown.point.step_s:,.4g} s, predicted, not measured"),
+            ("memory", f"{gib(view.point.plan.total_bytes)} GiB per device, on all stages"),
+            ("step", f"{view.point.step_s:,.4g} s, predicted, not measured"),
         ]
-    return found
+    return rows
 
 
 def _listed(counts: Sequence[int]) -> str:
     return " ".join(map(str, counts))
 
 
-def print_comparison(found: Sequence[Shown], planned: "Planned | None", console: Console) -> None:
+def print_comparison(views: Sequence[ScheduleView], planned: "PipelinePlan | None", console: Console) -> None:
     """Prints a row per schedule, the best first, and says which to take."""
-    ranked = sorted(found, key=lambda shown: _rank(shown, planned))
+    ranked = sorted(views, key=lambda view: _rank(view, planned))
     schedule = ranked[0].schedule
-    of = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
+    size_text = f"{schedule.stages} stages, {schedule.microbatches} microbatches"
     names = [
         "chunks",
         "bubble alone",
@@ -179,15 +187,17 @@ def print_comparison(found: Sequence[Shown], planned: "Planned | None", console:
         "messages",
     ]
     names += [] if planned is None else ["step s", "GiB"]
-    table = Table(of if planned is None else f"{planned.title}: {of}", words("schedule") + numbers(*names))
-    for shown in ranked:
-        ticks = shown.ticks
-        cells = [str(shown.schedule.chunks), f"{shown.flow.bubble:.3f}", f"{shown.bubble:.3f}", ticks.packing]
-        cells += [str(ticks.num_ticks), str(max(shown.flow.peaks)), str(ticks.num_inputs)]
-        cells += [str(ticks.num_stashes), str(sum(messages(shown.schedule).values()))]
-        if shown.point is not None:
-            cells += [f"{shown.point.step_s:,.4g}", gib(shown.point.plan.total_bytes)]
-        table.add(shown.schedule.name, *cells)
+    table = Table(
+        size_text if planned is None else f"{planned.title}: {size_text}", words("schedule") + numbers(*names)
+    )
+    for view in ranked:
+        ticks = view.ticks
+        cells = [str(view.schedule.chunks), f"{view.flow.bubble:.3f}", f"{view.bubble:.3f}", ticks.packing]
+        cells += [str(ticks.num_ticks), str(max(view.flow.peaks)), str(ticks.num_inputs)]
+        cells += [str(ticks.num_stashes), str(sum(messages(view.schedule).values()))]
+        if view.point is not None:
+            cells += [f"{view.point.step_s:,.4g}", gib(view.point.plan.total_bytes)]
+        table.add(view.schedule.name, *cells)
     meanings = (
         "bubble alone: every stage runs on its own; bubble SPMD: one program in lockstep, as jtrain runs it, "
         "in the best packing. In flight, inputs and slots for W: chunks on the fullest worker, the last two "
@@ -196,17 +206,17 @@ def print_comparison(found: Sequence[Shown], planned: "Planned | None", console:
     print_blocks([table, meanings, _advice(ranked, planned)], console)
 
 
-def _rank(shown: Shown, planned: "Planned | None") -> tuple[Any, ...]:
-    """Sorts by the bubble or by the plan's seconds, then by slots; what does not fit into memory comes
-    last.
-    """
-    slots = (shown.ticks.num_inputs + shown.ticks.num_stashes) / shown.schedule.chunks
-    if planned is None or shown.point is None:
-        return shown.bubble, slots
-    return not planned.fits(shown.point), shown.point.step_s, slots
+def _rank(view: ScheduleView, planned: "PipelinePlan | None") -> tuple[Any, ...]:
+    """Sorts by the bubble or the plan's seconds, then by slots; schedules that do not fit come last."""
+    # A slot is of one chunk, which has 1 / chunks of a stage's layers.
+    slots = (view.ticks.num_inputs + view.ticks.num_stashes) / view.schedule.chunks
+    # Without a plan there are no seconds, so the bubble decides.
+    if planned is None or view.point is None:
+        return view.bubble, slots
+    return not planned.fits(view.point), view.point.step_s, slots
 
 
-def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
+def _advice(ranked: Sequence[ScheduleView], planned: "PipelinePlan | None") -> str:
     """Says which schedule to take, and whether a pipeline is better than ZeRO-3 alone."""
     best = ranked[0]
     name = best.schedule.name
@@ -216,6 +226,7 @@ def _advice(ranked: Sequence[Shown], planned: "Planned | None") -> str:
             "seconds, memory, and a comparison with ZeRO-3 alone, which wins where its gathers hide behind "
             "the layers."
         )
+    # Schedules that fit come first, so if the best does not fit, none does.
     if not planned.fits(best.point):
         return (
             f"no schedule fits: {name} needs {gib(best.point.plan.total_bytes)} GiB per device of "

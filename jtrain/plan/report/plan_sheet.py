@@ -1,6 +1,4 @@
-"""One plan as a sheet and as JSON: bytes by class, seconds of a step by part, what a run costs; a search as a
-table.
-"""
+"""One plan as a sheet and as JSON: bytes by class, seconds by part, costs; a search as a table."""
 
 import collections
 import dataclasses
@@ -20,7 +18,7 @@ from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.step_time import Cost, StepTime
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import collective_table, memory_table, mesh_line
-from jtrain.plan.search import Point, SearchTask
+from jtrain.plan.search_task import Point, SearchTask
 from jtrain.report.charts import coloured
 from jtrain.report.number_formats import gib, seconds, share
 from jtrain.report.page import Title
@@ -46,7 +44,7 @@ _CLASSES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class RunMeasurements:
     """Measurements of a run: peak device memory and median step; None if it did not report them."""
 
     workdir: str
@@ -71,7 +69,7 @@ class Sheet:
     largest_rows: int
     uptime: Uptime | None = None
     compiled: CompiledStep | None = None
-    measured: Measured | None = None
+    measured: RunMeasurements | None = None
 
     @property
     def machine(self) -> Machine:
@@ -91,28 +89,26 @@ class Sheet:
 
 
 def classes(plan: MemoryPlan) -> dict[str, int]:
-    """Bytes by class: params, grads, optimizer, activations, loss, batch, temporaries on the device, and the
-    host's.
-    """
-    found: collections.Counter[str] = collections.Counter()
+    """Bytes by class: the device's, with all that is not state or batch as temporaries, and the host's."""
+    class_bytes: collections.Counter[str] = collections.Counter()
+    # All classes, in the order of the sheet, also those of 0 bytes.
     for name in (*_CLASSES.values(), "temporaries"):
-        found[name] = 0
+        class_bytes[name] = 0
     for name, size in plan.classes().items():
-        found[_CLASSES.get(name, "temporaries")] += size
-    return dict(found) | {"host": plan.host_bytes}
+        # Several classes of the plan may become one of the sheet.
+        class_bytes[_CLASSES.get(name, "temporaries")] += size
+    return dict(class_bytes) | {"host": plan.host_bytes}
 
 
 def survey_bytes(params: int) -> int:
-    """Bytes that training a model takes by the survey's rule (its table I): 280 GB for 7 billion
-    parameters.
-    """
+    """Bytes to train a model by the survey's rule (its table I): 280 GB for 7 billion parameters."""
     return SURVEY_BYTES_PER_PARAMETER * params
 
 
 def to_json(sheet: Sheet) -> dict[str, Any]:
     """The sheet as `--json` writes it; bytes per device."""
     compiled, timed, cost, measured = sheet.compiled, sheet.timed, sheet.cost, sheet.measured
-    found: dict[str, Any] = {
+    document: dict[str, Any] = {
         "config": sheet.config,
         "device": sheet.machine.device.name,
         "count": sheet.machine.count,
@@ -123,6 +119,7 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "host_argument_bytes": sheet.plan.host_argument_bytes,
             "peak_bytes": sheet.plan.total_bytes,
             "parameters": sheet.params,
+            # Of one device: the survey's rule is of the whole model.
             "survey_bytes": survey_bytes(sheet.params) // sheet.machine.count,
         },
         "compiler": None
@@ -138,6 +135,7 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "step_s": timed.step_s,
             "parts_s": timed.parts,
             "waits_s": timed.waits_s,
+            # From the compiled text, so it needs no device.
             "compiled_waits_s": None if compiled is None else schedule_waits_s(compiled.hlo, sheet.job),
             "attention": implementation(sheet.job),
             "tokens": timed.tokens,
@@ -155,9 +153,10 @@ def to_json(sheet: Sheet) -> dict[str, Any]:
             "uptime": None if sheet.uptime is None else dataclasses.asdict(sheet.uptime),
         },
     }
+    # The key exists only where a run was measured.
     if measured is not None:
-        found["measured"] = dataclasses.asdict(measured)
-    return found
+        document["measured"] = dataclasses.asdict(measured)
+    return document
 
 
 def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
@@ -170,6 +169,7 @@ def print_sheet(sheet: Sheet, console: Console, notes: Sequence[str]) -> None:
         if rows
         else "no batch fits: not one sequence per device"
     )
+    # Cells read the JSON, so that the sheet and `--json` agree.
     facts = Facts(to_json(sheet))
     tables = _bytes_table(sheet), collective_table(collectives(job)), step_table(sheet, facts)
     lines = _waits_line(sheet, facts.value("step.compiled_waits_s")), largest, *_cost_lines(sheet)
@@ -189,17 +189,19 @@ def search_table(
 ) -> Table:
     """Table of the fastest points, with the compiler's figures for those that were compiled."""
     names = ["GiB", "host GiB", "step s", "tokens/s", "MFU"]
+    # Only where some of the points were compiled.
     names += ["compiler GiB", "formula/compiler"] if compiled else []
     budget = f"{gib(task.budget_bytes)} of {gib(task.machine.hbm_bytes)} GiB per device"
-    columns = words("#", "mesh", *layout_cells(task.asked)) + numbers(*names)
+    columns = words("#", "mesh", *layout_cells(task.config_spec)) + numbers(*names)
     table = Table(f"the fastest that fit into {budget} on {task.machine}", columns)
     for index, point in enumerate(points):
         assert point.timed is not None
-        said = compiled.get(index, "")
-        if isinstance(said, CompiledStep):
-            beside = [gib(said.peak_bytes), f"{point.plan.total_bytes / said.peak_bytes:.3f}"]
+        # Text where the compiler refused the point, "" where it was not asked.
+        outcome = compiled.get(index, "")
+        if isinstance(outcome, CompiledStep):
+            compiler_cells = [gib(outcome.peak_bytes), f"{point.plan.total_bytes / outcome.peak_bytes:.3f}"]
         else:
-            beside = [said]
+            compiler_cells = [outcome]
         table.add(
             str(index + 1),
             mesh_line(point.mesh.shape, "1"),
@@ -209,7 +211,7 @@ def search_table(
             f"{point.step_s:,.3g}",
             f"{point.timed.tokens_per_s:,.0f}",
             f"{point.timed.mfu:.1%}",
-            *(beside if compiled else []),
+            *(compiler_cells if compiled else []),
         )
     return table
 
@@ -217,22 +219,32 @@ def search_table(
 def _largest_batch(sheet: Sheet) -> int:
     """Sequences per step of the largest batch that fits."""
     spec, mesh = sheet.job.layout.spec, sheet.job.layout.mesh
+    # `largest_rows` counts one device and one microbatch.
     return sheet.largest_rows * spec.microbatches * mesh.batch_shards
 
 
 def _bytes_table(sheet: Sheet) -> Table:
     plan, compiled, measured, machine = sheet.plan, sheet.compiled, sheet.measured, sheet.machine
-    takes = compiled.peak_bytes if compiled else plan.total_bytes
-    there = machine.host_bytes_per_device
-    room = machine.room_bytes(sheet.job.layout.spec)
-    verdict = "fits" if takes <= room and (there is None or plan.host_bytes <= there) else "DOES NOT FIT"
-    title = f"{verdict}: {takes / room:.0%} of the memory at the peak, in the moment `{plan.moment}`"
+    # The compiler knows better where it was asked.
+    peak_bytes = compiled.peak_bytes if compiled else plan.total_bytes
+    host_capacity = machine.host_bytes_per_device
+    room_bytes = machine.room_bytes(sheet.job.layout.spec)
+    verdict = (
+        "fits"
+        if peak_bytes <= room_bytes and (host_capacity is None or plan.host_bytes <= host_capacity)
+        else "DOES NOT FIT"
+    )
+    title = (
+        f"{verdict}: {peak_bytes / room_bytes:.0%} of the memory at the peak, in the moment `{plan.moment}`"
+    )
+    # The host has a row of its own below.
     of_device = {name: size for name, size in classes(plan).items() if name != "host"}
-    beside = {f"memory of a {machine.device.name}": machine.hbm_bytes}
-    beside |= {} if there is None else {"host memory, a device's share": there}
+    extra_rows = {f"memory of a {machine.device.name}": machine.hbm_bytes}
+    extra_rows |= {} if host_capacity is None else {"host memory, a device's share": host_capacity}
     survey = f"the survey's {SURVEY_BYTES_PER_PARAMETER} bytes a parameter"
-    beside[survey] = survey_bytes(sheet.params) // machine.count
-    return memory_table(title, plan, of_device, beside, compiled, measured and measured.peak_bytes)
+    # The survey's rule is of the whole model, so each device has its share.
+    extra_rows[survey] = survey_bytes(sheet.params) // machine.count
+    return memory_table(title, plan, of_device, extra_rows, compiled, measured and measured.peak_bytes)
 
 
 def step_table(sheet: Sheet, facts: Facts) -> Table:
@@ -242,6 +254,7 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
       facts: the sheet's JSON.
     """
     timed, measured = sheet.timed, sheet.measured
+    # Keys are the names of `timed.parts`, so that each row finds its own.
     hidden = {f"network, {' * '.join(row.axes)}": row.total_s - row.exposed_s for row in timed.network}
     hidden["host copies"] = timed.host_copy_s - timed.exposed_host_s
     table = Table(
@@ -249,15 +262,21 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
         words("step, predicted") + bars("of the step") + numbers("time", "share", "of which hidden"),
         css="many",
     )
-    parts = coloured({name: took / timed.step_s for name, took in timed.parts.items() if took})
-    for name, took in timed.parts.items():
-        if took or hidden.get(name):
-            bar = Bars((parts[name],), f"{name}: {seconds(took)} of the step") if took else ""
-            beside = seconds(hidden[name]) if hidden.get(name) else ""
+    parts = coloured({name: part_s / timed.step_s for name, part_s in timed.parts.items() if part_s})
+    for name, part_s in timed.parts.items():
+        # A part that is hidden whole has no bar, but a row.
+        if part_s or hidden.get(name):
+            bar = Bars((parts[name],), f"{name}: {seconds(part_s)} of the step") if part_s else ""
+            hidden_text = seconds(hidden[name]) if hidden.get(name) else ""
             table.add(
-                name, bar, facts.cell(f"step.parts_s.{name}", seconds), share(took, timed.step_s), beside
+                name,
+                bar,
+                facts.cell(f"step.parts_s.{name}", seconds),
+                share(part_s, timed.step_s),
+                hidden_text,
             )
     table.add("step", "", facts.cell("step.step_s", seconds), bold=True)
+    # A run that logged no step time has memory only.
     if measured is not None and measured.step_s is not None:
         ratio = f"predicted/measured {timed.step_s / measured.step_s:.2f}"
         table.add("measured", "", facts.cell("measured.step_s", seconds), ratio)
@@ -265,9 +284,7 @@ def step_table(sheet: Sheet, facts: Facts) -> Table:
 
 
 def _waits_line(sheet: Sheet, compiled_s: float | None) -> str:
-    """Seconds of collectives with nothing computed beside them, by the formula and by the compiled
-    schedule.
-    """
+    """Seconds of collectives beside which nothing is computed, by formula and by compiled schedule."""
     line = f"waits for the network: {sheet.timed.waits_s:,.3g} s by the formula"
     if sheet.compiled is None:
         return line
@@ -292,6 +309,7 @@ def _cost_lines(sheet: Sheet) -> list[str]:
         *([] if sheet.uptime is None else [sheet.uptime.line()]),
         *(
             []
+            # The note belongs to the uptime, which counts saves over that link.
             if sheet.uptime is None or machine.device.host.link_bytes_per_s
             else [assumed_link(machine.device)]
         ),

@@ -1,6 +1,4 @@
-"""Plan printed as tables: where every array lives, bytes, FLOPs and collectives, beside the compiler's
-figures.
-"""
+"""Plan printed as tables: arrays, bytes, FLOPs and collectives, beside the compiler's figures."""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +32,7 @@ def print_plan(
     devices: Sequence[jax.Device] = (),
     console: Console | None = None,
 ) -> CompiledStep | None:
-    """Prints the plan; with `topology` also compiles the step for that machine and prints its compiler's
-    figures.
+    """Prints the plan; with `topology` also compiles the step and prints its compiler's figures.
 
     Args:
       available: bytes that a step may use on one device; None if unknown.
@@ -49,12 +46,13 @@ def print_plan(
     if topology is not None:
         assert optimizer is not None, "compiling takes the built optimizer"
         compiled = compile_step(job, optimizer, devices=list(devices))
+    # Nothing is printed before the compilation has passed.
     console = console or new_console()
     print_blocks([*pipeline_lines(job), _layout_table(job)], console)
     plan = memory(job)
     title = f"bytes per device, at the peak ({plan.moment})"
-    beside = {} if available is None else {"available": available}
-    memories = memory_table(title, plan, plan.classes(), beside, compiled)
+    extra_rows = {} if available is None else {"available": available}
+    memories = memory_table(title, plan, plan.classes(), extra_rows, compiled)
     print_blocks([memories, collective_table(collectives(job))], console)
     if compiled is not None:
         print_blocks([_compiled_table(compiled, topology or "")], console)
@@ -64,6 +62,7 @@ def print_plan(
 
 def plan_text(job: Job, *, available: int | None) -> str:
     """Returns the plan as `print_plan` prints it."""
+    # A fixed width, so that the text does not depend on the terminal.
     text = io.StringIO()
     print_plan(job, available=available, console=Console(file=text, width=110))
     return text.getvalue()
@@ -72,12 +71,13 @@ def plan_text(job: Job, *, available: int | None) -> str:
 def brief_lines(job: Job, *, available: int | None) -> list[str]:
     """Returns the plan in a few lines, for the start of a run: parameters, memory, network, FLOPs."""
     plan = memory(job)
+    # The three largest classes are most of the memory.
     largest = sorted(plan.classes().items(), key=lambda item: -item[1])[:3]
-    of = "" if available is None else f" of {gib(available)}"
+    available_text = "" if available is None else f" of {gib(available)}"
     sent = sum(row.wire_bytes for row in collectives(job))
     return [
         _title(job),
-        f"{gib(plan.total_bytes)}{of} GiB per device at the peak "
+        f"{gib(plan.total_bytes)}{available_text} GiB per device at the peak "
         f"({', '.join(f'{name} {gib(size)}' for name, size in largest)}); {gib(sent)} GiB sent per step",
         *pipeline_lines(job)[:1],
         _flops_line(job),
@@ -97,6 +97,7 @@ def pipeline_lines(job: Job) -> list[str]:
     pipeline, steps = job.layout.pipeline, ticks(job.layout)
     if pipeline is None or steps is None:
         return []
+    # Layers of every worker, each virtual stage as first-last.
     stages = [
         "+".join(f"{first}-{first + count - 1}" if count > 1 else f"{first}" for first, count in of_worker)
         for of_worker in ([pipeline.layers_of(virtual) for virtual in worker] for worker in pipeline.virtual)
@@ -109,7 +110,7 @@ def pipeline_lines(job: Job) -> list[str]:
         f"{pipeline.layers_per_chunk} layers each and has 1/{pipeline.stages} of the vocabulary, so that all "
         "need the same memory",
     ]
-    return [*lines, *([said] if (said := pipeline.identity_message()) else [])]
+    return [*lines, *([message] if (message := pipeline.identity_message()) else [])]
 
 
 def _layout_table(job: Job) -> Table:
@@ -118,21 +119,24 @@ def _layout_table(job: Job) -> Table:
     columns = words("parameter", "shape", "split", "grad", "optim") + numbers("MiB", "moments")
     table = Table(_title(job), columns)
     for p in layout.params:
+        # By the optimizer's shard, which ZeRO may split further than the parameter.
         moments = state_bytes(job.optimizer, p.info, layout.local_size(p.optimizer, p.info.shape))
+        # By the stored parameter's shard.
         size = layout.local_size(p.param, p.info.shape) * itemsize(precision.param_dtype)
         table.add(
             p.info.path.removeprefix("layers."),
             " ".join(map(str, p.info.shape)),
-            *(_split(layout, p.info.dims, where) for where in (p.param, p.accumulator, p.optimizer)),
+            # The three differ by ZeRO stage: parameter, gradient sum, optimizer state.
+            *(_split(layout, p.info.dims, partition) for partition in (p.param, p.accumulator, p.optimizer)),
             _mib(size),
             _mib(moments),
         )
     return table
 
 
-def mesh_line(shape: Mapping[str, int], alone: str = "one device") -> str:
+def mesh_line(shape: Mapping[str, int], empty_text: str = "one device") -> str:
     """Axes of more than one device: `data=4 tensor=2`; `alone` if there are none."""
-    return " ".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or alone
+    return " ".join(f"{axis}={n}" for axis, n in shape.items() if n > 1) or empty_text
 
 
 def _title(job: Job) -> str:
@@ -146,12 +150,11 @@ def memory_table(
     title: str,
     plan: MemoryPlan,
     classes: Mapping[str, int],
-    beside: Mapping[str, int],
+    extra_rows: Mapping[str, int],
     compiled: CompiledStep | None,
     measured_bytes: int | None = None,
 ) -> Table:
-    """Table of a plan's bytes by class, in all, and those that there are; with the compiler's and the
-    measured ones.
+    """Table of a plan's bytes by class and in all, with the compiler's and the measured ones.
 
     Args:
       classes: bytes on the device by class.
@@ -162,30 +165,36 @@ def memory_table(
     names += ["measured GiB"] if measured_bytes is not None else []
     table = Table(title, words("bytes per device") + numbers(*names))
 
-    def add(name: str, formula: int, said: int | None = None, seen: int | None = None) -> None:
+    def add(name: str, formula: int, compiled_bytes: int | None = None, run_bytes: int | None = None) -> None:
         cells = [gib(formula)]
         if compiled:
+            # Classes have no counterpart at the compiler, which reports sums only.
             cells += (
                 ["", ""]
-                if said is None
-                else [gib(said), f"{formula / said:.3f}" if formula and said else "-"]
+                if compiled_bytes is None
+                else [
+                    gib(compiled_bytes),
+                    f"{formula / compiled_bytes:.3f}" if formula and compiled_bytes else "-",
+                ]
             )
-        table.add(name, *cells, "" if seen is None else gib(seen), bold=name == "peak")
+        table.add(name, *cells, "" if run_bytes is None else gib(run_bytes), bold=name == "peak")
 
     for name, size in classes.items():
         add(name, size)
+    # Rows that the compiler reports as well.
     add("arguments", plan.argument_bytes, compiled and compiled.argument_bytes)
     add("temporaries, all", plan.temp_bytes, compiled and compiled.temp_bytes)
     add("peak", plan.total_bytes, compiled and compiled.peak_bytes, measured_bytes)
     add("host memory, arguments", plan.host_argument_bytes, compiled and compiled.host_argument_bytes)
     add("host memory, all", plan.host_bytes)
-    for name, size in beside.items():
+    for name, size in extra_rows.items():
         add(name, size)
     return table
 
 
 def collective_table(sent: Iterable[Collective]) -> Table:
     """Table of the collectives that one device takes part in."""
+    # Read twice below: for the title and for the rows.
     rows = list(sent)
     columns = words("what", "kind", "axes", "dtype") + numbers("arrays", "GiB whole", "GiB sent")
     table = Table(
@@ -195,6 +204,7 @@ def collective_table(sent: Iterable[Collective]) -> Table:
         axes = "*".join(row.axes) + f" ({row.group})"
         sizes = gib(row.array_bytes), gib(row.wire_bytes)
         table.add(row.purpose, row.kind, axes, row.dtype, f"{row.count:,}", *sizes)
+    # One device sends nothing, and an empty table looks like an error.
     if not rows:
         table.add("none", "", "", "", "0", "0", "0")
     return table
@@ -204,6 +214,7 @@ def _compiled_table(compiled: CompiledStep, topology: str) -> Table:
     names = ("arrays", "GiB whole", "GiB sent", "asynchronous", "hidden")
     title = f"collectives as compiled for {topology} ({compiled.lower_s + compiled.compile_s:.0f} s)"
     table = Table(title, words("kind", "axes", "dtype") + numbers(*names))
+    # The largest first.
     for t in sorted(compiled.traffic, key=lambda t: -t.wire_bytes):
         shares = [
             f"{part / t.array_bytes:.0%}" if t.array_bytes else "-"
@@ -214,14 +225,13 @@ def _compiled_table(compiled: CompiledStep, topology: str) -> Table:
     return table
 
 
-def _split(layout: Layout, dims: str, where: PartitionSpec) -> str:
-    """Dimensions with the axes that split them, such as `D/data F/tensor`; axes of one device are left
-    out.
-    """
-    split = [(dim, axis) for dim, axes in zip(dims, where, strict=True) for axis in axis_names(axes)]
+def _split(layout: Layout, dims: str, partition: PartitionSpec) -> str:
+    """Dimensions with the axes that split them, such as `D/data F/tensor`; without axes of one device."""
+    split = [(dim, axis) for dim, axes in zip(dims, partition, strict=True) for axis in axis_names(axes)]
     return " ".join(f"{dim}/{axis}" for dim, axis in split if layout.mesh.shape[axis] > 1) or "whole"
 
 
 def _mib(size: int) -> str:
     mib = size / 2**20
+    # Below 0.1 MiB a fixed decimal would print 0.0.
     return f"{mib:,.1f}" if mib >= 0.1 else f"{mib:.1e}"

@@ -1,5 +1,4 @@
-"""The survey's tables, regenerated for jtrain by the closed forms: devices per model, savings per strategy,
-networks.
+"""The survey's tables, by jtrain's closed forms: devices per model, savings per strategy, networks.
 
 Table I compares the smallest number of devices that train a model with the survey's 40 bytes per parameter.
 Table II compares strategies on eight devices: the memory that each saves and the time that it costs for the
@@ -18,9 +17,9 @@ from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.job import Job
-from jtrain.plan.report.interconnect_table import printed, table_3
+from jtrain.plan.report.interconnect_table import render_table_3, table_3
 from jtrain.plan.report.plan_sheet import survey_bytes
-from jtrain.plan.search import Point, SearchTask, evaluate
+from jtrain.plan.search_task import Point, SearchTask, evaluate
 from jtrain.report.number_formats import gib
 from jtrain.report.table import Table, numbers, words
 from jtrain.report.terminal import print_blocks
@@ -129,6 +128,7 @@ def point_of(
 ) -> Point:
     """Estimates one step of one sequence per device under a strategy."""
     machine = make_machine(device, count, host_memory_bytes=HOST_BYTES)
+    # One sequence per data-parallel device; tensor parallelism has one for all.
     rows = strategy.mesh.batch_shards
     layout = make_layout(strategy.spec, strategy.mesh, model.param_infos(), precision=strategy.precision)
     job = Job(model, layout, strategy.optimizer, rows, SEQ_LEN, machine)
@@ -139,8 +139,10 @@ def fewest_devices(model: Transformer, device: str) -> int:
     """The smallest power of two of devices that train a model with ZeRO-3 and full remat."""
     hbm_bytes = make_machine(device, 1).hbm_bytes
     for k in range(14):
+        # ZeRO-3 splits the model's dimension evenly, so larger powers fail too.
         if model.d_model % 2**k:
             break
+        # One device has nothing to shard with.
         stage = 3 if k else 0
         strategy = Strategy("", dataclasses.replace(ALL_STAGES, zero_stage=stage), mesh=MeshSpec(data=2**k))
         if point_of(model, strategy, device, count=2**k).plan.total_bytes <= hbm_bytes:
@@ -150,15 +152,15 @@ def fewest_devices(model: Transformer, device: str) -> int:
 
 @cache
 def family() -> tuple[dict[str, Any], ...]:
-    """Llama shapes of 10 million to 3 trillion parameters, width 128 times the layers and up, a few percent
-    apart.
-    """
+    """Llama shapes of 10 million to 3 trillion parameters, a few percent apart; width <= 128 x layers."""
     return tuple(_shapes())
 
 
 def _shapes() -> Iterator[dict[str, Any]]:
+    # Multiples of 512 split over eight devices and into heads of 64.
     for width in range(512, 30_720, 512):
         next_width = width + 512
+        # As deep as the next width's shallowest model is large, so that sizes leave no gap.
         first, last = width // 128, max(width // 128, next_width**3 // width**2 // 128)
         for layers in range(first, last + 1):
             yield dict(
@@ -167,25 +169,26 @@ def _shapes() -> Iterator[dict[str, Any]]:
                 num_heads=width // 64,
                 num_kv_heads=width // 64,
                 head_dim=64,
+                # SwiGLU's usual 8/3 of the width, in multiples of 128.
                 d_ff=width * 8 // 3 // 128 * 128,
                 vocab_size=32000,
             )
 
 
 def largest_model(strategy: Strategy, device: str) -> int:
-    """Parameters of the largest model of the family that fits eight devices and their host of 2 TB; 0 if none
-    fits.
-    """
+    """Parameters of the family's largest model that fits eight devices and a host of 2 TB; 0 if none."""
     machine = make_machine(device, DEVICES, host_memory_bytes=HOST_BYTES)
-    there = machine.host_bytes_per_device
-    assert there is not None
+    host_capacity = machine.host_bytes_per_device
+    assert host_capacity is not None
 
     def fit(index: int) -> bool:
         plan = point_of(Transformer(**family()[index]), strategy, device).plan
-        return plan.total_bytes <= machine.hbm_bytes and plan.host_bytes <= there
+        return plan.total_bytes <= machine.hbm_bytes and plan.host_bytes <= host_capacity
 
+    # Bisection below needs a model that fits.
     if not fit(0):
         return 0
+    # The family is sorted by size, up to a few percent.
     low, high = 0, len(family())
     while high - low > 1:
         middle = (low + high) // 2
@@ -194,9 +197,7 @@ def largest_model(strategy: Strategy, device: str) -> int:
 
 
 def table_1() -> list[dict[str, Any]]:
-    """Rows of table I: bytes by the survey's rule, and the fewest devices by the closed forms, for each
-    model.
-    """
+    """Rows of table I, per model: bytes by the survey's rule, fewest devices by the closed forms."""
     rows: list[dict[str, Any]] = []
     for name in _SHAPES:
         model = model_of(name)
@@ -205,6 +206,7 @@ def table_1() -> list[dict[str, Any]]:
             "model": name,
             "parameters": params,
             "survey_bytes": survey_bytes(params),
+            # Rounded up.
             "survey_devices_of_80_gb": -(-survey_bytes(params) // (80 * 10**9)),
         }
         for memory_, device in CAPACITIES.items():
@@ -214,13 +216,12 @@ def table_1() -> list[dict[str, Any]]:
 
 
 def table_2(device: str = "h100") -> list[dict[str, Any]]:
-    """Rows of table II: memory saved, time and largest model of each strategy, for the 7B model on eight
-    devices.
-    """
+    """Rows of table II, per strategy: memory saved, time and largest model, for the 7B on eight devices."""
     rows: list[dict[str, Any]] = []
     base: Point | None = None
     for strategy in STRATEGIES:
         point = point_of(model_of("7B"), strategy, device, timed=True)
+        # The first strategy, data parallelism, is what the others are compared with.
         base = base or point
         rows.append(
             {
@@ -244,11 +245,11 @@ def _tokens_per_s(point: Point) -> float:
 def print_tables() -> dict[str, Any]:
     """Prints the tables; returns them as JSON has them."""
     first, second, third = table_1(), table_2(), table_3()
-    print_blocks([_first(first), _second(second), printed(third)])
+    print_blocks([_devices_table(first), _strategies_table(second), render_table_3(third)])
     return {"table_1": first, "table_2": second, "table_3": third}
 
 
-def _first(rows: list[dict[str, Any]]) -> Table:
+def _devices_table(rows: list[dict[str, Any]]) -> Table:
     names = ("parameters", "survey: 40 B each, GB", "devices of 80 GB", "jtrain: of 80 GB", "of 141 GB")
     table = Table(
         "I. Devices that train a model: by the survey's rule; by jtrain's closed forms (float32 Adam, "
@@ -266,7 +267,7 @@ def _first(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _second(rows: list[dict[str, Any]]) -> Table:
+def _strategies_table(rows: list[dict[str, Any]]) -> Table:
     names = ("GiB", "host GiB", "saved", "time", *(f"largest: {name}" for name in CAPACITIES))
     table = Table(
         f"II. What a strategy saves and costs of the 7B on {DEVICES} x h100, a sequence of {SEQ_LEN} tokens "

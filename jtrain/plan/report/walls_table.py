@@ -5,7 +5,7 @@ import dataclasses
 from jtrain.plan.economics.walls import (
     LINEAR,
     PUBLISHED_FLOP,
-    Best,
+    BestLayout,
     Cluster,
     RunSize,
     best_layout,
@@ -21,7 +21,7 @@ FACTORS = ((1.0, 1.0), (0.25, 1.0), (4.0, 1.0), (16.0, 1.0), (1.0, 0.25), (1.0, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Moved:
+class WallsRow:
     """The walls with another batch or latency; `data_flop` is None where nothing scales linearly."""
 
     batch_tokens: float
@@ -30,19 +30,26 @@ class Moved:
     latency_flop: float
 
 
-def moved(cluster: Cluster) -> list[Moved]:
+def walls_by_factor(cluster: Cluster) -> list[WallsRow]:
     """The walls for each of `FACTORS`."""
-    found: list[Moved] = []
+    rows: list[WallsRow] = []
     for batch, latency in FACTORS:
-        other = cluster.changed(batch=batch, latency=latency)
-        wall = data_wall(other)
+        scaled = cluster.changed(batch=batch, latency=latency)
+        # None where not even the smallest run scales linearly.
+        wall = data_wall(scaled)
         flop = None if wall is None else wall.shape.flop
-        found.append(Moved(other.batch_tokens, other.latency_s, flop, latency_wall(other).flop))
-    return found
+        rows.append(WallsRow(scaled.batch_tokens, scaled.latency_s, flop, latency_wall(scaled).flop))
+    return rows
 
 
 def print_walls(
-    cluster: Cluster, wall: Best, last: RunSize, rows: list[Moved], *, own: Best | None, count: int | None
+    cluster: Cluster,
+    wall: BestLayout,
+    last: RunSize,
+    rows: list[WallsRow],
+    *,
+    user_run: BestLayout | None,
+    count: int | None,
 ) -> None:
     """Prints both walls, what binds at the first, how they move, and how far the user's own cluster gets."""
     name, days = cluster.device.name, cluster.seconds / SECONDS_PER_DAY
@@ -52,31 +59,33 @@ def print_walls(
     )
     names = ("FLOP", "published", "parameters", "tokens", "layers", "devices")
     walls = Table(title, words("wall", "largest run") + numbers(*names))
-    for kind, what, shape, devices in (
+    for kind, claim, shape, devices in (
         ("data movement", "scales linearly", wall.shape, f"{wall.devices:,}"),
         ("latency", "ends in time at all", last, "any number"),
     ):
         sizes = f"{shape.parameters:.1e}", f"{shape.tokens:.1e}", f"{shape.layers:,.0f}"
-        walls.add(kind, what, f"{shape.flop:.1e}", f"{PUBLISHED_FLOP[kind]:.0e}", *sizes, devices)
+        walls.add(kind, claim, f"{shape.flop:.1e}", f"{PUBLISHED_FLOP[kind]:.0e}", *sizes, devices)
+    # Just past the wall: what binds there is what made the wall.
     beyond = best_layout(2 * wall.shape.flop, cluster) or wall
     lines = [
         f"linear: the devices reach {wall.share:.0%} of their matmul rate (at least {LINEAR:.0%}), with "
         f"data={wall.data:,} tensor={wall.tensor} stage={wall.stages}. A run twice as large reaches "
         f"{beyond.share:.0%}; what binds there: {beyond.binds}"
     ]
-    if own is not None:
+    # Only with --count is there a cluster of the user's own.
+    if user_run is not None:
         lines.append(
-            f"{count:,} x {name} train at most {own.shape.flop:.1e} FLOP in {days:g} days "
-            f"({own.shape.parameters:.1e} parameters), {own.share:.0%} of their matmul rate: "
-            f"{own.shape.flop / wall.shape.flop:.1e} of the first wall"
+            f"{count:,} x {name} train at most {user_run.shape.flop:.1e} FLOP in {days:g} days "
+            f"({user_run.shape.parameters:.1e} parameters), {user_run.share:.0%} of their matmul rate: "
+            f"{user_run.shape.flop / wall.shape.flop:.1e} of the first wall"
         )
-    moves = Table(
+    factor_table = Table(
         "how the walls move",
         words("tokens a step", "latency") + numbers("data movement, FLOP", "latency, FLOP"),
     )
     for row in rows:
         flop = "none scales" if row.data_flop is None else f"{row.data_flop:.1e}"
-        moves.add(
+        factor_table.add(
             f"{row.batch_tokens:,.0f}", f"{1e6 * row.latency_s:.3g} us", flop, f"{row.latency_flop:.1e}"
         )
     published = (
@@ -85,4 +94,4 @@ def print_walls(
         "with the latency. Optimistic: all that can hide is hidden. Dense models of 20 tokens per parameter, "
         "width = 128 x layers."
     )
-    print_blocks([walls, *lines, moves, published])
+    print_blocks([walls, *lines, factor_table, published])

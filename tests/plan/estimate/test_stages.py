@@ -17,7 +17,8 @@ from jtrain.plan.estimate.memory import memory
 from jtrain.plan.estimate.step_time import step_time
 from jtrain.plan.job import Job
 from jtrain.plan.report.summary import pipeline_lines
-from jtrain.plan.search import SearchTask, meshes, search
+from jtrain.plan.search import meshes, search
+from jtrain.plan.search_task import SearchTask
 from jtrain.plan.staged_search import search_with_stages
 
 LLAMA8B: dict[str, Any] = dict(

@@ -92,11 +92,11 @@ def test_advised_queue_pairs_stop_where_they_gain_little() -> None:
     """And at the number of messages."""
     fabric = make_fabric(from_name("h100"), 512, Network(routing="hashed"))
     traffic = spine_traffic(fabric, "all-reduce", connections=2, scattered=True)
-    advised = advised_queue_pairs(traffic, most=32)
+    advised = advised_queue_pairs(traffic, limit=32)
     assert advised == 16
     assert traffic.slowdown(advised // 2) / traffic.slowdown(advised) >= 1.1
     assert traffic.slowdown(advised) / traffic.slowdown(advised * 2) < 1.1
-    assert advised_queue_pairs(traffic, most=5) == 4
+    assert advised_queue_pairs(traffic, limit=5) == 4
 
 
 def test_receivers_that_admit_senders_bound_what_a_switch_holds() -> None:
