@@ -272,7 +272,6 @@ class Ledger:
     def go_back(self, step: int) -> None:
         """Records that the run goes on from the state after `step`; the steps until here are done again."""
         # Before the step is set back: the steps in between are done again.
-        # Before the step is set back: the steps in between are done again.
         self._redone_until = max(self._redone_until, self._step)
         self._step = step
         self.training()
