@@ -25,7 +25,6 @@ def whole_arrays(instruction: Instruction, group: int, types: Mapping[str, str])
     if kind == "all-to-all":  # the tuple has one piece per device, together one array
         yield arrays_of_type[0][0], array_bytes(type_)
         return
-    # Both sides are allocated for the worst case; which rows are used is known at run time only.
     if kind == "ragged-all-to-all":
         yield arrays_of_type[0][0], min(array_bytes(type_), array_bytes(types[instruction.operands[0]]))
         return

@@ -21,9 +21,9 @@ def flops(instruction: Instruction, program: HloProgram) -> int:
     Args:
       instruction: not a loop or conditional; their bodies are executed, and counted, on their own.
     """
+    # An async wrapper and a fusion hold the product in the computation that they call, not on their line.
     if instruction.opcode.startswith(("fusion", "async")):
         return sum(flops(nested, program) for nested in program.inside(instruction))
-    # An async wrapper and a fusion hold the product in the computation that they call, not on their line.
     count = {"dot": _dot, "convolution": _convolution, "custom-call": _custom_call}.get(instruction.opcode)
     if count is None:
         return 0
@@ -126,14 +126,11 @@ def _convolution(instruction: Instruction, operands: list[str]) -> int:
     window = _window(instruction.line)
     # Spatial dimensions are independent, so the pairs of window and input positions multiply.
     num_met = 1
-    for index, spatial_label in enumerate(
-        sorted(array_key for array_key in sizes["o"] if array_key.isdigit())
-    ):
+    for index, spatial_label in enumerate(sorted(label for label in sizes["o"] if label.isdigit())):
         stride, padding, left_dilation, right_dilation = (
             window[name][index] if name in window else default for name, default in _DEFAULTS
         )
-        # Row: position in the result; column: position in the window; entry: where that meets the dilated
-        # input.
+        # Row: position in the result; column: position in the window; entry: position in the dilated input.
         input_positions = (
             np.arange(sizes["o"][spatial_label])[:, None] * stride
             - padding

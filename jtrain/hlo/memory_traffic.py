@@ -48,8 +48,7 @@ def passes(hlo: str) -> tuple[Pass, ...]:
         # ConcatBitcast is a TPU's name for arrays that already lie side by side: nothing moves.
         if instruction.opcode in NO_ACCESS or 'custom_call_target="ConcatBitcast"' in instruction.line:
             continue
-        # A set: an operand that is named twice is read once. Computations that are called have names too, but
-        # no size.
+        # A set: an operand that is named twice is read once.
         operands = {name for name in instruction.operands if name in bytes_by_name}
         # A pair of start and done is one pass: reads count at the start, writes at the done.
         read_bytes = (

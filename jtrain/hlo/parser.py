@@ -46,8 +46,7 @@ ITEMSIZE = {
 ITEMSIZE |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
 ITEMSIZE |= dict.fromkeys(("f8e4m3", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "f8e8m0fnu"), 1)
 
-# Custom calls that multiply matrices: cuBLAS and cuDNN by target, Pallas kernels on TPU and GPU by their
-# compiler.
+# Custom calls that multiply matrices: cuBLAS and cuDNN by target, Pallas kernels by their compiler.
 _KERNEL = re.compile(r'custom_call_target="[^"]*(gemm|matmul|mosaic|tpu_custom_call|triton|fmha)')
 
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\]")
@@ -163,8 +162,7 @@ class HloProgram:
             for instruction in self.computations[pending.pop()]:
                 if constant := re.search(r"= [su]32\[\]\S* constant\((\d+)\)", instruction.line):
                     bounds.append(int(constant[1]))
-                # The comparison may be in a fusion that the condition calls, so the called computations are
-                # searched as well.
+                # The comparison may be in a fusion that the condition calls.
                 compared |= "direction=LT" in instruction.line
                 pending += instruction.called
         return bounds[0] if len(bounds) == 1 and compared else None
@@ -216,15 +214,13 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
             if opcode.endswith(("-done", "-update")):
                 continue
             is_async, is_hidden, start, stop = is_parent_async, is_parent_hidden, index, index
-            # XLA:GPU writes some pairs that it will not overlap; it marks them, and they count as
-            # synchronous.
+            # XLA:GPU marks pairs that it will not overlap; they count as synchronous.
             if opcode.endswith("-start") and '"is_sync":true' not in instruction.line:
                 is_async, start, stop = True, begin_of(body, index), done_of(body, index)
                 # A start whose done is in another computation is in flight until this one ends.
                 stop = stop or len(body)
                 in_flight = body[start + 1 : stop]
-                # Only work that runs in between hides the pair: a start or done of another pair takes no time
-                # itself.
+                # A start or done of another pair takes no time itself, so it hides nothing.
                 is_hidden |= any(
                     program.has_matmul(overlapped)
                     for overlapped in in_flight
@@ -240,8 +236,7 @@ def visits(hlo: str, branch_times: BranchTimes | None = None) -> Iterator[Visit]
                 # An absolute count per run of the program, not per visit: it replaces the loops' product.
                 branch_runs = branch_times(instruction.op_name)
                 inner_runs = num_runs if branch_runs is None else branch_runs
-            # The computation of a reduction (to_apply) is visited too; its arithmetic is ignored by all
-            # callers.
+            # The computation of a reduction (to_apply) is visited too; all callers ignore its arithmetic.
             for computation in instruction.called:
                 yield from visit(computation, inner_runs, is_async, is_hidden)
 

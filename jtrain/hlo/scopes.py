@@ -42,6 +42,5 @@ def scope_mark(scope: str) -> tuple[Phase, str]:
     # reduce_gradients has no transpose in its path, although it belongs to the backward pass.
     if top in _PHASES:
         return _PHASES[top], layer
-    # jax names the transposed (backward) computation `transpose(jvp(...))`; rematerialised forward ops run
-    # inside it.
+    # jax names the backward pass `transpose(jvp(...))`; recomputed ops may lack that name.
     return ("backward" if "transpose" in names or "rematted_computation" in names else "forward"), layer

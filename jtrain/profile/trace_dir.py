@@ -35,7 +35,7 @@ def read_facts(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} is not a folder. Give the folder of a trace window: <workdir>/profile/<step>."
         )
-    # The facts are written last, so a folder with them is complete.
+    # Written after the trace and the programs, so a folder with facts has those too.
     file = folder / FACTS
     try:
         facts = json.loads(file.read_text())

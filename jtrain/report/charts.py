@@ -106,7 +106,7 @@ def step_line(x: Sequence[Number], y: Sequence[Number | None], end: Number) -> s
 
 def step_area(x: Sequence[Number], low: Sequence[Number], high: Sequence[Number], end: Number) -> str:
     """SVG path of the area between two step functions: along the top, and back along the bottom."""
-    # The bottom is drawn backwards, so each change there goes up first and then left.
+    # The bottom is drawn backwards, so each change there goes vertically first and then left.
     changes = [i for i in range(len(x)) if i == 0 or low[i] != low[i - 1]]
     back = "".join(f"V{low[i]:.1f}H{x[i]:.1f}" for i in reversed(changes))
     return f"{step_line(x, high, end)}{back}Z"

@@ -77,14 +77,14 @@ def number(value: Number | None, unit: str) -> str:
     """`1,755 MHz`, or unknown."""
     if value is None:
         return "unknown"
-    # From 1000 on, .3g would write an exponent.
+    # From 999.5 on, .3g would write an exponent.
     return f"{value:,.0f} {unit}" if abs(value) >= 100 else f"{value:,.3g} {unit}"
 
 
 def short(value: Number) -> str:
     """Three or four digits, with k, M, B or T: `1.06M`, `423k`, `71.6`."""
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        # 999,950 is 1M, not 1000k: four digits round up there.
+        # 999,950 is 1M, not 1000k: four digits round up just below the factor.
         if value >= 0.9995 * factor:
             return (
                 f"{value / factor:.4g}{suffix}" if value < 1000 * factor else f"{value / factor:,.0f}{suffix}"

@@ -165,7 +165,7 @@ class Facts:
         """Value at a path such as `steps.0.parts.idle`; None if the last name is missing."""
         value: Any = self.content
         for key in path.split("."):
-            # A list by its index, a dict by its name; None only where the last name is missing.
+            # A list by its index, a dict by its name.
             value = value[int(key)] if isinstance(value, Sequence) else value.get(key)
         return value
 

@@ -102,7 +102,7 @@ class WatchedProcess:
         """Sends a signal to the process itself, if it still runs."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
-                # Popen.send_signal would take the exit code away from the waiting thread.
+                # Popen.send_signal may reap the process, and the waiting thread's waitid would then fail.
                 os.kill(self.pid, number)
 
     def kill(self) -> None:

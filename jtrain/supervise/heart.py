@@ -105,8 +105,7 @@ class Heart:
         store = MessageStore(lambda record: os.write(beats, record))
         self._lease = Lease(store, beat_s=BEAT_S, payload=self._payload, on_lost=_stop_alone)
         self._lease.seize()
-        # Lets the thread finish what it does: Python aborts a process that it closes while a thread is in C++
-        # code.
+        # Lets the thread finish: Python aborts a process that it closes while a thread is in C++ code.
         atexit.register(self._lease.release, END_S)
 
     def enter(self, phase: HeartPhase) -> None:

@@ -45,7 +45,7 @@ class SuperviseSpec:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            # isfinite refuses nan and infinity: a hang must end some time.
+            # isfinite refuses nan and infinity: every hang must be found some time.
             min_value = 0 if field.name in ("max_restarts", "backoff_s", "save_s") else 1
             if not (math.isfinite(value) and value >= min_value):
                 raise UserError(f"supervise.{field.name}={value} must be at least {min_value}.")

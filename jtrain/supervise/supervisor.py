@@ -119,7 +119,7 @@ class Supervisor:
                 return self._exit_code()
             # The other processes of this host may still run.
             self._end_processes(save=failure.save)
-            # Their cause, where both saw the fault.
+            # The cause that another host announced goes first, where both saw the fault.
             code = self._decide_restart(self._failure_elsewhere() or failure)
             if code is not None:
                 return code
@@ -330,7 +330,7 @@ class Supervisor:
         self._last_look_s = now_s
         if (next_round := self._hosts.newer_round()) is None:
             return None
-        # Before anything else, so that the same news are not found again.
+        # Before anything else, so that the same news is not found again.
         self._hosts.follow(next_round)
         say(f"another host says: {next_round.cause}")
         if next_round.final == exit_codes.FAULTY_HARDWARE:  # its host is to be replaced, not this one

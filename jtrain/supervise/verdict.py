@@ -136,7 +136,7 @@ def find_hang(processes: Sequence[Watched], spec: SuperviseSpec) -> Hang | None:
 
 
 def _reason(processes: Sequence[Watched], spec: SuperviseSpec) -> str:
-    # The limit that was passed by most names the setting to change.
+    # The limit that is exceeded by the most seconds names the setting to change.
     process = max(processes, key=lambda process: process.quiet_s - limit_s(process.beat, spec))
     limit = f"{limit_s(process.beat, spec):.0f} s"
     if process.beat is not None and process.beat.phase in STEPPING and process.beat.step_s is not None:

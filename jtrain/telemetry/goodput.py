@@ -174,7 +174,7 @@ def summarise(attempts: list[AttemptTimes], shares: tuple[float, float] | None) 
 
 
 def line(summary: Mapping[str, Any]) -> str:
-    """Summary line `goodput 81.2 % of 120 s in 2 attempts: compute 97.4 s, ...`, largest first."""
+    """Summary line `goodput 81.2% of 120.0 s in 2 attempts: compute 97.4 s, ...`, largest first."""
     categories = sorted(summary["categories"].items(), key=lambda item: -item[1])
     category_texts = ", ".join(
         f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in categories if seconds >= 0.05
@@ -271,7 +271,6 @@ class Ledger:
 
     def go_back(self, step: int) -> None:
         """Records that the run goes on from the state after `step`; the steps until here are done again."""
-        # Before the step is set back: the steps in between are done again.
         # Before the step is set back: the steps in between are done again.
         self._redone_until = max(self._redone_until, self._step)
         self._step = step

@@ -125,7 +125,6 @@ class MetricsSpec:
 
     def is_logged(self, step: int, num_steps: int) -> bool:
         """True if `step` gets a line; the same for a resumed run as for an uninterrupted one."""
-        # By the number of the step alone, so that a resumed run logs the same steps.
         return step in (1, num_steps) or step % self.log_every_steps == 0
 
 

@@ -69,7 +69,7 @@ class RunProgressBar(PlainProgress):
 
 
 def summary(line: TrainLine, num_steps: int) -> str:
-    """Loss, speed and remaining time, as in `loss 2.1034 nats  12.3k tokens/s  MFU 41.2 %  ETA 1m 20s`."""
+    """Loss, speed and remaining time, as in `loss 2.1034 nats  12.3k tokens/s  MFU 41.2%  ETA 1m 20s`."""
     mfu = "" if line.mfu is None else f"  MFU {line.mfu:.1%}"
     remaining_s = (num_steps - line.step) * line.step_time_ms / 1e3
     # The first step's time is mostly compilation, so it gives no estimate.

@@ -73,7 +73,6 @@ def _less_communication(row: CommRow, settings: Mapping[str, str | int]) -> str:
         return "every layer sends activations over this axis; try half of mesh.tensor and twice mesh.data"
     if "context" in row.axes and row.kind in ("collective-permute", "all-to-all"):  # ZeRO gathers over it too
         return "try half of mesh.context and twice mesh.data, if a sequence still fits on a device"
-    # Advice names a setting only if it is not set that way yet.
     microbatches = settings.get("layout.microbatches", 1)
     if row.kind == "all-gather" and settings.get("layout.zero_stage") == 3:
         microbatch_advice = f"fewer than layout.microbatches={microbatches}, or " if microbatches != 1 else ""

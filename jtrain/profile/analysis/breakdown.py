@@ -108,9 +108,9 @@ def aligned_samples(folder: Path, trace: Trace) -> dict[int, Samples]:
       UserError: a file of samples was cut short.
     """
     samples_by_device = samples.load(folder)
+    # Without anchors the sampler's own wall clock stands, which is right unless it was set.
     if not trace.anchors:
         return samples_by_device
-    # Without anchors the sampler's own wall clock stands, which is right unless it was set.
     first, last = (Anchor(*anchor) for anchor in trace.anchors)
     return {
         device: device_samples.aligned(first, last) for device, device_samples in samples_by_device.items()

@@ -158,7 +158,6 @@ def sample_tracks(
     """
     clock_tracks = []
     for device, device_samples in sorted(samples.items()):
-        # A page of 2000 points per device still draws; a window may have 100,000 samples.
         indices = np.flatnonzero((device_samples.epoch_ns >= start_ns) & (device_samples.epoch_ns <= end_ns))
         indices = indices[:: max(1, math.ceil(len(indices) / max_points))]
         # A span of length 0 asks for the value that holds at that time.

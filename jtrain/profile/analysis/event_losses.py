@@ -87,8 +87,7 @@ def op_rows(events: Events, losses: EventLosses, peaks: Peaks) -> list[OpRow]:
         if op.kind == "communication":
             lost["exposed"] = float(exposed_s[index])
         else:
-            # The remainder after overlap, clocks and the work itself is utilisation, so the losses sum to the
-            # op's time.
+            # Utilisation is the remainder, so that the losses and theoretical_s sum to the op's time.
             lost |= {"overlap": float(overlap[index]), "clocks": float(clocks[index])}
             needed_s = 0.0
             if peaks.flops is not None:
@@ -137,7 +136,7 @@ def comm_rows(events: Events, facts: dict[str, Any], device_steps: int) -> list[
             np.array([key == (kind, axes) for key in keys_by_op], bool)[events.op] & ~events.computes
         )
         runs_by_op = collections.Counter(events.op[key_events].tolist())
-        # Bytes count at each start, calls too; the time is that of starts and dones together.
+        # Bytes and calls count at the starts; the time is that of starts and dones together.
         sent_bytes = sum(
             runs_by_op[i] * traffic.wire_bytes
             for i in runs_by_op

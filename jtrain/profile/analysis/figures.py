@@ -64,8 +64,7 @@ def mean_step(breakdown: Breakdown) -> StepBreakdown:
     return StepBreakdown(
         step=steps[0].step,
         duration_s=statistics.fmean(step.duration_s for step in steps),
-        # A part that is unknown in some steps counts as 0 there; otherwise the parts would not sum to the
-        # mean step.
+        # Unknown in some steps, a part counts as 0 there; otherwise the parts would not sum to the step.
         parts={part.key: part_mean([step.parts.get(part.key) for step in steps]) for part in PARTS},
         chain=dicts("chain"),
         clocks_lost_s={cause: value or 0.0 for cause, value in dicts("clocks_lost_s").items()},
@@ -149,7 +148,7 @@ def by_device(breakdown: Breakdown) -> list[DeviceMean]:
             rows_by_device.setdefault(int(device_row["device"]), []).append(device_row)
 
     def sampled(device: int, field: str) -> float | None:
-        # A track per device; -1 tracks of a CPU are expanded to all devices when they are read.
+        # One track per device: a CPU's samples, of device -1, were saved once for each device.
         means = (mean(getattr(track, field)) for track in breakdown.clocks if track.device == device)
         return next((value for value in means if value is not None), None)
 

@@ -140,7 +140,7 @@ def _op(
     work = flops(instruction, program)
     collective = _collective(instruction, program, mesh_shape)
     kind = _kind(instruction, collective, work)
-    # A fusion that multiplies and gathers counts as compute; its bytes on the wire are not exposed.
+    # A fusion that multiplies and gathers counts as compute; its bytes on the wire are not counted.
     if kind != "communication":
         collective = None
     # Control ops contain others, which count their own bytes.

@@ -189,7 +189,7 @@ def tick_loop(program: HloProgram) -> TickLoop:
 def _part(instruction: Instruction) -> TracedPart | None:
     """The part whose scope an instruction was traced in."""
     scope = instruction.op_name
-    # Forward, backward and weight in the order of SCOPES.
+    # _PARTS is in the order of SCOPES.
     return next((part for part, name in zip(_PARTS, SCOPES, strict=True) if f"/{name}/" in scope), None)
 
 
@@ -305,7 +305,7 @@ def _tick_begins(
     table = np.array([sorted(times)[:: len(times) // num_ticks] for times in starts.values()], np.int64)
     # Row: op; column: tick.
     begins, last = table.min(axis=0), table.max(axis=0)
-    # If an op of one tick starts after one of the next, searchsorted above would be wrong.
+    # If an op of one tick starts after one of the next, begins do not say which tick an op is of.
     if (last[:-1] >= begins[1:]).any():
         raise UserError(f"{location}: ticks of the trace overlap, so an op's tick is unknown.")
     return begins
@@ -342,8 +342,7 @@ def _shares(step: int, devices: Sequence[_DeviceTicks], duration_ns: int) -> Pip
     all_ns = duration_ns * len(devices)
     busy = [np.array(sorted(device.instructions.values()), np.int64) for device in devices]
     computing = sum(intervals.total(times) for times in busy)
-    # Embedding and loss overlap with instructions where the compiler interleaves them; those times count
-    # once.
+    # The compiler may interleave embedding and loss with instructions; that time counts once.
     ends = sum(
         intervals.total(intervals.subtract(device.ends, intervals.union(times[:, 0], times[:, 1])))
         for device, times in zip(devices, busy, strict=True)

@@ -114,7 +114,7 @@ def _event_table(trace: Trace, ops: Mapping[str, HloOp]) -> tuple[list[HloOp], n
     ends = {span.step: span.end_ns for span in trace.steps}
 
     def row(event: OpEvent) -> tuple[int, ...]:
-        # An asynchronous op may end in the next step; its time there would belong to no op of that step.
+        # An asynchronous op may end in the next step; a step's ops must not sum to more than the step.
         end = min(event.start_ns + event.duration_ns, ends[event.step])
         return event.step, event.device, number[event.name], event.start_ns, end
 
@@ -168,6 +168,7 @@ def overlap_factors(events: Events, multiplier: np.ndarray) -> np.ndarray:
     always or never runs alone gets 1, since there is nothing to compare with; its loss counts as utilisation.
     """
     factors = np.ones(len(events.op))
+    # At the reference clock, since a low clock may coincide with communication.
     length = (events.end_ns - events.start_ns) * multiplier
     num_ops = len(events.ops)
 
@@ -177,7 +178,6 @@ def overlap_factors(events: Events, multiplier: np.ndarray) -> np.ndarray:
             count, count, np.nan
         )
 
-    # At the reference clock, since a low clock may coincide with communication.
     with_other = events.computes & (events.overlap_share >= ALONE)
     ratio = mean(with_other) / mean(events.computes & (events.overlap_share < ALONE))
     # A mean over no event is nan; a ratio below 1 is noise.

@@ -33,7 +33,7 @@ class Window:
     """
 
     def __init__(self, folder: Path, *, facts: dict[str, Any]) -> None:
-        # Here and not at the end of the window, where the trace would be lost.
+        # Checked here and not at the end of the window, where the trace would be lost.
         assert set(facts) == set(FACT_NAMES), set(facts) ^ set(FACT_NAMES)
         self.folder = folder
         self.facts = facts
@@ -45,8 +45,7 @@ class Window:
         self.folder.mkdir(parents=True, exist_ok=True)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # thousands of Python calls per step, which no report uses
-        # On CPUs the ops are host events of level 2; elsewhere only our annotations are host events, of level
-        # 1.
+        # On CPUs ops are host events, of level 2; elsewhere only our annotations are, of level 1.
         options.host_tracer_level = 2 if self.facts["platform"] == "cpu" else 1
         jax.profiler.start_trace(str(self.folder), profiler_options=options)
 
@@ -55,8 +54,7 @@ class Window:
         """Marks a step; wrap its dispatch and the wait for its results, or its ops belong to no step."""
         import jax
 
-        # Records the monotonic clock too: it aligns clock samples with ops even if the wall clock is set
-        # meanwhile.
+        # The monotonic clock aligns clock samples with ops even if the wall clock is set meanwhile.
         with jax.profiler.StepTraceAnnotation("jtrain:step", step_num=step, monotonic_ns=time.monotonic_ns()):
             yield
 

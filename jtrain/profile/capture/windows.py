@@ -27,7 +27,7 @@ class Windows:
             ...
             if windows.decide_to_open(step, is_requested=windows.requested): windows.open(step, facts())
             with windows.step(step + 1): ...
-            if windows.should_close(step): windows.close(program)
+            if windows.should_close(step, last=step == num_steps): windows.close(programs, save_samples)
     """
 
     def __init__(self, workdir: Path, spec: ProfileSpec, *, process: int = 0, num_processes: int = 1) -> None:
@@ -88,8 +88,7 @@ class Windows:
             self._window_folder.mkdir(parents=True, exist_ok=True)
             self._clear_folder()
             window = Window(self._window_folder, facts=facts)
-            # Everything before it may fail as well, such as a folder on a full disk: the run goes on
-            # untraced.
+            # The lines above may fail as well, as on a full disk: the run goes on untraced.
             window.start()
         except Exception as error:  # the profiler raises many types, and none of them may end the run
             return f"no trace of the steps after {step}: {type(error).__name__}: {error}"

@@ -23,7 +23,7 @@ THERMAL_RESIDENCIES = (
 
 
 class Amd(ClockSource):
-    """Clock source for the GPUs in HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES, in their order."""
+    """Clock source for the GPUs that HIP_VISIBLE_DEVICES picks of ROCR_VISIBLE_DEVICES, in its order."""
 
     name = "amd"
 
@@ -57,7 +57,7 @@ class Amd(ClockSource):
         # Per device: time (ns), ticks, power and thermal residencies of the reading before.
         self._residency: dict[int, tuple[float, float, float, float]] = {}
         self._violation_ns = {device: [0.0, 0.0] for device in self.devices}
-        # The highest energy so far, by which impossible values are known.
+        # The highest energy so far, by which impossible values are recognised.
         self._energy_j = dict.fromkeys(self.devices, 0.0)
 
     def _ask(self, quantity: str, call: Any) -> Any:
@@ -70,7 +70,7 @@ class Amd(ClockSource):
         )
         if metrics is None:
             return Reading()
-        # An MI300 has eight dies with a clock each; unused entries are "N/A" or 0.
+        # An MI300X has eight dies with a clock each; unused entries are "N/A" or 0.
         dies = [clock for clock in map(_number, metrics.get("current_gfxclks") or ()) if clock > 0]
         sm_mhz = sum(dies) / len(dies) if dies else _number(metrics.get("current_gfxclk"))
         mem_mhz = _number(metrics.get("current_uclk"))
@@ -100,7 +100,7 @@ class Amd(ClockSource):
 
     def _violations(self, device: int, metrics: dict[str, Any]) -> tuple[int, int]:
         """Nanoseconds in which the power and thermal limits held the clock down, from firmware ticks."""
-        # Residencies count ticks of the firmware while a limit held; ticks counts all of them.
+        # Residencies count the firmware's ticks while a limit held; `ticks` counts all ticks.
         ticks, power = _number(metrics.get("accumulation_counter")), _number(metrics.get("ppt_residency_acc"))
         thermal = sum(
             residency

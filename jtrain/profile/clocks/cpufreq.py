@@ -56,7 +56,7 @@ class Cpu(ClockSource):
             "clocks: the CPU clock is relative to its own best, timed by a chain of instructions (0.3 ms)."
         )
         self.ref_mhz = self._nominal_mhz = nominal_mhz()
-        # Called in the sampler's own process, before the first step: 60 chains, some 20 ms.
+        # In the sampler's own process: 60 readings of 0.3 ms, some 20 ms.
         self._best_ns = min(chain_ns() for _ in range(CALIBRATIONS))
         self._stat = _cpu_ticks()
         self._energy_range_uj = _number(RAPL.with_name("max_energy_range_uj"))

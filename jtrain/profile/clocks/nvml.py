@@ -50,11 +50,11 @@ class Nvml(ClockSource):
         self.max_mhz = float(max_mhz) if max_mhz else None
 
     def _handle(self, name: str) -> object:
-        # An empty name means that CUDA_VISIBLE_DEVICES lists fewer GPUs than the run uses.
         if name.isdigit():
             return self._nvml.nvmlDeviceGetHandleByIndex(int(name))
         if name.startswith("GPU-"):
             return self._nvml.nvmlDeviceGetHandleByUUID(name)
+        # An empty name comes here too: CUDA_VISIBLE_DEVICES lists fewer GPUs than the run uses.
         raise UserError("a MIG slice or an unknown name has no clocks of its own")
 
     def _ask(self, quantity: str, call: Callable[[], object]) -> Any:

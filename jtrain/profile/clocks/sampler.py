@@ -123,7 +123,7 @@ class Sampler:
     def fast(self, on: bool) -> None:
         """Samples more often, for a trace window, or at the normal rate again; never blocks."""
         if self._child is not None and self._child.stdin is not None:
-            # A stuck or dead child is reported by `note`.
+            # A stuck child leaves its pipe full, a dead one broken; `note` reports the dead one.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._child.stdin.fileno(), FAST if on else SLOW)
 
@@ -162,7 +162,7 @@ class Sampler:
         if self._file < 0:
             return
         records = records_in(self._path)
-        # One second on either side, so that the clock is known at the edges of the span.
+        # The clock must be known at the edges of the span, too.
         is_near = (records["epoch_ns"] >= start_epoch_ns - MIN_HOLD_NS) & (
             records["epoch_ns"] <= end_epoch_ns + MIN_HOLD_NS
         )
@@ -250,15 +250,14 @@ def _remove_stale_files(folder: Path) -> None:
 
 def _end_with_parent(parent: int) -> None:
     """Makes the kernel kill this process when its parent dies; another child may keep stdin open."""
-    # These are meant for the run, which still needs samples.
-    # A terminal sends Ctrl-C to the whole process group, this child included.
+    # Meant for the run, which still needs samples: a terminal sends Ctrl-C to the whole process group.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         # prctl acts on later deaths only; a parent that died before it would leave this process behind.
-        if os.getppid() != parent:  # the parent died before the line above
+        if os.getppid() != parent:
             os._exit(0)
 
 
@@ -280,8 +279,7 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
         while True:
             slow = time.monotonic() >= slow_due_s
             if slow:
-                # One ms of slack: a slow reading that is due a hair after this turn would come a whole period
-                # late.
+                # 1 ms of slack, or a slow reading that is due just after this turn comes a period late.
                 slow_due_s = time.monotonic() + source.slow_period_s - 1e-3
             for device in source.devices:
                 # A call of the driver takes up to milliseconds; the reading is dated to the middle of it.
@@ -297,7 +295,7 @@ def sample(source: ClockSource, path: Path, commands: int) -> None:
                 record["sequence"], record["device"] = sequence, device
                 record["monotonic_ns"], record["epoch_ns"] = reading_ns, epoch_ns - (after_ns - reading_ns)
                 try:
-                    # One call of 96 bytes: a reader never sees a part of a record from a living sampler.
+                    # One call for all 96 bytes: a kill between two calls would leave half a record.
                     os.pwrite(file.fileno(), record.tobytes(), ((sequence - 1) % CAPACITY) * RECORD.itemsize)
                 # A full disk: readers need records without a gap, so the next one takes this number.
                 except OSError:
@@ -328,7 +326,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         source = open_source(options["source"], options["devices"])
     except ValueError as error:
-        # The header is the child's only way to say why; the run reads it whenever it likes.
+        # The run takes the reason from the header; `refused` tells this end from a crash.
         notes = [f"clocks: not sampled: {error}"]
         _write_header(path, {"source": options["source"], "notes": notes, "refused": True})
         return 2

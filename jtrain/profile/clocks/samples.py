@@ -152,9 +152,9 @@ class Samples:
         """Copy with epoch_ns on the trace's clock, in integers: a straight line through two anchors.
 
         offset(m) = o0 + (o1 - o0) (m - m0) / (m1 - m0) at the monotonic time m. The two anchors correct a
-        wall clock that was set, or drifted, while the trace ran. With anchors
-        (trace 5000, monotonic 1000) and (5202, 1200) the offset grows from 4000 to 4002 ns, and samples at
-        1000, 1100 and 1200 move to 5000, 5101 and 5202.
+        wall clock that was set, or drifted, while the trace ran. With anchors (trace 5000, monotonic 1000)
+        and (5202, 1200) the offset grows from 4000 to 4002 ns, and samples at 1000, 1100 and 1200 move to
+        5000, 5101 and 5202.
 
         Raises:
           UserError: `last` is not later than `first`.

@@ -80,7 +80,7 @@ def choose(source: str, platform: str) -> tuple[str, str]:
         if reason:
             raise UserError(f"profile.clocks={source}: {reason}")
         return source, ""
-    # jax says "gpu" for either vendor, and "cuda" or "rocm" where a plugin names itself.
+    # jax says "gpu" for either vendor; "cuda" and "rocm" are its names for one of them.
     candidates = {"gpu": ("nvml", "amd"), "cuda": ("nvml",), "rocm": ("amd",), "tpu": ("tpu",)}.get(
         platform, ("cpu",)
     )

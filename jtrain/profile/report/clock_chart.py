@@ -115,8 +115,7 @@ def _reasons(tracks: Sequence[ClockTrack], end_s: float) -> list[str]:
 
 
 def _axis(breakdown: Breakdown, end_s: float) -> str:
-    """Axis of steps, each as wide as its duration, with at most about ten labels."""
-    # Rounded up, so that there are ten labels at most.
+    """Axis of steps, each as wide as its duration, with at most ten labels."""
     label_step = -(-len(breakdown.steps) // 10)
     spans = [
         f'<span style="flex:{step.duration_s:.6g} 0 0">{step.step if index % label_step == 0 else ""}</span>'

@@ -87,7 +87,7 @@ class ProfileComparison:
 def compare(a: Breakdown, b: Breakdown, *, a_name: str, b_name: str) -> ProfileComparison:
     """Compares two profiles."""
     step_a, step_b = mean_step(a), mean_step(b)
-    # Parts of A name the rows: both devices may know their peak or not.
+    # The parts are A's: where its peak is unknown, "computing" is the name of utilisation.
     values = [
         (part, step_a.parts.get(part.key), step_b.parts.get(part.key)) for part in figures.parts_of(step_a)
     ]

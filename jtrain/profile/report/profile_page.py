@@ -113,7 +113,7 @@ def _waterfalls(breakdown: Breakdown, facts: Facts) -> Panels:
     }
     for index, step in enumerate(breakdown.steps):
         panels[f"step {step.step}"] = _waterfall(
-            # index=index binds now; a closure would see the last step in every panel.
+            # index=index for ruff (B023): a closure that was called later would see the last step.
             step,
             lambda path, _, index=index: facts.cell(f"steps.{index}.{path}", seconds),
         )

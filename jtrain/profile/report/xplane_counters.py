@@ -82,7 +82,7 @@ def annotate(
             _add_counters(plane, device_samples, *extent)
     for device, device_samples in remaining_samples.items():  # CPU devices have no plane of their own
         _add_counters(
-            # Ids from 1000 on are free: XProf numbers its own planes from 0.
+            # From 1000 on, far from the ids of the profiler's own planes.
             space.planes.add(id=1000 + device, name=f"/device:CUSTOM:clocks:{device}"),
             device_samples,
             *extent,
@@ -105,7 +105,7 @@ def _space() -> Any:
                 field_descriptor.type, field_descriptor.type_name = kinds.TYPE_MESSAGE, f".xplane.{kind}"
             else:
                 field_descriptor.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
-    # A pool of its own: the default one may have TensorFlow's xplane.proto with the same names.
+    # A pool of its own, since other libraries may have an xplane.proto in the default one.
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("xplane.XSpace"))
