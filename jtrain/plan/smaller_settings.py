@@ -18,7 +18,7 @@ from jtrain.optim import Muon, check_layout
 from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job
 from jtrain.plan.search import SearchTask, resolve_as_needed
-from jtrain.step.layout_choices import frugal, keeping, layout_settings, open_shares, with_shares
+from jtrain.step.layout_choices import frugal, layout_settings, open_shares, with_remat, with_shares
 
 GIB = 2**30
 
@@ -138,7 +138,7 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
     spec, mesh, batch = job.layout.spec, job.layout.mesh, job.global_batch
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
-    remats = list(dict.fromkeys((spec, keeping(spec, ()))))
+    remats = list(dict.fromkeys((spec, with_remat(spec, ()))))
     parts = sorted({spec.microbatches, max(1, batch // shards)})
     hosts = [spec.offload]
     if _offloads(job):
