@@ -224,7 +224,7 @@ def execute(args: Args) -> int:
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import choose_loss_chunk
     from jtrain.plan.calibration import calibrate, measured_computation
-    from jtrain.plan.estimate.attention_time import explained
+    from jtrain.plan.estimate.attention_time import explain_attention
     from jtrain.plan.estimate.step_time import Assumptions
     from jtrain.plan.from_run import search_task
     from jtrain.plan.plan_check import check_plan
@@ -302,7 +302,7 @@ def execute(args: Args) -> int:
     assumptions_line = assume.of(
         machine.device, devices=machine.count, in_8_bits=run.precision.matmul_dtype != "compute"
     )
-    print_sheet(sheet, console, [*notes, *loss_lines, assumptions_line, explained(sheet.job)])
+    print_sheet(sheet, console, [*notes, *loss_lines, assumptions_line, explain_attention(sheet.job)])
     # Only a run that stepped has a measured time.
     if args.calibrate is not None and sheet.measured is not None and sheet.measured.step_s is not None:
         file = calibrate(

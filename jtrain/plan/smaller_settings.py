@@ -19,7 +19,7 @@ from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job
 from jtrain.plan.search import resolve_as_needed
 from jtrain.plan.search_task import SearchTask
-from jtrain.step.layout_choices import frugal, keeping, layout_settings, open_shares, with_shares
+from jtrain.step.layout_choices import frugal, layout_settings, open_shares, with_remat, with_shares
 
 GIB = 2**30
 
@@ -149,7 +149,7 @@ def _candidates(job: Job, share: Any) -> Iterator[tuple[LayoutSpec, int, StateFo
     shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     stages = [stage for stage in (0, 1, 2, 3) if stage >= spec.zero_stage]
     # The config's remat, then full recomputation.
-    remats = list(dict.fromkeys((spec, keeping(spec, ()))))
+    remats = list(dict.fromkeys((spec, with_remat(spec, ()))))
     # As the config has it, and one sequence per device at a time.
     microbatch_counts = sorted({spec.microbatches, max(1, batch // shards)})
     hosts = [spec.offload]

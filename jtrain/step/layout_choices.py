@@ -32,8 +32,8 @@ opposite."""
 def layout_settings(spec: LayoutSpec) -> dict[str, object]:
     """Config path -> value of every setting that `layout.auto` decides."""
     names = ("zero_stage", "remat", "remat_save", "microbatches")
-    found: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
-    return found | {
+    settings: dict[str, object] = {f"layout.{name}": getattr(spec, name) for name in names}
+    return settings | {
         f"layout.offload.{name}": getattr(spec.offload, name) for name in (*OFFLOADABLE, "update")
     }
 
@@ -93,19 +93,19 @@ def alternatives(spec: LayoutSpec, mesh: MeshSpec, stages: ZeroStages = EVERY) -
     """
     for stage in stages if mesh.zero_shards > 1 else EVERY[:1]:
         # remat=none keeps what has a name under stage 3.
-        different = [
-            kept for kept in REMATS if not (kept == SAVEABLE and stage == 3 and mesh.zero_shards > 1)
+        remats = [
+            names for names in REMATS if not (names == SAVEABLE and stage == 3 and mesh.zero_shards > 1)
         ]
-        yield [keeping(dataclasses.replace(spec, zero_stage=stage), kept) for kept in different]
+        yield [with_remat(dataclasses.replace(spec, zero_stage=stage), names) for names in remats]
 
 
-def keeping(spec: LayoutSpec, kept: tuple[str, ...] | None) -> LayoutSpec:
+def with_remat(spec: LayoutSpec, names: tuple[str, ...] | None) -> LayoutSpec:
     """`spec` with layers that keep these activations; all for None."""
-    remat = "none" if kept is None else "named" if kept else "full"
-    return dataclasses.replace(spec, remat=remat, remat_save=kept or ())
+    remat = "none" if names is None else "named" if names else "full"
+    return dataclasses.replace(spec, remat=remat, remat_save=names or ())
 
 
 def frugal(spec: LayoutSpec, mesh: MeshSpec) -> LayoutSpec:
     """`spec` with all that can be sharded on a mesh, and layers that keep their input only."""
     stage = 3 if mesh.zero_shards > 1 else spec.zero_stage
-    return dataclasses.replace(keeping(spec, ()), zero_stage=stage, auto=False)
+    return dataclasses.replace(with_remat(spec, ()), zero_stage=stage, auto=False)

@@ -29,15 +29,15 @@ from jtrain.plan.estimate.flops import flops_per_token
 from jtrain.plan.job import Job
 from jtrain.step import zero
 from jtrain.step.description import trace_cache
-from jtrain.step.description.labelled_sizes import class_of, keeping_input, labelled, values_of
+from jtrain.step.description.labelled_sizes import class_of, input_keeping_class, label_sizes, label_values
 from jtrain.step.description.traced_parts import (
     METRICS,
     UPDATE,
-    _trace,
+    _trace_class,
+    describe_jaxpr,
     forget_traces,
     jaxpr_of,
-    part_trace,
-    traced,
+    trace_part,
 )
 from jtrain.step.description.traced_work import traced_work
 from jtrain.step.train_step import BATCH_SPEC, _local_gradients
@@ -207,7 +207,7 @@ def test_activations_that_no_layer_keeps_are_computed_again(
     """
     remat: dict[str, Any] = {} if kept is None else dict(remat="named", remat_save=kept)
     job = job_of(dict(data=8), zero_stage=zero_stage, **remat)
-    assert job.step.again & set(SAVEABLE) == set(again)
+    assert job.step.recomputed_names & set(SAVEABLE) == set(again)
 
 
 @pytest.mark.parametrize("experts", [0, 4, 8])
@@ -221,9 +221,9 @@ def test_kept_values_are_those_of_a_trace_of_their_own(kept: tuple[str, ...] | N
     layout = layout_from(spec, mesh, model.param_infos())
     of = class_of("layers", model, layout, rows=ROWS, seq_len=LENGTH)
     assert of.few == (experts == 4)
-    found = _trace(of)
-    assert found == part_trace(of, jaxpr_of(of), unread=0 if kept is None else 2 * bool(experts))
-    assert found != _trace(keeping_input(of))
+    found = _trace_class(of)
+    assert found == describe_jaxpr(of, jaxpr_of(of), unread=0 if kept is None else 2 * bool(experts))
+    assert found != _trace_class(input_keeping_class(of))
 
 
 def test_labels_are_the_sizes_of_the_layout() -> None:
@@ -232,7 +232,10 @@ def test_labels_are_the_sizes_of_the_layout() -> None:
     """
     job = job_of(dict(replica=2, data=2, context=2, tensor=4), zero_stage=3, microbatches=2)
     of = class_of("end", job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
-    trace, values = labelled(of), values_of(of, job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
+    trace, values = (
+        label_sizes(of),
+        label_values(of, job.model, job.layout, rows=job.rows(), seq_len=job.seq_len),
+    )
     for p, real in zip(trace.layout.params, job.layout.params, strict=True):
         block = math.prod(local_shape(p.optimizer, p.info.shape, trace.layout.mesh.shape))
         number, powers = trace.monomial(block)
@@ -275,13 +278,13 @@ def test_traces_are_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(trace_cache, "folder", lambda: tmp_path)
     forget_traces()
     of = class_of("embedding", job.model, job.layout, rows=job.rows(), seq_len=job.seq_len)
-    found = traced(of)
+    found = trace_part(of)
     [file] = tmp_path.iterdir()
     each = (dataclasses.replace(one, count=(2 * one.count[0], one.count[1])) for one in found.collectives)
     doubled = dataclasses.replace(found, collectives=tuple(each))
     trace_cache._write(file, trace_cache._text(doubled))
     forget_traces()
-    assert traced(of) == doubled
+    assert trace_part(of) == doubled
     monkeypatch.setattr(trace_cache, "folder", lambda: None)
     forget_traces()
-    assert traced(of) == found
+    assert trace_part(of) == found

@@ -125,7 +125,7 @@ def branch_times(layout: Layout, op_name: str) -> int | None:
     Args:
       op_name: the conditional's, of the compiled program.
     """
-    found = _OF_TICKS.search(op_name)
-    if layout.pipeline is None or found is None:
+    tick_match = _OF_TICKS.search(op_name)
+    if layout.pipeline is None or tick_match is None:
         return None
-    return chunk_passes(layout) if found[1] else layout.spec.microbatches
+    return chunk_passes(layout) if tick_match[1] else layout.spec.microbatches

@@ -72,11 +72,11 @@ def schedule_waits_s(hlo: str, job: Job) -> float | None:
 def _kernel_s(job: Job, assume: Assumptions) -> dict[tuple[str, str], float]:
     """Seconds of the kernels of a step's attention and experts in each phase."""
     forward_s, backward_s = attention_s(job)
-    again_s = forward_s if "attention" in job.step.again else 0.0
+    recomputed_s = forward_s if "attention" in job.step.recomputed_names else 0.0
     experts = matmuls(job, memory=assume.memory, fraction=assume.matmul).experts
     return {
         ("forward", "layers/attention"): forward_s,
-        ("backward", "layers/attention"): backward_s + again_s,
+        ("backward", "layers/attention"): backward_s + recomputed_s,
         ("forward", "layers/mlp"): experts["forward"],
         ("backward", "layers/mlp"): experts["by_input"] + experts["by_weight"] + experts["again"],
     }

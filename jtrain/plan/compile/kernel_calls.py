@@ -25,17 +25,17 @@ def devices_like(spec: DeviceSpec, count: int) -> list[jax.Device]:
     Raises:
       UserError: neither exist.
     """
-    here = jax.devices()
-    if live(here[0]).name == spec.name and len(here) >= count:
-        return here[:count]
+    live_devices = jax.devices()
+    if live(live_devices[0]).name == spec.name and len(live_devices) >= count:
+        return live_devices[:count]
     topologies = TPUS.get(spec.name, (f"{spec.name}:{count}",) if spec.name in TARGETS else ())
     for topology in topologies:
-        if len(found := topology_devices(topology)) >= count:
-            return found[:count]
+        if len(devices := topology_devices(topology)) >= count:
+            return devices[:count]
     raise UserError(
-        f"the mesh has {count} devices, but {len(here)} x {live(here[0]).name} are here, and there is no "
-        f"compiler for {count} x {spec.name}. Set the mesh to the devices that are here, such as --set "
-        f"mesh.data={len(here)}, or name another device: {', '.join((*TARGETS, *TPUS))}."
+        f"the mesh has {count} devices, but {len(live_devices)} x {live(live_devices[0]).name} are here, and "
+        f"there is no compiler for {count} x {spec.name}. Set the mesh to the devices that are here, such as --set "
+        f"mesh.data={len(live_devices)}, or name another device: {', '.join((*TARGETS, *TPUS))}."
     )
 
 
@@ -52,6 +52,6 @@ def kernel_calls(run: Any, devices: list[jax.Device]) -> tuple[tuple[registry.Op
         (job.global_batch, job.seq_len), jnp.int32, sharding=NamedSharding(mesh, BATCH_SPEC)
     )
     step: Any = make_train_step(job.model, optimizer, job.layout, mesh)
-    with registry.recording() as found, lowering_for(mesh, live(devices[0])):
+    with registry.recording() as calls, lowering_for(mesh, live(devices[0])):
         step.trace(abstract_state(job.layout, optimizer, mesh), Batch(ids, ids, ids, ids))
-    return tuple({(op.name, registry.shapes(avals)): (op, avals) for op, avals in found}.values())
+    return tuple({(op.name, registry.shapes(avals)): (op, avals) for op, avals in calls}.values())

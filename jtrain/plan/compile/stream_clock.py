@@ -136,8 +136,8 @@ class StreamClock:
         begin = max(self._now, self._free[link])
         if transfer.kind not in HOST:
             # A collective on all links ("") waits for every permute, and permutes wait for it.
-            others = [name for name in self._free if name not in HOST] if link == "" else [""]
-            begin = max([begin, *(self._free[name] for name in others)])
+            contending_links = [name for name in self._free if name not in HOST] if link == "" else [""]
+            begin = max([begin, *(self._free[name] for name in contending_links)])
         end = begin + transfer.seconds
         self._free[link] = end
         _, begins, ends = self._sent.setdefault(transfer.name, (transfer, [], []))
@@ -145,25 +145,27 @@ class StreamClock:
         ends.append(end)
         return end
 
-    def _wait(self, until: float) -> None:
-        if until > self._now:
-            self._waits.append((self._now, until))
-            self._now = until
+    def _wait(self, end: float) -> None:
+        if end > self._now:
+            self._waits.append((self._now, end))
+            self._now = end
 
     def timeline(self) -> Timeline:
         """Sums so far; a transfer that nobody waited for is waited for at the end."""
         self._wait(max(self._free.values(), default=0.0))
         waits = np.array([(0.0, 0.0), *self._waits])
-        waited = np.cumsum(waits[:, 1] - waits[:, 0])
+        waited_s = np.cumsum(waits[:, 1] - waits[:, 0])
         # Seconds waited until a time: constant between waits, rising by a second per second within each.
         times = waits.reshape(-1)
-        until = np.stack([np.concatenate([[0.0], waited[:-1]]), waited], axis=1).reshape(-1)
+        waited_until = np.stack([np.concatenate([[0.0], waited_s[:-1]]), waited_s], axis=1).reshape(-1)
         hops: list[Hop] = []
         for name, (transfer, begins, ends) in self._sent.items():
-            seconds = transfer.seconds * len(begins)
-            exposed = float(np.sum(np.interp(ends, times, until) - np.interp(begins, times, until)))
-            count, hidden = len(begins), max(0.0, seconds - exposed)
-            hops.append(
-                Hop(name, transfer.kind, transfer.scope, count, count * transfer.bytes, seconds, hidden)
+            total_s = transfer.seconds * len(begins)
+            exposed_s = float(
+                np.sum(np.interp(ends, times, waited_until) - np.interp(begins, times, waited_until))
             )
-        return Timeline(self._now - float(waited[-1]), float(waited[-1]), tuple(hops))
+            count, hidden_s = len(begins), max(0.0, total_s - exposed_s)
+            hops.append(
+                Hop(name, transfer.kind, transfer.scope, count, count * transfer.bytes, total_s, hidden_s)
+            )
+        return Timeline(self._now - float(waited_s[-1]), float(waited_s[-1]), tuple(hops))

@@ -140,52 +140,54 @@ class _Program:
         self.program = program
         self._mesh_shape = mesh_shape
         self._rates = rates
-        self._known: dict[str, tuple[Action, ...]] = {}
-        found = collections.Counter[tuple[str, str]]()
+        self._computed: dict[str, tuple[Action, ...]] = {}
+        executions = collections.Counter[tuple[str, str]]()
         if kernels:
             for kernel, times in self._all_kernels(self.program.entry, 1):
-                found[self._mark(kernel)] += times
-        self._kernel_s = {mark: seconds / found[mark] for mark, seconds in kernels.items() if found[mark]}
+                executions[self._mark(kernel)] += times
+        self._kernel_s = {
+            mark: seconds / executions[mark] for mark, seconds in kernels.items() if executions[mark]
+        }
 
     def actions(self, name: str) -> tuple[Action, ...]:
         """Actions of one computation."""
-        if name not in self._known:
-            self._known[name] = tuple(self._actions(self.program.computations[name]))
-        return self._known[name]
+        if name not in self._computed:
+            self._computed[name] = tuple(self._actions(self.program.computations[name]))
+        return self._computed[name]
 
     def _actions(self, body: list[Instruction]) -> Iterator[Action]:
         waits: dict[str, str] = {}  # done -> the start that it waits for
-        late: dict[str, Transfer] = {}  # update -> the transfer that begins with it
-        left: list[str] = []
+        handovers: dict[str, Transfer] = {}  # update -> the transfer that begins with it
+        unfinished: list[str] = []
         for index, i in enumerate(body):
             if i.name in waits:
                 yield TransferWait(waits[i.name])
-            elif i.name in late:
-                yield late[i.name]
+            elif i.name in handovers:
+                yield handovers[i.name]
             elif i.opcode == "while":
-                found = re.search(r"body=%([\w.-]+)", i.line)
+                body_match = re.search(r"body=%([\w.-]+)", i.line)
                 trips = self.program.trip_count(i.line)
-                if found is None or trips is None:
+                if body_match is None or trips is None:
                     raise UserError(f"a loop's trip count is not in the HLO: {i.line[:200]}")
-                yield LoopRun(found[1], trips)
+                yield LoopRun(body_match[1], trips)
             elif i.opcode in ("call", "conditional"):
                 yield from (LoopRun(name, 1) for name in i.called)
             elif transfer := self._transfer(i, body):
-                begin = begin_of(body, index) if i.opcode.endswith("-start") else index
-                if begin == index:
+                begin_index = begin_of(body, index) if i.opcode.endswith("-start") else index
+                if begin_index == index:
                     yield transfer
                 else:
-                    late[body[begin].name] = transfer
-                done = done_of(body, index) if i.opcode.endswith("-start") else None
+                    handovers[body[begin_index].name] = transfer
+                done_index = done_of(body, index) if i.opcode.endswith("-start") else None
                 if not i.opcode.endswith("-start") or '"is_sync":true' in i.line:
                     yield TransferWait(i.name)
-                elif done is not None:
-                    waits[body[done].name] = i.name
+                elif done_index is not None:
+                    waits[body[done_index].name] = i.name
                 else:
-                    left.append(i.name)
+                    unfinished.append(i.name)
             elif not i.opcode.endswith(("-start", "-update", "-done")) and (seconds := self._compute_s(i)):
                 yield ComputeTime(seconds)
-        yield from map(TransferWait, left)  # their done is in another computation
+        yield from map(TransferWait, unfinished)  # their done is in another computation
 
     def _collectives(self, i: Instruction) -> Iterator[Instruction]:
         """The instruction if it is a collective, else those in the computations that it calls."""
@@ -200,10 +202,10 @@ class _Program:
             return self._sent(i, collectives)
         if copies := list(self._host_copies(i, body)):
             if self._rates.host is None:
-                what = (
+                reason = (
                     "the program copies to or from host memory, but the speed of that link is not published"
                 )
-                raise UserError(f"{what}: {i.line[:200]}")
+                raise UserError(f"{reason}: {i.line[:200]}")
             (direction, _), size = copies[0], sum(size for _, size in copies)
             return Transfer(i.name, direction, i.op_name, direction, size, size / self._rates.host)
         return None
@@ -218,22 +220,22 @@ class _Program:
                     yield from self._host_copies(inside, self.program.computations[name])
 
     def _sent(self, i: Instruction, collectives: list[Instruction]) -> Transfer:
-        sent, seconds, link = 0, 0.0, ""
-        for one in collectives:
-            kind, groups = one.collective, groups_of(one, self._mesh_shape)
+        sent_bytes, seconds, link = 0, 0.0, ""
+        for collective in collectives:
+            kind, groups = collective.collective, groups_of(collective, self._mesh_shape)
             group = max(map(len, groups), default=1)
-            whole = sum(size for _, size in whole_arrays(one, group, self.program.types))
-            size = wire_bytes(kind, whole, group)
-            permutes = kind == "collective-permute"
-            link = str(groups) if permutes else ""
-            sent += size
+            array_bytes = sum(size for _, size in whole_arrays(collective, group, self.program.types))
+            size = wire_bytes(kind, array_bytes, group)
+            is_permute = kind == "collective-permute"
+            link = str(groups) if is_permute else ""
+            sent_bytes += size
             if self._rates.network is None:
-                seconds += size / (self._rates.permute if permutes else self._rates.collective)
+                seconds += size / (self._rates.permute if is_permute else self._rates.collective)
             else:
                 seconds += self._rates.network(
-                    cast(Kind, kind), axes_of(groups, self._mesh_shape), whole, group
+                    cast(Kind, kind), axes_of(groups, self._mesh_shape), array_bytes, group
                 )
-        return Transfer(i.name, collectives[0].collective, collectives[0].op_name, link, sent, seconds)
+        return Transfer(i.name, collectives[0].collective, collectives[0].op_name, link, sent_bytes, seconds)
 
     def _compute_s(self, i: Instruction) -> float:
         if i.opcode in _NO_TIME or re.search(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"', i.line):

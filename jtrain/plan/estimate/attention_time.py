@@ -24,16 +24,16 @@ type _Shape = tuple[int, int, int, int, int]
 
 def implementation(job: Job) -> str:
     """Name of the implementation that computes a step's attention; plain XLA if the job has no machine."""
-    return registry.REFERENCE if job.machine is None else _choice(job)[0]
+    return registry.REFERENCE if job.machine is None else _job_choice(job)[0]
 
 
-def explained(job: Job) -> str:
+def explain_attention(job: Job) -> str:
     """The chosen implementation, the reason, and the implementations that would have to be installed
     first.
     """
-    name, because, others = _choice(job)
-    missing = [f"{other}: {why}" for other, why in others if "not installed" in why]
-    return f"attention by {name}: {'; '.join([because, *missing])}"
+    name, reason, rejected = _job_choice(job)
+    missing = [f"{candidate}: {obstacle}" for candidate, obstacle in rejected if "not installed" in obstacle]
+    return f"attention by {name}: {'; '.join([reason, *missing])}"
 
 
 def attention_s(job: Job) -> tuple[float, float]:
@@ -45,37 +45,41 @@ def attention_s(job: Job) -> tuple[float, float]:
     """
     assert job.machine is not None, "seconds are those of a machine"
     calls = job.model.num_layers * job.layout.spec.microbatches
-    passes = [(n * calls, _passes_s(job.machine.device, *call)) for n, call in _calls(job)]
-    return sum(n * one[0] for n, one in passes), sum(n * one[1] for n, one in passes)
+    counted = [
+        (num_calls * calls, _passes_s(job.machine.device, *arguments)) for num_calls, arguments in _calls(job)
+    ]
+    return sum(num_calls * passes_s[0] for num_calls, passes_s in counted), sum(
+        num_calls * passes_s[1] for num_calls, passes_s in counted
+    )
 
 
-def _choice(job: Job) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+def _job_choice(job: Job) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     assert job.machine is not None, "the choice is that of a machine"
-    return _chosen(job.machine.device, *next(_calls(job))[1])
+    return _choose_implementation(job.machine.device, *next(_calls(job))[1])
 
 
 def _calls(job: Job) -> Iterator[tuple[int, tuple[_Shape, str, int, bool, str | None]]]:
-    """Yields how often a layer calls attention, and the arguments of `_chosen`."""
+    """Yields how often a layer calls attention, and the arguments of `_choose_implementation`."""
     model, mesh = job.model, job.layout.mesh
     heads, kv_heads = (
         n // mesh.tensor for n in (model.num_heads, kv_heads_in_use(model.num_kv_heads, mesh.tensor))
     )
-    forced = dict(job.layout.kernels).get("attention")
+    forced_name = dict(job.layout.kernels).get("attention")
     rows, length = job.rows(), job.seq_len
-    same = job.layout.precision.compute_dtype, model.attention_chunk
+    dtype_and_chunk = job.layout.precision.compute_dtype, model.attention_chunk
     if mesh.context > 1 and not attention_is_a_ring(job.layout):
         heads, kv_heads = heads // mesh.context, max(1, kv_heads // mesh.context)
     elif mesh.context > 1:
         length //= mesh.context
-        half = (2 * rows, length // 2, heads, kv_heads, model.head_dim)
-        yield 1, ((rows, length, heads, kv_heads, model.head_dim), *same, True, forced)
-        yield mesh.context - 1, (half, *same, False, forced)
+        half_shape = (2 * rows, length // 2, heads, kv_heads, model.head_dim)
+        yield 1, ((rows, length, heads, kv_heads, model.head_dim), *dtype_and_chunk, True, forced_name)
+        yield mesh.context - 1, (half_shape, *dtype_and_chunk, False, forced_name)
         return
-    yield 1, ((rows, length, heads, kv_heads, model.head_dim), *same, True, forced)
+    yield 1, ((rows, length, heads, kv_heads, model.head_dim), *dtype_and_chunk, True, forced_name)
 
 
 @functools.cache
-def _chosen(
+def _choose_implementation(
     device: DeviceSpec, shape: _Shape, dtype: str, chunk: int, causal: bool, forced: str | None
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     """Name of the implementation, the reason, and those of the others. Cached: a search asks thousands of
@@ -94,16 +98,19 @@ def _passes_s(
     device: DeviceSpec, shape: _Shape, dtype: str, chunk: int, causal: bool, forced: str | None
 ) -> tuple[float, float]:
     """Seconds of the forward and of the backward pass of one call."""
-    name, avals = _chosen(device, shape, dtype, chunk, causal, forced)[0], _avals(shape, dtype, chunk, causal)
+    name, avals = (
+        _choose_implementation(device, shape, dtype, chunk, causal, forced)[0],
+        _avals(shape, dtype, chunk, causal),
+    )
     if name == registry.REFERENCE or name in cost.ATTENTION:
-        found = cost.attention_passes_s(device, avals, name)
+        passes_s = cost.attention_passes_s(device, avals, name)
     else:  # of another distribution, which predicts both passes together
         by_name = {i.name: i for i in registry.implementations(registry.find("attention"))}
-        both = by_name[name].cost_s(device, avals) or cost.attention_s(device, avals, registry.REFERENCE)
-        forward = (both or 0.0) / (1 + cost.BACKWARD_FLOPS)
-        found = forward, forward * cost.BACKWARD_FLOPS
-    assert found is not None, "the peaks of the machine are published"
-    return found
+        both_s = by_name[name].cost_s(device, avals) or cost.attention_s(device, avals, registry.REFERENCE)
+        forward = (both_s or 0.0) / (1 + cost.BACKWARD_FLOPS)
+        passes_s = forward, forward * cost.BACKWARD_FLOPS
+    assert passes_s is not None, "the peaks of the machine are published"
+    return passes_s
 
 
 def _avals(shape: _Shape, dtype: str, chunk: int, causal: bool) -> registry.Avals:

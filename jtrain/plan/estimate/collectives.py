@@ -17,11 +17,11 @@ from jtrain.step.description.traced_work import Kind as Kind
 BETWEEN_STAGES = "stage to stage"
 """Purpose of the permutes of activations and cotangents at the end of each tick."""
 
-BESIDE_WEIGHTS = "activations, backward"
+DURING_WEIGHT_GRADIENTS = "activations, backward"
 """Purpose of the sums of gradients of activations, and of the gather of attention's: what the layer's
 gradients of weights, or those of its feed-forward part, do not wait for."""
 
-GATHERED_AGAIN = "activations, again"
+REGATHERED = "activations, again"
 """Purpose of the gathers of activations that the backward pass repeats, because a layer keeps no gathered
 input."""
 
@@ -64,79 +64,94 @@ def collectives(job: Job) -> tuple[Collective, ...]:
     Raises:
       UserError: the batch does not split evenly over the mesh and the microbatches.
     """
-    sent = job.step.collectives
-    gathered = {one.parameter for one in sent if one.part == "loss" and one.kind == "all-gather"}
+    step_collectives = job.step.collectives
+    gathered_parameters = {
+        collective.parameter
+        for collective in step_collectives
+        if collective.part == "loss" and collective.kind == "all-gather"
+    }
     totals: dict[tuple[Any, ...], list[Any]] = {}
-    for one in sent:
-        if one.part in ("end", "partitioner"):
-            purpose = _at_end(one)
-        elif one.parameter:
-            purpose = _of_parameter(one, one.parameter in gathered)
+    for collective in step_collectives:
+        if collective.part in ("end", "partitioner"):
+            purpose = _end_purpose(collective)
+        elif collective.parameter:
+            purpose = _parameter_purpose(collective, collective.parameter in gathered_parameters)
         else:
-            purpose = _of_activations(one)
-        total = totals.setdefault((purpose, one.kind, one.axes, one.group, one.dtype), [0, 0, False, False])
-        total[0] += one.count
-        total[1] += one.elements * (4 if "int" in one.dtype else itemsize(one.dtype))
-        total[2] |= one.part == "layers"
-        total[3] |= one.repeats_products and "attention" in one.scope
+            purpose = _activation_purpose(collective)
+        total = totals.setdefault(
+            (purpose, collective.kind, collective.axes, collective.group, collective.dtype),
+            [0, 0, False, False],
+        )
+        total[0] += collective.count
+        total[1] += collective.elements * (4 if "int" in collective.dtype else itemsize(collective.dtype))
+        total[2] |= collective.part == "layers"
+        total[3] |= collective.repeats_products and "attention" in collective.scope
     rows = [Collective(*key, *total) for key, total in totals.items()]
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
 
 
-def _at_end(one: StepCollective) -> str:
+def _end_purpose(collective: StepCollective) -> str:
     """Purpose of a collective that a step has once."""
-    if one.part == "partitioner":
+    if collective.part == "partitioner":
         return "gradient norm"
-    if one.kind == "all-to-all":
+    if collective.kind == "all-to-all":
         return "shared key heads"
-    if ONCE in one.scope:
+    if ONCE in collective.scope:
         return "whole parameters"
-    if one.kind == "all-gather" and (one.parameter or UPDATE in one.scope):
+    if collective.kind == "all-gather" and (collective.parameter or UPDATE in collective.scope):
         return "updated parameters"
-    if one.largest:
+    if collective.largest:
         return "scales"
-    return "gradients" if "reduce_gradients" in one.scope and one.elements > 1 else "metrics"
+    return "gradients" if "reduce_gradients" in collective.scope and collective.elements > 1 else "metrics"
 
 
-def _of_parameter(one: StepCollective, gathered: bool) -> str:
+def _parameter_purpose(collective: StepCollective, is_gathered: bool) -> str:
     """Purpose of a collective that moves a parameter or its gradient.
 
     Args:
-      gathered: True if the loss gathers the parameter.
+      is_gathered: True if the loss gathers the parameter.
     """
-    if one.part == "loss":
-        return "unembedding" if gathered else "gradients"
-    if one.kind != "all-gather":
+    if collective.part == "loss":
+        return "unembedding" if is_gathered else "gradients"
+    if collective.kind != "all-gather":
         return "gradients"
-    first = one.when == "forward" and WEIGHT_GRADIENTS not in one.scope
-    return "parameters, forward" if first else "parameters, backward"
+    is_forward = collective.when == "forward" and WEIGHT_GRADIENTS not in collective.scope
+    return "parameters, forward" if is_forward else "parameters, backward"
 
 
-def _of_activations(one: StepCollective) -> str:
+def _activation_purpose(collective: StepCollective) -> str:
     """Purpose of a collective of activations, of their gradients, or of numbers about tokens."""
-    if one.part == "ticks":
+    if collective.part == "ticks":
         return BETWEEN_STAGES
-    if one.part == "loss":
-        return "last layer" if one.along == ("stage",) else "loss"
-    if one.part == "embedding":
+    if collective.part == "loss":
+        return "last layer" if collective.along == ("stage",) else "loss"
+    if collective.part == "embedding":
         return (
             "token ids"
-            if one.dtype == "int32"
+            if collective.dtype == "int32"
             else "activations"
-            if one.along == ("tensor",)
+            if collective.along == ("tensor",)
             else "embedding"
         )
-    if "expert" in one.along:
-        return "rows to experts" if one.kind == "ragged-all-to-all" else "expert counts"
-    if "router" in one.scope:
+    if "expert" in collective.along:
+        return "rows to experts" if collective.kind == "ragged-all-to-all" else "expert counts"
+    if "router" in collective.scope:
         return "routing"
-    if one.kind == "all-reduce":
+    if collective.kind == "all-reduce":
         return "scales"
-    if one.along == ("context",):
+    if collective.along == ("context",):
         by_kind = {"collective-permute": "keys and values", "all-to-all": "heads for positions"}
-        return by_kind.get(one.kind, "segments")
-    if one.kind == "collective-permute" or one.when == "forward" or WEIGHT_GRADIENTS in one.scope:
+        return by_kind.get(collective.kind, "segments")
+    if (
+        collective.kind == "collective-permute"
+        or collective.when == "forward"
+        or WEIGHT_GRADIENTS in collective.scope
+    ):
         return "activations"
-    if one.when == "again":
-        return GATHERED_AGAIN if one.kind == "all-gather" else "activations"
-    return BESIDE_WEIGHTS if one.kind == "reduce-scatter" or "attention" in one.scope else "activations"
+    if collective.when == "again":
+        return REGATHERED if collective.kind == "all-gather" else "activations"
+    return (
+        DURING_WEIGHT_GRADIENTS
+        if collective.kind == "reduce-scatter" or "attention" in collective.scope
+        else "activations"
+    )

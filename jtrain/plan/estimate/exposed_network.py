@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from jtrain.layout.layout import Layout
 from jtrain.layout.precision import itemsize
 from jtrain.model.expert_dispatch import num_pieces
-from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective, collectives
+from jtrain.plan.estimate.collectives import DURING_WEIGHT_GRADIENTS, REGATHERED, Collective, collectives
 from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.network import seconds
-from jtrain.plan.estimate.pipeline import layer_passes, layers_here
+from jtrain.plan.estimate.pipeline import device_layers, layer_passes
 from jtrain.plan.job import Job
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.pipeline_ticks import attention_is_a_ring
@@ -59,69 +59,71 @@ class Hiding:
     backward_s: float
     experts_s: float = 0.0
 
-    def take(self, one: Collective, wanted_s: float) -> float:
-        """Returns the seconds of `wanted_s` that are hidden, and takes them."""
-        forward = one.purpose.endswith("forward")
-        of_experts = min(wanted_s, self.experts_s)
-        self.experts_s -= of_experts
-        if one.purpose == EXCHANGE:
-            return of_experts
-        left = wanted_s - of_experts
-        if forward:
-            hidden = min(left, self.forward_s)
-            self.forward_s -= hidden
+    def take(self, collective: Collective, hideable_s: float) -> float:
+        """Returns the seconds of `hideable_s` that are hidden, and takes them."""
+        is_forward = collective.purpose.endswith("forward")
+        by_experts_s = min(hideable_s, self.experts_s)
+        self.experts_s -= by_experts_s
+        if collective.purpose == EXCHANGE:
+            return by_experts_s
+        remaining_s = hideable_s - by_experts_s
+        if is_forward:
+            hidden_s = min(remaining_s, self.forward_s)
+            self.forward_s -= hidden_s
         else:
-            hidden = min(left, self.backward_s)
-            self.backward_s -= hidden
-            if one.kind == "collective-permute":  # in both passes
-                more = min(left - hidden, self.forward_s)
-                self.forward_s -= more
-                hidden += more
-        return of_experts + hidden
+            hidden_s = min(remaining_s, self.backward_s)
+            self.backward_s -= hidden_s
+            if collective.kind == "collective-permute":  # in both passes
+                by_forward_s = min(remaining_s - hidden_s, self.forward_s)
+                self.forward_s -= by_forward_s
+                hidden_s += by_forward_s
+        return by_experts_s + hidden_s
 
 
 @dataclasses.dataclass(frozen=True)
-class Sent:
+class CollectiveTime:
     """Seconds per step of the collectives of one purpose, as in `NetworkTime`."""
 
-    what: Collective
+    collective: Collective
     total_s: float
     exposed_s: float
     waits_s: float
 
 
 def exposed_network(
-    job: Job, machine: Machine, behind: Hiding, *, efficiency: float, beside: float
-) -> list[Sent]:
+    job: Job, machine: Machine, hiding: Hiding, *, efficiency: float, slowdown: float
+) -> list[CollectiveTime]:
     """Time of each collective of a step.
 
     Args:
-      behind: computation that collectives can hide behind; used up.
+      hiding: computation that collectives can hide behind; used up.
       efficiency: fraction of the links' bandwidth.
-      beside: fraction of hidden seconds by which the step is longer nevertheless.
+      slowdown: fraction of hidden seconds by which the step is longer nevertheless.
     """
-    sent: list[Sent] = []
+    times: list[CollectiveTime] = []
     # Only experts hide their exchange, so it comes first.
-    for one in sorted(collectives(job), key=lambda one: one.purpose != EXCHANGE):
-        took = seconds(one, machine, job.layout.mesh.shape, efficiency=efficiency)
-        wanted = took * hideable(one, job, machine.device)
-        hidden = behind.take(one, wanted)
-        sent.append(Sent(one, took, took - hidden * (1 - beside), took - hidden))
-    return sent
+    for collective in sorted(collectives(job), key=lambda collective: collective.purpose != EXCHANGE):
+        total_s = seconds(collective, machine, job.layout.mesh.shape, efficiency=efficiency)
+        hideable_s = total_s * hideable_fraction(collective, job, machine.device)
+        hidden_s = hiding.take(collective, hideable_s)
+        times.append(
+            CollectiveTime(collective, total_s, total_s - hidden_s * (1 - slowdown), total_s - hidden_s)
+        )
+    return times
 
 
-def by_axes(sent: Iterable[Sent]) -> tuple[NetworkTime, ...]:
+def by_axes(times: Iterable[CollectiveTime]) -> tuple[NetworkTime, ...]:
     """Time over each set of axes, the most exposed first."""
     rows: dict[tuple[str, ...], list[float]] = {}
-    for one in sent:
-        row = rows.setdefault(one.what.axes, [0.0, 0.0, 0.0])
-        row[0] += one.total_s
-        row[1] += one.exposed_s
-        row[2] += one.waits_s
+    for time in times:
+        row = rows.setdefault(time.collective.axes, [0.0, 0.0, 0.0])
+        row[0] += time.total_s
+        row[1] += time.exposed_s
+        row[2] += time.waits_s
     return tuple(NetworkTime(axes, *row) for axes, row in sorted(rows.items(), key=lambda item: -item[1][1]))
 
 
-def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
+def hideable_fraction(collective: Collective, job: Job, device: DeviceSpec) -> float:
     """Fraction of a collective that can run at the same time as matmuls, in programs that XLA schedules.
 
     Weights are fetched for the next matmul, and a ring sends the next keys while the current ones are used.
@@ -132,34 +134,36 @@ def hideable(one: Collective, job: Job, device: DeviceSpec) -> float:
     """
     layout, on_tpu = job.layout, device.platform == "tpu"
     if "xla_gpu_disable_async_collectives" in registry.compiler_options(dict(layout.kernels)):
-        return float(one.purpose == "activations" and one.kind == "collective-permute")
-    if one.purpose == EXCHANGE and job.model.moe is not None:
+        return float(collective.purpose == "activations" and collective.kind == "collective-permute")
+    if collective.purpose == EXCHANGE and job.model.moe is not None:
         pieces = num_pieces(job.rows() * job.seq_len // layout.mesh.context, job.model.moe.top_k)
         return (pieces - 1) / pieces
-    if one.purpose == GATHERED_AGAIN:
-        return 0.5 if one.feeds_products else 1.0
-    if one.purpose == BESIDE_WEIGHTS:
+    if collective.purpose == REGATHERED:
+        return 0.5 if collective.feeds_products else 1.0
+    if collective.purpose == DURING_WEIGHT_GRADIENTS:
         # XLA:GPU has gradients of weights left for the last sum of a layer alone, that of attention's input.
-        return 1.0 if on_tpu else 0.5 * (one.kind == "reduce-scatter")
-    if one.purpose == "keys and values" and not on_tpu:
-        return 1 - _ring_waits(one, layout)
-    if one.purpose == "heads for positions" and not on_tpu:
-        return 1 - _exchange_waits(one, job)
-    if one.purpose.startswith("parameters") or (one.kind == "collective-permute" and "stage" not in one.axes):
+        return 1.0 if on_tpu else 0.5 * (collective.kind == "reduce-scatter")
+    if collective.purpose == "keys and values" and not on_tpu:
+        return 1 - _ring_waits(collective, layout)
+    if collective.purpose == "heads for positions" and not on_tpu:
+        return 1 - _exchange_waits(collective, job)
+    if collective.purpose.startswith("parameters") or (
+        collective.kind == "collective-permute" and "stage" not in collective.axes
+    ):
         return 1.0
-    if one.kind == "reduce-scatter":
-        if one.purpose == "gradients" and not one.in_layers:
+    if collective.kind == "reduce-scatter":
+        if collective.purpose == "gradients" and not collective.in_layers:
             return 0.0
-        if one.purpose == "gradients" and on_tpu:
-            return 1 - LAST_REDUCTION * _left_share(layout)
-        if one.purpose == "gradients":
-            return 1.0 if sums_gradients(layout) else 1 - 1 / layers_here(layout, job.model.num_layers)
-        if one.purpose == "unembedding":
-            return 0.0 if on_tpu else 1 - layout.spec.microbatches / one.count
+        if collective.purpose == "gradients" and on_tpu:
+            return 1 - LAST_REDUCTION * _trailing_share(layout)
+        if collective.purpose == "gradients":
+            return 1.0 if sums_gradients(layout) else 1 - 1 / device_layers(layout, job.model.num_layers)
+        if collective.purpose == "unembedding":
+            return 0.0 if on_tpu else 1 - layout.spec.microbatches / collective.count
     return 0.0
 
 
-def _ring_waits(one: Collective, layout: Layout) -> float:
+def _ring_waits(collective: Collective, layout: Layout) -> float:
     """Fraction of a ring's permutes on GPUs that nothing hides.
 
     The first and the last hop are beside the layer's matmuls; the others are in a loop with one kernel.
@@ -168,10 +172,10 @@ def _ring_waits(one: Collective, layout: Layout) -> float:
     """
     devices = layout.mesh.context
     turns = devices - 2
-    return turns / devices if one.dtype == "float32" else turns / (devices - 1) / 2
+    return turns / devices if collective.dtype == "float32" else turns / (devices - 1) / 2
 
 
-def _exchange_waits(one: Collective, job: Job) -> float:
+def _exchange_waits(collective: Collective, job: Job) -> float:
     """Fraction of attention's exchanges of heads on GPUs that nothing hides.
 
     Queries and outputs of the forward pass, and the gradient of the output, have nothing but attention to
@@ -187,11 +191,13 @@ def _exchange_waits(one: Collective, job: Job) -> float:
         // layout.mesh.tensor
         * model.head_dim
     )
-    waits = 3 * layer_passes(layout, model.num_layers) * elements * itemsize(layout.precision.compute_dtype)
-    return min(1.0, waits / one.array_bytes)
+    exposed_bytes = (
+        3 * layer_passes(layout, model.num_layers) * elements * itemsize(layout.precision.compute_dtype)
+    )
+    return min(1.0, exposed_bytes / collective.array_bytes)
 
 
-def _left_share(layout: Layout) -> float:
+def _trailing_share(layout: Layout) -> float:
     """Share of a layer's reductions over data that XLA:TPU leaves to the end of the layer: its largest
     matrix.
 
@@ -199,7 +205,7 @@ def _left_share(layout: Layout) -> float:
     loop.
     """
     sizes = {p.info.path: p.info.size for p in layout.params if p.info.is_stacked and p.zero_dim is not None}
-    left = max(sizes.values())
+    trailing_size = max(sizes.values())
     if layout.mesh.context > 2 and attention_is_a_ring(layout):
-        left += sum(size for path, size in sizes.items() if path.startswith("layers.attention."))
-    return left / sum(sizes.values())
+        trailing_size += sum(size for path, size in sizes.items() if path.startswith("layers.attention."))
+    return trailing_size / sum(sizes.values())

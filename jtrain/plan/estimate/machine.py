@@ -85,10 +85,10 @@ def make_machine(
     """
     spec = from_name(name)
     if spec.peak_bf16_flops is None or spec.hbm_bytes is None or spec.hbm_bytes_per_s is None:
-        known = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops is not None]
+        supported_names = [spec.name for spec in DEVICES.values() if spec.peak_bf16_flops is not None]
         raise UserError(
             f"--device {name}: its peaks are not published, so no step time can be predicted. Choose one of: "
-            f"{', '.join(known)}. For memory alone, run python -m jtrain.launch --config=... --dry-run."
+            f"{', '.join(supported_names)}. For memory alone, run python -m jtrain.launch --config=... --dry-run."
         )
     machine = Machine(spec, checked_count(spec, count))
     return machine.changed(host_memory_bytes=host_memory_bytes, network_bytes_per_s=network_bytes_per_s)
@@ -104,9 +104,9 @@ def checked_count(spec: DeviceSpec, count: int) -> int:
         raise UserError(f"--count {count} must be at least 1.")
     per_host = spec.host.devices
     if count > per_host and count % per_host:
-        below = count - count % per_host
+        fewer_devices = count - count % per_host
         raise UserError(
-            f"--count {count}: a host has {per_host} x {spec.name}. Use {below}, {below + per_host}, or "
-            f"fewer than {per_host}."
+            f"--count {count}: a host has {per_host} x {spec.name}. Use {fewer_devices}, "
+            f"{fewer_devices + per_host}, or fewer than {per_host}."
         )
     return count

@@ -113,18 +113,18 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
         rates[True] = _fp8_peak(job) * (fraction or rate.fp8)
     layers: dict[Gradient, float] = dict.fromkeys(get_args(Gradient.__value__), 0.0)
     experts, unembedding_s = dict(layers), 0.0
-    for one in job.step.products:
-        shape = one.rows, one.depth, one.columns, one.groups
+    for product in job.step.products:
+        shape = product.rows, product.depth, product.columns, product.groups
         tile = 0 if fraction else rate.tile
-        took_s = one.count * _product_s(
-            rates[one.in_8_bits], bytes_per_s, tile, one.when == "by_weight", *shape
+        took_s = product.count * _product_s(
+            rates[product.in_8_bits], bytes_per_s, tile, product.when == "by_weight", *shape
         )
-        if one.part == "loss":
+        if product.part == "loss":
             unembedding_s += took_s
             continue
-        layers[one.when] += took_s
-        if one.groups:
-            experts[one.when] += took_s
+        layers[product.when] += took_s
+        if product.groups:
+            experts[product.when] += took_s
     return StepMatmuls(layers, experts, unembedding_s)
 
 

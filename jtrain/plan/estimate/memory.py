@@ -113,23 +113,22 @@ def memory(job: Job) -> MemoryPlan:
     parameters, host_parameters = _parameters(layout, platform)
     state, host_state, host_copies = _state(layout, job.optimizer, platform)
     shards = math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, "context"))
-    batch = 4 * 4 * job.tokens // shards + _COUNTERS_BYTES.get(
-        platform, _COUNTERS_BYTES["gpu"]
-    )  # four int32 arrays
+    # The four arrays of a `Batch` are int32. Counters of a CPU take what those of a GPU do.
+    batch = 4 * 4 * job.tokens // shards + _COUNTERS_BYTES.get(platform, _COUNTERS_BYTES["gpu"])
     batch += _scaling(layout, platform)
 
-    worst = worst_moment(job)
+    peak = worst_moment(job)
     tokens, per_token = rows * job.seq_len // mesh.context // mesh.tensor, named_bytes(layout)
     return MemoryPlan(
         parameters,
         state,
         batch,
-        gradients=worst.gradients,
-        weights=worst.weights,
-        activations=worst.activations,
-        loss=worst.loss,
-        workspace=worst.workspace,
-        moment=worst.name,
+        gradients=peak.gradients,
+        weights=peak.weights,
+        activations=peak.activations,
+        loss=peak.loss,
+        workspace=peak.workspace,
+        moment=peak.name,
         host_parameters=host_parameters,
         host_optimizer=host_state,
         host_copies=host_copies,
@@ -155,37 +154,40 @@ def _scaling(layout: Layout, platform: Platform) -> int:
 def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
     """Bytes of one device's parameters: in its memory, and in host memory."""
     size = itemsize(layout.precision.param_dtype)
-    held = collections.Counter[str]()
+    memory_bytes = collections.Counter[str]()
     for p in layout.params:
-        held[p.param_memory] += local_elements(layout, p.param, p.info.shape, platform) * size
-    return held["device"], held["pinned_host"]
+        memory_bytes[p.param_memory] += local_elements(layout, p.param, p.info.shape, platform) * size
+    return memory_bytes["device"], memory_bytes["pinned_host"]
 
 
 def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple[int, int, int]:
     """Bytes of one device's optimizer state: in its memory, in host memory, and of copies in host memory."""
-    kept = [(p, arrays(optimizer, p.info)) for p in layout.params]
-    on_host = layout.host_state(
+    param_arrays = [(p, arrays(optimizer, p.info)) for p in layout.params]
+    host_arrays = layout.host_state(
         {
             (p.info.path, name): math.prod(x.shape) * x.dtype.itemsize
-            for p, named in kept
-            for name, x in named.items()
+            for p, state_arrays in param_arrays
+            for name, x in state_arrays.items()
         }
     )
-    held = [0, 0]
-    for p, named in kept:
-        for name, x in named.items():
+    state_bytes = [0, 0]
+    for p, state_arrays in param_arrays:
+        for name, x in state_arrays.items():
             elements = local_elements(layout, p.optimizer, x.shape, platform)
-            held[(p.info.path, name) in on_host] += elements * x.dtype.itemsize
+            state_bytes[(p.info.path, name) in host_arrays] += elements * x.dtype.itemsize
     if not layout.updates_on_host:
-        return held[0], held[1], 0
+        return state_bytes[0], state_bytes[1], 0
     # Copies: the state once more, float32 gradients, and the parameters before and after the update.
-    paths = {path for path, _ in on_host}
-    elements = sum(layout.local_size(p.optimizer, p.info.shape) for p, _ in kept if p.info.path in paths)
-    return held[0], held[1], held[1] + elements * (4 + 2 * itemsize(layout.precision.param_dtype))
+    host_paths = {path for path, _ in host_arrays}
+    elements = sum(
+        layout.local_size(p.optimizer, p.info.shape) for p, _ in param_arrays if p.info.path in host_paths
+    )
+    copies = state_bytes[1] + elements * (4 + 2 * itemsize(layout.precision.param_dtype))
+    return state_bytes[0], state_bytes[1], copies
 
 
 def _gradients_on_host(layout: Layout, platform: Platform) -> int:
     """Bytes of one device's sums of gradients in host memory."""
-    far = [p for p in layout.params if p.gradient_memory == "pinned_host"]
-    elements = sum(local_elements(layout, p.accumulator, p.info.shape, platform) for p in far)
+    host_params = [p for p in layout.params if p.gradient_memory == "pinned_host"]
+    elements = sum(local_elements(layout, p.accumulator, p.info.shape, platform) for p in host_params)
     return itemsize(layout.precision.grad_accum_dtype) * elements

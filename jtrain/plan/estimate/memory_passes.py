@@ -9,7 +9,7 @@ or of the feed-forward layer. The counts below are those of kernels that make on
 import dataclasses
 
 from jtrain.layout.precision import itemsize
-from jtrain.plan.estimate.pipeline import layers_here
+from jtrain.plan.estimate.pipeline import device_layers
 from jtrain.plan.job import Job
 
 WIDTH_FORWARD, WIDTH_BACKWARD = 10, 18
@@ -57,26 +57,28 @@ def memory_passes(job: Job, bytes_per_s: float) -> MemoryPasses:
     """Seconds at `bytes_per_s`, the bandwidth that passes over memory reach."""
     model, layout, mesh = job.model, job.layout, job.layout.mesh
     tokens = job.rows() * layout.spec.microbatches * job.seq_len // mesh.context / mesh.tensor
-    per_byte = itemsize(layout.precision.compute_dtype) / bytes_per_s
-    per_layers = tokens * layers_here(layout, model.num_layers) * per_byte
+    element_s = itemsize(layout.precision.compute_dtype) / bytes_per_s
+    column_s = tokens * device_layers(layout, model.num_layers) * element_s
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
-    again = bool({"mlp_gate", "mlp_up"} & job.step.again)
+    recomputes_mlp = bool({"mlp_gate", "mlp_up"} & job.step.recomputed_names)
     routed = 0.0
     if model.moe is not None:
         routed = model.moe.top_k * model.d_model * (ROUTED + (EXCHANGED if mesh.expert > 1 else 0))
     hidden = model.active_d_ff
     forward = WIDTH_FORWARD * model.d_model + HEADS * heads + HIDDEN_FORWARD * hidden + routed
     backward = WIDTH_BACKWARD * model.d_model + HEADS * heads + HIDDEN_BACKWARD * hidden + routed
-    backward += again * (HIDDEN_FORWARD * hidden + routed)
-    of_experts = (HIDDEN_FORWARD * (1 + again) + HIDDEN_BACKWARD) * hidden + (2 + again) * routed
+    backward += recomputes_mlp * (HIDDEN_FORWARD * hidden + routed)
+    expert_columns = (HIDDEN_FORWARD * (1 + recomputes_mlp) + HIDDEN_BACKWARD) * hidden + (
+        2 + recomputes_mlp
+    ) * routed
     logits = tokens * model.vocab_size / mesh.stage
     casts_s = 0.0
     if layout.precision.param_dtype != layout.precision.compute_dtype:
-        held = sum(layout.local_size(p.param, p.info.shape) for p in layout.params)
-        casts_s = held * CAST_BYTES * layout.spec.microbatches / bytes_per_s
+        param_elements = sum(layout.local_size(p.param, p.info.shape) for p in layout.params)
+        casts_s = param_elements * CAST_BYTES * layout.spec.microbatches / bytes_per_s
     return MemoryPasses(
-        forward * per_layers,
-        backward * per_layers,
+        forward * column_s,
+        backward * column_s,
         logits * LOGIT_BYTES / bytes_per_s + casts_s,
-        of_experts * per_layers if model.moe else 0.0,
+        expert_columns * column_s if model.moe else 0.0,
     )

@@ -74,8 +74,12 @@ def nccl_latency_s(kind: Kind, algorithm: Literal["ring", "tree"], *, devices: i
         hops = (per_host - 1) * LINK_HOP_S["tree"] + math.floor(math.log2(hosts)) * NETWORK_HOP_S
         return TREE_BASE_S + 2 * hops
     passes = 2 if kind == "all-reduce" else 1
-    between = passes * (hosts - 1)
-    return RING_BASE_S + (passes * (devices - 1) - between) * LINK_HOP_S["ring"] + between * NETWORK_HOP_S
+    network_hops = passes * (hosts - 1)
+    return (
+        RING_BASE_S
+        + (passes * (devices - 1) - network_hops) * LINK_HOP_S["ring"]
+        + network_hops * NETWORK_HOP_S
+    )
 
 
 def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group: int | None = None) -> Ring:
@@ -93,16 +97,18 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
     devices = group or math.prod(mesh[axis] for axis in axes)
     stride = math.prod(mesh[axis] for axis in order[order.index(axes[-1]) + 1 :] if axis not in axes)
     linked = min(spec.linked, machine.count)
-    inside = max(1, min(devices, linked // stride))
-    hosts = -(-devices // inside)
-    hops = exchanged = None
+    linked_group = max(1, min(devices, linked // stride))
+    hosts = -(-devices // linked_group)
+    hops = exchange_bytes_per_s = None
     speeds: list[float] = []
-    if inside > 1:
+    if linked_group > 1:
         assert spec.link_bytes_per_s is not None, spec.name
         share = 1.0
         if spec.torus_dims is not None:
-            share, hops = torus_ring(spec.torus_dims, linked, inside)
-            exchanged = spec.link_bytes_per_s * exchange_share(spec.torus_dims, linked, inside)
+            share, hops = torus_ring(spec.torus_dims, linked, linked_group)
+            exchange_bytes_per_s = spec.link_bytes_per_s * exchange_share(
+                spec.torus_dims, linked, linked_group
+            )
         speeds.append(spec.link_bytes_per_s * share)
     elif spec.torus_dims is not None:
         hops = 0.0
@@ -113,15 +119,15 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
                 f"{spec.name}, and the speed of the network beyond them is not published. Give --network "
                 "GBIT, per device."
             )
-        speeds.append(inside * spec.host.network_bytes_per_s)
+        speeds.append(linked_group * spec.host.network_bytes_per_s)
     if hosts > 1:
-        exchanged = None  # the network between slices is slower than the torus
-    sums_whole = spec.torus_dims == 3 and linked < _CUBE and inside > 4
-    return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchanged, sums_whole)
+        exchange_bytes_per_s = None  # the network between slices is slower than the torus
+    sums_whole = spec.torus_dims == 3 and linked < _CUBE and linked_group > 4
+    return Ring(devices, hosts, min(speeds, default=math.inf), hops, exchange_bytes_per_s, sums_whole)
 
 
 def collective_s(
-    kind: Kind, array_bytes: int, over: Ring, *, count: int = 1, efficiency: float = 1.0
+    kind: Kind, array_bytes: int, interconnect: Ring, *, count: int = 1, efficiency: float = 1.0
 ) -> float:
     """Seconds that `count` collectives of `array_bytes` in total take, one after another.
 
@@ -129,34 +135,41 @@ def collective_s(
       array_bytes: as in `Collective`: sum of the sizes of the whole arrays.
       efficiency: fraction of the peak bandwidth that is reached.
     """
-    if over.devices == 1:
+    if interconnect.devices == 1:
         return 0.0
     if kind == "collective-permute":
-        return array_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
+        return array_bytes / (interconnect.bytes_per_s * efficiency) + count * interconnect.latency_s(kind)
     passes = 2 if kind == "all-reduce" else 1
-    wire_bytes = passes * array_bytes * (over.devices - 1) / over.devices
-    if kind.endswith("all-to-all") and over.exchanged_bytes_per_s is not None:
-        return array_bytes / (over.exchanged_bytes_per_s * efficiency) + count * over.latency_s(kind)
-    return wire_bytes / (over.bytes_per_s * efficiency) + count * over.latency_s(kind)
+    wire_bytes = passes * array_bytes * (interconnect.devices - 1) / interconnect.devices
+    if kind.endswith("all-to-all") and interconnect.exchanged_bytes_per_s is not None:
+        return array_bytes / (
+            interconnect.exchanged_bytes_per_s * efficiency
+        ) + count * interconnect.latency_s(kind)
+    return wire_bytes / (interconnect.bytes_per_s * efficiency) + count * interconnect.latency_s(kind)
 
 
 @functools.cache
-def _nccl_group(device: DeviceSpec, inside: int, hosts: int) -> Group | None:
-    """Devices of a collective, `inside` of each of `hosts` hosts, as NCCL sees them; None for other
+def _nccl_group(device: DeviceSpec, per_host: int, hosts: int) -> Group | None:
+    """Devices of a collective, `per_host` of each of `hosts` hosts, as NCCL sees them; None for other
     libraries.
     """
-    return nccl_group(Fabric(dataclasses.replace(device, linked=inside), inside * hosts))
+    return nccl_group(Fabric(dataclasses.replace(device, linked=per_host), per_host * hosts))
 
 
-def seconds(sent: Collective, machine: Machine, mesh: Mapping[str, int], *, efficiency: float = 1.0) -> float:
+def seconds(
+    collective: Collective, machine: Machine, mesh: Mapping[str, int], *, efficiency: float = 1.0
+) -> float:
     """Seconds that all collectives of one purpose take per step."""
     # A permute's group is a pair of devices, but all pairs of the ring send at once.
-    group = None if sent.kind == "collective-permute" else sent.group
-    over = ring(machine, mesh, sent.axes, group)
-    kind = "all-reduce" if sent.kind == "reduce-scatter" and over.sums_whole else sent.kind
-    count = 1 if sent.purpose == "gradient norm" else sent.count  # a few bytes each, which compilers join
-    if kind in ("all-reduce", "all-gather", "reduce-scatter") and over.devices > 1:
-        nccl = _nccl_group(machine.device, over.devices // over.hosts, over.hosts)
+    group = None if collective.kind == "collective-permute" else collective.group
+    interconnect = ring(machine, mesh, collective.axes, group)
+    kind = (
+        "all-reduce" if collective.kind == "reduce-scatter" and interconnect.sums_whole else collective.kind
+    )
+    # Terms of the gradient norm are a few bytes each, and compilers join them.
+    count = 1 if collective.purpose == "gradient norm" else collective.count
+    if kind in ("all-reduce", "all-gather", "reduce-scatter") and interconnect.devices > 1:
+        nccl = _nccl_group(machine.device, interconnect.devices // interconnect.hosts, interconnect.hosts)
         if nccl is not None:
-            return count * chosen_us(nccl, kind, sent.array_bytes // count, share=efficiency) / 1e6
-    return collective_s(kind, sent.array_bytes, over, count=count, efficiency=efficiency)
+            return count * chosen_us(nccl, kind, collective.array_bytes // count, share=efficiency) / 1e6
+    return collective_s(kind, collective.array_bytes, interconnect, count=count, efficiency=efficiency)

@@ -24,7 +24,7 @@ from jtrain.model.unembedding import num_parts
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.attention_time import implementation
 from jtrain.plan.estimate.moment import Moment
-from jtrain.plan.estimate.pipeline import kept_layers, layers_here, ticks
+from jtrain.plan.estimate.pipeline import device_layers, kept_layers, ticks
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.step.gradient_sums import sums_gradients
@@ -52,7 +52,7 @@ def slot_bytes(job: Job) -> int:
     """Bytes that a chunk of a pipeline keeps of one microbatch between its forward and its backward pass."""
     step = _Step(job)
     assert step.ticks is not None
-    return step.layers // step.ticks.chunks * step._kept() + step.x
+    return step.layers // step.ticks.chunks * step.layer_activations() + step.x
 
 
 class _Step:
@@ -63,7 +63,7 @@ class _Step:
     f: one of the MLP's wide arrays.
     heads: query heads; chunk: queries whose scores exist at a time.
     attention: implementation of attention; per_token: bytes of each named activation; carried: see
-      `_carried`.
+      `_accumulators`.
     pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
     """
 
@@ -78,7 +78,7 @@ class _Step:
             (layout.precision.param_dtype, layout.precision.compute_dtype, layout.precision.reduce_dtype),
         )
         self.tokens, tensor = self.rows * self.seq_len, mesh.tensor
-        self.layers, self.ticks = layers_here(layout, model.num_layers), ticks(layout)
+        self.layers, self.ticks = device_layers(layout, model.num_layers), ticks(layout)
         self.shards = tensor * mesh.stage  # of the vocabulary
         self.heads, self.chunk = model.num_heads // tensor, min(model.attention_chunk, self.seq_len)
         self.h = self.tokens * model.d_model * self.compute
@@ -91,50 +91,51 @@ class _Step:
         self.rows_x = self.h * rows_per_token(layout)
         self.lse = self.tokens * self.heads * _F32
         self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
-        self.once = (
-            gathers_once(layout) and mesh.zero_shards > 1
-        )  # all weights and gradients of a stage are whole
-        # Every layer's gradient, at once.
-        self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1 and not self.once
-        self.gathers = layout.gathers_weights and not self.once
+        # A pipeline that gathers once per step holds all weights and gradients of its stage whole.
+        self.gathers_all = gathers_once(layout) and mesh.zero_shards > 1
+        # Each layer's gradients are reduced as soon as they are there.
+        self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1 and not self.gathers_all
+        self.gathers = layout.gathers_weights and not self.gathers_all
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
         self.names, self.offloaded = kept_names(layout), offloaded_names(layout)
         self.attention = implementation(job)
-        self.per_token, self.carried = named_bytes(layout), self._carried()
+        self.per_token, self.accumulators = named_bytes(layout), self._accumulators()
 
     # Gradients
     # ---------------------------------------------------------------------------------------------------
 
-    def _carried(self) -> int:
+    def _accumulators(self) -> int:
         """Sums on the device of gradients over microbatches; 0 if a step has one set of gradients."""
         if not sums_gradients(self.layout):
             return 0
-        here = [p for p in self.layout.params if p.gradient_memory == "device"]
-        return itemsize(self.layout.precision.grad_accum_dtype) * sum(self._accumulated(p) for p in here)
+        device_params = [p for p in self.layout.params if p.gradient_memory == "device"]
+        return itemsize(self.layout.precision.grad_accum_dtype) * sum(
+            self._accumulated(p) for p in device_params
+        )
 
-    def _sums_of_layers(self, layers: int) -> int:
+    def host_sums(self, layers: int) -> int:
         """Sums in host memory that are on the device meanwhile, of so many layers."""
-        far = [p for p in self.layout.params if p.gradient_memory == "pinned_host"]
-        each = sum(self._accumulated(p) for p in far) // self.layers
-        return layers * each * itemsize(self.layout.precision.grad_accum_dtype)
+        host_params = [p for p in self.layout.params if p.gradient_memory == "pinned_host"]
+        layer_elements = sum(self._accumulated(p) for p in host_params) // self.layers
+        return layers * layer_elements * itemsize(self.layout.precision.grad_accum_dtype)
 
-    def _found(self, *, layers: bool) -> int:
+    def gradients(self, *, layers: bool) -> int:
         """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and
         unembedding.
 
         Sums get those of a layer before the next layer's are computed.
         """
         if self.ticks is not None:
-            return self._one_layer() * self.compute if layers else 0
-        which = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
-        found = self.param * sum(self._accumulated(p) for p in which)
-        return found // self.layers if layers and sums_gradients(self.layout) else found
+            return self.layer_elements() * self.compute if layers else 0
+        params = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
+        gradient_bytes = self.param * sum(self._accumulated(p) for p in params)
+        return gradient_bytes // self.layers if layers and sums_gradients(self.layout) else gradient_bytes
 
     def _accumulated(self, p: ParamLayout) -> int:
-        summed = p.spec(zero_sharded=False) if self.once else p.accumulator
+        summed = p.spec(zero_sharded=False) if self.gathers_all else p.accumulator
         return local_elements(self.layout, summed, p.info.shape, self.platform)
 
-    def _unembedding_gradient(self) -> int:
+    def unembedding_gradient(self) -> int:
         """Unembedding gradient of this device's columns, alive from the loss on: float32 and whole, or a
         shard.
         """
@@ -148,13 +149,13 @@ class _Step:
     # Weights
     # -----------------------------------------------------------------------------------------------------
 
-    def _whole(self, p: ParamLayout) -> int:
+    def gathered_elements(self, p: ParamLayout) -> int:
         """Elements of a parameter, all layers, gathered from its shards."""
         return self.layout.local_size(p.spec(zero_sharded=False), p.info.shape)
 
-    def _one_layer(self) -> int:
+    def layer_elements(self) -> int:
         """Elements of one layer's matrices, gathered from their shards."""
-        return sum(self._whole(p) for p in self.stacked) // self.layers
+        return sum(self.gathered_elements(p) for p in self.stacked) // self.layers
 
     def _hoisted(self) -> int:
         """Copies of parameters that XLA hoists out of the loops over layers and microbatches.
@@ -166,16 +167,18 @@ class _Step:
             matrices = [p for p in self.layout.params if p.info.is_matrix and p.shared_by == 1]
             return self.compute * sum(self.layout.local_size(p.param, p.info.shape) for p in matrices)
         if self.platform == "gpu" and self.gathers:
-            last = [p for p in self.stacked if p.zero_dim == len(p.info.shape) - 1]
-            return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in last)
+            transposed_params = [p for p in self.stacked if p.zero_dim == len(p.info.shape) - 1]
+            return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in transposed_params)
         return 0
 
     @functools.cached_property
-    def _before_loops(self) -> int:
+    def copied_parameters(self) -> int:
         """Copies of parameters that live while the layers compute."""
-        if self.once and self.layout.spec.zero_stage == 3:
-            whole = self.compute * sum(self._whole(p) for p in self.layout.params if p.info.is_matrix)
-            return whole + self._own_heads()
+        if self.gathers_all and self.layout.spec.zero_stage == 3:
+            gathered_bytes = self.compute * sum(
+                self.gathered_elements(p) for p in self.layout.params if p.info.is_matrix
+            )
+            return gathered_bytes + self._own_heads()
         return self._hoisted() + self._own_heads()
 
     def _own_heads(self) -> int:
@@ -195,24 +198,24 @@ class _Step:
             exchanged += size * local_elements(self.layout, p.optimizer, p.info.shape, "tpu")
         return exchanged
 
-    def _kept_weights(self) -> int:
+    def cast_weights(self) -> int:
         """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute
         dtype.
         """
         copies = self.casts and self.names is None
-        return self._one_layer() * self.layers * self.compute if copies else 0
+        return self.layer_elements() * self.layers * self.compute if copies else 0
 
-    def _streamed(self) -> int:
+    def streamed_parameters(self) -> int:
         """Parameters fetched from host memory: those of the current layer and of the next."""
-        far = [p for p in self.stacked if p.param_memory == "pinned_host"]
-        local = sum(self.layout.local_size(p.param, p.info.shape) for p in far) // self.layers
+        host_params = [p for p in self.stacked if p.param_memory == "pinned_host"]
+        local = sum(self.layout.local_size(p.param, p.info.shape) for p in host_params) // self.layers
         return 2 * self.param * local
 
     # Activations
     # -------------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def _all_kept(self) -> int:
+    def activations(self) -> int:
         """Activations of all layers that wait for their backward pass.
 
         Under a pipeline those of the microbatches in flight, in the slots of `jtrain.pipeline.ticks`: what
@@ -221,13 +224,13 @@ class _Step:
         their way.
         """
         if self.ticks is None:
-            return self.layers * self._kept()
+            return self.layers * self.layer_activations()
         per_chunk = self.layers // self.ticks.chunks
         passing = (self.ticks.num_inputs + self.ticks.num_cotangents + 2) * self.x
         stashed = self.ticks.num_stashes * per_chunk * (4 * self.h + 2 * self.q + 2 * self.k + 3 * self.f)
-        return kept_layers(self.layout, self.layers) * self._kept() + passing + stashed
+        return kept_layers(self.layout, self.layers) * self.layer_activations() + passing + stashed
 
-    def _kept(self) -> int:
+    def layer_activations(self) -> int:
         """Activations that one layer's forward pass keeps on the device for its backward pass.
 
         Without remat: the inputs and outputs of both norms, q, k, v, attention's output as it is and as the
@@ -253,7 +256,7 @@ class _Step:
         """Bytes of one layer's activation of this name on one device."""
         return self.tokens // self.layout.mesh.tensor * self.per_token[name]
 
-    def _back_from_host(self) -> int:
+    def fetched_activations(self) -> int:
         """Offloaded activations of the current layer, and those of the next on their way."""
         return 2 * sum(self._named(name) for name in self.offloaded)
 
@@ -277,37 +280,37 @@ class _Step:
         loss = kernel * (self.compute + _F32) + 2 * self.x
         if parts > 1:
             loss += chunk * columns * (2 * _F32 + self.compute)
-            loss += self._unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
+            loss += self.unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
         else:
             loss += chunk * tensor * columns * (2 * _F32 + self.compute)
         if tensor > 1:
             loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
         return Moment(
             "loss",
-            gradients=self.carried + self._sums_of_layers(1),  # the last layer's, on their way
-            weights=self._before_loops + self._kept_weights() + self._streamed(),
-            activations=self._all_kept + self._back_from_host() // 2,  # the last layer's, on their way
+            gradients=self.accumulators + self.host_sums(1),  # the last layer's, on their way
+            weights=self.copied_parameters + self.cast_weights() + self.streamed_parameters(),
+            activations=self.activations + self.fetched_activations() // 2,  # the last layer's, on their way
             loss=loss,
         )
 
     def layer(self) -> Moment:
         """Moment of a layer's backward pass."""
-        weights = self._before_loops + self._kept_weights() + self._streamed()
+        weights = self.copied_parameters + self.cast_weights() + self.streamed_parameters()
         if self.gathers:
-            weights += self._one_layer() * self.compute
+            weights += self.layer_elements() * self.compute
         if self.reduces:
             # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the
             # largest of them waiting.
-            sizes = [self._whole(p) // self.layers for p in self.stacked]
+            sizes = [self.gathered_elements(p) // self.layers for p in self.stacked]
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
         return Moment(
             "layer",
             # The sums of this layer, of the layer before it on their way, and of the one after it on their
             # way back.
-            gradients=self.carried + self._found(layers=True) + self._sums_of_layers(3),
+            gradients=self.accumulators + self.gradients(layers=True) + self.host_sums(3),
             weights=weights,
-            activations=self._all_kept + self._back_from_host(),
-            loss=self._unembedding_gradient(),
+            activations=self.activations + self.fetched_activations(),
+            loss=self.unembedding_gradient(),
             workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace())
             + self._over_context(),
         )
@@ -318,9 +321,9 @@ class _Step:
         A mixture adds rows of tokens with their gradients, and one more copy of arriving rows if they are
         exchanged.
         """
-        kept = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
+        keeps_gate_and_up = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
         copies = 2 if self.layout.mesh.expert == 1 else 3
-        return (3 if kept else 4) * self.f + 2 * self.pairs + copies * self.rows_x
+        return (3 if keeps_gate_and_up else 4) * self.f + 2 * self.pairs + copies * self.rows_x
 
     def _workspace(self) -> int:
         """Workspace in attention's backward pass on a GPU or CPU, while the MLP's wide arrays are still
@@ -362,13 +365,17 @@ class _Step:
         Attention holds one chunk of queries and one of keys at a time, the gradient of its output in chunks,
         and that of the queries in float32, while the gradients of gate and up are still alive.
         """
-        both = 2 * self.h + 2 * self.x + 3 * self.q + 4 * self.k
+        shared_bytes = 2 * self.h + 2 * self.x + 3 * self.q + 4 * self.k
         keys = self.chunk if self.seq_len % self.chunk == 0 else self.seq_len
         attention = self.rows * self.heads * self.chunk * keys * self._score
         if self.seq_len > self.chunk:
             attention += self.q + self.q * _F32 // self.compute
-        needed = both + max(self._mlp(), 2 * self.f + attention)
-        return needed if self.model.moe else needed - min(_VECTOR_MEMORY_BYTES, needed // 3)
+        workspace_bytes = shared_bytes + max(self._mlp(), 2 * self.f + attention)
+        return (
+            workspace_bytes
+            if self.model.moe
+            else workspace_bytes - min(_VECTOR_MEMORY_BYTES, workspace_bytes // 3)
+        )
 
     def _over_context(self) -> int:
         """Workspace of attention over `context`.
@@ -404,9 +411,9 @@ class _Step:
             workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
         return Moment(
             "embedding",
-            gradients=self.carried + self._found(layers=True),
-            weights=self._before_loops,
-            loss=self._unembedding_gradient(),
+            gradients=self.accumulators + self.gradients(layers=True),
+            weights=self.copied_parameters,
+            loss=self.unembedding_gradient(),
             workspace=workspace,
         )
 
@@ -416,12 +423,14 @@ class _Step:
         Under stages 1 and 2 the new parameters are gathered before they replace the old ones.
         """
         spec = self.layout.spec
-        gradients = self.carried or self._found(layers=True) + self._found(layers=False)
+        gradients = self.accumulators or self.gradients(layers=True) + self.gradients(layers=False)
         weights = 0
         if spec.zero_stage in (1, 2) and self.layout.mesh.zero_shards > 1:
             shards = _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
-            whole = [p for p in self.layout.params if p.param != p.optimizer]
-            gathered = self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in whole)
+            gathered_params = [p for p in self.layout.params if p.param != p.optimizer]
+            gathered = self.param * sum(
+                self.layout.local_size(p.param, p.info.shape) for p in gathered_params
+            )
             if spec.zero_stage == 1:
                 gradients += shards
             if shards + gathered > gradients:

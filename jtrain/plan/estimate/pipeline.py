@@ -5,7 +5,7 @@ from jtrain.pipeline.tick_counts import TickCounts
 from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
 
-def layers_here(layout: Layout, num_layers: int) -> int:
+def device_layers(layout: Layout, num_layers: int) -> int:
     """Number of places for layers on one device: all layers, or those of a stage with its identity layers."""
     return num_layers if layout.pipeline is None else layout.pipeline.places // layout.pipeline.stages
 
@@ -23,9 +23,9 @@ def kept_layers(layout: Layout, num_layers: int) -> int:
     """Number of layers for which a device keeps activations at its peak, each of one microbatch."""
     if layout.pipeline is None:
         return num_layers
-    slots = ticks(layout)
-    assert slots is not None
-    return slots.num_inputs * layout.pipeline.layers_per_chunk
+    counts = ticks(layout)
+    assert counts is not None
+    return counts.num_inputs * layout.pipeline.layers_per_chunk
 
 
 def layer_passes(layout: Layout, num_layers: int) -> int:
@@ -37,5 +37,5 @@ def layer_passes(layout: Layout, num_layers: int) -> int:
 
 def splits_backward(layout: Layout) -> bool:
     """True if a pipeline computes gradients of weights later than those of the layers' inputs."""
-    steps = ticks(layout)
-    return steps is not None and steps.splits_backward
+    counts = ticks(layout)
+    return counts is not None and counts.splits_backward

@@ -40,15 +40,22 @@ def operation_costs(layout: Layout, spent: StageSeconds, *, message_s: float) ->
     Args:
       message_s: seconds of one activation or cotangent, from a stage to the next.
     """
-    steps = ticks(layout)
-    assert steps is not None
-    n = steps.microbatches * steps.chunks
+    counts = ticks(layout)
+    assert counts is not None
+    num_operations = counts.microbatches * counts.chunks
     # What permuting layers send in ticks in which they have nothing to do is counted with the rest.
     wait_s = spent.waits_s / 2 / chunk_passes(layout)
-    forward_s, by_input_s, by_weight_s = spent.forward_s / n, spent.by_input_s / n, spent.by_weight_s / n
-    virtual = steps.stages * steps.chunks
+    forward_s, by_input_s, by_weight_s = (
+        spent.forward_s / num_operations,
+        spent.by_input_s / num_operations,
+        spent.by_weight_s / num_operations,
+    )
+    num_chunks = counts.stages * counts.chunks
     return Costs(
-        (forward_s + wait_s,) * virtual, (by_input_s + wait_s,) * virtual, (by_weight_s,) * virtual, message_s
+        (forward_s + wait_s,) * num_chunks,
+        (by_input_s + wait_s,) * num_chunks,
+        (by_weight_s,) * num_chunks,
+        message_s,
     )
 
 
@@ -57,11 +64,11 @@ def bubble_s(layout: Layout, spent: StageSeconds, costs: Costs) -> float:
 
     Permutes between stages are not counted: all stages take part in them at the end of each tick.
     """
-    steps = ticks(layout)
-    assert steps is not None
-    n = steps.microbatches * steps.chunks
+    counts = ticks(layout)
+    assert counts is not None
+    num_operations = counts.microbatches * counts.chunks
     if layers_permute(
         layout
     ):  # every stage computes in every tick, and `collectives` counts what it sends in all
-        return (steps.num_ticks - n) / n * (spent.busy_s - spent.waits_s)
-    return steps.makespan(costs.forward[0], costs.by_input[0], costs.by_weight[0]) - spent.busy_s
+        return (counts.num_ticks - num_operations) / num_operations * (spent.busy_s - spent.waits_s)
+    return counts.makespan(costs.forward[0], costs.by_input[0], costs.by_weight[0]) - spent.busy_s

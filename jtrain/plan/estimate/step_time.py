@@ -19,7 +19,7 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.memory_passes import memory_passes
-from jtrain.plan.estimate.pipeline import layers_here
+from jtrain.plan.estimate.pipeline import device_layers
 from jtrain.plan.estimate.pipeline_time import StageSeconds, bubble_s, operation_costs
 from jtrain.plan.job import Job
 from jtrain_kernels.cost import MEMORY
@@ -40,7 +40,7 @@ class Assumptions:
     matmul: fraction of peak FLOP/s in matmuls; None for that of the chip, the precision and the shape
       (`jtrain.plan.estimate.matmul_time`). Attention has fractions of its own: `jtrain_kernels.cost`.
     memory, network, torus, host_link: fractions of the bandwidths; `torus` of the links between TPUs.
-    beside, beside_on_torus: fraction of the seconds of a collective beside matmuls by which the step is
+    slowdown, torus_slowdown: fraction of the seconds of a collective beside matmuls by which the step is
       longer nevertheless: what the collective takes of the memory, of the power and on GPUs of the
       multiprocessors. What has nothing beside it counts whole (`jtrain.plan.estimate.exposed_network`).
     slowest: speed of the slowest of several GPUs, for which all others wait at every collective, by the speed
@@ -53,8 +53,8 @@ class Assumptions:
     network: float = 0.8
     torus: float = 0.9
     host_link: float = 0.8
-    beside: float = 0.4
-    beside_on_torus: float = 0.1
+    slowdown: float = 0.4
+    torus_slowdown: float = 0.1
     slowest: float = 0.94
     computation: float = 1.0
 
@@ -62,9 +62,9 @@ class Assumptions:
         """Fraction of the bandwidth of a device's links."""
         return self.torus if device.torus_dims else self.network
 
-    def beside_of(self, device: DeviceSpec) -> float:
+    def slowdown_of(self, device: DeviceSpec) -> float:
         """Fraction of hidden collectives that a step on this device is longer by."""
-        return self.beside_on_torus if device.torus_dims else self.beside
+        return self.torus_slowdown if device.torus_dims else self.slowdown
 
     def slowest_of(self, device: DeviceSpec, devices: int) -> float:
         """Speed of the slowest of several devices; TPUs of a slice have one clock."""
@@ -80,7 +80,7 @@ class Assumptions:
         return (
             f"assumed: {matmul} of peak in {'8-bit ' if in_8_bits else ''}matrix products, {self.memory:.0%} "
             f"of memory bandwidth, {self.network_of(device):.0%} of the network's, {self.host_link:.0%} of "
-            f"the host link's; gathers of weights overlap with compute but for {self.beside_of(device):.0%}, "
+            f"the host link's; gathers of weights overlap with compute but for {self.slowdown_of(device):.0%}, "
             "copies to and from the host in the layers wholly, tensor-parallel and end-of-step collectives "
             "not" + (f"; the slowest device has {slowest:.0%} of the others' speed" if slowest < 1 else "")
         )
@@ -118,17 +118,17 @@ class StepTime:
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of each part; their sum is the step."""
-        named = {
+        part_s = {
             "matrix products": self.matmul_s,
             "attention": self.attention_s,
             "passes over memory": self.passes_s,
             "accumulation": self.accumulate_s,
             "optimizer": self.optimizer_s,
         }
-        named |= {"pipeline bubble": self.bubble_s} if self.bubble_s else {}
-        named |= {"slowest device": self.slowest_s} if self.slowest_s else {}
-        named |= {f"network, {' * '.join(row.axes)}": row.exposed_s for row in self.network}
-        return named | {"host copies": self.exposed_host_s}
+        part_s |= {"pipeline bubble": self.bubble_s} if self.bubble_s else {}
+        part_s |= {"slowest device": self.slowest_s} if self.slowest_s else {}
+        part_s |= {f"network, {' * '.join(row.axes)}": row.exposed_s for row in self.network}
+        return part_s | {"host copies": self.exposed_host_s}
 
     @property
     def waits_s(self) -> float:
@@ -182,63 +182,70 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     hbm = device.hbm_bytes_per_s * assume.memory
     multiply = matmuls(job, memory=assume.memory, fraction=assume.matmul).scaled(assume.computation)
     passes = memory_passes(job, hbm / assume.computation)
-    part = layers_here(layout, job.model.num_layers) / job.model.num_layers  # of the layers, on one device
+    # `attention_s` is of all layers; a device of a pipeline has those of its stage.
+    device_share = device_layers(layout, job.model.num_layers) / job.model.num_layers
     attention_forward_s, attention_backward_s = (
-        assume.computation * part * took for took in attention_s(job)
+        assume.computation * device_share * pass_s for pass_s in attention_s(job)
     )
-    if "attention" in job.step.again:
+    if "attention" in job.step.recomputed_names:
         attention_backward_s += attention_forward_s
     forward_s = multiply.layers["forward"] + attention_forward_s + passes.forward_s
     by_input_s = (
         multiply.layers["by_input"] + multiply.layers["again"] + attention_backward_s + passes.backward_s
     )
     by_weight_s = multiply.layers["by_weight"]
-    accumulator = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
-    grad = itemsize(layout.precision.param_dtype)
-    summed = 2 * itemsize(layout.precision.grad_accum_dtype) + grad
-    accumulate_s = spec.microbatches * accumulator * summed / hbm if spec.microbatches > 1 else 0.0
+    accumulated = sum(layout.local_size(p.accumulator, p.info.shape) for p in layout.params)
+    gradient_bytes = itemsize(layout.precision.param_dtype)
+    bytes_per_sum = 2 * itemsize(layout.precision.grad_accum_dtype) + gradient_bytes
+    accumulate_s = spec.microbatches * accumulated * bytes_per_sum / hbm if spec.microbatches > 1 else 0.0
 
     optimizer_s, state_copy_s = _update(layout, plan, job.machine, assume, hbm)
     all_attention_s = attention_forward_s + attention_backward_s
     compute_s = multiply.all_s + all_attention_s + passes.all_s + accumulate_s
     experts_s = multiply.experts_s + passes.experts_s
-    behind = Hiding(forward_s, by_input_s + by_weight_s, experts_s)
+    hiding = Hiding(forward_s, by_input_s + by_weight_s, experts_s)
     if experts_s:  # forward and backward pass have them in proportion
-        rest = 1 - experts_s / (forward_s + by_input_s + by_weight_s)
-        behind = dataclasses.replace(
-            behind, forward_s=forward_s * rest, backward_s=(by_input_s + by_weight_s) * rest
+        dense_share = 1 - experts_s / (forward_s + by_input_s + by_weight_s)
+        hiding = dataclasses.replace(
+            hiding, forward_s=forward_s * dense_share, backward_s=(by_input_s + by_weight_s) * dense_share
         )
-    efficiency, beside = assume.network_of(device), assume.beside_of(device)
-    sent = exposed_network(job, job.machine, behind, efficiency=efficiency, beside=beside)
+    efficiency, slowdown = assume.network_of(device), assume.slowdown_of(device)
+    collective_times = exposed_network(job, job.machine, hiding, efficiency=efficiency, slowdown=slowdown)
     forward_copy_s, backward_copy_s, copy_s = _loop_copies(layout, plan, job.machine, assume)
-    loop_s = max(0.0, forward_copy_s - forward_s) + max(0.0, backward_copy_s - by_input_s - by_weight_s)
+    exposed_loop_s = max(0.0, forward_copy_s - forward_s) + max(
+        0.0, backward_copy_s - by_input_s - by_weight_s
+    )
     if plan.total_bytes > job.machine.hbm_bytes and job.machine.room_bytes(spec) > job.machine.hbm_bytes:
         # Pages that do not fit, the optimizer's first, move to the device and back once per step.
         pages_s = 2 * (plan.total_bytes - job.machine.hbm_bytes) / _host_link(job.machine, assume)
-        copy_s, loop_s = copy_s + pages_s, loop_s + pages_s
+        copy_s, exposed_loop_s = copy_s + pages_s, exposed_loop_s + pages_s
     timed = StepTime(
         multiply.all_s,
         all_attention_s,
         passes.all_s,
         accumulate_s,
         optimizer_s,
-        by_axes(sent),
+        by_axes(collective_times),
         copy_s + state_copy_s,
-        loop_s + max(0.0, state_copy_s - optimizer_s),
+        exposed_loop_s + max(0.0, state_copy_s - optimizer_s),
         tokens=job.tokens,
         mfu=0.0,
         slowest_s=compute_s * (1 / assume.slowest_of(device, mesh.size) - 1),
     )
     if layout.pipeline is not None:
-        waits_s = sum((one.exposed_s for one in sent if one.what.in_layers), 0.0)
-        spent = StageSeconds(forward_s, by_input_s, by_weight_s + accumulate_s, waits_s)
-        [message_s] = [one.total_s / one.what.count for one in sent if one.what.purpose == BETWEEN_STAGES]
-        costs = operation_costs(layout, spent, message_s=message_s)
-        timed = dataclasses.replace(timed, costs=costs, bubble_s=bubble_s(layout, spent, costs))
+        waits_s = sum((time.exposed_s for time in collective_times if time.collective.in_layers), 0.0)
+        stage_seconds = StageSeconds(forward_s, by_input_s, by_weight_s + accumulate_s, waits_s)
+        [message_s] = [
+            time.total_s / time.collective.count
+            for time in collective_times
+            if time.collective.purpose == BETWEEN_STAGES
+        ]
+        costs = operation_costs(layout, stage_seconds, message_s=message_s)
+        timed = dataclasses.replace(timed, costs=costs, bubble_s=bubble_s(layout, stage_seconds, costs))
     flops, rate = flops_per_token(job.model, seq_len=job.seq_len), timed.tokens_per_s
-    reached = mfu(flops, tokens_per_s=rate, num_devices=mesh.size, peak_flops=bf16_peak(job))
-    assert reached is not None
-    return dataclasses.replace(timed, mfu=reached)
+    utilisation = mfu(flops, tokens_per_s=rate, num_devices=mesh.size, peak_flops=bf16_peak(job))
+    assert utilisation is not None
+    return dataclasses.replace(timed, mfu=utilisation)
 
 
 def cost(
@@ -281,9 +288,11 @@ def _update(
     share = plan.host_optimizer / state
     on_host_s = elements * share * CPU_ADAM_S_PER_PARAM * machine.devices_per_host
     # Gradients are copied to the host, unless their sums are there; parameters back.
-    sent = 0 if plan.host_gradients else elements * share * _F32
-    back = elements * share * itemsize(layout.precision.param_dtype)
-    return device_s * (1 - share) + on_host_s, norm_s + (sent + back + plan.host_parameters) / link
+    gradient_bytes = 0 if plan.host_gradients else elements * share * _F32
+    param_bytes = elements * share * itemsize(layout.precision.param_dtype)
+    return device_s * (1 - share) + on_host_s, norm_s + (
+        gradient_bytes + param_bytes + plan.host_parameters
+    ) / link
 
 
 def _loop_copies(
@@ -297,12 +306,12 @@ def _loop_copies(
     """
     if not (plan.host_parameters or plan.host_activations or plan.host_gradients):
         return 0.0, 0.0, 0.0
-    times = layout.spec.microbatches / _host_link(machine, assume)
-    fetched, saved, stored = (
-        times * size for size in (plan.host_parameters, plan.host_activations, plan.host_gradients)
+    s_per_byte = layout.spec.microbatches / _host_link(machine, assume)
+    fetched_s, saved_s, sums_s = (
+        s_per_byte * size for size in (plan.host_parameters, plan.host_activations, plan.host_gradients)
     )
-    summed = stored * (1 if layout.spec.microbatches == 1 else 2)
-    return max(fetched, saved), fetched + saved + summed, 2 * (fetched + saved) + summed
+    all_sums_s = sums_s * (1 if layout.spec.microbatches == 1 else 2)
+    return max(fetched_s, saved_s), fetched_s + saved_s + all_sums_s, 2 * (fetched_s + saved_s) + all_sums_s
 
 
 def _host_link(machine: Machine, assume: Assumptions) -> float:

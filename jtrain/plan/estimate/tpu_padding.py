@@ -28,17 +28,18 @@ def tiled(shape: tuple[int, ...]) -> int:
     """
     size = math.prod(shape)
     if len(shape) == 1:
-        return _filled(size, _LANES)
+        return _round_up(size, _LANES)
     pairs = ((shape[i], shape[k]) for i, k in itertools.permutations(range(len(shape)), 2))
     return min(
-        (size // (rows * lanes) * _rows(rows) * _filled(lanes, _LANES) for rows, lanes in pairs), default=size
+        (size // (rows * lanes) * _padded_rows(rows) * _round_up(lanes, _LANES) for rows, lanes in pairs),
+        default=size,
     )
 
 
-def _rows(rows: int) -> int:
+def _padded_rows(rows: int) -> int:
     tile = _SUBLANES if rows >= _SUBLANES else 1 << (rows - 1).bit_length()
-    return _filled(rows, tile)
+    return _round_up(rows, tile)
 
 
-def _filled(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -18,39 +18,42 @@ RECOMPUTATION = "rematted_computation"
 """Name that `jax.checkpoint` gives to the scope of what it computes again."""
 
 
-def keeping(jaxpr: Any, names: Collection[str] | None) -> Any:
+def keep_values(jaxpr: Any, names: Collection[str] | None) -> Any:
     """A closed jaxpr whose backward passes find the values of these names instead of computing them again.
 
     Args:
       jaxpr: of layers under `jax.checkpoint` that keep no named value.
       names: of `checkpoint_name`; None for all values.
     """
-    return jaxpr.replace(jaxpr=_keeping(jaxpr.jaxpr, names, again=False))
+    return jaxpr.replace(jaxpr=_replace_kept(jaxpr.jaxpr, names, recomputes=False))
 
 
-def _keeping(jaxpr: Any, names: Collection[str] | None, *, again: bool) -> Any:
-    """A jaxpr, of a recomputation if `again`, with the kept values as results of no operand.
+def _replace_kept(jaxpr: Any, names: Collection[str] | None, *, recomputes: bool) -> Any:
+    """A jaxpr, of a recomputation if `recomputes`, with the kept values as results of no operand.
 
     What computed them stays, with results that nobody reads.
     """
     eqns: list[Any] = []
     for eqn in jaxpr.eqns:
-        inside = again or RECOMPUTATION in str(eqn.source_info.name_stack)
+        is_recomputed = recomputes or RECOMPUTATION in str(eqn.source_info.name_stack)
         named = eqn.primitive.name == "name"
-        if inside and (names is None or (named and eqn.params["name"] in names)):
+        if is_recomputed and (names is None or (named and eqn.params["name"] in names)):
             eqns.append(eqn.replace(invars=[], primitive=_KEPT, params={}))
         else:
-            params = {key: _inner(value, names, again=inside) for key, value in eqn.params.items()}
+            params = {
+                key: _replaced_param(value, names, recomputes=is_recomputed)
+                for key, value in eqn.params.items()
+            }
             eqns.append(eqn.replace(params=params))
     return jaxpr.replace(eqns=eqns)
 
 
-def _inner(value: Any, names: Collection[str] | None, *, again: bool) -> Any:
+def _replaced_param(value: Any, names: Collection[str] | None, *, recomputes: bool) -> Any:
     """A parameter of an equation, with the jaxprs in it changed."""
     if isinstance(value, core.Jaxpr):
-        return _keeping(value, names, again=again)
+        return _replace_kept(value, names, recomputes=recomputes)
     if hasattr(value, "eqns"):  # a closed one
-        return value.replace(jaxpr=_keeping(value.jaxpr, names, again=again))
-    if isinstance(value, tuple) and any(hasattr(one, "eqns") for one in value):
-        return tuple(_inner(one, names, again=again) for one in value)
+        return value.replace(jaxpr=_replace_kept(value.jaxpr, names, recomputes=recomputes))
+    if isinstance(value, tuple) and any(hasattr(element, "eqns") for element in value):
+        return tuple(_replaced_param(element, names, recomputes=recomputes) for element in value)
     return value

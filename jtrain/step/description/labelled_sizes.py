@@ -80,32 +80,32 @@ def class_of(part: StepPart, model: Transformer, layout: Layout, *, rows: int, s
     splits = layout.pipeline is not None and counts_of(layout).splits_backward
     # Passes of a layer are the same in a pipeline, but for what a loop over layers does once for all of them,
     # and for weights in 8 bits.
-    same = of_layers and not splits and mesh.context == 1 and precision.matmul_dtype == "compute"
-    staged = layout.pipeline is not None and not same
+    shares_trace = of_layers and not splits and mesh.context == 1 and precision.matmul_dtype == "compute"
+    staged = layout.pipeline is not None and not shares_trace
     stage = spec.zero_stage if mesh.zero_shards > 1 else 0
     if not at_end and (stage == 1 or gathers_once(layout)):
         stage = 0
-    kept = kept_names(layout) if of_layers else None
-    sums = of_layers and mesh.context > 1 and not staged and sums_gradients(layout)
-    changed: dict[str, Any] = dict(
+    activations = kept_names(layout) if of_layers else None
+    needs_sums = of_layers and mesh.context > 1 and not staged and sums_gradients(layout)
+    spec_changes: dict[str, Any] = dict(
         zero_stage=stage,
-        microbatches=4 if staged else 2 if sums else 1,
-        remat="none" if kept is None else "named" if kept else "full",
-        remat_save=kept or (),
+        microbatches=4 if staged else 2 if needs_sums else 1,
+        remat="none" if activations is None else "named" if activations else "full",
+        remat_save=activations or (),
         offload=OffloadSpec(),
         auto=False,
     )
     precision = dataclasses.replace(precision, grad_accum_dtype="float32")
     if not of_layers:
-        changed |= dict(tensor_overlap=False, sequence_groups=1, context_attention="ring")
+        spec_changes |= dict(tensor_overlap=False, sequence_groups=1, context_attention="ring")
         precision = precision if at_end else dataclasses.replace(precision, matmul_dtype="compute")
     in_heads = of_layers and mesh.context > 1 and spec.context_attention == "ulysses"
     moe = model.moe if of_layers or at_end else None
-    exchanged = moe if of_layers and mesh.expert > 1 else None
+    exchanged_moe = moe if of_layers and mesh.expert > 1 else None
     shards = mesh.tensor * mesh.stage
     return LayoutClass(
         part,
-        dataclasses.replace(spec, **changed),
+        dataclasses.replace(spec, **spec_changes),
         precision,
         staged,
         _schedule(layout, splits=splits and of_layers, at_end=at_end) if staged else PipelineSpec(),
@@ -115,8 +115,8 @@ def class_of(part: StepPart, model: Transformer, layout: Layout, *, rows: int, s
         kv_heads_in_use(model.num_kv_heads, mesh.tensor) // mesh.tensor if in_heads else 0,
         max(1, mesh.tensor // model.num_kv_heads) if of_layers or at_end else 1,
         moe and dataclasses.replace(moe, num_experts=2, top_k=1),
-        num_pieces(rows * seq_len // mesh.context, exchanged.top_k) if exchanged else 0,
-        exchanged is not None and exchanged.num_experts // mesh.expert < exchanged.top_k,
+        num_pieces(rows * seq_len // mesh.context, exchanged_moe.top_k) if exchanged_moe else 0,
+        exchanged_moe is not None and exchanged_moe.num_experts // mesh.expert < exchanged_moe.top_k,
         model.qk_norm if of_layers or at_end else False,
         model.tie_embeddings,
         part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
@@ -124,9 +124,11 @@ def class_of(part: StepPart, model: Transformer, layout: Layout, *, rows: int, s
     )
 
 
-def keeping_input(of: LayoutClass) -> LayoutClass:
+def input_keeping_class(layout_class: LayoutClass) -> LayoutClass:
     """The class of the same layouts, with layers that keep their input alone."""
-    return dataclasses.replace(of, spec=dataclasses.replace(of.spec, remat="full", remat_save=()))
+    return dataclasses.replace(
+        layout_class, spec=dataclasses.replace(layout_class.spec, remat="full", remat_save=())
+    )
 
 
 def _schedule(layout: Layout, *, splits: bool, at_end: bool) -> PipelineSpec:
@@ -136,7 +138,7 @@ def _schedule(layout: Layout, *, splits: bool, at_end: bool) -> PipelineSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class Labelled:
+class LabelledSizes:
     """Model, layout and batch of a trace.
 
     labels: letter -> the prime that stands for it. w, p, z, e, t are devices along replica, stage, data,
@@ -166,133 +168,155 @@ class Labelled:
         return number, tuple(powers)
 
 
-def labelled(of: LayoutClass) -> Labelled:
+def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     """Sizes of a trace for a class."""
-    exact = of.context * of.shared * (of.tensor or 1) * (of.kv_heads or 1) * max(1, of.pieces)
-    exact *= max(1, of.moe.shared_experts) if of.moe else 1
-    at: dict[str, int] = {}
-    if of.moe:
+    fixed_factors = (
+        layout_class.context
+        * layout_class.shared
+        * (layout_class.tensor or 1)
+        * (layout_class.kv_heads or 1)
+        * max(1, layout_class.pieces)
+    )
+    fixed_factors *= max(1, layout_class.moe.shared_experts) if layout_class.moe else 1
+    labels: dict[str, int] = {}
+    if layout_class.moe:
         # Small primes: sums over the experts of a token are unrolled. Histories of 8-bit matmuls have 3
         # numbers.
-        smallest = 3 if of.precision.matmul_dtype == "compute" else 5
-        small = (n for n in range(smallest, 30) if _is_prime(n) and exact % n)
-        at = {letter: next(small) for letter in ("xc" if of.few else "c")}
-        exact *= math.prod(at.values())
+        smallest = 3 if layout_class.precision.matmul_dtype == "compute" else 5
+        small_primes = (n for n in range(smallest, 30) if _is_prime(n) and fixed_factors % n)
+        labels = {letter: next(small_primes) for letter in ("xc" if layout_class.few else "c")}
+        fixed_factors *= math.prod(labels.values())
     # An exchange in one piece takes few tokens, one in several takes many; the code itself has none of these
     # factors.
-    first = {0: 11, 1: 5}.get(of.pieces, 61)
-    primes = (n for n in range(first, 10_000) if _is_prime(n) and exact % n)
-    at = {letter: next(primes) for letter in "btlwezrsdkghfxvyp"} | at
-    if of.tensor:
-        del at["t"]
-    rings = ["z", "r", "s"][: of.rings]
-    data = math.prod(at[name] for name in rings) if rings else at["z"]
-    c = of.context
-    tensor = of.tensor or (of.shared * at["k"] if of.shared > 1 else at["t"])
-    width = at["d"] * data * c * (tensor if of.shared > 1 else 1)
-    if of.tensor and of.shared > 1:
-        del at["k"]
-    kv_heads = tensor // of.shared if of.shared > 1 else (of.kv_heads or at["k"]) * tensor
-    heads = max(kv_heads, tensor) * at["g"] * (c if of.kv_heads else 1)
-    stages = (2 if of.part == "layers" else at["p"]) if of.staged else 1
-    halves = math.lcm(2 if c > 1 else 1, of.pieces or 1)
-    rows, local = at["b"] * of.spec.sequence_groups, at["l"] * halves
-    vocab, chunk = at["v"], 10**9
-    if of.part == "loss":
+    first_prime = {0: 11, 1: 5}.get(layout_class.pieces, 61)
+    primes = (n for n in range(first_prime, 10_000) if _is_prime(n) and fixed_factors % n)
+    labels = {letter: next(primes) for letter in "btlwezrsdkghfxvyp"} | labels
+    if layout_class.tensor:
+        del labels["t"]
+    rings = ["z", "r", "s"][: layout_class.rings]
+    data = math.prod(labels[name] for name in rings) if rings else labels["z"]
+    context = layout_class.context
+    tensor = layout_class.tensor or (
+        layout_class.shared * labels["k"] if layout_class.shared > 1 else labels["t"]
+    )
+    width = labels["d"] * data * context * (tensor if layout_class.shared > 1 else 1)
+    if layout_class.tensor and layout_class.shared > 1:
+        del labels["k"]
+    kv_heads = (
+        tensor // layout_class.shared
+        if layout_class.shared > 1
+        else (layout_class.kv_heads or labels["k"]) * tensor
+    )
+    heads = max(kv_heads, tensor) * labels["g"] * (context if layout_class.kv_heads else 1)
+    stages = (2 if layout_class.part == "layers" else labels["p"]) if layout_class.staged else 1
+    halves = math.lcm(2 if context > 1 else 1, layout_class.pieces or 1)
+    rows, positions = labels["b"] * layout_class.spec.sequence_groups, labels["l"] * halves
+    vocab, chunk = labels["v"], 10**9
+    if layout_class.part == "loss":
         # 7 chunks, the last one short: positions and those of all chunks are different numbers.
-        at |= {"u": 1009, "m": 7}
-        chunked = at["u"] * (tensor * stages if of.in_parts else 1)
-        chunk = next(n for n in range(-(-chunked // at["m"]), chunked) if _is_prime(n))
-        at["q"], rows, local = chunk, 1, at["u"] * stages
-        if of.in_parts:
-            at |= {"o": 16381, "n": 5}
-            vocab = at["o"] * at["n"]
-            assert -(-vocab // PART_COLUMNS) == at["n"]
-    moe = of.moe and dataclasses.replace(of.moe, num_experts=at["x"] * at["e"], top_k=at["c"])
+        labels |= {"u": 1009, "m": 7}
+        chunked = labels["u"] * (tensor * stages if layout_class.in_parts else 1)
+        chunk = next(n for n in range(-(-chunked // labels["m"]), chunked) if _is_prime(n))
+        labels["q"], rows, positions = chunk, 1, labels["u"] * stages
+        if layout_class.in_parts:
+            labels |= {"o": 16381, "n": 5}
+            vocab = labels["o"] * labels["n"]
+            assert -(-vocab // PART_COLUMNS) == labels["n"]
+    moe = layout_class.moe and dataclasses.replace(
+        layout_class.moe, num_experts=labels["x"] * labels["e"], top_k=labels["c"]
+    )
     model = Transformer(
-        num_layers=2 if of.staged and of.part == "layers" else at["y"] * stages,
+        num_layers=2 if layout_class.staged and layout_class.part == "layers" else labels["y"] * stages,
         d_model=width,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=2 * at["h"],
-        d_ff=at["f"] * tensor,
+        head_dim=2 * labels["h"],
+        d_ff=labels["f"] * tensor,
         vocab_size=vocab * tensor * stages,
         moe=moe,
-        qk_norm=of.qk_norm,
-        tie_embeddings=of.tied,
+        qk_norm=layout_class.qk_norm,
+        tie_embeddings=layout_class.tied,
         loss_chunk_tokens=chunk,
         attention_chunk=10**9,
     )
-    if of.pieces:
-        assert num_pieces(rows * local * tensor, at["c"]) == of.pieces, "pieces follow from the tokens"
-    expert = at["e"] if of.pieces or (of.moe is not None and of.part == "end") else 1
-    mesh = MeshSpec(at["w"], stages, data, expert, c, tensor)
-    more: Any = dict(context_order=of.order, precision=of.precision, pipeline=of.pipeline)
-    layout = make_layout(of.spec, mesh, model.param_infos(), **more)
-    if of.rings:
-        lengths = [at[name] for name in rings]
-        layout = dataclasses.replace(layout, rings=(*lengths[:-1], lengths[-1] * c))
-    return Labelled(model, layout, rows, local * tensor * c, at)
+    if layout_class.pieces:
+        assert num_pieces(rows * positions * tensor, labels["c"]) == layout_class.pieces, (
+            "pieces follow from the tokens"
+        )
+    expert = (
+        labels["e"]
+        if layout_class.pieces or (layout_class.moe is not None and layout_class.part == "end")
+        else 1
+    )
+    mesh = MeshSpec(labels["w"], stages, data, expert, context, tensor)
+    options: Any = dict(
+        context_order=layout_class.order, precision=layout_class.precision, pipeline=layout_class.pipeline
+    )
+    layout = make_layout(layout_class.spec, mesh, model.param_infos(), **options)
+    if layout_class.rings:
+        lengths = [labels[name] for name in rings]
+        layout = dataclasses.replace(layout, rings=(*lengths[:-1], lengths[-1] * context))
+    return LabelledSizes(model, layout, rows, positions * tensor * context, labels)
 
 
 def _is_prime(number: int) -> bool:
     return all(number % k for k in range(2, math.isqrt(number) + 1))
 
 
-def values_of(
-    of: LayoutClass, model: Transformer, layout: Layout, *, rows: int, seq_len: int
+def label_values(
+    layout_class: LayoutClass, model: Transformer, layout: Layout, *, rows: int, seq_len: int
 ) -> dict[str, tuple[int, int]]:
-    """Letter of `Labelled` -> its number in a layout of the class, as a ratio."""
-    mesh, c = layout.mesh, of.context
-    tensor, zero = mesh.tensor, mesh.zero_shards
+    """Letter of `LabelledSizes` -> its number in a layout of the class, as a ratio."""
+    mesh, context = layout.mesh, layout_class.context
+    tensor, zero_shards = mesh.tensor, mesh.zero_shards
     in_use = kv_heads_in_use(model.num_kv_heads, tensor)
-    halves = math.lcm(2 if c > 1 else 1, of.pieces or 1)
-    placed = layout.pipeline
-    layers = model.num_layers if placed is None else placed.places // placed.stages
+    halves = math.lcm(2 if context > 1 else 1, layout_class.pieces or 1)
+    pipeline = layout.pipeline
+    layers = model.num_layers if pipeline is None else pipeline.places // pipeline.stages
     shards = tensor * mesh.stage
-    local = -(-rows * seq_len // c // tensor // mesh.stage)
-    chunked = local * (shards if of.in_parts else 1)
-    chunk = min(model.loss_chunk, chunked) if of.part == "loss" else 1
-    parts = num_parts(model.vocab_size, shards) if of.in_parts else 1
-    found: dict[str, Fraction | int] = {
-        "b": Fraction(rows, of.spec.sequence_groups),
-        "l": Fraction(seq_len, c * tensor * halves),
+    positions = -(-rows * seq_len // context // tensor // mesh.stage)
+    chunked = positions * (shards if layout_class.in_parts else 1)
+    chunk = min(model.loss_chunk, chunked) if layout_class.part == "loss" else 1
+    parts = num_parts(model.vocab_size, shards) if layout_class.in_parts else 1
+    ratios: dict[str, Fraction | int] = {
+        "b": Fraction(rows, layout_class.spec.sequence_groups),
+        "l": Fraction(seq_len, context * tensor * halves),
         "w": mesh.replica,
         "p": mesh.stage,
         "z": mesh.shape["data"],
         "e": mesh.expert,
         "t": tensor,
-        "d": Fraction(model.d_model, zero * (tensor if of.shared > 1 else 1)),
-        "k": model.num_kv_heads if of.shared > 1 else Fraction(model.num_kv_heads, tensor),
-        "g": Fraction(model.num_heads, in_use * (c if of.kv_heads else 1)),
+        "d": Fraction(model.d_model, zero_shards * (tensor if layout_class.shared > 1 else 1)),
+        "k": model.num_kv_heads if layout_class.shared > 1 else Fraction(model.num_kv_heads, tensor),
+        "g": Fraction(model.num_heads, in_use * (context if layout_class.kv_heads else 1)),
         "h": Fraction(model.head_dim, 2),
         "f": Fraction(model.d_ff, tensor),
         "x": Fraction(model.moe.num_experts, mesh.expert) if model.moe else 1,
         "c": model.moe.top_k if model.moe else 1,
         "v": Fraction(model.vocab_size, shards),
         "y": 1
-        if placed is not None and of.part == "layers"
+        if pipeline is not None and layout_class.part == "layers"
         else layers,  # a pipeline's passes are of single layers
-        "u": local,
+        "u": positions,
         "q": chunk,
         "m": -(-chunked // chunk),
         "o": -(-model.vocab_size // shards // parts),
         "n": parts,
     }
     for letter, length in zip("zrs", layout.rings, strict=False):
-        found[letter] = Fraction(length, c if letter == "zrs"[len(layout.rings) - 1] else 1)
-    return {letter: value.as_integer_ratio() for letter, value in found.items()}
+        ratios[letter] = Fraction(length, context if letter == "zrs"[len(layout.rings) - 1] else 1)
+    return {letter: value.as_integer_ratio() for letter, value in ratios.items()}
 
 
-def evaluated(monomials: Sequence[Monomial], values: Mapping[str, tuple[int, int]]) -> list[int]:
-    """The numbers that monomials are in a layout, from the numerators and denominators of `values_of`."""
-    found: list[int] = []
+def evaluate(monomials: Sequence[Monomial], values: Mapping[str, tuple[int, int]]) -> list[int]:
+    """The numbers that monomials are in a layout, from the numerators and denominators of `label_values`."""
+    numbers: list[int] = []
     for number, powers in monomials:
-        below = 1
+        divisor = 1
         for letter, power in powers:
-            over, under = values[letter]
-            number *= over**power
-            below *= under**power
-        assert number % below == 0, "an array has a whole number of elements"
-        found.append(number // below)
-    return found
+            numerator, denominator = values[letter]
+            number *= numerator**power
+            divisor *= denominator**power
+        assert number % divisor == 0, "an array has a whole number of elements"
+        numbers.append(number // divisor)
+    return numbers

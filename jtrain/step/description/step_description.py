@@ -18,8 +18,8 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import AXES, axis_names
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
-from jtrain.step.description.labelled_sizes import StepPart, class_of, evaluated, values_of
-from jtrain.step.description.traced_parts import Gradient, PartTrace, traced
+from jtrain.step.description.labelled_sizes import StepPart, class_of, evaluate, label_values
+from jtrain.step.description.traced_parts import Gradient, PartTrace, trace_part
 from jtrain.step.description.traced_work import Kind, When
 from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
@@ -91,66 +91,87 @@ class StepDescription:
         """Trace of each part, and the sizes that its labels stand for."""
         sizes: Any = dict(rows=self.rows, seq_len=self.seq_len)
         classes = [class_of(part, self.model, self.layout, **sizes) for part in _PARTS]
-        return {of.part: (traced(of), values_of(of, self.model, self.layout, **sizes)) for of in classes}
+        return {
+            layout_class.part: (
+                trace_part(layout_class),
+                label_values(layout_class, self.model, self.layout, **sizes),
+            )
+            for layout_class in classes
+        }
 
     @property
-    def again(self) -> frozenset[str]:
+    def recomputed_names(self) -> frozenset[str]:
         """Names of the layers' activations that the backward pass computes a second time."""
-        return frozenset(self._parts["layers"][0].again)
+        return frozenset(self._parts["layers"][0].recomputed_names)
 
     @functools.cached_property
     def products(self) -> list[StepProduct]:
         """The products with weights on one device; those of a pipeline's identity layers with them."""
-        found: list[StepProduct] = []
+        products: list[StepProduct] = []
         for part in ("layers", "loss"):
             trace, values = self._parts[part]
-            times = self.layout.spec.microbatches
+            repeats = self.layout.spec.microbatches
             if part == "layers" and self.layout.pipeline is not None:
-                times *= self.layout.pipeline.places // self.layout.pipeline.stages
-            for one in trace.products:
-                count, *sizes = evaluated((one.count, *one.sizes), values)
-                found.append(StepProduct(part, one.when, one.in_8_bits, times * count, *sizes))
-        return found
+                repeats *= self.layout.pipeline.places // self.layout.pipeline.stages
+            for product in trace.products:
+                count, *sizes = evaluate((product.count, *product.sizes), values)
+                products.append(StepProduct(part, product.when, product.in_8_bits, repeats * count, *sizes))
+        return products
 
     @functools.cached_property
     def collectives(self) -> list[StepCollective]:
         """The collectives, with an elementwise optimizer; those of one device are not sent and not listed."""
         layout, shape = self.layout, self.layout.mesh.shape
-        found: list[StepCollective] = []
+        collectives: list[StepCollective] = []
         for part, (trace, values) in self._parts.items():
-            times = 1 if part == "end" else layout.spec.microbatches
+            repeats = 1 if part == "end" else layout.spec.microbatches
             if part == "layers" and layout.pipeline is not None:
-                times = chunk_passes(layout) * layout.pipeline.layers_per_chunk
-            for one in trace.collectives:
-                axes = tuple(axis for axis in AXES if axis in one.along and shape[axis] > 1)
+                repeats = chunk_passes(layout) * layout.pipeline.layers_per_chunk
+            for collective in trace.collectives:
+                axes = tuple(axis for axis in AXES if axis in collective.along and shape[axis] > 1)
                 if not axes:
                     continue
-                count, size = evaluated((one.count, one.elements), values)
+                count, size = evaluate((collective.count, collective.elements), values)
                 group = (
-                    math.prod(shape[axis] for axis in axes) if one.ring is None else layout.rings[one.ring]
+                    math.prod(shape[axis] for axis in axes)
+                    if collective.ring is None
+                    else layout.rings[collective.ring]
                 )
-                group = 2 if one.kind == "collective-permute" else group
-                where = part, one.scope, one.parameter, one.kind, one.along, axes, group, one.dtype
-                read = one.when, one.repeats_products, one.largest
-                found.append(StepCollective(*where, times * count, times * count * size, *read))
+                group = 2 if collective.kind == "collective-permute" else group
+                identity = (
+                    part,
+                    collective.scope,
+                    collective.parameter,
+                    collective.kind,
+                    collective.along,
+                    axes,
+                    group,
+                    collective.dtype,
+                )
+                trace_fields = collective.when, collective.repeats_products, collective.largest
+                collectives.append(
+                    StepCollective(*identity, repeats * count, repeats * count * size, *trace_fields)
+                )
         return (
-            found + _sums_of_squares(layout) + _between_stages(self.model, layout, self.rows * self.seq_len)
+            collectives
+            + _sums_of_squares(layout)
+            + _between_stages(self.model, layout, self.rows * self.seq_len)
         )
 
 
 def _sums_of_squares(layout: Layout) -> list[StepCollective]:
     """Terms of the gradient norm: the partitioner sums one dimension of a parameter after the other."""
-    found: list[StepCollective] = []
+    collectives: list[StepCollective] = []
     for p in layout.params:
         for split in p.optimizer:
             axes = tuple(axis for axis in axis_names(split) if layout.mesh.shape[axis] > 1)
             if axes:
                 group = math.prod(layout.mesh.shape[axis] for axis in axes)
                 path = p.info.path
-                found.append(
+                collectives.append(
                     StepCollective("partitioner", (), path, "all-reduce", axes, axes, group, "float32", 1, 1)
                 )
-    return found
+    return collectives
 
 
 def _between_stages(model: Transformer, layout: Layout, tokens: int) -> list[StepCollective]:

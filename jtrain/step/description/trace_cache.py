@@ -27,28 +27,30 @@ _FOLDERS = ("layout", "model", "optim", "pipeline", "step")
 
 def folder() -> Path | None:
     """Folder of the traces of these sources; None if there is none."""
-    of_jax = jax.config.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR")
-    return None if not of_jax or "://" in of_jax else Path(of_jax) / "traces" / _sources()
+    jax_folder = jax.config.jax_compilation_cache_dir or os.environ.get("JAX_COMPILATION_CACHE_DIR")
+    return None if not jax_folder or "://" in jax_folder else Path(jax_folder) / "traces" / _sources()
 
 
-def kept[K: Hashable, T](of: K, trace: Callable[[K], T], from_fields: Callable[..., T]) -> T:
+def cached_trace[K: Hashable, T](
+    layout_class: K, trace: Callable[[K], T], from_fields: Callable[..., T]
+) -> T:
     """The trace of a class: from the disk if it is there, else made and written.
 
     Args:
-      of: class of layouts; its `repr` says all of it.
+      layout_class: class of layouts; its `repr` says all of it.
       trace: makes a trace, which is a dataclass; from_fields: makes it of its fields, as JSON has them.
     """
-    where = folder()
-    if where is None:
-        return trace(of)
-    file = where / (_hash([repr(of).encode()]) + ".json")
+    trace_folder = folder()
+    if trace_folder is None:
+        return trace(layout_class)
+    file = trace_folder / (_hash([repr(layout_class).encode()]) + ".json")
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return from_fields(**json.loads(file.read_text()))
-    found = trace(of)
+    new_trace = trace(layout_class)
     with contextlib.suppress(OSError):  # a full disk, or no home: the next process traces again
-        where.mkdir(parents=True, exist_ok=True)
-        _write(file, _text(found))
-    return found
+        trace_folder.mkdir(parents=True, exist_ok=True)
+        _write(file, _text(new_trace))
+    return new_trace
 
 
 def _text(trace: Any) -> str:
@@ -59,13 +61,13 @@ def _write(file: Path, text: str) -> None:
     """Writes a file that other processes may write at the same time: each has a new one of its own and
     renames it.
     """
-    number, new = tempfile.mkstemp(dir=file.parent, suffix=".new")
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent, suffix=".new")
     try:
-        with open(number, "w") as opened:
-            opened.write(text)
-        Path(new).replace(file)
+        with open(descriptor, "w") as stream:
+            stream.write(text)
+        Path(temporary).replace(file)
     except BaseException:
-        Path(new).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 

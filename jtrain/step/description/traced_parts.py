@@ -25,9 +25,15 @@ from jtrain.model.fp8_scaling import amax_probes, fp8_weights, history_shape
 from jtrain.model.param import Params, map_params
 from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
-from jtrain.step.description.kept_values import keeping
-from jtrain.step.description.labelled_sizes import Labelled, LayoutClass, Monomial, keeping_input, labelled
-from jtrain.step.description.trace_cache import kept
+from jtrain.step.description.kept_values import keep_values
+from jtrain.step.description.labelled_sizes import (
+    LabelledSizes,
+    LayoutClass,
+    Monomial,
+    input_keeping_class,
+    label_sizes,
+)
+from jtrain.step.description.trace_cache import cached_trace
 from jtrain.step.description.traced_work import Kind, TracedProduct, TracedWork, When, traced_work
 from jtrain.step.gradient_sums import GradientSums, sums_gradients, zero_sums
 from jtrain.step.pipeline_chunks import ChunkPass
@@ -96,29 +102,33 @@ class LabelledProduct:
 class PartTrace:
     """What one part of a step does, for a class of layouts.
 
-    again: names of the activations that the backward pass computes a second time.
+    recomputed_names: names of the activations that the backward pass computes a second time.
     """
 
     collectives: tuple[LabelledCollective, ...]
     products: tuple[LabelledProduct, ...]
-    again: tuple[str, ...]
+    recomputed_names: tuple[str, ...]
 
 
 @functools.cache
-def traced(of: LayoutClass) -> PartTrace:
+def trace_part(layout_class: LayoutClass) -> PartTrace:
     """What one part of the step does, in a class of layouts."""
-    return kept(of, _trace, _part_trace)
+    return cached_trace(layout_class, _trace_class, _part_from_json)
 
 
-def _part_trace(
-    collectives: list[dict[str, Any]], products: list[dict[str, Any]], again: list[str]
+def _part_from_json(
+    collectives: list[dict[str, Any]], products: list[dict[str, Any]], recomputed_names: list[str]
 ) -> PartTrace:
     """A trace from its fields as JSON has them."""
-    multiplied = (_multiplied(**fields) for fields in products)
-    return PartTrace(tuple(_labelled(**fields) for fields in collectives), tuple(multiplied), tuple(again))
+    labelled_products = (_product_from_json(**fields) for fields in products)
+    return PartTrace(
+        tuple(_collective_from_json(**fields) for fields in collectives),
+        tuple(labelled_products),
+        tuple(recomputed_names),
+    )
 
 
-def _multiplied(count: Any, sizes: Any, **fields: Any) -> LabelledProduct:
+def _product_from_json(count: Any, sizes: Any, **fields: Any) -> LabelledProduct:
     return LabelledProduct(count=_monomial(count), sizes=tuple(map(_monomial, sizes)), **fields)
 
 
@@ -127,7 +137,7 @@ def _monomial(fields: Any) -> Monomial:
     return number, tuple((letter, power) for letter, power in powers)
 
 
-def _labelled(
+def _collective_from_json(
     scope: list[str], along: list[str], count: Any, elements: Any, **fields: Any
 ) -> LabelledCollective:
     sizes: Any = dict(count=_monomial(count), elements=_monomial(elements))
@@ -136,58 +146,58 @@ def _labelled(
 
 def forget_traces() -> None:
     """Forgets the traces in memory."""
-    traced.cache_clear()
+    trace_part.cache_clear()
     jaxpr_of.cache_clear()
 
 
-def _trace(of: LayoutClass) -> PartTrace:
-    if of.part != "layers":
-        return part_trace(of, jaxpr_of(of))
-    names = None if of.spec.remat == "none" else of.spec.remat_save
+def _trace_class(layout_class: LayoutClass) -> PartTrace:
+    if layout_class.part != "layers":
+        return describe_jaxpr(layout_class, jaxpr_of(layout_class))
+    names = None if layout_class.spec.remat == "none" else layout_class.spec.remat_save
     # Only gradients read the routers' losses: those that layers keep, or those that they compute again.
-    losses = len(dataclasses.fields(RouterLosses)) if of.moe and not of.staged else 0
-    jaxpr = keeping(jaxpr_of(keeping_input(of)), names)
-    return part_trace(of, jaxpr, unread=0 if names is None else losses)
+    losses = len(dataclasses.fields(RouterLosses)) if layout_class.moe and not layout_class.staged else 0
+    jaxpr = keep_values(jaxpr_of(input_keeping_class(layout_class)), names)
+    return describe_jaxpr(layout_class, jaxpr, unread=0 if names is None else losses)
 
 
-def part_trace(of: LayoutClass, jaxpr: Any, *, unread: int = 0) -> PartTrace:
+def describe_jaxpr(layout_class: LayoutClass, jaxpr: Any, *, unread: int = 0) -> PartTrace:
     """What a jaxpr of a part does.
 
     Args:
       unread: number of its last results that nobody reads.
     """
-    sizes, work = labelled(of), traced_work(jaxpr, unread=unread)
+    sizes, work = label_sizes(layout_class), traced_work(jaxpr, unread=unread)
     paths = [p.info.path for p in sizes.layout.params]
     collectives = (
         LabelledCollective(
-            one.scope,
-            next((path for path in paths if ".".join(one.scope).endswith(path)), ""),
-            one.kind,
-            one.axes,
-            None if one.ring is None else sizes.layout.rings.index(one.ring),
-            one.dtype,
-            sizes.monomial(math.prod(one.trips)),
-            sizes.monomial(math.prod(one.dims)),
-            one.when,
-            one.repeats_products,
-            one.largest,
+            collective.scope,
+            next((path for path in paths if ".".join(collective.scope).endswith(path)), ""),
+            collective.kind,
+            collective.axes,
+            None if collective.ring is None else sizes.layout.rings.index(collective.ring),
+            collective.dtype,
+            sizes.monomial(math.prod(collective.trips)),
+            sizes.monomial(math.prod(collective.dims)),
+            collective.when,
+            collective.repeats_products,
+            collective.largest,
         )
-        for one in work.collectives
+        for collective in work.collectives
     )
-    return PartTrace(tuple(collectives), _products(sizes, work), tuple(sorted(work.again)))
+    return PartTrace(tuple(collectives), _products(sizes, work), tuple(sorted(work.recomputed_names)))
 
 
 @functools.lru_cache(maxsize=64)
-def jaxpr_of(of: LayoutClass) -> Any:
+def jaxpr_of(layout_class: LayoutClass) -> Any:
     """The jaxpr of a part. Those of 22 classes of layers took 100 MiB."""
-    sizes = labelled(of)
+    sizes = label_sizes(layout_class)
     mesh = AbstractMesh(
         tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
     collects = gc.isenabled()
     gc.disable()  # tracing makes many objects and few cycles
     try:
-        return _JAXPRS[of.part](sizes, mesh)
+        return _JAXPRS[layout_class.part](sizes, mesh)
     finally:
         if collects:
             gc.enable()
@@ -197,39 +207,44 @@ _ROWS = frozenset("bluq")
 """Labels of the sizes of rows: sequences and positions."""
 
 
-def _products(sizes: Labelled, work: TracedWork) -> tuple[LabelledProduct, ...]:
+def _products(sizes: LabelledSizes, work: TracedWork) -> tuple[LabelledProduct, ...]:
     """Products of a trace, those that are alike together."""
-    counts = collections.Counter(_labelled_product(sizes, one) for one in work.products)
+    counts = collections.Counter(_labelled_product(sizes, product) for product in work.products)
     return tuple(
-        dataclasses.replace(one, count=(one.count[0] * n, one.count[1])) for one, n in counts.items()
+        dataclasses.replace(product, count=(product.count[0] * repeats, product.count[1]))
+        for product, repeats in counts.items()
     )
 
 
-def _labelled_product(sizes: Labelled, one: TracedProduct) -> LabelledProduct:
+def _labelled_product(sizes: LabelledSizes, product: TracedProduct) -> LabelledProduct:
     """A product with its sizes as labels.
 
     The loss's loops over chunks of tokens and over parts of the vocabulary count as one product of all of
     them. Rows that other devices send are on average as many as this device sends: their buffer has room for
     all that any could.
     """
-    trips = math.prod(one.trips)
-    around = [
+    trips = math.prod(product.trips)
+    chunk_loops = [
         (loop, chunk) for loop, chunk in (("m", "q"), ("n", "o")) if loop in dict(sizes.monomial(trips)[1])
     ]
 
     def size_of(dims: tuple[int, ...]) -> Monomial:
         number, powers = sizes.monomial(math.prod(dims))
-        return number, powers + tuple((loop, 1) for loop, chunk in around if chunk in dict(powers))
+        return number, powers + tuple((loop, 1) for loop, chunk in chunk_loops if chunk in dict(powers))
 
-    kept, reduced, added = map(size_of, (one.kept, one.reduced, one.added))
-    by_weight = not _ROWS.isdisjoint(dict(reduced[1]))
-    rows, depth = (reduced, kept) if by_weight else (kept, reduced)
-    if one.groups:
+    kept_sizes, reduced_sizes, added_sizes = map(
+        size_of, (product.kept_dims, product.reduced_dims, product.added_dims)
+    )
+    by_weight = not _ROWS.isdisjoint(dict(reduced_sizes[1]))
+    rows, depth = (reduced_sizes, kept_sizes) if by_weight else (kept_sizes, reduced_sizes)
+    if product.groups:
         chosen = {"x": "c"}
         rows = rows[0], tuple((chosen.get(letter, letter), n) for letter, n in rows[1] if letter != "e")
-    when: Gradient = "by_weight" if by_weight else "by_input" if one.when == "backward" else one.when
-    count = sizes.monomial(trips // math.prod(sizes.labels[loop] for loop, _ in around))
-    return LabelledProduct(when, one.in_8_bits, count, (rows, depth, added, sizes.monomial(one.groups)))
+    when: Gradient = "by_weight" if by_weight else "by_input" if product.when == "backward" else product.when
+    count = sizes.monomial(trips // math.prod(sizes.labels[loop] for loop, _ in chunk_loops))
+    return LabelledProduct(
+        when, product.in_8_bits, count, (rows, depth, added_sizes, sizes.monomial(product.groups))
+    )
 
 
 def _jaxpr(mesh: AbstractMesh, fn: Any, *args: Any) -> Any:
@@ -261,20 +276,20 @@ def _scaling(layout: Layout) -> dict[str, Any]:
     )
 
 
-def _batch(sizes: Labelled) -> Batch:
+def _batch(sizes: LabelledSizes) -> Batch:
     """One device's rows of a microbatch."""
     ids = _array((sizes.rows, sizes.seq_len // sizes.layout.mesh.context), "int32")
     return Batch(ids, ids, ids, ids)
 
 
-def _stream(sizes: Labelled) -> jax.ShapeDtypeStruct:
+def _stream(sizes: LabelledSizes) -> jax.ShapeDtypeStruct:
     """One device's residual stream."""
     mesh = sizes.layout.mesh
     length = sizes.seq_len // mesh.context // mesh.tensor
     return _array((sizes.rows, length, sizes.model.d_model), sizes.layout.precision.compute_dtype)
 
 
-def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
+def _layers(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     model, layout, x = sizes.model, sizes.layout, _stream(sizes)
     of_stages = layout.pipeline is not None
 
@@ -284,8 +299,8 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
         sums = GradientSums(layout, trained, zero, zero) if sums_gradients(layout) else None
         differentiated = trained if sums is None else sums.trained_arrays(zero_sums(layout, trained))
 
-        def forward(trained: Params, seen: Any, x_BLD: Any) -> Any:
-            weights = weights_of(layout, trained, params, scaling, seen, unit, sums)
+        def forward(trained: Params, probes: Any, x_BLD: Any) -> Any:
+            weights = weights_of(layout, trained, params, scaling, probes, unit, sums)
             x_BLD, losses = model.through_layers(weights["layers"], x_BLD, batch, placement_of(layout))
             return x_BLD, losses
 
@@ -301,18 +316,20 @@ def _layers(sizes: Labelled, mesh: AbstractMesh) -> Any:
         )
         worker = worker.trace(x_BLD, shared)
         work = ChunkPass(zero, shared, zero, zero)
-        y_BLD, kept = worker.forward(work, x_BLD, worker.layer_slots(1))
-        given = jax.lax.optimization_barrier((kept, worker.stash_slots(1), worker.no_gradients()))
-        dx_BLD, stashes, gradients = worker.backward(work, dy_BLD, *given)
+        y_BLD, kept_slots = worker.forward(work, x_BLD, worker.layer_slots(1))
+        backward_inputs = jax.lax.optimization_barrier(
+            (kept_slots, worker.stash_slots(1), worker.no_gradients())
+        )
+        dx_BLD, stashes, gradients = worker.backward(work, dy_BLD, *backward_inputs)
         if worker.split:
             with jax.named_scope(WEIGHT_GRADIENTS):
                 gradients = worker.weight_gradients(work, stashes, gradients)
         return y_BLD, dx_BLD, gradients
 
-    own = _blocks(
+    layer_params = _blocks(
         layout, lambda p: p.spec(zero_sharded=layout.spec.zero_stage == 3)
     )  # of shared key heads too
-    args = own, _scaling(layout), _batch(sizes), x, x
+    args = layer_params, _scaling(layout), _batch(sizes), x, x
     return _jaxpr(mesh, chunks if of_stages else loop, *args)
 
 
@@ -320,7 +337,7 @@ def _ends(layout: Layout, model: Transformer, params: Params) -> Ends:
     return Ends(model, layout, pipeline_placement(layout), params, 0, layout.mesh.stage - 1)
 
 
-def _embedding(sizes: Labelled, mesh: AbstractMesh) -> Any:
+def _embedding(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     model, layout = sizes.model, sizes.layout
 
     def both(params: Params, token_BL: Any, dx_BLD: Any) -> Any:
@@ -337,7 +354,7 @@ def _embedding(sizes: Labelled, mesh: AbstractMesh) -> Any:
     return _jaxpr(mesh, both, _blocks(layout), _batch(sizes).token_BL, _stream(sizes))
 
 
-def _loss(sizes: Labelled, mesh: AbstractMesh) -> Any:
+def _loss(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     model, layout = sizes.model, sizes.layout
 
     def both(params: Params, x_BLD: Any, target_BL: Any) -> Any:
@@ -355,37 +372,37 @@ def _loss(sizes: Labelled, mesh: AbstractMesh) -> Any:
     return _jaxpr(mesh, both, _blocks(layout), _stream(sizes), _batch(sizes).target_BL)
 
 
-def _end(sizes: Labelled, mesh: AbstractMesh) -> Any:
+def _end(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     layout = sizes.layout
 
-    def local(params: Params, grads: Params, seen: Any, batch: Batch) -> Any:
-        own, found = exchange_heads(layout, params), ()
+    def local(params: Params, grads: Params, probes: Any, batch: Batch) -> Any:
+        local_params, gathered_params = exchange_heads(layout, params), ()
         if gathers_once(layout):
             with jax.named_scope(ONCE):
-                found = gather_once(layout, own)[1]
+                gathered_params = gather_once(layout, local_params)[1]
             grads = scatter_once(layout, grads)
         loss, num_tokens = jnp.float32(0), psum_batch(layout, jnp.sum(batch.target_BL))
-        return own, found, reduce_step(layout, grads, seen, loss, batch, num_tokens)
+        return local_params, gathered_params, reduce_step(layout, grads, probes, loss, batch, num_tokens)
 
     def update(params: Params, rows: Any) -> Any:
         with jax.named_scope(UPDATE):
-            again = jax.tree.map(
+            updated_params = jax.tree.map(
                 lambda p, x: gather_updated(layout, p, mesh, x), param_tree(layout, lambda p: p), params
             )
         with jax.named_scope(METRICS):
-            return again, gather_rows(mesh, rows)
+            return updated_params, gather_rows(mesh, rows)
 
-    whole = gathers_once(layout)
-    summed = _blocks(layout, lambda p: p.spec(zero_sharded=False) if whole else p.accumulator)
-    seen = jax.eval_shape(amax_probes, _scaling(layout))
+    is_gathered_once = gathers_once(layout)
+    summed = _blocks(layout, lambda p: p.spec(zero_sharded=False) if is_gathered_once else p.accumulator)
+    probes = jax.eval_shape(amax_probes, _scaling(layout))
     params = param_tree(layout, lambda p: _array(p.info.shape, layout.precision.param_dtype))
     gradients = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
-    def both(blocks: Params, grads: Params, seen: Any, batch: Batch, params: Params, rows: Any) -> Any:
-        return gradients(blocks, grads, seen, batch), update(params, rows)
+    def both(blocks: Params, grads: Params, probes: Any, batch: Batch, params: Params, rows: Any) -> Any:
+        return gradients(blocks, grads, probes, batch), update(params, rows)
 
     rows = _array((mesh.size, 2), "float32")
-    return jax.make_jaxpr(both)(_blocks(layout), summed, seen, _batch(sizes), params, rows)
+    return jax.make_jaxpr(both)(_blocks(layout), summed, probes, _batch(sizes), params, rows)
 
 
 _JAXPRS = {"layers": _layers, "embedding": _embedding, "loss": _loss, "end": _end}

@@ -69,16 +69,17 @@ class TracedProduct:
     """One matmul of a jaxpr. Products with batch dimensions are not listed: they are attention's, of
     activations alone.
 
-    kept: sizes of the dimensions of the first operand that the result has; reduced, added: of those that are
-      summed over, and of those of the second operand that the result has.
+    kept_dims: sizes of the dimensions of the first operand that the result has;
+      reduced_dims, added_dims: of those that are summed over, and of those of the second operand that the
+      result has.
     groups: groups of rows, each multiplied with a matrix of its own; 0 for one matrix.
     in_8_bits: True if both operands were rounded to 8 bits.
     when, trips: as in `TracedCollective`.
     """
 
-    kept: tuple[int, ...]
-    reduced: tuple[int, ...]
-    added: tuple[int, ...]
+    kept_dims: tuple[int, ...]
+    reduced_dims: tuple[int, ...]
+    added_dims: tuple[int, ...]
     groups: int
     in_8_bits: bool
     when: When
@@ -89,12 +90,12 @@ class TracedProduct:
 class TracedWork:
     """What a jaxpr does, in its order.
 
-    again: names (`checkpoint_name`) of the values that it computes a second time.
+    recomputed_names: names (`checkpoint_name`) of the values that it computes a second time.
     """
 
     collectives: list[TracedCollective]
     products: list[TracedProduct]
-    again: frozenset[str]
+    recomputed_names: frozenset[str]
 
 
 _KEEPS_BITS = (
@@ -121,7 +122,7 @@ class _Value:
     in_8_bits: bool = False
 
 
-type _Known = dict[Any, list[_Value]]
+type _SharedResults = dict[Any, list[_Value]]
 """Operand and settings of a collective of a computation -> its results."""
 
 
@@ -146,7 +147,7 @@ def traced_work(jaxpr: Any, *, unread: int = 0) -> TracedWork:
     lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * num_read + [False] * unread)
     reader = _Reader()
     reader.follow(lean, [reader.new(0) for _ in lean.invars], _Place((), (), "forward"), {})
-    return TracedWork(reader.result(), reader.products, frozenset(reader.names_again))
+    return TracedWork(reader.result(), reader.products, frozenset(reader.recomputed_names))
 
 
 class _Reader:
@@ -155,96 +156,107 @@ class _Reader:
     def __init__(self) -> None:
         self.numbers = itertools.count()
         self.marks = itertools.count()
-        self.found: list[tuple[TracedCollective, int]] = []
+        self.collectives: list[tuple[TracedCollective, int]] = []
         self.products: list[TracedProduct] = []
-        self.read_again = 0
-        self.names_again = set[str]()
+        self.recomputed_marks = 0
+        self.recomputed_names = set[str]()
 
     def new(self, marks: int) -> _Value:
         return _Value(next(self.numbers), marks)
 
     def result(self) -> list[TracedCollective]:
         return [
-            dataclasses.replace(one, repeats_products=bool(mark & self.read_again)) if mark else one
-            for one, mark in self.found
+            dataclasses.replace(collective, repeats_products=bool(mark & self.recomputed_marks))
+            if mark
+            else collective
+            for collective, mark in self.collectives
         ]
 
-    def follow(self, jaxpr: Any, given: Sequence[_Value], place: _Place, known: _Known) -> list[_Value]:
-        """Values of a jaxpr's results; `known` has the results of the collectives of the same computation."""
-        values: dict[Any, _Value] = dict(zip(jaxpr.invars, given, strict=True))
+    def follow(
+        self, jaxpr: Any, operands: Sequence[_Value], place: _Place, shared_results: _SharedResults
+    ) -> list[_Value]:
+        """Values of a jaxpr's results; `shared_results` are those of its collectives so far."""
+        values: dict[Any, _Value] = dict(zip(jaxpr.invars, operands, strict=True))
         values |= {var: self.new(0) for var in jaxpr.constvars}
 
         def read(atom: Any) -> _Value:
             return self.new(0) if isinstance(atom, core.Literal) else values[atom]
 
         for eqn in jaxpr.eqns:
-            results = self._results(eqn, [read(atom) for atom in eqn.invars], place, known)
+            results = self._results(eqn, [read(atom) for atom in eqn.invars], place, shared_results)
             values |= zip(eqn.outvars, results, strict=True)
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _results(self, eqn: Any, given: list[_Value], place: _Place, known: _Known) -> list[_Value]:
+    def _results(
+        self, eqn: Any, operands: list[_Value], place: _Place, shared_results: _SharedResults
+    ) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
-        inside = _inside(eqn, place)
+        inner_place = _inner_place(eqn, place)
         marks = 0
-        for value in given:
+        for value in operands:
             marks |= value.marks
         if name in _KINDS:
-            return self._collective(eqn, given, inside, known)
-        if name == "name" and inside.when == "again":
-            self.names_again.add(params["name"])
+            return self._collective(eqn, operands, inner_place, shared_results)
+        if name == "name" and inner_place.when == "again":
+            self.recomputed_names.add(params["name"])
         if name in ("name", "reduce_precision"):  # `jax.checkpoint` names and rounds what it keeps
-            return given
+            return operands
         if name == "scan":
             num_consts = len(params["ft_in"].unpack()[0])
             body, length = params["jaxpr"].jaxpr, params["length"]
             if length == 0:  # a ring of two devices has no hop between the first and the last
                 return [self.new(marks) for _ in eqn.outvars]
-            looped = dataclasses.replace(inside, trips=(*inside.trips, length))
-            carried = [self.new(marks) for _ in given[num_consts:]]
-            results = self.follow(body, [*given[:num_consts], *carried], looped, {})
+            looped = dataclasses.replace(inner_place, trips=(*inner_place.trips, length))
+            carried = [self.new(marks) for _ in operands[num_consts:]]
+            results = self.follow(body, [*operands[:num_consts], *carried], looped, {})
             return [self.new(result.marks | marks) for result in results]
         if name == "cond":
-            branch = _taken(params).jaxpr
-            return [self.new(v.marks | marks) for v in self.follow(branch, given[1:], inside, known)]
-        if (called := _called(params)) is not None:
-            again: _Known = known if name != "remat2" else {}
+            branch = _counted_branch(params).jaxpr
+            return [
+                self.new(v.marks | marks)
+                for v in self.follow(branch, operands[1:], inner_place, shared_results)
+            ]
+        if (called := _called_jaxpr(params)) is not None:
+            inner_results: _SharedResults = shared_results if name != "remat2" else {}
             if name == "remat2" and params.get("differentiated"):
-                inside = dataclasses.replace(inside, when="backward")
-            jaxpr, skipped = called, len(given) - len(called.invars)
-            return self.follow(jaxpr, given[skipped:], inside, again)
+                inner_place = dataclasses.replace(inner_place, when="backward")
+            jaxpr, skipped = called, len(operands) - len(called.invars)
+            return self.follow(jaxpr, operands[skipped:], inner_place, inner_results)
         if name == "while":
             bodies = [params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr]
             assert not any(e.primitive.name in _KINDS for body in bodies for e in _equations(body)), (
                 "unknown trips"
             )
         if name in ("dot_general", "ragged_dot_general"):
-            if inside.when == "again":
-                self.read_again |= marks
-            in_8_bits = all(value.in_8_bits for value in given[:2])
-            self.products += _product(eqn, inside, in_8_bits=in_8_bits)
-        rounded = name in _KEEPS_BITS and (given[0].in_8_bits or "float8" in str(eqn.invars[0].aval.dtype))
+            if inner_place.when == "again":
+                self.recomputed_marks |= marks
+            in_8_bits = all(value.in_8_bits for value in operands[:2])
+            self.products += _product(eqn, inner_place, in_8_bits=in_8_bits)
+        rounded = name in _KEEPS_BITS and (operands[0].in_8_bits or "float8" in str(eqn.invars[0].aval.dtype))
         return [_Value(next(self.numbers), marks, rounded) for _ in eqn.outvars]
 
-    def _collective(self, eqn: Any, given: list[_Value], place: _Place, known: _Known) -> list[_Value]:
+    def _collective(
+        self, eqn: Any, operands: list[_Value], place: _Place, shared_results: _SharedResults
+    ) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
         axes = params.get("axes", params.get("axis_name"))
         axes = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
         groups = params.get("axis_index_groups")
         results: list[_Value] = []
-        single = name not in ("psum", "psum_invariant", "pmax", "pmin", "ppermute")
+        has_one_result = name not in ("psum", "psum_invariant", "pmax", "pmin", "ppermute")
         for index, out in enumerate(eqn.outvars):
-            operands = given if single else [given[index]]
-            same = repr({key: value for key, value in params.items() if key != "axis_index_groups"})
-            key = name, place.trips, same, str(groups), *(value.number for value in operands)
-            if key not in known:
+            result_operands = operands if has_one_result else [operands[index]]
+            settings = repr({key: value for key, value in params.items() if key != "axis_index_groups"})
+            key = name, place.trips, settings, str(groups), *(value.number for value in result_operands)
+            if key not in shared_results:
                 mark = 0
                 if place.when == "again":
                     mark = 1 << next(self.marks)
-                one = TracedCollective(
+                collective = TracedCollective(
                     _KINDS[name],
                     axes,
                     str(eqn.invars[index].aval.dtype),
-                    _whole(name, eqn.invars[index].aval.shape, out.aval.shape),
+                    _whole_shape(name, eqn.invars[index].aval.shape, out.aval.shape),
                     None if groups is None else len(groups[0]),
                     place.scope,
                     place.when,
@@ -252,12 +264,12 @@ class _Reader:
                     False,
                     name == "pmax",
                 )
-                self.found.append((one, mark))
+                self.collectives.append((collective, mark))
                 marks = mark
-                for value in operands:
+                for value in result_operands:
                     marks |= value.marks
-                known[key] = [self.new(marks)]
-            results += known[key]
+                shared_results[key] = [self.new(marks)]
+            results += shared_results[key]
         return results
 
 
@@ -271,20 +283,20 @@ def _product(eqn: Any, place: _Place, *, in_8_bits: bool) -> list[TracedProduct]
     grouped, groups = list[int](getattr(numbers, "rhs_group_dimensions", ())), 0
     if eqn.primitive.name == "ragged_dot_general":
         groups = eqn.invars[2].aval.shape[0]
-    reduced = tuple(lhs[dim] for dim in first)
-    kept = tuple(size for dim, size in enumerate(lhs) if dim not in first)
-    added = tuple(size for dim, size in enumerate(rhs) if dim not in (*second, *grouped))
-    return [TracedProduct(kept, reduced, added, groups, in_8_bits, place.when, place.trips)]
+    reduced_dims = tuple(lhs[dim] for dim in first)
+    kept_dims = tuple(size for dim, size in enumerate(lhs) if dim not in first)
+    added_dims = tuple(size for dim, size in enumerate(rhs) if dim not in (*second, *grouped))
+    return [TracedProduct(kept_dims, reduced_dims, added_dims, groups, in_8_bits, place.when, place.trips)]
 
 
-def _whole(name: str, operand: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
+def _whole_shape(name: str, operand: tuple[int, ...], result: tuple[int, ...]) -> tuple[int, ...]:
     """Shape that `TracedCollective.dims` has; a ragged exchange's is the smaller, which is not padded."""
     if name == "all_gather":
         return result
     return min(operand, result, key=math.prod) if name == "ragged_all_to_all" else operand
 
 
-def _inside(eqn: Any, place: _Place) -> _Place:
+def _inner_place(eqn: Any, place: _Place) -> _Place:
     """Place of an equation, and of the jaxprs that it calls."""
     stack, when = str(eqn.source_info.name_stack), place.when
     names = list(place.scope)
@@ -298,7 +310,7 @@ def _inside(eqn: Any, place: _Place) -> _Place:
     return _Place(tuple(names), place.trips, when)
 
 
-def _taken(params: dict[str, Any]) -> Any:
+def _counted_branch(params: dict[str, Any]) -> Any:
     """The branch of a conditional that counts.
 
     Where it chooses by platform, the branch with one product for all groups, else the one for GPUs: the other
@@ -310,10 +322,14 @@ def _taken(params: dict[str, Any]) -> Any:
     for branch in branches:
         if any(eqn.primitive.name == "ragged_dot_general" for eqn in branch.jaxpr.eqns):
             return branch
-    return next(branch for branch, of in zip(branches, platforms, strict=True) if of is None or "cuda" in of)
+    return next(
+        branch
+        for branch, platform in zip(branches, platforms, strict=True)
+        if platform is None or "cuda" in platform
+    )
 
 
-def _called(params: dict[str, Any]) -> Any:
+def _called_jaxpr(params: dict[str, Any]) -> Any:
     """The jaxpr that an equation calls once, or None."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         inner = params.get(name)

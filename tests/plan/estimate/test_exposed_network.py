@@ -9,14 +9,14 @@ from jtrain.layout.mesh import MeshSpec
 from jtrain.model.router import MoESpec
 from jtrain.model.transformer import Transformer
 from jtrain.optim import AdamW
-from jtrain.plan.estimate.collectives import BESIDE_WEIGHTS, GATHERED_AGAIN, Collective, collectives
+from jtrain.plan.estimate.collectives import DURING_WEIGHT_GRADIENTS, REGATHERED, Collective, collectives
 from jtrain.plan.estimate.exposed_network import (
     EXCHANGE,
     Hiding,
     NetworkTime,
     by_axes,
     exposed_network,
-    hideable,
+    hideable_fraction,
 )
 from jtrain.plan.estimate.machine import make_machine
 from jtrain.plan.estimate.network import seconds
@@ -36,11 +36,11 @@ def job_of(
     return Job(model, layout, AdamW(peak_lr=1e-4), mesh.size, seq_len, make_machine(chip, mesh.size))
 
 
-def exposed(job: Job, behind: Hiding, *, beside: float = 0.0) -> dict[tuple[str, ...], NetworkTime]:
+def exposed(job: Job, behind: Hiding, *, slowdown: float = 0.0) -> dict[tuple[str, ...], NetworkTime]:
     assert job.machine is not None
     return {
         row.axes: row
-        for row in by_axes(exposed_network(job, job.machine, behind, efficiency=1.0, beside=beside))
+        for row in by_axes(exposed_network(job, job.machine, behind, efficiency=1.0, slowdown=slowdown))
     }
 
 
@@ -65,7 +65,7 @@ def test_a_hidden_collective_is_not_free() -> None:
     job = job_of(dict(data=8), zero_stage=3)
     free, costly = (
         exposed(job, Hiding(1.0, 1.0))["data",],
-        exposed(job, Hiding(1.0, 1.0), beside=0.4)["data",],
+        exposed(job, Hiding(1.0, 1.0), slowdown=0.4)["data",],
     )
     hidden_s = free.total_s - free.exposed_s
     assert hidden_s > 0
@@ -80,8 +80,8 @@ def test_an_exchange_hides_behind_the_experts_but_for_one_piece() -> None:
     long, short = (job_of(dict(expert=4), seq_len=n, moe=moe) for n in (4096, 1024))
     assert long.machine is not None
     device = long.machine.device
-    assert hideable(of_purpose(long, EXCHANGE), long, device) == 0.75
-    assert hideable(of_purpose(short, EXCHANGE), short, device) == 0
+    assert hideable_fraction(of_purpose(long, EXCHANGE), long, device) == 0.75
+    assert hideable_fraction(of_purpose(short, EXCHANGE), short, device) == 0
     by_layers, by_experts = (exposed(long, b)["expert",] for b in (Hiding(1.0, 1.0), Hiding(0.0, 0.0, 1.0)))
     assert by_layers.exposed_s == by_layers.total_s
     exchange_s = seconds(of_purpose(long, EXCHANGE), long.machine, long.layout.mesh.shape)
@@ -103,12 +103,12 @@ def test_on_gpus_only_the_last_reductions_have_nothing_beside_them() -> None:
     job = job_of(dict(data=8), zero_stage=3)
     assert job.machine is not None
     shares = {
-        one: hideable(of_purpose(job, one), job, job.machine.device)
+        one: hideable_fraction(of_purpose(job, one), job, job.machine.device)
         for one in ("parameters, forward", "unembedding")
     }
     assert shares == {"parameters, forward": 1.0, "unembedding": 0.0}
     reductions = [one for one in collectives(job) if one.kind == "reduce-scatter"]
-    found = {one.purpose: hideable(one, job, job.machine.device) for one in reductions}
+    found = {one.purpose: hideable_fraction(one, job, job.machine.device) for one in reductions}
     assert found == {"gradients": 0.5, "unembedding": 0.5}
 
 
@@ -121,12 +121,12 @@ def test_a_tpu_ends_each_layer_with_a_reduction_and_hides_sums_behind_gradients_
     gradients = next(
         one for one in collectives(sharded) if one.kind == "reduce-scatter" and one.purpose == "gradients"
     )
-    assert hideable(gradients, sharded, sharded.machine.device) == pytest.approx(1 - 0.6 * 4 / 16)
-    sums = [one for one in collectives(sharded) if one.purpose == BESIDE_WEIGHTS]
-    assert [hideable(one, sharded, sharded.machine.device) for one in sums] == [1, 1]
+    assert hideable_fraction(gradients, sharded, sharded.machine.device) == pytest.approx(1 - 0.6 * 4 / 16)
+    sums = [one for one in collectives(sharded) if one.purpose == DURING_WEIGHT_GRADIENTS]
+    assert [hideable_fraction(one, sharded, sharded.machine.device) for one in sums] == [1, 1]
     on_gpu = job_of(dict(data=4, tensor=2), zero_stage=3)
     assert on_gpu.machine is not None
-    shares = {one.kind: hideable(one, on_gpu, on_gpu.machine.device) for one in sums}
+    shares = {one.kind: hideable_fraction(one, on_gpu, on_gpu.machine.device) for one in sums}
     assert shares == {"reduce-scatter": 0.5, "all-gather": 0}
 
 
@@ -137,7 +137,7 @@ def test_inputs_are_gathered_again_beside_gradients_of_weights(save: tuple[str, 
     """If attention's input is needed for nothing else; else a layer is recomputed step by step."""
     job = job_of(dict(tensor=8), remat="named", remat_save=save)
     assert job.machine is not None
-    assert hideable(of_purpose(job, GATHERED_AGAIN), job, job.machine.device) == share
+    assert hideable_fraction(of_purpose(job, REGATHERED), job, job.machine.device) == share
 
 
 def test_a_gpus_kernel_hides_one_array_of_a_turn_of_the_ring() -> None:
@@ -147,5 +147,5 @@ def test_a_gpus_kernel_hides_one_array_of_a_turn_of_the_ring() -> None:
     job = job_of(dict(context=4))
     assert job.machine is not None
     sent = {one.dtype: one for one in collectives(job) if one.purpose == "keys and values"}
-    assert hideable(sent["bfloat16"], job, job.machine.device) == pytest.approx(2 / 3)
-    assert hideable(sent["float32"], job, job.machine.device) == pytest.approx(1 / 2)
+    assert hideable_fraction(sent["bfloat16"], job, job.machine.device) == pytest.approx(2 / 3)
+    assert hideable_fraction(sent["float32"], job, job.machine.device) == pytest.approx(1 / 2)
