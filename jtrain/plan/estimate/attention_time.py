@@ -32,6 +32,7 @@ def explain_attention(job: Job) -> str:
     first.
     """
     name, reason, rejected = _job_choice(job)
+    # Of the rejected, only those that an installation would bring in are of use to a reader.
     missing = [f"{candidate}: {obstacle}" for candidate, obstacle in rejected if "not installed" in obstacle]
     return f"attention by {name}: {'; '.join([reason, *missing])}"
 
@@ -44,6 +45,7 @@ def attention_s(job: Job) -> tuple[float, float]:
     them.
     """
     assert job.machine is not None, "seconds are those of a machine"
+    # All layers, also those of other stages: `step_time` takes a device's part of them.
     calls = job.model.num_layers * job.layout.spec.microbatches
     counted = [
         (num_calls * calls, _passes_s(job.machine.device, *arguments)) for num_calls, arguments in _calls(job)
@@ -67,10 +69,12 @@ def _calls(job: Job) -> Iterator[tuple[int, tuple[_Shape, str, int, bool, str | 
     forced_name = dict(job.layout.kernels).get("attention")
     rows, length = job.rows(), job.seq_len
     dtype_and_chunk = job.layout.precision.compute_dtype, model.attention_chunk
+    # Ulysses: the exchange gives a device all positions of its part of the heads.
     if mesh.context > 1 and not attention_is_a_ring(job.layout):
         heads, kv_heads = heads // mesh.context, max(1, kv_heads // mesh.context)
     elif mesh.context > 1:
         length //= mesh.context
+        # A half block of two sequences stands for two half blocks: each hop attends to half of the pairs.
         half_shape = (2 * rows, length // 2, heads, kv_heads, model.head_dim)
         yield 1, ((rows, length, heads, kv_heads, model.head_dim), *dtype_and_chunk, True, forced_name)
         yield mesh.context - 1, (half_shape, *dtype_and_chunk, False, forced_name)
@@ -106,7 +110,9 @@ def _passes_s(
         passes_s = cost.attention_passes_s(device, avals, name)
     else:  # of another distribution, which predicts both passes together
         by_name = {i.name: i for i in registry.implementations(registry.find("attention"))}
+        # Its own prediction may be None; then the reference's FLOPs stand in for it.
         both_s = by_name[name].cost_s(device, avals) or cost.attention_s(device, avals, registry.REFERENCE)
+        # Split as FLOPs are: a backward pass has BACKWARD_FLOPS times those of a forward pass.
         forward = (both_s or 0.0) / (1 + cost.BACKWARD_FLOPS)
         passes_s = forward, forward * cost.BACKWARD_FLOPS
     assert passes_s is not None, "the peaks of the machine are published"

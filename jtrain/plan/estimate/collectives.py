@@ -65,6 +65,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
       UserError: the batch does not split evenly over the mesh and the microbatches.
     """
     step_collectives = job.step.collectives
+    # The loss gathers the unembedding if it takes it in parts; its gradient then has the same purpose.
     gathered_parameters = {
         collective.parameter
         for collective in step_collectives
@@ -72,6 +73,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
     }
     totals: dict[tuple[Any, ...], list[Any]] = {}
     for collective in step_collectives:
+        # The order matters: an end's collective may name a parameter, but is told by its scope.
         if collective.part in ("end", "partitioner"):
             purpose = _end_purpose(collective)
         elif collective.parameter:
@@ -85,6 +87,7 @@ def collectives(job: Job) -> tuple[Collective, ...]:
         total[0] += collective.count
         total[1] += collective.elements * (4 if "int" in collective.dtype else itemsize(collective.dtype))
         total[2] |= collective.part == "layers"
+        # Attention that is computed again from a gathered input waits for the gather.
         total[3] |= collective.repeats_products and "attention" in collective.scope
     rows = [Collective(*key, *total) for key, total in totals.items()]
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
@@ -95,13 +98,16 @@ def _end_purpose(collective: StepCollective) -> str:
     if collective.part == "partitioner":
         return "gradient norm"
     if collective.kind == "all-to-all":
+        # Devices that share a key head exchange its kernels once per step.
         return "shared key heads"
     if ONCE in collective.scope:
         return "whole parameters"
     if collective.kind == "all-gather" and (collective.parameter or UPDATE in collective.scope):
         return "updated parameters"
+    # Amax histories alone take the largest number over devices.
     if collective.largest:
         return "scales"
+    # Single numbers in that scope are the loss and counts of tokens, which are metrics.
     return "gradients" if "reduce_gradients" in collective.scope and collective.elements > 1 else "metrics"
 
 
@@ -115,6 +121,7 @@ def _parameter_purpose(collective: StepCollective, is_gathered: bool) -> str:
         return "unembedding" if is_gathered else "gradients"
     if collective.kind != "all-gather":
         return "gradients"
+    # A pipeline gathers once more for the gradients of weights that it computes later.
     is_forward = collective.when == "forward" and WEIGHT_GRADIENTS not in collective.scope
     return "parameters, forward" if is_forward else "parameters, backward"
 
@@ -133,6 +140,7 @@ def _activation_purpose(collective: StepCollective) -> str:
             if collective.along == ("tensor",)
             else "embedding"
         )
+    # Experts first: rows and counts pass other tests below as well.
     if "expert" in collective.along:
         return "rows to experts" if collective.kind == "ragged-all-to-all" else "expert counts"
     if "router" in collective.scope:
@@ -140,6 +148,7 @@ def _activation_purpose(collective: StepCollective) -> str:
     if collective.kind == "all-reduce":
         return "scales"
     if collective.along == ("context",):
+        # A ring permutes keys and values, Ulysses exchanges heads; what remains are ids of segments.
         by_kind = {"collective-permute": "keys and values", "all-to-all": "heads for positions"}
         return by_kind.get(collective.kind, "segments")
     if (

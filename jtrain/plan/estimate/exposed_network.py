@@ -62,6 +62,7 @@ class Hiding:
     def take(self, collective: Collective, hideable_s: float) -> float:
         """Returns the seconds of `hideable_s` that are hidden, and takes them."""
         is_forward = collective.purpose.endswith("forward")
+        # Experts first: their matmuls hide any collective, but an exchange hides behind nothing else.
         by_experts_s = min(hideable_s, self.experts_s)
         self.experts_s -= by_experts_s
         if collective.purpose == EXCHANGE:
@@ -116,6 +117,7 @@ def by_axes(times: Iterable[CollectiveTime]) -> tuple[NetworkTime, ...]:
     """Time over each set of axes, the most exposed first."""
     rows: dict[tuple[str, ...], list[float]] = {}
     for time in times:
+        # In the order of `NetworkTime`'s fields.
         row = rows.setdefault(time.collective.axes, [0.0, 0.0, 0.0])
         row[0] += time.total_s
         row[1] += time.exposed_s
@@ -136,6 +138,7 @@ def hideable_fraction(collective: Collective, job: Job, device: DeviceSpec) -> f
     if "xla_gpu_disable_async_collectives" in registry.compiler_options(dict(layout.kernels)):
         return float(collective.purpose == "activations" and collective.kind == "collective-permute")
     if collective.purpose == EXCHANGE and job.model.moe is not None:
+        # The first piece has no matmul to run beside.
         pieces = num_pieces(job.rows() * job.seq_len // layout.mesh.context, job.model.moe.top_k)
         return (pieces - 1) / pieces
     if collective.purpose == REGATHERED:
@@ -157,8 +160,10 @@ def hideable_fraction(collective: Collective, job: Job, device: DeviceSpec) -> f
         if collective.purpose == "gradients" and on_tpu:
             return 1 - LAST_REDUCTION * _trailing_share(layout)
         if collective.purpose == "gradients":
+            # Without sums, only the reductions of the last layer have no next turn of the loop.
             return 1.0 if sums_gradients(layout) else 1 - 1 / device_layers(layout, job.model.num_layers)
         if collective.purpose == "unembedding":
+            # Of each microbatch's parts of the unembedding one stays exposed.
             return 0.0 if on_tpu else 1 - layout.spec.microbatches / collective.count
     return 0.0
 
@@ -206,6 +211,7 @@ def _trailing_share(layout: Layout) -> float:
     """
     sizes = {p.info.path: p.info.size for p in layout.params if p.info.is_stacked and p.zero_dim is not None}
     trailing_size = max(sizes.values())
+    # With two devices no hop is left for a loop.
     if layout.mesh.context > 2 and attention_is_a_ring(layout):
         trailing_size += sum(size for path, size in sizes.items() if path.startswith("layers.attention."))
     return trailing_size / sum(sizes.values())

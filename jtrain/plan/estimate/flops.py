@@ -41,8 +41,10 @@ class TokenFlops:
 def flops_per_token(model: Transformer, *, seq_len: int) -> TokenFlops:
     """FLOPs that training on one token of a sequence of `seq_len` takes."""
     matrices = {info.path: info.active_size for info in model.param_infos() if info.is_matrix}
+    # The lookup is no matmul; a tied embedding comes back as the unembedding.
     embedding = matrices.pop("embed_VD")
     params = sum(matrices.values()) + (embedding if model.tie_embeddings else 0)
+    # 2 matmuls of 2 FLOPs per pair, 3 times for both passes, halved by the causal mask: 6.
     attention = 6 * model.num_layers * model.num_heads * model.head_dim * seq_len
     return TokenFlops(params, 6 * params, attention)
 

@@ -47,6 +47,7 @@ class Machine:
         """Bytes that a step may take on one device; with `layout.offload.unified_memory` also its share of
         the host.
         """
+        # Unified memory pages what does not fit to the host, so a step may take both.
         return self.hbm_bytes + ((self.host_bytes_per_device or 0) if spec.offload.unified_memory else 0)
 
     def changed(self, *, host_memory_bytes: int | None, network_bytes_per_s: float | None) -> "Machine":
@@ -55,6 +56,7 @@ class Machine:
         """
         device = self.device
         if network_bytes_per_s is not None:
+            # The device table is shared, so the changed figure goes into a copy.
             device = dataclasses.replace(
                 device, host=dataclasses.replace(device.host, network_bytes_per_s=network_bytes_per_s)
             )
@@ -103,6 +105,7 @@ def checked_count(spec: DeviceSpec, count: int) -> int:
     if count < 1:
         raise UserError(f"--count {count} must be at least 1.")
     per_host = spec.host.devices
+    # Part of one host is a machine too; several hosts are only whole ones.
     if count > per_host and count % per_host:
         fewer_devices = count - count % per_host
         raise UserError(

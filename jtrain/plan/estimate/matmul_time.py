@@ -110,11 +110,14 @@ def matmuls(job: Job, *, memory: float, fraction: float | None = None) -> StepMa
     rate, bytes_per_s = rate_of(device), device.hbm_bytes_per_s * memory
     rates = {False: bf16_peak(job) * (fraction or rate.bf16)}
     if job.layout.precision.matmul_dtype != "compute":
+        # Only with 8-bit matmuls: the peak of a device without them is an error that others must not see.
         rates[True] = _fp8_peak(job) * (fraction or rate.fp8)
+    # Every pass has an entry, so that readers need not ask which ones a step has.
     layers: dict[Gradient, float] = dict.fromkeys(get_args(Gradient.__value__), 0.0)
     experts, unembedding_s = dict(layers), 0.0
     for product in job.step.products:
         shape = product.rows, product.depth, product.columns, product.groups
+        # An assumed fraction stands for the whole efficiency, so the factors of the shape are left out.
         tile = 0 if fraction else rate.tile
         took_s = product.count * _product_s(
             rates[product.in_8_bits], bytes_per_s, tile, product.when == "by_weight", *shape
@@ -146,9 +149,11 @@ def _product_s(
       tile: 0 leaves the factors of the shape out.
     """
     flops, weights = 2.0 * rows * depth * columns, max(1, groups)
+    # Two bytes each: operands and result in bfloat16, and every expert's matrix is read.
     moved_s = 2.0 * (rows * (depth + columns) + weights * depth * columns) / bytes_per_s
     if not tile:
         return max(flops / flops_per_s, moved_s)
+    # The gradient of a weight sums over rows, of each expert its own; the other passes sum over the depth.
     reduced = max(rows / weights if by_weight else depth, tile)
     filling = (reduced + FILL) / reduced
     return max(flops * _padding(rows, depth, columns, groups, tile) * filling / flops_per_s, moved_s)

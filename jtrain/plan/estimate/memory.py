@@ -112,11 +112,13 @@ def memory(job: Job) -> MemoryPlan:
     rows = job.rows()
     parameters, host_parameters = _parameters(layout, platform)
     state, host_state, host_copies = _state(layout, job.optimizer, platform)
+    # Rows split over the batch axes, positions over `context`.
     shards = math.prod(mesh.shape[axis] for axis in (*BATCH_AXES, "context"))
     # The four arrays of a `Batch` are int32. Counters of a CPU take what those of a GPU do.
     batch = 4 * 4 * job.tokens // shards + _COUNTERS_BYTES.get(platform, _COUNTERS_BYTES["gpu"])
     batch += _scaling(layout, platform)
 
+    # Arguments live for the whole step, so the peak is theirs and that of the worst moment together.
     peak = worst_moment(job)
     tokens, per_token = rows * job.seq_len // mesh.context // mesh.tensor, named_bytes(layout)
     return MemoryPlan(
@@ -163,6 +165,7 @@ def _parameters(layout: Layout, platform: Platform) -> tuple[int, int]:
 def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple[int, int, int]:
     """Bytes of one device's optimizer state: in its memory, in host memory, and of copies in host memory."""
     param_arrays = [(p, arrays(optimizer, p.info)) for p in layout.params]
+    # The layout chooses whole arrays by their global sizes until the share of the state is reached.
     host_arrays = layout.host_state(
         {
             (p.info.path, name): math.prod(x.shape) * x.dtype.itemsize
@@ -170,6 +173,7 @@ def _state(layout: Layout, optimizer: AdamW | Muon, platform: Platform) -> tuple
             for name, x in state_arrays.items()
         }
     )
+    # Index 0 is device memory, 1 is host memory: a test of membership picks the one.
     state_bytes = [0, 0]
     for p, state_arrays in param_arrays:
         for name, x in state_arrays.items():

@@ -56,8 +56,10 @@ class MemoryPasses:
 def memory_passes(job: Job, bytes_per_s: float) -> MemoryPasses:
     """Seconds at `bytes_per_s`, the bandwidth that passes over memory reach."""
     model, layout, mesh = job.model, job.layout, job.layout.mesh
+    # `tensor` splits the residual stream by sequence and wide arrays by columns: either way 1 / tensor.
     tokens = job.rows() * layout.spec.microbatches * job.seq_len // mesh.context / mesh.tensor
     element_s = itemsize(layout.precision.compute_dtype) / bytes_per_s
+    # Seconds of one pass over one column of all tokens in all layers of a device.
     column_s = tokens * device_layers(layout, model.num_layers) * element_s
     heads = (model.num_heads + model.num_kv_heads) * model.head_dim
     recomputes_mlp = bool({"mlp_gate", "mlp_up"} & job.step.recomputed_names)
@@ -67,10 +69,12 @@ def memory_passes(job: Job, bytes_per_s: float) -> MemoryPasses:
     hidden = model.active_d_ff
     forward = WIDTH_FORWARD * model.d_model + HEADS * heads + HIDDEN_FORWARD * hidden + routed
     backward = WIDTH_BACKWARD * model.d_model + HEADS * heads + HIDDEN_BACKWARD * hidden + routed
+    # The recomputation runs in the backward pass.
     backward += recomputes_mlp * (HIDDEN_FORWARD * hidden + routed)
     expert_columns = (HIDDEN_FORWARD * (1 + recomputes_mlp) + HIDDEN_BACKWARD) * hidden + (
         2 + recomputes_mlp
     ) * routed
+    # The vocabulary is split over the stages of a pipeline too.
     logits = tokens * model.vocab_size / mesh.stage
     casts_s = 0.0
     if layout.precision.param_dtype != layout.precision.compute_dtype:

@@ -71,6 +71,7 @@ def nccl_latency_s(kind: Kind, algorithm: Literal["ring", "tree"], *, devices: i
     """
     if algorithm == "tree":
         per_host = devices // hosts
+        # A chain of devices within each host, and a binary tree over the hosts.
         hops = (per_host - 1) * LINK_HOP_S["tree"] + math.floor(math.log2(hosts)) * NETWORK_HOP_S
         return TREE_BASE_S + 2 * hops
     passes = 2 if kind == "all-reduce" else 1
@@ -95,14 +96,17 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
     spec = machine.device
     order = list(mesh)
     devices = group or math.prod(mesh[axis] for axis in axes)
+    # Devices from one member of a group to the next: those of the axes inside that the group does not span.
     stride = math.prod(mesh[axis] for axis in order[order.index(axes[-1]) + 1 :] if axis not in axes)
     linked = min(spec.linked, machine.count)
+    # A stride as long as the links reach leaves one member of the group within them.
     linked_group = max(1, min(devices, linked // stride))
     hosts = -(-devices // linked_group)
     hops = exchange_bytes_per_s = None
     speeds: list[float] = []
     if linked_group > 1:
         assert spec.link_bytes_per_s is not None, spec.name
+        # Behind a switch a device can use all of its links whatever the group.
         share = 1.0
         if spec.torus_dims is not None:
             share, hops = torus_ring(spec.torus_dims, linked, linked_group)
@@ -111,6 +115,7 @@ def ring(machine: Machine, mesh: Mapping[str, int], axes: tuple[str, ...], group
             )
         speeds.append(spec.link_bytes_per_s * share)
     elif spec.torus_dims is not None:
+        # A group with one chip per slice has no hop on the torus; None would mark a GPU.
         hops = 0.0
     if hosts > 1:
         if spec.host.network_bytes_per_s is None:

@@ -7,6 +7,7 @@ from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
 def device_layers(layout: Layout, num_layers: int) -> int:
     """Number of places for layers on one device: all layers, or those of a stage with its identity layers."""
+    # Identity layers fill all stages up to the same number of places.
     return num_layers if layout.pipeline is None else layout.pipeline.places // layout.pipeline.stages
 
 
@@ -25,6 +26,7 @@ def kept_layers(layout: Layout, num_layers: int) -> int:
         return num_layers
     counts = ticks(layout)
     assert counts is not None
+    # A slot of an input stands for one chunk of one microbatch, with all layers of the chunk.
     return counts.num_inputs * layout.pipeline.layers_per_chunk
 
 

@@ -29,6 +29,7 @@ def tiled(shape: tuple[int, ...]) -> int:
     size = math.prod(shape)
     if len(shape) == 1:
         return _round_up(size, _LANES)
+    # XLA:TPU chooses the layout, so any two dimensions may be the tiled ones, in either order.
     pairs = ((shape[i], shape[k]) for i, k in itertools.permutations(range(len(shape)), 2))
     return min(
         (size // (rows * lanes) * _padded_rows(rows) * _round_up(lanes, _LANES) for rows, lanes in pairs),
@@ -37,6 +38,7 @@ def tiled(shape: tuple[int, ...]) -> int:
 
 
 def _padded_rows(rows: int) -> int:
+    # The next power of two: 1, 2, 4 or 8 rows.
     tile = _SUBLANES if rows >= _SUBLANES else 1 << (rows - 1).bit_length()
     return _round_up(rows, tile)
 
