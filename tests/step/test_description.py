@@ -30,15 +30,8 @@ from jtrain.plan.job import Job
 from jtrain.step import zero
 from jtrain.step.description import trace_cache
 from jtrain.step.description.labelled_sizes import class_of, input_keeping_class, label_sizes, label_values
-from jtrain.step.description.traced_parts import (
-    METRICS,
-    UPDATE,
-    _trace_class,
-    describe_jaxpr,
-    forget_traces,
-    jaxpr_of,
-    trace_part,
-)
+from jtrain.step.description.part_jaxprs import METRICS, UPDATE, jaxpr_of
+from jtrain.step.description.traced_parts import _trace_class, describe_jaxpr, forget_traces, trace_part
 from jtrain.step.description.traced_work import traced_work
 from jtrain.step.train_step import BATCH_SPEC, _local_gradients
 from jtrain.step.zero import param_tree

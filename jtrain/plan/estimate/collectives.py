@@ -10,8 +10,8 @@ from typing import Any
 from jtrain.hlo.device_groups import wire_bytes
 from jtrain.layout.precision import itemsize
 from jtrain.plan.job import Job
+from jtrain.step.description.part_jaxprs import ONCE, UPDATE, WEIGHT_GRADIENTS
 from jtrain.step.description.step_description import StepCollective
-from jtrain.step.description.traced_parts import ONCE, UPDATE, WEIGHT_GRADIENTS
 from jtrain.step.description.traced_work import Kind as Kind
 
 BETWEEN_STAGES = "stage to stage"
