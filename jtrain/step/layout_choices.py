@@ -107,5 +107,6 @@ def with_remat(spec: LayoutSpec, names: tuple[str, ...] | None) -> LayoutSpec:
 
 def frugal(spec: LayoutSpec, mesh: MeshSpec) -> LayoutSpec:
     """`spec` with all that can be sharded on a mesh, and layers that keep their input only."""
+    # Without devices to shard over, a higher stage changes nothing.
     stage = 3 if mesh.zero_shards > 1 else spec.zero_stage
     return dataclasses.replace(with_remat(spec, ()), zero_stage=stage, auto=False)

@@ -133,6 +133,7 @@ class StreamClock:
     def _send(self, transfer: Transfer) -> float:
         """Queues a transfer; returns when it ends."""
         link = "" if self._shared and transfer.kind not in HOST else transfer.link
+        # A link sends one transfer at a time, in the order in which they are queued.
         begin = max(self._now, self._free[link])
         if transfer.kind not in HOST:
             # A collective on all links ("") waits for every permute, and permutes wait for it.
@@ -146,12 +147,14 @@ class StreamClock:
         return end
 
     def _wait(self, end: float) -> None:
+        # A transfer that has already ended holds nothing up.
         if end > self._now:
             self._waits.append((self._now, end))
             self._now = end
 
     def timeline(self) -> Timeline:
         """Sums so far; a transfer that nobody waited for is waited for at the end."""
+        # The program ends when its last transfer does.
         self._wait(max(self._free.values(), default=0.0))
         waits = np.array([(0.0, 0.0), *self._waits])
         waited_s = np.cumsum(waits[:, 1] - waits[:, 0])

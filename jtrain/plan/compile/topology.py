@@ -28,6 +28,7 @@ def topology_of(device: DeviceSpec, count: int) -> str:
     sides = [d for d in range(1, chips + 1) if chips % d == 0]
     shapes = [s for s in itertools.combinations_with_replacement(sides, dims) if math.prod(s) == chips]
     shape = min(shapes, key=lambda s: (sum(s), s))
+    # Google writes a flat slice with its longest side first.
     if 1 in shape:
         shape = tuple(reversed(shape))
     return f"{device.name}:{'x'.join(map(str, shape))}"

@@ -173,12 +173,14 @@ class _Program:
             elif i.opcode in ("call", "conditional"):
                 yield from (LoopRun(name, 1) for name in i.called)
             elif transfer := self._transfer(i, body):
+                # A TPU's sparse cores start before they have data: the transfer begins at a later update.
                 begin_index = begin_of(body, index) if i.opcode.endswith("-start") else index
                 if begin_index == index:
                     yield transfer
                 else:
                     handovers[body[begin_index].name] = transfer
                 done_index = done_of(body, index) if i.opcode.endswith("-start") else None
+                # The compute stream waits at once for a collective without a pair, and for one marked synchronous.
                 if not i.opcode.endswith("-start") or '"is_sync":true' in i.line:
                     yield TransferWait(i.name)
                 elif done_index is not None:
@@ -227,6 +229,7 @@ class _Program:
             array_bytes = sum(size for _, size in whole_arrays(collective, group, self.program.types))
             size = wire_bytes(kind, array_bytes, group)
             is_permute = kind == "collective-permute"
+            # Permutes between the same pairs share a link; all other collectives use all links ("").
             link = str(groups) if is_permute else ""
             sent_bytes += size
             if self._rates.network is None:
@@ -243,6 +246,7 @@ class _Program:
         kernels = sum(self._kernel_s.get(self._mark(kernel), 0.0) for kernel in self._kernels(i))
         if kernels:  # kernels of experts leave most of their buffers unread
             return kernels + self._matmul_s(i)
+        # Roofline: memory traffic and matmuls of one instruction overlap.
         moving = bytes_accessed(i, self.program) / self._rates.memory
         return max(moving, self._matmul_s(i))
 

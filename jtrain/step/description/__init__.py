@@ -1,1 +1,1 @@
-"""What a step says of itself: its collectives and products, read off traces of its own functions."""
+"""A step's own account of itself: its collectives and products, read off traces of its own functions."""

@@ -83,6 +83,7 @@ def class_of(part: StepPart, model: Transformer, layout: Layout, *, rows: int, s
     shares_trace = of_layers and not splits and mesh.context == 1 and precision.matmul_dtype == "compute"
     staged = layout.pipeline is not None and not shares_trace
     stage = spec.zero_stage if mesh.zero_shards > 1 else 0
+    # Only the end of a step sees sharded optimizer state, or weights that were gathered once.
     if not at_end and (stage == 1 or gathers_once(layout)):
         stage = 0
     activations = kept_names(layout) if of_layers else None

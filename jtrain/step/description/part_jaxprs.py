@@ -56,6 +56,7 @@ of what devices tell each other about themselves."""
 
 def _jaxpr(mesh: AbstractMesh, fn: Any, *args: Any) -> Any:
     """The jaxpr of what every device computes."""
+    # Overlapped ops show their permutes; all others trace as plain XLA, whatever a device would choose.
     forced = {name: "permute" if name in _OVERLAPPED else registry.REFERENCE for name in registry.ops()}
     with registry.on(DEVICES["h200"], forced=forced):
         local = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
@@ -86,6 +87,7 @@ def _scaling(layout: Layout) -> dict[str, Any]:
 def _batch(sizes: LabelledSizes) -> Batch:
     """One device's rows of a microbatch."""
     ids = _array((sizes.rows, sizes.seq_len // sizes.layout.mesh.context), "int32")
+    # A batch has four arrays of one shape and dtype.
     return Batch(ids, ids, ids, ids)
 
 

@@ -1,4 +1,4 @@
-"""What a train step multiplies and sends over the network, read off abstract traces of its own functions.
+"""Products and collectives of a train step, read off abstract traces of its own functions.
 
 Each part of a step is traced for a class of layouts (`traced_parts.py`), and the trace scales to every layout
 of the
@@ -124,11 +124,13 @@ class StepDescription:
         layout, shape = self.layout, self.layout.mesh.shape
         collectives: list[StepCollective] = []
         for part, (trace, values) in self._parts.items():
+            # The end is once per step, every other part once per microbatch.
             repeats = 1 if part == "end" else layout.spec.microbatches
             if part == "layers" and layout.pipeline is not None:
                 repeats = chunk_passes(layout) * layout.pipeline.layers_per_chunk
             for collective in trace.collectives:
                 axes = tuple(axis for axis in AXES if axis in collective.along and shape[axis] > 1)
+                # A collective over axes of size 1 sends nothing.
                 if not axes:
                     continue
                 count, size = evaluate((collective.count, collective.elements), values)
@@ -137,6 +139,7 @@ class StepDescription:
                     if collective.ring is None
                     else layout.rings[collective.ring]
                 )
+                # A permute's group is a pair of devices, whatever its axes.
                 group = 2 if collective.kind == "collective-permute" else group
                 identity = (
                     part,

@@ -76,6 +76,7 @@ def _sources() -> str:
     package = Path(__file__).parents[2]
     roots = [package / name for name in _FOLDERS] + [Path(jtrain_kernels.__file__).parent]
     files = sorted(file for root in roots for file in root.rglob("*.py"))
+    # The jax version counts too: another one may trace the same sources differently.
     contents = [part for file in files for part in (file.name.encode(), file.read_bytes())]
     return _hash([jax.__version__.encode(), *contents])
 

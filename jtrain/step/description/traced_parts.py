@@ -60,7 +60,7 @@ class LabelledProduct:
 
 @dataclasses.dataclass(frozen=True)
 class PartTrace:
-    """What one part of a step does, for a class of layouts.
+    """Collectives and products of one part of a step, for a class of layouts.
 
     recomputed_names: names of the activations that the backward pass computes a second time.
     """
@@ -72,7 +72,7 @@ class PartTrace:
 
 @functools.cache
 def trace_part(layout_class: LayoutClass) -> PartTrace:
-    """What one part of the step does, in a class of layouts."""
+    """The trace of one part of the step, in a class of layouts."""
     return cached_trace(layout_class, _trace_class, _part_from_json)
 
 
@@ -121,7 +121,7 @@ def _trace_class(layout_class: LayoutClass) -> PartTrace:
 
 
 def describe_jaxpr(layout_class: LayoutClass, jaxpr: Any, *, unread: int = 0) -> PartTrace:
-    """What a jaxpr of a part does.
+    """Describes the jaxpr of a part.
 
     Args:
       unread: number of its last results that nobody reads.
@@ -179,9 +179,11 @@ def _labelled_product(sizes: LabelledSizes, product: TracedProduct) -> LabelledP
     kept_sizes, reduced_sizes, added_sizes = map(
         size_of, (product.kept_dims, product.reduced_dims, product.added_dims)
     )
+    # Only the gradient of a weight sums over rows.
     by_weight = not _ROWS.isdisjoint(dict(reduced_sizes[1]))
     rows, depth = (reduced_sizes, kept_sizes) if by_weight else (kept_sizes, reduced_sizes)
     if product.groups:
+        # On average a device receives as many rows as it sends: its tokens' choices.
         chosen = {"x": "c"}
         rows = rows[0], tuple((chosen.get(letter, letter), n) for letter, n in rows[1] if letter != "e")
     when: Gradient = "by_weight" if by_weight else "by_input" if product.when == "backward" else product.when

@@ -88,7 +88,7 @@ class TracedProduct:
 
 @dataclasses.dataclass(frozen=True)
 class TracedWork:
-    """What a jaxpr does, in its order.
+    """Collectives and products of a jaxpr, in its order.
 
     recomputed_names: names (`checkpoint_name`) of the values that it computes a second time.
     """
@@ -138,12 +138,13 @@ class _Place:
 
 
 def traced_work(jaxpr: Any, *, unread: int = 0) -> TracedWork:
-    """What a closed jaxpr does, without that whose results nobody reads.
+    """Work of a closed jaxpr, without that whose results nobody reads.
 
     Args:
       unread: number of its last results that nobody reads.
     """
     num_read = len(jaxpr.jaxpr.outvars) - unread
+    # Compilers drop dead code, so it must not count; this also drops what only unread results need.
     lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * num_read + [False] * unread)
     reader = _Reader()
     reader.follow(lean, [reader.new(0) for _ in lean.invars], _Place((), (), "forward"), {})
@@ -207,6 +208,7 @@ class _Reader:
             if length == 0:  # a ring of two devices has no hop between the first and the last
                 return [self.new(marks) for _ in eqn.outvars]
             looped = dataclasses.replace(inner_place, trips=(*inner_place.trips, length))
+            # A carried value may depend on all operands after the first turn.
             carried = [self.new(marks) for _ in operands[num_consts:]]
             results = self.follow(body, [*operands[:num_consts], *carried], looped, {})
             return [self.new(result.marks | marks) for result in results]
@@ -217,6 +219,7 @@ class _Reader:
                 for v in self.follow(branch, operands[1:], inner_place, shared_results)
             ]
         if (called := _called_jaxpr(params)) is not None:
+            # What a checkpoint computes again shares no collective with the computation around it.
             inner_results: _SharedResults = shared_results if name != "remat2" else {}
             if name == "remat2" and params.get("differentiated"):
                 inner_place = dataclasses.replace(inner_place, when="backward")
@@ -246,11 +249,13 @@ class _Reader:
         has_one_result = name not in ("psum", "psum_invariant", "pmax", "pmin", "ppermute")
         for index, out in enumerate(eqn.outvars):
             result_operands = operands if has_one_result else [operands[index]]
+            # Groups are compared by themselves below, as text.
             settings = repr({key: value for key, value in params.items() if key != "axis_index_groups"})
             key = name, place.trips, settings, str(groups), *(value.number for value in result_operands)
             if key not in shared_results:
                 mark = 0
                 if place.when == "again":
+                    # One bit for each repeated collective, so that a value carries a set of them in one integer.
                     mark = 1 << next(self.marks)
                 collective = TracedCollective(
                     _KINDS[name],
@@ -277,6 +282,7 @@ def _product(eqn: Any, place: _Place, *, in_8_bits: bool) -> list[TracedProduct]
     """The product of an equation; none if it has batch dimensions."""
     numbers = eqn.params.get("dimension_numbers") or eqn.params["ragged_dot_dimension_numbers"]
     ((first, second), batch) = getattr(numbers, "dot_dimension_numbers", numbers)
+    # Batch dimensions are those of attention: activations alone, without a weight.
     if any(batch):
         return []
     lhs, rhs = (var.aval.shape for var in eqn.invars[:2])
