@@ -41,9 +41,8 @@ from jtrain.plan.from_run import make_optimizer
 from jtrain.runtime.platform import keep_freed_memory
 from jtrain.step import optimizer_update, recompute, train_step
 from jtrain.step.checksums import METRIC, summed_arrays
-from jtrain.step.guard import GuardState
+from jtrain.step.guard import GuardState, StepNumbers
 from jtrain.step.state import abstract_state, init_state
-from jtrain.step.step_numbers import StepNumbers
 from jtrain.train.bad_steps import BadSteps
 from jtrain.train.integrity import IntegrityCheck
 

@@ -27,8 +27,7 @@ from jax.sharding import Mesh
 from jtrain.checkpoint import Checkpoints, files, removal
 from jtrain.errors import HardwareFault, UserError, first_few
 from jtrain.runtime.multihost import from_process_zero, gather
-from jtrain.step.guard import LEFT_OUT, WINDOW, GuardSpec
-from jtrain.step.step_numbers import NAMES, StepNumbers
+from jtrain.step.guard import LEFT_OUT, NAMES, WINDOW, GuardSpec, StepNumbers
 from jtrain.telemetry.append_file import AppendFile
 from jtrain.telemetry.metrics import encode
 from jtrain.train.bad_steps_file import FILE, read_decisions

@@ -24,8 +24,8 @@ from jtrain.data.inspect.step_contents import documents_of_batch
 from jtrain.errors import UserError
 from jtrain.runtime.multihost import agree, same_everywhere
 from jtrain.runtime.signals import StopRequest
+from jtrain.step.guard import StepNumbers
 from jtrain.step.state import TrainState
-from jtrain.step.step_numbers import StepNumbers
 from jtrain.train.actions import Cadence
 from jtrain.train.bad_steps import BadSteps, WentBack
 from jtrain.train.callbacks import (

@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 from jtrain.checkpoint import Checkpoints
 from jtrain.config.load import load_config
 from jtrain.config.run import build_run
-from jtrain.step.guard import GuardSpec
-from jtrain.step.step_numbers import StepNumbers
+from jtrain.step.guard import GuardSpec, StepNumbers
 from jtrain.telemetry.metrics_writer import Metrics
 from jtrain.telemetry.step_timer import StepTimes
 from jtrain.train.alert_watch import AlertWatch

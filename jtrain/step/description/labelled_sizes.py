@@ -27,7 +27,7 @@ from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.pipeline_ticks import counts_of
 from jtrain.step.zero import gathers_once
 
-type StepPart = Literal["layers", "embedding", "loss", "end"]
+type PartName = Literal["layers", "embedding", "loss", "end"]
 """Part of a step that is traced on its own: all layers for one microbatch, embedding or loss of one
 microbatch, and what a step does once."""
 
@@ -50,7 +50,7 @@ class LayoutClass:
     rings: number of torus dimensions of ZeRO's collectives.
     """
 
-    part: StepPart
+    part: PartName
     spec: LayoutSpec
     precision: PrecisionSpec
     staged: bool
@@ -69,7 +69,7 @@ class LayoutClass:
     rings: int
 
 
-def class_of(part: StepPart, model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> LayoutClass:
+def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> LayoutClass:
     """The class that a layout belongs to in one part of the step.
 
     Args:

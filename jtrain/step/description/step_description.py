@@ -18,12 +18,12 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import AXES, axis_names
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
-from jtrain.step.description.labelled_sizes import StepPart, class_of, evaluate, label_values
+from jtrain.step.description.labelled_sizes import PartName, class_of, evaluate, label_values
 from jtrain.step.description.traced_parts import Gradient, PartTrace, trace_part
 from jtrain.step.description.traced_work import Kind, When
 from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
-_PARTS: tuple[StepPart, ...] = ("layers", "embedding", "loss", "end")
+_PARTS: tuple[PartName, ...] = ("layers", "embedding", "loss", "end")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepCollective:
     count: arrays per step; elements: of the whole arrays together, as in `TracedCollective.dims`.
     """
 
-    part: StepPart | Literal["ticks", "partitioner"]
+    part: PartName | Literal["ticks", "partitioner"]
     scope: tuple[str, ...]
     parameter: str
     kind: Kind
@@ -64,7 +64,7 @@ class StepProduct:
       rows.
     """
 
-    part: StepPart
+    part: PartName
     when: Gradient
     in_8_bits: bool
     count: int
@@ -87,7 +87,7 @@ class StepDescription:
     seq_len: int
 
     @functools.cached_property
-    def _parts(self) -> dict[StepPart, tuple[PartTrace, Mapping[str, tuple[int, int]]]]:
+    def _parts(self) -> dict[PartName, tuple[PartTrace, Mapping[str, tuple[int, int]]]]:
         """Trace of each part, and the sizes that its labels stand for."""
         sizes: Any = dict(rows=self.rows, seq_len=self.seq_len)
         classes = [class_of(part, self.model, self.layout, **sizes) for part in _PARTS]
