@@ -31,6 +31,7 @@ def commands(text: str) -> list[list[str]]:
 COMMANDS = {shlex.join(words): words for text in TEXTS.values() for words in commands(text)}
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     """Links, anchors, docstrings and notebooks; every package has a page of its reference."""
     done = subprocess.run(

@@ -131,6 +131,7 @@ def losses_of(output: str) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_the_program_has_the_losses_of_jtrain(
     one_file: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:

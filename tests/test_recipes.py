@@ -122,6 +122,7 @@ def outcomes(tree: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_test_of_a_recipe_passes(name: str, outcomes: dict[str, list[str]]) -> None:
     file = shlex.split(RECIPES[name][-1].text)[1]

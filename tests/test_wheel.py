@@ -177,6 +177,7 @@ def type_errors(environment: Path, folder: Path, source: str) -> list[str]:
     return [problem["rule"] for problem in found if problem["severity"] == "error"]
 
 
+@pytest.mark.slow
 def test_a_type_checker_sees_the_types_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
     """Right use is accepted in strict mode, each wrong use is an error; without py.typed right use is refused
     too.

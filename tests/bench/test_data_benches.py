@@ -149,6 +149,7 @@ print(flush=True), input()
         process.stdin.write("\n")
 
 
+@pytest.mark.slow
 def test_memory_of_two_consumers() -> None:
     """Grain's open every source each, ours do not; nothing stays behind."""
     folder = files.sources("parquet", num_sources=6)
@@ -225,6 +226,7 @@ def test_the_bars_of_mixed_reading() -> None:
     assert [start["value"] for start in starts] == [2.0] * 4
 
 
+@pytest.mark.slow
 def test_resuming_late_takes_what_resuming_early_takes() -> None:
     """The late state says step 1,000,000, and both give a batch."""
     folder = files.sources("parquet", num_sources=6)
@@ -282,6 +284,7 @@ def test_a_made_up_index_of_terabytes_gives_batches(tmp_path: Path) -> None:
     assert first_batch.first_batch_s(dataclasses.replace(spec, engine="inline")) > 0
 
 
+@pytest.mark.slow
 def test_hosts_read_a_part_each() -> None:
     """Two real JAX processes and one; the rows' digests are compared by the benchmark itself."""
     folder = files.sources("jsonl", num_sources=2, corpus=FIVE._replace(documents=60))

@@ -15,25 +15,15 @@ from jtrain.bench.__main__ import bench
 from jtrain.bench.fault_trials.kinds import register_all
 from jtrain.bench.faults import draw_trials
 
-SLICE = (
-    *("damage-missing", "damage-truncated", "damage-flipped", "damage-emptied", "damage-garbage"),
-    *(
-        "no-manifest",
-        "no-manifests",
-        "no-checkpoints",
-        "renumbered",
-        "all-damaged",
-        "bad-metrics",
-        "bad-ledger",
-    ),
-    *("kill-restore", "kill-commit", "kill-purge"),
-)
-"""Kinds whose trials are short, on one process."""
+SLICE = ("damage-flipped", "renumbered", "kill-commit")
+"""Kinds whose trials are short, on one process; the slow test below has all kinds."""
 
 BAD = ("forgets", "diverges", "stays")
 """Kinds that the test adds: the harness has to find what they do."""
 
 SEED = 2
+TRIALS = len(SLICE) + len(BAD)
+"""One of each kind."""
 
 HARNESS = """
 import sys
@@ -68,17 +58,14 @@ sys.exit(bench(["faults", *sys.argv[1:]]))
 """
 
 
-def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
+def test_a_fault_of_each_short_kind_loses_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     """The slice for every change, on one process; and a run that forgets, one that diverges, a process that
     stays.
 
     All in one command, which shares its imports and its unbroken run: exit 1, because of those three alone.
     """
     rows, trials = tmp_path / "rows.json", tmp_path / "trials"
-    drawn_kinds = [name for _, name in draw_trials([*SLICE, *BAD], 20 + len(BAD), SEED)]
-    want = sorted(name for name in drawn_kinds if name in SLICE)
-    assert len(want) == 20, "another SEED draws each of BAD once"
-    arguments = ("--trials", str(len(drawn_kinds)), "--seed", str(SEED), "--only", ",".join((*SLICE, *BAD)))
+    arguments = ("--trials", str(TRIALS), "--seed", str(SEED), "--only", ",".join((*SLICE, *BAD)))
     done = subprocess.run(
         [sys.executable, "-c", HARNESS, *arguments, "--workdir", str(trials), "--json", str(rows)],
         env=os.environ | {"XLA_FLAGS": ""},  # one device, as a user has it
@@ -88,7 +75,7 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
     )
     assert done.returncode == 1, done.stdout + done.stderr
     survived = re.findall(r"^([a-z-]+) \d+: (?:survived|refused, then survived)", done.stdout, re.MULTILINE)
-    assert sorted(survived) == want, done.stdout
+    assert sorted(survived) == sorted(SLICE), done.stdout
 
     failed = dict(re.findall(r"^([a-z]+ \d+): FAILED.*\n((?:    .*\n)+)", done.stdout, re.MULTILINE))
     said = {name.split()[0]: text for name, text in failed.items()}
@@ -104,7 +91,7 @@ def test_twenty_faults_lose_nothing_and_a_loss_is_found(tmp_path: Path) -> None:
 
     values = {row["what"]: row["value"] for row in json.loads(rows.read_text())["rows"]}
     assert all(values[f"{kind}: lost or diverged"] == (kind in BAD) for kind in (*SLICE, *BAD))
-    assert sum(values[f"{kind}: recoveries"] for kind in SLICE) >= 15, "a fault has to hit"
+    assert sum(values[f"{kind}: recoveries"] for kind in SLICE) >= 2, "a fault has to hit"
     assert any(values[f"{kind}: most steps done again"] > 0 for kind in SLICE)
 
 

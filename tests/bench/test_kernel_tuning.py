@@ -19,6 +19,7 @@ def cases(chip: str, *arguments: str) -> list[kernels.Case]:
     return kernels.config_cases(options(*arguments), device.from_name(chip))
 
 
+@pytest.mark.slow
 def test_a_config_is_timed_at_its_own_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a mixture on a CPU only the experts' matmul has a choice; every shape that the step asks for has a
     row.

@@ -110,6 +110,7 @@ def test_batches_are_adversarial() -> None:
         np.testing.assert_array_equal(position[row, column] + 1, position[row, column + 1])
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_equal_until_its_backward_pass_reads_other_positions(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

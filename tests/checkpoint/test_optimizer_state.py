@@ -51,6 +51,7 @@ def test_scales_codes_and_masters_come_back_on_any_layout(
             checkpoints.restore(7, other)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one(tmp_path: Path, bits_of: BitsOf) -> None:
     """Two steps, a save and two more steps give the same bits as four steps, including stochastic
     rounding.

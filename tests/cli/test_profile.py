@@ -119,6 +119,7 @@ def test_a_window_that_nobody_has_read_yet_is_read(
     assert "A step of B is no slower" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_real_window_opens_in_perfetto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On every device and in every step the phases' median times are in order, and all ops are within the
     steps.

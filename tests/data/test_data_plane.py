@@ -231,7 +231,11 @@ def test_a_document_that_takes_its_loader_along_is_named(
     assert any("standby-0 took over" in line for line in batches.take_messages())
 
 
-@pytest.mark.parametrize(("act", "timeout_s"), [(HANG, 2.0), (DIE, 60.0)], ids=["hang", "die"])
+@pytest.mark.parametrize(
+    ("act", "timeout_s"),
+    [pytest.param(HANG, 2.0, marks=pytest.mark.slow), (DIE, 60.0)],
+    ids=["hang", "die"],
+)
 def test_a_document_that_takes_its_loader_along_is_skipped_where_that_is_the_policy(
     trap: Callable[..., PackedText], act: str, timeout_s: float
 ) -> None:

@@ -58,6 +58,7 @@ def test_resuming_twice_with_other_loaders_each_time_is_the_same_stream(folder: 
     assert found.hexdigest() == want
 
 
+@pytest.mark.slow
 def test_data_ends_at_the_same_step_on_every_host_with_every_document_read_once(folder: Path) -> None:
     dataset = open_dataset(spec(folder, epochs=1, eval_fraction=0.0), seed=0)
     counts, tokens = [], 0

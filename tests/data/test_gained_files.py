@@ -86,7 +86,7 @@ def contents(source: ChunkStream, end: int) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))))
 def test_each_chunk_is_read_once_in_the_epoch_in_which_files_join(
     kind: str, seed: int, tmp_path: Path
 ) -> None:
@@ -175,7 +175,7 @@ def spec(folder: Path, window: int = 1 << 26, **fields: Any) -> PackedText:
     return PackedText(path=str(folder), cache_dir=cache, shuffle_window_bytes=window, **fields)
 
 
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", (pytest.param("opened whole", marks=pytest.mark.slow), *[*RUNS][1:]))
 def test_a_run_that_has_gained_files_is_the_same_on_any_hosts_and_processes_resumed_and_killed(
     kind: str, tmp_path: Path, same_batch: Any
 ) -> None:

@@ -82,6 +82,7 @@ def test_each_chunk_is_in_each_epoch_once_and_epochs_differ(folder: Path, tmp_pa
     assert orders[0] != orders[1]
 
 
+@pytest.mark.slow
 def test_chunks_may_be_read_by_anyone_in_any_order_from_any_anchor(folder: Path, tmp_path: Path) -> None:
     source = growing(folder, tmp_path)
     order = source.order

@@ -277,6 +277,7 @@ def test_arrays_that_xla_joins_are_counted_one_by_one() -> None:
     assert overlap(found) == Overlap(want, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.aot
 def test_without_its_options_a_tpu_does_one_thing_at_a_time() -> None:
     """Planted failure: the same bytes, none of them asynchronous."""

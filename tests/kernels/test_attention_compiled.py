@@ -53,7 +53,10 @@ def lowered(
         return jax.jit(fn).lower(shape(N, H), shape(K, H), shape(K, H), shape(dtype=jnp.int32))
 
 
-@pytest.mark.parametrize(("topology", "context", "window"), [("v5p:2x2x1", 1, 300), ("v6e:2x2", 4, None)])
+@pytest.mark.parametrize(
+    ("topology", "context", "window"),
+    [("v5p:2x2x1", 1, 300), pytest.param("v6e:2x2", 4, None, marks=pytest.mark.slow)],
+)
 def test_splash_compiles_for_tpus(topology: str, context: int, window: int | None) -> None:
     """With a window on one device, and in a ring, both passes are kernels with segments, without plain JAX's
     scores.

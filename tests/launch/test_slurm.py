@@ -118,6 +118,7 @@ def losses(workdir: Path) -> dict[int, float]:
     return {line["step"]: line["loss_nats"] for line in lines if "loss_nats" in line}
 
 
+@pytest.mark.slow
 def test_two_hosts_train(tmp_path: Path) -> None:
     """Both kinds of host: each is checked, joins over the network of the hosts, and trains."""
     with hosts(2, tmp_path) as nodes:

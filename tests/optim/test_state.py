@@ -138,12 +138,14 @@ LAYOUTS = (
     (dict(data=2, tensor=4), 3),
     (dict(data=4, tensor=2), 1),
 )
+QUICK = {(2, 0), (3, 1)}
+"""Numbers of the layout and of the precision of the quick tests."""
 
 
 @pytest.mark.parametrize(
     ("axes", "zero_stage", "precision"),
     [
-        pytest.param(*layout, precision, marks=[pytest.mark.slow] * ((i + j) % 2 == 1 or i in (0, 5)))
+        pytest.param(*layout, precision, marks=[pytest.mark.slow] * ((i, j) not in QUICK))
         for i, layout in enumerate(LAYOUTS)
         for j, precision in enumerate(PRECISIONS)
     ],
@@ -167,7 +169,7 @@ def test_bits_do_not_depend_on_the_layout(axes: dict[str, int], zero_stage: Any,
     assert_equal((params, state), whole(precision))
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ("bfloat16_sr", pytest.param("int8", marks=pytest.mark.slow)))
 def test_bits_do_not_depend_on_whether_layers_come_one_by_one(precision: str) -> None:
     """Updating layer by layer, or shard by shard in a shard_map, gives the result of the whole."""
     opt = optimizer(**PRECISIONS[precision])

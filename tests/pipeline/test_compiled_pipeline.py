@@ -122,6 +122,7 @@ def on_cpu(axes: dict[str, int], sizes: dict[str, Any], **layout: Any) -> tuple[
     ).compile().as_text(), lay
 
 
+@pytest.mark.slow
 def test_branches_stay_within_stages_and_slots_are_the_schedules() -> None:
     """1F1B over four stages and data=2 with ZeRO-3, as XLA:CPU compiles it."""
     hlo, lay = on_cpu(dict(stage=4, data=2), SIZES, zero_stage=3, microbatches=8, remat="full")

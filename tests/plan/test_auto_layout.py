@@ -99,6 +99,7 @@ def test_a_model_that_fits_nowhere_is_refused_before_anything_is_allocated(
         choose_layout(run_config, devices=emulated_devices, workdir=None)
 
 
+@pytest.mark.slow
 def test_a_run_trains_with_what_was_picked(emulated_devices: list[jax.Device], tmp_path: Path) -> None:
     """Losses are those of the plain layout, and config.txt holds the choice, so the next attempt keeps it."""
     sets = ("mesh.data=8", "checkpoint.every_steps=None", "eval.every_steps=None")

@@ -50,6 +50,7 @@ def train(tmp_path: Path, limit_bytes: int, *sets: str) -> subprocess.CompletedP
     return subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sets", "named", "way"),
     (

@@ -165,6 +165,7 @@ def test_settings_that_a_refused_run_offers_fit() -> None:
     assert follow_runs(6, 0) > 10
 
 
+@pytest.mark.slow
 def test_options_that_a_refused_plan_offers_fit(capsys: pytest.CaptureFixture[str]) -> None:
     """One H100 is too small for an 8B, whatever the layout: other formats, host memory, more of them."""
     alone = ["--config=llama8b", "--device", "h100", "--count", "1", "--set", "data.global_batch=8"]

@@ -24,6 +24,7 @@ print(sorted(counts)[4])  # the heap takes some steps to reach its size
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_a_step_reuses_the_pages_of_the_step_before() -> None:
     """Compares page faults per step in a process with the setting and one without: 64 MiB are 16384 pages."""

@@ -18,7 +18,7 @@ RING, ULYSSES = dict(context_attention="ring"), dict(context_attention="ulysses"
 @pytest.mark.parametrize(
     ("axes", "layout"),
     [
-        (dict(data=2, context=4), layout_of(3, 2) | RING),
+        pytest.param(dict(data=2, context=4), layout_of(3, 2) | RING, marks=pytest.mark.slow),
         pytest.param(dict(context=4), layout_of(0, 1, remat="full") | RING, marks=pytest.mark.slow),
         (dict(context=2, tensor=2), layout_of(0, 2, remat="named", remat_save=("attention",)) | RING),
         (dict(data=2, context=2), layout_of(3, 1) | ULYSSES),

@@ -101,7 +101,8 @@ def apart(got: Any, want: Any) -> float:
     return max(jax.tree.leaves(errors))
 
 
-@pytest.mark.parametrize("mode", (pytest.param("fp8_current", marks=pytest.mark.slow), "fp8_delayed"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_8_bit_matmuls_train_as_float32_does(mode: Any) -> None:
     """Within 0.1 nats of 2.4 that were learnt; not the same numbers, or nothing would have been rounded."""
     want, got = trained("compute").losses, trained(mode).losses
@@ -131,7 +132,8 @@ def test_delayed_scaling_is_the_same_on_any_layout() -> None:
     )
 
 
-@pytest.mark.parametrize("mode", (pytest.param("fp8_current", marks=pytest.mark.slow), "fp8_delayed"))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_what_travels_in_8_bits_is_what_would_be_rounded_anyway(mode: Any) -> None:
     """Overlapped over `tensor`, the losses, gradients and histories of the plain collectives, as closely as
     float32.

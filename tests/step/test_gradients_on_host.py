@@ -46,6 +46,7 @@ def assert_same(axes: dict[str, int], offload: OffloadSpec, **layout: Any) -> No
     assert got.num_traces == 1
 
 
+@pytest.mark.slow
 def test_sums_in_host_memory_are_not_a_model() -> None:
     """Two microbatches on one device."""
     assert_same({}, ALL, microbatches=2)

@@ -150,14 +150,15 @@ def matrices(run: Trained, *fields: str) -> set[str]:
 
 
 LAYOUTS: tuple[Any, ...] = (
-    pytest.param({}, dict(zero_stage=0), marks=pytest.mark.slow),
-    pytest.param({}, dict(zero_stage=0, microbatches=2, remat="full"), marks=pytest.mark.slow),
-    pytest.param({"data": 8}, dict(zero_stage=0), marks=pytest.mark.slow),
-    pytest.param({"data": 8}, dict(zero_stage=3), marks=pytest.mark.slow),
+    ({}, dict(zero_stage=0)),
+    ({}, dict(zero_stage=0, microbatches=2, remat="full")),
+    ({"data": 8}, dict(zero_stage=0)),
+    ({"data": 8}, dict(zero_stage=3)),
     ({"data": 2, "tensor": 4}, dict(zero_stage=3, microbatches=2)),
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "fields"), LAYOUTS, ids=str)
 def test_state_in_host_memory_gives_the_same_bits(axes: dict[str, int], fields: dict[str, Any]) -> None:
     """All moments of matrices on the host: losses, parameters and moments of four steps equal to the last
@@ -171,7 +172,8 @@ def test_state_in_host_memory_gives_the_same_bits(axes: dict[str, int], fields: 
     assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("zero_stage", (pytest.param(1, marks=pytest.mark.slow), 2))
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", (1, 2))
 def test_state_split_under_whole_parameters_differs_by_rounding_alone(zero_stage: int) -> None:
     """Stages 1 and 2 slice whole parameters, and XLA:CPU contracts other multiply-adds where it fuses the
     slice.
@@ -270,7 +272,8 @@ def test_parameters_and_state_together_stay_on_the_host() -> None:
     assert np.asarray(nats_BL).sum() / targets == pytest.approx(want.losses[0], rel=1e-6)
 
 
-@pytest.mark.parametrize("axes", (pytest.param({}, marks=pytest.mark.slow), {"data": 2}), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ({}, {"data": 2}), ids=str)
 def test_muon_takes_whole_matrices_out_of_host_memory(
     axes: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +286,7 @@ def test_muon_takes_whole_matrices_out_of_host_memory(
         np.testing.assert_allclose(got.last[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_hosts_cores_take_only_what_has_its_state_there() -> None:
     """Parameters are on the host, a third of the state: the rest of the update is the device's, to the same
     bits.

@@ -40,9 +40,8 @@ def compiled(topology: str, spec: LayoutSpec) -> tuple[CompiledStep, MemoryPlan]
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize(
-    "topology", ("h200:1", *(pytest.param(t, marks=pytest.mark.slow) for t in MORE_TOPOLOGIES))
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ("h200:1", *MORE_TOPOLOGIES))
 def test_compilers_put_the_state_on_the_host_and_copy_beside_each_other(topology: str) -> None:
     """What moves is gone from the device but for slices of one array; the network carries what it did.
 

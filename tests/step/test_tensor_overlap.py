@@ -22,6 +22,7 @@ CASES: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.slow
 def test_overlap_over_tensor_is_not_a_model() -> None:
     """Twenty steps give one device's losses, gradients and weights; what is kept by name is kept from the
     permutes too.

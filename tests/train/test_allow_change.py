@@ -72,6 +72,7 @@ def steps(file: Path) -> dict[int, dict[str, object]]:
     return {line["step"]: line for line in metrics.read(file) if "loss_nats" in line}
 
 
+@pytest.mark.slow
 def test_weights_go_on_with_other_data_where_that_is_said(folder: Path) -> None:
     """A file that sorts before those that were read changes their order; the option is harmless once it was
     used.

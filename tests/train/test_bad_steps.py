@@ -186,6 +186,7 @@ def test_other_bits_the_second_time_are_a_hardware_fault(
     assert arrays(tmp_path) == arrays(unbroken)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_faulty_pass_are_set_aside(faults: Faults, tmp_path: Path) -> None:
     """A spike of step 6 that is not there again: the state before it, saved in the same pass, may be as
     wrong.
@@ -199,6 +200,7 @@ def test_checkpoints_of_a_faulty_pass_are_set_aside(faults: Faults, tmp_path: Pa
     assert max(files.steps(tmp_path / "checkpoints")) == 4
 
 
+@pytest.mark.slow
 def test_a_disk_that_takes_nothing_hides_no_hardware_fault(faults: Faults, tmp_path: Path) -> None:
     """The same where the checkpoints have become read-only: the fault is said, and what is left to do."""
     (tmp_path / "filler.py").write_text(READ_ONLY_AT_A_REWIND)
@@ -229,6 +231,7 @@ class Frozen(Callback):
 """
 
 
+@pytest.mark.slow
 def test_stop_ends_the_run_with_ways_on_that_work(faults: Faults, tmp_path: Path) -> None:
     """The message is true: the checkpoint is from before the bad step; `skip` goes on in the same workdir."""
     with pytest.raises(
@@ -256,6 +259,7 @@ class Filler(Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_no_run_that_has_a_bad_step_to_note(
     faults: Faults, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,6 +59,7 @@ def steps(workdir: Path) -> list[int]:
     return [line["step"] for line in metrics.read(workdir / metrics.FILE) if "loss_nats" in line]
 
 
+@pytest.mark.slow
 def test_a_disk_full_between_saves_costs_nothing_once_it_has_room(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_a_callback_sees_the_run_in_order(tmp_path: Path, monkeypatch: pytest.Mo
     ]
 
 
+@pytest.mark.slow
 def test_what_a_callback_raises_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every callback is left, told of the error; no on_end."""
     monkeypatch.chdir(tmp_path)

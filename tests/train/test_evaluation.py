@@ -96,10 +96,11 @@ def in_numpy(workdir: Path, run: Run, name: str | None) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "tokenizer"),
     [
-        pytest.param((), "bytes", marks=pytest.mark.slow),
+        ((), "bytes"),
         (("mesh.data=2", "mesh.context=2", "mesh.tensor=2", "layout.zero_stage=3"), "bpe"),
     ],
     ids=["data parallel, bytes", "all axes, BPE"],

@@ -100,6 +100,7 @@ def test_a_checkpoint_that_holds_other_bits_is_refused(healthy: Path, tmp_path: 
     assert train(tmp_path / "run", *layout) == 0, "the same state in another layout has the same sums"
 
 
+@pytest.mark.slow
 def test_a_copy_that_differs_is_outvoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient that is wrong on one device after its reduction: replicas diverge in that step, which is not
     saved.

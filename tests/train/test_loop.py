@@ -72,6 +72,7 @@ def test_a_run_leaves_what_the_design_lists(finished: Path) -> None:
     assert (finished / "checkpoints" / "5").is_dir()
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_explodes_stops_the_run_and_nothing_is_saved(tmp_path: Path) -> None:
     """The message has the step, the batch and what to try; no checkpoint of it exists."""
     sets = ("num_steps=8", "checkpoint.every_steps=1", "model.tie_embeddings=False", "guard.on_bad=stop")
@@ -113,6 +114,7 @@ def test_too_few_devices_are_counted(tmp_path: Path) -> None:
         train(tmp_path, "mesh.data=2", "mesh.tensor=2")
 
 
+@pytest.mark.slow
 def test_idle_devices_change_no_batch_and_no_loss(finished: Path, tmp_path: Path) -> None:
     """`mesh.data=auto` on three of the eight devices takes two: the batches and losses of all eight."""
     config = load_config("tiny", ["debug"], ("metrics.log_every_steps=1", "optimizer.warmup_steps=0"))

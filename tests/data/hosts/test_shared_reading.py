@@ -76,7 +76,7 @@ def documents_read(batches: BatchIterator) -> int:
     return sum(loader.documents for loader in batches.stats.loaders)
 
 
-@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.slow)])
 def test_each_host_reads_its_share_of_the_stream_of_one_thread(
     folder: Path, packing: str, start: Start
 ) -> None:
@@ -113,6 +113,7 @@ def test_hosts_go_on_from_the_state_of_one_process_and_back(folder: Path, start:
             assert_same_batch(next(alone), batch)
 
 
+@pytest.mark.slow
 def test_hosts_share_a_corpus_that_is_opened_as_it_is_read(tmp_path: Path, start: Start) -> None:
     """Windows of JSON lines: each host opens them by the anchors that the others have found."""
     rng = np.random.default_rng(0)
@@ -179,6 +180,7 @@ def test_kills_change_no_batch(folder: Path, start: Start) -> None:
         assert_same_batch(joined([next(one) for one in hosts]), batch)
 
 
+@pytest.mark.slow
 def test_the_part_of_a_host_that_is_gone_is_read_by_the_others(folder: Path, start: Start) -> None:
     """One host of two leaves: the other one says so, reads everything, and its rows stay the same."""
     dataset = open_dataset(spec(folder), seed=0)

@@ -81,6 +81,7 @@ def said(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", range(len(CASES)), ids=lambda case: str(CASES[case]))
 def test_two_processes_fetch_their_rows_and_hold_what_their_devices_need(
     case: int, said: tuple[Path, list[list[dict[str, Any]]]], emulated_devices: list[jax.Device]

@@ -114,7 +114,13 @@ SCHEDULES = (
 @pytest.mark.parametrize(
     ("schedule", "unit", "packing"),
     [
-        *((schedule, "tokens", packing) for schedule in SCHEDULES for packing in ("concat", "best_fit")),
+        *(
+            pytest.param(
+                schedule, "tokens", packing, marks=[pytest.mark.slow] * (index != (packing == "concat") + 1)
+            )
+            for index, schedule in enumerate(SCHEDULES)
+            for packing in ("concat", "best_fit")
+        ),
         (SCHEDULES[2], "samples", "concat"),
         (SCHEDULES[1], "rows", "concat"),
     ],

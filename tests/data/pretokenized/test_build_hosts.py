@@ -150,6 +150,7 @@ def test_a_killed_process_is_replaced_by_the_other(
     assert contents(build.out) == build.unbroken
 
 
+@pytest.mark.slow
 def test_a_process_that_stood_still_and_was_replaced_does_no_harm(build: Build) -> None:
     """Stops one until the other has taken over its work, or finished it."""
     with start(build, "one") as one:

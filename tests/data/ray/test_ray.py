@@ -189,6 +189,7 @@ def test_the_config_field_chooses_it_and_the_stream_is_the_same(
     until(lambda: not actors_left(cluster))
 
 
+@pytest.mark.slow
 def test_actors_that_read_again_give_the_same_batches_and_say_so(
     cluster: Any, tmp_path: Path, same_batch: Callable[..., None]
 ) -> None:
@@ -217,6 +218,7 @@ def test_actors_that_read_again_give_the_same_batches_and_say_so(
     until(lambda: not actors_left(cluster))
 
 
+@pytest.mark.slow
 def test_two_trainers_share_the_loaders_and_each_run_is_read_once(cluster: Any, spec: PackedText) -> None:
     """Each trainer takes half the rows; loaders run on both nodes, constructors beside trainers, all without
     jax.
@@ -256,6 +258,7 @@ def test_two_trainers_share_the_loaders_and_each_run_is_read_once(cluster: Any, 
     assert not ray.is_initialized(), "the connection was ours, so it goes with us"
 
 
+@pytest.mark.slow
 def test_killed_actors_do_not_change_the_stream(cluster: Any, spec: PackedText) -> None:
     """Kills a loader, whose standby answers until Ray restarts it; then a loader together with the
     constructor.
@@ -405,6 +408,7 @@ def test_two_jax_processes_train_on_it_as_one_process_does_without(cluster: Any,
     until(lambda: not actors_left(cluster))
 
 
+@pytest.mark.slow
 def test_the_stream_survives_the_loss_of_a_node(cluster: Any, spec: PackedText) -> None:
     """The loaders of the node are restarted on the other one. Must be the last test, since the node stays
     dead.

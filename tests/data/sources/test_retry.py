@@ -320,6 +320,7 @@ def test_a_prepared_index_on_a_disk_is_read_again(tmp_path: Path) -> None:
     assert "ids.bin: [Errno 24] Too many open files" in more[0]
 
 
+@pytest.mark.slow
 def test_loaders_that_read_again_are_not_taken_for_hung_and_give_the_same_batches(
     web: Store, tmp_path: Path, same_batch: Any
 ) -> None:

@@ -128,6 +128,7 @@ def test_tiles_fill_up_what_is_narrow(shape: tuple[int, ...], elements: int) -> 
     assert tiled(shape) == elements
 
 
+@pytest.mark.slow
 def test_argument_bytes_are_the_compilers() -> None:
     """XLA:CPU counts the same arguments, and our temporaries are of the size that it finds."""
     model = Transformer(**WIDER)

@@ -293,7 +293,10 @@ def analysed(**run: int) -> Breakdown:
     return analyse(traced(**run))
 
 
-RUNS: tuple[dict[str, int], ...] = (dict(data=8), dict(data=2, tensor=2, zero_stage=2, microbatches=2))
+RUNS = (
+    pytest.param(dict(data=8), marks=pytest.mark.slow),
+    dict(data=2, tensor=2, zero_stage=2, microbatches=2),
+)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)

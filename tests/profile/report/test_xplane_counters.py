@@ -155,6 +155,7 @@ def events(file: Path, plane: str, line: str) -> list[tuple[str, float, float, d
     return [tuple(rest) for of, on, *rest in everything(file) if (of, on) == (plane, line)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning")
 def test_a_real_trace_keeps_every_event(tmp_path: Path) -> None:
     """The CPU backend has no plane per device: the counters get a new one, the rest does not change."""
