@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jtrain.bench import Options, Row, option, row
+from jtrain.checkpoint import Checkpoints, CheckpointSpec
 from jtrain.config.devices import resolve_mesh
 from jtrain.config.load import load_config
 from jtrain.config.run import Run, build_run, run_layout
@@ -205,8 +206,8 @@ def _host_ms(steps: _Steps, rounds: int = 300) -> float:
             run=run,
             workdir=Path(folder),
         )
-        checkpoints: Any = types.SimpleNamespace(hold=False)
-        integrity = IntegrityCheck(run.integrity, Path(folder) / "checkpoints")
+        checkpoints = Checkpoints(Path(folder), CheckpointSpec())
+        integrity = IntegrityCheck(run.integrity, checkpoints)
         integrity.on_start(context)
         bad_steps = BadSteps(run.guard, Path(folder), steps.mesh, checkpoints, print, print)
         number = iter(range(1, 10**6))

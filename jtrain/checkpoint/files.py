@@ -205,7 +205,7 @@ def note_commit(folder: Path, step: int | None) -> None:
     """
     if not in_store(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    _write(folder.parent / LAST, json.dumps({"step": step}) + "\n")
+    write_text(folder.parent / LAST, json.dumps({"step": step}) + "\n")
 
 
 def has_note(folder: Path) -> bool:
@@ -311,7 +311,7 @@ def hashes_of(path: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(lambda name: folders.hash_of(path / name), names), strict=True))
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Writes a file as a whole or not at all; a store does nothing else."""
     if in_store(path):
         path.write_text(text)

@@ -50,8 +50,8 @@ def checkpoint_shapes(tree: Any, order: LayerOrder | None) -> Any:
 
 
 def describe_leaves(state: Any, order: LayerOrder | None) -> list[DescribedLeaf]:
-    """Returns one description for each leaf of a state; the chunks of reordered leaves hold whole runs of
-    layers.
+    """Returns one description for each leaf of a state; a chunk of a reordered leaf holds layers that
+    follow one another in the state as well.
     """
     if order is None:
         return describe(state)

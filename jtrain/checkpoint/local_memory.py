@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from jtrain.checkpoint import files, host_copy, slots
+from jtrain.checkpoint import files, host_copy, restoring, slots
 from jtrain.checkpoint.files import Manifest, Part, gib
 from jtrain.checkpoint.neighbours import Neighbours
 from jtrain.checkpoint.slots import SLOTS
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime import multihost
-from jtrain.runtime.atomic_io import write_whole
+from jtrain.runtime.store_paths import error_line, in_store
 
 DEFAULT_DIR = "/dev/shm"
 
@@ -36,7 +36,7 @@ _ONLY_WATCHES = ("checkpoint.", "eval.", "metrics.", "profile.", "callbacks")
 """Prefixes of config paths that change what a run writes, not its state."""
 
 _ID = "local_memory.id"
-_ID_BYTES = 16
+_ID_BYTES = 8
 _NONE = -1
 
 
@@ -44,8 +44,8 @@ class LocalMemory:
     """Newest states of one run in local memory. All processes make the same calls in the same order.
 
     Args:
-      workdir: of the run; a file in it holds the run's identity, so that a new run in a folder of the same
-        name never takes the state of the old one.
+      workdir: of the run, perhaps in an object store; a file in it holds the run's identity, so that a new
+        run in a folder of the same name never takes the state of the old one.
       directory: folder in tmpfs.
       like: shapes, dtypes and shardings of the state.
       config_text: the run's flat config; a state of another config is not used.
@@ -55,7 +55,7 @@ class LocalMemory:
 
     Raises:
       UserError: the folder has too little room for two states and the neighbour's two, or cannot be written
-        to.
+        to; nor can the workdir.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class LocalMemory:
         newest_checkpoint: Callable[[], int],
         say: Callable[[str], None],
     ) -> None:
-        path = workdir.absolute()
+        path = workdir if in_store(workdir) else workdir.absolute()
         self._id_file = path / _ID
         path_hash = hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()
         self.folder = Path(directory or DEFAULT_DIR) / f"jtrain-{path.name}-{path_hash}-{os.getuid()}"
@@ -77,6 +77,8 @@ class LocalMemory:
         self._say = say
         self._newest_checkpoint = newest_checkpoint
         self._newest_seen = 0
+        self._silence = ""  # why the newest checkpoint was not told when last asked for
+        self._is_silence_said = False
         self._config_text, self._config = config_text, _config_digest(config_text)
         self._run = self._identity()
         self._like = like
@@ -225,14 +227,20 @@ class LocalMemory:
             multihost.agree(True)  # another process may still be sending its copy to this one
         elif issubclass(kind, HardwareFault):
             # What a broken device computed is on all hosts. Without the identity none of it is ever used.
-            self._id_file.unlink(missing_ok=True)
+            # The states of this host go as well, for a store may not answer; the fault is what is to be said.
+            with contextlib.suppress(OSError):
+                self._forget(lambda _: True)
+            with contextlib.suppress(Exception):
+                self._id_file.unlink(missing_ok=True)
         self.close()
 
     def _finish(self, slot: Path, step: int, data_state: dict[str, Any]) -> tuple[int, Path]:
         """Hashes a slot, commits it and sends it to the neighbour; returns its step and the slot."""
         if self._process == 0:
-            with contextlib.suppress(Exception):  # a store that does not answer now: its last answer stands
-                self._newest_seen = self._newest_checkpoint()
+            try:
+                self._newest_seen, self._silence = self._newest_checkpoint(), ""
+            except Exception as error:  # a store that does not answer now: its last answer stands
+                self._silence = error_line(error)
         files.seal(
             slot,
             step=step,
@@ -254,9 +262,21 @@ class LocalMemory:
         if writing is None:
             return 0, None, ""
         try:
-            return *writing.result(), ""
+            step, slot = writing.result()
+            self._say_silence(step)
+            return step, slot, ""
         except Exception as error:  # of the folder, of the connection, or of what the neighbour answered
             return _NONE, None, f"{type(error).__name__}: {error}"
+
+    def _say_silence(self, step: int) -> None:
+        """Says once, until the next answer, that the newest checkpoint is not known."""
+        if self._silence and not self._is_silence_said:
+            self._say(
+                f"WARNING: the newest checkpoint is not told now ({self._silence}): the state of step {step} "
+                f"in local memory names that of step {self._newest_seen}, as the last answer. Before you "
+                f"move newer checkpoints away to go back, remove {self.folder} on each host."
+            )
+        self._is_silence_said = bool(self._silence)
 
     def _free_slot(self) -> Path:
         """Returns the slot to write over: not the one that all processes have."""
@@ -364,18 +384,17 @@ class LocalMemory:
 
     def _identity(self) -> str:
         """Returns the run's identity, made by process 0 when the run first keeps a state."""
-        # `from_process_zero` sends numbers of one shape: the identity travels as 16 ASCII bytes.
-        identity = b""
-        if self._process == 0:
+
+        def read_or_make() -> str:
             if not self._id_file.exists():
-                self._id_file.parent.mkdir(parents=True, exist_ok=True)
-                write_whole(self._id_file, secrets.token_hex(_ID_BYTES // 2))
-            identity = self._id_file.read_bytes()[:_ID_BYTES]
-        return (
-            multihost.from_process_zero(np.frombuffer(identity.ljust(_ID_BYTES), np.uint8))
-            .tobytes()
-            .decode("ascii")
-        )
+                if not in_store(self._id_file):
+                    self._id_file.parent.mkdir(parents=True, exist_ok=True)
+                # Now, and to where the checkpoints are: a run that is killed before its first save may go on
+                # from local memory.
+                files.write_text(self._id_file, secrets.token_hex(_ID_BYTES))
+            return self._id_file.read_text()
+
+        return restoring.in_process_zero(read_or_make, self._id_file.parent)
 
 
 def _config_digest(config_text: str) -> str:

@@ -238,19 +238,33 @@ def _is_damage(error: Exception) -> bool:
 def _read(
     path: Path, like: Any, *, only_some: bool = False, order: tuple[int, ...] | None = None
 ) -> tuple[Any, tuple[str, ...]]:
-    """Returns the state, and no line; or None, and one line for each process that could not read its part."""
+    """Returns the state, and no line; or None, and one line for each process that could not read its part.
+
+    Raises:
+      CheckpointError: another process has no memory left. In that process its own error is raised.
+    """
     from jtrain.checkpoint import orbax_io
 
-    state, failure = None, ""
+    state, failure, exhaustion = None, "", None
     try:
         state = orbax_io.restore(path / files.STATE, like, only_some=only_some, order=order)
-    # Out of memory is not the checkpoint's fault: setting it aside would lose it.
     except Exception as error:  # Orbax and TensorStore raise many types
         if isinstance(error, MemoryError) or _OUT_OF_MEMORY.search(str(error)):
-            raise
-        failure = error_line(error)
-    # Also after a failure, unless memory ran out: the gather needs all processes.
+            exhaustion = error
+        else:
+            failure = error_line(error)
+    # Also after a failure: the gathers need all processes.
+    exhausted = multihost.gather_texts("" if exhaustion is None else error_line(exhaustion))
     failures = tuple(dict.fromkeys(text for text in multihost.gather_texts(failure) if text))
+    # Out of memory is not the checkpoint's fault: setting it aside would lose it.
+    if exhaustion is not None:
+        raise exhaustion
+    for process, text in enumerate(exhausted):
+        if text:
+            raise CheckpointError(
+                f"process {process} had no memory left when it read {path} ({text}): see its own message. "
+                "Nothing was renamed."
+            )
     return (None, failures) if failures else (state, ())
 
 

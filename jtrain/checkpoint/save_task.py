@@ -83,6 +83,7 @@ class SaveTask:
         self._checksums: Checksums = {}
         self._background = background
         self._prune = prune
+        self._commit_before: int | None = None  # set by process 0
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -187,6 +188,7 @@ class SaveTask:
             atomic_io.sync_directory(self._folder)
         # After the rename: a note of a step that is not there would tell of a lost checkpoint.
         with contextlib.suppress(Exception):  # the note of an earlier commit serves as well
+            self._commit_before = files.last_commit(self._folder)
             files.note_commit(self._folder, contents.step)
 
     def _discard(self) -> None:
@@ -213,6 +215,9 @@ class SaveTask:
 
     def _withdraw(self) -> None:
         """Deletes this checkpoint: its state is still in memory, and will be saved again."""
+        # First: after a kill in between, a note of this step would tell of a lost checkpoint.
+        with contextlib.suppress(Exception):  # the checkpoint goes in any case
+            files.note_commit(self._folder, self._commit_before)
         removal.delete(self._folder, self.contents.step)
 
 

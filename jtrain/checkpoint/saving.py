@@ -97,6 +97,11 @@ class Saves:
         # the state's memory takes a fifth less CPU time than a copy that is written later.
         self._pool = array_writer.open_pool(low=True)
 
+    @property
+    def step_in_flight(self) -> int | None:
+        """Step of the save in flight or just ended; None if there is none, or it has failed."""
+        return None if self._task is None or self._task.failure else self._task.contents.step
+
     def should_save(self, step: int) -> bool:
         """True if a save is due after `step`: every `every_steps`; after a failed save, at the step of its
         next try.

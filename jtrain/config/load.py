@@ -63,9 +63,9 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
     """Changes a config's mesh to `count` devices, if it has another number; returns one line per changed
     field.
 
-    `data` takes up the difference and absorbs `replica`; the other axes keep their sizes.
-    `layout.microbatches` is chosen so that a device computes at most as many sequences at a time as before.
-    `mesh.data=auto` alone is set where it is asked.
+    Where the config has `mesh.data=auto`, only that is set. Elsewhere `data` takes up the difference and
+    absorbs `replica`, the other axes keep their sizes, and `layout.microbatches` is chosen so that a device
+    computes at most as many sequences at a time as before.
 
     Raises:
       UserError: `count` is not a multiple of the other axes, or the batch does not split over `count`
@@ -74,15 +74,13 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
     mesh_spec: MeshSpec = build_component(config.mesh)
     layout: LayoutSpec = build_component(config.layout)
     one_data_mesh = mesh_spec.resolve_data(1)
-    # Not `auto`, and the size fits already.
-    if mesh_spec == one_data_mesh and one_data_mesh.size == count:
+    is_auto = mesh_spec != one_data_mesh
+    if not is_auto and one_data_mesh.size == count:
         return []
-    # Without `replica`, which `data` absorbs.
-    other_devices = (
-        one_data_mesh.size
-        if mesh_spec != one_data_mesh
-        else one_data_mesh.size // one_data_mesh.replica // one_data_mesh.shape["data"]
-    )
+    other_devices = one_data_mesh.size
+    if not is_auto:
+        # `data` also absorbs `replica`; with `auto`, `replica` keeps its size and `data` is 1 here.
+        other_devices //= one_data_mesh.replica * one_data_mesh.shape["data"]
     if count % other_devices:
         axes = " * ".join(
             f"mesh.{axis}={size}" for axis, size in one_data_mesh.shape.items() if size > 1 and axis != "data"
@@ -91,7 +89,7 @@ def for_devices(config: fdl.Config[Run], count: int) -> list[str]:
             f"{count} devices are not a multiple of {axes} = {other_devices}. Use a multiple of "
             f"{other_devices}, or --set them to 1."
         )
-    if mesh_spec != one_data_mesh:
+    if is_auto:
         config.mesh.data = count // other_devices
         return [f"mesh.data={count // other_devices} (the config: auto)"]
     mesh = dataclasses.replace(one_data_mesh, replica=1, data=count // other_devices)

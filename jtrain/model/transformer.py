@@ -158,9 +158,9 @@ class Transformer(nnx.Module):
         fields += ["attention_chunk"] + ["loss_chunk_tokens"] * (self.loss_chunk_tokens != "auto")
         for field in fields:
             size = getattr(self, field)
-            # A float from a config would fail much later, in a shape.
-            if not isinstance(size, int) or size < 1:
-                raise UserError(f"model.{field}={size} must be at least 1.")
+            # A float from a config would fail much later, in a shape; True would be taken for 1.
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise UserError(f"model.{field}={size} must be at least 1, as a whole number.")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model.num_heads={self.num_heads} is not a multiple of "

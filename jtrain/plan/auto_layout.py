@@ -1,7 +1,8 @@
 """Settings that a config leaves open: `layout.auto`, `as_needed` shares of offload, the loss's chunk size.
 
 The choice is written into the config, so config.txt holds it and a rerun keeps it. A rerun chooses again only
-if the devices, the batch or the rest of the layout have changed, or if the old choice no longer fits.
+if the devices or a setting that changes a step's memory or time have changed, or if the old choice no longer
+fits.
 """
 
 import dataclasses
@@ -226,12 +227,17 @@ def _earlier_settings(
 
 
 def _settings_text(settings: dict[str, object]) -> str:
-    """Settings as text, such as `layout.remat=full`; without the mesh, if many without defaults."""
+    """Settings as text, such as `layout.remat=full`, without those of the mesh.
+
+    Of more than three, offloads of nothing and an empty `layout.remat_save` are left out.
+    """
     visible = {path: value for path, value in settings.items() if not path.startswith("mesh.")}
-    # A share alone is printed even at its default; a whole layout without them.
+    # Few settings are those that the config left open: each is shown, whatever was chosen.
     if len(visible) > 3:
-        may_be_empty = ("layout.remat_save", "layout.offload.")
-        defaults = [path for path, value in visible.items() if value in ("none", (), "device")]
-        empty = [path for path in defaults if path.startswith(may_be_empty)]
-        visible = {path: value for path, value in visible.items() if path not in empty}
+        may_be_idle = ("layout.remat_save", "layout.offload.")
+        visible = {
+            path: value
+            for path, value in visible.items()
+            if not (path.startswith(may_be_idle) and value in ("none", (), "device"))
+        }
     return " ".join(f"{path}={value}" for path, value in visible.items())

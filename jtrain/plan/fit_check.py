@@ -122,7 +122,7 @@ def check_fits_devices(job: Job, devices: Sequence[jax.Device], *, available: in
         and job.global_batch % (data * config_layout.mesh.expert) == 0
     ):
         mesh = dataclasses.replace(config_layout.mesh, replica=1, data=data)
-        # One sequence per device at a time: the least memory on this mesh.
+        # One sequence per device at a time: the smallest activations on this mesh.
         parts = job.global_batch // (data * config_layout.mesh.expert)
         job = job.relaid(dataclasses.replace(config_layout.spec, microbatches=parts), mesh)
     devices_text = describe_devices(len(devices), devices[0].device_kind, available)

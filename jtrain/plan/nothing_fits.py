@@ -119,7 +119,9 @@ def suggest_changes(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> 
             if any_fits(dataclasses.replace(task, job=with_state(task.job, state))):
                 suggestions.append(set_options(state))
                 break
-    batch = task.machine.count  # one microbatch, which has no accumulator
+    batch = (
+        task.machine.count
+    )  # one sequence per device: over `data` alone one microbatch, without accumulator
     if batch < task.job.global_batch and any_fits(task.changed(global_batch=batch)):
         suggestions.append(set_options([("data.global_batch", batch)]))
     if not fixed and task.machine.device.host.link_bytes_per_s is not None:
@@ -176,7 +178,7 @@ def no_point(
     Args:
       mesh: the mesh that the search keeps; None if it tries all.
       fixed: True if the machine cannot be changed, because the run is on it.
-      here: True if its devices are here.
+      is_local: True if its devices are here; the message then begins with them.
     """
     # Raises an error of its own where not even a mesh splits evenly.
     miss = nearest_miss(task, _candidate_meshes(task, mesh))

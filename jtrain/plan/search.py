@@ -31,7 +31,7 @@ from jtrain.step.layout_choices import (
 )
 
 SHARES = tuple(k / 20 for k in range(1, 21))
-"""Shares of offload to try; whole arrays are moved, so finer steps would give the same bytes."""
+"""Shares of offload to try; whole arrays are moved, so finer steps would seldom move others."""
 
 
 def meshes(task: SearchTask) -> Iterator[MeshSpec]:
@@ -175,7 +175,7 @@ def _fits_on_host(task: SearchTask, series: _Series, index: int) -> bool:
     """True if a layout's bytes on the device fit with all that can be on the host there."""
     spec, mesh = series.job.layout.spec, series.job.layout.mesh
     everything = with_shares(spec, task.config_spec, dict.fromkeys(task.offloadable(spec, mesh), 1.0))
-    # The microbatches come last: the shares are chosen without them.
+    # The job of a series has one microbatch.
     spec = dataclasses.replace(everything, microbatches=series.parts[index])
     return evaluate(task, spec, mesh, timed=False).plan.total_bytes <= task.budget_bytes
 

@@ -1,6 +1,6 @@
 """Settings with which a job takes less memory on the same devices, each of them checked.
 
-Candidates come in the order of how little they change: sharding, recomputation, more microbatches, host
+Candidates come in the order of how little they change: more microbatches, recomputation, sharding, host
 memory, a smaller batch, smaller formats of the state (which change the losses), and at last all of it
 together.
 """
@@ -64,7 +64,7 @@ def as_text(settings: Mapping[str, object]) -> dict[str, str]:
 
 
 def changed_options(settings: Mapping[str, object], config_values: Mapping[str, str]) -> str:
-    """The `--set` options of the settings that the config `asked` has otherwise, or does not say."""
+    """The `--set` options of the settings whose values differ from the config's, or are not in it."""
     return set_options(
         (path, value) for path, value in settings.items() if config_values.get(path) != repr(value)
     )
@@ -86,11 +86,11 @@ def option_lines(candidates: Iterable[FittingSettings], config_values: Mapping[s
 def smaller_states(job: Job) -> list[StateFormats]:
     """Formats of moments, parameters and gradient sums that take less memory, the smallest change first."""
     optimizer, precision = job.optimizer, job.layout.precision
-    # Muon's state has no smaller formats to offer.
+    # None is offered for Muon, although its matrices take the same formats.
     if isinstance(optimizer, Muon):
         return []
     moments = _INT8 if optimizer.moment_dtype != "int8" else ()
-    # A master copy already holds the full precision.
+    # Beside a master copy, stochastic rounding is refused.
     params = _BF16 if precision.param_dtype != "bfloat16" and optimizer.master_dtype == "none" else ()
     sums = _SUMS if precision.grad_accum_dtype != "bfloat16" else ()
     combinations = (moments, sums, params, moments + params, moments + params + sums)

@@ -30,6 +30,8 @@ def signed(value: Number) -> str:
 def milliseconds(microseconds: Number) -> str:
     """Microseconds as milliseconds with four digits, such as `6.691` or `38,710`."""
     value = microseconds / 1000
+    if value == 0:
+        return "0"
     # log10 says how many digits stand before the point: four in all.
     return f"{value:,.{max(0, 3 - math.floor(math.log10(value)))}f}"
 

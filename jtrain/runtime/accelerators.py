@@ -31,7 +31,10 @@ _GOOGLE = "0x1ae0"
 """Vendor of TPUs on the PCI bus."""
 
 HIDDEN = ("", "-1", "NoDevFiles")
-"""Values of CUDA_VISIBLE_DEVICES under which CUDA sees no GPU."""
+"""Values of CUDA_VISIBLE_DEVICES under which CUDA sees no GPU; the first two of ROCm's variables too."""
+
+_ROCM_VARIABLES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""Variables that hide AMD GPUs: HIP obeys CUDA's too."""
 
 
 def find_device(kind: Accelerator, environ: Mapping[str, str], *, root: Path = Path("/")) -> str | None:
@@ -90,9 +93,11 @@ def unused_warning(environ: Mapping[str, str], *, root: Path = Path("/")) -> str
     """
     kinds: tuple[Accelerator, ...] = ("gpu", "tpu")
     for kind in kinds:
+        path = find_device(kind, environ, root=root)
         # The user has hidden the GPUs: that is a choice, and no mistake to warn of.
-        hidden = kind == "gpu" and environ.get("CUDA_VISIBLE_DEVICES", "all") in HIDDEN
-        if hidden or (path := find_device(kind, environ, root=root)) is None:
+        variables = {"/dev/kfd": _ROCM_VARIABLES}.get(path or "", ("CUDA_VISIBLE_DEVICES",))
+        hidden = kind == "gpu" and any(environ.get(variable, "all") in HIDDEN for variable in variables)
+        if hidden or path is None:
             continue
         missing_software = _missing_software(kind)
         advice = (

@@ -299,7 +299,9 @@ class Supervisor:
             child.join()
 
     def _note_progress(self) -> None:
-        """Learns from the heartbeats which processes these are, and where the attempt resumed."""
+        """Learns from the heartbeats the limits, the step from which the attempt went on, and of other hosts;
+        tells those how the processes of this one are.
+        """
         beats = [child.beat for child in self._children if child.beat is not None]
         for beat in beats:
             if beat.limits is not None:
@@ -308,7 +310,8 @@ class Supervisor:
                 self._restarts.note_start(beat.start_step)
             if self._hosts is None and self._workdir is not None and beat.process is not None:
                 processes = beat.processes or 0
-                if processes > self._processes:  # there are other hosts, and then this one has one process
+                # More than this host starts: there are other hosts, and each has one process (`__init__`).
+                if processes > self._processes:
                     self._hosts = Hosts(self._workdir, process=beat.process, processes=processes)
         if self._hosts is not None:
             self._hosts.tell([child.snapshot() for child in self._children])

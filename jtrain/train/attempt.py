@@ -84,7 +84,8 @@ def train(
         print_line("\n".join(setup.lines(home)))
     job, mesh = setup.job, setup.mesh
 
-    integrity = IntegrityCheck(run.integrity, home / "checkpoints")
+    checkpoints = Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order)
+    integrity = IntegrityCheck(run.integrity, checkpoints)
     # Before the lock: an error in user code leaves the workdir untouched.
     user_callbacks = load_callbacks(run.callbacks)
     with (
@@ -93,13 +94,13 @@ def train(
         full_disk_named(workdir),
         explain_exhaustion(job, setup.optimizer, mesh, available=setup.memory_bytes),
         # Inside the lock: a save in flight ends before another run can have the workdir.
-        Checkpoints(home, run.checkpoint, layer_order=job.layout.layer_order) as checkpoints,
+        checkpoints,
         # Signals ask for a stop from here on: before, Ctrl-C ends the process at once.
         StopRequest() as stop,
         Callbacks(
             [*watchers, integrity, *built_in_callbacks(run, workdir, lock), *user_callbacks]
         ) as callbacks,
-        open_local_memory(setup, workdir, checkpoints, config_text) as local,
+        open_local_memory(setup, home, checkpoints, config_text) as local,
     ):
         # Again, under the lock: the folder may have been empty before, and another run may have begun in it.
         check_same_run(workdir, config_text, allow=allow_change)
@@ -160,17 +161,16 @@ def train(
 
 
 def open_local_memory(
-    setup: Setup, workdir: Path, checkpoints: Checkpoints, config_text: str
+    setup: Setup, home: Path, checkpoints: Checkpoints, config_text: str
 ) -> AbstractContextManager[LocalMemory | None]:
     """Opens the local memory of a run; none if its config keeps no state there."""
     if setup.run.checkpoint.local_every_steps is None:
         return contextlib.nullcontext()
     return LocalMemory(
-        workdir,
+        home,
         setup.run.checkpoint.local_dir,
         abstract_state(setup.job.layout, setup.optimizer, setup.mesh),
         config_text,
-        # Of a run in a store, `workdir` holds the small files only.
         newest_checkpoint=lambda: max(checkpoints.steps(), default=0),
         say=print_line,
     )

@@ -131,7 +131,7 @@ class BadSteps:
             raise self._fault_error(first_numbers, numbers)
         self._record(numbers)
         bad_names = numbers.bad
-        # Up to `since` a replay has decided about bad numbers; a bad new state counts always.
+        # A replay has judged the steps up to `since`: their loss and norm may be bad, their new state not.
         if bad_names and first_numbers is None and (step > self.since or "state" in bad_names):
             self._bad.add(step)
             self._handle_bad_step(numbers, dispatched=dispatched, last=last, documents=documents)

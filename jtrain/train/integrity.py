@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jtrain.checkpoint import files
+from jtrain.checkpoint import Checkpoints
 from jtrain.config.integrity_spec import IntegritySpec
 from jtrain.errors import HardwareFault, UserError
 from jtrain.plan.from_run import make_optimizer
@@ -36,15 +36,15 @@ class IntegrityCheck(Callback):
     Raises HardwareFault in all processes at the same step, before the state of that step is saved.
 
     Args:
-      folder: the run's checkpoints, perhaps in an object store; `FILE` is always in the local workdir.
+      checkpoints: those of the run, perhaps in an object store; `FILE` is always in the local workdir.
     """
 
-    def __init__(self, spec: IntegritySpec, folder: Path) -> None:
+    def __init__(self, spec: IntegritySpec, checkpoints: Checkpoints) -> None:
         self._spec = spec
-        self._folder = folder
+        self._checkpoints = checkpoints
         self._last: tuple[int, np.ndarray] | None = None
         self._recomputed: dict[int, tuple[jax.Array, jax.Array]] = {}
-        self._saved: set[int] = set()  # by this attempt, perhaps not on disk yet
+        self._kept_steps: set[int] = set()  # of states that this attempt saved or copied, or tried to
 
     def on_start(self, context: RunContext) -> None:
         self._context = context
@@ -76,8 +76,8 @@ class IntegrityCheck(Callback):
             )
         yield
         # The loop reads this step's results before it saves, so `_last` has its sums.
-        if phase == "checkpoint" and step not in self._saved:
-            self._saved.add(step)
+        if phase == "checkpoint" and step not in self._kept_steps:
+            self._kept_steps.add(step)
             # Process 0 writes: all have the same sums.
             if self._last is not None and jax.process_index() == 0:
                 self._keep_sums(step, self._last[1])
@@ -86,7 +86,7 @@ class IntegrityCheck(Callback):
         # The step after a rewind gets a restored state, which no step of this attempt has just returned.
         self._last = None
         self._recomputed.clear()
-        self._saved = {saved_step for saved_step in self._saved if saved_step <= step}
+        self._kept_steps = {kept_step for kept_step in self._kept_steps if kept_step <= step}
 
     def check(self, step: int, values: Mapping[str, Any]) -> None:
         """Checks the metrics of a step; the loop calls it in order, before anything else reads them.
@@ -111,11 +111,16 @@ class IntegrityCheck(Callback):
             self._check_arithmetic(step, *signatures)
 
     def _keep_sums(self, step: int, returned: np.ndarray) -> None:
-        """Writes the sums of each saved array; drops those of checkpoints that are gone."""
+        """Writes the sums of each saved array; drops those of states that are gone."""
         file, entries = self._sums_file(), _read(self._sums_file())
         # A store that does not answer is the save's to report; all sums stay.
         with contextlib.suppress(Exception):
-            existing_steps = {*files.steps(self._folder), *self._saved}
+            saved_steps = self._checkpoints.steps()
+            # Those after the newest checkpoint may be a save in flight or states in local memory. Older
+            # states there are never read.
+            newest = max(saved_steps, default=-1)
+            self._kept_steps = {kept_step for kept_step in self._kept_steps if kept_step >= newest}
+            existing_steps = {*saved_steps, *self._kept_steps}
             entries = {key: value for key, value in entries.items() if int(key) in existing_steps}
         totals = zip(self._names, self._dtypes, self._totals(returned), strict=True)
         entries[str(step)] = {
@@ -141,11 +146,12 @@ class IntegrityCheck(Callback):
         ]
         if not wrong:
             return
-        older = [older_step for older_step in files.steps(self._folder) if older_step < step - 1]
+        checkpoint = self._checkpoints.folder / str(step - 1)
+        older = [older_step for older_step in self._checkpoints.steps() if older_step < step - 1]
         raise UserError(
-            f"the state restored from {self._folder / str(step - 1)} has other bits in {wrong[0]} (and "
-            f"{len(wrong) - 1} more arrays) than step {step - 1} computed: memory changed while it was saved "
-            "or restored. Start again on another host; if this comes again, remove that checkpoint: "
+            f"the state restored from {checkpoint} has other bits in {wrong[0]} (and {len(wrong) - 1} more "
+            f"arrays) than step {step - 1} computed: memory changed while it was saved or restored. Start "
+            "again on another host; if this comes again, remove that checkpoint: "
             + (
                 f"the same command then goes on from step {max(older)}."
                 if older
@@ -252,9 +258,11 @@ class IntegrityCheck(Callback):
 
     def _way_on(self, step: int) -> str:
         """Says what was not saved, and where the same command goes on."""
-        saved_steps = [saved_step for saved_step in self._saved if saved_step < step]
+        in_flight = self._checkpoints.step_in_flight
+        # The end of the run waits for the save in flight; if that fails, it says so itself.
+        saved_steps = [] if in_flight is None else [in_flight]
         with contextlib.suppress(Exception):  # a store that does not answer must not hide the fault
-            saved_steps += [saved_step for saved_step in files.steps(self._folder) if saved_step < step]
+            saved_steps += [saved_step for saved_step in self._checkpoints.steps() if saved_step < step]
         if not saved_steps:
             return (
                 "Nothing was saved. Take the device or its host out; the same command starts again, on "

@@ -24,7 +24,7 @@ from jtrain.runtime.workdir_lock import FOLDER, WorkdirLock
 from jtrain.train.callbacks import Callback, LoopPhase
 
 _THREADS = 8
-_NOT_COPIED = ("checkpoints", "last_checkpoint.json", FOLDER)
+_NOT_COPIED = ("checkpoints", "last_checkpoint.json", "local_memory.id", FOLDER)
 """What is written to the store directly, and the lock of the local folder."""
 
 

@@ -71,9 +71,12 @@ def test_training_goes_on_and_the_pause_doubles(
     checkpoints: Checkpoints, disk: Disk, said: list[str]
 ) -> None:
     """After 1/16 of the interval, then 2/16: then the disk has room again, and all is as before."""
-    assert train(checkpoints, range(60, 70)) == [64]
+    checkpoints.save(64, state(64), {"next": 64}, "")
+    assert checkpoints.step_in_flight == 64
+    checkpoints.wait_for_save()
     disk.full = True
     assert train(checkpoints, range(70, 133)) == [128, 132]
+    assert checkpoints.step_in_flight is None
     disk.full = False
     assert train(checkpoints, range(133, 257)) == [140, 192, 256]
     assert checkpoints.steps() == (256,)
@@ -170,6 +173,7 @@ def test_nothing_is_deleted_before_the_newer_one_was_read_back(
     monkeypatch.setattr(atomic_io, "sync_directory", flip)
     train(checkpoints, range(128, 129))
     assert checkpoints.steps() == (64,)
+    assert files.last_commit(checkpoints.folder) == 64, "no note of a step that is not there"
     assert "read back, and state/w/c.0.0 does not have the contents that were written" in said[0]
     monkeypatch.setattr(atomic_io, "sync_directory", sync)
     assert train(checkpoints, range(129, 140)) == [132]

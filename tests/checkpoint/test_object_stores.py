@@ -21,8 +21,9 @@ from jtrain.checkpoint import (
     object_stores,
     removal,
 )
+from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.cli import checkpoint as verb
-from jtrain.errors import UserError
+from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime.store_paths import workdir_path
 from jtrain.runtime.workdir_lock import check_shared
 from jtrain.train.store_mirror import StoreMirror
@@ -266,3 +267,22 @@ def test_a_client_that_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=rf"of {extra}:// is not installed .*pip install 'jtrain\[{extra}\]'"):
         workdir_path(url)
+
+
+def test_the_identity_of_local_memory_is_in_the_store(workdir: Path, tmp_path: Path) -> None:
+    """From the start, so that a run goes on from there on any machine; a hardware fault removes it."""
+    run = (workdir, str(tmp_path), like(), "")
+    identity = workdir / "local_memory.id"
+    with LocalMemory(*run, newest_checkpoint=lambda: 0, say=print) as local:
+        assert len(identity.read_text()) == 16
+        local.save(10, state(10), {"next": 10})
+    with StoreMirror(workdir, tmp_path / "cache") as mirror:
+        mirror.fetch()
+    assert identity.exists()
+    assert not (tmp_path / "cache" / identity.name).exists()
+    local = LocalMemory(*run, newest_checkpoint=lambda: 0, say=print)
+    restored = local.start(checkpoint=0)
+    assert restored is not None
+    assert restored[0] == 10
+    local.__exit__(HardwareFault, HardwareFault("a device"), None)
+    assert not identity.exists()

@@ -83,6 +83,17 @@ try:
     checkpoints.restore(3, like)
 except CheckpointError as error:
     said["error"] = str(error)
+
+# Process 1 has no memory left: the other one does not wait for it, and the checkpoint keeps its name.
+from jtrain.checkpoint import orbax_io
+if jax.process_index() == 1:
+    def exhausted(*_, **__):
+        raise MemoryError("cannot allocate")
+    orbax_io.restore = exhausted
+try:
+    checkpoints.restore(2, like)
+except (CheckpointError, MemoryError) as error:
+    said["exhausted"] = f"{type(error).__name__}: {error}"
 print(json.dumps(said), flush=True)
 """
 
@@ -108,9 +119,11 @@ def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
         assert process.returncode == 0, errors
     found = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
     assert found[0].pop("again_at") == found[1].pop("again_at") > 4 + (1 << 16), "the same step in both"
+    exhausted: list[str] = []
     for said in found:
         error = said.pop("error")
         (warning,) = said.pop("warned")
+        exhausted.append(said.pop("exhausted"))
         assert "step 4 (process 1 of 2: OSError: [Errno 27] File too large" in warning
         assert "checkpoints/3 is damaged" in error
         assert "step 2 is intact" in error
@@ -124,6 +137,8 @@ def test_two_processes_write_and_read_one_checkpoint(tmp_path: Path) -> None:
             "kept": [2, 3],
         }
 
+    assert exhausted[0].startswith("CheckpointError: process 1 had no memory left when it read ")
+    assert exhausted[1] == "MemoryError: cannot allocate"
     checkpoints = Checkpoints(tmp_path, CheckpointSpec())
     assert checkpoints.steps() == (2, 3)
     manifest = files.read_manifest(checkpoints.folder / "2")

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from jtrain.report.number_formats import rate, seconds, short, size
+from jtrain.report.number_formats import milliseconds, rate, seconds, short, size
 from jtrain.report.page import Page, Picture, Section, Title, html
 from jtrain.report.table import Bars, Cell, Column, Facts, Table, bars, draw_bar, numbers, words
 from jtrain.report.terminal import print_blocks, print_page
@@ -51,6 +51,10 @@ def test_one_description_gives_every_medium_the_same_cells() -> None:
     assert '<tr class="whole">' in page
     assert "here" not in page.partition("<main>")[2]
     assert r'{"x": "\u003c/script>"}' in page
+
+
+def test_milliseconds_have_four_digits_and_nothing_is_0() -> None:
+    assert [milliseconds(us) for us in (6691, 38_710_000, 0, 0.0)] == ["6.691", "38,710", "0", "0"]
 
 
 def test_a_terminal_folds_texts_and_never_cuts_a_number() -> None:

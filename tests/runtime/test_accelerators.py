@@ -21,6 +21,19 @@ def root_with(tmp_path: Path, *files: str) -> Path:
 GOOGLE = "sys/bus/pci/devices/0000:00:04.0/vendor"
 
 
+def test_amd_gpus_that_a_variable_hides_are_meant_to_be_unused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accelerators, "_is_installed", lambda _: True)
+    root = root_with(tmp_path, "dev/kfd")
+    assert "a GPU is here (/dev/kfd)" in (unused_warning({"HIP_VISIBLE_DEVICES": "0"}, root=root) or "")
+    for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        for value in ("", "-1"):
+            assert unused_warning({variable: value}, root=root) is None
+    root_with(tmp_path, "dev/nvidia0")
+    assert unused_warning({"HIP_VISIBLE_DEVICES": ""}, root=root), "the variable hides no GPU of NVIDIA"
+
+
 @pytest.mark.parametrize(
     ("files", "environ", "gpu", "tpu"),
     [

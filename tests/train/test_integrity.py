@@ -81,6 +81,34 @@ def test_a_healthy_run_raises_no_alarm(healthy: Path) -> None:
     assert kept["4"]["step"] == ["int32", 4]
 
 
+def test_a_state_without_a_checkpoint_is_no_way_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that were only copied to local memory are not used after a fault, and not named."""
+    sets = ("checkpoint.every_steps=None", "checkpoint.local_every_steps=1")
+    with pytest.raises(HardwareFault, match=r"step 4: .* Nothing was saved\. Take the device"):
+        train(
+            tmp_path / "run",
+            *(*sets, f"checkpoint.local_dir={str(tmp_path)!r}"),
+            monkeypatch=monkeypatch,
+            step=4,
+            array="opt_state.mu.embed_VD",
+            device=5,
+        )
+    assert not list(tmp_path.glob("jtrain-run-*/*/*/manifest.json"))
+
+
+def test_sums_of_states_that_are_never_read_are_dropped(tmp_path: Path) -> None:
+    """States in local memory have sums until the next checkpoint; the run's identity lies beside those."""
+    workdir, home = tmp_path / "local", tmp_path / "store"
+    sets = ("checkpoint.local_every_steps=1", f"checkpoint.local_dir={str(tmp_path)!r}")
+    assert train(workdir, *sets, "num_steps=6", home=home) == 0
+    assert saved(home) == [4, 6]
+    steps = {*json.loads((workdir / integrity.FILE).read_text())}
+    # At step 6 the save of step 4 may be in flight: then step 3 is after the newest checkpoint.
+    assert {"4", "5", "6"} <= steps <= {"2", "3", "4", "5", "6"}
+    assert (home / "local_memory.id").exists()
+    assert not (workdir / "local_memory.id").exists()
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_holds_other_bits_is_refused(healthy: Path, tmp_path: Path) -> None:
     """Bits that change between the step and the disk show on any layout in the first step after a restore."""

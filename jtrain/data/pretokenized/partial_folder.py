@@ -40,11 +40,13 @@ def begin(partial: Path, plan: dict[str, Any], host: BuildProcess, *, source: st
     host.begin(source, plan)
     earlier_plan = read_json(partial / _PLAN)
     has_other_data = earlier_plan is not None and earlier_plan != plan
-    if has_other_data:
-        shutil.rmtree(partial)
     if earlier_plan != plan:
-        partial.mkdir(exist_ok=True)
-        # Last: a call that finds a folder without a plan begins here again.
+        # The plan goes first and the new one comes last: after a kill in between, the next call finds a
+        # folder without a plan, whose files may be of other data, and removes it.
+        (partial / _PLAN).unlink(missing_ok=True)
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir()
         host.write_whole(partial / _PLAN, json.dumps(plan))
     return has_other_data
 

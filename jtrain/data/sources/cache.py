@@ -97,10 +97,10 @@ def _copy(
 
 
 def write_once(path: Path, write: Callable[[BinaryIO], None], *, label: str) -> Path:
-    """Returns `path`, written by `write` unless it exists; a kill at any time leaves no partial file there.
+    """Returns `path`, written by `write` unless it exists.
 
-    A process that calls this while another is writing waits for it; the lock is released when its holder
-    dies.
+    A kill or power cut at any time leaves no partial file there, which would pass for the whole one. A
+    process that calls this while another is writing waits for it; the lock is released when its holder dies.
 
     Raises:
       FileError: the folder cannot be written to.
@@ -114,8 +114,7 @@ def write_once(path: Path, write: Callable[[BinaryIO], None], *, label: str) -> 
             # The lock's last holder may have written the file while this process waited.
             if path.exists():
                 return path
-            # Not durable: fsync would wait for the disk at each file of a source.
-            with replacing(path, durable=False) as part, part.open("wb") as out:
+            with replacing(path) as part, part.open("wb") as out:
                 write(out)
     except FileError:  # of the file that is copied or indexed
         raise

@@ -94,7 +94,8 @@ def resume_source(
         corpus = stream.corpus
         assert corpus is not None
     num_saved, num_files = generations[-1].files, len(corpus.names)
-    # Sizes known only by reading need windows; a source without windows cannot take such files in.
+    # A file whose sizes only reading tells has all files opened. It cannot join an order without windows, nor
+    # one of files that are opened as they are read.
     unknown_size_file = corpus.first_of_unknown_sizes if corpus.is_open else None
     if unknown_size_file is not None and (unknown_size_file >= num_saved or not saved["opened_whole"]):
         return _other_format(stream, corpus.names[unknown_size_file])

@@ -58,7 +58,7 @@ class Rates:
 
     flops_16, flops_8, flops_32: FLOP/s of matmuls by the bits of their operands.
     memory: bytes/s of the device's memory.
-    collective, permute: bytes/s that a device sends in a permute, and in every other collective.
+    permute, collective: bytes/s that a device sends in a permute, and in every other collective.
     host: bytes/s each way between the memories of device and host; None if it is not published.
     links: `switch` if all transfers share one link, `torus` if permutes between other pairs use other links.
     network: seconds of each collective, in place of its bytes at `collective` or `permute`.

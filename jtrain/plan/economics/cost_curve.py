@@ -116,7 +116,7 @@ class ChipComparison:
 def compare(
     rows: Sequence[CostRow], others: Sequence[CostRow], *, price_ratio: float
 ) -> list[ChipComparison]:
-    """Compares two curves over the same counts, where both have a layout.
+    """Compares two curves over the same counts, where both have a cost.
 
     Args:
       price_ratio: price of the other device by that of the first.

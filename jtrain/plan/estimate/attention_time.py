@@ -2,8 +2,8 @@
 seconds.
 
 Seconds and choice are those of `jtrain_kernels.cost` and `jtrain_kernels.registry`, for the shapes that one
-device computes. An implementation that the planning machine has not installed is not chosen; `explained` says
-so.
+device computes. An implementation that the planning machine has not installed is not chosen;
+`explain_attention` says so.
 """
 
 import functools

@@ -25,7 +25,7 @@ from jtrain_kernels.device import DeviceSpec
 LAST_REDUCTION = 0.6
 """Fraction of a layer's largest reduction that a TPU has nothing to compute beside. XLA:TPU ends each turn of
 the loop over layers with the reductions that are left: 0.66 and 0.61 of one feed-forward matrix in two
-programs for a v5p. XLA: GPU moves all of them to the next turn, so only those of the last layer wait, and
+programs for a v5p. XLA:GPU moves all of them to the next turn, so only those of the last layer wait, and
 where gradients are summed none."""
 
 EXCHANGE = "rows to experts"

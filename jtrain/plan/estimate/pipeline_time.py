@@ -43,7 +43,7 @@ def operation_costs(layout: Layout, spent: StageSeconds, *, message_s: float) ->
     counts = ticks(layout)
     assert counts is not None
     num_operations = counts.microbatches * counts.chunks
-    # What permuting layers send in ticks in which they have nothing to do is counted with the rest.
+    # `waits_s` is of all ticks in which layers send: where they permute, also of those without work.
     wait_s = spent.waits_s / 2 / chunk_passes(layout)
     forward_s, by_input_s, by_weight_s = (
         spent.forward_s / num_operations,

@@ -65,7 +65,7 @@ def effective_queue_pairs(
 
 
 def _log_factorials(largest: int) -> np.ndarray:
-    """Logarithms of 0! to most!."""
+    """Logarithms of 0! to largest!."""
     return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, largest + 1)))])
 
 

@@ -219,7 +219,10 @@ def _ring(group: Group, kind: Reduction) -> Iterator[Estimate]:
 
 
 def _tree(group: Group) -> Iterator[Estimate]:
-    """Double binary tree over domains, a chain within: log2 of the domains up and down."""
+    """Double binary tree over domains, a chain within: log2 of the domains up and down.
+
+    The factors of the bandwidth are those of NCCL's sources.
+    """
     channels = group.node.tree()
     for index, protocol in enumerate(PROTOCOLS):
         bus = min(channels.total * 0.92, channels.count * _by_nodes(group, published.TREE_GB_PER_S))
@@ -228,7 +231,8 @@ def _tree(group: Group) -> Iterator[Estimate]:
         if protocol == "LL128":
             limit = channels.count * _by_nodes(group, published.TREE_LL128_GB_PER_S)
             bus = min(bus * (7 / 9 if group.nodes == 1 else 120 / 128), limit)
-        if group.node.generation in ("hopper", "blackwell"):  # the search finds plain trees only
+        # For these generations NCCL's search finds only trees whose network traffic passes a single GPU.
+        if group.node.generation in ("hopper", "blackwell"):
             bus *= 0.85
         hops = int(math.log2(group.nodes)) * _hop_us(group, "Tree", index)
         latency = (

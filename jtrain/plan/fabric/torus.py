@@ -22,11 +22,14 @@ def torus_ring(dims: int, slice_devices: int, group: int) -> tuple[float, float]
 
 
 def exchange_share(dims: int, slice_devices: int, group: int) -> float:
-    """Rate of an all-to-all, of each device's whole array, by the rate of all links of a device.
+    """Rate at which an all-to-all moves each device's whole array, as a fraction of that of all its links.
 
-    A group lies as a block along as many dimensions as it can. On a ring of s devices an array crosses s / 4
-    links on average, both ways round; on a line s / 3, and its middle link limits it to half the ring's rate.
-    Rings have at least 4 devices, because slices with wrap-around are built of cubes of 4 x 4 x 4.
+    A group lies as a block along as many dimensions as it can; a dimension has 1 / dims of the links. On a
+    ring of s devices an array crosses s / 4 links on average, both ways round: 4 / s of a dimension's rate.
+    On a line it crosses s / 3, and the middle link limits the rate to half of a ring's. Rings have at least 4
+    devices, because slices with wrap-around are built of cubes of 4 x 4 x 4.
+
+    Example: 64 chips of a v5p are rings of 4 along 3 dimensions: 1 / 3.
     """
     wraps = slice_devices >= (64 if dims == 3 else 256)
     group_dims = max(1, min(dims, int(math.log2(group))))

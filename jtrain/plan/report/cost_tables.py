@@ -120,7 +120,7 @@ def print_comparison(
     table = Table(
         title, words("devices", "layout") + numbers("step s", "speed", "$ per token", "J per token")
     )
-    # `compared` leaves out the counts where either chip has no layout.
+    # `compared` leaves out the counts where either chip has no cost.
     by_count = {row.count: row for row in rows}
     for comparison in compared:
         row = by_count[comparison.count]

@@ -36,7 +36,7 @@ def loads(job: Job, timed: StepTime) -> tuple[Load, Load, Load]:
     sent = {LINKS: 0.0, NETWORK: 0.0}
     busy = {LINKS: 0.0, NETWORK: 0.0}
     for collective in collectives(job):
-        # A permute has no group, so its ring is found by its axes alone.
+        # A permute's group is a pair of devices, but all pairs of the ring send at once.
         group_ring = ring(
             machine,
             mesh,

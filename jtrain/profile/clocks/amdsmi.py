@@ -130,11 +130,14 @@ def _visible_names(num_gpus: int) -> list[str]:
     names = [str(number) for number in range(num_gpus)]
     # ROCR hides devices below HIP, so HIP's numbers count within what ROCR shows.
     for variable in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        if listed := os.environ.get(variable):
+        # Set, even if empty: an empty list shows no GPU.
+        if (listed := os.environ.get(variable)) is not None:
             by_number = dict(enumerate(names))
             # A UUID, or a number beyond the list, names no GPU that can be read here.
             names = [
-                by_number.get(int(n), "none") if n.isdigit() else n for n in map(str.strip, listed.split(","))
+                by_number.get(int(n), "none") if n.isdigit() else n
+                for n in map(str.strip, listed.split(","))
+                if n
             ]
     return names
 

@@ -128,9 +128,7 @@ type _SharedResults = dict[Any, list[_Value]]
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Position of a jaxpr in the trace: scope and trips as in `TracedCollective`; backward: in a backward
-    pass.
-    """
+    """Position of a jaxpr in the trace: scope, trips and when as in `TracedCollective`."""
 
     scope: tuple[str, ...]
     trips: tuple[int, ...]
@@ -138,10 +136,10 @@ class _Place:
 
 
 def traced_work(jaxpr: Any, *, unread: int = 0) -> TracedWork:
-    """Work of a closed jaxpr, without that whose results nobody reads.
+    """Work of a closed jaxpr, as far as its results are read.
 
     Args:
-      unread: number of its last results that nobody reads.
+      unread: number of its last results that nobody reads; what only they need is left out.
     """
     num_read = len(jaxpr.jaxpr.outvars) - unread
     # Compilers drop dead code, so it must not count; this also drops what only unread results need.
@@ -163,6 +161,7 @@ class _Reader:
         self.recomputed_names = set[str]()
 
     def new(self, marks: int) -> _Value:
+        """A value that was not seen before; `marks` as in `_Value`."""
         return _Value(next(self.numbers), marks)
 
     def result(self) -> list[TracedCollective]:
@@ -176,7 +175,12 @@ class _Reader:
     def follow(
         self, jaxpr: Any, operands: Sequence[_Value], place: _Place, shared_results: _SharedResults
     ) -> list[_Value]:
-        """Values of a jaxpr's results; `shared_results` are those of its collectives so far."""
+        """Collects the work of a jaxpr's equations, in their order; returns the values of its results.
+
+        Args:
+          operands: values of its arguments.
+          shared_results: results of the collectives before it that it need not repeat; its own are added.
+        """
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, operands, strict=True))
         values |= {var: self.new(0) for var in jaxpr.constvars}
 

@@ -21,7 +21,7 @@ from jtrain.data.pretokenized.reader import PreparedIndex
 from tests.data.two_sources import contents, recipes_of, write_lines
 
 SCRIPT = """
-import os, signal, sys
+import os, shutil, signal, sys
 from pathlib import Path
 from jtrain.cli.run import run
 from jtrain.data.pretokenized import writer
@@ -49,6 +49,14 @@ elif instant == "appended-but-not-noted":
     BuildProcess.write_whole = lambda one, path, text: die() if "state.json" in path.name else write(one, path, text)
 elif instant == "noted-but-not-removed":
     Path.unlink = lambda path, **kw: die() if path.name.endswith(".unit") else unlink(path, **kw)
+elif instant == "while-removing":
+    rmtree = shutil.rmtree
+    def remove_plan(path, **kw):
+        if not path.name.endswith(".partial"):
+            return rmtree(path, **kw)
+        (path / "plan.json").unlink(missing_ok=True)
+        die()
+    shutil.rmtree = remove_plan
 elif instant == "planned":
     BuildProcess.write_whole = lambda self, path, text: (write(self, path, text), path.name == "plan.json" and die())
 elif instant == "not-yet-planned":
@@ -246,6 +254,20 @@ def test_an_unfinished_index_of_something_else_is_not_gone_on_with(tmp_path: Pat
     stream = io.StringIO()
     prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=stream, shard_bytes=2048)
     assert f"{name}: an unfinished index of other data was there; starting afresh." in stream.getvalue()
+    assert PreparedIndex(tmp_path / "out" / name).num_tokens == 600 * 5
+
+
+def test_an_index_of_something_else_is_removed_whole_even_if_its_removal_was_killed(tmp_path: Path) -> None:
+    write_lines(tmp_path, lines=600)
+    start(tmp_path, instant="noted-but-not-removed").communicate(timeout=300)
+    [state] = (tmp_path / "out").glob(".*.partial/*.state.json")
+    name = state.parent.name.split(".")[1]
+    (tmp_path / f"{name}.jsonl").write_text('{"text": "new", "mask": []}\n' * 600)
+    process = start(tmp_path, instant="while-removing")
+    process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert state.exists(), "the kill must leave a part of the old index"
+    prepare(recipes_of(tmp_path), tmp_path / "out", workers=1, stream=io.StringIO(), shard_bytes=2048)
     assert PreparedIndex(tmp_path / "out" / name).num_tokens == 600 * 5
 
 

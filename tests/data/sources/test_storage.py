@@ -232,6 +232,24 @@ write_once(Path({str(path)!r} + "2"), write, label="a")
     assert not Path(f"{path}2.tmp").exists()
 
 
+def test_a_cache_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut, an empty file under the name would pass for an index of 0 records."""
+    path, fsync, synced = tmp_path / "cache" / "a", os.fsync, []
+
+    def sync(handle: int) -> None:
+        fsync(handle)
+        synced.append((Path(os.readlink(f"/proc/self/fd/{handle}")).read_bytes(), path.exists()))
+
+    def write(out: Any) -> None:
+        out.write(b"whole")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    write_once(path, write, label="a")
+    assert synced == [(b"whole", False)]
+
+
 def test_a_cache_folder_that_is_full_or_no_folder_says_what_to_set(tmp_path: Path) -> None:
     path = tmp_path / "a.txt.gz"
     path.write_bytes(gzip.compress(b"one" * 100_000))

@@ -214,6 +214,8 @@ def test_hip_counts_the_gpus_that_rocr_shows(monkeypatch: pytest.MonkeyPatch) ->
         ({"ROCR_VISIBLE_DEVICES": "1,0", "HIP_VISIBLE_DEVICES": "0"}, math.nan),
         ({"HIP_VISIBLE_DEVICES": "0"}, 1950.0),
         ({"ROCR_VISIBLE_DEVICES": "1"}, math.nan),
+        ({"HIP_VISIBLE_DEVICES": ""}, math.nan),
+        ({"ROCR_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "0"}, math.nan),
     ):
         with monkeypatch.context() as environment:
             for name, value in variables.items():

@@ -39,7 +39,8 @@ class RowGroupCache:
     def get(self, key: tuple[Any, ...], read: Callable[[], "DecodedColumns"]) -> "DecodedColumns":
         """Returns the columns under `key`, calling `read` if none are alive; keeps the latest at any size.
 
-        The bytes that are kept include those of row groups held elsewhere, so that both share one limit.
+        Columns that are held elsewhere count here only as long as the cache keeps them too; `hold` has a
+        limit of its own.
         """
         with self._lock:
             # The lock is held while `read` decodes: two threads must not decode the same group at a time.
