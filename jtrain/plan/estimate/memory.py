@@ -120,7 +120,6 @@ def memory(job: Job) -> MemoryPlan:
 
     # Arguments live for the whole step, so the peak is theirs and that of the worst moment together.
     peak = worst_moment(job)
-    tokens, per_token = rows * job.seq_len // mesh.context // mesh.tensor, named_bytes(layout)
     return MemoryPlan(
         parameters,
         state,
@@ -135,8 +134,7 @@ def memory(job: Job) -> MemoryPlan:
         host_optimizer=host_state,
         host_copies=host_copies,
         host_activations=kept_layers(layout, job.model.num_layers)
-        * tokens
-        * sum(per_token[name] for name in offloaded_names(layout)),
+        * sum(array.bytes for array in job.step.saved if array.memory == "pinned_host"),
         host_gradients=_gradients_on_host(layout, platform),
     )
 

@@ -12,14 +12,7 @@ from jtrain.layout.dims import kv_heads_in_use
 from jtrain.layout.layout import ParamLayout
 from jtrain.layout.precision import itemsize
 from jtrain.model.layer_scan import LAYER_INPUT
-from jtrain.model.saved_activations import (
-    copies_weights,
-    kept_names,
-    named_bytes,
-    offloaded_names,
-    rows_per_token,
-    wide_per_token,
-)
+from jtrain.model.saved_activations import copies_weights, kept_names, rows_per_token
 from jtrain.model.unembedding import num_parts
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.attention_time import implementation
@@ -81,15 +74,13 @@ class _Step:
         self.layers, self.ticks = device_layers(layout, model.num_layers), ticks(layout)
         self.shards = tensor * mesh.stage  # of the vocabulary
         self.heads, self.chunk = model.num_heads // tensor, min(model.attention_chunk, self.seq_len)
-        self.h = self.tokens * model.d_model * self.compute
-        self.x = self.h // tensor
-        self.q = self.tokens * self.heads * model.head_dim * self.compute
-        kv_heads = kv_heads_in_use(model.num_kv_heads, tensor) // tensor
-        self.k = self.tokens * kv_heads * model.head_dim * self.compute
-        self.f = self.tokens * wide_per_token(layout) // tensor * self.compute
+        step, named = job.step, job.step.named_bytes
+        self.x, self.q, self.k, self.f = (
+            named[name] for name in (LAYER_INPUT, "attention_q", "attention_k", "mlp_gate")
+        )
+        self.h, self.lse = self.x * tensor, named["attention"] - self.q
         self.pairs = self.h * (model.moe.top_k if model.moe else 0)
         self.rows_x = self.h * rows_per_token(layout)
-        self.lse = self.tokens * self.heads * _F32
         self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
         # A pipeline that gathers once per step holds all weights and gradients of its stage whole.
         self.gathers_all = gathers_once(layout) and mesh.zero_shards > 1
@@ -97,9 +88,9 @@ class _Step:
         self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1 and not self.gathers_all
         self.gathers = layout.gathers_weights and not self.gathers_all
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
-        self.names, self.offloaded = kept_names(layout), offloaded_names(layout)
+        self.names, self.saved = kept_names(layout), step.saved
         self.attention = implementation(job)
-        self.per_token, self.accumulators = named_bytes(layout), self._accumulators()
+        self.accumulators = self._accumulators()
 
     # Gradients
     # ---------------------------------------------------------------------------------------------------
@@ -199,11 +190,8 @@ class _Step:
         return exchanged
 
     def cast_weights(self) -> int:
-        """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute
-        dtype.
-        """
-        copies = self.casts and self.names is None
-        return self.layer_elements() * self.layers * self.compute if copies else 0
+        """Casts of the weights that all layers save."""
+        return self.layers * sum(array.bytes for array in self.saved if array.of_weights)
 
     def streamed_parameters(self) -> int:
         """Parameters fetched from host memory: those of the current layer and of the next."""
@@ -233,32 +221,19 @@ class _Step:
     def layer_activations(self) -> int:
         """Activations that one layer's forward pass keeps on the device for its backward pass.
 
-        Without remat: the inputs and outputs of both norms, q, k, v, attention's output as it is and as the
-        next matmul reads it, gate, up and their product.
+        Without remat XLA saves attention's output also in the order in which the next matmul reads it, unless
+        an exchange of heads has made that order.
         """
-        if self.names is None:
-            before_norm = self.q + self.k if self.model.qk_norm else 0
-            of_rows = self.rows_x + self.pairs  # inputs and outputs of the experts
-            return (
-                2 * self.x
-                + 2 * self.h
-                + 3 * self.q
-                + 2 * self.k
-                + self.lse
-                + 3 * self.f
-                + before_norm
-                + of_rows
-            )
-        on_device = [name for name in (LAYER_INPUT, *self.names) if name not in self.offloaded]
-        return sum(self._named(name) for name in on_device)
+        copies_output = self.names is None and any(array.name == "attention_q" for array in self.saved)
+        return self._saved("device") + copies_output * self.q
 
-    def _named(self, name: str) -> int:
-        """Bytes of one layer's activation of this name on one device."""
-        return self.tokens // self.layout.mesh.tensor * self.per_token[name]
+    def _saved(self, memory: str) -> int:
+        """Bytes of one layer's saved activations in this memory."""
+        return sum(array.bytes for array in self.saved if array.memory == memory and not array.of_weights)
 
     def fetched_activations(self) -> int:
         """Offloaded activations of the current layer, and those of the next on their way."""
-        return 2 * sum(self._named(name) for name in self.offloaded)
+        return 2 * self._saved("pinned_host")
 
     # Moments
     # -----------------------------------------------------------------------------------------------------
