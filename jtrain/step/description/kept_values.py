@@ -40,7 +40,7 @@ def _replace_kept(jaxpr: Any, names: Collection[str] | None, *, recomputes: bool
         is_recomputed = recomputes or RECOMPUTATION in str(eqn.source_info.name_stack)
         named = eqn.primitive.name == "name"
         # A reshaped value is the same array.
-        is_kept = eqn.primitive.name != "reshape" if names is None else named and eqn.params["name"] in names
+        is_kept = eqn.primitive.name not in ("reshape", "jit", "broadcast_in_dim") if names is None else named and eqn.params["name"] in names
         if is_recomputed and is_kept:
             shard = eqn.invars[0] if eqn.primitive.name == "all_gather" else None
             params = dict(name=eqn.params["name"] if named else "", shard=shard)

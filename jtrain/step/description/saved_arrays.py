@@ -13,10 +13,12 @@ from typing import Any
 
 from jax.interpreters import partial_eval
 
+from jtrain.model.expert_dispatch import MAX_PIECES
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.step.description.kept_values import KEPT, keep_values
 from jtrain.step.description.labelled_sizes import (
+    TOKENS,
     LabelledSizes,
     LayoutClass,
     Monomial,
@@ -33,14 +35,16 @@ from jtrain.step.description.traced_work import equations
 class LabelledArray:
     """Arrays of one layer on one device that are alike.
 
-    elements: of all of them.
+    bytes: of all of them.
+    of_weights: True for copies of weights, of which there is one for all microbatches.
     beside_shard: True if they were gathered over `tensor` and this device's shards are saved too: the same
       arrays on one device.
     """
 
     name: str
     dtype: str
-    elements: Monomial
+    bytes: Monomial
+    of_weights: bool
     beside_shard: bool
 
 
@@ -57,10 +61,16 @@ class SavedTrace:
 
 
 def saving_class(layout_class: LayoutClass) -> LayoutClass:
-    """The class whose trace says what layers of a class can save: an exchange in pieces saves what one piece
-    does.
+    """The class whose trace says what layers of a class can save: any number of pieces of an exchange saves
+    the same bytes.
+
+    That number is the largest, which large batches have anyway. One piece is traced faster, but the devices of
+    a shared key head alone have more tokens than that.
     """
-    return dataclasses.replace(input_keeping_class(layout_class), pieces=min(1, layout_class.pieces))
+    pieces = layout_class.pieces
+    if pieces > 1 or (pieces and layout_class.shared > 1):
+        pieces = MAX_PIECES
+    return dataclasses.replace(input_keeping_class(layout_class), pieces=pieces)
 
 
 @functools.cache
@@ -74,7 +84,7 @@ def _trace(layout_class: LayoutClass) -> SavedTrace:
     stream = LAYER_INPUT, residual_stream(sizes), False
     recomputing = _lean(jaxpr, unread=unread_losses(layout_class))
     # What a layer without `jax.checkpoint` saves depends on no name.
-    every = _lean(keep_values(jaxpr, None))
+    every = _lean(keep_values(recomputing, None))
     return SavedTrace(
         _labelled(sizes, [stream, *_kept(keep_values(recomputing, SAVEABLE))]),
         _labelled(sizes, [stream, *_kept(every)]),
@@ -97,13 +107,13 @@ def _kept(jaxpr: Any) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _labelled(sizes: LabelledSizes, arrays: list[tuple[str, Any, bool]]) -> tuple[LabelledArray, ...]:
-    factors: collections.Counter[tuple[Any, ...]] = collections.Counter()
+    array_bytes: collections.Counter[tuple[Any, ...]] = collections.Counter()
     for name, aval, beside_shard in arrays:
         factor, powers = sizes.monomial(math.prod(aval.shape))
-        factors[name, str(aval.dtype), powers, beside_shard] += factor
+        array_bytes[name, str(aval.dtype), powers, beside_shard] += factor * aval.dtype.itemsize
     return tuple(
-        LabelledArray(name, dtype, (factor, powers), beside_shard)
-        for (name, dtype, powers, beside_shard), factor in factors.items()
+        LabelledArray(name, dtype, (factor, powers), TOKENS.isdisjoint(dict(powers)), beside_shard)
+        for (name, dtype, powers, beside_shard), factor in array_bytes.items()
         if factor
     )
 
@@ -111,7 +121,7 @@ def _labelled(sizes: LabelledSizes, arrays: list[tuple[str, Any, bool]]) -> tupl
 def _from_json(**lists: list[dict[str, Any]]) -> SavedTrace:
     """A trace from its fields as JSON has them."""
     arrays = {
-        name: tuple(LabelledArray(**one | dict(elements=labelled(one["elements"]))) for one in array_list)
+        name: tuple(LabelledArray(**one | dict(bytes=labelled(one["bytes"]))) for one in array_list)
         for name, array_list in lists.items()
     }
     return SavedTrace(**arrays)

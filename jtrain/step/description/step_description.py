@@ -15,15 +15,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax.numpy as jnp
-
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import AXES, axis_names
 from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.saved_activations import kept_names, offloaded_names
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
-from jtrain.step.description.labelled_sizes import TOKENS, PartName, class_of, evaluate, label_values
+from jtrain.step.description.labelled_sizes import PartName, class_of, evaluate, label_values
 from jtrain.step.description.saved_arrays import LabelledArray, saving_class, trace_saved
 from jtrain.step.description.traced_parts import Gradient, PartTrace, trace_part
 from jtrain.step.description.traced_work import Kind, When
@@ -85,7 +83,7 @@ class SavedArray:
     """Arrays of one layer on one device that are alike and wait for the layer's backward pass.
 
     name: of `checkpoint_name`; empty for those without one.
-    of_weights: True for copies of weights, of which there is one for all microbatches.
+    of_weights: True for copies of weights.
     memory: where they wait.
     """
 
@@ -118,16 +116,16 @@ class StepDescription:
         names, names_on_host = kept_names(self.layout), offloaded_names(self.layout)
 
         def saved(arrays: tuple[LabelledArray, ...]) -> list[SavedArray]:
-            elements = evaluate([array.elements for array in arrays], values)
+            sizes = evaluate([array.bytes for array in arrays], values)
             return [
                 SavedArray(
                     array.name,
                     array.dtype,
-                    count * jnp.dtype(array.dtype).itemsize,
-                    TOKENS.isdisjoint(dict(array.elements[1])),
+                    size,
+                    array.of_weights,
                     "pinned_host" if array.name in names_on_host else "device",
                 )
-                for array, count in zip(arrays, elements, strict=True)
+                for array, size in zip(arrays, sizes, strict=True)
                 if self.layout.mesh.tensor > 1 or not array.beside_shard
             ]
 
