@@ -240,7 +240,11 @@ def _stacked(jaxpr: Any) -> list[Any]:
         (dict(data=2, tensor=4), None, dict(remat="named", remat_save=("attention", "mlp_gate"))),
         (dict(data=4, tensor=2), MoESpec(num_experts=4, top_k=2, shared_experts=1), dict(zero_stage=2)),
         (dict(data=2, tensor=2, expert=2), MoESpec(num_experts=4, top_k=3), dict()),
-        (dict(data=4, expert=2), MoESpec(num_experts=8, top_k=2), dict(remat="named", remat_save=("mlp_up",))),
+        (
+            dict(data=4, expert=2),
+            MoESpec(num_experts=8, top_k=2),
+            dict(remat="named", remat_save=("mlp_up",)),
+        ),
     ],
     ids=str,
 )
@@ -268,7 +272,9 @@ def test_saved_arrays_are_those_that_a_loop_over_layers_stacks(
 
 
 @pytest.mark.parametrize("axes", [dict(data=8), dict(data=2, tensor=4), dict(data=1, tensor=8)], ids=str)
-@pytest.mark.parametrize("moe", [None, MoESpec(num_experts=4, top_k=2, shared_experts=1)], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    "moe", [None, MoESpec(num_experts=4, top_k=2, shared_experts=1)], ids=["dense", "moe"]
+)
 def test_named_arrays_have_the_bytes_by_which_the_step_chooses_them(
     axes: dict[str, int], moe: MoESpec | None
 ) -> None:
@@ -284,7 +290,9 @@ def test_named_arrays_have_the_bytes_by_which_the_step_chooses_them(
     assert {array.name for array in step.saved} - on_host
 
 
-def test_an_array_more_that_a_layer_saves_is_in_the_plan(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_array_more_that_a_layer_saves_is_in_the_plan(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sine of the feed-forward part's result, whose backward pass needs the cosine; and the same with a name
     that layers may save.
     """

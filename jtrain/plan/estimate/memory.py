@@ -1,4 +1,4 @@
-"""Bytes per device of a train step, by class, in closed form.
+"""Bytes per device of a train step, by class.
 
 The step's arguments (parameters, optimizer state, batch) are exact, on the device and in host memory: they
 equal the compiler's argument bytes, except for its padding of scalars. The temporaries are those of the peak
@@ -14,7 +14,6 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.precision import itemsize
 from jtrain.model.fp8_scaling import fp8_weights, history_shape
-from jtrain.model.saved_activations import named_bytes, offloaded_names
 from jtrain.optim import AdamW, Muon
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.peak_memory import worst_moment
@@ -103,13 +102,12 @@ _COUNTERS_BYTES = {"gpu": 4 + 4 * (2 * WINDOW + LEFT_OUT + 2), "tpu": 512 + 1024
 
 
 def memory(job: Job) -> MemoryPlan:
-    """Memory plan of a job by the closed form; takes a millisecond for any model.
+    """Memory plan of a job; takes a millisecond for any model whose class of layouts has been traced.
 
     Raises:
       UserError: the batch does not split evenly over the mesh and the microbatches.
     """
     layout, mesh, platform = job.layout, job.layout.mesh, job.platform
-    rows = job.rows()
     parameters, host_parameters = _parameters(layout, platform)
     state, host_state, host_copies = _state(layout, job.optimizer, platform)
     # Rows split over the batch axes, positions over `context`.

@@ -16,6 +16,11 @@ value that it was gathered from or None.
 """
 KEPT.multiple_results = True
 
+_FREE = ("reshape", "broadcast_in_dim", "jit")
+"""Operations whose results no layer keeps: the same array in another shape, a repeated one, and a call, which
+may keep values inside it.
+"""
+
 RECOMPUTATION = "rematted_computation"
 """Name that `jax.checkpoint` gives to the scope of what it computes again."""
 
@@ -39,9 +44,8 @@ def _replace_kept(jaxpr: Any, names: Collection[str] | None, *, recomputes: bool
     for eqn in jaxpr.eqns:
         is_recomputed = recomputes or RECOMPUTATION in str(eqn.source_info.name_stack)
         named = eqn.primitive.name == "name"
-        # A reshaped value is the same array.
-        is_kept = eqn.primitive.name not in ("reshape", "jit", "broadcast_in_dim") if names is None else named and eqn.params["name"] in names
-        if is_recomputed and is_kept:
+        has_kept_name = named and names is not None and eqn.params["name"] in names
+        if is_recomputed and (has_kept_name or (names is None and eqn.primitive.name not in _FREE)):
             shard = eqn.invars[0] if eqn.primitive.name == "all_gather" else None
             params = dict(name=eqn.params["name"] if named else "", shard=shard)
             # One each, because nobody may read some of them.

@@ -118,10 +118,12 @@ def _labelled(sizes: LabelledSizes, arrays: list[tuple[str, Any, bool]]) -> tupl
     )
 
 
-def _from_json(**lists: list[dict[str, Any]]) -> SavedTrace:
+def _from_json(named: list[dict[str, Any]], every: list[dict[str, Any]]) -> SavedTrace:
     """A trace from its fields as JSON has them."""
-    arrays = {
-        name: tuple(LabelledArray(**one | dict(bytes=labelled(one["bytes"]))) for one in array_list)
-        for name, array_list in lists.items()
-    }
-    return SavedTrace(**arrays)
+    return SavedTrace(
+        *(tuple(_array_from_json(**fields) for fields in array_list) for array_list in (named, every))
+    )
+
+
+def _array_from_json(bytes: Any, **fields: Any) -> LabelledArray:
+    return LabelledArray(bytes=labelled(bytes), **fields)
