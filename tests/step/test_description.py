@@ -290,6 +290,22 @@ def test_named_arrays_have_the_bytes_by_which_the_step_chooses_them(
     assert {array.name for array in step.saved} - on_host
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_gathered_array_is_saved_once_where_one_device_gathers(tensor: int) -> None:
+    """Shared experts save their wide arrays, and the gathered stream beside the router's part of it; on one
+    device along `tensor` the two are one array.
+    """
+    saved_bytes: list[int] = []
+    for shared_experts in (0, 1):
+        moe = MoESpec(num_experts=4, top_k=2, shared_experts=shared_experts)
+        model, mesh = Transformer(**SIZES, moe=moe), MeshSpec(data=2, tensor=tensor)
+        layout = layout_from(dict(zero_stage=1), mesh, model.param_infos())
+        step = Job(model, layout, AdamW(peak_lr=1e-3), ROWS * mesh.batch_shards, LENGTH).step
+        saved_bytes.append(sum(array.bytes for array in step.saved if not array.of_weights))
+    wide, stream = 3 * SIZES["d_ff"] // tensor, SIZES["d_model"] if tensor > 1 else 0
+    assert saved_bytes[1] - saved_bytes[0] == ROWS * LENGTH * (wide + stream) * 2
+
+
 def test_an_array_more_that_a_layer_saves_is_in_the_plan(
     fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

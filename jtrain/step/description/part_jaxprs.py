@@ -5,7 +5,6 @@ Each is of what every device computes, so it holds the collectives and products 
 
 import dataclasses
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -233,10 +232,4 @@ def jaxpr_of(layout_class: LayoutClass) -> Any:
     mesh = AbstractMesh(
         tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
-    collects = gc.isenabled()
-    gc.disable()  # tracing makes many objects and few cycles
-    try:
-        return _JAXPRS[layout_class.part](sizes, mesh)
-    finally:
-        if collects:
-            gc.enable()
+    return _JAXPRS[layout_class.part](sizes, mesh)
