@@ -52,7 +52,7 @@ class Job:
 
     @functools.cached_property
     def step(self) -> StepDescription:
-        """Matmuls and messages of the step.
+        """Matmuls, messages and saved arrays of the step.
 
         Raises:
           UserError: as `rows`.

@@ -15,24 +15,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jtrain.layout.dims import Batch
 from jtrain.layout.mesh import AXES, MeshSpec, local_shape
+from jtrain.layout.offload_spec import OffloadSpec
 from jtrain.model.forward_placement import SAVEABLE
+from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.router import MoESpec
+from jtrain.model.saved_activations import kept_names, named_bytes, offloaded_names
 from jtrain.model.transformer import Block, Transformer
 from jtrain.optim import AdamW
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import flops_per_token
+from jtrain.plan.estimate.memory import memory
 from jtrain.plan.job import Job
 from jtrain.step import zero
-from jtrain.step.description import trace_cache
+from jtrain.step.description import saved_arrays, trace_cache
 from jtrain.step.description.labelled_sizes import class_of, input_keeping_class, label_sizes, label_values
 from jtrain.step.description.part_jaxprs import METRICS, UPDATE, jaxpr_of
+from jtrain.step.description.saved_arrays import saving_class, trace_saved
 from jtrain.step.description.traced_parts import _trace_class, describe_jaxpr, forget_traces, trace_part
-from jtrain.step.description.traced_work import traced_work
+from jtrain.step.description.traced_work import equations, traced_work
 from jtrain.step.train_step import BATCH_SPEC, _local_gradients
 from jtrain.step.zero import param_tree
 from tests.layouts import layout_from
@@ -217,6 +223,113 @@ def test_kept_values_are_those_of_a_trace_of_their_own(kept: tuple[str, ...] | N
     found = _trace_class(of)
     assert found == describe_jaxpr(of, jaxpr_of(of), unread=0 if kept is None else 2 * bool(experts))
     assert found != _trace_class(input_keeping_class(of))
+
+
+def _stacked(jaxpr: Any) -> list[Any]:
+    """What the first loop of a jaxpr stacks: arrays of each layer that wait for its backward pass."""
+    scan = next(eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
+    carried, _ = scan.params["ft_out"].unpack()
+    return [var.aval for var in scan.params["jaxpr"].jaxpr.outvars[len(carried) :]]
+
+
+@pytest.mark.parametrize(
+    ("axes", "moe", "layout"),
+    [
+        (dict(data=4, tensor=2), None, dict(zero_stage=1)),
+        (dict(data=8), None, dict(zero_stage=3)),
+        (dict(data=2, tensor=4), None, dict(remat="named", remat_save=("attention", "mlp_gate"))),
+        (dict(data=4, tensor=2), MoESpec(num_experts=4, top_k=2, shared_experts=1), dict(zero_stage=2)),
+        (dict(data=2, tensor=2, expert=2), MoESpec(num_experts=4, top_k=3), dict()),
+        (
+            dict(data=4, expert=2),
+            MoESpec(num_experts=8, top_k=2),
+            dict(remat="named", remat_save=("mlp_up",)),
+        ),
+    ],
+    ids=str,
+)
+def test_saved_arrays_are_those_that_a_loop_over_layers_stacks(
+    axes: dict[str, int], moe: MoESpec | None, layout: dict[str, Any]
+) -> None:
+    """Those of a trace of its own, by dtype and size; masks aside."""
+    model, mesh = Transformer(**SIZES, moe=moe, qk_norm=True), MeshSpec(**axes)
+    lay = layout_from(layout, mesh, model.param_infos())
+    of = class_of("layers", model, lay, rows=ROWS, seq_len=LENGTH)
+    sizes, want = label_sizes(of), collections.Counter[tuple[str, Any]]()
+    for aval in _stacked(jaxpr_of(of)):
+        factor, powers = sizes.monomial(math.prod(aval.shape))
+        want[str(aval.dtype), powers] += factor * aval.dtype.itemsize
+    trace, names = trace_saved(saving_class(of)), kept_names(lay)
+    found = collections.Counter[tuple[str, Any]]()
+    for one in trace.every if names is None else trace.named:
+        if names is None or one.name in (LAYER_INPUT, *names):
+            found[one.dtype, one.bytes[1]] += one.bytes[0]
+    assert saving_class(of) == input_keeping_class(of)
+    assert {key: n for key, n in found.items() if key[0] != "bool"} == {
+        key: n for key, n in want.items() if key[0] != "bool" and n
+    }
+    assert len(found) >= 2
+
+
+@pytest.mark.parametrize("axes", [dict(data=8), dict(data=2, tensor=4), dict(data=1, tensor=8)], ids=str)
+@pytest.mark.parametrize(
+    "moe", [None, MoESpec(num_experts=4, top_k=2, shared_experts=1)], ids=["dense", "moe"]
+)
+def test_named_arrays_have_the_bytes_by_which_the_step_chooses_them(
+    axes: dict[str, int], moe: MoESpec | None
+) -> None:
+    """Activations go to the host by `named_bytes`, per token and over all devices along `tensor`."""
+    model, mesh = Transformer(**SIZES, moe=moe), MeshSpec(**axes)
+    offload = OffloadSpec(activations=0.5)
+    lay = layout_from(dict(remat="named", remat_save=SAVEABLE, offload=offload), mesh, model.param_infos())
+    step = Job(model, lay, AdamW(peak_lr=1e-3), ROWS * mesh.batch_shards, LENGTH).step
+    tokens = ROWS * LENGTH // mesh.tensor
+    assert step.named_bytes == {name: tokens * size for name, size in named_bytes(lay).items()}
+    on_host = {array.name for array in step.saved if array.memory == "pinned_host"}
+    assert on_host == set(offloaded_names(lay)) > set()
+    assert {array.name for array in step.saved} - on_host
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_gathered_array_is_saved_once_where_one_device_gathers(tensor: int) -> None:
+    """Shared experts save their wide arrays, and the gathered stream beside the router's part of it; on one
+    device along `tensor` the two are one array.
+    """
+    saved_bytes: list[int] = []
+    for shared_experts in (0, 1):
+        moe = MoESpec(num_experts=4, top_k=2, shared_experts=shared_experts)
+        model, mesh = Transformer(**SIZES, moe=moe), MeshSpec(data=2, tensor=tensor)
+        layout = layout_from(dict(zero_stage=1), mesh, model.param_infos())
+        step = Job(model, layout, AdamW(peak_lr=1e-3), ROWS * mesh.batch_shards, LENGTH).step
+        saved_bytes.append(sum(array.bytes for array in step.saved if not array.of_weights))
+    wide, stream = 3 * SIZES["d_ff"] // tensor, SIZES["d_model"] if tensor > 1 else 0
+    assert saved_bytes[1] - saved_bytes[0] == ROWS * LENGTH * (wide + stream) * 2
+
+
+def test_an_array_more_that_a_layer_saves_is_in_the_plan(
+    fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sine of the feed-forward part's result, whose backward pass needs the cosine; and the same with a name
+    that layers may save.
+    """
+    job = job_of(dict(data=2, tensor=4), zero_stage=1)
+    named_job = job_of(dict(data=2, tensor=4), zero_stage=1, remat="named", remat_save=("attention", "wave"))
+
+    def activations(job: Job) -> int:
+        return memory(dataclasses.replace(job)).activations  # a job keeps what it was told about its step
+
+    before, named_before, original = activations(job), activations(named_job), Block.feed_forward
+
+    def waving(self: Block, *args: Any, **settings: Any) -> Any:
+        y_BLD, losses = original(self, *args, **settings)
+        return jnp.sin(checkpoint_name(y_BLD, "wave")), losses
+
+    monkeypatch.setattr(Block, "feed_forward", waving)
+    monkeypatch.setattr(saved_arrays, "SAVEABLE", (*SAVEABLE, "wave"))
+    forget_traces()
+    array_bytes = SIZES["num_layers"] * ROWS * LENGTH // 4 * SIZES["d_model"] * 2
+    assert activations(job) - before == array_bytes
+    assert activations(named_job) - named_before == array_bytes
 
 
 def test_labels_are_the_sizes_of_the_layout() -> None:

@@ -1,4 +1,4 @@
-"""Bytes per device of a train step, by class, in closed form.
+"""Bytes per device of a train step, by class.
 
 The step's arguments (parameters, optimizer state, batch) are exact, on the device and in host memory: they
 equal the compiler's argument bytes, except for its padding of scalars. The temporaries are those of the peak
@@ -14,7 +14,6 @@ from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import BATCH_AXES
 from jtrain.layout.precision import itemsize
 from jtrain.model.fp8_scaling import fp8_weights, history_shape
-from jtrain.model.saved_activations import named_bytes, offloaded_names
 from jtrain.optim import AdamW, Muon
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.peak_memory import worst_moment
@@ -103,13 +102,12 @@ _COUNTERS_BYTES = {"gpu": 4 + 4 * (2 * WINDOW + LEFT_OUT + 2), "tpu": 512 + 1024
 
 
 def memory(job: Job) -> MemoryPlan:
-    """Memory plan of a job by the closed form; takes a millisecond for any model.
+    """Memory plan of a job; takes a millisecond for any model whose class of layouts has been traced.
 
     Raises:
       UserError: the batch does not split evenly over the mesh and the microbatches.
     """
     layout, mesh, platform = job.layout, job.layout.mesh, job.platform
-    rows = job.rows()
     parameters, host_parameters = _parameters(layout, platform)
     state, host_state, host_copies = _state(layout, job.optimizer, platform)
     # Rows split over the batch axes, positions over `context`.
@@ -120,7 +118,6 @@ def memory(job: Job) -> MemoryPlan:
 
     # Arguments live for the whole step, so the peak is theirs and that of the worst moment together.
     peak = worst_moment(job)
-    tokens, per_token = rows * job.seq_len // mesh.context // mesh.tensor, named_bytes(layout)
     return MemoryPlan(
         parameters,
         state,
@@ -135,8 +132,7 @@ def memory(job: Job) -> MemoryPlan:
         host_optimizer=host_state,
         host_copies=host_copies,
         host_activations=kept_layers(layout, job.model.num_layers)
-        * tokens
-        * sum(per_token[name] for name in offloaded_names(layout)),
+        * sum(array.bytes for array in job.step.saved if array.memory == "pinned_host"),
         host_gradients=_gradients_on_host(layout, platform),
     )
 

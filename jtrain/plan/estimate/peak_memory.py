@@ -1,25 +1,19 @@
-"""Temporaries alive on a device at each moment of a step that can be its peak, in closed form.
+"""Temporaries alive on a device at each moment of a step that can be its peak.
 
-Arguments are not counted, because they live for the whole step. Every term is an array of
-`jtrain.step.train_step`, `jtrain.step.zero` or `jtrain.model`, or a copy of one that a compiler makes;
-comments give the compiler's reason.
-Source: XLA's buffer assignment at its peak, read for H200 and v5p.
+Arguments are not counted, because they live for the whole step. Arrays of the step are what its description
+says that layers save, and the layout's blocks of parameters and gradients. Copies and workspaces of a compiler
+are in closed form, read off XLA's buffer assignment at its peak for H200 and v5p; comments give its reason.
 """
 
 import functools
+from collections.abc import Callable, Iterable
 
-from jtrain.layout.dims import kv_heads_in_use
+from jax.sharding import PartitionSpec as P
+
 from jtrain.layout.layout import ParamLayout
 from jtrain.layout.precision import itemsize
 from jtrain.model.layer_scan import LAYER_INPUT
-from jtrain.model.saved_activations import (
-    copies_weights,
-    kept_names,
-    named_bytes,
-    offloaded_names,
-    rows_per_token,
-    wide_per_token,
-)
+from jtrain.model.saved_activations import copies_weights, kept_names, rows_per_token
 from jtrain.model.unembedding import num_parts
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.attention_time import implementation
@@ -36,6 +30,11 @@ from jtrain_kernels.device import Platform
 _F32 = 4
 _VECTOR_MEMORY_BYTES = 48 * 2**20
 """Temporaries that XLA:TPU was seen to place in vector memory on a v5p."""
+
+
+def _gathered(p: ParamLayout) -> P:
+    """Partition of a parameter that was gathered from its shards."""
+    return p.spec(zero_sharded=False)
 
 
 def worst_moment(job: Job) -> Moment:
@@ -60,64 +59,51 @@ class _Step:
 
     x: residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
     q: queries, or attention's output; k: keys, or values; lse: attention's log-partition.
-    f: one of the MLP's wide arrays.
-    heads: query heads; chunk: queries whose scores exist at a time.
-    attention: implementation of attention; per_token: bytes of each named activation; carried: see
-      `_accumulators`.
-    pairs, rows_x: rows of tokens before and after they are sent to their experts; 0 for a dense model.
+    f: one of the MLP's wide arrays; pairs, rows_x: rows of tokens before and after they are sent to their
+      experts, 0 for a dense model.
     """
 
     def __init__(self, job: Job) -> None:
-        model, layout = job.model, job.layout
-        spec, mesh = layout.spec, layout.mesh
+        model, layout, precision = job.model, job.layout, job.layout.precision
+        mesh, named, tensor = layout.mesh, job.step.named_bytes, layout.mesh.tensor
         self.model, self.layout, self.rows, self.optimizer = model, layout, job.rows(), job.optimizer
         self.platform: Platform = job.platform
+        self.attention = implementation(job)
         self.seq_len = job.seq_len // mesh.context  # of this device
-        self.param, self.compute, self.reduce = map(
-            itemsize,
-            (layout.precision.param_dtype, layout.precision.compute_dtype, layout.precision.reduce_dtype),
-        )
-        self.tokens, tensor = self.rows * self.seq_len, mesh.tensor
+        self.tokens = self.rows * self.seq_len
+        self.param, self.compute = itemsize(precision.param_dtype), itemsize(precision.compute_dtype)
+        self.reduce, self.accumulated = itemsize(precision.reduce_dtype), itemsize(precision.grad_accum_dtype)
+        self.casts = precision.param_dtype != precision.compute_dtype
         self.layers, self.ticks = device_layers(layout, model.num_layers), ticks(layout)
         self.shards = tensor * mesh.stage  # of the vocabulary
         self.heads, self.chunk = model.num_heads // tensor, min(model.attention_chunk, self.seq_len)
-        self.h = self.tokens * model.d_model * self.compute
-        self.x = self.h // tensor
-        self.q = self.tokens * self.heads * model.head_dim * self.compute
-        kv_heads = kv_heads_in_use(model.num_kv_heads, tensor) // tensor
-        self.k = self.tokens * kv_heads * model.head_dim * self.compute
-        self.f = self.tokens * wide_per_token(layout) // tensor * self.compute
-        self.pairs = self.h * (model.moe.top_k if model.moe else 0)
-        self.rows_x = self.h * rows_per_token(layout)
-        self.lse = self.tokens * self.heads * _F32
-        self.casts = layout.precision.param_dtype != layout.precision.compute_dtype
+        self.names, self.saved = kept_names(layout), job.step.saved
+        self.x, self.q, self.k, self.f = (
+            named[name] for name in (LAYER_INPUT, "attention_q", "attention_k", "mlp_gate")
+        )
+        self.h, self.lse = self.x * tensor, named["attention"] - self.q
+        self.pairs, self.rows_x = (
+            self.h * (model.moe.top_k if model.moe else 0),
+            self.h * rows_per_token(layout),
+        )
         # A pipeline that gathers once per step holds all weights and gradients of its stage whole.
         self.gathers_all = gathers_once(layout) and mesh.zero_shards > 1
-        # Each layer's gradients are reduced as soon as they are there.
-        self.reduces = spec.zero_stage >= 2 and mesh.zero_shards > 1 and not self.gathers_all
         self.gathers = layout.gathers_weights and not self.gathers_all
+        self.sums = sums_gradients(layout)
         self.stacked = [p for p in layout.params if p.info.is_matrix and p.info.dims.startswith("Y")]
-        self.names, self.offloaded = kept_names(layout), offloaded_names(layout)
-        self.attention = implementation(job)
-        self.per_token, self.accumulators = named_bytes(layout), self._accumulators()
+        self.accumulators = self._sums_in("device")
 
-    # Gradients
+    # Arrays of the step: gradients
     # ---------------------------------------------------------------------------------------------------
 
-    def _accumulators(self) -> int:
-        """Sums on the device of gradients over microbatches; 0 if a step has one set of gradients."""
-        if not sums_gradients(self.layout):
-            return 0
-        device_params = [p for p in self.layout.params if p.gradient_memory == "device"]
-        return itemsize(self.layout.precision.grad_accum_dtype) * sum(
-            self._accumulated(p) for p in device_params
-        )
+    def _sums_in(self, memory: str) -> int:
+        """Sums of gradients over microbatches in this memory; 0 if a step has one set of gradients."""
+        summed = [p for p in self.layout.params if p.gradient_memory == memory] if self.sums else []
+        return self.accumulated * sum(self._accumulated(p) for p in summed)
 
     def host_sums(self, layers: int) -> int:
         """Sums in host memory that are on the device meanwhile, of so many layers."""
-        host_params = [p for p in self.layout.params if p.gradient_memory == "pinned_host"]
-        layer_elements = sum(self._accumulated(p) for p in host_params) // self.layers
-        return layers * layer_elements * itemsize(self.layout.precision.grad_accum_dtype)
+        return layers * (self._sums_in("pinned_host") // self.layers)
 
     def gradients(self, *, layers: bool) -> int:
         """Gradients of one microbatch in the parameters' dtype: of the layers, or of embedding and
@@ -129,10 +115,10 @@ class _Step:
             return self.layer_elements() * self.compute if layers else 0
         params = [p for p in self.layout.params if p.info.dims.startswith("Y") == layers]
         gradient_bytes = self.param * sum(self._accumulated(p) for p in params)
-        return gradient_bytes // self.layers if layers and sums_gradients(self.layout) else gradient_bytes
+        return gradient_bytes // self.layers if layers and self.sums else gradient_bytes
 
     def _accumulated(self, p: ParamLayout) -> int:
-        summed = p.spec(zero_sharded=False) if self.gathers_all else p.accumulator
+        summed = _gathered(p) if self.gathers_all else p.accumulator
         return local_elements(self.layout, summed, p.info.shape, self.platform)
 
     def unembedding_gradient(self) -> int:
@@ -146,72 +132,36 @@ class _Step:
             return kernel // self.layout.mesh.zero_shards * self.param
         return kernel * _F32
 
-    # Weights
+    # Arrays of the step: weights
     # -----------------------------------------------------------------------------------------------------
 
-    def gathered_elements(self, p: ParamLayout) -> int:
-        """Elements of a parameter, all layers, gathered from its shards."""
-        return self.layout.local_size(p.spec(zero_sharded=False), p.info.shape)
+    def _elements(self, params: Iterable[ParamLayout], spec: Callable[[ParamLayout], P]) -> int:
+        """Elements on a device of all layers of these parameters, partitioned by `spec`."""
+        return sum(self.layout.local_size(spec(p), p.info.shape) for p in params)
 
     def layer_elements(self) -> int:
         """Elements of one layer's matrices, gathered from their shards."""
-        return sum(self.gathered_elements(p) for p in self.stacked) // self.layers
-
-    def _hoisted(self) -> int:
-        """Copies of parameters that XLA hoists out of the loops over layers and microbatches.
-
-        XLA:TPU casts parameters before the loops. XLA:GPU gathers only along an array's slowest dimension, so
-        it transposes parameters whose last dimension is split.
-        """
-        if self.platform == "tpu" and self.casts:
-            matrices = [p for p in self.layout.params if p.info.is_matrix and p.shared_by == 1]
-            return self.compute * sum(self.layout.local_size(p.param, p.info.shape) for p in matrices)
-        if self.platform == "gpu" and self.gathers:
-            transposed_params = [p for p in self.stacked if p.zero_dim == len(p.info.shape) - 1]
-            return self.param * sum(self.layout.local_size(p.param, p.info.shape) for p in transposed_params)
-        return 0
-
-    @functools.cached_property
-    def copied_parameters(self) -> int:
-        """Copies of parameters that live while the layers compute."""
-        if self.gathers_all and self.layout.spec.zero_stage == 3:
-            gathered_bytes = self.compute * sum(
-                self.gathered_elements(p) for p in self.layout.params if p.info.is_matrix
-            )
-            return gathered_bytes + self._own_heads()
-        return self._hoisted() + self._own_heads()
-
-    def _own_heads(self) -> int:
-        """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all
-        layers.
-
-        XLA:TPU copies parameters and state before the loops to the order in which their gradients will come.
-        """
-        shared = [p for p in self.layout.params if p.shared_by > 1]
-        zero_sharded = self.layout.spec.zero_stage == 3
-        size = self.compute if self.platform == "tpu" else self.param  # XLA:TPU casts before the loops
-        exchanged = size * sum(
-            self.layout.local_size(p.spec(zero_sharded=zero_sharded), p.info.shape) for p in shared
-        )
-        for p in shared if self.platform == "tpu" else ():
-            size = self.param + sum(x.dtype.itemsize for x in arrays(self.optimizer, p.info).values())
-            exchanged += size * local_elements(self.layout, p.optimizer, p.info.shape, "tpu")
-        return exchanged
-
-    def cast_weights(self) -> int:
-        """Casts of the weights that a layer keeps without remat; 0 if the parameters have the compute
-        dtype.
-        """
-        copies = self.casts and self.names is None
-        return self.layer_elements() * self.layers * self.compute if copies else 0
+        return self._elements(self.stacked, _gathered) // self.layers
 
     def streamed_parameters(self) -> int:
         """Parameters fetched from host memory: those of the current layer and of the next."""
         host_params = [p for p in self.stacked if p.param_memory == "pinned_host"]
-        local = sum(self.layout.local_size(p.param, p.info.shape) for p in host_params) // self.layers
-        return 2 * self.param * local
+        return 2 * self.param * (self._elements(host_params, lambda p: p.param) // self.layers)
 
-    # Activations
+    def layer_weights(self) -> int:
+        """Copies of weights that live while the layers compute, with those that all layers save."""
+        saved = self.layers * sum(array.bytes for array in self.saved if array.of_weights)
+        return self.copied_parameters + saved + self.streamed_parameters()
+
+    @functools.cached_property
+    def copied_parameters(self) -> int:
+        """Copies of parameters of all layers that live while the layers compute."""
+        if self.gathers_all and self.layout.spec.zero_stage == 3:
+            matrices = [p for p in self.layout.params if p.info.is_matrix]
+            return self.compute * self._elements(matrices, _gathered) + self._own_heads()
+        return self._hoisted() + self._own_heads()
+
+    # Arrays of the step: activations
     # -------------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -231,89 +181,57 @@ class _Step:
         return kept_layers(self.layout, self.layers) * self.layer_activations() + passing + stashed
 
     def layer_activations(self) -> int:
-        """Activations that one layer's forward pass keeps on the device for its backward pass.
+        """Activations that one layer's forward pass keeps on the device for its backward pass."""
+        return self._saved_in("device") + self._output_copy()
 
-        Without remat: the inputs and outputs of both norms, q, k, v, attention's output as it is and as the
-        next matmul reads it, gate, up and their product.
-        """
-        if self.names is None:
-            before_norm = self.q + self.k if self.model.qk_norm else 0
-            of_rows = self.rows_x + self.pairs  # inputs and outputs of the experts
-            return (
-                2 * self.x
-                + 2 * self.h
-                + 3 * self.q
-                + 2 * self.k
-                + self.lse
-                + 3 * self.f
-                + before_norm
-                + of_rows
-            )
-        on_device = [name for name in (LAYER_INPUT, *self.names) if name not in self.offloaded]
-        return sum(self._named(name) for name in on_device)
-
-    def _named(self, name: str) -> int:
-        """Bytes of one layer's activation of this name on one device."""
-        return self.tokens // self.layout.mesh.tensor * self.per_token[name]
+    def _saved_in(self, memory: str) -> int:
+        """Bytes of one layer's saved activations in this memory."""
+        return sum(array.bytes for array in self.saved if array.memory == memory and not array.of_weights)
 
     def fetched_activations(self) -> int:
         """Offloaded activations of the current layer, and those of the next on their way."""
-        return 2 * sum(self._named(name) for name in self.offloaded)
+        return 2 * self._saved_in("pinned_host")
 
-    # Moments
+    # Copies and workspaces of the compilers
     # -----------------------------------------------------------------------------------------------------
 
-    def loss(self) -> Moment:
-        """Moment of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute
-        dtype.
-
-        The loss computes its gradient in the same pass, so the float32 gradients of the unembedding and of
-        the hidden states are alive too. The vocabulary is taken whole or in parts. Over `tensor` a device has
-        its own columns and the hidden states of all devices: one chunk at a time, or all of them if its
-        columns come in parts.
+    def _output_copy(self) -> int:
+        """Attention's output once more, in the order in which the next matmul reads it: XLA saves both without
+        remat, unless an exchange of heads has made that order.
         """
-        model, tensor = self.model, self.shards
-        chunk = min(model.loss_chunk, -(-self.tokens // tensor))
-        parts = num_parts(model.vocab_size, tensor) if self.gathers else 1
-        columns = -(-model.vocab_size // tensor // parts)
-        kernel = model.d_model * columns
-        loss = kernel * (self.compute + _F32) + 2 * self.x
-        if parts > 1:
-            loss += chunk * columns * (2 * _F32 + self.compute)
-            loss += self.unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
-        else:
-            loss += chunk * tensor * columns * (2 * _F32 + self.compute)
-        if tensor > 1:
-            loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
-        return Moment(
-            "loss",
-            gradients=self.accumulators + self.host_sums(1),  # the last layer's, on their way
-            weights=self.copied_parameters + self.cast_weights() + self.streamed_parameters(),
-            activations=self.activations + self.fetched_activations() // 2,  # the last layer's, on their way
-            loss=loss,
-        )
+        reads_output = self.names is None and any(array.name == "attention_q" for array in self.saved)
+        return reads_output * self.q
 
-    def layer(self) -> Moment:
-        """Moment of a layer's backward pass."""
-        weights = self.copied_parameters + self.cast_weights() + self.streamed_parameters()
-        if self.gathers:
-            weights += self.layer_elements() * self.compute
-        if self.reduces:
-            # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the
-            # largest of them waiting.
-            sizes = [self.gathered_elements(p) // self.layers for p in self.stacked]
-            weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
-        return Moment(
-            "layer",
-            # The sums of this layer, of the layer before it on their way, and of the one after it on their
-            # way back.
-            gradients=self.accumulators + self.gradients(layers=True) + self.host_sums(3),
-            weights=weights,
-            activations=self.activations + self.fetched_activations(),
-            loss=self.unembedding_gradient(),
-            workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace())
-            + self._over_context(),
-        )
+    def _hoisted(self) -> int:
+        """Copies of parameters that XLA hoists out of the loops over layers and microbatches.
+
+        XLA:TPU casts parameters before the loops. XLA:GPU gathers only along an array's slowest dimension, so
+        it transposes parameters whose last dimension is split.
+        """
+        if self.platform == "tpu" and self.casts:
+            matrices = [p for p in self.layout.params if p.info.is_matrix and p.shared_by == 1]
+            return self.compute * self._elements(matrices, lambda p: p.param)
+        if self.platform == "gpu" and self.gathers:
+            transposed_params = [p for p in self.stacked if p.zero_dim == len(p.info.shape) - 1]
+            return self.param * self._elements(transposed_params, lambda p: p.param)
+        return 0
+
+    def _own_heads(self) -> int:
+        """Kernels of shared key heads that a device computes with: exchanged at the start of the step, all
+        layers.
+
+        XLA:TPU casts them before the loops, and copies parameters and state to the order in which their
+        gradients will come.
+        """
+        shared = [p for p in self.layout.params if p.shared_by > 1]
+        elements = self._elements(shared, lambda p: p.spec(zero_sharded=p.zero_stage == 3))
+        if self.platform != "tpu":
+            return self.param * elements
+        copies = 0
+        for p in shared:
+            size = self.param + sum(x.dtype.itemsize for x in arrays(self.optimizer, p.info).values())
+            copies += size * local_elements(self.layout, p.optimizer, p.info.shape, "tpu")
+        return self.compute * elements + copies
 
     def _mlp(self) -> int:
         """Gate, up and their gradients; if gate and up are kept activations, their product in place of both.
@@ -399,6 +317,61 @@ class _Step:
         """
         return (_F32 if self.platform == "tpu" else 2 * _F32) + 2 * self.compute
 
+    # Moments
+    # -----------------------------------------------------------------------------------------------------
+
+    def loss(self) -> Moment:
+        """Moment of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute
+        dtype.
+
+        The loss computes its gradient in the same pass, so the float32 gradients of the unembedding and of
+        the hidden states are alive too. The vocabulary is taken whole or in parts. Over `tensor` a device has
+        its own columns and the hidden states of all devices: one chunk at a time, or all of them if its
+        columns come in parts.
+        """
+        model, tensor = self.model, self.shards
+        chunk = min(model.loss_chunk, -(-self.tokens // tensor))
+        parts = num_parts(model.vocab_size, tensor) if self.gathers else 1
+        columns = -(-model.vocab_size // tensor // parts)
+        kernel = model.d_model * columns
+        loss = kernel * (self.compute + _F32) + 2 * self.x
+        if parts > 1:
+            loss += chunk * columns * (2 * _F32 + self.compute)
+            loss += self.unembedding_gradient() + kernel * self.reduce + 2 * self.h * _F32 // self.compute
+        else:
+            loss += chunk * tensor * columns * (2 * _F32 + self.compute)
+        if tensor > 1:
+            loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
+        return Moment(
+            "loss",
+            gradients=self.accumulators + self.host_sums(1),  # the last layer's, on their way
+            weights=self.layer_weights(),
+            activations=self.activations + self.fetched_activations() // 2,  # the last layer's, on their way
+            loss=loss,
+        )
+
+    def layer(self) -> Moment:
+        """Moment of a layer's backward pass."""
+        weights = self.layer_weights()
+        if self.gathers:
+            weights += self.layer_elements() * self.compute
+        if self.layout.spec.zero_stage >= 2 and self.layout.mesh.zero_shards > 1 and not self.gathers_all:
+            # A layer's gradients are reduced while the layer before it computes. XLA:TPU keeps only the
+            # largest of them waiting.
+            sizes = [self._elements([p], _gathered) // self.layers for p in self.stacked]
+            weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
+        return Moment(
+            "layer",
+            # The sums of this layer, of the layer before it on their way, and of the one after it on their
+            # way back.
+            gradients=self.accumulators + self.gradients(layers=True) + self.host_sums(3),
+            weights=weights,
+            activations=self.activations + self.fetched_activations(),
+            loss=self.unembedding_gradient(),
+            workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace())
+            + self._over_context(),
+        )
+
     def embedding(self) -> Moment:
         """Moment of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over
         devices.
@@ -426,11 +399,9 @@ class _Step:
         gradients = self.accumulators or self.gradients(layers=True) + self.gradients(layers=False)
         weights = 0
         if spec.zero_stage in (1, 2) and self.layout.mesh.zero_shards > 1:
-            shards = _F32 * sum(self.layout.local_size(p.optimizer, p.info.shape) for p in self.layout.params)
+            shards = _F32 * self._elements(self.layout.params, lambda p: p.optimizer)
             gathered_params = [p for p in self.layout.params if p.param != p.optimizer]
-            gathered = self.param * sum(
-                self.layout.local_size(p.param, p.info.shape) for p in gathered_params
-            )
+            gathered = self.param * self._elements(gathered_params, lambda p: p.param)
             if spec.zero_stage == 1:
                 gradients += shards
             if shards + gathered > gradients:
@@ -438,11 +409,10 @@ class _Step:
         streams = any(spec.offload.share(name) > 0 for name in ("optimizer", "gradients")) or (
             copies_weights(self.layout) and not self.gathers
         )
-        sizes = [
-            (self.layout.local_size(p.optimizer, p.info.shape), p.info.is_stacked) for p in self.layout.params
-        ]
+        # A slice is of one layer.
         largest = max(
-            size // self.layers if stacked else size for size, stacked in sizes
-        )  # a slice is of one layer
+            self._elements([p], lambda p: p.optimizer) // (self.layers if p.info.is_stacked else 1)
+            for p in self.layout.params
+        )
         slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
         return Moment("update", gradients=gradients, weights=weights, workspace=slices)

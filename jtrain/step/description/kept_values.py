@@ -10,9 +10,16 @@ from typing import Any
 
 from jax.extend import core
 
-_KEPT = core.Primitive("kept")
-"""A value that is there when the backward pass begins."""
-_KEPT.multiple_results = True
+KEPT = core.Primitive("kept")
+"""A value that is there when the backward pass begins. `name` is its `checkpoint_name` or empty, `shard` the
+value that it was gathered from or None.
+"""
+KEPT.multiple_results = True
+
+_FREE = ("reshape", "broadcast_in_dim", "jit")
+"""Operations whose results no layer keeps: the same array in another shape, a repeated one, and a call, which
+may keep values inside it.
+"""
 
 RECOMPUTATION = "rematted_computation"
 """Name that `jax.checkpoint` gives to the scope of what it computes again."""
@@ -37,8 +44,14 @@ def _replace_kept(jaxpr: Any, names: Collection[str] | None, *, recomputes: bool
     for eqn in jaxpr.eqns:
         is_recomputed = recomputes or RECOMPUTATION in str(eqn.source_info.name_stack)
         named = eqn.primitive.name == "name"
-        if is_recomputed and (names is None or (named and eqn.params["name"] in names)):
-            eqns.append(eqn.replace(invars=[], primitive=_KEPT, params={}))
+        has_kept_name = named and names is not None and eqn.params["name"] in names
+        if is_recomputed and (has_kept_name or (names is None and eqn.primitive.name not in _FREE)):
+            shard = eqn.invars[0] if eqn.primitive.name == "all_gather" else None
+            params = dict(name=eqn.params["name"] if named else "", shard=shard)
+            # One each, because nobody may read some of them.
+            eqns += [
+                eqn.replace(invars=[], outvars=[var], primitive=KEPT, params=params) for var in eqn.outvars
+            ]
         else:
             params = {
                 key: _replaced_param(value, names, recomputes=is_recomputed)

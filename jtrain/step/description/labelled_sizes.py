@@ -34,6 +34,15 @@ microbatch, and what a step does once."""
 type Monomial = tuple[int, tuple[tuple[str, int], ...]]
 """A number as a factor and powers of sizes."""
 
+TOKENS = frozenset("bluq")
+"""Labels of the sizes of sequences and positions."""
+
+
+def labelled(fields: Any) -> Monomial:
+    """A monomial from its fields as JSON has them."""
+    factor, powers = fields
+    return factor, tuple((letter, power) for letter, power in powers)
+
 
 @dataclasses.dataclass(frozen=True)
 class LayoutClass:

@@ -3,8 +3,8 @@
 Each is of what every device computes, so it holds the collectives and products of one device.
 """
 
+import dataclasses
 import functools
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,7 @@ from jtrain.layout.layout import Layout, ParamLayout
 from jtrain.layout.mesh import AXES, local_shape
 from jtrain.model.fp8_scaling import amax_probes, fp8_weights, history_shape
 from jtrain.model.param import Params, map_params
+from jtrain.model.router import RouterLosses
 from jtrain.model.transformer import Transformer
 from jtrain.step.description.labelled_sizes import (
     LabelledSizes,
@@ -91,7 +92,7 @@ def _batch(sizes: LabelledSizes) -> Batch:
     return Batch(ids, ids, ids, ids)
 
 
-def _stream(sizes: LabelledSizes) -> jax.ShapeDtypeStruct:
+def residual_stream(sizes: LabelledSizes) -> jax.ShapeDtypeStruct:
     """One device's residual stream."""
     mesh = sizes.layout.mesh
     length = sizes.seq_len // mesh.context // mesh.tensor
@@ -99,7 +100,7 @@ def _stream(sizes: LabelledSizes) -> jax.ShapeDtypeStruct:
 
 
 def _layers(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
-    model, layout, x = sizes.model, sizes.layout, _stream(sizes)
+    model, layout, x = sizes.model, sizes.layout, residual_stream(sizes)
     of_stages = layout.pipeline is not None
 
     def loop(params: Params, scaling: Any, batch: Batch, x_BLD: Any, dy_BLD: Any) -> Any:
@@ -142,6 +143,13 @@ def _layers(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
     return _jaxpr(mesh, chunks if of_stages else loop, *args)
 
 
+def unread_losses(layout_class: LayoutClass) -> int:
+    """Number of the last results of layers that nobody reads: only gradients read the routers' losses, those
+    that layers save or compute again.
+    """
+    return len(dataclasses.fields(RouterLosses)) if layout_class.moe and not layout_class.staged else 0
+
+
 def _ends(layout: Layout, model: Transformer, params: Params) -> Ends:
     return Ends(model, layout, pipeline_placement(layout), params, 0, layout.mesh.stage - 1)
 
@@ -160,7 +168,7 @@ def _embedding(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
         )
         return x_BLD, vjp(dx_BLD)
 
-    return _jaxpr(mesh, both, _blocks(layout), _batch(sizes).token_BL, _stream(sizes))
+    return _jaxpr(mesh, both, _blocks(layout), _batch(sizes).token_BL, residual_stream(sizes))
 
 
 def _loss(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
@@ -178,7 +186,7 @@ def _loss(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
 
         return jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)(trained, x_BLD)
 
-    return _jaxpr(mesh, both, _blocks(layout), _stream(sizes), _batch(sizes).target_BL)
+    return _jaxpr(mesh, both, _blocks(layout), residual_stream(sizes), _batch(sizes).target_BL)
 
 
 def _end(sizes: LabelledSizes, mesh: AbstractMesh) -> Any:
@@ -224,10 +232,4 @@ def jaxpr_of(layout_class: LayoutClass) -> Any:
     mesh = AbstractMesh(
         tuple(sizes.layout.mesh.shape.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES)
     )
-    collects = gc.isenabled()
-    gc.disable()  # tracing makes many objects and few cycles
-    try:
-        return _JAXPRS[layout_class.part](sizes, mesh)
-    finally:
-        if collects:
-            gc.enable()
+    return _JAXPRS[layout_class.part](sizes, mesh)

@@ -1,4 +1,4 @@
-"""Products and collectives of a train step, read off abstract traces of its own functions.
+"""Products, collectives and saved arrays of a train step, read off abstract traces of its own functions.
 
 Each part of a step is traced for a class of layouts (`traced_parts.py`), and the trace scales to every layout
 of the
@@ -8,6 +8,7 @@ Not traced are the collectives that the partitioner adds: of the gradient norm, 
 whole matrices. Nor is the order of a pipeline's ticks, which its schedule says (`jtrain.pipeline`).
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -16,9 +17,12 @@ from typing import Any, Literal
 
 from jtrain.layout.layout import Layout
 from jtrain.layout.mesh import AXES, axis_names
+from jtrain.model.layer_scan import LAYER_INPUT
+from jtrain.model.saved_activations import kept_names, offloaded_names
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
 from jtrain.step.description.labelled_sizes import PartName, class_of, evaluate, label_values
+from jtrain.step.description.saved_arrays import LabelledArray, saving_class, trace_saved
 from jtrain.step.description.traced_parts import Gradient, PartTrace, trace_part
 from jtrain.step.description.traced_work import Kind, When
 from jtrain.step.pipeline_ticks import chunk_passes, counts_of
@@ -75,6 +79,22 @@ class StepProduct:
 
 
 @dataclasses.dataclass(frozen=True)
+class SavedArray:
+    """Arrays of one layer on one device that are alike and wait for the layer's backward pass.
+
+    name: of `checkpoint_name`; empty for those without one.
+    of_weights: True for copies of weights.
+    memory: where they wait.
+    """
+
+    name: str
+    dtype: str
+    bytes: int
+    of_weights: bool
+    memory: Literal["device", "pinned_host"]
+
+
+@dataclasses.dataclass(frozen=True)
 class StepDescription:
     """A step of a layout.
 
@@ -85,6 +105,47 @@ class StepDescription:
     layout: Layout
     rows: int
     seq_len: int
+
+    @functools.cached_property
+    def _saved(self) -> tuple[dict[str, int], tuple[SavedArray, ...]]:
+        """Bytes of each named array of a layer, and the arrays that a layer saves."""
+        sizes: Any = dict(rows=self.rows, seq_len=self.seq_len)
+        layout_class = saving_class(class_of("layers", self.model, self.layout, **sizes))
+        trace = trace_saved(layout_class)
+        values = label_values(layout_class, self.model, self.layout, **sizes)
+        names, names_on_host = kept_names(self.layout), offloaded_names(self.layout)
+
+        def saved(arrays: tuple[LabelledArray, ...]) -> list[SavedArray]:
+            sizes = evaluate([array.bytes for array in arrays], values)
+            return [
+                SavedArray(
+                    array.name,
+                    array.dtype,
+                    size,
+                    array.of_weights,
+                    "pinned_host" if array.name in names_on_host else "device",
+                )
+                for array, size in zip(arrays, sizes, strict=True)
+                if self.layout.mesh.tensor > 1 or not array.beside_shard
+            ]
+
+        named = saved(trace.named)
+        named_bytes = collections.Counter[str]()
+        for array in named:
+            named_bytes[array.name] += array.bytes
+        if names is None:
+            return named_bytes, tuple(saved(trace.every))
+        return named_bytes, tuple(array for array in named if array.name in (LAYER_INPUT, *names))
+
+    @property
+    def named_bytes(self) -> Mapping[str, int]:
+        """Name -> bytes of one layer's arrays of that name on one device, saved or not; also of its input."""
+        return self._saved[0]
+
+    @property
+    def saved(self) -> tuple[SavedArray, ...]:
+        """Arrays of one layer and microbatch that wait for the layer's backward pass."""
+        return self._saved[1]
 
     @functools.cached_property
     def _parts(self) -> dict[PartName, tuple[PartTrace, Mapping[str, tuple[int, int]]]]:

@@ -9,6 +9,7 @@ memory alone.
 import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -42,15 +43,26 @@ def cached_trace[K: Hashable, T](
     """
     trace_folder = folder()
     if trace_folder is None:
-        return trace(layout_class)
+        return _without_collections(trace, layout_class)
     file = trace_folder / (_hash([repr(layout_class).encode()]) + ".json")
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
         return from_fields(**json.loads(file.read_text()))
-    new_trace = trace(layout_class)
+    new_trace = _without_collections(trace, layout_class)
     with contextlib.suppress(OSError):  # a full disk, or no home: the next process traces again
         trace_folder.mkdir(parents=True, exist_ok=True)
         _write(file, _text(new_trace))
     return new_trace
+
+
+def _without_collections[K, T](trace: Callable[[K], T], layout_class: K) -> T:
+    """A trace made without collecting garbage: tracing makes many objects and few cycles."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return trace(layout_class)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _text(trace: Any) -> str:

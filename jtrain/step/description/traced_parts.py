@@ -11,16 +11,18 @@ import functools
 import math
 from typing import Any, Literal
 
-from jtrain.model.router import RouterLosses
 from jtrain.step.description.kept_values import keep_values
 from jtrain.step.description.labelled_sizes import (
+    TOKENS,
     LabelledSizes,
     LayoutClass,
     Monomial,
     input_keeping_class,
     label_sizes,
+    labelled,
 )
-from jtrain.step.description.part_jaxprs import jaxpr_of
+from jtrain.step.description.part_jaxprs import jaxpr_of, unread_losses
+from jtrain.step.description.saved_arrays import trace_saved
 from jtrain.step.description.trace_cache import cached_trace
 from jtrain.step.description.traced_work import Kind, TracedProduct, TracedWork, When, traced_work
 
@@ -89,24 +91,20 @@ def _part_from_json(
 
 
 def _product_from_json(count: Any, sizes: Any, **fields: Any) -> LabelledProduct:
-    return LabelledProduct(count=_monomial(count), sizes=tuple(map(_monomial, sizes)), **fields)
-
-
-def _monomial(fields: Any) -> Monomial:
-    number, powers = fields
-    return number, tuple((letter, power) for letter, power in powers)
+    return LabelledProduct(count=labelled(count), sizes=tuple(map(labelled, sizes)), **fields)
 
 
 def _collective_from_json(
     scope: list[str], along: list[str], count: Any, elements: Any, **fields: Any
 ) -> LabelledCollective:
-    sizes: Any = dict(count=_monomial(count), elements=_monomial(elements))
+    sizes: Any = dict(count=labelled(count), elements=labelled(elements))
     return LabelledCollective(scope=tuple(scope), along=tuple(along), **sizes, **fields)
 
 
 def forget_traces() -> None:
     """Forgets the traces in memory."""
     trace_part.cache_clear()
+    trace_saved.cache_clear()
     jaxpr_of.cache_clear()
 
 
@@ -114,10 +112,8 @@ def _trace_class(layout_class: LayoutClass) -> PartTrace:
     if layout_class.part != "layers":
         return describe_jaxpr(layout_class, jaxpr_of(layout_class))
     names = None if layout_class.spec.remat == "none" else layout_class.spec.remat_save
-    # Only gradients read the routers' losses: those that layers keep, or those that they compute again.
-    losses = len(dataclasses.fields(RouterLosses)) if layout_class.moe and not layout_class.staged else 0
     jaxpr = keep_values(jaxpr_of(input_keeping_class(layout_class)), names)
-    return describe_jaxpr(layout_class, jaxpr, unread=0 if names is None else losses)
+    return describe_jaxpr(layout_class, jaxpr, unread=0 if names is None else unread_losses(layout_class))
 
 
 def describe_jaxpr(layout_class: LayoutClass, jaxpr: Any, *, unread: int = 0) -> PartTrace:
@@ -145,10 +141,6 @@ def describe_jaxpr(layout_class: LayoutClass, jaxpr: Any, *, unread: int = 0) ->
         for collective in work.collectives
     )
     return PartTrace(tuple(collectives), _products(sizes, work), tuple(sorted(work.recomputed_names)))
-
-
-_ROWS = frozenset("bluq")
-"""Labels of the sizes of rows: sequences and positions."""
 
 
 def _products(sizes: LabelledSizes, work: TracedWork) -> tuple[LabelledProduct, ...]:
@@ -180,7 +172,7 @@ def _labelled_product(sizes: LabelledSizes, product: TracedProduct) -> LabelledP
         size_of, (product.kept_dims, product.reduced_dims, product.added_dims)
     )
     # Only the gradient of a weight sums over rows.
-    by_weight = not _ROWS.isdisjoint(dict(reduced_sizes[1]))
+    by_weight = not TOKENS.isdisjoint(dict(reduced_sizes[1]))
     rows, depth = (reduced_sizes, kept_sizes) if by_weight else (kept_sizes, reduced_sizes)
     if product.groups:
         # On average a device receives as many rows as it sends: its tokens' choices.

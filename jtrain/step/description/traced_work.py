@@ -231,7 +231,7 @@ class _Reader:
             return self.follow(jaxpr, operands[skipped:], inner_place, inner_results)
         if name == "while":
             bodies = [params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr]
-            assert not any(e.primitive.name in _KINDS for body in bodies for e in _equations(body)), (
+            assert not any(e.primitive.name in _KINDS for body in bodies for e in equations(body)), (
                 "unknown trips"
             )
         if name in ("dot_general", "ragged_dot_general"):
@@ -328,7 +328,7 @@ def _counted_branch(params: dict[str, Any]) -> Any:
     """
     branches, platforms = params["branches"], params.get("branches_platforms")
     if platforms is None:
-        return max(branches, key=lambda branch: sum(1 for _ in _equations(branch.jaxpr)))
+        return max(branches, key=lambda branch: sum(1 for _ in equations(branch.jaxpr)))
     for branch in branches:
         if any(eqn.primitive.name == "ragged_dot_general" for eqn in branch.jaxpr.eqns):
             return branch
@@ -348,11 +348,11 @@ def _called_jaxpr(params: dict[str, Any]) -> Any:
     return None
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def equations(jaxpr: Any) -> Iterator[Any]:
     """Equations of a jaxpr and of all inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(inner, "eqns"):
-                    yield from _equations(getattr(inner, "jaxpr", inner))
+                    yield from equations(getattr(inner, "jaxpr", inner))
