@@ -23,8 +23,8 @@ from jtrain.model.saved_activations import (
 from jtrain.model.unembedding import num_parts
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.attention_time import implementation
-from jtrain.plan.estimate.moment import Moment
 from jtrain.plan.estimate.pipeline import device_layers, kept_layers, ticks
+from jtrain.plan.estimate.temporaries import Temporaries
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.step.gradient_sums import sums_gradients
@@ -38,14 +38,17 @@ _VECTOR_MEMORY_BYTES = 48 * 2**20
 """Temporaries that XLA:TPU was seen to place in vector memory on a v5p."""
 
 
-def worst_moment(job: Job) -> Moment:
-    """Returns the moment of a job's step that takes the most memory.
+def worst_moment(job: Job) -> Temporaries:
+    """Returns the temporaries of the moment of a job's step that takes the most memory.
 
     Raises:
       UserError: the batch does not split evenly over the mesh and the microbatches.
     """
     step = _Step(job)
-    return max((step.loss(), step.layer(), step.embedding(), step.update()), key=lambda moment: moment.bytes)
+    return max(
+        (step.loss(), step.layer(), step.embedding(), step.update()),
+        key=lambda temporaries: temporaries.bytes,
+    )
 
 
 def slot_bytes(job: Job) -> int:
@@ -263,9 +266,9 @@ class _Step:
     # Moments
     # -----------------------------------------------------------------------------------------------------
 
-    def loss(self) -> Moment:
-        """Moment of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute
-        dtype.
+    def loss(self) -> Temporaries:
+        """Temporaries at the loss: a chunk's float32 logits, their exponentials, and their gradient in the
+        compute dtype.
 
         The loss computes its gradient in the same pass, so the float32 gradients of the unembedding and of
         the hidden states are alive too. The vocabulary is taken whole or in parts. Over `tensor` a device has
@@ -285,7 +288,7 @@ class _Step:
             loss += chunk * tensor * columns * (2 * _F32 + self.compute)
         if tensor > 1:
             loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
-        return Moment(
+        return Temporaries(
             "loss",
             gradients=self.accumulators + self.host_sums(1),  # the last layer's, on their way
             weights=self.copied_parameters + self.cast_weights() + self.streamed_parameters(),
@@ -293,8 +296,8 @@ class _Step:
             loss=loss,
         )
 
-    def layer(self) -> Moment:
-        """Moment of a layer's backward pass."""
+    def layer(self) -> Temporaries:
+        """Temporaries in a layer's backward pass."""
         weights = self.copied_parameters + self.cast_weights() + self.streamed_parameters()
         if self.gathers:
             weights += self.layer_elements() * self.compute
@@ -303,7 +306,7 @@ class _Step:
             # largest of them waiting.
             sizes = [self.gathered_elements(p) // self.layers for p in self.stacked]
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
-        return Moment(
+        return Temporaries(
             "layer",
             # The sums of this layer, of the layer before it on their way, and of the one after it on their
             # way back.
@@ -399,9 +402,9 @@ class _Step:
         """
         return (_F32 if self.platform == "tpu" else 2 * _F32) + 2 * self.compute
 
-    def embedding(self) -> Moment:
-        """Moment of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over
-        devices.
+    def embedding(self) -> Temporaries:
+        """Temporaries at the embedding's gradient: a float32 scatter of the residual stream's, then a sum
+        over devices.
         """
         model, mesh = self.model, self.layout.mesh
         table = model.vocab_size // self.shards * model.d_model
@@ -409,7 +412,7 @@ class _Step:
         if self.gathers:
             # The gradient of all devices' tokens, in this device's columns.
             workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
-        return Moment(
+        return Temporaries(
             "embedding",
             gradients=self.accumulators + self.gradients(layers=True),
             weights=self.copied_parameters,
@@ -417,8 +420,8 @@ class _Step:
             workspace=workspace,
         )
 
-    def update(self) -> Moment:
-        """Moment of the update: all gradients, and under stage 1 their float32 shards.
+    def update(self) -> Temporaries:
+        """Temporaries at the update: all gradients, and under stage 1 their float32 shards.
 
         Under stages 1 and 2 the new parameters are gathered before they replace the old ones.
         """
@@ -445,4 +448,4 @@ class _Step:
             size // self.layers if stacked else size for size, stacked in sizes
         )  # a slice is of one layer
         slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
-        return Moment("update", gradients=gradients, weights=weights, workspace=slices)
+        return Temporaries("update", gradients=gradients, weights=weights, workspace=slices)
