@@ -346,10 +346,12 @@ class TextDataset:
             else "raise data.eval_fraction, or set it to 0."
         )
         location = (
-            f"data.path={spec.path!r}" if spec.path is not None else f"the {len(self.names)} data.sources"
+            f"data.path={spec.path!r} is"
+            if spec.path is not None
+            else f"the {len(self.names)} data.sources are"
         )
         raise UserError(
-            f"{location} is too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} "
+            f"{location} too small: data.eval_fraction={spec.eval_fraction} leaves {documents_left} "
             f"documents with {tokens} tokens for {purpose}, and one row needs data.seq_len={spec.seq_len}. "
             f"Add text, lower data.seq_len, {way_out}"
         )

@@ -1,4 +1,7 @@
-"""Held-out sets: documents that are evaluated and never trained on, as the same batches each time."""
+"""Held-out sets: documents that are evaluated and never trained on, as the same batches each time.
+
+`held_out` in `jtrain/data/stream/chunk_stream.py` decides which documents of a training source these are.
+"""
 
 import dataclasses
 import functools

@@ -52,11 +52,11 @@ def test_draws_meet_nearly_all_pairs_soon_and_are_those_of_the_seed() -> None:
 
 
 def test_every_way_out_ends_its_refusal() -> None:
-    """Of 250 settings by chance; each refusal names a way out that can be followed, and following leads to a
+    """Of 400 settings by chance; each refusal names a way out that can be followed, and following leads to a
     config.
     """
     reasons: set[str] = set()
-    for setting in itertools.islice(pairs.random_settings(0), 250):
+    for setting in itertools.islice(pairs.random_settings(0), 400):
         error = refusal(setting)
         if error is None:
             continue

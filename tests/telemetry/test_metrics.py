@@ -163,16 +163,15 @@ def test_dropping_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 KILLED = """
-import io, sys, dataclasses
+import dataclasses, io, json, sys
 from pathlib import Path
 from jtrain.telemetry.metrics import *
 from jtrain.telemetry.metrics_writer import Metrics
 metrics = Metrics(Path(sys.argv[1]), MetricsSpec(), num_steps=10**9, start_step=0, stream=io.StringIO())
-step = 0
+line, step = TrainLine(**json.loads(sys.argv[2])), 0
 while True:
     step += 1
-    data = (1.0, 1.0, 0.0, 0, 0, {}, {}, {}, 1.0, 1.0, 1.0, {}, None, None, None, 900.5, 1)
-    metrics.train(TrainLine(step, 1 / step, 1.0, 1e-3, 0, 1, 1.0, 1.0, 0.0, "ff" * 8, None, None, *data))
+    metrics.train(dataclasses.replace(line, step=step, loss_nats=1 / step))
     print(step, flush=True)
 """
 
@@ -180,7 +179,9 @@ while True:
 def test_sigkill_loses_no_completed_line(tmp_path: Path) -> None:
     """Whenever the kill comes, every line whose call returned is in metrics.jsonl and in the event file."""
     process = subprocess.Popen(
-        [sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(dataclasses.asdict(LINE))],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     for _ in range(20):

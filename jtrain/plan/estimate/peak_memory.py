@@ -17,8 +17,8 @@ from jtrain.model.saved_activations import copies_weights, kept_names, rows_per_
 from jtrain.model.unembedding import num_parts
 from jtrain.optim.state import arrays
 from jtrain.plan.estimate.attention_time import implementation
-from jtrain.plan.estimate.moment import Moment
 from jtrain.plan.estimate.pipeline import device_layers, kept_layers, ticks
+from jtrain.plan.estimate.temporaries import Temporaries
 from jtrain.plan.estimate.tpu_padding import local_elements
 from jtrain.plan.job import Job
 from jtrain.step.gradient_sums import sums_gradients
@@ -37,8 +37,8 @@ def _gathered(p: ParamLayout) -> P:
     return p.spec(zero_sharded=False)
 
 
-def worst_moment(job: Job) -> Moment:
-    """Returns the moment of a job's step that takes the most memory.
+def worst_moment(job: Job) -> Temporaries:
+    """Returns the temporaries of the moment of a job's step that takes the most memory.
 
     Raises:
       UserError: the batch does not split evenly over the mesh and the microbatches.
@@ -320,8 +320,8 @@ class _Step:
     # Moments
     # -----------------------------------------------------------------------------------------------------
 
-    def loss(self) -> Moment:
-        """Moment of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute
+    def loss(self) -> Temporaries:
+        """Temporaries of the loss: a chunk's float32 logits, their exponentials, and their gradient in the compute
         dtype.
 
         The loss computes its gradient in the same pass, so the float32 gradients of the unembedding and of
@@ -342,7 +342,7 @@ class _Step:
             loss += chunk * tensor * columns * (2 * _F32 + self.compute)
         if tensor > 1:
             loss += 2 * (self.h if parts > 1 else chunk * tensor * model.d_model * self.compute)
-        return Moment(
+        return Temporaries(
             "loss",
             gradients=self.accumulators + self.host_sums(1),  # the last layer's, on their way
             weights=self.layer_weights(),
@@ -350,8 +350,8 @@ class _Step:
             loss=loss,
         )
 
-    def layer(self) -> Moment:
-        """Moment of a layer's backward pass."""
+    def layer(self) -> Temporaries:
+        """Temporaries of a layer's backward pass."""
         weights = self.layer_weights()
         if self.gathers:
             weights += self.layer_elements() * self.compute
@@ -360,7 +360,7 @@ class _Step:
             # largest of them waiting.
             sizes = [self._elements([p], _gathered) // self.layers for p in self.stacked]
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
-        return Moment(
+        return Temporaries(
             "layer",
             # The sums of this layer, of the layer before it on their way, and of the one after it on their
             # way back.
@@ -372,8 +372,8 @@ class _Step:
             + self._over_context(),
         )
 
-    def embedding(self) -> Moment:
-        """Moment of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over
+    def embedding(self) -> Temporaries:
+        """Temporaries of the embedding's gradient: a float32 scatter of the residual stream's, then a sum over
         devices.
         """
         model, mesh = self.model, self.layout.mesh
@@ -382,7 +382,7 @@ class _Step:
         if self.gathers:
             # The gradient of all devices' tokens, in this device's columns.
             workspace = table // mesh.zero_shards * _F32 + self.x * (1 + _F32 // self.compute)
-        return Moment(
+        return Temporaries(
             "embedding",
             gradients=self.accumulators + self.gradients(layers=True),
             weights=self.copied_parameters,
@@ -390,8 +390,8 @@ class _Step:
             workspace=workspace,
         )
 
-    def update(self) -> Moment:
-        """Moment of the update: all gradients, and under stage 1 their float32 shards.
+    def update(self) -> Temporaries:
+        """Temporaries of the update: all gradients, and under stage 1 their float32 shards.
 
         Under stages 1 and 2 the new parameters are gathered before they replace the old ones.
         """
@@ -415,4 +415,4 @@ class _Step:
             for p in self.layout.params
         )
         slices = 4 * _F32 * min(SLICE_ELEMENTS, largest) if streams else 0
-        return Moment("update", gradients=gradients, weights=weights, workspace=slices)
+        return Temporaries("update", gradients=gradients, weights=weights, workspace=slices)

@@ -1,11 +1,11 @@
-"""Temporaries at one moment of a step."""
+"""Bytes of a step's temporaries at one moment: the loss, a layer, the embedding or the update."""
 
 import dataclasses
 from typing import Literal
 
 
 @dataclasses.dataclass(frozen=True)
-class Moment:
+class Temporaries:
     """Bytes of temporaries on one device, by the classes of `jtrain.plan.estimate.memory.MemoryPlan`."""
 
     name: Literal["loss", "layer", "embedding", "update"]
