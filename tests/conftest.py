@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 KNOWN_SKIPS: dict[str, str] = {
     "this machine has a GPU": "what happens without an accelerator is tested where there is none",
+    "its library, 0.7 GB, is not installed": "the extra [aot] is without cuDNN; all other implementations compile",
 }
 """Part of a skip's reason -> why it is fine that a machine skips it. Under CI=true any other skip fails the
 run."""
@@ -192,9 +193,26 @@ LONGEST = {"step", "train", "test_launch.py"}
 ones."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the longest tests to the front; all others stay in their order."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option by which a piece of tests/slow_pieces.txt takes a part of a long file."""
+    parser.addoption("--share", metavar="K/N", help="every Nth of the chosen tests, from the Kth on")
+
+
+SLOW_TESTS = pytest.StashKey[list[str]]()
+"""Node ids of all slow tests that were collected, also where `-m "not slow"` leaves them out."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Sorts the longest tests to the front, where all others stay in their order, and takes `--share` of them."""
+    config.stash[SLOW_TESTS] = [item.nodeid for item in items if item.get_closest_marker("slow")]
+    yield
     items.sort(key=lambda item: LONGEST.isdisjoint(item.path.parts))
+    if share := config.getoption("--share"):
+        number, count = map(int, share.split("/"))
+        others = [item for index, item in enumerate(items) if index % count != number - 1]
+        config.hook.pytest_deselected(items=others)
+        items[:] = items[number - 1 :: count]
 
 
 def pytest_report_header() -> str:

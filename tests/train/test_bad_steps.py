@@ -282,8 +282,8 @@ from jtrain.train.callbacks import Callback
 
 begin = Optimizer.begin
 
-def begin_with_a_fault(self, grads, step):
-    update = begin(self, grads, step)
+def begin_with_a_fault(self, *args, **kwargs):
+    update = begin(self, *args, **kwargs)
     bad = jnp.where(update.step + 1 == 6, jnp.nan, update.learning_rate)
     return dataclasses.replace(update, learning_rate=bad)
 
