@@ -119,9 +119,8 @@ def suggest_changes(task: SearchTask, mesh: MeshSpec | None, *, fixed: bool) -> 
             if any_fits(dataclasses.replace(task, job=with_state(task.job, state))):
                 suggestions.append(set_options(state))
                 break
-    batch = (
-        task.machine.count
-    )  # one sequence per device: over `data` alone one microbatch, without accumulator
+    # One sequence per device: over `data` alone that is one microbatch, which has no accumulator.
+    batch = task.machine.count
     if batch < task.job.global_batch and any_fits(task.changed(global_batch=batch)):
         suggestions.append(set_options([("data.global_batch", batch)]))
     if not fixed and task.machine.device.host.link_bytes_per_s is not None:
