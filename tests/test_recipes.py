@@ -137,6 +137,7 @@ def test_the_test_of_a_recipe_passes(name: str, outcomes: dict[str, list[str]]) 
     assert [outcome for outcome in outcomes[file] if outcome != "passed"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("test", LISTS)
 def test_a_recipe_extends_every_list(test: str, outcomes: dict[str, list[str]]) -> None:
     results = outcomes[test.partition("::")[0]]
