@@ -266,7 +266,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(autouse=True)
 def signals_as_on_a_terminal() -> None:
     """Has the processes that tests start begin with the default handlers, also where `nohup` or a script
     starts tests.
@@ -275,8 +275,9 @@ def signals_as_on_a_terminal() -> None:
     and SIGINT.
     """
     for number in (signal.SIGHUP, signal.SIGINT):
-        if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, lambda _number, _frame: None)
+        handler = signal.getsignal(number)
+        # Before each test, even where Python knows of no change: libtpu ignores SIGHUP from its first topology on.
+        signal.signal(number, (lambda _number, _frame: None) if handler is signal.SIG_IGN else handler)
 
 
 @pytest.fixture(autouse=True)
