@@ -17,7 +17,6 @@ from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.plane.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.plane.iterator import BatchIterator, to_json
 from jtrain.data.planner.planner import Planner, PlannerSpec
-from jtrain.data.ray.engine import RayPlane, trainers
 from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
@@ -199,16 +198,6 @@ class TextDataset:
         plane: Plane
         if inline or self.spec.engine == "inline":
             plane = InlinePlane(constructor_setup, state)
-        elif self.spec.engine == "ray":
-            trainer_args = trainers()
-            plane = RayPlane(
-                constructor_setup,
-                state,
-                **trainer_args,
-                loaders=self.spec.num_loaders() * trainer_args["processes"],
-                standbys=self.spec.shadows,
-                read_timeout_s=self.spec.read_timeout_s,
-            )
         else:
             listening, peers = (
                 # Prepared sources need no division: each host reads what its rows need.
