@@ -214,7 +214,7 @@ class TextDataset:
             )
             # Importing what no source needs would cost memory in every loader.
             preload = tuple(name for name in _PRELOAD if name in sys.modules)
-            plane = ProcessPlane(setup, preload=preload, listening=listening)
+            plane = ProcessPlane(setup, preload=preload, listening=listening, say=self.say)
         return BatchIterator(
             plane, state, self._identity(setups), self.names, join_messages + change_messages
         )

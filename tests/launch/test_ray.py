@@ -71,7 +71,7 @@ def test_a_signal_saves_and_a_kill_leaves_nothing(environ: dict[str, str], tmp_p
         ) as run:
             metrics = workdir / "metrics.jsonl"
             until_s = time.monotonic() + 300
-            while not (metrics.exists() and metrics.read_text().count("\n") > 3):
+            while not (metrics.exists() and metrics.read_text().count("\n")):
                 assert run.poll() is None
                 assert time.monotonic() < until_s, "no step was logged"
                 time.sleep(0.2)

@@ -7,6 +7,7 @@ import pickle
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,8 @@ from jtrain.runtime.lease import Watch
 MOST_RESTARTS = 3
 """Restarts of a constructor in a row, without a batch in between, before the run fails."""
 
-SILENCE_S = 60.0
-"""Silence after which a constructor is replaced; it sends a heartbeat every second."""
+QUIET_S, SILENCE_S = 5.0, 60.0
+"""Silences after which a constructor is named and replaced; it sends a heartbeat every second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +100,24 @@ class ProcessPlane(Plane):
     Args:
       preload: modules that the forkserver imports once for all loaders.
       listening: socket of this process's constructor, if it divides the reading with others.
+      say: called with a line about a constructor that is silent; None: `take_messages` has it with the next
+        batch.
     """
 
     def __init__(
-        self, setup: ProcessSetup, *, preload: tuple[str, ...], listening: socket.socket | None = None
+        self,
+        setup: ProcessSetup,
+        *,
+        preload: tuple[str, ...],
+        listening: socket.socket | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self._setup = setup
         self._state = setup.state
         self._listening = listening
         self._preload = preload
         self._messages: list[str] = []
+        self._say = say or self._messages.append
         self._deaths = 0
         self._has_ended = self._closed = False
         # `take` runs on the prefetch thread, `close` on the trainer's.
@@ -118,7 +127,7 @@ class ProcessPlane(Plane):
 
     def take(self) -> Delivered:
         with self._take_lock:
-            silence = Watch()
+            silence, is_named = Watch(), False
             while not (self._has_ended or self._closed):
                 try:
                     message = self._receive()
@@ -128,11 +137,18 @@ class ProcessPlane(Plane):
                     continue
                 # No message is no failure yet: opening remote sources may take minutes, with heartbeats.
                 if message is None:
+                    if silence.silent_s > QUIET_S and not is_named:
+                        is_named = True
+                        self._say(
+                            f"data: the constructor, process {self._child.pid} of this host, gives no sign of "
+                            f"life: it is stopped, or the machine is overloaded. After {SILENCE_S:g} s another "
+                            "one takes its place"
+                        )
                     if silence.silent_s > SILENCE_S:
                         self._replace(f"was silent for {SILENCE_S:g} s")
-                        silence = Watch()
+                        silence, is_named = Watch(), False
                     continue
-                silence = Watch()
+                silence, is_named = Watch(), False
                 match message:
                     case "say", text:
                         self._messages.append(text)
@@ -145,7 +161,8 @@ class ProcessPlane(Plane):
             raise StopIteration
 
     def take_messages(self) -> list[str]:
-        messages, self._messages = self._messages, []
+        messages = self._messages.copy()
+        del self._messages[: len(messages)]
         return messages
 
     def _take_batch(self, slot: int, state: bytes, stats: BatchStats) -> Delivered:
@@ -173,6 +190,10 @@ class ProcessPlane(Plane):
         self._child.kill()
         self._child.close()
         self._drop_slots()
+        if (peers := self._setup.peers) is not None:
+            # The other hosts are up by now: one that does not answer is not waited for as at the start.
+            peers = dataclasses.replace(peers, meeting_s=peers.silence_s)
+            self._setup = dataclasses.replace(self._setup, peers=peers)
         self._start()
         step = 0 if self._state is None else self._state.planner.step
         milliseconds = (time.perf_counter() - begun_s) * 1e3
