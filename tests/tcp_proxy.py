@@ -59,7 +59,7 @@ class Proxy:
         self._fault, self._armed = fault, None
         if fault == "reset":
             for one in self._sockets:
-                # Ends the thread that waits there, without FIN; a close from here would send nothing until then.
+                # Ends the thread that waits there, without FIN; until then a close would send nothing.
                 with contextlib.suppress(OSError):
                     one.shutdown(socket.SHUT_RD)
         self._changed.notify_all()
@@ -101,6 +101,8 @@ class Proxy:
                     time.sleep(0.1)
                 with self._changed:
                     self._changed.wait_for(lambda to=to_called: self._is_closed or self._passes(to))
+                if self._fault == "reset":
+                    break
                 target.sendall(data)
         for one in (source, target):
             with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
 """Copies of a process's state in the memory of another host, sent over a link (`jtrain.runtime.link`).
 
 Each process sends to one of another host: the k-th process of a host to the k-th of the next. On one host
-with several processes it is the next process. A link that is silent, slow or broken is named by both ends after
-`link.SILENCE_S`, and the copy on it is given up: no save and no restart waits for it.
+with several processes it is the next process. A link that is silent, slow or broken is named by both ends
+after `link.SILENCE_S`, and the copy on it is given up: no save and no restart waits for it.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ SCHEMA: link.Schema = {
     "done": {},
     "error": {"reason": str},
 }
-"""Messages: `put` and a slot, and `get`, which a slot or `error` answers. A slot is announced by `slot`; `ready`
-says that its memory is taken; then the contents of its files follow, the manifest's last; `kept` says that all
-is there, and `done` that `kept` has arrived. In place of `ready` or `kept` comes `error`."""
+"""Messages: `put` and a slot, and `get`, which a slot or `error` answers. `slot` announces one; `ready` says
+that its memory is taken; then the contents of its files follow, the manifest's last; `kept` says that all is
+there, and `done` that `kept` has arrived. In place of `ready` or `kept` comes `error`."""
 
 _FILE_NAME = re.compile(rf"({files.STATE}/[^/]+/)?[^/.][^/]*")
 

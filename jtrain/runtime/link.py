@@ -15,8 +15,8 @@ that follow. No message can name code. The protocol is written once, as generato
 to send or to read; `Link` runs them on a blocking socket, `jtrain.data.hosts.peer_links` in asyncio.
 
 Nobody waits for a silent or slow link: what is sent or read at a time, at most a frame, has a deadline of
-`SILENCE_S`, and so has a sign of life from whoever works on an answer. The kernel ends connections whose other
-end acknowledges nothing for as long.
+`SILENCE_S`, and so has a sign of life from whoever works on an answer. The kernel ends connections whose
+other end acknowledges nothing for as long.
 
 HMAC-SHA256 hashes 1.4 GiB/s per core where the CPU has SHA instructions (AMD EPYC), keyed BLAKE2b 0.7 GiB/s.
 """

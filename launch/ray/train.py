@@ -2,8 +2,8 @@
 
     python launch/ray/train.py --nodes 2 --gpus 8 --config=llama8b --workdir=/shared/run
 
-The options that follow --nodes and --gpus are those of `python -m jtrain.launch`. The exit code is that of the
-first process to fail; 75 means that all have saved on request (SIGTERM or Ctrl-C here).
+The options that follow --nodes and --gpus are those of `python -m jtrain.launch`. The exit code is that of
+the first process to fail; 75 means that all have saved on request (SIGTERM or Ctrl-C here).
 """
 
 import argparse

@@ -46,8 +46,8 @@ class PeerLinks:
     Each pair has one link (`jtrain.runtime.link`), which the process with the smaller index makes. A message
     to a process that is not connected is dropped: `CONNECTED` says when to repeat what matters.
 
-    Both ends of a link send beats, which the other constructor answers between its work (`received`), not this
-    thread: an answer shows that the link passes both ways, how long what is queued takes, and that the
+    Both ends of a link send beats, which the other constructor answers between its work (`received`), not
+    this thread: an answer shows that the link passes both ways, how long what is queued takes, and that the
     constructor is not stuck. A link on which an answer takes longer than `Peers.silence_s` is ended.
 
     Args:

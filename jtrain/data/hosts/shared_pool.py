@@ -275,8 +275,8 @@ class SharedPool:
                 if host not in self._late:
                     self._late.add(host)
                     self._say(
-                        f"data: {peers.named(host)} has not been met for {silent_s:.1f} s ({reason}): this process "
-                        f"waits for it for up to {peers.meeting_s:g} s, and then reads its part of the data too"
+                        f"data: {peers.named(host)} has not been met for {silent_s:.1f} s ({reason}): this "
+                        f"process waits for up to {peers.meeting_s:g} s, and then reads its part too"
                     )
                 continue
             self._say(

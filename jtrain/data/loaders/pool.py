@@ -1,4 +1,4 @@
-"""Interface of pools of Source Loaders: a constructor requests documents, collects them, frees their memory."""
+"""Interface of pools of Source Loaders: request documents, collect them, free their memory."""
 
 from typing import Any, Protocol, runtime_checkable
 

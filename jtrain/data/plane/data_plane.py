@@ -140,9 +140,9 @@ class ProcessPlane(Plane):
                     if silence.silent_s > QUIET_S and not is_named:
                         is_named = True
                         self._say(
-                            f"data: the constructor, process {self._child.pid} of this host, gives no sign of "
-                            f"life: it is stopped, or the machine is overloaded. After {SILENCE_S:g} s another "
-                            "one takes its place"
+                            f"data: the constructor, process {self._child.pid} of this host, gives no "
+                            "sign of life: it is stopped, or the machine is overloaded. After "
+                            f"{SILENCE_S:g} s another one takes its place"
                         )
                     if silence.silent_s > SILENCE_S:
                         self._replace(f"was silent for {SILENCE_S:g} s")

@@ -22,7 +22,7 @@ from tests.tcp_proxy import Proxy
 class Start:
     """Starts the data planes of all hosts, each with its part of the rows.
 
-    proxies: of each pair of hosts, the proxy by which the first reaches the second, where they were asked for.
+    proxies: of each pair of hosts, the proxy by which the first reaches the second; if asked for.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, on_end: contextlib.ExitStack) -> None:

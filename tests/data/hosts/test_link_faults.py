@@ -1,4 +1,4 @@
-"""Links between hosts fail as networks do: both ends name the other one, read its part, and no batch changes."""
+"""Links between hosts fail as networks do: both ends name the other and read its part; no batch changes."""
 
 import itertools
 import os
