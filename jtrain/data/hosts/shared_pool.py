@@ -79,6 +79,7 @@ class SharedPool:
         self._request = itertools.count(time.time_ns())
         self._open_requests: dict[int, _OpenRequest] = {}
         self._fetches: dict[int, _Fetch] = {}
+        self._awake_s = self._looked_s = time.monotonic()
         self._met: set[int] = set()
         self._late: set[int] = set()
         self._replaced: set[int] = set()
@@ -265,9 +266,13 @@ class SharedPool:
         At the start hosts come one after another: those that have not been met yet are named after as long,
         and their part is read after `Peers.meeting_s`.
         """
-        peers = self._links.peers
+        peers, now_s = self._links.peers, time.monotonic()
+        # Called several times a second: after a longer pause this process has stood still and heard nobody.
+        if now_s - self._looked_s > peers.silence_s / 2:
+            self._awake_s = now_s
+        self._looked_s = now_s
         for host, (since_s, reason) in self._links.unreachable().items():
-            silent_s = time.monotonic() - since_s
+            silent_s = now_s - max(since_s, self._awake_s)
             # A constructor restarts in a second: taking over sooner would read its part twice.
             if host in self._replaced or silent_s < peers.silence_s:
                 continue
