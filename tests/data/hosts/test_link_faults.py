@@ -74,7 +74,7 @@ def test_a_host_whose_links_fail_is_named_by_all_and_its_part_is_read(
             proxy.fail(fault)
     with dataset.train_batches(inline=True) as alone:
         # The default of a run but for the start, where a late host is waited for.
-        hosts = start([dataset] * 4, silence_s=5.0, meeting_s=8.0)
+        hosts = start([dataset] * 4, silence_s=5.0, meeting_s=11.0)
         reader = Reader(hosts, alone)
         if moment != "at the start":
             reader.read(4)
