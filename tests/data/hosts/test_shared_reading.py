@@ -116,7 +116,8 @@ def test_kills_change_no_batch(folder: Path, start: Start) -> None:
     dataset = open_dataset(spec(folder), seed=0)
     with dataset.train_batches(inline=True) as alone:
         want = [next(alone) for _ in range(40)]
-    hosts = start([dataset] * HOSTS)
+    # A trainer restarts its constructor when it takes a batch, and here it waits for the trainer before it.
+    hosts = start([dataset] * HOSTS, silence_s=5.0)
     victims = {
         3: (1, "jtrain-constr"),
         8: (2, "jtrain-loader"),
