@@ -1,5 +1,6 @@
 """Links between hosts fail as networks do: both ends name the other and read its part; no batch changes."""
 
+import asyncio
 import itertools
 import os
 import re
@@ -144,17 +145,37 @@ def ends() -> Iterator[tuple[PeerLinks, PeerLinks, Proxy]]:
         for number, one in enumerate(listening)
     )
     yield first, second, proxy
+    # A constructor's links end with its process; here they would connect again and again.
+    for one, socket_of_one in zip((first, second), listening, strict=True):
+        asyncio.run_coroutine_threadsafe(cancel_tasks(), one._loop).result()
+        one._loop.call_soon_threadsafe(one._loop.stop)
+        wait_for(lambda one=one: not one._loop.is_running())
+        one._loop.close()
+        socket_of_one.close()
+        os.close(one.fileno())
     proxy.close()
+
+
+async def cancel_tasks() -> None:
+    """Cancels all other tasks of this loop, and lets it close their connections."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.sleep(0.01)
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    """Waits until the condition holds; the limit is long because the machine may be busy."""
+    until_s = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
 
 
 def answer_until(ends: tuple[PeerLinks, ...], condition: Callable[[], Any]) -> None:
     """Answers beats, as constructors do between their work."""
-    until_s = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < until_s
-        for one in ends:
-            one.received()
-        time.sleep(0.01)
+    wait_for(lambda: [one.received() for one in ends] and condition())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
