@@ -137,7 +137,7 @@ class HeldOutSet:
                 seq_len=spec.seq_len,
                 global_batch=spec.global_batch,
                 schedule=Constant({"held out": 1.0}),
-                packing=spec.packing,
+                packing=spec.packing_of(stream.setup.source for stream in self.streams),
                 epochs=1,
                 balance=False,
             ),
@@ -248,6 +248,7 @@ def open_sets(
     for name, source in sets.items():
         field = f"{HELD_OUT_PREFIX}{name}"
         tokenizer = source.tokenizer or spec.tokenizer
+        chunk_tokens, row_tokens = spec.cut_of(source)
         setup = dataclasses.replace(
             setups[0],
             name=field,
@@ -255,6 +256,8 @@ def open_sets(
             tokenizer=tokenizer,
             end_token=spec.end_token if tokenizer == spec.tokenizer else None,
             eval_fraction=1.0,
+            chunk_tokens=chunk_tokens,
+            row_tokens=row_tokens,
             chunk_bytes=None,
             prepared=None,
             fingerprint=None,

@@ -64,6 +64,12 @@ class Source:
       `text_field`. A message is written as `<|user|>`, a line end, its content and a line end
       (`formats/chat.py`). The content of messages of role assistant is learned, with the line end behind it.
       In JSON, Parquet, Arrow and ArrayRecord.
+    on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`)
+      that are longer than a row. The other samples are in one row each, unless `data.packing` is `concat`.
+      `split_turns` cuts a sample between its turns, each a prompt with what is learned after it, into as few
+      pieces as hold them; of a turn that is longer than a row the end is left out, or all of it if no learned
+      token is within the row. `drop` leaves the sample out. Samples of which something is left out are
+      counted (`data_skipped`) and logged. `refuse` ends the run.
     tokenizer: tokenizer of this source; None for data.tokenizer.
     text_piece_bytes: text files longer than this are read as several documents, so that one big file can be
       shuffled too. Raise it for longer contexts.
@@ -77,6 +83,7 @@ class Source:
     mask_prompt: bool = True
     mask_field: str | None = None
     messages_field: str | None = None
+    on_too_long: Literal["split_turns", "drop", "refuse"] = "split_turns"
     tokenizer: str | None = None
     text_piece_bytes: int = 1 << 16
 
@@ -91,6 +98,8 @@ class Source:
             raise UserError(f"{field}.weight={self.weight} must be a number, zero or more.")
         if self.text_piece_bytes < 16:
             raise UserError(f"{field}.text_piece_bytes={self.text_piece_bytes} must be at least 16.")
+        if self.on_too_long not in (rules := ("split_turns", "drop", "refuse")):
+            raise UserError(f"{field}.on_too_long={self.on_too_long!r} must be one of {', '.join(rules)}.")
         self._check_mask(field)
 
     def _check_mask(self, field: str) -> None:
@@ -117,6 +126,11 @@ class Source:
             raise UserError(
                 f"{field}.mask_prompt=False has no prompt to learn. Set {field}.prompt_field or "
                 f"{field}.messages_field, or remove it."
+            )
+        if prompt is None and messages is None and mask is None and self.on_too_long != "split_turns":
+            raise UserError(
+                f"{field}.on_too_long={self.on_too_long!r} is for samples, and text may be cut anywhere. Set "
+                f"{field}.messages_field, prompt_field or mask_field, or remove it."
             )
         for setting, name in mask_settings.items():
             # The same field twice would be its own prompt or mask.

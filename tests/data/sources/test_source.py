@@ -194,6 +194,7 @@ def test_only_empty_files_are_refused(tmp_path: Path, open_corpus: Callable[...,
         ("weight", -0.5, r"data\.sources\.web\.weight=-0\.5 must be a number, zero or more"),
         ("weight", float("nan"), r"data\.sources\.web\.weight=nan must be a number"),
         ("text_piece_bytes", 8, r"data\.sources\.web\.text_piece_bytes=8 must be at least 16"),
+        ("on_too_long", "cut", r"on_too_long='cut' must be one of split_turns, drop, refuse"),
         ("path", "", r"data\.sources\.web\.path is empty"),
     ],
 )
