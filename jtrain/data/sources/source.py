@@ -54,15 +54,17 @@ class Source:
       column of that name, or else the field `text` of the JSON object or struct column `meta`. For
       ArrayRecord it applies to records that are JSON objects; if it is empty, each whole record is the text.
     prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt
-      before its completion. Not together with `mask_field`.
+      before its completion. `instruction+input` joins two fields, each with a line end, empty ones left out.
+      Prompt and completion may both be lists of messages. Not together with `mask_field`.
     mask_prompt: False to learn the prompt as well, or every message.
     mask_field: field of the spans of the text that are learned: a list of [start, end] in characters
       (Python's, not bytes), ascending and apart; in CSV as JSON. Whatever lies outside of them is read and
       not learned. The text is tokenised from border to border, as the prompt is by itself, so no token is
       half learned. The end of the document is learned if the last span reaches the end of the text.
-    messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, instead of
-      `text_field`. A message is written as `<|user|>`, a line end, its content and a line end
-      (`formats/chat.py`). The content of messages of role assistant is learned, with the line end behind it.
+    messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, or of ShareGPT's
+      `{"from": "human", "value": "Hi"}`, instead of `text_field`. A message is written as `<|user|>`, a line end, its content and a line end
+      (`formats/chat.py`). The content of messages of role assistant is learned, with the line end behind it;
+      `weight` (0 or 1) and `train` (true or false) of a message are honoured.
       In JSON, Parquet, Arrow and ArrayRecord.
     on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`)
       that are longer than a row. The other samples are in one row each, unless `data.packing` is `concat`.
