@@ -355,7 +355,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "jsonl",
         {"text": "a", "p": CHAT},
         {"prompt_field": "p"},
-        r"field 'p' is a list of messages, and a prompt",
+        r"field 'p' is a list of messages, and the text str",
     ),
     "plain text": ("txt", {}, {"mask_field": "m"}, r"a\.txt: of text records only the text .*mask_field='m'"),
     "text format": (

@@ -91,7 +91,12 @@ def test_all_messages_are_learned_and_cut_into_the_same_tokens_where_the_prompt_
 ) -> None:
     some, every = (
         open_dataset(
-            spec(source(tmp_path, "jsonl", long_chats(30), mask_prompt=mask_prompt), seq_len=4096), seed=0
+            spec(
+                source(tmp_path, "jsonl", long_chats(30), mask_prompt=mask_prompt),
+                seq_len=4096,
+                eval_fraction=0.0,
+            ),
+            seed=0,
         ).train_batches()
         for mask_prompt in (True, False)
     )

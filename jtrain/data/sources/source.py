@@ -62,10 +62,10 @@ class Source:
       not learned. The text is tokenised from border to border, as the prompt is by itself, so no token is
       half learned. The end of the document is learned if the last span reaches the end of the text.
     messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, or of ShareGPT's
-      `{"from": "human", "value": "Hi"}`, instead of `text_field`. A message is written as `<|user|>`, a line end, its content and a line end
-      (`formats/chat.py`). The content of messages of role assistant is learned, with the line end behind it;
-      `weight` (0 or 1) and `train` (true or false) of a message are honoured.
-      In JSON, Parquet, Arrow and ArrayRecord.
+      `{"from": "human", "value": "Hi"}`, instead of `text_field`. A message is written as `<|user|>`, a line
+      end, its content and a line end (`formats/chat.py`). The content of messages of role assistant is
+      learned, with the line end behind it; `weight` (0 or 1) and `train` (true or false) of a message are
+      honoured. In JSON, Parquet, Arrow and ArrayRecord.
     on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`)
       that are longer than a row. The other samples are in one row each, unless `data.packing` is `concat`.
       `split_turns` cuts a sample between its turns, each a prompt with what is learned after it, into as few

@@ -58,8 +58,6 @@ class ChunkReader:
     corpus, prepared: the source as text or as a prepared index; the other one is None.
     cut: cut of its texts; without meaning for a prepared source.
     identities: names of the files, and the number of records up to the end of each.
-    has_marks: True if the corpus has noted places inside long documents, so that a later chunk of such a
-      document is read without the text before it.
     """
 
     setup: SourceSetup
@@ -68,11 +66,10 @@ class ChunkReader:
     prepared: PreparedIndex | None
     cut: ChunkCut
     identities: tuple[list[str], Int[np.ndarray, " files"]]
-    has_marks: bool = False
 
     def read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
         """Reads chunks; `skipped` has their indexes instead of their numbers."""
-        if watch is not None and len(chunks.record) and (self.prepared is not None or self.has_marks):
+        if watch is not None and len(chunks.record):
             # These reads open or decode everything in one call: the first chunk stands for all of them.
             watch(0)
         if self.prepared is not None:
@@ -122,9 +119,6 @@ class ChunkReader:
                 chunk, start = TextChunk(content, begin, ends=True), 0
             else:
                 chunk, start = self.cut.chunk(TextPart(content, 0, len(content)), first, num)
-                # A document of several chunks has been read as a whole: later chunks start from a mark.
-                if len(chunk.content) < len(content) and self.corpus.mark(record, text):
-                    self.has_marks = True
             if has_mask:
                 masked_parts.append(split_chunk(chunk, start, text))
             else:
@@ -205,11 +199,13 @@ class ChunkReader:
         return start, np.minimum((chunks.first + chunks.num) * self.setup.chunk_tokens, length)
 
     def _marked_parts(self, chunks: Chunks) -> dict[int, TextPart]:
-        """Reads the chunks of documents with marks: for each, by its index, the text around it."""
-        if not self.has_marks or not len(chunks.record):
+        """Reads the chunks of long lines: for each, by its index, the text around it."""
+        if self.setup.source.mask is not None or not len(chunks.record):
             return {}
         assert self.corpus is not None
-        parts = self.corpus.parts(chunks.record, self.cut.spans(chunks.first, chunks.num))
+        # A document of one chunk is read as a whole, in one go.
+        spans = self.cut.spans(chunks.first, chunks.num)
+        parts = self.corpus.parts(chunks.record, spans, min_bytes=2 * self.cut.chunk_bytes)
         return {i: part for i, part in enumerate(parts) if part is not None}
 
 
