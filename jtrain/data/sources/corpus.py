@@ -12,7 +12,7 @@ from jaxtyping import Int
 from jtrain.data.sources.corpus_files import CHECKED_FILES, CorpusFiles
 from jtrain.data.sources.data_files import files_of
 from jtrain.data.sources.file_parts import evenly_spread, identities_of_parts, part_name, parts_of
-from jtrain.data.sources.formats import BadRecord, open_file
+from jtrain.data.sources.formats import BadRecord, open_file, sniff
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP
@@ -23,6 +23,7 @@ from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.read_records import read_or_mark_bad
 from jtrain.data.sources.retry import NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
+from jtrain.data.sources.storage import STDLIB
 from jtrain.errors import UserError
 
 DECODED_CACHE_BYTES = 1 << 30
@@ -102,7 +103,9 @@ class Corpus:
             files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)
             # Checks the compression of every name as well, before any file is opened.
-            kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
+            if source.format == "auto" and source.path != STDLIB:
+                files = sniff.with_kinds(files, text_field=source.text_field, field=field)
+            kinds = {file.kind or format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
             # Opening a JSON lines file reads all of it for line ends, so a large source skips it.
             is_large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats import JsonLines, Records
+from jtrain.data.sources.formats import JsonLines, Records, format_of
 from jtrain.data.sources.storage import StoredFile
 
 PART_BYTES = 1 << 25
@@ -16,12 +16,16 @@ PART_BYTES = 1 << 25
 
 def parts_of(file: StoredFile, format: str) -> list[StoredFile]:
     """Returns the parts of a large JSON lines file, or the file."""
-    is_lines = format == "jsonl" or (format == "auto" and file.name.endswith((".jsonl", ".ndjson")))
+    is_lines = format == "jsonl" or (format == "auto" and _kind(file) == "jsonl")
     # A remote file is copied first, as a whole; other formats have no byte that surely begins a record.
     if not is_lines or file.is_remote or file.size_bytes <= PART_BYTES:
         return [file]
     cuts = [*range(0, file.size_bytes, PART_BYTES), file.size_bytes]
     return [dataclasses.replace(file, span=span) for span in itertools.pairwise(cuts)]
+
+
+def _kind(file: StoredFile) -> str | None:
+    return file.kind or format_of(file.name, field="path")[0]
 
 
 def part_name(file: StoredFile) -> str:

@@ -46,10 +46,11 @@ class Source:
       that it names. For format grain, `module:function` or `path/to/file.py:function` of a function that
       returns a `grain.MapDataset` of str.
     weight: weight in the mixture, relative to the other sources; may be zero.
-    format: `auto` goes by each file's suffix: .jsonl and .ndjson (JSON lines), .json (one object, an array of
-      objects, or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet, .arrayrecord, .tar
-      (WebDataset), .arrow, each also with .gz or .zst behind it; any other file is text, one document per
-      file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.
+    format: `auto` goes by each file's suffix, in any case: .jsonl and .ndjson (JSON lines), .json (one object,
+      an array of objects, or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet,
+      .arrayrecord, .tar (WebDataset), .arrow and .feather, each also with .gz, .zst, .bz2 or .xz behind it;
+      files of another suffix are JSON lines if their first lines are objects, otherwise text, one document
+      per file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.
     text_field: JSON key, column, or suffix of the tar's members (such as txt). `meta.text` is the key or
       column of that name, or else the field `text` of the JSON object or struct column `meta`. For
       ArrayRecord it applies to records that are JSON objects; if it is empty, each whole record is the text.

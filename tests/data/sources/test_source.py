@@ -105,7 +105,7 @@ def test_the_format_can_be_said_where_the_suffix_does_not(
 ) -> None:
     (tmp_path / "part-0001").write_text('{"body": "one"}\n{"body": "two"}\n')
     assert every(open_corpus(tmp_path, format="jsonl", text_field="body")) == ["one", "two"]
-    assert len(open_corpus(tmp_path)) == 1
+    assert len(open_corpus(tmp_path, format="text")) == 1
 
 
 def test_a_bad_record_stands_in_its_place_and_spoils_no_other(
