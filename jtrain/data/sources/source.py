@@ -51,7 +51,8 @@ class Source:
       .arrayrecord, .tar (WebDataset), .arrow and .feather, each also with .gz, .zst, .bz2 or .xz behind it;
       files of another suffix are JSON lines if their first lines are objects, otherwise text, one document
       per file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.
-    text_field: JSON key, column, or suffix of the tar's members (such as txt). `meta.text` is the key or
+    text_field: JSON key, column, or suffix of the tar's members (such as txt; `json.text` for a field of its
+      members .json). `meta.text` is the key or
       column of that name, or else the field `text` of the JSON object or struct column `meta`. For
       ArrayRecord it applies to records that are JSON objects; if it is empty, each whole record is the text.
     prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt

@@ -1,8 +1,10 @@
 """Files of a source by suffix and content: what is read, and what is refused by its name."""
 
 import bz2
+import io
 import json
 import lzma
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +107,18 @@ def test_a_file_of_json_lines_among_texts_of_its_suffix_is_refused(tmp_path: Pat
         UserError, match=r"b\.txt: read as text, but it begins like JSON lines .*format='jsonl'"
     ):
         corpus(tmp_path)
+
+
+def test_members_of_a_tar_in_json_give_a_field_and_never_their_source(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for number in range(3):
+            content = json.dumps({"id": number, "text": f"text {number}"}).encode()
+            member = tarfile.TarInfo(f"{number}.JSON" if number else "0.json")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    opened = corpus(tmp_path / "a.tar", text_field="json.text")
+    assert [opened[n] for n in range(3)] == ["text 0", "text 1", "text 2"]
+    with pytest.raises(
+        UserError, match=r"0\.json is JSON, whose source is no text\. Set .*such as 'json\.text'"
+    ):
+        corpus(tmp_path / "a.tar", text_field="json")

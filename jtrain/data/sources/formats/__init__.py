@@ -86,8 +86,8 @@ def open_file(
 
             return TarFile(file, fields, cache_dir=cache_dir)
         case "arrow":
-            from jtrain.data.sources.formats.arrow import ArrowFile
+            from jtrain.data.sources.formats.arrow import open_arrow
 
-            return ArrowFile(file, fields)
+            return open_arrow(file, fields, cache_dir=cache_dir)
         case _:
             raise AssertionError(kind)
