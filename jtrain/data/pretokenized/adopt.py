@@ -154,7 +154,8 @@ class _Adoption:
         if other := next((f for f in layout.files if f.has_labels != first_file.has_labels), None):
             paths = (first_file.path, other.path) if first_file.has_labels else (other.path, first_file.path)
             raise UserError(
-                f"--from: {paths[0]} has a column of labels, and {paths[1]} has none. Adopt them on their own."
+                f"--from: {paths[0]} has a column of labels, and {paths[1]} has none. Adopt them on their "
+                "own."
             )
         if first_file.has_labels:
             self._appended = (*self._appended, index_format.MASKS)

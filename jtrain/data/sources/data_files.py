@@ -61,8 +61,8 @@ def _refuse_token_files(files: list[StoredFile], *, path: str, field: str) -> No
     setting = "data.prepared=OUT" if field == "data" else f"data.prepared=OUT (its folder there: {field})"
     raise UserError(
         f"{field}.path={path!r} holds token ids and no text ({token_files[0].name}). Adopt them where they "
-        f"lie: python -m jtrain.data adopt --from {shlex.quote(path)} --out OUT --tokenizer TOKENIZER, and set "
-        f"{setting}. If they are text, set the format of the source."
+        f"lie: python -m jtrain.data adopt --from {shlex.quote(path)} --out OUT --tokenizer TOKENIZER, and "
+        f"set {setting}. If they are text, set the format of the source."
     )
 
 

@@ -46,8 +46,8 @@ class Source:
       that it names. For format grain, `module:function` or `path/to/file.py:function` of a function that
       returns a `grain.MapDataset` of str.
     weight: weight in the mixture, relative to the other sources; may be zero.
-    format: `auto` goes by each file's suffix, in any case: .jsonl and .ndjson (JSON lines), .json (one object,
-      an array of objects, or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet,
+    format: `auto` goes by each file's suffix, in any case: .jsonl and .ndjson (JSON lines), .json (one
+      object, an array of objects, or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet,
       .arrayrecord, .tar (WebDataset), .arrow and .feather, each also with .gz, .zst, .bz2 or .xz behind it;
       files of another suffix are JSON lines if their first lines are objects, otherwise text, one document
       per file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.

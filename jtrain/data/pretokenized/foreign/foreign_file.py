@@ -110,7 +110,8 @@ def ignored_runs(
     if len(wrong):
         token = int(wrong[0])
         raise UserError(
-            f"{path}: token {token:,} of this part has label {labels[token]} and id {content.ids[token]}. {way_out}"
+            f"{path}: token {token:,} of this part has label {labels[token]} and id {content.ids[token]}. "
+            f"{way_out}"
         )
     borders = np.flatnonzero(np.diff(np.concatenate([[False], is_ignored, [False]]).astype(np.int8)))
     return borders.reshape(-1, 2)

@@ -2,9 +2,9 @@
 
 The chunks of a long document are read at different times, in the order of a shuffle. Without marks each of
 them parses the line that holds the whole document: a line of 64 KiB eight times for chunks of 8 KiB. A line
-is scanned once instead, in blocks, and never held in memory: first for its long strings, which are left out of
-the JSON that is parsed, then the string that is the text, for marks: at some places of the text, the byte of
-the line that stands for it.
+is scanned once instead, in blocks, and never held in memory: first for its long strings, which are left out
+of the JSON that is parsed, then the string that is the text, for marks: at some places of the text, the byte
+of the line that stands for it.
 """
 
 import collections

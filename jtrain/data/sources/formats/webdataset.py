@@ -86,8 +86,8 @@ class TarFile(Records):
         if not self._key:
             return self._bad_record(
                 record,
-                f"{name} is JSON, whose source is no text. Set {self._fields.config_path}.text_field to 'json.' "
-                "and the field of its text, such as 'json.text'",
+                f"{name} is JSON, whose source is no text. Set {self._fields.config_path}.text_field to "
+                "'json.' and the field of its text, such as 'json.text'",
             )
         fields = dataclasses.replace(self._fields, text=self._key)
         label = f"{self._file.label}, sample {record}, {name}"
