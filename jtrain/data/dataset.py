@@ -113,6 +113,9 @@ class TextDataset:
                 lines[-1] += (
                     f"; {stream.prepared.num_skipped:,} bad documents were left out when it was prepared"
                 )
+            if num_long := stream.count_long_samples():
+                rule = stream.setup.source.on_too_long
+                lines[-1] += f"; {num_long:,} of them longer than a row (on_too_long={rule!r})"
         if len(lines) > _MOST_LINES:
             # Hundreds of sources would fill the screen.
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
@@ -264,7 +267,7 @@ class TextDataset:
             chunks_per_epoch=tuple(len(stream) for stream in self.streams),
             seq_len=spec.seq_len,
             global_batch=spec.global_batch,
-            packing=spec.packing,
+            packing=spec.packing_of(spec.named_sources.values()),
             unit=spec.mixture_unit,
             schedule=self._schedule(),
             epochs=spec.epochs,

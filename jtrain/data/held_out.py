@@ -75,9 +75,9 @@ class HeldOutSet:
     """Held-out documents of some sources, of which an evaluation reads a fixed sample.
 
     Documents are taken in a random order that is the same for every run, from all over each source, the same
-    number from each, until there are some for every row of an evaluation, or all are taken. Rows are filled with chunks drawn
-    from all of these at random: the more documents an evaluation has, the smaller its standard error. A set
-    that is smaller than an evaluation is read whole.
+    number from each, until there are some for every row of an evaluation, or all are taken. Rows are filled
+    with chunks drawn from all of these at random: the more documents an evaluation has, the smaller its
+    standard error. A set that is smaller than an evaluation is read whole.
 
     A target is a token whose predecessor is in the same piece of the same document: all but the first token
     of a chunk, and the token after each cut where a row ends. End ids are targets, of 0 bytes of text.
@@ -168,7 +168,7 @@ class HeldOutSet:
                 seq_len=spec.seq_len,
                 global_batch=spec.global_batch,
                 schedule=Constant({"held out": 1.0}),
-                packing=spec.packing,
+                packing=spec.packing_of(stream.setup.source for stream in self.streams),
                 epochs=1,
                 balance=False,
             ),
@@ -295,6 +295,7 @@ def open_sets(
     for name, source in sets.items():
         field = f"{HELD_OUT_PREFIX}{name}"
         tokenizer = source.tokenizer or spec.tokenizer
+        chunk_tokens, row_tokens = spec.cut_of(source)
         setup = dataclasses.replace(
             setups[0],
             name=field,
@@ -302,6 +303,8 @@ def open_sets(
             tokenizer=tokenizer,
             end_token=spec.end_token if tokenizer == spec.tokenizer else None,
             eval_fraction=1.0,
+            chunk_tokens=chunk_tokens,
+            row_tokens=row_tokens,
             chunk_bytes=None,
             prepared=None,
             fingerprint=None,

@@ -2,13 +2,15 @@
 
 import dataclasses
 import os
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, get_args
 
 import numpy as np
 
 from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged, own_weights
+from jtrain.data.planner.packing import Packing
 from jtrain.data.sources.file_parts import STRIPE_BYTES
-from jtrain.data.sources.source import ONE_SOURCE, Source, is_source_name
+from jtrain.data.sources.source import ONE_SOURCE, Source, field_of, is_source_name
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.errors import UserError
 
@@ -16,6 +18,15 @@ _MOST_LOADERS = 16
 
 _LEAST_STRIPES = 64
 """Stripes in the window of a source, however small its share."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "on_bad_record": ("fail", "skip"),
+    "packing": get_args(Packing),
+    "mixture_unit": ("tokens", "samples", "rows"),
+    "engine": ("processes", "inline"),
+    "context_order": ("contiguous", "zigzag"),
+}
+"""Values of the fields that are names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,7 +45,9 @@ class PackedText:
       row), or rows (each row then holds one source).
     packing: how chunks that are shorter than a row share rows: `concat` cuts them at row ends; `first_fit`
       and `best_fit` keep each one whole, and leave a part of the rows empty, about a thousandth in large
-      batches.
+      batches. None: `best_fit` if a source has samples (`messages_field`, `prompt_field`, `mask_field`, see
+      `Source.on_too_long`), otherwise `concat`. By its name `concat` cuts samples too: the rest of a sample
+      is then learned in another row, without its prompt.
     balance: order the rows of a step so that every rank gets about the same work; the contents of rows never
       change.
     context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the
@@ -67,7 +80,7 @@ class PackedText:
     text_piece_bytes: int = 1 << 16
     mixture: Constant | Staged | Linear | Custom = dataclasses.field(default_factory=Constant)
     mixture_unit: Literal["tokens", "samples", "rows"] = "tokens"
-    packing: Literal["concat", "first_fit", "best_fit"] = "concat"
+    packing: Literal["concat", "first_fit", "best_fit"] | None = None
     balance: bool = True
     context_order: Literal["contiguous", "zigzag"] = "zigzag"
     epochs: int | None = None
@@ -98,9 +111,9 @@ class PackedText:
             raise UserError(
                 f"data.read_timeout_s={self.read_timeout_s} must be above 0. Set data.read_timeout_s."
             )
-        for field in ("on_bad_record", "packing", "mixture_unit", "engine", "context_order"):
-            choices = PackedText.__annotations__[field].__args__
-            if (value := getattr(self, field)) not in choices:
+        for field in _CHOICES:
+            choices = _CHOICES[field]
+            if (value := getattr(self, field)) not in choices and (field, value) != ("packing", None):
                 raise UserError(f"data.{field}={value!r} must be one of {', '.join(map(repr, choices))}.")
         if (self.path is None) == (not self.sources):
             both = "both are set" if self.sources else "neither is set"
@@ -114,6 +127,23 @@ class PackedText:
                     f"first; not {ONE_SOURCE!r}, which is the name of the source at data.path."
                 )
             source.check(name)
+            if self.packing == "concat" and source.mask is not None and source.on_too_long != "split_turns":
+                raise UserError(
+                    f"{field_of(name)}.on_too_long={source.on_too_long!r} keeps samples whole, but "
+                    "data.packing='concat' cuts them at row ends. Remove one of the two."
+                )
+
+    def packing_of(self, sources: Iterable[Source]) -> Packing:
+        """Returns the packing of rows of these sources."""
+        if self.packing is not None:
+            return self.packing
+        return "best_fit" if any(source.mask is not None for source in sources) else "concat"
+
+    def cut_of(self, source: Source) -> tuple[int, int | None]:
+        """Returns `chunk_tokens` and `row_tokens` of a source's setup."""
+        if source.mask is None or self.packing == "concat":
+            return self.seq_len, None
+        return -(-self.seq_len // 2), self.seq_len
 
     @property
     def named_sources(self) -> dict[str, Source]:
@@ -153,7 +183,8 @@ class PackedText:
                 seed=seed,
                 eval_fraction=self.eval_fraction,
                 on_bad_record=self.on_bad_record,
-                chunk_tokens=self.seq_len,
+                chunk_tokens=self.cut_of(source)[0],
+                row_tokens=self.cut_of(source)[1],
                 chunk_bytes=None,
                 window_bytes=int(window_bytes),
                 # Counted epochs need the number of chunks, so every file is opened at the start.

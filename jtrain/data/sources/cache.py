@@ -1,10 +1,11 @@
 """Cache folder `data.cache_dir`: copies of remote and compressed files, and record indexes of large files."""
 
 import fcntl
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from jaxtyping import Int
@@ -38,7 +39,7 @@ def local_copy(
 
     Args:
       file: local or remote file; a local one without compression is returned as it is.
-      compression: `gzip`, `zstd` or None.
+      compression: a value of `suffix.COMPRESSIONS`, or None.
       report_bytes: called with the bytes of the file that were read so far.
       cache_dir: folder of the copies. A copy is used as long as location, size and version of the file stay
         the same.
@@ -93,6 +94,16 @@ def _copy_lines(
             end = min(end + _BLOCK_BYTES, file.size_bytes)
 
 
+def decompressed(raw: Any, compression: str) -> Any:
+    """Returns a stream of the contents of an open compressed file."""
+    import pyarrow as pa
+
+    # Arrow has no such codec.
+    if compression == "xz":
+        return lzma.LZMAFile(raw)
+    return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
+
+
 def _copy(
     file: StoredFile, compression: str | None, out: BinaryIO, report_bytes: Callable[[int], None]
 ) -> None:
@@ -110,7 +121,7 @@ def _copy(
     # The decompressed size is not known: there the codec notices a cut. Plain bytes are counted.
     received = 0
     with raw:
-        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) if compression else raw
+        stream = decompressed(raw, compression) if compression else raw
         while True:
             try:
                 block = stream.read(_BLOCK_BYTES)
@@ -118,7 +129,8 @@ def _copy(
                 raise
             except Exception as error:
                 # Codecs raise plain OSError or Arrow's exceptions; stores raise classes of their own.
-                if compression and (type(error) is OSError or isinstance(error, pa.ArrowException)):
+                codec_errors = (pa.ArrowException, lzma.LZMAError, EOFError)
+                if compression and (type(error) is OSError or isinstance(error, codec_errors)):
                     raise FileError(
                         f"{file.label}: not a whole {compression} file ({error}): cut short or corrupt. "
                         "Replace it."

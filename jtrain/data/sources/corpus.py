@@ -12,7 +12,7 @@ from jaxtyping import Int
 from jtrain.data.sources.corpus_files import CHECKED_FILES, CorpusFiles
 from jtrain.data.sources.data_files import files_of
 from jtrain.data.sources.file_parts import FileParts, PartNames, evenly_spread, stripe_bytes
-from jtrain.data.sources.formats import BadRecord, open_file
+from jtrain.data.sources.formats import BadRecord, open_file, sniff
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP
@@ -23,6 +23,7 @@ from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.read_records import read_or_mark_bad
 from jtrain.data.sources.retry import NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
+from jtrain.data.sources.storage import STDLIB
 from jtrain.errors import UserError
 
 DECODED_CACHE_BYTES = 1 << 30
@@ -39,6 +40,9 @@ _OPENED_WHOLE = {"parquet", "arrayrecord", "grain"}
 
 _FIRST_RECORDS = 8
 """First records of a file of which one must be good in some file of the source."""
+
+_FIRST_BYTES = 1 << 16
+"""Bytes of these that are read of a long one."""
 
 _RUN_RECORDS = 512
 """Records that `Corpus.read` reads at a time: enough to look up a row group once, few enough to hold as
@@ -99,7 +103,9 @@ class Corpus:
             files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)
             # Checks the compression of every name as well, before any file is opened.
-            kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
+            if source.format == "auto" and source.path != STDLIB:
+                files = sniff.with_kinds(files, text_field=source.text_field, field=field)
+            kinds = {file.kind or format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
             # Opening a JSON lines file reads all of it for line ends, so a large source skips it.
             is_large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
@@ -170,7 +176,8 @@ class Corpus:
         for number in [checkable[n] for n in tried_files]:
             file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
-                [text] = read_or_mark_bad(file, [record], self.files.label(number))
+                first = self.records_before(number) + record
+                [text] = self.beginnings(np.asarray([first], np.int64), _FIRST_BYTES)
                 # Closed after each record: an ArrayRecord reader would stay open, with a descriptor.
                 file.close()
                 if not isinstance(text, BadRecord):
@@ -302,30 +309,30 @@ class Corpus:
                     texts[position] = text
             yield from texts
 
-    def mark(self, record: int, text: str) -> bool:
-        """Marks the line of a long text so that `parts` can read inside it; True if that was done."""
-        file, number = self._locate_one(record)
-        records = self.files.records[file]
-        with contextlib.suppress(OSError):  # then the next chunk of the text is read as this one was
-            return isinstance(records, JsonLines) and records.mark(number, text)
-        return False
-
-    def parts(self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]]) -> list[TextPart | None]:
-        """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be
-        read.
+    def parts(
+        self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]], *, min_bytes: int = 0
+    ) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more; None if the text is read as a whole, like those
+        below `min_bytes`.
         """
         parts_of_texts: list[TextPart | None] = [None] * len(records)
         files, numbers = self._locate(records)
-        for file in set(files.tolist()):
-            positions, lines = np.flatnonzero(files == file), self.files.records[file]
+        for file in sorted(set(files.tolist())):
+            positions = np.flatnonzero(files == file).tolist()
             with contextlib.suppress(OSError):  # `read` tries again, and has the message
-                if isinstance(lines, JsonLines):
-                    parts = lines.parts(
-                        numbers[positions].tolist(), [spans[position] for position in positions.tolist()]
-                    )
-                    for position, part in zip(positions.tolist(), parts, strict=True):
+                if isinstance(lines := self.files[file], JsonLines):
+                    spans_of_file = [spans[position] for position in positions]
+                    parts = lines.parts(numbers[positions].tolist(), spans_of_file, min_bytes=min_bytes)
+                    for position, part in zip(positions, parts, strict=True):
                         parts_of_texts[position] = part
         return parts_of_texts
+
+    def beginnings(self, records: Int[np.ndarray, " n"], num_bytes: int) -> Iterator[str | BadRecord]:
+        """Yields each text, or at least `num_bytes` of a long one; see `read`."""
+        for record in records.tolist():
+            numbers = np.asarray([record], np.int64)
+            [part] = self.parts(numbers, [(0, num_bytes)], min_bytes=2 * num_bytes)
+            yield next(self.read(numbers)) if part is None else part.content.decode("utf-8")
 
     @functools.cached_property
     def identities(self) -> tuple[Sequence[str], Int[np.ndarray, " files"]]:

@@ -23,7 +23,7 @@ side in a file are mostly alike. 256 KiB are read at the speed of a whole file f
 def stripe_bytes(file: StoredFile, source: Source) -> int:
     """Returns the bytes of the stripes of a file; 0 if it is one part, of whatever size."""
     kind, compression = format_of(file.name, field="path")
-    kind = kind if source.format == "auto" else source.format
+    kind = (file.kind or kind) if source.format == "auto" else source.format
     if compression is not None:
         return 0  # can only be read from its start
     if kind == "jsonl":

@@ -334,6 +334,14 @@ class ChunkStream:
         files = {re.sub(r"@\d+$", "", self.names[part]) for part in parts}
         return Origin(len(files), len(parts), len(self.names))
 
+    def count_long_samples(self) -> int:
+        """Returns the number of samples of a prepared source that are longer than a row; 0 for text."""
+        if self.setup.row_tokens is None or self.prepared is None:
+            return 0
+        blocks = range(0, len(self.prepared), _RECORDS_AT_A_TIME)
+        ranges = (np.arange(start, min(start + _RECORDS_AT_A_TIME, len(self.prepared))) for start in blocks)
+        return sum(int((self.prepared.lengths(r) > self.setup.row_tokens).sum()) for r in ranges)
+
     @property
     def sizes_are_known(self) -> bool:
         """True if `rows_of` looks sizes up in an index, False if it reads the records."""
@@ -375,6 +383,8 @@ class ChunkStream:
             parts += [self.corpus.fingerprint(files), setup.source.text_field, setup.source.text_piece_bytes]
         if setup.source.mask is not None:
             parts.append(str(setup.source.mask))
+        if setup.row_tokens is not None:
+            parts.append(setup.source.on_too_long)
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:

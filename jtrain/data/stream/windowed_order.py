@@ -72,8 +72,10 @@ class WindowedChunks:
         self._window_bytes = window_bytes
         # From the metadata of the files alone: no record is read to know how many slots there are.
         self._start, self._bytes, decoded, file_parts = _list_parts(corpus)
-        # Where a part is not decoded as a whole, its stored bytes may be compressed: room for three times.
-        text_bytes = self._bytes * np.where(decoded, 1, _MOST_EXPANSION)
+        # Where a part is not decoded as a whole, its stored bytes may be compressed, and the roles of
+        # messages are one dictionary for all of them: room for three times.
+        is_exact = decoded & (corpus.source.mask is None)
+        text_bytes = self._bytes * np.where(is_exact, 1, _MOST_EXPANSION)
         # One slot per record for rounding up, and the bytes divided into chunks.
         self._slots = np.diff(self._start) + -(-text_bytes // cut.chunk_bytes)
         self._parts = [int(file_parts[generation.files]) for generation in generations]

@@ -11,13 +11,22 @@ from jaxtyping import Int
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.long_lines import (
     LONG_LINE_BYTES,
+    NO_MARKS,
     MarkCache,
+    Marks,
     TextPart,
     marks_of,
     text_of_part,
 )
 from jtrain.data.sources.formats.masked_text import TextFields
-from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, plain_text_of_json, text_of_json
+from jtrain.data.sources.formats.record import (
+    SKIP,
+    BadRecord,
+    Records,
+    field_at,
+    plain_text_of_json,
+    text_of_json,
+)
 from jtrain.data.sources.storage import StoredFile
 
 BOM = b"\xef\xbb\xbf"
@@ -32,6 +41,9 @@ _BLOCK_BYTES = 1 << 22
 
 _SHORT_LINES = 4096
 """Lines of one or two bytes that are read at a time, to tell blank ones."""
+
+_ROWS_AT_ONCE = 1 << 20
+"""Rows of an index that are looked through at a time."""
 
 _LINES_COUNTED_BYTES = 1 << 24
 """Largest offset at which a bad line is named by its number: counting takes 5 ms, and there may be
@@ -118,7 +130,7 @@ class JsonLines(Records):
     in memory.
     """
 
-    __slots__ = ("_fields", "_file", "_key", "_lines")
+    __slots__ = ("_fields", "_file", "_key", "_lines", "_longest_bytes")
 
     def __init__(
         self,
@@ -130,7 +142,9 @@ class JsonLines(Records):
     ) -> None:
         self._file = file
         self._fields = fields
-        self._key = object()  # of the marks: it does not hold the lines, as this object does
+        self._longest_bytes: int | None = None
+        # Of the marks: the same for each time that this content is opened.
+        self._key = file.location, file.size_bytes, file.version, file.span, fields.text
         # Parts are opened and forgotten as a run goes on, so their indexes stay in memory.
         self._lines = NumberTable(
             file, "lines", lambda: _lines(file, report_bytes), cache_dir, in_memory=file.span is not None
@@ -180,41 +194,53 @@ class JsonLines(Records):
                 texts.append(text)
         return texts
 
-    def mark(self, record: int, text: str) -> bool:
-        """Keeps marks of the record with this text if its line is long; `parts` then reads inside it."""
-        [[start, end]] = self._lines.rows([record])
-        if (
-            end - start < LONG_LINE_BYTES
-            or self._fields.mask is not None
-            or _MARK_CACHE.get(self._key, record) is not None
-        ):
-            return False
-        with self._file.open() as file:
-            marks = marks_of(_content(file.fileno(), start, end), text, self._fields.text)
-        if marks is not None:
-            _MARK_CACHE.add(self._key, record, marks)
-        return marks is not None
-
-    def parts(self, records: list[int], spans: list[tuple[int, int]]) -> list[TextPart | None]:
-        """Returns the bytes of a span of each text, or more around them; None for a record without marks."""
-        marks_of_records = [_MARK_CACHE.get(self._key, record) for record in records]
-        parts: list[TextPart | None] = [None] * len(marks_of_records)
-        if not any(marks_of_records):
+    def parts(
+        self, records: list[int], spans: list[tuple[int, int]], *, min_bytes: int = 0
+    ) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more around them; None for lines below `min_bytes`,
+        with a mask, or whose text is no long string. The first time, a line is scanned for its marks.
+        """
+        parts: list[TextPart | None] = [None] * len(records)
+        min_bytes = max(min_bytes, LONG_LINE_BYTES)
+        if self._fields.mask is not None or self._longest() < min_bytes:
             return parts
+        rows = self._lines.rows(records)
         with self._file.open() as file:
-            descriptor = file.fileno()
-            for i, (marks, (begin, _)) in enumerate(
-                zip(marks_of_records, self._lines.rows(records), strict=True)
-            ):
-                if marks is None:
+            for i, (start, end) in enumerate(rows):
+                if (
+                    end - start < min_bytes
+                    or (marks := self._marks(file.fileno(), records[i], start, end)) is None
+                ):
                     continue
                 first, low, high = marks.around(*spans[i])
                 try:
-                    content = text_of_part(_content(descriptor, begin + low, begin + high))
+                    content = text_of_part(_content(file.fileno(), low, high))
                 except ValueError:
                     continue  # the file has changed: reading the text as a whole says what is wrong
                 parts[i] = TextPart(content, first, marks.total)
         return parts
+
+    def _longest(self) -> int:
+        """Returns the bytes of the longest line; looked up once."""
+        if self._longest_bytes is None:
+            blocks = range(0, len(self), _ROWS_AT_ONCE)
+            sizes = (
+                self._lines.sizes(first, min(first + _ROWS_AT_ONCE, len(self))).max() for first in blocks
+            )
+            self._longest_bytes = max(map(int, sizes), default=0)
+        return self._longest_bytes
+
+    def _marks(self, file: int, record: int, start: int, end: int) -> Marks | None:
+        if (marks := _MARK_CACHE.get(self._key, record)) is None:
+            start += len(BOM) if _content(file, start, start + len(BOM)) == BOM else 0
+            marks = marks_of(lambda first, last: _content(file, first, last), start, end, self._text_of)
+            marks = NO_MARKS if marks is None else marks
+            _MARK_CACHE.add(self._key, record, marks)
+        return None if marks is NO_MARKS else marks
+
+    def _text_of(self, record: dict[str, Any]) -> Any:
+        # With labels it may be refused.
+        return None if "labels" in record else field_at(record, self._fields.text)
 
     def _describe_line(self, start: int) -> str:
         if start > _LINES_COUNTED_BYTES:
