@@ -174,7 +174,7 @@ def test_a_long_line_is_read_a_few_times_in_blocks_however_many_chunks_it_has(
     content = text._content
     monkeypatch.setattr(text, "_content", lambda *span: reads.append(span[2] - span[1]) or content(*span))
     monkeypatch.setattr(long_lines, "_BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(text, "_LINES_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(text, "_BLOCK_BYTES", 1 << 16)
     source = dataclasses.replace(stream.setup.source, path=str(tmp_path / "one.jsonl"))
     long = ChunkStream(dataclasses.replace(stream.setup, source=source))
     chunks = long.locate(np.arange(len(long)))
