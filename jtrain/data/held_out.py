@@ -75,9 +75,9 @@ class HeldOutSet:
     """Held-out documents of some sources, of which an evaluation reads a fixed sample.
 
     Documents are taken in a random order that is the same for every run, from all over each source, the same
-    number from each, until there are some for every row of an evaluation, or all are taken. Rows are filled with chunks drawn
-    from all of these at random: the more documents an evaluation has, the smaller its standard error. A set
-    that is smaller than an evaluation is read whole.
+    number from each, until there are some for every row of an evaluation, or all are taken. Rows are filled
+    with chunks drawn from all of these at random: the more documents an evaluation has, the smaller its
+    standard error. A set that is smaller than an evaluation is read whole.
 
     A target is a token whose predecessor is in the same piece of the same document: all but the first token
     of a chunk, and the token after each cut where a row ends. End ids are targets, of 0 bytes of text.
