@@ -123,7 +123,7 @@ def compare_topics(read_rows: Int64[np.ndarray, "n b"], rows: Int64[np.ndarray, 
         return Compared(float(np.abs(found - shares).sum() / 2), float(chance))
 
     windows = [distance(window) for window in np.array_split(read_topic, min(_WINDOWS, num_read))]
-    met = len(set(read_topic.tolist()))
+    met = float(len(set(read_topic.tolist())))
     # As many rows of both: the more rows are read, the lower the loss.
     num = min(num_read, len(shuffled))
     some = np.arange(num) * num_read // num
