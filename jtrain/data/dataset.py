@@ -17,7 +17,6 @@ from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.plane.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.plane.iterator import BatchIterator, to_json
 from jtrain.data.planner.planner import Planner, PlannerSpec
-from jtrain.data.ray.engine import RayPlane, trainers
 from jtrain.data.sources.file_parts import STRIPE_BYTES
 from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key
@@ -200,16 +199,6 @@ class TextDataset:
         plane: Plane
         if inline or self.spec.engine == "inline":
             plane = InlinePlane(constructor_setup, state)
-        elif self.spec.engine == "ray":
-            trainer_args = trainers()
-            plane = RayPlane(
-                constructor_setup,
-                state,
-                **trainer_args,
-                loaders=self.spec.num_loaders() * trainer_args["processes"],
-                standbys=self.spec.shadows,
-                read_timeout_s=self.spec.read_timeout_s,
-            )
         else:
             listening, peers = (
                 # Prepared sources need no division: each host reads what its rows need.
@@ -226,7 +215,7 @@ class TextDataset:
             )
             # Importing what no source needs would cost memory in every loader.
             preload = tuple(name for name in _PRELOAD if name in sys.modules)
-            plane = ProcessPlane(setup, preload=preload, listening=listening)
+            plane = ProcessPlane(setup, preload=preload, listening=listening, say=self.say)
         return BatchIterator(
             plane, state, self._identity(setups), self.names, join_messages + change_messages
         )

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-from jtrain.data.constructor.collate import Rows, fill_rows, iterate_pieces, views_of
+from jtrain.data.constructor.collate import Rows, fill_rows, iterate_pieces, spans_of
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.loss_mask import ignore_targets, runs_within
 from jtrain.data.mixture.schedule import Constant
@@ -182,7 +182,7 @@ class HeldOutSet:
                 return
             # New arrays per batch: the caller may hold several.
             rows = Rows.empty(spec.global_batch, spec.seq_len)
-            fill_rows(rows, plan.pieces, views_of(lambda _, number: reads[number].ids))
+            fill_rows(rows, plan.pieces, spans_of(lambda _, number: reads[number].ids))
             runs = [
                 runs_within(reads[n].ignored, start, end) for _, n, start, end in iterate_pieces(plan.pieces)
             ]

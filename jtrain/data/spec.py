@@ -45,8 +45,8 @@ class PackedText:
       none.
     eval_batches: at most this many batches per evaluation, of the split and of each of `eval.sets`.
     on_bad_record: what to do with a document that cannot be read as text: stop, or skip and count.
-    engine: `processes`: one constructor process and several loader processes per host; `ray`: the same as Ray
-      actors; `inline`: everything in the trainer.
+    engine: `processes`: one constructor process and several loader processes per host, which share the
+      reading with those of other hosts; `inline`: everything in the trainer.
     max_loaders: at most this many Source Loaders per host; None: one per core except one, up to 16. The
       autoscaler decides how many run.
     shadows: standby loaders, which take over from a loader that dies or hangs.
@@ -74,7 +74,7 @@ class PackedText:
     eval_fraction: float = 0.01
     eval_batches: int = 8
     on_bad_record: Literal["fail", "skip"] = "fail"
-    engine: Literal["processes", "ray", "inline"] = "processes"
+    engine: Literal["processes", "inline"] = "processes"
     max_loaders: int | None = None
     shadows: int = 1
     read_timeout_s: float = 60.0
