@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from jtrain.data.sources.corpus_files import CHECKED_FILES, CorpusFiles
 from jtrain.data.sources.data_files import files_of
-from jtrain.data.sources.file_parts import FileParts, PartNames, evenly_spread, stripe_bytes
+from jtrain.data.sources.file_parts import FileParts, evenly_spread, part_names, stripe_bytes
 from jtrain.data.sources.formats import BadRecord, open_file, sniff
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.masked_text import TextFields
@@ -98,7 +98,7 @@ class Corpus:
 
             self.is_open = True
             self.files = CorpusFiles.of_dataset(source.path, GrainDataset(source.path, field=field))
-            self.names = PartNames(self.files.stored)
+            self.names = part_names(self.files.stored)
         else:
             files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)
@@ -113,7 +113,7 @@ class Corpus:
             stripes = [0 if self.is_open else stripe_bytes(file, source) for file in files]
             # Only now: `num_files` counts parts where the corpus has parts.
             parts = FileParts(files, stripes, num_parts=num_files)
-            self.names = PartNames(parts)
+            self.names = part_names(parts)
             open_records = functools.partial(
                 open_file,
                 format=source.format,
@@ -346,7 +346,7 @@ class Corpus:
         # Every part is a file here; `num_files` may leave out the last ones.
         files = self.files.stored.files[: len(self.files)]
         parts = FileParts(files, [stripe_bytes(file, self.source) for file in files])
-        return PartNames(parts), parts.record_ends(self.files)
+        return part_names(parts), parts.record_ends(self.files)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""

@@ -127,6 +127,11 @@ class PartNames(Sequence[str]):
         return file.name if file.span is None or not file.span[0] else f"{file.name}@{file.span[0]}"
 
 
+def part_names(parts: FileParts) -> Sequence[str]:
+    """Returns the names that identify parts: a list of the files' names where no file has stripes."""
+    return PartNames(parts) if int(parts.ends[-1]) > len(parts.files) else [file.name for file in parts]
+
+
 def evenly_spread(count: int, max_count: int) -> list[int]:
     """Returns at most `max_count` of the numbers below `count`, evenly spread, the first one included."""
     return [n * count // min(max_count, count) for n in range(min(max_count, count))]

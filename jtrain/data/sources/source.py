@@ -188,7 +188,7 @@ class FileKeys:
         """Returns the keys of the files with these numbers."""
         # In Python, file by file: blake2b, since the names need a hash that stays the same between runs.
         for file in set(files[~self._is_computed[files]].tolist()):
-            digest = hashlib.blake2b(self._names[file].encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(str(self._names[file]).encode(), digest_size=8).digest()
             self._keys[file], self._is_computed[file] = int.from_bytes(digest), True
         return self._keys[files]
 

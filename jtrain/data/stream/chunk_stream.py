@@ -331,7 +331,7 @@ class ChunkStream:
         """Returns the number of files and parts that these records are from."""
         parts = sorted(set(np.searchsorted(self._file_ends, records, side="right").tolist()))
         # Stripes of a file have its name and, behind an @, their first byte.
-        files = {re.sub(r"@\d+$", "", self.names[part]) for part in parts}
+        files = {re.sub(r"@\d+$", "", str(self.names[part])) for part in parts}
         return Origin(len(files), len(parts), len(self.names))
 
     def count_long_samples(self) -> int:

@@ -52,8 +52,8 @@ class GrowingChunks:
     once they were opened, so numbers count on from an anchor: from the start of the run, or from where it was
     resumed.
 
-    When files join, they and those that no window has held so far are cut into windows anew, which follow the
-    window that is being read.
+    When files join, they and those that no window has held so far are cut into windows anew, which follow
+    the window that is being read.
 
     Numbers go on through the epochs: `locate` is called with epoch 0.
     """

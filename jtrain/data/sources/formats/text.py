@@ -36,7 +36,7 @@ _LINE_SEARCH_BYTES = 4096
 _MOST_READ_IN_VAIN = 8
 """Bytes read per byte of the lines wanted where all lines are read at once: a read of its own takes 1 us."""
 
-_BLOCK_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 24
 """Bytes that are searched for line ends at a time."""
 
 _SHORT_LINES = 4096
