@@ -215,7 +215,7 @@ class Link:
     """Link over a blocking socket, for one thread."""
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
-        self._connection = connection
+        self.connection = connection
         self._session = session
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -226,16 +226,16 @@ class Link:
     def send_content(self, content: bytes | memoryview) -> None:
         """Sends bytes that a message before has announced."""
         for part in self._session.sealed(content):
-            self._connection.sendall(part)
+            self.connection.sendall(part)
 
     def receive(self, schema: Schema) -> Message:
         """Returns the next message; raises LinkError or TimeoutError."""
-        return converse(self._connection, self._session.message(schema))
+        return converse(self.connection, self._session.message(schema))
 
     def receive_content(self, size_bytes: int) -> Iterator[bytearray]:
         """Yields so many bytes, block by block, each of them authenticated."""
         while size_bytes > 0:
-            block = converse(self._connection, self._session.frame())
+            block = converse(self.connection, self._session.frame())
             size_bytes -= len(block)
             yield block
         # A block may be longer than what was announced: the sender's frames do not fit the message.
