@@ -4,12 +4,18 @@ import dataclasses
 import os
 from typing import Literal
 
-from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
+import numpy as np
+
+from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged, own_weights
+from jtrain.data.sources.file_parts import STRIPE_BYTES
 from jtrain.data.sources.source import ONE_SOURCE, Source, is_source_name
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.errors import UserError
 
 _MOST_LOADERS = 16
+
+_LEAST_STRIPES = 64
+"""Stripes in the window of a source, however small its share."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,8 +45,8 @@ class PackedText:
       none.
     eval_batches: at most this many batches per evaluation, of the split and of each of `eval.sets`.
     on_bad_record: what to do with a document that cannot be read as text: stop, or skip and count.
-    engine: `processes`: one constructor process and several loader processes per host; `ray`: the same as Ray
-      actors; `inline`: everything in the trainer.
+    engine: `processes`: one constructor process and several loader processes per host, which share the
+      reading with those of other hosts; `inline`: everything in the trainer.
     max_loaders: at most this many Source Loaders per host; None: one per core except one, up to 16. The
       autoscaler decides how many run.
     shadows: standby loaders, which take over from a loader that dies or hangs.
@@ -68,7 +74,7 @@ class PackedText:
     eval_fraction: float = 0.01
     eval_batches: int = 8
     on_bad_record: Literal["fail", "skip"] = "fail"
-    engine: Literal["processes", "ray", "inline"] = "processes"
+    engine: Literal["processes", "inline"] = "processes"
     max_loaders: int | None = None
     shadows: int = 1
     read_timeout_s: float = 60.0
@@ -129,8 +135,14 @@ class PackedText:
     def setups(self, *, seed: int) -> tuple[SourceSetup, ...]:
         """Returns the settings with which a process opens each source."""
         sources = self.named_sources
-        # The setting is for all sources together: memory must not grow with their number.
-        share = self.shuffle_window_bytes // len(sources)
+        weights = own_weights(self.mixture, {name: source.weight for name, source in sources.items()})
+        shares = weights.weights(0, tuple(sources))
+        shares = shares / max(float(shares.sum()), 1e-30)
+        # A step draws its rows from the windows of all sources, each by its share: windows in these shares
+        # mix the steps of many sources as well as one window of all these bytes mixes those of one source.
+        windows = np.maximum(
+            shares * self.shuffle_window_bytes, min(self.shuffle_window_bytes, _LEAST_STRIPES * STRIPE_BYTES)
+        )
         return tuple(
             SourceSetup(
                 name=name,
@@ -143,14 +155,14 @@ class PackedText:
                 on_bad_record=self.on_bad_record,
                 chunk_tokens=self.seq_len,
                 chunk_bytes=None,
-                window_bytes=share,
+                window_bytes=int(window_bytes),
                 # Counted epochs need the number of chunks, so every file is opened at the start.
                 eager_bytes=self.shuffle_window_bytes if self.epochs is None else None,
                 decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),
                 prepared=self.prepared,
             )
-            for name, source in sources.items()
+            for (name, source), window_bytes in zip(sources.items(), windows.tolist(), strict=True)
         )
 
     def num_loaders(self) -> int:

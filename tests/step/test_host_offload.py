@@ -192,6 +192,7 @@ def test_state_split_under_whole_parameters_differs_by_rounding_alone(zero_stage
         np.testing.assert_allclose(got.last[name], x, rtol=2**-20, atol=2**-21, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_part_of_the_state_is_the_largest_arrays_that_fit() -> None:
     """Three tenths of the bytes: some moments here, some there, of one parameter too; and the same bits."""
     got = trained({"data": 2, "tensor": 4}, zero_stage=3, microbatches=2, offload=OffloadSpec(optimizer=0.3))
@@ -257,6 +258,7 @@ def test_the_hosts_cores_compute_the_same_update(share: float) -> None:
     assert_same_bits(got, plain(tuple(axes.items()), zero_stage=3, microbatches=2))
 
 
+@pytest.mark.slow
 def test_parameters_and_state_together_stay_on_the_host() -> None:
     """Layers' parameters stream with their moments; evaluation reads them from there."""
     want = plain((), zero_stage=0)

@@ -6,7 +6,8 @@ from jtrain.model import unembedding
 from tests.step.test_train_step import SIZES, assert_same, trained
 
 
-@pytest.mark.parametrize("tied", (True, pytest.param(False, marks=pytest.mark.slow)), ids=("tied", "untied"))
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", (True, False), ids=("tied", "untied"))
 def test_columns_in_parts_on_each_device_are_the_same_model(
     tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,9 @@ cache."""
 
 _BLOCK_BYTES = 1 << 23
 
+_LINE_END_BYTES = 1 << 16
+"""Bytes behind a stripe that are fetched with it, for the rest of its last line."""
+
 
 def local_copy(
     file: StoredFile,
@@ -30,6 +33,8 @@ def local_copy(
     report_bytes: Callable[[int], None] = lambda size_bytes: None,
 ) -> StoredFile:
     """Returns the file, copied to this machine and decompressed; one process copies while others wait.
+
+    Of a stripe of a remote file of lines, the lines that begin in it are copied, by requests for these bytes.
 
     Args:
       file: local or remote file; a local one without compression is returned as it is.
@@ -45,13 +50,47 @@ def local_copy(
         return file
 
     def write(out: BinaryIO) -> None:
-        _copy(file, compression, out, report_bytes)
+        if file.span is None:
+            _copy(file, compression, out, report_bytes)
+        else:
+            _copy_lines(file, file.span, out, report_bytes)
 
     # The suffix is for people who look into the folder; the key alone names location, size and version.
     suffix = file.name.rpartition("/")[2]
     path = write_once(cache_dir / "files" / f"{file.key}-{suffix}", write, label=file.label)
     status = path.stat()
-    return StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), file.label)
+    label = f"{file.label}, from byte {file.span[0]:,} on" if file.span else file.label
+    return StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), label)
+
+
+def _copy_lines(
+    file: StoredFile, span: tuple[int, int], out: BinaryIO, report_bytes: Callable[[int], None]
+) -> None:
+    """Copies the lines that begin in the span, the last one to its end."""
+    begin, stop = span
+    # From the byte before the span: if it ends a line, a line begins at `begin`.
+    position = max(begin - 1, 0)
+    # A request waits as long as it takes to send some hundred KiB: the end of the last line comes along.
+    end = min(stop + _LINE_END_BYTES, file.size_bytes)
+    in_line = begin == 0
+    with file.open() as raw:
+        raw.seek(position)
+        while position < end:
+            block = raw.read(end - position)
+            if not in_line:
+                first = block.find(b"\n") + 1
+                # The first line belongs to the stripe before; without a line end so does all of this one.
+                if not first or position + first >= stop:
+                    return
+                block, position, in_line = block[first:], position + first, True
+            # The line that byte `stop` - 1 belongs to is the last one.
+            last = block.find(b"\n", max(stop - 1 - position, 0)) + 1
+            out.write(block[:last] if last else block)
+            position += len(block)
+            report_bytes(min(position, stop) - begin)
+            if last:
+                return
+            end = min(end + _BLOCK_BYTES, file.size_bytes)
 
 
 def _copy(

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -146,7 +147,7 @@ class Source:
         return None
 
 
-def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: int) -> str:
+def identity_of(names: Sequence[str], file_ends: Int[np.ndarray, " files"], record: int) -> str:
     """Returns `file:number` of a record, the number counted from 0 within its file.
 
     Args:
@@ -159,7 +160,7 @@ def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: 
 class FileKeys:
     """Hashes of files' names, each computed at its first use: a source may have hundreds of thousands."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         # Two arrays and no dict: 9 bytes per file of a large source.
         self._keys = np.zeros(len(names), np.uint64)

@@ -73,6 +73,8 @@ class StoredFile:
         """Name for files derived from this content."""
         # Zero bytes separate the parts, which cannot hold any.
         identity = f"{self.location}\0{self.size_bytes}\0{self.version}"
+        if self.span is not None:
+            identity += f"\0{self.span[0]}\0{self.span[1]}"
         return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
     def open(self) -> io.BufferedReader | io.RawIOBase:

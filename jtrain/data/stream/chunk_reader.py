@@ -1,7 +1,7 @@
 """Reader of chunks: token ids of a prepared source, or text that is read, cut and tokenised."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
@@ -59,7 +59,7 @@ class ChunkReader:
     corpus: Corpus | None
     prepared: PreparedIndex | None
     cut: ChunkCut
-    identities: tuple[list[str], Int[np.ndarray, " files"]]
+    identities: tuple[Sequence[str], Int[np.ndarray, " files"]]
     has_marks: bool = False
 
     def read(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:

@@ -62,6 +62,12 @@ class Records(abc.ABC):
         sizes = [0 if isinstance(text, BadRecord) else len(text.encode("utf-8")) for text in texts]
         return np.asarray(sizes, np.int64)
 
+    def count_before(self, offsets: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Returns the number of records that begin before each of these bytes of the file, ascending; for
+        files that `FileParts` cuts into stripes.
+        """
+        raise NotImplementedError(type(self).__name__)
+
     @property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
         """First record of each group that is decoded as a whole, then the number of records."""

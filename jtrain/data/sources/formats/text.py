@@ -1,6 +1,5 @@
 """Text files, cut into pieces, and JSON lines."""
 
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +27,12 @@ _LINE_SEARCH_BYTES = 4096
 _MOST_READ_IN_VAIN = 8
 """Bytes read per byte of the lines wanted where all lines are read at once: a read of its own takes 1 us."""
 
+_BLOCK_BYTES = 1 << 22
+"""Bytes that are searched for line ends at a time."""
+
+_SHORT_LINES = 4096
+"""Lines of one or two bytes that are read at a time, to tell blank ones."""
+
 _LINES_COUNTED_BYTES = 1 << 24
 """Largest offset at which a bad line is named by its number: counting takes 5 ms, and there may be
 thousands."""
@@ -40,27 +45,33 @@ class TextFile(Records):
     one file could be neither shuffled nor partly held out, and would be held in memory as a whole.
     """
 
-    __slots__ = ("_file", "_piece_bytes")
+    __slots__ = ("_file", "_first", "_piece_bytes")
 
     def __init__(self, file: StoredFile, *, piece_bytes: int) -> None:
         self._file = file
         self._piece_bytes = piece_bytes
+        # Piece of the file at which a stripe begins: a multiple of the size of a piece.
+        self._first = file.span[0] // piece_bytes if file.span else 0
 
     def __len__(self) -> int:
         # By size alone, so that opening a folder of text files reads none of them.
-        return -(-self._file.size_bytes // self._piece_bytes)
+        begin, end = self._file.span or (0, self._file.size_bytes)
+        return -(-(end - begin) // self._piece_bytes)
+
+    def count_before(self, offsets: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        return -(-offsets // self._piece_bytes)
 
     sizes_need_reading = False
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the most bytes that each piece can have: it ends within 4 KiB after its nominal end."""
-        nominal = np.arange(first, end + 1, dtype=np.int64) * self._piece_bytes
+        nominal = np.arange(self._first + first, self._first + end + 1, dtype=np.int64) * self._piece_bytes
         stop = np.minimum(nominal[1:] + min(_LINE_SEARCH_BYTES, self._piece_bytes), self._file.size_bytes)
         return stop - nominal[:-1]
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._file.open() as file:
-            return [self._piece(file, record) for record in records]
+            return [self._piece(file, self._first + record) for record in records]
 
     def _piece(self, file: Any, index: int) -> str | BadRecord:
         # A piece ends where the next one starts, so both ends follow from the same rule and none overlaps.
@@ -128,15 +139,15 @@ class JsonLines(Records):
     def __len__(self) -> int:
         return len(self._lines)
 
-    def lines_before(self, offset: int) -> int:
-        """Returns the number of records that start before byte `offset`."""
-        low, high = 0, len(self._lines)
-        # Binary search: the table may lie in a file of millions of rows, of which this reads 20.
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (
-                (middle + 1, high) if self._lines.span(middle, middle + 1)[0, 0] < offset else (low, middle)
-            )
+    def count_before(self, offsets: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        # Bisects all offsets together: the table may lie in a file of millions of rows, and none is kept.
+        low, high = np.zeros_like(offsets), np.full_like(offsets, len(self._lines))
+        while (open_offsets := np.flatnonzero(low < high)).size:
+            middle = (low + high)[open_offsets] // 2
+            starts = np.asarray(self._lines.rows(middle.tolist()), np.int64)[:, 0]
+            is_before = starts < offsets[open_offsets]
+            low[open_offsets[is_before]] = middle[is_before] + 1
+            high[open_offsets[~is_before]] = middle[~is_before]
         return low
 
     sizes_need_reading = False
@@ -238,29 +249,47 @@ def _content(file: int, start: int, end: int) -> bytes:
 
 
 def _lines(file: StoredFile, report_bytes: Callable[[int], None]) -> Int[np.ndarray, "records 2"]:
-    """Returns the start of each non-blank line that begins in the file or part, and that of the next line."""
+    """Returns the start of each non-blank line that begins in the file or stripe, and that of the next
+    line.
+    """
     size = file.size_bytes
-    if size == 0:
-        return np.zeros((0, 2), np.int64)
     begin, stop = file.span or (0, size)
-    block = 1 << 26
     # Line starts are line ends plus 1; the -1 stands for the end before the first line.
-    ends: list[np.ndarray] = [np.full(1, -1, np.int64)] if begin == 0 else []
-    with file.open() as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        content = np.frombuffer(view, np.uint8)
-        # From the byte before the part: if it ends a line, a line of this part starts at `begin`.
-        for start in range(max(begin - 1, 0), stop, block):
-            ends.append(np.flatnonzero(content[start : min(start + block, stop)] == ord("\n")) + start)
-            report_bytes(min(start + block, stop) - begin)
-        starts = np.concatenate(ends) + 1
-        last_end = view.find(b"\n", stop - 1) + 1 or size  # the last line may go on behind the part
-        starts = starts[starts < stop]
-        line_ends = np.append(starts[1:], last_end)[: len(starts)]
-        first_bytes = content[starts]
-        is_blank = first_bytes == ord("\n")
-        # Lines of "\r\n" are blank as well; a "\r" may be the file's last byte.
-        carriage = np.flatnonzero(first_bytes == ord("\r"))
-        carriage = carriage[starts[carriage] + 1 < size]
-        is_blank[carriage] = content[starts[carriage] + 1] == ord("\n")
-        del content, first_bytes  # the map cannot close while numpy arrays refer to it
-    return np.stack([starts, line_ends], axis=1)[~is_blank]
+    line_ends: list[np.ndarray] = [np.full(1, -1, np.int64)] if begin == 0 else []
+    with file.open() as handle:
+        descriptor = handle.fileno()
+        # From the byte before the stripe: if it ends a line, a line of the stripe starts at `begin`.
+        for start in range(max(begin - 1, 0), stop, _BLOCK_BYTES):
+            content = np.frombuffer(_content(descriptor, start, min(start + _BLOCK_BYTES, stop)), np.uint8)
+            line_ends.append(np.flatnonzero(content == ord("\n")) + start)
+            report_bytes(min(start + _BLOCK_BYTES, stop) - begin)
+        starts = np.concatenate(line_ends) + 1 if line_ends else np.empty(0, np.int64)
+        # A line that ends with the stripe's last byte is followed by one that begins in the next stripe.
+        last_end = stop if len(starts) and starts[-1] == stop else _line_end(descriptor, stop, size)
+    starts = starts[starts < stop]
+    rows = np.stack([starts, np.append(starts[1:], last_end)[: len(starts)]], axis=1)
+    # Most blank lines are told by their size; the others, "\r\n", by their first byte.
+    lengths = rows[:, 1] - rows[:, 0]
+    is_blank = lengths == 1
+    is_blank[-1:] &= rows[-1:, 1] < size  # the last byte of a file may be anything
+    short = np.flatnonzero((lengths <= 2) & ~is_blank)
+    with file.open() as handle:
+        for start in range(0, len(short), _SHORT_LINES):
+            some = short[start : start + _SHORT_LINES]
+            lines = _contents(handle.fileno(), rows[some].tolist())
+            is_blank[some] = [line in (b"\n", b"\r\n") for line in lines]
+    return rows[~is_blank]
+
+
+def _line_end(file: int, start: int, size: int) -> int:
+    """Returns the byte behind the line that byte `start` of an open file belongs to."""
+    step = _LINE_SEARCH_BYTES
+    while start < size:
+        content = _content(file, start, min(start + step, size))
+        if end := content.find(b"\n") + 1:
+            return start + end
+        if not content:
+            break
+        start += len(content)
+        step = min(2 * step, _BLOCK_BYTES)
+    return size
