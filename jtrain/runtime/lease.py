@@ -42,7 +42,8 @@ WATCH_S = 10.0
 """Time over which a record of another machine is watched, however old: file servers may count time
 differently."""
 
-_POLL_S = 0.2
+POLL_S = 0.2
+"""Time between two looks at a record that another process may have changed."""
 
 
 NOBODY = "a process that has not written its name"
@@ -180,7 +181,7 @@ class Lease:
                 if not has_told:
                     watching(str(rival.entry.holder or NOBODY))
                     has_told = True
-                time.sleep(_POLL_S)  # a store tells nobody that a record has changed
+                time.sleep(POLL_S)  # a store tells nobody that a record has changed
         if not rival.entry.is_free:
             taken_over(rival.how_gone())
 
@@ -195,7 +196,7 @@ class Lease:
     def wait(self) -> None:
         """Waits until this process holds the lease."""
         while not self.try_take():
-            time.sleep(_POLL_S / 4)  # as in `take`
+            time.sleep(POLL_S / 4)  # as in `take`
 
     def seize(self, old: Entry | None = None) -> bool:
         """Takes the lease from whoever holds it; False if the newest state is not `old`.

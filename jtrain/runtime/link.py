@@ -257,7 +257,7 @@ class Link:
     """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
-        self._connection = connection
+        self.connection = connection
         self._session = session
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -268,7 +268,7 @@ class Link:
     def send_content(self, content: bytes | memoryview) -> None:
         """Sends bytes that a message before has announced."""
         for part in self._session.sealed(content):
-            send_all(self._connection, part)
+            send_all(self.connection, part)
 
     def receive(self, schema: Schema) -> Message:
         """Returns the next message; waits as long as the other end says that it is working.
@@ -278,7 +278,7 @@ class Link:
             time.
         """
         while True:
-            message = converse(self._connection, self._session.message({**schema, _WORKING: {}}))
+            message = converse(self.connection, self._session.message({**schema, _WORKING: {}}))
             if message[0] != _WORKING:
                 return message
 
@@ -288,7 +288,7 @@ class Link:
         be sent meanwhile.
         """
         has_ended = threading.Event()
-        beat_s = (self._connection.gettimeout() or SILENCE_S) / 4
+        beat_s = (self.connection.gettimeout() or SILENCE_S) / 4
 
         def beat() -> None:
             # A broken link is met by whoever sends next.
@@ -308,7 +308,7 @@ class Link:
     def receive_content(self, size_bytes: int) -> Iterator[bytearray]:
         """Yields so many bytes, block by block, each of them authenticated."""
         while size_bytes > 0:
-            block = converse(self._connection, self._session.frame())
+            block = converse(self.connection, self._session.frame())
             size_bytes -= len(block)
             yield block
         # A block may be longer than what was announced: the sender's frames do not fit the message.
