@@ -21,8 +21,8 @@ from jtrain.checkpoint import array_files, files, folders
 from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash
 from jtrain.checkpoint.host_copy import StateChunks
-from jtrain.runtime import atomic_io, object_store
-from jtrain.runtime.store_paths import error_line, in_store
+from jtrain.runtime import atomic_io, stores
+from jtrain.runtime.stores import error_line, in_store
 
 type Hashes = dict[str, tuple[int, str]]
 """Path relative to the checkpoint's directory -> (bytes, hash) of a file."""
@@ -115,7 +115,7 @@ def write_arrays(
 
     def write(disk: HashedIO, name: str, data: memoryview, hashes: Hashes) -> None:
         if stored:
-            digest = object_store.write(path / name, data)
+            digest = stores.write(path / name, data)
         else:
             # All threads share `made`: two may create one folder at once, which `exist_ok` allows.
             parent = os.path.dirname(name)

@@ -24,7 +24,7 @@ from typing import Any
 from jtrain.checkpoint import folders
 from jtrain.errors import UserError
 from jtrain.runtime import atomic_io
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.stores import in_store
 
 STATE = "state"
 DATA = "data.json"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.stores import in_store
 
 _READ_BYTES = 1 << 20
 _THREADS = 8

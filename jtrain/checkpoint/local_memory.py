@@ -28,7 +28,7 @@ from jtrain.checkpoint.neighbours import Neighbours
 from jtrain.checkpoint.slots import SLOTS
 from jtrain.errors import HardwareFault, UserError
 from jtrain.runtime import multihost
-from jtrain.runtime.store_paths import error_line, in_store
+from jtrain.runtime.stores import error_line, in_store
 
 DEFAULT_DIR = "/dev/shm"
 

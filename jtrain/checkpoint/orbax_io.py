@@ -16,8 +16,8 @@ from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jtrain.checkpoint import layer_order
 from jtrain.checkpoint.array_files import by_keys
-from jtrain.runtime import object_store
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime import stores
+from jtrain.runtime.stores import in_store
 
 _SCHEMES = ("gs://", "s3://")
 
@@ -60,7 +60,7 @@ def _teach_orbax() -> None:
         return text.replace(":/", "://", 1) if path.startswith(_SCHEMES) else text
 
     # Orbax has no setting for other schemes: three of its functions are replaced.
-    gcs_utils.get_kvstore_for_gcs = object_store.spec
+    gcs_utils.get_kvstore_for_gcs = stores.spec
     tensorstore_utils._use_gcs_driver = is_url
     tensorstore_utils._normalize_path = normalize
 

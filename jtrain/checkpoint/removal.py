@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jtrain.checkpoint import files, folders
 from jtrain.checkpoint.files import MANIFEST
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.stores import in_store
 
 PARTIAL = ".orbax-checkpoint-tmp"
 """Part of the name of a directory that is still being written."""

@@ -21,7 +21,7 @@ from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError, Manifest, ManifestLeaf
 from jtrain.errors import first_few
 from jtrain.runtime import multihost
-from jtrain.runtime.store_paths import error_line
+from jtrain.runtime.stores import error_line
 
 MAX_NAMED_LEAVES = 10
 

@@ -13,7 +13,7 @@ from jtrain.checkpoint import files, lost_history, removal, restoring
 from jtrain.checkpoint.saving import Saves
 from jtrain.errors import UserError
 from jtrain.runtime import multihost
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.stores import in_store
 
 
 @dataclasses.dataclass(frozen=True)

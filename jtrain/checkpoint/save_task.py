@@ -22,7 +22,7 @@ from jtrain.checkpoint.files import CheckpointError, ManifestLeaf
 from jtrain.checkpoint.host_copy import StateChunks
 from jtrain.errors import first_few
 from jtrain.runtime import atomic_io, multihost
-from jtrain.runtime.store_paths import error_line, in_store
+from jtrain.runtime.stores import error_line, in_store
 from jtrain.runtime.workdir_lock import WorkdirLock
 
 PATIENCE_S = 900.0

@@ -22,7 +22,7 @@ from jtrain.checkpoint import files, removal
 from jtrain.checkpoint.files import CheckpointError, gib
 from jtrain.runtime import multihost
 from jtrain.runtime.retry import Backoff
-from jtrain.runtime.store_paths import error_line, in_store
+from jtrain.runtime.stores import error_line, in_store
 from jtrain.runtime.workdir_lock import WorkdirLock
 
 if TYPE_CHECKING:

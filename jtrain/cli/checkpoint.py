@@ -15,7 +15,7 @@ from jtrain.checkpoint.files import CheckpointError
 from jtrain.cli.options import add_json, add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb, write_json
 from jtrain.report.table import Table, numbers, words
-from jtrain.runtime.store_paths import in_store, store_errors, workdir_path
+from jtrain.runtime.stores import in_store, store_errors, workdir_path
 
 
 def add_options(parser: Parser) -> None:

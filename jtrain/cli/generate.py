@@ -5,7 +5,7 @@ import os
 from jtrain.cli.options import add_step, add_workdir
 from jtrain.cli.run import Args, Command, Parser, Verb
 from jtrain.runtime.platform import start_jax
-from jtrain.runtime.store_paths import workdir_path
+from jtrain.runtime.stores import workdir_path
 
 
 def add_options(parser: Parser) -> None:

@@ -12,7 +12,7 @@ from jtrain.errors import UserError
 from jtrain.plan import AOT_ENVIRONMENT
 from jtrain.runtime import exit_codes
 from jtrain.runtime.platform import start_jax, use_unified_memory
-from jtrain.runtime.store_paths import check_workdir, default_workdir, workdir_path
+from jtrain.runtime.stores import check_workdir, default_workdir, workdir_path
 from jtrain.supervise.heart import start_heart
 from jtrain.supervise.supervisor import Supervisor
 

@@ -22,7 +22,7 @@ from jtrain.hf.mapping import from_hf
 from jtrain.hf.model_config import config_from_model, model_differences, model_from_config
 from jtrain.model.fp8_scaling import first_scaling
 from jtrain.model.param import map_params
-from jtrain.runtime.store_paths import in_store, workdir_path
+from jtrain.runtime.stores import in_store, workdir_path
 from jtrain.step.state import TrainState
 
 

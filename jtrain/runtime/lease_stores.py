@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jtrain.errors import UserError
-from jtrain.runtime import object_store
+from jtrain.runtime import stores
 
 _RELEASED = ".released"
 _ANSWER_S = 10.0
@@ -232,7 +232,7 @@ class ObjectStore:
 
     def read(self) -> Entry:
         with _store_errors():
-            data, version = object_store.read_version(self.path, answer_s=_ANSWER_S)
+            data, version = stores.read_version(self.path, answer_s=_ANSWER_S)
         if version != self._seen[0]:
             self._seen = (version, time.monotonic())
         if data is None:
@@ -277,7 +277,7 @@ class ObjectStore:
         }
         data = json.dumps(state, indent=1).encode()
         with _store_errors():
-            version = object_store.replace_version(self.path, data, old.version, answer_s=_ANSWER_S)
+            version = stores.replace_version(self.path, data, old.version, answer_s=_ANSWER_S)
         return None if version is None else dataclasses.replace(new, version=version)
 
 

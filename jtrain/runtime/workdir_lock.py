@@ -16,7 +16,7 @@ from jtrain.runtime.agreement import Agreement, FolderCarrier
 from jtrain.runtime.atomic_io import cannot_write
 from jtrain.runtime.lease import NOBODY, Lease, LeaseHeld, LeaseLost
 from jtrain.runtime.lease_stores import FolderStore, Holder, ObjectStore
-from jtrain.runtime.store_paths import WAY_OUT, error_line, in_store
+from jtrain.runtime.stores import WAY_OUT, error_line, in_store
 
 FOLDER = "lock"
 

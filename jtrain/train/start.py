@@ -16,7 +16,7 @@ from jtrain.runtime import accelerators
 from jtrain.runtime.multihost import join_processes
 from jtrain.runtime.platform import compile_collectives_anew, devices_line, present_devices
 from jtrain.runtime.process_comparison import compare_processes, this_process
-from jtrain.runtime.store_paths import in_store
+from jtrain.runtime.stores import in_store
 from jtrain.supervise.heart import Heart
 from jtrain.telemetry.goodput import process_start_s
 from jtrain.train import attempt

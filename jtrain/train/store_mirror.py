@@ -19,7 +19,7 @@ from typing import Any
 
 from jtrain.checkpoint import folders
 from jtrain.runtime.multihost import process_index
-from jtrain.runtime.store_paths import error_line, in_store, store_errors
+from jtrain.runtime.stores import error_line, in_store, store_errors
 from jtrain.runtime.workdir_lock import FOLDER, WorkdirLock
 from jtrain.train.callbacks import Callback, LoopPhase
 

@@ -15,7 +15,7 @@ from jtrain.cli import launch
 from jtrain.cli.run import run
 from jtrain.profile.analysis.breakdown import read_json
 from jtrain.runtime.multihost import join_processes
-from jtrain.runtime.store_paths import check_workdir, default_workdir
+from jtrain.runtime.stores import check_workdir, default_workdir
 
 ROOT = Path(__file__).parents[2]
 

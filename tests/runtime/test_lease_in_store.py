@@ -11,10 +11,10 @@ import pytest
 
 from jtrain.checkpoint import Checkpoints, CheckpointSpec, files, folders
 from jtrain.errors import UserError
-from jtrain.runtime import lease, object_store
+from jtrain.runtime import lease, stores
 from jtrain.runtime.lease import Lease, LeaseHeld, LeaseLost
 from jtrain.runtime.lease_stores import ObjectStore
-from jtrain.runtime.store_paths import workdir_path
+from jtrain.runtime.stores import workdir_path
 from jtrain.runtime.workdir_lock import WorkdirLock
 from tests.data.sources.object_store import Store, gs_store, s3_store
 from tests.runtime.test_lease import elsewhere, quiet
@@ -105,9 +105,9 @@ def test_an_answer_that_was_lost_loses_nothing(workdir: Path) -> None:
     place = workdir / "lease.json"
     holder = Lease(ObjectStore(place), beat_s=0.0)
     assert holder.try_take()
-    data, version = object_store.read_version(place)
+    data, version = stores.read_version(place)
     assert data is not None
-    assert object_store.replace_version(place, data.replace(b'"writes": 1', b'"writes": 7'), version)
+    assert stores.replace_version(place, data.replace(b'"writes": 1', b'"writes": 7'), version)
     holder.beat()
     holder.check(confirm=True)
     place.unlink()

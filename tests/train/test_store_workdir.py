@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jtrain.checkpoint import files, folders
-from jtrain.runtime.store_paths import workdir_path
+from jtrain.runtime.stores import workdir_path
 from jtrain.telemetry import metrics
 from tests.data.sources.object_store import gs_store, s3_store
 

@@ -31,7 +31,7 @@ ROLE_BYTES = len(ASSISTANT) - len("gpt")
 """Most bytes by which a role is longer than the `from` that stands for it."""
 
 
-class Message(NamedTuple):
+class ChatMessage(NamedTuple):
     """Message of a chat; `learned` is what its `weight` or `train` says, None if they say nothing."""
 
     role: str
@@ -39,7 +39,7 @@ class Message(NamedTuple):
     learned: bool | None
 
 
-def layout(messages: list[Message]) -> list[tuple[str, int]]:
+def layout(messages: list[ChatMessage]) -> list[tuple[str, int]]:
     """Returns the parts of the text of a chat, each with the number of its message; -1: not of a message.
 
     This is the place for chat templates. A message is `<|role|>`, a line end, its content and a line end. The
@@ -113,7 +113,7 @@ def is_chat(value: Any) -> bool:
     )
 
 
-def _message(number: int, message: Any) -> Message:
+def _message(number: int, message: Any) -> ChatMessage:
     """Returns a message; raises ValueError if it has no role or content, or what the layout cannot show."""
     if not isinstance(message, dict):
         raise ValueError(
@@ -135,7 +135,7 @@ def _message(number: int, message: Any) -> Message:
                 f"holds {reprlib.repr(role)} as 'from' of message {number}; known are {', '.join(_ROLE_OF)}"
             )
         role = _ROLE_OF[role]
-    return Message(role, content, _stated(number, message, role))
+    return ChatMessage(role, content, _stated(number, message, role))
 
 
 def _stated(number: int, message: dict[str, Any], role: str) -> bool | None:
