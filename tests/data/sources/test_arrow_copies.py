@@ -22,7 +22,7 @@ TYPES = {
 
 def read(path: Path, **fields: Any) -> list[Any]:
     corpus = Corpus(Source(path=str(path), **fields), name="web", cache_dir=path.parent.with_name("cache"))
-    texts = list(corpus.read(np.arange(len(corpus))))
+    texts = [str(text) for text in corpus.read(np.arange(len(corpus)))]
     assert (corpus.sizes(0, len(corpus)) >= [len(text.encode()) for text in texts]).all()
     return texts
 
