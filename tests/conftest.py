@@ -44,6 +44,10 @@ os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
 # Only this process has jemalloc (see pytest_xdist_setupnodes): what it starts has the malloc that users have.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("LD_PRELOAD", None)
+# The processes that tests start import this tree from any folder, also where another one is installed.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 # Images of containers often set it. Each process that tests start would compile the sources of jtrain, for
 # 0.3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

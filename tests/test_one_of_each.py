@@ -129,7 +129,9 @@ ROWS = (
         "pickle of received bytes", "data/plane/data_plane.py", calling(r"pickle\.loads?")
     ),  # of its own child
     Row(
-        "documents that no loader survives", "data/loaders/pool.py", saying(r"\{activity\}, again and again")
+        "documents that no loader survives",
+        "data/loaders/process_pool.py",
+        saying(r"\{activity\}, again and again"),
     ),
     Row(
         "restarts of a constructor",

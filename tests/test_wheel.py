@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -96,6 +98,30 @@ def test_a_wheel_carries_what_a_user_needs_and_no_more(wheel: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert {"jtrain/bench/one_gpu.py", "jtrain/bench/checkpoint_programs/checkpoint_torch.py"} <= names
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"jtrain", "jtrain_kernels"}
+
+
+def test_a_wheel_has_the_c_core_for_every_python_of_its_platform(wheel: Path) -> None:
+    """Where there is a C compiler; `pip install` of the wheel then needs none."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
+    assert re.fullmatch(r"jtrain-.*-py3-none-(?!any).*\.whl", wheel.name)
+    assert {"jtrain/data/native/_core.so", "jtrain/data/native/core.c"} <= set(
+        zipfile.ZipFile(wheel).namelist()
+    )
+
+
+def test_without_a_c_compiler_a_wheel_is_built_for_any_platform(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NumPy then does the core's work. An old library beside the source does not end up in the wheel."""
+    with tarfile.open(build(tmp_path / "sdist", ROOT, "sdist")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (tree,) = tmp_path.glob("jtrain-*/")
+    (tree / "jtrain" / "data" / "native" / "_core.so").write_bytes(b"of another source")
+    monkeypatch.setenv("CC", "/none/cc")
+    wheel = build(tmp_path / "wheel", tree, "wheel")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert "jtrain/data/native/_core.so" not in zipfile.ZipFile(wheel).namelist()
 
 
 def test_the_metadata_says_what_one_may_do_with_it(wheel: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jtrain.bench import Row, row
-from jtrain.data.constructor.collate import Rows, fill_rows, views_of
+from jtrain.data.constructor.collate import Rows, fill_rows, spans_of
 from jtrain.data.mixture.schedule import Constant
 from jtrain.data.planner.balance import spread
 from jtrain.data.planner.packing import Packing
@@ -125,7 +125,7 @@ def fill_from_plans(plans: list[LoadingPlan], documents: list[np.ndarray]) -> tu
     out, tokens = Rows.empty(BATCH_ROWS, SEQ_LEN), 0
     start_s = time.process_time()
     for plan in plans:
-        fill_rows(out, plan.pieces, views_of(lambda source, document: documents[document % len(documents)]))
+        fill_rows(out, plan.pieces, spans_of(lambda source, document: documents[document % len(documents)]))
         tokens += int(plan.tokens_by_source.sum())
     return tokens / (time.process_time() - start_s), tokens / (len(plans) * BATCH_ROWS * SEQ_LEN)
 

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jtrain.checkpoint import array_files, files, folders, object_stores
+from jtrain.checkpoint import array_files, files, folders
 from jtrain.checkpoint.array_files import by_keys
 from jtrain.checkpoint.hashed_io import Checksum, HashedIO, file_hash
 from jtrain.checkpoint.host_copy import StateChunks
-from jtrain.runtime import atomic_io
+from jtrain.runtime import atomic_io, object_store
 from jtrain.runtime.store_paths import error_line, in_store
 
 type Hashes = dict[str, tuple[int, str]]
@@ -115,7 +115,7 @@ def write_arrays(
 
     def write(disk: HashedIO, name: str, data: memoryview, hashes: Hashes) -> None:
         if stored:
-            digest = object_stores.write(path / name, data)
+            digest = object_store.write(path / name, data)
         else:
             # All threads share `made`: two may create one folder at once, which `exist_ok` allows.
             parent = os.path.dirname(name)

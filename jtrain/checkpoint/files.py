@@ -90,6 +90,7 @@ class Manifest:
     files: path relative to the step's directory -> (bytes, blake2b-128 in hex).
     processes: number of processes that wrote it.
     part: None for a whole checkpoint.
+    lease: fencing number of the run's hold of its workdir; None where nothing else could write.
     """
 
     step: int
@@ -98,6 +99,7 @@ class Manifest:
     files: dict[str, tuple[int, str]]
     processes: int
     part: Part | None = None
+    lease: int | None = None
 
     @property
     def file_bytes(self) -> int:
@@ -158,6 +160,7 @@ def seal(
     hashes: dict[str, str],
     processes: int = 1,
     part: Part | None = None,
+    lease: int | None = None,
 ) -> None:
     """Completes the directory at `path`, which holds the arrays, for its commit: writes side files and
     manifest.
@@ -167,6 +170,7 @@ def seal(
     Args:
       hashes: path relative to `path` -> hash, of the files that hold the arrays, which are on the disk.
       processes: number of processes that wrote them.
+      lease: fencing number of the run's hold of its workdir.
 
     Raises:
       CheckpointError: the files are too few for the arrays, because some process wrote elsewhere.
@@ -178,7 +182,7 @@ def seal(
     sizes = folders.sizes(path)
     files = {name: (sizes[name], digests[name]) for name in sorted(digests)}
     saved_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    manifest = Manifest(step, saved_at, leaves, files, processes, part)
+    manifest = Manifest(step, saved_at, leaves, files, processes, part, lease)
     # Before the manifest is written: without one, nobody takes the folder for a checkpoint.
     if missing := manifest.missing_arrays():
         raise CheckpointError(

@@ -83,7 +83,7 @@ class LocalMemory:
         self._run = self._identity()
         self._like = like
         self._leaves = slots.held_leaves(like)
-        self._neighbours = Neighbours(self.folder)
+        self._neighbours = Neighbours(self.folder, say)
         self._newest_everywhere: Path | None = None  # own slot with the newest state that all processes have
         self._maps: dict[Path, dict[str, np.ndarray]] = {}
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "local-memory")
@@ -251,7 +251,12 @@ class LocalMemory:
             processes=self._processes,
             part=Part(self._process, self._run, self._config, self._newest_seen),
         )
-        self._neighbours.send(slot)
+        try:
+            self._neighbours.send(slot)
+        except OSError as error:
+            # At once: the next save, which says the consequence, may be minutes away.
+            self._say(f"Local memory: the state of step {step} has no copy on another host: {error}.")
+            raise
         return step, slot
 
     def _wait(self) -> tuple[int, Path | None, str]:
@@ -338,7 +343,15 @@ class LocalMemory:
         # Row h, column p: the steps of process p's part that process h can read on its host.
         holders = np.flatnonzero((self._holders[:, self._process] == step).any(axis=1)).tolist()
         slot = self._free_slot()
-        self._neighbours.fetch(holders[0], self._process, step, slot)
+        for holder in holders:
+            try:
+                self._neighbours.fetch(holder, self._process, step, slot)
+                break
+            except OSError as error:
+                # Another host may have the same: its own part, or a copy.
+                if holder == holders[-1]:
+                    raise
+                self._say(f"Local memory: {error}; another process has the state of step {step}, too.")
         return slot, files.read_manifest(slot)
 
     def _take_room(self) -> None:

@@ -1,15 +1,17 @@
 """Copies of a process's state in the memory of another host, sent over a link (`jtrain.runtime.link`).
 
 Each process sends to one of another host: the k-th process of a host to the k-th of the next. On one host
-with several processes it is the next process.
+with several processes it is the next process. A link that is silent, slow or broken is named by both ends
+after `link.SILENCE_S`, and the copy on it is given up: no save and no restart waits for it.
 """
 
 import contextlib
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,17 +19,18 @@ from jtrain.checkpoint import files, folders, slots
 from jtrain.runtime import link, multihost
 from jtrain.runtime.link import Link, LinkError
 
-_TIMEOUT_S = 30.0
-
 SCHEMA: link.Schema = {
     "put": {"slot": str},
     "get": {"process": int, "step": int},
     "slot": {"names": np.ndarray, "sizes": np.ndarray},
+    "ready": {},
     "kept": {},
+    "done": {},
     "error": {"reason": str},
 }
-"""Messages: `put` and a slot, which `kept` or `error` answers, and `get`, which a slot or `error` answers.
-The contents of the files of a slot follow its message, the manifest's last."""
+"""Messages: `put` and a slot, and `get`, which a slot or `error` answers. `slot` announces one; `ready` says
+that its memory is taken; then the contents of its files follow, the manifest's last; `kept` says that all is
+there, and `done` that `kept` has arrived. In place of `ready` or `kept` comes `error`."""
 
 _FILE_NAME = re.compile(rf"({files.STATE}/[^/]+/)?[^/.][^/]*")
 
@@ -37,6 +40,7 @@ class Neighbours:
 
     Args:
       folder: folder of the run in local memory, as on every host.
+      say: prints a line; called in threads.
 
     Attributes:
       is_first_of_host: True in one process per host.
@@ -44,8 +48,9 @@ class Neighbours:
       local_copies: processes whose copies this host keeps.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self._folder = folder
+        self._say = say
         self._process, processes = multihost.process_index(), multihost.process_count()
         self._listening: socket.socket | None = None
         self.is_first_of_host, self.local_processes, self.local_copies = True, {self._process}, set[int]()
@@ -77,13 +82,10 @@ class Neighbours:
         with self._open_link(self._receiver) as peer:
             peer.send("put", slot=slot.name)
             _send(peer, slot)
-            kind, fields = peer.receive(SCHEMA)
-            if kind != "kept":
-                raise OSError(f"process {self._receiver} could not keep a copy: {fields.get('reason')}")
 
     def fetch(self, holder: int, process: int, step: int, slot: Path) -> None:
-        """Fetches what the host of `holder` has of a process's state into `slot`; raises OSError if it has
-        nothing.
+        """Fetches what the host of `holder` has of a process's state into `slot`; raises OSError if nothing
+        comes.
         """
         with self._open_link(holder) as peer:
             peer.send("get", process=process, step=step)
@@ -99,9 +101,15 @@ class Neighbours:
 
     @contextlib.contextmanager
     def _open_link(self, process: int) -> Iterator[Link]:
-        with socket.create_connection(self._peers.addresses[process], timeout=_TIMEOUT_S) as connection:
-            handshake = link.calling(self._peers.token, self._process, process)
-            yield Link(connection, link.converse(connection, handshake))
+        try:
+            address, silence_s = self._peers.addresses[process], self._peers.silence_s
+            with socket.create_connection(address, timeout=silence_s) as connection:
+                link.set_deadlines(connection, silence_s)
+                handshake = link.calling(self._peers.token, self._process, process)
+                yield Link(connection, link.converse(connection, handshake))
+        # A full folder is an OSError too, and says its own name.
+        except (ConnectionError, TimeoutError) as error:
+            raise LinkError(f"the link to {self._peers.named(process)} has failed ({error})") from error
 
     def _serve(self) -> None:
         assert self._listening is not None
@@ -117,16 +125,26 @@ class Neighbours:
 
     def _answer(self, connection: socket.socket) -> None:
         """Serves one connection; closes it if the other side does not know the token."""
-        with connection, contextlib.suppress(OSError, ValueError, LookupError):
-            connection.settimeout(_TIMEOUT_S)
-            handshake = link.answering(self._peers.token, self._process, len(self._peers.addresses))
-            caller, session = link.converse(connection, handshake)
-            peer = Link(connection, session)
-            kind, fields = peer.receive(SCHEMA)
-            if kind == "put":
-                self._store_copy(peer, caller, fields["slot"])
-            elif kind == "get":
-                self._send_copy(peer, fields["process"], fields["step"])
+        caller = None
+        try:
+            with connection:
+                connection.settimeout(self._peers.silence_s)
+                link.set_deadlines(connection, self._peers.silence_s)
+                handshake = link.answering(self._peers.token, self._process, len(self._peers.addresses))
+                caller, session = link.converse(connection, handshake)
+                peer = Link(connection, session)
+                kind, fields = peer.receive(SCHEMA)
+                if kind == "put":
+                    self._store_copy(peer, caller, fields["slot"])
+                elif kind == "get":
+                    self._send_copy(peer, fields["process"], fields["step"])
+        except (OSError, ValueError, LookupError) as error:
+            # Not of a stranger, who could fill the log.
+            if caller is not None:
+                self._say(
+                    f"Local memory: the link to {self._peers.named(caller)} has failed "
+                    f"({str(error) or type(error).__name__})."
+                )
 
     def _store_copy(self, peer: Link, process: int, slot: str) -> None:
         # The slot's name becomes a path: a peer may name none but ours.
@@ -139,8 +157,6 @@ class Neighbours:
             raise
         except OSError as error:
             peer.send("error", reason=f"{type(error).__name__}: {error}"[:200])
-        else:
-            peer.send("kept")
 
     def _send_copy(self, peer: Link, process: int, step: int) -> None:
         # Its own slots first, then a copy: either serves, since each is found by its step.
@@ -158,28 +174,45 @@ def _send(peer: Link, slot: Path) -> None:
     sizes[files.MANIFEST] = sizes.pop(files.MANIFEST)
     names = np.frombuffer("\n".join(sizes).encode(), np.uint8)
     peer.send("slot", names=names, sizes=np.array(list(sizes.values())))
+    _expect(peer, "ready")
     for name in sizes:
         with open(slot / name, "rb") as file:
             while block := file.read(link.FRAME_BYTES):
                 peer.send_content(block)
+    _expect(peer, "kept")
+    peer.send("done")
 
 
 def _receive(peer: Link, slot: Path) -> None:
     """Writes the slot that arrives over what `slot` held."""
-    kind, fields = peer.receive(SCHEMA)
-    if kind != "slot":
-        raise OSError(fields.get("reason", f"a message {kind} instead of a slot"))
+    fields = _expect(peer, "slot")
     sizes = dict(zip(fields["names"].tobytes().decode().split("\n"), fields["sizes"].tolist(), strict=True))
     if not all(map(_FILE_NAME.fullmatch, sizes)):
         raise LinkError("a slot arrived with files elsewhere")
     # The manifest goes before the first byte changes, and arrives again as the last file.
     slots.mark_empty(slot)
-    slots.reserve(slot, sizes)
+    # The first time 3.6 s per GiB: longer than the sender would wait for a silent process.
+    with peer.working():
+        slots.reserve(slot, sizes)
+    peer.send("ready")
     # `r+b` keeps the reserved memory; `wb` would give it back and take it anew.
     for name, size in sizes.items():
         with open(slot / name, "r+b") as file:
             for block in peer.receive_content(size):
                 file.write(block)
+    peer.send("kept")
+    # Or this end would not know that the other one has given up.
+    _expect(peer, "done")
+
+
+def _expect(peer: Link, expected: str) -> dict[str, Any]:
+    """Returns the fields of the next message; raises OSError with the other end's reason if it is not
+    `expected`.
+    """
+    kind, fields = peer.receive(SCHEMA)
+    if kind != expected:
+        raise OSError(f"the other process says: {fields.get('reason', f'{kind} instead of {expected}')}")
+    return fields
 
 
 def _identity(folder: Path) -> str:

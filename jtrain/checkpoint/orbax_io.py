@@ -2,6 +2,8 @@
 late.
 """
 
+import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,15 @@ import jax
 import orbax.checkpoint as ocp
 import tensorstore as ts
 from etils import epath
+from orbax.checkpoint._src.path import gcs_utils
+from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from jtrain.checkpoint import layer_order
 from jtrain.checkpoint.array_files import by_keys
+from jtrain.runtime import object_store
 from jtrain.runtime.store_paths import in_store
+
+_SCHEMES = ("gs://", "s3://")
 
 
 def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int, ...] | None = None) -> Any:
@@ -23,9 +30,7 @@ def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int,
     """
     # Before Orbax opens anything: its own table knows gs:// alone.
     if in_store(path):
-        from jtrain.checkpoint.object_stores import teach_orbax
-
-        teach_orbax()
+        _teach_orbax()
     tree = _nested(like)
     args = ocp.args.PyTreeRestore(
         item=tree,
@@ -41,6 +46,23 @@ def restore(path: Path, like: Any, *, only_some: bool = False, order: tuple[int,
     # By keys, not by position: JAX sorts the keys of dicts, and a dataclass's fields have their own order.
     arrays = dict(by_keys(restored))
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[keys] for keys, _ in by_keys(like)])
+
+
+@functools.cache
+def _teach_orbax() -> None:
+    """Lets Orbax read arrays behind s3:// as well: of all stores, it hands only gs:// to TensorStore."""
+
+    def is_url(directory: str) -> bool:
+        return directory.startswith(_SCHEMES)
+
+    def normalize(path: str) -> str:
+        text = os.path.normpath(path)
+        return text.replace(":/", "://", 1) if path.startswith(_SCHEMES) else text
+
+    # Orbax has no setting for other schemes: three of its functions are replaced.
+    gcs_utils.get_kvstore_for_gcs = object_store.spec
+    tensorstore_utils._use_gcs_driver = is_url
+    tensorstore_utils._normalize_path = normalize
 
 
 def _nested(tree: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from jtrain.checkpoint.host_copy import StateChunks
 from jtrain.errors import first_few
 from jtrain.runtime import atomic_io, multihost
 from jtrain.runtime.store_paths import error_line, in_store
+from jtrain.runtime.workdir_lock import WorkdirLock
 
 PATIENCE_S = 900.0
 """How long process 0 waits, after its own part, for the others to say how theirs went."""
@@ -57,6 +58,7 @@ class SaveTask:
         attempt: int,
         background: bool,
         prune: Callable[[], None],
+        lock: WorkdirLock | None,
     ) -> None:
         """Starts the save.
 
@@ -65,6 +67,7 @@ class SaveTask:
           attempt: number of this save, the same in all processes and of no other save of this run.
           background: True if steps run beside it, which must not wait for its threads.
           prune: deletes surplus checkpoints.
+          lock: asked before each commit and deletion whether this run still has the workdir.
         """
         # Everything the thread reads is set before it starts, at the end of this method.
         self.contents = contents
@@ -83,6 +86,7 @@ class SaveTask:
         self._checksums: Checksums = {}
         self._background = background
         self._prune = prune
+        self._lock = lock
         self._commit_before: int | None = None  # set by process 0
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
@@ -160,6 +164,7 @@ class SaveTask:
 
     def _commit(self) -> None:
         contents = self.contents
+        self._check_lock()
         self._exchange_before.forget()  # all processes are in this save, so none is in the one before
         hashes = {}
         for hashes_text in self._exchange.told("files").values():
@@ -178,6 +183,7 @@ class SaveTask:
             config=contents.config,
             hashes={name: digest for name, (_, digest) in hashes.items()},
             processes=multihost.process_count(),
+            lease=None if self._lock is None else self._lock.number,
         )
         # On a disk this rename is the commit; in a store, `seal` has made it by writing the manifest.
         if not in_store(self._folder):
@@ -191,7 +197,13 @@ class SaveTask:
             self._commit_before = files.last_commit(self._folder)
             files.note_commit(self._folder, contents.step)
 
+    def _check_lock(self) -> None:
+        """Raises LeaseLost if another run has the workdir: its files have the same names as this run's."""
+        if self._lock is not None:
+            self._lock.check(confirm=True)
+
     def _discard(self) -> None:
+        self._check_lock()
         folders.remove(self._partial, first=files.MANIFEST)
 
     def _read_back(self) -> None:
@@ -207,6 +219,7 @@ class SaveTask:
     def _retire(self) -> None:
         """Deletes older checkpoints, now that this one is known to be whole."""
         try:
+            self._check_lock()
             # Only after the files were read back: until then the older
             # checkpoint is the one that is known to be good.
             self._prune()
@@ -215,6 +228,7 @@ class SaveTask:
 
     def _withdraw(self) -> None:
         """Deletes this checkpoint: its state is still in memory, and will be saved again."""
+        self._check_lock()
         # First: after a kill in between, a note of this step would tell of a lost checkpoint.
         with contextlib.suppress(Exception):  # the checkpoint goes in any case
             files.note_commit(self._folder, self._commit_before)

@@ -23,6 +23,7 @@ from jtrain.checkpoint.files import CheckpointError, gib
 from jtrain.runtime import multihost
 from jtrain.runtime.retry import Backoff
 from jtrain.runtime.store_paths import error_line, in_store
+from jtrain.runtime.workdir_lock import WorkdirLock
 
 if TYPE_CHECKING:
     from jtrain.checkpoint.layer_order import LayerOrder
@@ -42,6 +43,7 @@ class Saves:
     """Saves into `folder`, one at a time, in the background.
 
     say: prints a warning about a save, to stderr unless it is set; called in the thread that trains.
+    lock: the run's hold of its workdir, asked before each commit and deletion; None where nothing else writes.
     order: layers of the state at the places of a pipeline's stages; None if they are those of the model.
     """
 
@@ -55,6 +57,7 @@ class Saves:
     ) -> None:
         self.folder = folder
         self.say: Callable[[str], None] = _print
+        self.lock: WorkdirLock | None = None
         self._every_steps = every_steps
         self._max_failures = max_failures
         self._order = order
@@ -287,6 +290,7 @@ class Saves:
             attempt=next(_attempts),
             background=self._last is None,
             prune=self._prune,
+            lock=self.lock,
         )
         # Returns when the state's memory is read no more: the caller donates it to the next step.
         chunks.release(self._pool)

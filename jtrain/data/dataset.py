@@ -17,7 +17,7 @@ from jtrain.data.mixture.schedule import own_weights
 from jtrain.data.plane.data_plane import InlinePlane, Plane, ProcessPlane
 from jtrain.data.plane.iterator import BatchIterator, to_json
 from jtrain.data.planner.planner import Planner, PlannerSpec
-from jtrain.data.ray.engine import RayPlane, trainers
+from jtrain.data.sources.file_parts import STRIPE_BYTES
 from jtrain.data.sources.opening import opening_of
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.spec import PackedText
@@ -31,7 +31,7 @@ from jtrain.errors import UserError
 from jtrain.runtime import multihost
 from jtrain.runtime.link import meet
 
-_STATE_VERSION = 4
+_STATE_VERSION = 5
 """Version of the saved form; a state of another version is refused, as its batches could not be the same."""
 
 SLOTS = 2
@@ -113,6 +113,9 @@ class TextDataset:
                 lines[-1] += (
                     f"; {stream.prepared.num_skipped:,} bad documents were left out when it was prepared"
                 )
+            if num_long := stream.count_long_samples():
+                rule = stream.setup.source.on_too_long
+                lines[-1] += f"; {num_long:,} of them longer than a row (on_too_long={rule!r})"
         if len(lines) > _MOST_LINES:
             # Hundreds of sources would fill the screen.
             lines[_MOST_LINES:] = [f"... and {len(lines) - _MOST_LINES} more sources"]
@@ -199,16 +202,6 @@ class TextDataset:
         plane: Plane
         if inline or self.spec.engine == "inline":
             plane = InlinePlane(constructor_setup, state)
-        elif self.spec.engine == "ray":
-            trainer_args = trainers()
-            plane = RayPlane(
-                constructor_setup,
-                state,
-                **trainer_args,
-                loaders=self.spec.num_loaders() * trainer_args["processes"],
-                standbys=self.spec.shadows,
-                read_timeout_s=self.spec.read_timeout_s,
-            )
         else:
             listening, peers = (
                 # Prepared sources need no division: each host reads what its rows need.
@@ -225,7 +218,7 @@ class TextDataset:
             )
             # Importing what no source needs would cost memory in every loader.
             preload = tuple(name for name in _PRELOAD if name in sys.modules)
-            plane = ProcessPlane(setup, preload=preload, listening=listening)
+            plane = ProcessPlane(setup, preload=preload, listening=listening, say=self.say)
         return BatchIterator(
             plane, state, self._identity(setups), self.names, join_messages + change_messages
         )
@@ -261,7 +254,7 @@ class TextDataset:
             raise UserError(
                 "data.eval_fraction=0 holds out no documents for evaluation. Set data.eval_fraction."
             )
-        return HeldOutSet(self.streams, self.spec)
+        return HeldOutSet(self.streams, self.spec, say=self.say)
 
     def _schedule(self) -> Any:
         weight_of_source = {name: source.weight for name, source in self.spec.named_sources.items()}
@@ -274,7 +267,7 @@ class TextDataset:
             chunks_per_epoch=tuple(len(stream) for stream in self.streams),
             seq_len=spec.seq_len,
             global_batch=spec.global_batch,
-            packing=spec.packing,
+            packing=spec.packing_of(spec.named_sources.values()),
             unit=spec.mixture_unit,
             schedule=self._schedule(),
             epochs=spec.epochs,
@@ -328,9 +321,10 @@ class TextDataset:
         for stream in self.streams:
             if purpose == "training":
                 # epoch_key(0, 0): any fixed random order does, as this check is not part of the stream.
-                record_batches = (r[~stream.held_out(r)] for r in stream.records_at_random(epoch_key(0, 0)))
+                records_at_random = stream.records_at_random(epoch_key(0, 0), most_bytes=1)
+                record_batches = (r[~stream.held_out(r)] for r in records_at_random)
             else:
-                record_batches = stream.held_out_records()
+                record_batches = stream.held_out_records(most_bytes=STRIPE_BYTES)
             for records in record_batches:
                 documents_left += len(records)
                 # A few at a time: reading ends with the first full row.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32, Int64
 
-from jtrain.data.constructor.collate import Rows, fill_rows, iterate_pieces, views_of
+from jtrain.data.constructor.collate import Rows, fill_rows, iterate_pieces, spans_of
 from jtrain.data.constructor.context_order import context_order
 from jtrain.data.loss_mask import ignore_targets, runs_within
 from jtrain.data.mixture.schedule import Constant
@@ -26,7 +26,7 @@ from jtrain.data.sources.storage import find_files
 from jtrain.data.spec import PackedText
 from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.stream.chunk_reader import Read
-from jtrain.data.stream.chunk_stream import ChunkStream
+from jtrain.data.stream.chunk_stream import ChunkStream, Origin
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.errors import FileError, UserError
 from jtrain.layout.dims import Batch
@@ -40,6 +40,9 @@ _DOCUMENTS_PER_ROW, _DOCUMENTS_PER_ROW_READ = 4.0, 1.25
 With as many documents as rows the standard error would be a quarter larger than with four times as many.
 Sizes from an index may also count what is no text, such as other fields of a JSON line. Where sizes are only
 known by reading, they are right, and more of them would cost time."""
+
+_MANY_PARTS = 64
+"""Parts of a source of which one alone does not stand for it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +60,24 @@ class HeldOutBatch:
 
 
 class _Documents(NamedTuple):
-    """Documents from which an evaluation draws its chunks, and the number of chunks up to each one's end."""
+    """Documents from which an evaluation draws its chunks, and the number of chunks up to each one's end.
+
+    origins: where the documents of each source are from.
+    """
 
     source: Int64[np.ndarray, " documents"]
     record: Int64[np.ndarray, " documents"]
     end: Int64[np.ndarray, " documents"]
+    origins: tuple[Origin, ...]
 
 
 class HeldOutSet:
     """Held-out documents of some sources, of which an evaluation reads a fixed sample.
 
-    Documents are taken in a random order that is the same for every run, the same number from each source,
-    until there are some for every row of an evaluation, or all are taken. Rows are filled with chunks drawn
-    from all of these at random: the more documents an evaluation has, the smaller its standard error. A set
-    that is smaller than an evaluation is read whole.
+    Documents are taken in a random order that is the same for every run, from all over each source, the same
+    number from each, until there are some for every row of an evaluation, or all are taken. Rows are filled
+    with chunks drawn from all of these at random: the more documents an evaluation has, the smaller its
+    standard error. A set that is smaller than an evaluation is read whole.
 
     A target is a token whose predecessor is in the same piece of the same document: all but the first token
     of a chunk, and the token after each cut where a row ends. End ids are targets, of 0 bytes of text.
@@ -78,11 +85,21 @@ class HeldOutSet:
     Args:
       streams: sources; their documents that `ChunkStream.held_out` chooses.
       spec: gives the shape of the rows, and the most batches of an evaluation.
+      field: config path of the sources, for messages.
+      say: called with the line of `describe_sample` when the documents are drawn.
     """
 
-    def __init__(self, streams: Sequence[ChunkStream], spec: PackedText) -> None:
+    def __init__(
+        self,
+        streams: Sequence[ChunkStream],
+        spec: PackedText,
+        *,
+        field: str = "data",
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.streams = streams
         self.spec = spec
+        self._field, self._say = field, say
 
     @property
     def num_documents(self) -> int:
@@ -100,6 +117,17 @@ class HeldOutSet:
         documents = f"{sum(counts):,} documents" if len(counts) == len(self.streams) else "documents"
         files, size = (sum(len(s.names) for s in self.streams), sum(s.size_bytes for s in self.streams))
         return f"{documents} in {files:,} files, {size / 2**20:,.1f} MiB, all held out"
+
+    def describe_sample(self) -> str:
+        """Returns from how many files, parts of files and sources the documents are drawn."""
+        origins = self._documents.origins
+        files, parts = (sum(getattr(origin, name) for origin in origins) for name in ("files", "parts"))
+        sources = sum(origin.parts > 0 for origin in origins)
+        return (
+            f"{self._field}: evaluations draw from {self.num_documents:,} held-out documents of "
+            f"{parts:,} {'part' if parts == 1 else 'parts'} in {files:,} {'file' if files == 1 else 'files'} "
+            f"of {sources:,} {'source' if sources == 1 else 'sources'}"
+        )
 
     def fingerprint(self) -> str:
         """Returns a text that changes whenever the batches could."""
@@ -121,6 +149,9 @@ class HeldOutSet:
           context: size of the mesh axis that splits rows.
         """
         spec = self.spec
+        if self._say is not None:
+            self._say(self.describe_sample())
+            self._say = None  # once: every evaluation reads the same documents
         reads: dict[int, Read] = {}
         order = context_order(spec.seq_len, context, spec.context_order)
 
@@ -137,7 +168,7 @@ class HeldOutSet:
                 seq_len=spec.seq_len,
                 global_batch=spec.global_batch,
                 schedule=Constant({"held out": 1.0}),
-                packing=spec.packing,
+                packing=spec.packing_of(stream.setup.source for stream in self.streams),
                 epochs=1,
                 balance=False,
             ),
@@ -151,7 +182,7 @@ class HeldOutSet:
                 return
             # New arrays per batch: the caller may hold several.
             rows = Rows.empty(spec.global_batch, spec.seq_len)
-            fill_rows(rows, plan.pieces, views_of(lambda _, number: reads[number].ids))
+            fill_rows(rows, plan.pieces, spans_of(lambda _, number: reads[number].ids))
             runs = [
                 runs_within(reads[n].ignored, start, end) for _, n, start, end in iterate_pieces(plan.pieces)
             ]
@@ -168,13 +199,16 @@ class HeldOutSet:
 
     @functools.cached_property
     def _documents(self) -> _Documents:
+        """Raises UserError if the documents of a source of many parts are all of one part."""
         # Rows per source, rounded up: each source gives the same number, however large it is.
         share = -(-self.spec.eval_batches * self.spec.global_batch // len(self.streams))
         columns: list[np.ndarray] = [np.empty((0, 3), np.int64)]
+        origins = []
         for source, stream in enumerate(self.streams):
             documents = rows = share * (
                 _DOCUMENTS_PER_ROW if stream.sizes_are_known else _DOCUMENTS_PER_ROW_READ
             )
+            samples = [np.empty(0, np.int64)]
             for records in stream.held_out_records():
                 while len(records) and (documents > 0 or rows > 0):
                     sample, records = np.split(records, [max(_READ_AHEAD, math.ceil(documents))])
@@ -183,12 +217,25 @@ class HeldOutSet:
                     lengths = stream.rows_of(sample)
                     chunks = np.maximum(np.ceil(lengths), 1).astype(np.int64)
                     columns.append(np.stack([np.full_like(sample, source), sample, chunks], axis=1))
+                    samples.append(sample)
                     documents, rows = documents - len(sample), rows - float(lengths.sum())
                 # Both: enough documents for the standard error, and enough text for the rows.
                 if documents <= 0 and rows <= 0:
                     break
+            origins.append(stream.origin_of(np.concatenate(samples)))
+            self._check_origin(stream, origins[-1])
         sources, records, chunks = np.concatenate(columns).T
-        return _Documents(sources, records, np.cumsum(chunks))
+        return _Documents(sources, records, np.cumsum(chunks), tuple(origins))
+
+    def _check_origin(self, stream: ChunkStream, origin: Origin) -> None:
+        """Refuses documents that are all of one part of a source that has many."""
+        if origin.parts == 1 and origin.of_parts >= _MANY_PARTS:
+            raise UserError(
+                f"{field_of(stream.setup.name)}: the documents held out for evaluation are of 1 of its "
+                f"{origin.of_parts:,} files and parts of 256 KiB, so that evaluations would not stand for "
+                "the others. Raise data.eval_fraction or data.eval_batches, or hold out files of their own "
+                "with eval.sets."
+            )
 
     def _document_of(self, number: int) -> tuple[int, int]:
         """Returns the document of chunk `number` of the sample, and the chunk's number in the document."""
@@ -248,6 +295,7 @@ def open_sets(
     for name, source in sets.items():
         field = f"{HELD_OUT_PREFIX}{name}"
         tokenizer = source.tokenizer or spec.tokenizer
+        chunk_tokens, row_tokens = spec.cut_of(source)
         setup = dataclasses.replace(
             setups[0],
             name=field,
@@ -255,11 +303,15 @@ def open_sets(
             tokenizer=tokenizer,
             end_token=spec.end_token if tokenizer == spec.tokenizer else None,
             eval_fraction=1.0,
+            chunk_tokens=chunk_tokens,
+            row_tokens=row_tokens,
             chunk_bytes=None,
             prepared=None,
             fingerprint=None,
         )
-        held_out_sets[name] = HeldOutSet([ChunkStream(setup, opening_of(field, say))], spec)
+        held_out_sets[name] = HeldOutSet(
+            [ChunkStream(setup, opening_of(field, say))], spec, field=field, say=say
+        )
         # After opening: a wrong path is reported as such, not as a set without shared files.
         _check_apart(source, field, setups)
         # Found now and not at the first evaluation, hours later.

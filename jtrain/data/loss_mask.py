@@ -73,6 +73,42 @@ def encode_parts(
     return (total, ids), np.stack([ends - lengths, ends], axis=1)[ignored].astype(np.int32)
 
 
+def pieces_of_sample(length: int, runs: Int[np.ndarray, "runs 2"], row_tokens: int) -> list[tuple[int, int]]:
+    """Returns spans of a sample's tokens, each at most `row_tokens` long, in which each learned token has its
+    prompt.
+
+    A turn is a run of tokens that are not learned, its prompt, with the learned tokens up to the next such
+    run. A span holds as many whole turns as fit. Of a turn that is longer than a row, the first `row_tokens`
+    are a span of their own; a turn whose prompt fills a row by itself is left out. Learned tokens before the
+    first prompt need none, and may be cut anywhere.
+
+    Example, rows of 10 tokens, prompts [0, 3), [5, 8) and [20, 22) of 26 tokens: the turns are [0, 5),
+    [5, 20) and [20, 26), and the spans are [0, 5), [5, 15) and [20, 26).
+
+    Args:
+      length: tokens of the sample.
+      runs: runs of its tokens that are not learned, ascending.
+    """
+    # Adjacent runs are one prompt: the parts of a text are tokenised one by one.
+    begins_prompt = np.append(True, runs[1:, 0] > runs[:-1, 1])[: len(runs)]
+    prompts = runs[begins_prompt, 0].tolist()
+    prompt_ends = runs[np.append(begins_prompt[1:], True)[: len(runs)], 1].tolist()
+    turns = list(zip(prompts, prompt_ends, [*prompts, length][1:], strict=True)) if prompts else []
+    head = prompts[0] if prompts else length
+    # Without a prompt, each row is a turn of its own.
+    turns[:0] = [(start, start, min(start + row_tokens, head)) for start in range(0, head, row_tokens)]
+    spans: list[tuple[int, int]] = []
+    for start, prompt_end, end in turns:
+        # A prompt that nothing learned follows, or that leaves no room for it.
+        if prompt_end == end or prompt_end - start >= row_tokens:
+            continue
+        if spans and spans[-1][1] == start and end - spans[-1][0] <= row_tokens:
+            spans[-1] = spans[-1][0], end
+        else:
+            spans.append((start, min(end, start + row_tokens)))
+    return spans
+
+
 def runs_within(runs: Int[np.ndarray, "runs 2"], start: int, end: int) -> Int[np.ndarray, "some 2"]:
     """Returns the runs among tokens `start` to `end` - 1, counted from `start`; `runs` must ascend.
 

@@ -2,14 +2,31 @@
 
 import dataclasses
 import os
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, get_args
 
-from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged
-from jtrain.data.sources.source import ONE_SOURCE, Source, is_source_name
+import numpy as np
+
+from jtrain.data.mixture.schedule import Constant, Custom, Linear, Staged, own_weights
+from jtrain.data.planner.packing import Packing
+from jtrain.data.sources.file_parts import STRIPE_BYTES
+from jtrain.data.sources.source import ONE_SOURCE, Source, field_of, is_source_name
 from jtrain.data.stream.source_setup import SourceSetup
 from jtrain.errors import UserError
 
 _MOST_LOADERS = 16
+
+_LEAST_STRIPES = 64
+"""Stripes in the window of a source, however small its share."""
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "on_bad_record": ("fail", "skip"),
+    "packing": get_args(Packing),
+    "mixture_unit": ("tokens", "samples", "rows"),
+    "engine": ("processes", "inline"),
+    "context_order": ("contiguous", "zigzag"),
+}
+"""Values of the fields that are names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +45,9 @@ class PackedText:
       row), or rows (each row then holds one source).
     packing: how chunks that are shorter than a row share rows: `concat` cuts them at row ends; `first_fit`
       and `best_fit` keep each one whole, and leave a part of the rows empty, about a thousandth in large
-      batches.
+      batches. None: `best_fit` if a source has samples (`messages_field`, `prompt_field`, `mask_field`, see
+      `Source.on_too_long`), otherwise `concat`. By its name `concat` cuts samples too: the rest of a sample
+      is then learned in another row, without its prompt.
     balance: order the rows of a step so that every rank gets about the same work; the contents of rows never
       change.
     context_order: the positions that a rank of the `context` axis gets: `zigzag` takes one block from the
@@ -39,8 +58,8 @@ class PackedText:
       none.
     eval_batches: at most this many batches per evaluation, of the split and of each of `eval.sets`.
     on_bad_record: what to do with a document that cannot be read as text: stop, or skip and count.
-    engine: `processes`: one constructor process and several loader processes per host; `ray`: the same as Ray
-      actors; `inline`: everything in the trainer.
+    engine: `processes`: one constructor process and several loader processes per host, which share the
+      reading with those of other hosts; `inline`: everything in the trainer.
     max_loaders: at most this many Source Loaders per host; None: one per core except one, up to 16. The
       autoscaler decides how many run.
     shadows: standby loaders, which take over from a loader that dies or hangs.
@@ -61,14 +80,14 @@ class PackedText:
     text_piece_bytes: int = 1 << 16
     mixture: Constant | Staged | Linear | Custom = dataclasses.field(default_factory=Constant)
     mixture_unit: Literal["tokens", "samples", "rows"] = "tokens"
-    packing: Literal["concat", "first_fit", "best_fit"] = "concat"
+    packing: Literal["concat", "first_fit", "best_fit"] | None = None
     balance: bool = True
     context_order: Literal["contiguous", "zigzag"] = "zigzag"
     epochs: int | None = None
     eval_fraction: float = 0.01
     eval_batches: int = 8
     on_bad_record: Literal["fail", "skip"] = "fail"
-    engine: Literal["processes", "ray", "inline"] = "processes"
+    engine: Literal["processes", "inline"] = "processes"
     max_loaders: int | None = None
     shadows: int = 1
     read_timeout_s: float = 60.0
@@ -92,9 +111,9 @@ class PackedText:
             raise UserError(
                 f"data.read_timeout_s={self.read_timeout_s} must be above 0. Set data.read_timeout_s."
             )
-        for field in ("on_bad_record", "packing", "mixture_unit", "engine", "context_order"):
-            choices = PackedText.__annotations__[field].__args__
-            if (value := getattr(self, field)) not in choices:
+        for field in _CHOICES:
+            choices = _CHOICES[field]
+            if (value := getattr(self, field)) not in choices and (field, value) != ("packing", None):
                 raise UserError(f"data.{field}={value!r} must be one of {', '.join(map(repr, choices))}.")
         if (self.path is None) == (not self.sources):
             both = "both are set" if self.sources else "neither is set"
@@ -108,6 +127,23 @@ class PackedText:
                     f"first; not {ONE_SOURCE!r}, which is the name of the source at data.path."
                 )
             source.check(name)
+            if self.packing == "concat" and source.mask is not None and source.on_too_long != "split_turns":
+                raise UserError(
+                    f"{field_of(name)}.on_too_long={source.on_too_long!r} keeps samples whole, but "
+                    "data.packing='concat' cuts them at row ends. Remove one of the two."
+                )
+
+    def packing_of(self, sources: Iterable[Source]) -> Packing:
+        """Returns the packing of rows of these sources."""
+        if self.packing is not None:
+            return self.packing
+        return "best_fit" if any(source.mask is not None for source in sources) else "concat"
+
+    def cut_of(self, source: Source) -> tuple[int, int | None]:
+        """Returns `chunk_tokens` and `row_tokens` of a source's setup."""
+        if source.mask is None or self.packing == "concat":
+            return self.seq_len, None
+        return -(-self.seq_len // 2), self.seq_len
 
     @property
     def named_sources(self) -> dict[str, Source]:
@@ -129,8 +165,14 @@ class PackedText:
     def setups(self, *, seed: int) -> tuple[SourceSetup, ...]:
         """Returns the settings with which a process opens each source."""
         sources = self.named_sources
-        # The setting is for all sources together: memory must not grow with their number.
-        share = self.shuffle_window_bytes // len(sources)
+        weights = own_weights(self.mixture, {name: source.weight for name, source in sources.items()})
+        shares = weights.weights(0, tuple(sources))
+        shares = shares / max(float(shares.sum()), 1e-30)
+        # A step draws its rows from the windows of all sources, each by its share: windows in these shares
+        # mix the steps of many sources as well as one window of all these bytes mixes those of one source.
+        windows = np.maximum(
+            shares * self.shuffle_window_bytes, min(self.shuffle_window_bytes, _LEAST_STRIPES * STRIPE_BYTES)
+        )
         return tuple(
             SourceSetup(
                 name=name,
@@ -141,16 +183,17 @@ class PackedText:
                 seed=seed,
                 eval_fraction=self.eval_fraction,
                 on_bad_record=self.on_bad_record,
-                chunk_tokens=self.seq_len,
+                chunk_tokens=self.cut_of(source)[0],
+                row_tokens=self.cut_of(source)[1],
                 chunk_bytes=None,
-                window_bytes=share,
+                window_bytes=int(window_bytes),
                 # Counted epochs need the number of chunks, so every file is opened at the start.
                 eager_bytes=self.shuffle_window_bytes if self.epochs is None else None,
                 decoded_cache_bytes=self.shuffle_window_bytes,
                 cache_dir=os.path.expanduser(self.cache_dir),
                 prepared=self.prepared,
             )
-            for name, source in sources.items()
+            for (name, source), window_bytes in zip(sources.items(), windows.tolist(), strict=True)
         )
 
     def num_loaders(self) -> int:

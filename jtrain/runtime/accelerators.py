@@ -47,7 +47,7 @@ def find_device(kind: Accelerator, environ: Mapping[str, str], *, root: Path = P
     for pattern in _FILES[kind]:
         files = sorted(root.glob(pattern))
         # kfd counts with jax's plugin only; vfio serves other cards as well.
-        counts = "kfd" not in pattern or _is_installed("xla_rocm")
+        counts = "kfd" not in pattern or has_plugin("xla_rocm")
         counts &= "vfio" not in pattern or _has_google_device(root)
         if files and counts:
             return f"/{files[0].relative_to(root)}"
@@ -73,11 +73,11 @@ def platform_of(device: DeviceChoice, environ: Mapping[str, str], *, root: Path 
             f"--device {device}: this host has no {device.upper()} (no {patterns}). In a container, give it "
             "the devices; else leave --device out, or give --device cpu."
         )
-    if missing_software := _missing_software(device):
+    if missing_software := find_missing_software(device):
         raise UserError(f"--device {device}: {missing_software}. Run {_install(device)}.")
     # CUDA wins where both plugins are installed.
     return {"tpu": "tpu"}.get(
-        device, "rocm" if _is_installed("xla_rocm") and not _is_installed("xla_cuda") else "cuda"
+        device, "rocm" if has_plugin("xla_rocm") and not has_plugin("xla_cuda") else "cuda"
     )
 
 
@@ -99,7 +99,7 @@ def unused_warning(environ: Mapping[str, str], *, root: Path = Path("/")) -> str
         hidden = kind == "gpu" and any(environ.get(variable, "all") in HIDDEN for variable in variables)
         if hidden or path is None:
             continue
-        missing_software = _missing_software(kind)
+        missing_software = find_missing_software(kind)
         advice = (
             f"run {_install(kind)}"
             if missing_software
@@ -165,18 +165,18 @@ def local_device_ids(environ: Mapping[str, str]) -> list[int] | None:
     return list(range(number * gpus_per_process, (number + 1) * gpus_per_process))
 
 
-def _missing_software(kind: Accelerator) -> str:
+def find_missing_software(kind: Accelerator) -> str:
     """Says what jax lacks for a kind of device; "" if it lacks nothing."""
     if kind == "tpu":
         return "" if importlib.util.find_spec("libtpu") else "libtpu is not installed"
-    if _is_installed("xla_rocm"):
+    if has_plugin("xla_rocm"):
         return ""
-    if not _is_installed("xla_cuda"):
+    if not has_plugin("xla_cuda"):
         return "jax's CUDA plugin is not installed"
     return "" if _has_cuda() else "jax's CUDA plugin is installed without CUDA's libraries"
 
 
-def _is_installed(prefix: str) -> bool:
+def has_plugin(prefix: str) -> bool:
     """True if a plugin of jax is installed whose module begins with `prefix`."""
     spec = importlib.util.find_spec("jax_plugins")
     folders = [] if spec is None else list(spec.submodule_search_locations or [])

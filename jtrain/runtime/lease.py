@@ -42,7 +42,8 @@ WATCH_S = 10.0
 """Time over which a record of another machine is watched, however old: file servers may count time
 differently."""
 
-_POLL_S = 0.2
+POLL_S = 0.2
+"""Time between two looks at a record that another process may have changed."""
 
 
 NOBODY = "a process that has not written its name"
@@ -98,7 +99,7 @@ class Rival:
         enough.
         """
         self.entry = entry = self._store.read()
-        if entry.content is None:
+        if entry.is_free:
             return False
         holder = entry.holder
         # Same machine: the kernel knows at once. The start time tells a reused process id apart.
@@ -180,8 +181,8 @@ class Lease:
                 if not has_told:
                     watching(str(rival.entry.holder or NOBODY))
                     has_told = True
-                time.sleep(_POLL_S)  # a store tells nobody that a record has changed
-        if rival.entry.content is not None:
+                time.sleep(POLL_S)  # a store tells nobody that a record has changed
+        if not rival.entry.is_free:
             taken_over(rival.how_gone())
 
     def try_take(self) -> bool:
@@ -195,7 +196,7 @@ class Lease:
     def wait(self) -> None:
         """Waits until this process holds the lease."""
         while not self.try_take():
-            time.sleep(_POLL_S / 4)  # as in `take`
+            time.sleep(POLL_S / 4)  # as in `take`
 
     def seize(self, old: Entry | None = None) -> bool:
         """Takes the lease from whoever holds it; False if the newest state is not `old`.
@@ -241,18 +242,36 @@ class Lease:
         """Has the thread beat at once."""
         self._soon.set()
 
-    def check(self) -> None:
+    @property
+    def number(self) -> int | None:
+        """Fencing number of this hold; None if the lease was not taken."""
+        return None if self._entry is None else self._entry.number
+
+    def check(self, *, confirm: bool = False) -> None:
         """Raises LeaseLost if another process has taken the lease over; call it before anything is written.
 
         Reads the store only if the last beat is long ago, because this process was stopped or its disk was
         away.
+
+        Args:
+          confirm: asks the store in any case, for what cannot be undone: a commit, a deletion.
+
+        Raises:
+          LeaseLost: another process has it.
+          TimeoutError: with `confirm`, the store has not answered for so long that another may have it.
         """
         # A rival takes over after STALE_S without a write:
         # within a quarter of it, the store need not be asked.
-        if self.is_held and time.monotonic() - self._beaten_s > STALE_S / 4:
+        if self.is_held and (confirm or self._unconfirmed_s > STALE_S / 4):
             self.beat()
         if self.is_lost:
             raise LeaseLost(f"taken over by {self.taken_by}")
+        if confirm and self.is_held and self._unconfirmed_s > STALE_S / 4:
+            raise TimeoutError(f"nobody could be asked for {self._unconfirmed_s:.0f} s who holds the lease")
+
+    @property
+    def _unconfirmed_s(self) -> float:
+        return time.monotonic() - self._beaten_s
 
     def release(self, wait_s: float | None = None) -> None:
         """Ends the beats, and gives the lease back unless it was lost.

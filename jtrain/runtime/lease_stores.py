@@ -1,6 +1,7 @@
-"""Records of leases and the places that keep them: a folder that hosts share, and messages to one watcher.
+"""Records of leases and the places that keep them: a folder that hosts share, an object in a store, and
+messages to one watcher.
 
-Standard library only.
+Standard library only, but for an object in a store.
 """
 
 import contextlib
@@ -8,11 +9,17 @@ import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Callable, Hashable
+import time
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from jtrain.errors import UserError
+from jtrain.runtime import object_store
+
 _RELEASED = ".released"
+_ANSWER_S = 10.0
+"""How long an object store may take for a record: a beat that waits longer counts for nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +49,20 @@ class Entry:
     """State of a lease in its store.
 
     number: fencing number of the newest holder; 0 if there was none.
-    content: its record; None if it has released the lease.
+    content: its record; None if there was none.
     version: changes whenever the record is written.
+    is_released: the holder has given the lease back; its record still tells who it was.
     """
 
     number: int
     content: bytes | None
     version: Hashable = None
+    is_released: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """True if nobody holds the lease."""
+        return self.content is None or self.is_released
 
     @property
     def holder(self) -> Holder | None:
@@ -112,12 +126,13 @@ class FolderStore:
             # it may be renamed or removed, so both are read again.
             names = self._names()
             number = max(names, default=0)
-            if not number or names[number].endswith(_RELEASED):
-                return Entry(number, None)
+            if not number:
+                return Entry(0, None)
             # Gone: its process has just released it, or a newer record has replaced it.
             with contextlib.suppress(FileNotFoundError), open(self.folder / names[number], "rb") as file:
                 # Opened, because network file systems then ask the server for the time of the last touch.
-                return Entry(number, file.read(), os.fstat(file.fileno()).st_mtime_ns)
+                written_ns = os.fstat(file.fileno()).st_mtime_ns
+                return Entry(number, file.read(), written_ns, names[number].endswith(_RELEASED))
 
     def create(self, old: Entry, content: bytes) -> Entry | None:
         number = old.number + 1
@@ -194,6 +209,85 @@ class FolderStore:
         except FileNotFoundError:
             return {}
         return {int(number): name for name, number in names.items() if number.isdecimal()}
+
+
+class ObjectStore:
+    """Lease in an object store: one object, which is only written in the place of a version that was read.
+
+    The object holds the number, a count of the writes, the record, and whether it was released. The store
+    decides between writers, by the generation of an object (Google) or by the hash of its content (S3, where
+    the count keeps two contents apart).
+
+    Stores and hosts may count time differently, so the age of a record is the time for which this process
+    has seen it unchanged.
+
+    Args:
+      path: the object, such as `gs://bucket/run/lock/lease.json`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._writes = 0
+        self._seen: tuple[Hashable, float] = (None, 0.0)
+
+    def read(self) -> Entry:
+        with _store_errors():
+            data, version = object_store.read_version(self.path, answer_s=_ANSWER_S)
+        if version != self._seen[0]:
+            self._seen = (version, time.monotonic())
+        if data is None:
+            return Entry(0, None, version)
+        try:
+            state = json.loads(data)
+            self._writes = int(state["writes"])
+            return Entry(int(state["number"]), state["record"].encode(), version, state["released"] is True)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise UserError(
+                f"{self.path} is no record of a lease: something else wrote {len(data)} bytes there. Make "
+                "sure that no run uses this workdir, delete the object, and run the same command again."
+            ) from None
+
+    def create(self, old: Entry, content: bytes) -> Entry | None:
+        return self._replace(old, Entry(old.number + 1, content))
+
+    def swap(self, own: Entry, content: bytes) -> Entry | None:
+        new = dataclasses.replace(own, content=content)
+        entry = self._replace(own, new)
+        if entry is None and (newest := self.read()).number <= own.number:
+            # A write of ours whose answer was lost, or somebody removed the object: no newer holder.
+            entry = self._replace(newest, new)
+        return entry
+
+    def delete(self, own: Entry) -> None:
+        self._replace(own, dataclasses.replace(own, is_released=True))
+
+    def age_s(self, entry: Entry) -> float:
+        return time.monotonic() - self._seen[1] if entry.version == self._seen[0] else 0.0
+
+    def _replace(self, old: Entry, new: Entry) -> Entry | None:
+        """Writes `new` in the place of `old`; returns it with its version, None if `old` is not the newest."""
+        assert isinstance(old.version, bytes)
+        assert new.content is not None
+        self._writes += 1
+        state = {
+            "number": new.number,
+            "writes": self._writes,
+            "released": new.is_released,
+            "record": new.content.decode(),
+        }
+        data = json.dumps(state, indent=1).encode()
+        with _store_errors():
+            version = object_store.replace_version(self.path, data, old.version, answer_s=_ANSWER_S)
+        return None if version is None else dataclasses.replace(new, version=version)
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    """Converts the errors of TensorStore into OSError, as of a disk that is away."""
+    try:
+        yield
+    except ValueError as error:
+        raise OSError(" ".join(str(error).split())) from error
 
 
 class MessageStore:

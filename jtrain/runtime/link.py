@@ -14,9 +14,14 @@ A message is a frame of JSON, which a schema of its kind checks, and the bytes o
 that follow. No message can name code. The protocol is written once, as generators that yield what they want
 to send or to read; `Link` runs them on a blocking socket, `jtrain.data.hosts.peer_links` in asyncio.
 
+Nobody waits for a silent or slow link: what is sent or read at a time, at most a frame, has a deadline of
+`SILENCE_S`, and so has a sign of life from whoever works on an answer. The kernel ends connections whose
+other end acknowledges nothing for as long.
+
 HMAC-SHA256 hashes 1.4 GiB/s per core where the CPU has SHA instructions (AMD EPYC), keyed BLAKE2b 0.7 GiB/s.
 """
 
+import contextlib
 import dataclasses
 import hmac
 import json
@@ -24,12 +29,21 @@ import math
 import secrets
 import socket
 import struct
+import sys
+import threading
+import time
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from jtrain.runtime import multihost
+
+SILENCE_S = 5.0
+"""Seconds without a sign of life, or for one frame, after which the other end of a link counts as lost."""
+
+MEETING_S = 30.0
+"""Seconds that the processes of a run wait for each other's first connection before they go on without."""
 
 FRAME_BYTES = 1 << 20
 NONCE_BYTES = 32
@@ -44,6 +58,9 @@ _INDEX = struct.Struct("!I")
 _SIZE = struct.Struct("!I")
 _COUNTED_SIZE = struct.Struct("!QI")
 _MOST_ARRAY_BYTES = 1 << 31
+
+_WORKING = "working"
+"""Kind of the message that `Link.working` sends and `Link.receive` passes over."""
 
 type WireStep = bytes | memoryview | int
 """Step of one side of the protocol, a generator: bytes to send, or a number of bytes to read and hand to
@@ -69,11 +86,19 @@ class Peers:
     index: number of this process.
     addresses: host and port of each one.
     token: secret of this start of the run.
+    silence_s, meeting_s: see `SILENCE_S` and `MEETING_S`.
     """
 
     index: int
     addresses: tuple[tuple[str, int], ...]
     token: bytes = dataclasses.field(repr=False)
+    silence_s: float = SILENCE_S
+    meeting_s: float = MEETING_S
+
+    def named(self, process: int) -> str:
+        """Returns a process with its address, for messages."""
+        host, port = self.addresses[process]
+        return f"process {process} at {host}:{port}"
 
 
 def meet() -> tuple[socket.socket, Peers]:
@@ -90,6 +115,20 @@ def meet() -> tuple[socket.socket, Peers]:
     token = multihost.from_process_zero(np.frombuffer(secrets.token_bytes(32), np.int32))
     addresses = tuple((host_name, int(port)) for host_name, port in map(str.split, texts))
     return listening, Peers(multihost.process_index(), addresses, token.tobytes())
+
+
+def set_deadlines(connection: Any, silence_s: float) -> None:
+    """Has the kernel end a TCP connection whose other end acknowledges nothing for `silence_s` seconds.
+
+    With keepalive also where nothing is sent: a host without power or network closes no connection.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(silence_s * 1000)))
+        # The first probe after a second, then one a second.
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            connection.setsockopt(socket.IPPROTO_TCP, option, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, math.ceil(silence_s)))
 
 
 class Session:
@@ -212,10 +251,13 @@ def answering(token: bytes, own: int, processes: int) -> Generator[WireStep, byt
 
 
 class Link:
-    """Link over a blocking socket, for one thread."""
+    """Link over a blocking socket, for one thread.
+
+    The time-out of the socket is the deadline of a frame, and of a sign of life before it.
+    """
 
     def __init__(self, connection: socket.socket, session: Session) -> None:
-        self._connection = connection
+        self.connection = connection
         self._session = session
 
     def send(self, kind: str, **fields: Any) -> None:
@@ -226,16 +268,47 @@ class Link:
     def send_content(self, content: bytes | memoryview) -> None:
         """Sends bytes that a message before has announced."""
         for part in self._session.sealed(content):
-            self._connection.sendall(part)
+            send_all(self.connection, part)
 
     def receive(self, schema: Schema) -> Message:
-        """Returns the next message; raises LinkError or TimeoutError."""
-        return converse(self._connection, self._session.message(schema))
+        """Returns the next message; waits as long as the other end says that it is working.
+
+        Raises:
+          LinkError: what arrived was not sent by the other end, the connection ended, or nothing came in
+            time.
+        """
+        while True:
+            message = converse(self.connection, self._session.message({**schema, _WORKING: {}}))
+            if message[0] != _WORKING:
+                return message
+
+    @contextlib.contextmanager
+    def working(self) -> Iterator[None]:
+        """Tells the other end that this one is still at work, so that its wait has no limit; nothing else may
+        be sent meanwhile.
+        """
+        has_ended = threading.Event()
+        beat_s = (self.connection.gettimeout() or SILENCE_S) / 4
+
+        def beat() -> None:
+            # A broken link is met by whoever sends next.
+            with contextlib.suppress(OSError):
+                while not has_ended.wait(beat_s):
+                    self.send(_WORKING)
+
+        thread = threading.Thread(target=beat, name="link-working", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            has_ended.set()
+            # Frames are counted: the next one must not begin before the last of these has been sent.
+            thread.join()
 
     def receive_content(self, size_bytes: int) -> Iterator[bytearray]:
         """Yields so many bytes, block by block, each of them authenticated."""
         while size_bytes > 0:
-            block = converse(self._connection, self._session.frame())
+            block = converse(self.connection, self._session.frame())
             size_bytes -= len(block)
             yield block
         # A block may be longer than what was announced: the sender's frames do not fit the message.
@@ -244,7 +317,7 @@ class Link:
 
 
 def converse[T](connection: socket.socket, steps: Generator[WireStep, bytearray, T]) -> T:
-    """Runs one side of the protocol on a blocking socket."""
+    """Runs one side of the protocol on a blocking socket; each step has the socket's time-out as deadline."""
     try:
         # `next` starts the generator up to its first request; a
         # read is answered by `send`, a write by `next`.
@@ -253,10 +326,18 @@ def converse[T](connection: socket.socket, steps: Generator[WireStep, bytearray,
             if isinstance(request, int):
                 request = steps.send(_read_exactly(connection, request))
             else:
-                connection.sendall(request)
+                send_all(connection, request)
                 request = next(steps)
     except StopIteration as end:
         return end.value
+
+
+def send_all(connection: socket.socket, content: bytes | memoryview) -> None:
+    """Sends all of `content`; raises LinkError if the other end does not take it within the time-out."""
+    try:
+        connection.sendall(content)
+    except TimeoutError:
+        raise LinkError(f"{len(content):,} bytes were not taken in {connection.gettimeout():g} s") from None
 
 
 def ended_early(arrived: int, expected: int | None) -> LinkError:
@@ -313,8 +394,18 @@ def _check_message(
 def _read_exactly(connection: socket.socket, size_bytes: int) -> bytearray:
     content = bytearray(size_bytes)
     target, filled = memoryview(content), 0
-    while filled < size_bytes:
-        if not (count := connection.recv_into(target[filled:])):
-            raise ended_early(filled, size_bytes)
-        filled += count
+    # For all of it: a link on which a byte arrives now and then would otherwise be waited for.
+    limit_s = connection.gettimeout()
+    until_s = time.monotonic() + (math.inf if limit_s is None else limit_s)
+    try:
+        while filled < size_bytes:
+            if limit_s is not None:
+                connection.settimeout(max(1e-3, until_s - time.monotonic()))
+            if not (count := connection.recv_into(target[filled:])):
+                raise ended_early(filled, size_bytes)
+            filled += count
+    except TimeoutError:
+        raise LinkError(f"{filled:,} of the next {size_bytes:,} bytes arrived in {limit_s:g} s") from None
+    finally:
+        connection.settimeout(limit_s)
     return content

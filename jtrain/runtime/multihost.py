@@ -192,7 +192,7 @@ def join_processes(environ: Mapping[str, str], *, peer_s: float = 30.0) -> None:
         _check_can_listen(address, addresses)
         bind = address
         if coordinator == "auto":
-            bind = _found_bind_address(address, [numbers[0] for _, numbers in addresses])
+            bind = choose_bind_address(address, [numbers[0] for _, numbers in addresses])
     # None leaves the choice to jax: the user has named the GPUs, or one process takes all.
     local_ids = None if environ.get("JAX_LOCAL_DEVICE_IDS") else local_device_ids(environ)
 
@@ -250,7 +250,7 @@ def _coordinator_text(coordinator: str, address: str) -> str:
     return coordinator if coordinator == address else f"{coordinator} ({address})"
 
 
-def _found_bind_address(coordinator: str, addresses: Sequence[str]) -> str | None:
+def choose_bind_address(coordinator: str, addresses: Sequence[str]) -> str | None:
     """Returns the address for process 0 to listen at, None for all interfaces.
 
     Debian and others give a host's own name the address 127.0.1.1 on that host, where no other host could

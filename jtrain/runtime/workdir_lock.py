@@ -15,7 +15,7 @@ from jtrain.runtime import lease, multihost
 from jtrain.runtime.agreement import Agreement, FolderCarrier
 from jtrain.runtime.atomic_io import cannot_write
 from jtrain.runtime.lease import NOBODY, Lease, LeaseHeld, LeaseLost
-from jtrain.runtime.lease_stores import FolderStore, Holder
+from jtrain.runtime.lease_stores import FolderStore, Holder, ObjectStore
 from jtrain.runtime.store_paths import WAY_OUT, error_line, in_store
 
 FOLDER = "lock"
@@ -42,7 +42,7 @@ class WorkdirLock:
     the lock has not been touched for `lease.STALE_S`.
 
     Args:
-      workdir: created if missing.
+      workdir: a folder, created if missing, or the URL of one in an object store.
       say: gets a line if a stale lock is taken over.
 
     Raises:
@@ -53,7 +53,11 @@ class WorkdirLock:
     def __init__(self, workdir: Path, *, say: Callable[[str], None]) -> None:
         self._workdir = workdir
         self._say = say
-        self._lease = Lease(FolderStore(workdir / FOLDER))
+        self._lease = Lease(
+            ObjectStore(workdir / FOLDER / "lease.json")
+            if in_store(workdir)
+            else FolderStore(workdir / FOLDER)
+        )
 
     def __enter__(self) -> "WorkdirLock":
         refused: UserError | None = None
@@ -64,8 +68,14 @@ class WorkdirLock:
                 self._take()
             except LeaseHeld as error:
                 refused = self._refusal(error.holder)
+            except UserError as error:  # a record that no lease wrote
+                refused = error
             except OSError as error:
-                refused = cannot_write(self._workdir, error)
+                refused = (
+                    UserError(f"--workdir {self._workdir} cannot be used ({error_line(error)}). {WAY_OUT}")
+                    if in_store(self._workdir)
+                    else cannot_write(self._workdir, error)
+                )
         # All wait here until process 0 has the lock: nobody may write to the workdir before.
         if joined and multihost.agree(refused is not None)[0] and refused is None:
             raise UserError(f"process 0 could not lock --workdir {self._workdir}: see its message.")
@@ -87,15 +97,25 @@ class WorkdirLock:
         if self._lease.is_lost and isinstance(error, Exception) and not isinstance(error, LeaseLost):
             raise self._lost_error() from error
 
-    def check(self) -> None:
-        """Raises LeaseLost if another run has taken the lock over; call it before anything is written."""
+    @property
+    def number(self) -> int | None:
+        """Fencing number: higher for each run that holds this workdir; None in processes other than 0."""
+        return self._lease.number
+
+    def check(self, *, confirm: bool = False) -> None:
+        """Raises LeaseLost if another run has taken the lock over; call it before anything is written.
+
+        Args:
+          confirm: as of `Lease.check`.
+        """
         try:
-            self._lease.check()
+            self._lease.check(confirm=confirm)
         except LeaseLost:
             raise self._lost_error() from None
 
     def _take(self) -> None:
-        self._workdir.mkdir(parents=True, exist_ok=True)
+        if not in_store(self._workdir):
+            self._workdir.mkdir(parents=True, exist_ok=True)
         self._lease.take(
             watching=lambda holder: self._say(
                 f"{self._workdir} is locked by {holder}: watching for at most {lease.STALE_S:.0f} s whether "

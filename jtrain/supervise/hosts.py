@@ -105,7 +105,7 @@ class Hosts:
                 watch.saw((entry.number, entry.version))
                 # One interval of silence is normal.
                 silent_s = max(0.0, watch.silent_s - TELL_S)
-                for values in entry.payload or ():
+                for values in () if entry.is_free else entry.payload or ():
                     beat = None if values["beat"] is None else Beat.of(values["beat"])
                     watched.append(
                         Watched(values["name"], values["stopped_s"], beat, values["beat_age_s"] + silent_s)

@@ -73,7 +73,7 @@ def train(
     # First: nothing may be written to a folder that the processes do not share.
     check_shared(home)
     # Held only for the move: the run takes the lock again below, after the setup.
-    with WorkdirLock(workdir, say=print_line) if from_scratch else contextlib.nullcontext():  # it moves files
+    with WorkdirLock(home, say=print_line) if from_scratch else contextlib.nullcontext():  # it moves files
         history_lines = check_history(workdir, home / "checkpoints", from_scratch=from_scratch)
     # Before the setup: a change that is not allowed is refused at once.
     changes = check_same_run(workdir, config_text, allow=allow_change)
@@ -89,7 +89,7 @@ def train(
     # Before the lock: an error in user code leaves the workdir untouched.
     user_callbacks = load_callbacks(run.callbacks)
     with (
-        WorkdirLock(workdir, say=print_line) as lock,  # before anything in the workdir is written or removed
+        WorkdirLock(home, say=print_line) as lock,  # before anything in the workdir is written or removed
         # Errors of a full disk become one message, wherever they happen inside.
         full_disk_named(workdir),
         explain_exhaustion(job, setup.optimizer, mesh, available=setup.memory_bytes),
@@ -102,6 +102,8 @@ def train(
         ) as callbacks,
         open_local_memory(setup, home, checkpoints, config_text) as local,
     ):
+        # From here on commits and deletions ask the lock, in the threads of saves too.
+        checkpoints.lock = lock
         # Again, under the lock: the folder may have been empty before, and another run may have begun in it.
         check_same_run(workdir, config_text, allow=allow_change)
         if jax.process_index() == 0:

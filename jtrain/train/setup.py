@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jtrain.config.run import Run, check_vocabulary
 from jtrain.data import Prefetch, TextDataset, open_dataset, place_tree, put_batch
 from jtrain.data.inspect.resource_estimate import budget
+from jtrain.data.native.library import core_line
 from jtrain.errors import UserError
 from jtrain.layout.mesh import make_mesh
 from jtrain.optim.optimizer import Optimizer
@@ -42,14 +43,14 @@ class Setup:
     evaluation: Evaluation
 
     def lines(self, home: Path) -> list[str]:
-        """Returns the plan in brief, and what the run reads, for the first lines of a run in folder
-        `home`.
+        """Returns the plan in brief, what the run reads and by which core, for the first lines of a run in
+        folder `home`.
         """
         plan = [*brief_lines(self.job, available=self.memory_bytes), f"the whole plan: {home / 'plan.txt'}"]
         reads = without_secrets("\n".join([self.dataset.describe(), *self.evaluation.describe()]))
         # Rows that this process reads: other processes read the rest.
         rows = place_tree(self.mesh, self.run.data.global_batch).rows(jax.process_index())
-        return [*plan, reads, budget(self.dataset, rows=len(rows)).line()]
+        return [*plan, reads, budget(self.dataset, rows=len(rows)).line(), core_line()]
 
     def open_batches(self, data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
         """Opens this process's batches from `first_step` on; `data_state` is None at the start of the

@@ -25,7 +25,7 @@ from jtrain.train.callbacks import Callback, LoopPhase
 
 _THREADS = 8
 _NOT_COPIED = ("checkpoints", "last_checkpoint.json", "local_memory.id", FOLDER)
-"""What is written to the store directly, and the lock of the local folder."""
+"""What is written to the store directly."""
 
 
 def local_folder(url: Path, environ: Mapping[str, str], *, process: int) -> Path:
@@ -40,12 +40,13 @@ def open_workdir(home: Path, environ: Mapping[str, str]) -> "tuple[Path, list[Ca
     store.
 
     Raises:
-      UserError: the store cannot be read, or another run on this host has the same workdir.
+      UserError: the store cannot be read, or another run, of this host or another, has the same workdir.
     """
     if not in_store(home):
         return home, []
     mirror = StoreMirror(home, local_folder(home, environ, process=process_index()))
-    with WorkdirLock(mirror.local, say=print):
+    # The local folder is replaced: it may be that of a run which trains now.
+    with WorkdirLock(home, say=print):
         mirror.fetch()
     return mirror.local, [mirror]
 
@@ -79,9 +80,8 @@ class StoreMirror(Callback):
         """
         self.local.mkdir(parents=True, exist_ok=True)
         for old in self.local.iterdir():
-            if old.name != FOLDER:
-                # The local folder of a run in a store is a copy: what is here counts for nothing.
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
+            # The local folder of a run in a store is a copy: what is here counts for nothing.
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
         with store_errors(f"--workdir {self.url}"):
             for name in sorted({*folders.names(self.url)} - {*folders.folder_names(self.url)}):
                 if name not in _NOT_COPIED and not name.startswith("."):

@@ -18,12 +18,12 @@ from jtrain.checkpoint import (
     files,
     folders,
     host_copy,
-    object_stores,
     removal,
 )
 from jtrain.checkpoint.local_memory import LocalMemory
 from jtrain.cli import checkpoint as verb
 from jtrain.errors import HardwareFault, UserError
+from jtrain.runtime import object_store
 from jtrain.runtime.store_paths import workdir_path
 from jtrain.runtime.workdir_lock import check_shared
 from jtrain.train.store_mirror import StoreMirror
@@ -189,7 +189,7 @@ def test_a_store_that_never_answers_is_a_failed_save(monkeypatch: pytest.MonkeyP
         store.answering.clear()
         with monkeypatch.context() as impatient:  # only while it is silent: a busy machine answers late
             impatient.setattr(client, "requests_timeout", 0.2)
-            impatient.setattr(object_stores, "ANSWER_S", 0.2)
+            impatient.setattr(object_store, "ANSWER_S", 0.2)
             checkpoints.save(20, state(20), {}, "")
             checkpoints.wait_for_save()
             [line] = said
@@ -220,7 +220,7 @@ def test_training_does_not_wait_for_a_silent_store(monkeypatch: pytest.MonkeyPat
     with gs_store(monkeypatch) as store:
         workdir: Any = workdir_path(f"{store.url}/slow")
         monkeypatch.setattr(workdir._backend.fs(workdir), "requests_timeout", 0.2)
-        monkeypatch.setattr(object_stores, "ANSWER_S", 120.0)
+        monkeypatch.setattr(object_store, "ANSWER_S", 120.0)
         checkpoints = Checkpoints(workdir, CheckpointSpec(every_steps=10))
         checkpoints.prepare()
         store.answering.clear()

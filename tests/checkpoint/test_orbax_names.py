@@ -21,7 +21,7 @@ PRIVATE = (
     ("orbax.checkpoint._src.serialization.tensorstore_utils", "_use_gcs_driver", ["directory"]),
     ("orbax.checkpoint._src.serialization.tensorstore_utils", "_normalize_path", ["path"]),
 )
-"""Module, function and parameters of what `object_stores.teach_orbax` replaces."""
+"""Module, function and parameters of what `orbax_io` replaces."""
 
 
 # In a new process: another test of this one may have taught Orbax already.
@@ -33,7 +33,7 @@ for module, name, _ in json.loads(sys.argv[1]):
 """
 
 
-def test_the_private_functions_of_orbax_are_as_object_stores_replaces_them() -> None:
+def test_the_private_functions_of_orbax_are_as_orbax_io_replaces_them() -> None:
     """There, and called with the same arguments."""
     command = [sys.executable, "-c", SIGNATURES, json.dumps(PRIVATE)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -41,7 +41,7 @@ def test_the_private_functions_of_orbax_are_as_object_stores_replaces_them() -> 
     for (module, name, parameters), line in zip(PRIVATE, lines, strict=True):
         found = json.loads(line)
         assert found is not None, (
-            f"orbax-checkpoint {release} has no {module}.{name}, which object_stores.py replaces"
+            f"orbax-checkpoint {release} has no {module}.{name}, which orbax_io.py replaces"
         )
         assert found == parameters, (
             f"{module}.{name} of orbax-checkpoint {release} takes {found}, not {parameters}"

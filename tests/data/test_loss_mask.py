@@ -190,7 +190,7 @@ def test_a_prompt_that_is_learned_gives_the_same_ids_and_every_target(tmp_path: 
         some, every = next(only), next(both)
         np.testing.assert_array_equal(some.token_BL, every.token_BL)
         shifted = np.append(every.token_BL[:, 1:], np.zeros((4, 1), np.int32), axis=1)
-        same = np.diff(every.segment_BL, axis=1, append=0) == 0
+        same = (np.diff(every.segment_BL, axis=1, append=0) == 0) & (every.segment_BL > 0)
         np.testing.assert_array_equal(every.target_BL, np.where(same, shifted, IGNORE))
         assert (some.target_BL == IGNORE).sum() > (every.target_BL == IGNORE).sum()
 
@@ -355,7 +355,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "jsonl",
         {"text": "a", "p": CHAT},
         {"prompt_field": "p"},
-        r"field 'p' is a list of messages, and a prompt",
+        r"field 'p' is a list of messages, and the text str",
     ),
     "plain text": ("txt", {}, {"mask_field": "m"}, r"a\.txt: of text records only the text .*mask_field='m'"),
     "text format": (

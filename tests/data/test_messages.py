@@ -91,7 +91,12 @@ def test_all_messages_are_learned_and_cut_into_the_same_tokens_where_the_prompt_
 ) -> None:
     some, every = (
         open_dataset(
-            spec(source(tmp_path, "jsonl", long_chats(30), mask_prompt=mask_prompt)), seed=0
+            spec(
+                source(tmp_path, "jsonl", long_chats(30), mask_prompt=mask_prompt),
+                seq_len=4096,
+                eval_fraction=0.0,
+            ),
+            seed=0,
         ).train_batches()
         for mask_prompt in (True, False)
     )
@@ -171,8 +176,8 @@ def test_what_messages_are_not(tmp_path: Path) -> None:
         ([], r"field 'messages' is a list without messages"),
         (["hi"], r"field 'messages' holds str as message 0, not an object with role and content"),
         (
-            [{"from": "human", "value": "hi"}],
-            r"holds no 'role' in message 0; its keys: 'from', 'value'\. Role and",
+            [{"from": "observation", "value": "hi"}],
+            r"holds 'observation' as 'from' of message 0; known are human, user, gpt,",
         ),
         ([*HELLO, {"role": "user"}], r"holds no 'content' in message 5; its keys: 'role'"),
         ([{"role": 1, "content": "x"}], r"holds int as 'role' in message 0"),
@@ -253,8 +258,8 @@ def test_settings_that_do_not_fit_are_refused(case: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        ({"from": "human", "value": "hi"}, r"no field 'role', only 'from', 'value'"),
-        ({"role": "user", "content": [{"type": "text"}]}, r"field 'content' is list<.* and not text"),
+        ({"by": "human", "value": "hi"}, r"no field 'role', only 'by', 'value'"),
+        ({"role": "user", "content": [{"type": "image"}]}, r"field 'content' is list<.* and not text"),
     ],
 )
 def test_columns_of_other_messages_are_refused_when_they_are_opened(

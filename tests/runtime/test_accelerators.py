@@ -24,7 +24,7 @@ GOOGLE = "sys/bus/pci/devices/0000:00:04.0/vendor"
 def test_amd_gpus_that_a_variable_hides_are_meant_to_be_unused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(accelerators, "_is_installed", lambda _: True)
+    monkeypatch.setattr(accelerators, "has_plugin", lambda _: True)
     root = root_with(tmp_path, "dev/kfd")
     assert "a GPU is here (/dev/kfd)" in (unused_warning({"HIP_VISIBLE_DEVICES": "0"}, root=root) or "")
     for variable in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
@@ -66,7 +66,7 @@ def test_a_gpu_that_jax_has_no_cuda_for_is_said_with_the_command(
         "jax's CUDA plugin is not installed",
         "jax's CUDA plugin is installed without CUDA's libraries",
     ):
-        monkeypatch.setattr(accelerators, "_missing_software", lambda _, lacks=lacks: lacks)
+        monkeypatch.setattr(accelerators, "find_missing_software", lambda _, lacks=lacks: lacks)
         line = unused_warning({}, root=root) or ""
         assert line.startswith(
             f"WARNING: a GPU is here (/dev/nvidia0), but this run computes on the CPU: {lacks}. "
@@ -75,7 +75,7 @@ def test_a_gpu_that_jax_has_no_cuda_for_is_said_with_the_command(
         assert unused_warning({"CUDA_VISIBLE_DEVICES": "-1"}, root=root) is None
         with pytest.raises(UserError, match=rf"--device gpu: {lacks}\. Run pip install .*\[cuda\]'\.$"):
             platform_of("gpu", {}, root=root)
-    monkeypatch.setattr(accelerators, "_missing_software", lambda _: "")
+    monkeypatch.setattr(accelerators, "find_missing_software", lambda _: "")
     assert "jax.devices('gpu')\", which says why" in (unused_warning({}, root=root) or "")
     assert platform_of("gpu", {}, root=root) == "cuda"
 

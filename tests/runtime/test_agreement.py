@@ -3,9 +3,6 @@ processes.
 """
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import pytest
 
 from jtrain.runtime import multihost
 from jtrain.runtime.agreement import Agreement, FolderCarrier, ProcessesSilent
-from tests.ports import free_port
+from tests.processes import joined, program, run_together
 
 
 def members(folder: Path, count: int) -> list[Agreement]:
@@ -64,50 +61,14 @@ def test_a_process_alone_agrees_with_itself() -> None:
     assert (alone.announced("topic"), alone.gather("other", "b", seconds=0.0)) == ("a", ["b"])
 
 
-SERVICE = """
-import json, os
-import numpy as np
-from jtrain.runtime import multihost
-multihost.join_processes(os.environ)
-me = multihost.agreement("before").process
-texts = multihost.agreement("before").gather("devices", f"text {me}", seconds=60.0)
-from jax._src import xla_bridge
-answers = {"texts": texts, "no_backend": not xla_bridge._backends}
-multihost.process_count()
-answers["gathered"] = [multihost.gather_texts("x" * (me + 1) * 1000 + str(turn)) for turn in range(3)]
-answers["zero"] = multihost.from_process_zero(np.asarray([[1.5, me]], np.float32)).tolist()
-answers["same"] = [multihost.same_everywhere("a"), multihost.same_everywhere(str(me))]
-task = multihost.agreement("task")
-if me != 1:
-    task.tell("part", "done")
-answers["missing"] = task.missing(task.collect("part", seconds=0.5))
-left = multihost.agreement("gather")
-answers["left"] = [number for number in range(6) if left.told(str(number))] if me == 0 else [5]
-multihost.gather_texts("")
-print(json.dumps(answers))
-"""
-
-
-def test_real_processes_agree_through_the_service(tmp_path: Path) -> None:
+def test_real_processes_agree_through_the_service() -> None:
     """Before any device is used; long texts, arrays of process 0, equality; what was gathered does not pile
     up.
     """
-    (tmp_path / "service.py").write_text(SERVICE)
-    environ = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{free_port()}", "JTRAIN_NUM_PROCESSES": "3"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "service.py")],
-            env=environ | {"JTRAIN_PROCESS_ID": str(number), "XLA_FLAGS": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(3)
-    ]
-    outputs = [process.communicate(timeout=240) for process in processes]
-    for process, (stdout, stderr) in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, stderr
-        answers = json.loads(stdout.splitlines()[-1])
+    processes = [environ | {"XLA_FLAGS": ""} for environ in joined(3)]
+    for ended in run_together([program(__file__, "agree")] * 3, processes):
+        assert ended.code == 0, ended.errors
+        answers = json.loads(ended.output.splitlines()[-1])
         assert answers["texts"] == ["text 0", "text 1", "text 2"]
         assert answers["no_backend"]
         turns = [[f"{'x' * (one + 1) * 1000}{turn}" for one in range(3)] for turn in range(3)]

@@ -232,7 +232,7 @@ def test_a_byte_changed_on_the_way_ends_the_link(place: int) -> None:
 def test_the_end_within_a_message_is_no_message() -> None:
     with linked() as (near, far):
         near.send_content(b"1234")
-        near._connection.close()
+        near.connection.close()
         with pytest.raises(LinkError, match=r"the connection ended: 0 of the next 4 bytes"):
             list(far.receive_content(5))
 

@@ -2,14 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from jtrain.errors import UserError
 from jtrain.runtime.accelerators import local_device_ids
+from tests.processes import program, run_together
 
 EIGHT = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "SLURM_GPUS_ON_NODE": "8"}
 
@@ -50,43 +48,22 @@ def test_processes_that_do_not_divide_the_gpus_are_refused() -> None:
         local_device_ids(slurm(0, "3"))
 
 
-JOIN = """
-import json, os
-from jtrain.runtime import multihost
-multihost.join_processes(os.environ)
-from jax._src import distributed, xla_bridge
-print(json.dumps([xla_bridge.CUDA_VISIBLE_DEVICES.value, distributed.global_state.num_processes]))
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tasks", [1, 8])
-def test_slurm_shows_one_process_all_gpus_of_its_node_and_eight_one_each(tasks: int, tmp_path: Path) -> None:
+def test_slurm_shows_one_process_all_gpus_of_its_node_and_eight_one_each(tasks: int) -> None:
     """Real processes with the variables that `srun` sets on a node with 8 GPUs: what jax is left with."""
-    (tmp_path / "join.py").write_text(JOIN)
     common = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_NODELIST": "localhost",
         "SLURM_NTASKS": str(tasks),
     }
     common |= {"JTRAIN_COORDINATOR": "auto", "JAX_PLATFORMS": "cpu"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "join.py")],
-            env=os.environ | common | slurm(task, str(tasks)) | {"SLURM_PROCID": str(task)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for task in range(tasks)
-    ]
-    try:
-        found = [json.loads(process.communicate(timeout=300)[0].splitlines()[-1]) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
-    assert [count for _, count in found] == [tasks] * tasks
-    visible = [EIGHT["CUDA_VISIBLE_DEVICES"] if ids == "all" else ids for ids, _ in found]
+    environs = [common | slurm(task, str(tasks)) | {"SLURM_PROCID": str(task)} for task in range(tasks)]
+    processes = run_together([program(__file__, "listen_and_sum")] * tasks, environs)
+    answers = [json.loads(ended.output.splitlines()[-1]) for ended in processes]
+    assert [answer["processes"] for answer in answers] == [tasks] * tasks
+    shown = [answer["visible"] for answer in answers]
+    visible = [EIGHT["CUDA_VISIBLE_DEVICES"] if ids == "all" else ids for ids in shown]
     assert [len(ids.split(",")) for ids in visible] == [8 // tasks] * tasks
     assert sorted(number for ids in visible for number in ids.split(",")) == [
         str(number) for number in range(8)

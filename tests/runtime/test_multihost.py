@@ -4,9 +4,6 @@ import ipaddress
 import json
 import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -14,8 +11,7 @@ from jtrain.errors import UserError
 from jtrain.runtime import multihost
 from jtrain.runtime.multihost import join_processes
 from tests.ports import free_port
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import joined, program, run_together
 
 
 @pytest.mark.parametrize(
@@ -87,14 +83,6 @@ def test_nobody_at_the_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
             join_processes(environ)
 
 
-LISTENING = """
-import json, os, psutil
-def listening():
-    connections = psutil.Process().net_connections("inet")
-    return [c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN]
-"""
-
-
 def is_loopback(address: str) -> bool:
     """True also for ::ffff:127.0.0.1, which a socket for both families shows; Python before 3.13 does not say
     so.
@@ -120,28 +108,17 @@ def test_what_counts_as_loopback(address: str, loopback: bool) -> None:
 
 def test_a_coordinator_that_jax_finds_listens_there_only() -> None:
     """As Slurm tells it, with one process on localhost, which sees all GPUs of the node."""
-    code = (
-        LISTENING
-        + """
-from jtrain.runtime import multihost
-multihost.join_processes(os.environ)
-from jax._src import xla_bridge
-print(xla_bridge.CUDA_VISIBLE_DEVICES.value)
-print(json.dumps(listening()))
-"""
-    )
     slurm = {"JOB_ID": "17", "STEP_NODELIST": "localhost", "NTASKS": "1", "PROCID": "0", "LOCALID": "0"}
-    env = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
+    env = {f"SLURM_{name}": value for name, value in slurm.items()}
     port = free_port()
     env |= {"JTRAIN_COORDINATOR": "auto", "JAX_COORDINATOR_PORT": str(port), "JAX_PLATFORMS": "cpu"}
     env |= {"SLURM_TASKS_PER_NODE": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    *_, visible, last = done.stdout.splitlines()
-    assert visible == "all"
-    listened = json.loads(last)
-    assert listened
-    assert all(is_loopback(address) for address in listened), listened
+    [ended] = run_together([program(__file__, "listen_and_sum")], [env])
+    assert ended.code == 0, ended.errors
+    answers = json.loads(ended.output.splitlines()[-1])
+    assert answers["visible"] == "all"
+    assert answers["listening"]
+    assert all(is_loopback(address) for address in answers["listening"]), answers
 
 
 @pytest.mark.parametrize(
@@ -158,14 +135,15 @@ def test_a_name_that_is_loopback_on_its_own_host_is_no_place_to_listen(
     coordinator: str, addresses: list[str], bind: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Then all interfaces are, which is said, with the variable that chooses one."""
-    assert multihost._found_bind_address(coordinator, addresses) == bind
+    assert multihost.choose_bind_address(coordinator, addresses) == bind
     said = capsys.readouterr().out
     assert ("JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:1234" in said) == (bind is None)
 
 
 def test_auto_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the variables to set instead."""
-    monkeypatch.setattr("jax._src.clusters.ClusterEnv._cluster_types", [])
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "KUBERNETES_"))]:
+        monkeypatch.delenv(name)
     with pytest.raises(
         UserError, match=r"neither a step of Slurm \(srun\), .* here\. Set JTRAIN_COORDINATOR to host"
     ):
@@ -188,48 +166,16 @@ def test_a_scheduler_that_tells_nonsense_is_refused(monkeypatch: pytest.MonkeyPa
         join_processes({"JTRAIN_COORDINATOR": "auto"})
 
 
-def test_processes_join(tmp_path: Path) -> None:
+def test_processes_join() -> None:
     """Two real processes of two devices each see four, and a sum crosses between them; they listen on
     loopback only.
     """
-    code = """
-import os
-from jtrain.runtime import multihost, platform
-platform.start_jax(os.environ, emulate_devices=2)
-multihost.join_processes(os.environ)
-import jax, jax.numpy as jnp
-mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-x = jax.make_array_from_callback((4,), sharding, lambda i: jnp.arange(4.0)[i])
-total = float(jax.jit(jnp.sum)(x))
-print(json.dumps([jax.process_count(), jax.device_count(), total, listening()]))
-"""
-    code = LISTENING + code
-    port = free_port()
-    (tmp_path / "join.py").write_text(code)
-    env = os.environ | {"JTRAIN_COORDINATOR": f"localhost:{port}", "JTRAIN_NUM_PROCESSES": "2"}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "join.py")],
-            env=env | {"JTRAIN_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
     listened: list[str] = []
-    try:
-        for process in processes:
-            stdout, stderr = process.communicate(timeout=120)
-            *found, addresses = json.loads(stdout.splitlines()[-1])  # above it gloo greets its peers
-            assert found == [2, 4, 6.0], stderr
-            for address in addresses:
-                assert is_loopback(address), f"{address}: other hosts can reach it"
-            listened += addresses
-        assert listened, "process 0 must listen somewhere"
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    for ended in run_together([program(__file__, "listen_and_sum", 2)] * 2, joined(2)):
+        assert ended.code == 0, ended.errors
+        answers = json.loads(ended.output.splitlines()[-1])  # above it gloo greets its peers
+        assert (answers["processes"], answers["devices"], answers["sum"]) == (2, 4, 6.0)
+        for address in answers["listening"]:
+            assert is_loopback(address), f"{address}: other hosts can reach it"
+        listened += answers["listening"]
+    assert listened, "process 0 must listen somewhere"

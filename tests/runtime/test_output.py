@@ -1,32 +1,19 @@
 """Output that nobody reads, or that its disk has no room for, ends nothing."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.processes import program
 from tests.small_disk import fill, small_disk
-
-PRINTS = """
-import os, sys, time
-from jtrain.runtime.output import keep_going_without_readers
-keep_going_without_readers()
-for number in range(int(sys.argv[1])):
-    print(f"line {number} " + "x" * 80, flush=number % 2 == 0)
-    if number == 9 and len(sys.argv) > 2:
-        sys.stdin.readline()
-print("an error", file=sys.stderr)
-open(os.environ["DONE"], "w").write("all lines")
-sys.exit(7)
-"""
 
 
 def shell(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "DONE": str(tmp_path / "done"),
         "PY": sys.executable,
-        "CODE": PRINTS,
+        "PRINT": shlex.join(program(__file__, "print_lines", 5000, tmp_path / "done")),
     }
     return subprocess.run(
         ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
@@ -37,7 +24,7 @@ def test_a_reader_that_goes_away_costs_only_the_output(tmp_path: Path) -> None:
     """`| head` keeps the exit code 7, and every line of work is done; without it Python gives 120 or a
     traceback.
     """
-    done = shell('"$PY" -c "$CODE" 5000 | head -2; exit ${PIPESTATUS[0]}', tmp_path)
+    done = shell("$PRINT | head -2; exit ${PIPESTATUS[0]}", tmp_path)
     assert done.returncode == 7, done.stderr
     assert len(done.stdout.splitlines()) == 2
     assert "warning: stdout cannot be written (Broken pipe): going on without it" in done.stderr
@@ -57,7 +44,7 @@ def test_every_command_outlives_its_reader(tmp_path: Path) -> None:
 
 
 def test_both_streams_may_go_away(tmp_path: Path) -> None:
-    done = shell('"$PY" -c "$CODE" 5000 2>&1 | head -2; exit ${PIPESTATUS[0]}', tmp_path)
+    done = shell("$PRINT 2>&1 | head -2; exit ${PIPESTATUS[0]}", tmp_path)
     assert (done.returncode, (tmp_path / "done").read_text()) == (7, "all lines")
 
 
@@ -65,14 +52,12 @@ def test_a_full_disk_under_the_log_costs_lines_that_are_counted(tmp_path: Path) 
     """Once there is room the log goes on, with a line that says what is missing."""
     with small_disk(tmp_path / "disk", 64) as disk:
         fill(disk, leave_bytes=4096)
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "DONE": str(tmp_path / "done")}
         with open(disk / "log", "wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", PRINTS.replace("== 9", "== 99"), "200", "wait"],
+                program(__file__, "print_lines", 200, tmp_path / "done", 99),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.PIPE,
-                env=environment,
                 text=True,
             )
             assert process.stderr is not None

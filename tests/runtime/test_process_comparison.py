@@ -1,20 +1,14 @@
 """Processes compare versions and configs at the start of a run."""
 
-import contextlib
 import dataclasses
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from jtrain.runtime.process_comparison import Peer, compare_processes, difference, this_process
-from tests.ports import free_port
+from tests.processes import Ended, joined, program, run_together
 
 FIRST = Peer("a", {"jax": "0.12.0", "jtrain": "0.2.0 (11)", "libtpu": None}, {"seed": "0", "num_steps": "5"})
 
@@ -60,74 +54,36 @@ def test_one_process_is_alone() -> None:
     assert compare_processes(this_process({})) == [socket.gethostname()]
 
 
-COMPARE = """
-import json, os, signal, sys
-from jtrain.cli.run import run
-from jtrain.runtime import multihost, process_comparison
-def main():
-    multihost.join_processes(os.environ)
-    if sys.argv[1] == "dies":
-        os.kill(os.getpid(), signal.SIGKILL)
-    own = process_comparison.this_process(json.loads(sys.argv[1]))
-    print(json.dumps(process_comparison.compare_processes(own)))
-    return 0
-sys.exit(run(main))
-"""
-
-
-@contextlib.contextmanager
-def comparing(folder: Path, *words: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes of one run, each with an argument of `COMPARE`; they end with the context."""
-    (folder / "compare.py").write_text(COMPARE)
-    environ = os.environ | {
-        "JTRAIN_COORDINATOR": f"localhost:{free_port()}",
-        "JTRAIN_NUM_PROCESSES": str(len(words)),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(folder / "compare.py"), word],
-            env=environ | {"JTRAIN_PROCESS_ID": str(number)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for number, word in enumerate(words)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+def comparing(*words: str) -> list[Ended]:
+    """Runs processes of one run, each with an argument of programs/compare_configs.py."""
+    commands = [program(__file__, "compare_configs", word) for word in words]
+    return run_together(commands, joined(len(words)))
 
 
 @pytest.mark.parametrize("steps", ["5", pytest.param("7", marks=pytest.mark.slow)])
-def test_real_processes_compare_their_configs(steps: str, tmp_path: Path) -> None:
+def test_real_processes_compare_their_configs(steps: str) -> None:
     """Alike, each knows the hosts of all; else both are refused, with the field and both values, and end with
     2.
     """
     configs = (json.dumps({"num_steps": value}) for value in ("5", steps))
-    with comparing(tmp_path, *configs) as processes:
-        for process in processes:
-            stdout, stderr = process.communicate(timeout=240)
-            if steps == "5":
-                assert (process.returncode, json.loads(stdout)) == (0, [socket.gethostname()] * 2), stderr
-            else:
-                assert (process.returncode, stdout) == (2, ""), stderr
-                assert "num_steps: 5 there, 7 here\nStart all processes with the same command" in stderr
-                assert "Traceback" not in stderr
+    for ended in comparing(*configs):
+        if steps == "5":
+            assert (ended.code, json.loads(ended.output)) == (0, [socket.gethostname()] * 2), ended.errors
+        else:
+            assert (ended.code, ended.output) == (2, ""), ended.errors
+            assert "num_steps: 5 there, 7 here\nStart all processes with the same command" in ended.errors
+            assert "Traceback" not in ended.errors
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_after_it_joined_is_named_by_all_others(tmp_path: Path) -> None:
+def test_a_process_that_dies_after_it_joined_is_named_by_all_others() -> None:
     """Before jax misses it: no abort of jax, and no wait in its shutdown. Code 1, so that supervisors
     restart.
     """
-    with comparing(tmp_path, "{}", "dies", "{}") as processes:
-        for process in (processes[0], processes[2]):
-            stdout, stderr = process.communicate(timeout=240)
-            assert (process.returncode, stdout) == (1, ""), stderr
-            assert stderr.startswith(
-                "error: process 1 of 3 joined the others, but did not tell versions and config"
-            )
-            assert stderr.endswith("Start all processes again.\n")
+    first, _, third = comparing("{}", "dies", "{}")
+    for ended in (first, third):
+        assert (ended.code, ended.output) == (1, ""), ended.errors
+        assert ended.errors.startswith(
+            "error: process 1 of 3 joined the others, but did not tell versions and config"
+        )
+        assert ended.errors.endswith("Start all processes again.\n")

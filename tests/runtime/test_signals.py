@@ -4,31 +4,18 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 
 import pytest
 
 from jtrain.runtime.multihost import agree
 from jtrain.runtime.signals import StopRequest
-
-LOOP = """
-import sys, time
-from jtrain.runtime.signals import StopRequest
-with StopRequest() as stop:
-    print("looping", flush=True)
-    while not stop.requested:
-        time.sleep(0.01)
-    print("saving", flush=True)
-    for _ in range(int(sys.argv[1])):
-        time.sleep(0.01)
-    print("saved", flush=True)
-"""
+from tests.processes import program
 
 
 def start(saving_ticks: int) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", LOOP, str(saving_ticks)],
+        program(__file__, "loop_until_stopped", saving_ticks),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -8,17 +8,12 @@ import pytest
 
 from jtrain.runtime.platform import HOST_SHARE, host_memory_bytes, use_unified_memory
 from tests.cli.test_launch import python
+from tests.processes import program
 
 GH200 = "NVIDIA GH200 480GB"
 HBM_MIB = 97871
 
-START = """
-import json, os
-from jtrain.runtime import platform
-platform.use_unified_memory(os.environ)
-from jaxlib import xla_client
-print(json.dumps([xla_client.generate_pjrt_gpu_plugin_options(), os.environ["TF_FORCE_UNIFIED_MEMORY"]]))
-"""
+START = program(__file__, "unified_memory")[1]
 
 
 def driver(folder: Path, *lines: str) -> dict[str, str]:
@@ -31,7 +26,7 @@ def driver(folder: Path, *lines: str) -> dict[str, str]:
 
 def test_a_grace_hopper_gets_its_memory_and_most_of_the_hosts(tmp_path: Path) -> None:
     """Options with which jaxlib would start its GPU client, read in a process that sets them first."""
-    done = python("-c", START, env=driver(tmp_path, f"{GH200}, {HBM_MIB}"))
+    done = python(START, env=driver(tmp_path, f"{GH200}, {HBM_MIB}"))
     assert done.returncode == 0, done.stderr
     options, unified = json.loads(done.stdout)
     want = 1 + HOST_SHARE * host_memory_bytes() / (HBM_MIB << 20)
@@ -44,16 +39,16 @@ def test_a_grace_hopper_gets_its_memory_and_most_of_the_hosts(tmp_path: Path) ->
 def test_the_hosts_memory_is_shared_by_its_gpus_and_what_is_set_wins(tmp_path: Path) -> None:
     """Four GB200 of one host get a quarter of its memory each; a limit that is already set stays."""
     four = driver(tmp_path, *["NVIDIA GB200, 189471"] * 4)
-    options, _ = json.loads(python("-c", START, env=four).stdout)
+    options, _ = json.loads(python(START, env=four).stdout)
     want = 1 + HOST_SHARE * host_memory_bytes() / 4 / (189471 << 20)
     assert options["memory_fraction"] == pytest.approx(want, abs=0.01)
-    options, _ = json.loads(python("-c", START, env=four | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "3.2"}).stdout)
+    options, _ = json.loads(python(START, env=four | {"XLA_PYTHON_CLIENT_MEM_FRACTION": "3.2"}).stdout)
     assert options["memory_fraction"] == 3.2
 
 
 def test_a_gpu_on_pcie_is_refused_by_name(tmp_path: Path) -> None:
     """An H200 would move pages over PCIe; one such GPU among others is refused too."""
-    done = python("-c", START, env=driver(tmp_path, f"{GH200}, {HBM_MIB}", "NVIDIA H200, 143771"))
+    done = python(START, env=driver(tmp_path, f"{GH200}, {HBM_MIB}", "NVIDIA H200, 143771"))
     assert "unified_memory=True, but this is NVIDIA H200: only GPUs with a Grace CPU" in done.stderr
     assert done.returncode != 0
 
@@ -76,7 +71,7 @@ def test_a_cpu_and_a_machine_without_gpus_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"this is the platform cpu: only GPUs with a Grace CPU \(GH200, GB200, GB300\)"
     ):
         use_unified_memory({})
-    done = python("-c", START, env={"PATH": str(tmp_path)})
+    done = python(START, env={"PATH": str(tmp_path)})
     assert "this is a machine without NVIDIA GPUs" in done.stderr
     flags = ("--emulate-devices=1", "--set", "layout.offload.unified_memory=True", "--dry-run")
     done = python("-m", "jtrain.launch", "--config=tiny", *flags, cwd=tmp_path)
@@ -87,9 +82,9 @@ def test_a_cpu_and_a_machine_without_gpus_are_refused(tmp_path: Path) -> None:
 def test_settings_that_would_undo_it_are_refused(tmp_path: Path) -> None:
     """Another allocator does not use managed memory, and a fraction up to 1 stays within the GPU's memory."""
     grace = driver(tmp_path, f"{GH200}, {HBM_MIB}")
-    done = python("-c", START, env=grace | {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"})
+    done = python(START, env=grace | {"XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async"})
     assert "needs XLA's own allocator, but XLA_PYTHON_CLIENT_ALLOCATOR=cuda_async is set" in done.stderr
-    done = python("-c", START, env=grace | {"XLA_CLIENT_MEM_FRACTION": "0.9"})
+    done = python(START, env=grace | {"XLA_CLIENT_MEM_FRACTION": "0.9"})
     assert "XLA_CLIENT_MEM_FRACTION=0.9 keeps JAX within the GPU's memory" in done.stderr
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,55 +12,17 @@ from jtrain.errors import FileError, UserError
 from jtrain.runtime import lease
 from jtrain.runtime.lease import LeaseLost
 from jtrain.runtime.workdir_lock import FOLDER, WorkdirLock
+from tests.processes import program
 from tests.small_disk import fill, remount, small_disk
 
-HOLDER = """
-import sys
-from pathlib import Path
-from jtrain.errors import UserError
-from jtrain.runtime import lease
-from jtrain.runtime.workdir_lock import WorkdirLock
-lease.BEAT_S = 0.05
-if sys.argv[2]:
-    lease.this_machine = lambda: sys.argv[2]
-try:
-    with WorkdirLock(Path(sys.argv[1]), say=print) as lock:
-        print("held", flush=True)
-        for line in sys.stdin:
-            lease.STALE_S = 0.0  # the next check looks
-            lock.check()
-            print("still held", flush=True)
-except UserError as error:
-    print(type(error).__name__, error, flush=True)
-"""
 
-RIVAL = """
-import os, sys
-from pathlib import Path
-from jtrain.runtime.workdir_lock import UserError, WorkdirLock
-workdir, wins = Path(sys.argv[1]), 0
-print("ready", flush=True)
-sys.stdin.readline()
-for _ in range(int(sys.argv[2])):
-    try:
-        with WorkdirLock(workdir, say=print):
-            os.close(os.open(workdir / "inside", os.O_CREAT | os.O_EXCL))  # fails if another one is inside too
-            os.unlink(workdir / "inside")
-            wins += 1
-    except UserError as error:
-        assert "in use by another run: process" in str(error), error
-print(wins, flush=True)
-"""
-
-
-def start(code: str, *arguments: str) -> "subprocess.Popen[str]":
+def start(name: str, *arguments: object) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        program(__file__, name, *arguments),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
 
 
@@ -83,8 +44,8 @@ def holding() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     """Starts processes that hold a workdir until they are killed."""
     processes: list[subprocess.Popen[str]] = []
 
-    def hold(workdir: Path, machine: str = "") -> "subprocess.Popen[str]":
-        processes.append(start(HOLDER, str(workdir), machine))
+    def hold(workdir: Path, *machine: str) -> "subprocess.Popen[str]":
+        processes.append(start("hold_workdir", workdir, *machine))
         assert line(processes[-1]) == "held"
         return processes[-1]
 
@@ -126,7 +87,7 @@ def test_a_second_run_is_refused_with_who_holds_it_and_a_killed_one_is_replaced_
 
 def test_of_processes_that_start_at_once_one_gets_the_workdir(tmp_path: Path) -> None:
     """Three processes take and release it at full speed; two are never inside at once."""
-    rivals = [start(RIVAL, str(tmp_path), "25") for _ in range(3)]
+    rivals = [start("take_workdir", tmp_path, 25) for _ in range(3)]
     assert {line(rival) for rival in rivals} == {"ready"}
     outputs = [rival.communicate("\n", timeout=120)[0] for rival in rivals]
     assert [rival.returncode for rival in rivals] == [0, 0, 0], outputs
@@ -174,7 +135,7 @@ def test_a_lock_whose_process_was_killed_while_it_took_it_is_taken_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty or damaged file names nobody; it is stale once it was not touched for long."""
-    monkeypatch.setattr(lease, "_POLL_S", 0.01)
+    monkeypatch.setattr(lease, "POLL_S", 0.01)
     monkeypatch.setattr(lease, "STALE_S", 0.3)
     monkeypatch.setattr(lease, "WATCH_S", 0.1)
     for number, content in enumerate((b"", b"\xff{", b"[]", b'{"pid": 1}')):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jtrain.runtime import lease
+from jtrain.supervise import hosts
 from jtrain.supervise.heart import Beat
 from jtrain.supervise.hosts import Hosts, Round
 from jtrain.supervise.verdict import Watched
@@ -45,14 +46,16 @@ def test_a_supervisor_sees_what_the_others_tell_and_for_how_long_they_are_silent
     assert seen.beat_age_s == pytest.approx(0.25 + 12.0 - 2.0, abs=0.5), "it beats every 2 s"
 
 
-def test_a_supervisor_whose_place_was_taken_knows_by_whom(tmp_path: Path) -> None:
+def test_a_supervisor_whose_place_was_taken_knows_by_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The scheduler has replaced its host, which comes back."""
     old = Hosts(tmp_path, process=1, processes=2)
     old.tell([watched("old")])
     assert old.replaced_by is None
     new = Hosts(tmp_path, process=1, processes=2)
     new.tell([])
-    old._last_tell_s = 0.0
+    monkeypatch.setattr(hosts, "TELL_S", 0.0)  # it tells again at once
     old.tell([watched("old")])
     [record] = (tmp_path / "supervise" / "process-1").iterdir()
     assert record.name == "2"

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,49 +15,22 @@ import pytest
 
 from jtrain.errors import UserError
 from jtrain.supervise.supervisor import Supervisor
+from tests.processes import program
 from tests.webhook_server import webhook_server
-
-ROOT = Path(__file__).parents[2]
-
-DRIVER = """
-import os, signal, sys
-for number in map(int, sys.argv[3:]): signal.signal(number, signal.SIG_IGN)
-from jtrain.supervise.supervisor import Supervisor
-command = [sys.executable, "-c", sys.argv[2]]
-sys.exit(Supervisor(command, os.environ, processes=int(sys.argv[1]), workdir=None).run())
-"""
-
-TRAINER = """
-import os, signal, subprocess, sys, time
-from jtrain.supervise.heart import start_heart
-from jtrain.supervise.spec import SuperviseSpec
-index, attempt = int(os.environ.get("JTRAIN_PROCESS_ID", "0")), 0
-heart = start_heart(os.environ)
-heart.configure(SuperviseSpec(step_s=1, step_factor=1, stopped_s=1, save_s=1, max_restarts=2, backoff_s=0.1))
-heart.joined(index, 2)
-def attempts():  # counts in a file, since each attempt is a process of its own
-    with open(os.environ["ATTEMPTS"], "ab") as file:
-        file.write(b"x")
-        return file.tell()
-"""
 
 
 @contextlib.contextmanager
 def started(
-    tmp_path: Path, code: str, *, processes: int = 1, ignored: tuple[signal.Signals, ...] = ()
+    tmp_path: Path, *behaviour: object, processes: int = 1, ignored: tuple[signal.Signals, ...] = ()
 ) -> Iterator[subprocess.Popen[str]]:
-    """Context of a supervisor that is started with signals `ignored`; leaves none of its processes behind."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
-    own = {"PYTHONPATH": paths, "ATTEMPTS": str(tmp_path / "attempts")}
+    """Context of a supervisor that is started with signals `ignored`; leaves none of its processes behind.
+
+    behaviour: that of each process, by its name in programs/beat.py, and its arguments.
+    """
+    own = {"ATTEMPTS": str(tmp_path / "attempts")}
+    numbers = ",".join(str(int(number)) for number in ignored)
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            DRIVER,
-            str(processes),
-            TRAINER + code,
-            *(str(int(number)) for number in ignored),
-        ],
+        program(__file__, "supervise", processes, numbers, *behaviour),
         env=os.environ | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -77,9 +49,9 @@ def started(
         process.stdout.close()
 
 
-def run(tmp_path: Path, code: str, *, processes: int = 1) -> tuple[int, str]:
+def run(tmp_path: Path, *behaviour: object, processes: int = 1) -> tuple[int, str]:
     """Exit code of the supervisor, and everything that was printed."""
-    with started(tmp_path, code, processes=processes) as process:
+    with started(tmp_path, *behaviour, processes=processes) as process:
         output, _ = process.communicate(timeout=120)
         return process.returncode, output
 
@@ -94,7 +66,7 @@ def wait_for_attempts(process: subprocess.Popen[str], tmp_path: Path, count: int
 @pytest.mark.parametrize("code", [0, 2, 75, 76])
 def test_codes_that_are_final_pass_and_are_never_restarted(code: int, tmp_path: Path) -> None:
     """76 names the host that is to be replaced."""
-    ended, output = run(tmp_path, f"attempts(); sys.exit({code})")
+    ended, output = run(tmp_path, "end", code)
     assert ended == code, output
     assert (tmp_path / "attempts").stat().st_size == 1
     assert ("is to be replaced" in output) == (code == 76)
@@ -102,9 +74,7 @@ def test_codes_that_are_final_pass_and_are_never_restarted(code: int, tmp_path: 
 
 def test_a_crash_loop_ends_with_the_code_of_its_cause(tmp_path: Path) -> None:
     """SIGSEGV each time: named, restarted twice, then given up with 128 + 11."""
-    ended, output = run(
-        tmp_path, "heart.started(0); time.sleep(0.2); attempts(); os.kill(os.getpid(), signal.SIGSEGV)"
-    )
+    ended, output = run(tmp_path, "crash")
     assert ended == 128 + signal.SIGSEGV, output
     assert (tmp_path / "attempts").stat().st_size == 3
     assert output.count("was killed by SIGSEGV") == 3
@@ -114,8 +84,7 @@ def test_a_crash_loop_ends_with_the_code_of_its_cause(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_later_checkpoint_resets_the_count(tmp_path: Path) -> None:
     """Killed four times with a limit of two, but each attempt resumes further on: the run ends well."""
-    code = "n = attempts(); heart.started(n); time.sleep(1.5); n < 5 and os.kill(os.getpid(), signal.SIGKILL)"
-    ended, output = run(tmp_path, code)
+    ended, output = run(tmp_path, "be_killed_later_each_time")
     assert ended == 0, output
     assert output.count("was killed by SIGKILL (by the kernel where the host's memory is exhausted") == 4
 
@@ -125,18 +94,7 @@ def test_one_of_three_fails_the_others_end_and_it_is_named(tmp_path: Path) -> No
     """Though they ignore SIGTERM; what they started ends too; its code is that of the run; lines carry the
     process.
     """
-    code = """
-n = attempts()
-if index == 1:
-    while os.path.getsize(os.environ["ATTEMPTS"]) < 3: time.sleep(0.05)
-    print("process", index, "gives up", flush=True)
-    sys.exit(2)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-helper = subprocess.Popen(["sleep", "1000"])
-print("helper", helper.pid, flush=True)
-time.sleep(1000)
-"""
-    ended, output = run(tmp_path, code, processes=3)
+    ended, output = run(tmp_path, "fail_beside_stubborn_processes", processes=3)
     assert ended == 2, output
     assert "[1] process 1 gives up" in output
     helpers = re.findall(r"^\[[02]\] helper (\d+)$", output, re.MULTILINE)
@@ -144,17 +102,6 @@ time.sleep(1000)
     for pid in helpers:
         state = Path(f"/proc/{pid}/stat")
         assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
-
-
-SAVING = """
-from jtrain.runtime.signals import StopRequest
-with StopRequest() as stop:
-    attempts()
-    while not stop.requested: time.sleep(0.01)
-    time.sleep(0.5)
-    print("saved", flush=True)
-sys.exit(75)
-"""
 
 
 @pytest.mark.parametrize(
@@ -170,7 +117,7 @@ def test_a_signal_is_passed_on_and_the_save_waited_for(
     number: signal.Signals, ignored: tuple[signal.Signals, ...], tmp_path: Path
 ) -> None:
     """SIGINT also where a script started the command in the background, which ignores it at first."""
-    with started(tmp_path, SAVING, processes=2, ignored=ignored) as process:
+    with started(tmp_path, "save_when_asked", processes=2, ignored=ignored) as process:
         wait_for_attempts(process, tmp_path, 2)
         process.send_signal(number)
         output, _ = process.communicate(timeout=120)
@@ -184,7 +131,7 @@ def test_a_signal_is_passed_on_and_the_save_waited_for(
 
 def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
     """SIGHUP reaches supervisor and process, both ignore it, and SIGTERM then stops them."""
-    with started(tmp_path, SAVING, ignored=(signal.SIGHUP,)) as process:
+    with started(tmp_path, "save_when_asked", ignored=(signal.SIGHUP,)) as process:
         wait_for_attempts(process, tmp_path, 1)
         for child in psutil.Process(process.pid).children():
             child.send_signal(signal.SIGHUP)
@@ -196,27 +143,9 @@ def test_under_nohup_a_closed_terminal_stops_nothing(tmp_path: Path) -> None:
     assert "SIGTERM: stopping after this step" in output
 
 
-HANGING = """
-from jtrain.runtime.signals import StopRequest
-heart.started(0)
-if attempts() > 2: sys.exit(0)
-def waits_for_a_batch():
-    while not os.path.exists(os.environ["ATTEMPTS"] + "x"): time.sleep(0.05)
-with StopRequest() as stop:
-    for step in range(1, 1000):
-        with heart.during("step", step):
-            time.sleep(0.01)
-            if step == 5 and index == 1:
-                WHAT
-        if stop.requested: sys.exit(75)
-"""
-
-
 def test_a_stopped_process_is_named_and_all_save(tmp_path: Path) -> None:
     """SIGSTOP of one of two: it is continued together with the request to save, so nothing is lost."""
-    patient = "heart.configure(SuperviseSpec(stopped_s=1, save_s=120, max_restarts=2, backoff_s=0.1))\n"
-    stopping = HANGING.replace("WHAT", "os.kill(os.getpid(), signal.SIGSTOP)")
-    ended, output = run(tmp_path, patient + stopping, processes=2)
+    ended, output = run(tmp_path, "stop_process_1", processes=2)
     assert ended == 0, output
     assert re.search(r"process 1 on \S+ \(pid \d+\) causes it: stopped by a signal \(state T\)", output)
     assert re.search(r"process 0 on \S+ \(pid \d+\) waits: alive, in phase step", output)
@@ -230,13 +159,7 @@ def test_a_hang_is_named_with_its_stack_and_ended(tmp_path: Path) -> None:
     """
     file = tmp_path / "alerts.jsonl"
     with webhook_server() as server:
-        alerts = f"AlertsSpec(webhook={server.url!r}, file={str(file)!r})"
-        code = (
-            f"from jtrain.telemetry.alerts import AlertsSpec\nheart.configure(heart._limits, {alerts})\n"
-            + HANGING
-        )
-        code = code.replace("index == 1", "True").replace("WHAT", "waits_for_a_batch()").replace("> 2", "> 1")
-        ended, output = run(tmp_path, code)
+        ended, output = run(tmp_path, "hang", server.url, file)
         posted = server.next()
     assert ended == 0, output
     assert "hang: no step for" in output
@@ -252,14 +175,7 @@ def test_a_hang_is_named_with_its_stack_and_ended(tmp_path: Path) -> None:
 
 def test_a_process_whose_supervisor_is_killed_saves_and_ends(tmp_path: Path) -> None:
     """It would hold the devices with nobody to watch it."""
-    code = """
-from jtrain.runtime.signals import StopRequest
-with StopRequest() as stop:
-    attempts()
-    while not stop.requested: time.sleep(0.01)
-    attempts()
-"""
-    with started(tmp_path, code) as process:
+    with started(tmp_path, "count_twice") as process:
         wait_for_attempts(process, tmp_path, 1)
         process.kill()
         output, _ = process.communicate(timeout=120)  # until the orphan has closed it, too

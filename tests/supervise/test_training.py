@@ -215,31 +215,12 @@ def test_supervisors_of_two_hosts_restart_together(
     assert train_lines(tmp_path / "run") == unbroken[2]
 
 
-BLOCKING = '''
-import os, time
-from jtrain.train.callbacks import Callback
-
-class Blocks(Callback):
-    """Waits for ever in step 8, on the first attempt."""
-    def on_results(self, results):
-        mark = os.environ["MARK"]
-        if results.step == 8 and not os.path.exists(mark):
-            open(mark, "w").close()
-            waits_for_ever()
-
-def waits_for_ever():
-    while True:
-        time.sleep(0.1)
-'''
-
-
 @pytest.mark.slow
 def test_a_hang_in_python_is_named_with_its_stack(
     unbroken: dict[int, dict[int, tuple[float, str]]], tmp_path: Path
 ) -> None:
     """The process beats, but makes no step: the stack says where, and the run goes on from its checkpoint."""
-    (tmp_path / "blocking.py").write_text(BLOCKING)
-    callbacks = f"callbacks=('{tmp_path}/blocking.py:Blocks',)"
+    callbacks = f"callbacks=('{ROOT}/tests/supervise/programs/blocking_callback.py:Blocks',)"
     limits = ("--set", "supervise.step_s=5", "--set", "supervise.save_s=1", "--set", callbacks)
     with supervised(tmp_path / "run", *limits, environ={"MARK": str(tmp_path / "mark")}) as run:
         assert run.end() == 0, run.output

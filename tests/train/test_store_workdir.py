@@ -75,3 +75,26 @@ def test_a_run_in_a_store_is_killed_within_a_save_and_goes_on_elsewhere(
         sample = [sys.executable, "-m", "jtrain.generate", "--workdir", str(workdir), "--max-tokens", "4"]
         done = subprocess.run(sample, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_second_run_on_another_host_is_refused_and_harms_nothing(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preempted job beside its replacement: the second one, whose local folder is another, ends with 2."""
+    with {"gs": gs_store, "s3": s3_store}[scheme](monkeypatch) as store:
+        workdir = workdir_path(f"{store.url}/runs/tiny")
+        first = start(workdir, tmp_path / "first")
+        while not folders.names(workdir / "checkpoints"):
+            assert first.poll() is None, first.communicate()[0]
+            time.sleep(0.02)
+        second = start(workdir, tmp_path / "second")
+        output, _ = second.communicate(timeout=300)
+        assert second.returncode == 2, output
+        assert f"--workdir {workdir} is in use by another run: process {first.pid} on host" in output
+        finish(first)
+        assert files.steps(workdir / "checkpoints") == (8, 12)
+        assert sorted(steps(workdir / metrics.FILE)) == list(range(1, 13))
+        leases = [files.read_manifest(workdir / "checkpoints" / str(step)).lease for step in (8, 12)]
+        assert leases[0] == leases[1] is not None

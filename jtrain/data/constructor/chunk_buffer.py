@@ -9,9 +9,10 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Int, Int64
 
-from jtrain.data.constructor.collate import shrunk_error
+from jtrain.data.constructor.collate import Spans, memory_of, shrunk_error
 from jtrain.data.loaders.messages import ChunkRun
 from jtrain.data.loss_mask import runs_within
+from jtrain.data.native.library import address, core
 from jtrain.data.planner.pieces import Pieces
 
 NUMBER, RUN, FIRST, STOP = range(4)
@@ -60,6 +61,8 @@ class ChunkBuffer:
         self._open: dict[int, tuple[int, int, int]] = {}
         self._runs: list[ChunkRun | None] = []
         self._ids: list[np.ndarray] = []
+        self._memory = np.zeros((0, 2), np.int64)
+        """Where the ids of each run lie, see `memory_of`."""
         self._unused: list[int] = []
         self._live = np.zeros(0, np.int64)
         self._cursors = cursors
@@ -73,8 +76,11 @@ class ChunkBuffer:
             self._ids.append(run.ids)
             if run_index >= len(self._live):
                 # Doubling: appending to an array one by one would copy it each time.
-                self._live = np.concatenate([self._live, np.zeros(max(64, run_index), np.int64)])
+                num_more = max(64, run_index)
+                self._live = np.concatenate([self._live, np.zeros(num_more, np.int64)])
+                self._memory = np.concatenate([self._memory, np.zeros((num_more, 2), np.int64)])
         self._runs[run_index], self._ids[run_index], self._live[run_index] = run, run.ids, len(run.numbers)
+        self._memory[run_index] = memory_of(run.ids)
         source, numbers = run.source, run.numbers
         starts, ends = run.bounds
         oldest = int(self._cursors[source])
@@ -125,8 +131,10 @@ class ChunkBuffer:
         assert run is not None
         return run, int(np.searchsorted(run.numbers, number))
 
-    def views(self, pieces: Pieces) -> list[np.ndarray]:
-        """Returns the ids of each piece; all must have arrived. Raises UserError like `collate.Views`."""
+    def spans(self, pieces: Pieces) -> Spans:
+        """Returns where the ids of each piece lie; all must have arrived. Raises UserError like
+        `collate.SpansOf`.
+        """
         run, first, stop = self._find(pieces.source, pieces.document)
         end = first + pieces.end
         # A piece planned with a length from an index may end beyond what the loader has read now.
@@ -136,9 +144,7 @@ class ChunkBuffer:
             raise shrunk_error(
                 int(pieces.source[piece]), int(pieces.document[piece]), int(pieces.end[piece]), length
             )
-        ids = self._ids
-        token_spans = zip(run.tolist(), (first + pieces.start).tolist(), end.tolist(), strict=True)
-        return [ids[run_index][low:high] for run_index, low, high in token_spans]
+        return Spans(self._ids, self._memory, run, first + pieces.start)
 
     def ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         """Returns the runs of each piece that are not learned, counted from its first token; all must have
@@ -225,10 +231,17 @@ class ChunkBuffer:
         """Returns the run of each document, -1 if it has not arrived, and the document's start and end in the
         run.
         """
-        # A copy, as the index is an array: the writes below do not change the table.
-        rows = self._table[self._table_rows(source, number)]
-        run = np.where(rows[:, NUMBER] == number, rows[:, RUN], _NOTHING)
-        first, stop = rows[:, FIRST], rows[:, STOP]
+        if (library := core()) is not None:
+            run, first, stop = np.empty((3, len(number)), np.int64)
+            # Columns of a plan are contiguous, those of a carry are not.
+            source, number = np.ascontiguousarray(source), np.ascontiguousarray(number)
+            columns = (source, number, self._base, self._size, self._table, run, first, stop)
+            library.find_documents(len(number), *(address(column, np.int64) for column in columns))
+        else:
+            # A copy, as the index is an array: the writes below do not change the table.
+            rows = self._table[self._table_rows(source, number)]
+            run = np.where(rows[:, NUMBER] == number, rows[:, RUN], _NOTHING)
+            first, stop = rows[:, FIRST], rows[:, STOP]
         if self._open:
             not_in_ring = np.flatnonzero(run < 0)
             for index, key in zip(

@@ -1,12 +1,15 @@
 """Collation of planned document pieces into the rows of a batch: tokens, targets, positions, segments."""
 
+import ctypes
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
+from jtrain.data.native.library import address, core
 from jtrain.data.planner.pieces import Pieces
 from jtrain.errors import UserError
 from jtrain.layout.constants import IGNORE
@@ -35,23 +38,46 @@ class Rows:
         return Rows(*(np.empty((rows, seq_len), np.int32) for _ in range(4)))
 
 
-Views = Callable[[Pieces], list[np.ndarray]]
-"""views(pieces) returns the ids of each piece; raises UserError if a document is shorter than planned."""
+class Spans(NamedTuple):
+    """Where the ids of some pieces lie: piece i begins at index start[i] of arrays[array[i]].
+
+    memory: address and bytes per id of each array, as `memory_of` returns them.
+    """
+
+    arrays: Sequence[np.ndarray]
+    memory: Int64[np.ndarray, "arrays 2"]
+    array: Int64[np.ndarray, " pieces"]
+    start: Int64[np.ndarray, " pieces"]
 
 
-def views_of(ids_of: Callable[[int, int], np.ndarray]) -> Views:
-    """Returns `Views` into the ids of whole documents, which `ids_of` returns by source and number."""
+SpansOf = Callable[[Pieces], Spans]
+"""spans(pieces) returns where the ids of each piece lie; raises UserError if a document is shorter than
+planned."""
 
-    def views(pieces: Pieces) -> list[np.ndarray]:
-        piece_ids = []
+
+def memory_of(ids: np.ndarray) -> tuple[int, int]:
+    """Returns the address and the bytes per id of an array of ids, as the C core reads it."""
+    assert ids.dtype.isnative, ids.dtype
+    # The core tells types by their width; ids are not negative, so only these signed ones can be meant.
+    assert ids.dtype.kind == "u" or ids.dtype in (np.int32, np.int64), ids.dtype
+    assert ids.flags.c_contiguous, ids.strides
+    return ids.ctypes.data, ids.itemsize
+
+
+def spans_of(ids_of: Callable[[int, int], np.ndarray]) -> SpansOf:
+    """Returns `Spans` of whole documents, which `ids_of` returns by source and number."""
+
+    def spans(pieces: Pieces) -> Spans:
+        arrays = []
         for source, document, start, end in iterate_pieces(pieces):
-            ids = ids_of(source, document)[start:end]
-            if len(ids) != end - start:
-                raise shrunk_error(source, document, end, start + len(ids))
-            piece_ids.append(ids)
-        return piece_ids
+            ids = ids_of(source, document)
+            if len(ids) < end:
+                raise shrunk_error(source, document, end, max(start, len(ids)))
+            arrays.append(ids)
+        memory = np.asarray([memory_of(ids) for ids in arrays], np.int64).reshape(-1, 2)
+        return Spans(arrays, memory, np.arange(len(arrays)), pieces.start)
 
-    return views
+    return spans
 
 
 def iterate_pieces(pieces: Pieces) -> Iterator[tuple[int, int, int, int]]:
@@ -68,7 +94,7 @@ def shrunk_error(source: int, document: int, planned_end: int, end: int) -> User
     )
 
 
-def fill_rows(out: Rows, pieces: Pieces, views: Views) -> None:
+def fill_rows(out: Rows, pieces: Pieces, spans_of_pieces: SpansOf) -> None:
     """Fills every row of `out`. A target is the next token of the same piece, or IGNORE.
 
     Positions count from 0 in each piece, segments from 1 in each row. Example, a row of 6 with a piece of
@@ -86,10 +112,37 @@ def fill_rows(out: Rows, pieces: Pieces, views: Views) -> None:
     Raises:
       UserError: a document is shorter than planned.
     """
+    spans = spans_of_pieces(pieces)
+    if (library := core()) is None:
+        fill_by_numpy(out, pieces, spans)
+    else:
+        fill_by_core(library, out, pieces, spans)
+
+
+def fill_by_core(library: ctypes.CDLL, out: Rows, pieces: Pieces, spans: Spans) -> None:
+    """`fill_rows` by the C core: it writes each array once, where NumPy passes over them three times."""
+    rows = (out.token_BL, out.target_BL, out.position_BL, out.segment_BL)
+    columns = (pieces.row, spans.array, spans.start, pieces.end - pieces.start, spans.memory)
+    num_placed = library.fill_rows(
+        *(address(array, np.int32) for array in rows),
+        *out.token_BL.shape,
+        len(pieces),
+        *(address(column, np.int64) for column in columns),
+        IGNORE,
+    )
+    assert num_placed == len(pieces), "a piece lies beyond the last row, or a row holds more than its room"
+
+
+def fill_by_numpy(out: Rows, pieces: Pieces, spans: Spans) -> None:
+    """`fill_rows` where there is no C core."""
     num_rows, seq_len = out.token_BL.shape
     if not num_rows:
         return
-    ids, lengths = views(pieces), pieces.end - pieces.start
+    lengths = pieces.end - pieces.start
+    piece_spans = zip(
+        spans.array.tolist(), spans.start.tolist(), (spans.start + lengths).tolist(), strict=True
+    )
+    ids = [spans.arrays[array][start:end] for array, start, end in piece_spans]
     row_tokens = np.bincount(pieces.row, weights=lengths, minlength=num_rows).astype(np.int64)
     assert len(row_tokens) == num_rows, "a piece lies beyond the last row"
     assert (row_tokens <= seq_len).all(), "a row holds more than there is room for"

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int, Int64
 
 from jtrain.data.constructor.batch_state import BatchStats, Built, DataState
 from jtrain.data.constructor.chunk_buffer import ChunkBuffer, keys_of
-from jtrain.data.constructor.collate import Rows, fill_rows
+from jtrain.data.constructor.collate import Rows, Spans, fill_rows
 from jtrain.data.constructor.known_lengths import LENGTHS_AT_A_TIME, KnownLengths
 from jtrain.data.loaders.messages import ChunkRun, RequestPart
 from jtrain.data.loaders.pool import Pool
@@ -203,7 +203,7 @@ class Constructor:
             self._wait_s = time.perf_counter() - self._waiting_since_s
             self._waiting_since_s = None
         rows = Rows(**out)
-        fill_rows(rows, planned_step.pieces, self._views)
+        fill_rows(rows, planned_step.pieces, self._spans)
         if self._masked:
             ignore_targets(rows.target_BL, planned_step.pieces, self._ignored(planned_step.pieces))
         # Last: targets and ignored runs are computed on neighbouring tokens of the unpermuted row.
@@ -287,8 +287,8 @@ class Constructor:
         """
         return (not self._prepared and not self._awaited) or self._buffer.holds(pieces)
 
-    def _views(self, pieces: Pieces) -> list[np.ndarray]:
-        return self._buffer.views(pieces)
+    def _spans(self, pieces: Pieces) -> Spans:
+        return self._buffer.spans(pieces)
 
     def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         return self._buffer.ignored(pieces)

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.constructor.batch_state import DataState
-from jtrain.data.constructor.collate import iterate_pieces, views_of
+from jtrain.data.constructor.collate import Spans, iterate_pieces, spans_of
 from jtrain.data.constructor.constructor import Constructor, ConstructorSetup
 from jtrain.data.loaders.messages import ChunkRun
 from jtrain.data.loaders.pool import Pool
@@ -100,8 +100,8 @@ class FetchedRows(Constructor):
         arrivals = (self._buffer.find(*key) for key in dict.fromkeys(keys))
         return all(arrival is not None and arrival[1] in arrival[0].payload.ids for arrival in arrivals)
 
-    def _views(self, pieces: Pieces) -> list[np.ndarray]:
-        return views_of(self._ids)(pieces)
+    def _spans(self, pieces: Pieces) -> Spans:
+        return spans_of(self._ids)(pieces)
 
     def _ignored(self, pieces: Pieces) -> list[Int[np.ndarray, "_ 2"]]:
         ignored_runs = []

@@ -5,6 +5,8 @@
 ("fetch", request, number, source, numbers, anchor)             asks for the ids of some documents of a run
 ("ids", request, lengths, ids, ignored)                         the answer; `ignored`: the runs not learned
 ("done", number)                                                a run is needed no more
+("beat", sent_ms)                                               asks for a sign of life; `echo` answers
+("echo", sent_ms)
 """
 
 from typing import Any
@@ -29,6 +31,8 @@ SCHEMA: link.Schema = {
     "fetch": dict(request=int, number=int, source=int, numbers=np.ndarray, anchor=list),
     "ids": dict(request=int, lengths=np.ndarray, ids=np.ndarray, ignored=np.ndarray),
     "done": dict(number=int),
+    "beat": dict(sent_ms=int),
+    "echo": dict(sent_ms=int),
 }
 """Fields of each message, in the order of its tuple but for `ask`; an anchor is three numbers, or none."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import itertools
 import os
 import socket
@@ -18,8 +19,25 @@ from jtrain.runtime.link import LinkError, Peers, Session, WireStep
 CONNECTED = "connected"
 """Message that says that a connection is new: what was sent to that process before may be lost."""
 
-_HANDSHAKE_S = 10.0
-_MOST_PAUSE_S = 1.0
+_BEATS = 5
+"""Beats in the time after which a process counts as silent."""
+
+_FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0
+_MOST_SILENT_PAUSE_S = 60.0
+"""Longest pause before a link is made anew that was silent or slow again and again."""
+
+_GOOD_LINK_S = 600.0
+"""Seconds after which a link that is lost has been a good one."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Connection:
+    """Link to one process. answered_s: time of the latest beat that it has answered."""
+
+    writer: asyncio.StreamWriter
+    session: Session
+    answered_s: float
+    is_silent: bool = False
 
 
 class PeerLinks:
@@ -27,6 +45,10 @@ class PeerLinks:
 
     Each pair has one link (`jtrain.runtime.link`), which the process with the smaller index makes. A message
     to a process that is not connected is dropped: `CONNECTED` says when to repeat what matters.
+
+    Both ends of a link send beats, which the other constructor answers between its work (`received`), not
+    this thread: an answer shows that the link passes both ways, how long what is queued takes, and that the
+    constructor is not stuck. A link on which an answer takes longer than `Peers.silence_s` is ended.
 
     Args:
       listening: socket of this process's address. The trainer holds it: a constructor that is restarted is
@@ -39,7 +61,7 @@ class PeerLinks:
         self._inbox: collections.deque[tuple[int, Any]] = collections.deque()
         # The constructor waits for this descriptor among those of its loaders.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
-        self._links: dict[int, tuple[asyncio.StreamWriter, Session]] = {}
+        self._links: dict[int, _Connection] = {}
         other_peers = [i for i in range(len(peers.addresses)) if i != peers.index]
         self._down = {i: (time.monotonic(), "never connected") for i in other_peers}
         self._loop = asyncio.new_event_loop()
@@ -63,91 +85,134 @@ class PeerLinks:
         arrivals = []
         # deque.popleft is atomic; the other thread only appends.
         while self._inbox:
-            arrivals.append(self._inbox.popleft())
+            peer, message = self._inbox.popleft()
+            if message[0] == "beat":
+                self.send(peer, [("echo", message[1])])
+            else:
+                arrivals.append((peer, message))
         return arrivals
 
     def unreachable(self) -> dict[int, tuple[float, str]]:
-        """Returns the processes without a connection: since when (`time.monotonic`), and why."""
+        """Returns the processes without a connection: their last sign of life (`time.monotonic`), and what
+        happened to the connection.
+        """
         return dict(self._down)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         # The list keeps the tasks alive: the loop itself holds them weakly.
-        self._dial_tasks = [
+        self._tasks = [
             self._loop.create_task(self._keep_connected(i)) for i in self._down if i > self.peers.index
         ]
+        self._tasks.append(self._loop.create_task(self._beat()))
         self._loop.run_until_complete(asyncio.start_server(self._serve_accepted, sock=self._listening))
         self._loop.run_forever()
 
     def _write(self, peer: int, contents: list[bytes]) -> None:
         # Dropped without a link: the sender repeats what matters at the next CONNECTED.
         if peer in self._links:
-            writer, session = self._links[peer]
-            for part in itertools.chain.from_iterable(map(session.sealed, contents)):
-                writer.write(part)
+            connection = self._links[peer]
+            for part in itertools.chain.from_iterable(map(connection.session.sealed, contents)):
+                connection.writer.write(part)
 
     def _add_to_inbox(self, peer: int, message: Any) -> None:
         self._inbox.append((peer, message))
         os.eventfd_write(self._wake, 1)
 
+    async def _beat(self) -> None:
+        """Sends beats, and ends links on which their answers do not come in time."""
+        silence_s = self.peers.silence_s
+        looked_s = time.monotonic()
+        while True:
+            await asyncio.sleep(silence_s / _BEATS)
+            now_s = time.monotonic()
+            # Where this process stood still itself, it has heard nobody for as long.
+            standstill_s = max(0.0, now_s - looked_s - 2 * silence_s / _BEATS)
+            looked_s = now_s
+            for peer, connection in list(self._links.items()):
+                connection.answered_s += standstill_s
+                if (waited_s := now_s - connection.answered_s) > silence_s:
+                    connection.is_silent = True
+                    self._lose(peer, connection, f"no answer for {waited_s:.1f} s")
+                self._write(peer, messages.encode_message(("beat", int(now_s * 1000))))
+
     async def _keep_connected(self, peer: int) -> None:
         """Keeps up the connection to a process with a larger index."""
         host, port = self.peers.addresses[peer]
-        pause_s = 0.02
+        silence_s = self.peers.silence_s
+        pause_s, silent_pause_s = _FIRST_PAUSE_S, silence_s
         while True:
-            writer = None
+            writer = connection = None
             try:
-                reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), _HANDSHAKE_S)
+                reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), silence_s)
                 steps = link.calling(self.peers.token, self.peers.index, peer)
-                session = await asyncio.wait_for(_converse(reader, writer, steps), _HANDSHAKE_S)
+                session = await asyncio.wait_for(_converse(reader, writer, steps), silence_s)
                 # Back to the short pause: a constructor that is restarted listens again within a second.
-                pause_s = 0.02
-                await self._listen(peer, reader, writer, session)
+                pause_s = _FIRST_PAUSE_S
+                began_s = time.monotonic()
+                connection = await self._listen(peer, reader, writer, session)
+                if time.monotonic() - began_s > _GOOD_LINK_S:
+                    silent_pause_s = silence_s
             except OSError as error:  # LinkError and TimeoutError are such
-                self._note_lost(peer, writer, error)
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+                if peer in self._down:
+                    reason = str(error) or f"no answer to a connection for {silence_s:g} s"
+                    self._down[peer] = self._down[peer][0], reason
+            finally:
+                if writer is not None:
+                    writer.transport.abort()
+            # A link that is slow answers a handshake, and holds up the stream anew each time it is trusted.
+            if connection is not None and connection.is_silent:
+                await asyncio.sleep(silent_pause_s)
+                silent_pause_s = min(2 * silent_pause_s, _MOST_SILENT_PAUSE_S)
+            else:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     async def _serve_accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves a connection that was made from elsewhere; closes it if it is of no process of this run."""
-        peer = -1
         try:
             steps = link.answering(self.peers.token, self.peers.index, len(self.peers.addresses))
-            peer, session = await asyncio.wait_for(_converse(reader, writer, steps), _HANDSHAKE_S)
+            peer, session = await asyncio.wait_for(_converse(reader, writer, steps), self.peers.silence_s)
             await self._listen(peer, reader, writer, session)
-        except OSError as error:
-            self._note_lost(peer, writer, error)
+        except OSError:
+            pass  # a stranger, or a process that calls again
         finally:
-            writer.close()
+            writer.transport.abort()
 
     async def _listen(
         self, peer: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: Session
-    ) -> None:
-        """Takes messages from a link until it breaks, which raises OSError."""
+    ) -> _Connection:
+        """Takes messages from a link until it is lost; returns it."""
+        link.set_deadlines(writer.get_extra_info("socket"), self.peers.silence_s)
         # A peer that connects anew has lost its old link, even if this side has not noticed.
         if peer in self._links:
-            self._links[peer][0].close()
-        self._links[peer] = writer, session
+            self._links[peer].writer.transport.abort()
+        connection = self._links[peer] = _Connection(writer, session, time.monotonic())
         self._down.pop(peer, None)
         # Before any message of the new link, so that what was lost is repeated first.
         self._add_to_inbox(peer, CONNECTED)
-        while True:
-            kind, fields = await _converse(reader, writer, session.message(messages.SCHEMA))
-            try:
-                message = messages.decode_message(kind, fields)
-            except (TypeError, ValueError) as error:
-                raise LinkError(f"a message {kind} arrived that no process sends ({error})") from error
-            self._add_to_inbox(peer, message)
+        try:
+            while True:
+                kind, fields = await _converse(reader, writer, session.message(messages.SCHEMA))
+                try:
+                    message = messages.decode_message(kind, fields)
+                except (TypeError, ValueError) as error:
+                    raise LinkError(f"a message {kind} arrived that no process sends ({error})") from error
+                if kind == "echo":
+                    connection.answered_s = max(connection.answered_s, fields["sent_ms"] / 1000)
+                else:
+                    self._add_to_inbox(peer, message)
+        except OSError as error:
+            self._lose(peer, connection, str(error) or type(error).__name__)
+        return connection
 
-    def _note_lost(self, peer: int, writer: asyncio.StreamWriter | None, error: Exception) -> None:
-        if writer is not None:
-            writer.close()
+    def _lose(self, peer: int, connection: _Connection, reason: str) -> None:
         # An old link that breaks late must not take down the new one.
-        if peer >= 0 and (peer not in self._links or self._links[peer][0] is writer):
-            self._links.pop(peer, None)
-            # The time of the first failure counts: each further attempt only renews the reason.
-            since_s = self._down.get(peer, (time.monotonic(), ""))[0]
-            self._down[peer] = since_s, str(error) or type(error).__name__
+        if self._links.get(peer) is connection:
+            del self._links[peer]
+            self._down[peer] = connection.answered_s, reason
+        # Not `close`, which would wait until what is queued has been sent.
+        connection.writer.transport.abort()
 
 
 async def _converse[T](

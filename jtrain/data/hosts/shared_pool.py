@@ -18,9 +18,6 @@ from jtrain.data.loaders.pool import Pool
 from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
 
-PATIENCE_S = 5.0
-"""How long a host may be without a connection before its part is read here: a constructor restarts in 1 s."""
-
 _NO_IDS = np.empty(0, np.int32)
 
 
@@ -82,6 +79,9 @@ class SharedPool:
         self._request = itertools.count(time.time_ns())
         self._open_requests: dict[int, _OpenRequest] = {}
         self._fetches: dict[int, _Fetch] = {}
+        self._awake_s = self._looked_s = time.monotonic()
+        self._met: set[int] = set()
+        self._late: set[int] = set()
         self._replaced: set[int] = set()
         self._ready_runs: list[ChunkRun] = []
         self._outbox: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
@@ -122,6 +122,8 @@ class SharedPool:
                 self._ready_runs.append(dataclasses.replace(run, payload=payload))
         for host, message in self._links.received():
             if message == CONNECTED:
+                self._met.add(host)
+                self._late.discard(host)
                 self._resend(host)
             else:
                 self._handle(host, message)
@@ -259,16 +261,32 @@ class SharedPool:
         ]
 
     def _replace_unreachable(self) -> None:
-        """Takes over the reading of hosts that have been without a connection for `PATIENCE_S`."""
+        """Takes over the reading of hosts that have given no sign of life for `Peers.silence_s`.
+
+        At the start hosts come one after another: those that have not been met yet are named after as long,
+        and their part is read after `Peers.meeting_s`.
+        """
+        peers, now_s = self._links.peers, time.monotonic()
+        # Called several times a second: after a longer pause this process has stood still and heard nobody.
+        if now_s - self._looked_s > peers.silence_s / 2:
+            self._awake_s = now_s
+        self._looked_s = now_s
         for host, (since_s, reason) in self._links.unreachable().items():
+            silent_s = now_s - max(since_s, self._awake_s)
             # A constructor restarts in a second: taking over sooner would read its part twice.
-            if host in self._replaced or time.monotonic() - since_s < PATIENCE_S:
+            if host in self._replaced or silent_s < peers.silence_s:
                 continue
-            address, port = self._links.peers.addresses[host]
+            if host not in self._met and silent_s < peers.meeting_s:
+                if host not in self._late:
+                    self._late.add(host)
+                    self._say(
+                        f"data: {peers.named(host)} has not been met for {silent_s:.1f} s ({reason}): this "
+                        f"process waits for up to {peers.meeting_s:g} s, and then reads its part too"
+                    )
+                continue
             self._say(
-                f"data: process {host} at {address}:{port} has not been reached for {PATIENCE_S:g} s "
-                f"({reason}): this process reads its part of the data too, until it is back. TCP must be "
-                "open between the hosts"
+                f"data: {peers.named(host)} has given no sign of life for {silent_s:.1f} s ({reason}): this "
+                "process reads its part of the data too, until it is back. TCP must be open between the hosts"
             )
             # Before `_replaced` has the host: `_resend` would otherwise report it as back.
             self._resend(host)

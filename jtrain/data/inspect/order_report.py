@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float64, Int64
 
+from jtrain.data.inspect.topics import BINS, TopicReport, compare_topics, corpus_rows
 from jtrain.data.mixture.schedule import own_weights
 from jtrain.errors import UserError
 from jtrain.report.table import Table, numbers, words
@@ -40,11 +41,11 @@ _ADVICE = {
     "fill": "Good is above 99 %; the rest of the token positions is padding.",
     "pieces": "1 is a row of one chunk; attention does not cross from one piece to the next.",
     "cuts": "Good is few: tokens after a cut do not see those before it.",
+    "met": "Good is what one shuffle of the corpus gives, beside it.",
+    "distance": "Good is what one shuffle gives; 1 if no topic of the steps is one of the corpus.",
+    "loss": "Good is 1.02 times what one shuffle gives, beside it, or less.",
     "drift": "Good is at most 0.1 % beyond one chunk per source, which is beside it.",
 }
-
-BINS = 256
-"""Bins of a token histogram: the token id modulo this."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,7 @@ class OrderReport:
     autocorrelation: of a step's token histogram, by lag; 0 if steps are independent.
     row_correlation: correlation of the token histograms of two rows of a step; 0 if rows are independent.
     effective_rows: number of independent rows whose mean varies as much as the mean of a step's rows.
+    topics: topics of the rows, beside those of the corpus.
     drift: by step, largest difference between the share of a source so far and its wanted share.
     drift_beyond_a_chunk: the same, less one chunk per source, which no order of whole chunks can avoid.
     fill: mean share of the token positions that hold tokens.
@@ -95,6 +97,7 @@ class OrderReport:
     autocorrelation: dict[int, Correlation]
     row_correlation: float
     effective_rows: float
+    topics: TopicReport
     drift: Float64[np.ndarray, " steps"]
     drift_beyond_a_chunk: Float64[np.ndarray, " steps"]
     sources: tuple[SourceShare, ...]
@@ -115,6 +118,7 @@ class OrderReport:
         """Returns all figures as plain values, the drift in % of all units."""
         fields: dict[str, Any] = dataclasses.asdict(self)
         fields["distinct_over_rows"] = self.distinct_over_rows
+        fields["topics"]["loss_ratio"] = self.topics.loss_ratio
         for name in ("drift", "drift_beyond_a_chunk"):
             drift = fields.pop(name)
             fields[f"{name}_percent"] = {
@@ -166,6 +170,7 @@ def measure_order(dataset: "TextDataset", steps: int) -> OrderReport:
         autocorrelation={lag: rows.autocorrelation(lag) for lag in LAGS},
         row_correlation=rows.correlation(),
         effective_rows=rows.effective_rows(),
+        topics=compare_topics(np.concatenate(rows.counts), corpus_rows(dataset, mixture.found_shares())),
         drift=mixture.drift(0),
         drift_beyond_a_chunk=mixture.drift(spec.seq_len if spec.mixture_unit == "tokens" else 1),
         sources=mixture.shares(),
@@ -182,6 +187,7 @@ class _RowStatistics:
     def __init__(self, rows: int) -> None:
         self.rows = rows
         self.means: list[np.ndarray] = []
+        self.counts: list[np.ndarray] = []
         self._within = 0.0
 
     def add(self, batch: "Batch") -> None:
@@ -191,6 +197,7 @@ class _RowStatistics:
         # One bincount for all rows: row r has the bins r * BINS to (r + 1) * BINS - 1.
         counts = np.bincount(row * BINS + tokens[row, column] % BINS, minlength=self.rows * BINS)
         counts = counts.reshape(self.rows, BINS)
+        self.counts.append(counts)
         shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
         self.means.append(shares.mean(axis=0))
         self._within += float(((shares - self.means[-1]) ** 2).sum())
@@ -267,6 +274,11 @@ class _MixtureStatistics:
         drawn, scheduled = np.cumsum(self._drawn_units, axis=0), np.cumsum(self._scheduled_units, axis=0)
         return np.maximum(np.abs(drawn - scheduled) - allowed, 0).max(axis=1) / drawn.sum(axis=1)
 
+    def found_shares(self) -> Float64[np.ndarray, " sources"]:
+        """Returns the share of each source of all units drawn."""
+        drawn = np.sum(self._drawn_units, axis=0)
+        return drawn / drawn.sum()
+
     def shares(self) -> tuple[SourceShare, ...]:
         drawn, scheduled = np.sum(self._drawn_units, axis=0), np.sum(self._scheduled_units, axis=0)
         rows = zip(
@@ -290,7 +302,10 @@ def _documents(
     documents = 0
     step = np.repeat(np.arange(len(pieces)), [len(step_pieces) for step_pieces in pieces])
     source = np.concatenate([step_pieces.source for step_pieces in pieces])
-    number = np.concatenate([step_pieces.document for step_pieces in pieces])
+    number, start, end = (
+        np.concatenate([getattr(step_pieces, name) for step_pieces in pieces])
+        for name in ("document", "start", "end")
+    )
     for source_index, stream in enumerate(dataset.streams):
         if not (of_source := source == source_index).any():
             continue
@@ -303,8 +318,15 @@ def _documents(
         documents += len(document_steps)
         counts = np.unique(stream.chunks_of(records).record, return_counts=True)[1][record_index] / chunks.num
         drawn_in = np.bincount(drawn_chunks[1], minlength=len(pieces))
-        # Slots minus the empty ones: scaled by the share of slots read so far that held a chunk.
-        num_chunks = max(len(stream) * len(np.unique(drawn_chunks[0])) / int(cursors[source_index]), 1.0)
+        num_drawn = len(np.unique(drawn_chunks[0]))
+        if stream.num_documents is None:
+            # Slots of files that are not open are not known: by the bytes, and the tokens of a chunk.
+            tokens_per_chunk = max(float((end - start)[of_source].sum()) / num_drawn, 1.0)
+            num_chunks = stream.size_bytes * dataset.spec.seq_len / stream.chunk_bytes / tokens_per_chunk
+        else:
+            # Slots minus the empty ones: scaled by the share of slots read so far that held a chunk.
+            num_chunks = len(stream) * num_drawn / int(cursors[source_index])
+        num_chunks = max(num_chunks, 1.0)
         for lag_index, lag in enumerate(LAGS):
             # Steps that have a step `lag` later among those read.
             earlier = document_steps[document_steps % len(pieces) < len(pieces) - lag]
@@ -369,6 +391,19 @@ def lines_of(report: OrderReport) -> list[str]:
         table.add(label, f"{correlation.found:.3f}", f"±{correlation.error:.3f}", advice)
     rows = f"{report.effective_rows:.1f}", str(report.rows)
     table.add("independent rows in a step", *rows, _ADVICE["effective_rows"])
+    topics = report.topics
+    label = f"topics met, of {topics.topics}"
+    table.add(label, f"{topics.met.found:.0f}", f"{topics.met.chance:.1f}", _ADVICE["met"])
+    for label, compared in (
+        ("all steps", topics.distance),
+        ("an eighth of the steps", topics.window_distance),
+    ):
+        advice = _ADVICE["distance"] if compared is topics.distance else ""
+        table.add(
+            f"distance of the topics of {label}", f"{compared.found:.3f}", f"{compared.chance:.3f}", advice
+        )
+    loss = f"{topics.loss.found:.3f}", f"{topics.loss.chance:.3f}"
+    table.add("expected loss, nats per token", *loss, f"{topics.loss_ratio:.3f}x. {_ADVICE['loss']}")
     table.add("fill", f"{report.fill:.2%}", "", _ADVICE["fill"])
     table.add("pieces per row", f"{report.pieces_per_row:.2f}", "", _ADVICE["pieces"])
     table.add("cut chunks per step", f"{report.cut_chunks_per_step:.2f}", "", _ADVICE["cuts"])

@@ -11,9 +11,6 @@ _MIB = 1 << 20
 _ARROW_THREADS, _ARRAY_RECORD_THREADS = 2, 66
 """Threads that these libraries start in a loader at the first read, regardless of their settings."""
 
-_RAY_MIB = 140
-"""Memory of an actor before it opens a source, nearly all of it used by Ray."""
-
 _PYTHON_MIB, _ARROW_MIB, _ARRAY_RECORD_MIB, _TOKENIZER_MIB = 16, 40, 12, 30
 
 
@@ -45,12 +42,10 @@ class Budget:
         if not self.roles:
             return "data plane: in the trainer (data.engine=inline)"
         loaders = sum(role.processes for role in self.roles if role.role == "loader")
-        upper_bounds = (
-            f"at most {self.total('threads')} threads and {self.total('descriptors')} descriptors, "
-        )
         return (
             f"data plane: 1 constructor, up to {loaders} loaders, {self.total('processes')} processes in "
-            f"all, {upper_bounds if self.total('threads') else ''}about {self.total('memory_mib')} MiB"
+            f"all, at most {self.total('threads')} threads and {self.total('descriptors')} descriptors, "
+            f"about {self.total('memory_mib')} MiB"
         )
 
 
@@ -62,9 +57,6 @@ def budget(dataset: TextDataset, *, rows: int) -> Budget:
     spec, sources = dataset.spec, dataset.streams
     if spec.engine == "inline":
         return Budget(())
-    if spec.engine == "ray":  # Ray decides the number of threads and descriptors
-        roles = (("constructor", 1), ("loader", spec.num_loaders()), ("standby", spec.shadows))
-        return Budget(tuple(RoleUsage(role, count, 0, 0, _RAY_MIB) for role, count in roles))
     loaders, standbys = spec.num_loaders(), spec.shadows
     prepared = len(sources) if spec.prepared is not None else 0
     # Opening the sources has imported the libraries that they need.

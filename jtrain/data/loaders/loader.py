@@ -34,7 +34,7 @@ the end."""
 
 
 class SourceLoader:
-    """The loader, which runs in a process of its own, in a Ray actor, or in the trainer.
+    """The loader, which runs in a process of its own or in the trainer.
 
     Args:
       opening: told of the files of each source as they are opened.

@@ -27,8 +27,6 @@ class RequestPart:
     tag: returned with each run that answers this part, for whoever asked.
     share: (r, m): of a grouped source, only the chunks of groups whose key is r modulo m are read, and the
       answer holds their numbers alone. The m shares of a request answer each number once.
-    id_positions: for a loader that keeps ids until they are requested (`RayLoader`): positions in `numbers`
-      of the documents whose ids are requested; None: the lengths of all are.
     """
 
     source: int
@@ -37,7 +35,6 @@ class RequestPart:
     skip: frozenset[int] = frozenset()
     tag: int = 0
     share: tuple[int, int] = WHOLE
-    id_positions: Int[np.ndarray, " k"] | None = None
 
     def split(self, count: int) -> "list[RequestPart]":
         """Splits the part into `count` shares, which together are its own share.
@@ -52,17 +49,9 @@ class RequestPart:
             dataclasses.replace(self, share=(remainder + modulus * turn, modulus * count)) for turn in turns
         ]
 
-    def each(self, *, by_number: bool) -> "list[RequestPart]":
-        """Splits the part into parts of one chunk each, by `numbers` or by `id_positions`."""
-        if not by_number:
-            assert self.id_positions is not None
-            return [
-                dataclasses.replace(self, id_positions=self.id_positions[i : i + 1])
-                for i in range(len(self.id_positions))
-            ]
-        id_positions = None if self.id_positions is None else np.zeros(1, np.int64)
-        numbers = (self.numbers[i : i + 1] for i in range(len(self.numbers)))
-        return [dataclasses.replace(self, numbers=number, id_positions=id_positions) for number in numbers]
+    def each(self) -> "list[RequestPart]":
+        """Splits the part into parts of one chunk each."""
+        return [dataclasses.replace(self, numbers=self.numbers[i : i + 1]) for i in range(len(self.numbers))]
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,30 +1,21 @@
-"""Pool of loader processes of this host, with standbys."""
+"""Pool of loader processes of this host, with standbys; it finds the document that no loader survives."""
 
+import collections
 import contextlib
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from jtrain.data.loaders.forkserver import Child, ForkserverClient
-from jtrain.data.loaders.loader import (
-    DECODED,
-    DOCUMENTS,
-    IDENTITY_AT,
-    IDLE,
-    MEMORY_BYTES,
-    NUMBER,
-    OPENED,
-    OPENING,
-    SINCE_NS,
-    SOURCE,
-    STATE,
-)
+from jtrain.data.loaders.forkserver import ForkserverClient
+from jtrain.data.loaders.loader import DECODED, DOCUMENTS, IDLE, MEMORY_BYTES, OPENED, OPENING, SINCE_NS
+from jtrain.data.loaders.loader_process import LoaderProcess, Request
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart
-from jtrain.data.loaders.pool import LoaderPool, Request
 from jtrain.data.loaders.shared_memory import SharedMemory
 from jtrain.data.sources.opening import FIRST_LINE_AFTER_S, LINE_EVERY_S, Opened
+from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
 
 IN_FLIGHT = 2
@@ -38,37 +29,25 @@ files."""
 SHARED_BYTES = 1 << 20
 """Size of a loader's shared memory at first; it grows by half of itself."""
 
+MAX_DEATHS = 2
+"""Loaders that must die while reading the same document alone before it counts as the cause.
 
-class _LoaderProcess:
-    """Loader process, as the pool sees it."""
+A single loader that hangs there is enough. The first death or hang, in a request for several documents, is
+not counted.
+"""
 
-    def __init__(
-        self, name: str, child: Child, setups: tuple[SourceSetup, ...], shared: SharedMemory
-    ) -> None:
-        self.name = name
-        self.child = child
-        self.shared = shared
-        self.in_flight: dict[Any, Request] = {}
-        self.sources: set[int] = set()
-        self.opened: set[int] = set()
-        # Addresses in `shared` that were given back; the loader has not been told yet.
-        self.freed: list[int] = []
-        self.busy_s = 0.0
-        self.is_retiring = False
-        # Start of the opening that the log said last, in ns, and how long it had taken then.
-        self.last_line: tuple[int, float] = (0, 0.0)
-        child.connection.send(setups)
-
-    def activity(self) -> tuple[int, int, int, str, float]:
-        """Returns the loader's state, source, document, its `file:number`, and seconds since that began."""
-        header = self.shared.header
-        identity = header[IDENTITY_AT:].tobytes().partition(b"\0")[0].decode(errors="replace")
-        seconds = (time.monotonic_ns() - int(header[SINCE_NS])) / 1e9
-        return int(header[STATE]), int(header[SOURCE]), int(header[NUMBER]), identity, seconds
+_OPENING_SOURCE = -1
+"""Stands for a document's number where loaders were lost before reading one: opening or decoding a source."""
 
 
-class ProcessPool(LoaderPool[_LoaderProcess]):
-    """Pool of loader processes. A lost one is replaced by a running standby.
+class ProcessPool:
+    """Pool of loader processes.
+
+    A loader that dies, or that spends more than `data.read_timeout_s` on one document, is replaced by a
+    running standby, and its requests are made again: the stream of documents stays the same. The documents of
+    the request that it was reading are then read one at a time. If loaders are lost at the same document
+    again and again, the stream ends with an error, or skips and counts the document, according to
+    `data.on_bad_record`.
 
     Args:
       setups: the sources.
@@ -79,8 +58,6 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
       say: called with messages for the user.
       observe: called with each run of documents that arrives.
     """
-
-    max_deaths = 2
 
     def __init__(
         self,
@@ -93,16 +70,27 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         say: Callable[[str], None],
         observe: Callable[[ChunkRun], None] = lambda run: None,
     ) -> None:
-        super().__init__(setups, say)
+        self.retries = 0
+        self._setups = setups
+        self._say = say
         self._forkserver = forkserver
         self._observe = observe
         self._read_timeout_s = read_timeout_s
-        self._loaders: dict[str, _LoaderProcess] = {}
+        self._loaders: dict[str, LoaderProcess] = {}
         self._placed_sources: set[int] = set()
         self._number = itertools.count()
+        self._urgent_requests: collections.deque[Request] = collections.deque()
+        self._normal_requests: collections.deque[Request] = collections.deque()
+        self._skip: dict[int, set[int]] = collections.defaultdict(set)
+        self._deaths: collections.Counter[tuple[int, int]] = collections.Counter()
+        self._losses_in_a_row = 0  # loaders lost since documents last arrived
         self.place(placement)
         # After the loaders, which are needed first.
         self._standbys = [self._start(f"standby-{i}") for i in range(standbys)]
+
+    def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
+        (self._urgent_requests if first else self._normal_requests).extend(self._requests_for(parts))
+        self._send_requests()
 
     def connections(self) -> list[Connection]:
         return [loader.child.connection for loader in [*self._loaders.values(), *self._standbys]]
@@ -183,12 +171,12 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
             self._end(loader)
         self._loaders, self._standbys = {}, []
 
-    def _start(self, name: str) -> _LoaderProcess:
+    def _start(self, name: str) -> LoaderProcess:
         shared = SharedMemory.create(SHARED_BYTES)
         child = self._forkserver.start("loader", f"jtrain-{name}", (shared.descriptor,))
-        return _LoaderProcess(name, child, self._setups, shared)
+        return LoaderProcess(name, child, self._setups, shared)
 
-    def _end(self, loader: _LoaderProcess) -> None:
+    def _end(self, loader: LoaderProcess) -> None:
         loader.child.kill()
         loader.child.close()
         loader.shared.close()
@@ -211,11 +199,28 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         return requests
 
     def _send_requests(self) -> None:
+        """Sends the requests for which there is a loader with room, the urgent ones first."""
         # `collect` calls this every time; without room the queues need no walk.
-        if any(len(loader.in_flight) < IN_FLIGHT for loader in self._loaders.values()):
-            super()._send_requests()
+        if all(len(loader.in_flight) >= IN_FLIGHT for loader in self._loaders.values()):
+            return
+        for queue in (self._urgent_requests, self._normal_requests):
+            # Each request once: those without a loader rotate to the end, in their order.
+            for _ in range(len(queue)):
+                request = queue.popleft()
+                if (loader := self._loader_for(request)) is None:
+                    queue.append(request)
+                    continue
+                request.parts = [self._mark_skipped(part) for part in request.parts]
+                self._send(loader, request)
 
-    def _loader_for(self, request: Request) -> _LoaderProcess | None:
+    def _mark_skipped(self, part: RequestPart) -> RequestPart:
+        if part.source not in self._skip:
+            return part
+        skip = self._skip[part.source].intersection(part.numbers.tolist())
+        return dataclasses.replace(part, skip=part.skip | skip)
+
+    def _loader_for(self, request: Request) -> LoaderProcess | None:
+        """Returns a loader with room that answers a request; None if there is none now."""
         if request.loader in self._loaders:
             candidates = [self._loaders[request.loader]]
         else:
@@ -230,7 +235,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
             None,
         )
 
-    def _send(self, loader: _LoaderProcess, request: Request) -> None:
+    def _send(self, loader: LoaderProcess, request: Request) -> None:
         number = next(self._number)
         # Before it is sent: a loader that dies meanwhile has it among its requests.
         loader.in_flight[number] = request
@@ -239,16 +244,18 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         with contextlib.suppress(ConnectionError):
             loader.child.connection.send(("read", number, request.parts))
 
-    def _take(self, loader: _LoaderProcess, answer: tuple[Any, ...], runs: list[ChunkRun]) -> None:
+    def _take(self, loader: LoaderProcess, answer: tuple[Any, ...], runs: list[ChunkRun]) -> None:
         match answer:
             case "again", source, line:
                 self.retries += 1
                 if line:
                     self._say(f"data: {self._field(source)}: {line}")
             case "failed", source, message:
-                raise self._source_error(source, message)
+                raise DataError(f"{self._field(source)}: {message}")
             case "run", number, heads:
-                for part, (start, head) in zip(self._take_answered(loader, number).parts, heads, strict=True):
+                self._losses_in_a_row = 0
+                for part, (start, head) in zip(loader.in_flight.pop(number).parts, heads, strict=True):
+                    self._deaths.pop((part.source, _OPENING_SOURCE), None)
                     loader.busy_s += head.read_s
                     if not len(head.lengths):
                         loader.freed.append(start)
@@ -258,7 +265,7 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
                     self._observe(run)
                     runs.append(run)
 
-    def _say_opening(self, loader: _LoaderProcess, source: int, seconds: float) -> None:
+    def _say_opening(self, loader: LoaderProcess, source: int, seconds: float) -> None:
         """Says from time to time how far a loader is that takes long to open a source."""
         begun_ns = int(loader.shared.header[SINCE_NS])
         if seconds < (
@@ -269,7 +276,10 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         opened = Opened(*loader.shared.header[OPENED].tolist())
         self._say(opened.line(f"{loader.name} is opening {self._field(source)}", seconds))
 
-    def _replace(self, loader: _LoaderProcess, cause: str) -> None:
+    def _field(self, source: int) -> str:
+        return field_of(self._setups[source].name)
+
+    def _replace(self, loader: LoaderProcess, cause: str) -> None:
         """Replaces a lost loader by a standby."""
         state, source, number, identity, _ = loader.activity()
         activity = "while it was idle"
@@ -303,3 +313,55 @@ class ProcessPool(LoaderPool[_LoaderProcess]):
         self._say(
             f"data: {loader.name} {cause} {activity}; {successor_name} took over in {milliseconds:.0f} ms"
         )
+
+    def _repeat_requests(
+        self,
+        loader: LoaderProcess,
+        cause: str,
+        activity: str,
+        *,
+        opening: int | None = None,
+        reading: bool = True,
+    ) -> None:
+        """Makes the requests of a lost loader again, the one that it was reading one document at a time.
+
+        Args:
+          cause: `died`, or in which way it hung.
+          activity: what it was doing, for messages.
+          opening: source that it was opening; None if it was not.
+          reading: False if it is known to have done nothing.
+
+        Raises:
+          DataError: no loader survives a document.
+        """
+        requests, loader.in_flight = list(loader.in_flight.values()), {}
+        self._losses_in_a_row += 1
+        if requests and opening is not None:
+            self._deaths[opening, _OPENING_SOURCE] += 1
+            # A source cannot be left out as a document can, so the second loader lost there ends the stream.
+            if self._deaths[opening, _OPENING_SOURCE] >= 2:
+                raise DataError(f"a loader {cause} {activity}, again and again. Check that source.")
+        elif requests:
+            single_requests = requests[0].each()
+            if len(single_requests) == 1 and reading:
+                self._count_death(requests[0], cause, activity)
+            # One document at a time, so that a second death names the document.
+            requests[:1] = single_requests
+        # Reversed, since `extendleft` reverses: the oldest request stays first.
+        self._urgent_requests.extendleft(reversed(requests))
+
+    def _count_death(self, request: Request, cause: str, activity: str) -> None:
+        """Counts a loader lost while it read one document; if that is the cause, leaves it out or raises."""
+        [part], is_hung = request.parts, cause != "died"
+        number = int(part.numbers[0])
+        self._deaths[part.source, number] += 1
+        if not is_hung and self._deaths[part.source, number] < MAX_DEATHS:
+            return
+        if self._setups[part.source].on_bad_record == "fail":
+            raise DataError(
+                f"a loader {cause} {activity}, again and again. Mend or remove that file, "
+                + ("raise data.read_timeout_s, " if is_hung else "")
+                + "or set data.on_bad_record='skip' to leave the document out and count it."
+            )
+        self._say(f"data: {activity.removeprefix('at ')} is left out: its loader {cause}, again and again")
+        self._skip[part.source].add(number)

@@ -7,8 +7,9 @@ import pickle
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -27,8 +28,8 @@ from jtrain.runtime.lease import Watch
 MOST_RESTARTS = 3
 """Restarts of a constructor in a row, without a batch in between, before the run fails."""
 
-SILENCE_S = 60.0
-"""Silence after which a constructor is replaced; it sends a heartbeat every second."""
+QUIET_S, SILENCE_S = 5.0, 60.0
+"""Silences after which a constructor is named and replaced; it sends a heartbeat every second."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,80 +90,93 @@ class InlinePlane(Plane):
         self._pool.close()
 
 
-@dataclasses.dataclass(frozen=True)
-class ConstructorReply:
-    """Reply of a constructor; one without batch, end or failure says that it is still at work."""
+class ProcessPlane(Plane):
+    """Data plane of processes: a forkserver, a constructor and its loaders.
 
-    batch: tuple[DataState, BatchStats] | None = None
-    has_ended: bool = False
-    failed: str | None = None
-    messages: tuple[str, ...] = ()
+    A constructor that is lost is restarted from the state of the last batch taken: the stream is the same
+    with and without restarts. A forkserver that dies is restarted as well. `close` ends every process, and so
+    does any end of this process, even a kill.
 
-
-class RestartedPlane(Plane):
-    """Data plane with a constructor elsewhere; if lost, it is restarted from the state of the last batch.
-
-    The stream is the same with and without restarts.
+    Args:
+      preload: modules that the forkserver imports once for all loaders.
+      listening: socket of this process's constructor, if it divides the reading with others.
+      say: called with a line about a constructor that is silent; None: `take_messages` has it with the next
+        batch.
     """
 
-    logs: ClassVar[str]
-    """Where a constructor says why it died, for messages."""
-
-    def __init__(self, state: DataState | None) -> None:
-        self._state = state
+    def __init__(
+        self,
+        setup: ProcessSetup,
+        *,
+        preload: tuple[str, ...],
+        listening: socket.socket | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self._setup = setup
+        self._state = setup.state
+        self._listening = listening
+        self._preload = preload
         self._messages: list[str] = []
+        self._say = say or self._messages.append
         self._deaths = 0
         self._has_ended = self._closed = False
         # `take` runs on the prefetch thread, `close` on the trainer's.
         self._take_lock = threading.Lock()
-
-    @abc.abstractmethod
-    def _receive(self) -> tuple[ConstructorReply, dict[str, Int[np.ndarray, "rows L"]]] | None:
-        """Returns the constructor's next reply and the arrays of its batch; None after 1 s without a reply.
-
-        Raises:
-          ConnectionError: the constructor is gone.
-        """
-
-    @abc.abstractmethod
-    def _restart(self) -> None:
-        """Ends the constructor, and starts one that continues after the last batch taken."""
+        self._forkserver: Forkserver | None = None
+        self._start()
 
     def take(self) -> Delivered:
         with self._take_lock:
-            silence = Watch()
+            silence, is_named = Watch(), False
             while not (self._has_ended or self._closed):
                 try:
-                    reply_and_arrays = self._receive()
-                except ConnectionError as error:
-                    self._replace("died", str(error))
+                    message = self._receive()
+                except ConnectionError:
+                    self._replace("died")
                     silence = Watch()
                     continue
-                # No reply is no failure yet: opening remote sources may take minutes, with heartbeats.
-                if reply_and_arrays is None:
+                # No message is no failure yet: opening remote sources may take minutes, with heartbeats.
+                if message is None:
+                    if silence.silent_s > QUIET_S and not is_named:
+                        is_named = True
+                        self._say(
+                            f"data: the constructor, process {self._child.pid} of this host, gives no "
+                            "sign of life: it is stopped, or the machine is overloaded. After "
+                            f"{SILENCE_S:g} s another one takes its place"
+                        )
                     if silence.silent_s > SILENCE_S:
                         self._replace(f"was silent for {SILENCE_S:g} s")
-                        silence = Watch()
+                        silence, is_named = Watch(), False
                     continue
-                silence = Watch()
-                reply, arrays = reply_and_arrays
-                # Before a failure is raised: its lines tell what led to it.
-                self._messages += reply.messages
-                self._has_ended = reply.has_ended
-                if reply.failed is not None:
-                    raise DataError(reply.failed)
-                if reply.batch is not None:
-                    # From here on a restart continues after this batch.
-                    self._state, stats = reply.batch
-                    self._deaths = 0
-                    return Delivered(arrays, self._state, stats)
+                silence, is_named = Watch(), False
+                match message:
+                    case "say", text:
+                        self._messages.append(text)
+                    case ("end",):
+                        self._has_ended = True
+                    case "failed", text:
+                        raise DataError(text)
+                    case "batch", slot, state, stats:
+                        return self._take_batch(slot, state, stats)
             raise StopIteration
 
     def take_messages(self) -> list[str]:
-        messages, self._messages = self._messages, []
+        messages = self._messages.copy()
+        del self._messages[: len(messages)]
         return messages
 
-    def _replace(self, reason: str, details: str = "") -> None:
+    def _take_batch(self, slot: int, state: bytes, stats: BatchStats) -> Delivered:
+        # A copy, as the slot goes back to the constructor below.
+        arrays = {name: array.copy() for name, array in self._slots.arrays(slot).items()}
+        # Suppressed: a constructor that died after this batch is noticed by the next call.
+        with contextlib.suppress(ConnectionError):
+            self._child.connection.send(("free", slot))
+        # From here on a restart continues after this batch.
+        self._state = pickle.loads(state)
+        self._deaths = 0
+        return Delivered(arrays, self._state, stats)
+
+    def _replace(self, reason: str) -> None:
         # `close` kills the constructor: its death is no reason to start another.
         if self._closed:
             return
@@ -170,41 +184,23 @@ class RestartedPlane(Plane):
         if self._deaths > MOST_RESTARTS:
             raise DataError(
                 f"the data constructor {reason} {self._deaths} times in a row without making a batch. See "
-                f"{self.logs}. "
-                f"{details}".rstrip()
+                "stderr."
             )
         begun_s = time.perf_counter()
-        self._restart()
+        self._child.kill()
+        self._child.close()
+        self._drop_slots()
+        if (peers := self._setup.peers) is not None:
+            # The other hosts are up by now: one that does not answer is not waited for as at the start.
+            peers = dataclasses.replace(peers, meeting_s=peers.silence_s)
+            self._setup = dataclasses.replace(self._setup, peers=peers)
+        self._start()
         step = 0 if self._state is None else self._state.planner.step
         milliseconds = (time.perf_counter() - begun_s) * 1e3
         self._messages.append(
             f"data: the constructor {reason}; another one goes on from step {step} "
             f"after {milliseconds:.0f} ms"
         )
-
-
-class ProcessPlane(RestartedPlane):
-    """Data plane of processes: a forkserver, a constructor and its loaders.
-
-    A forkserver that dies is restarted as well. `close` ends every process, and so does any end of this
-    process, even a kill.
-
-    Args:
-      preload: modules that the forkserver imports once for all loaders.
-      listening: socket of this process's constructor, if it divides the reading with others.
-    """
-
-    logs = "stderr"
-
-    def __init__(
-        self, setup: ProcessSetup, *, preload: tuple[str, ...], listening: socket.socket | None = None
-    ) -> None:
-        super().__init__(setup.state)
-        self._setup = setup
-        self._listening = listening
-        self._preload = preload
-        self._forkserver: Forkserver | None = None
-        self._start()
 
     def _start(self) -> None:
         """Starts a constructor that continues after the last batch taken."""
@@ -234,30 +230,16 @@ class ProcessPlane(RestartedPlane):
                 if attempt == 2:
                     raise
 
-    def _receive(self) -> tuple[ConstructorReply, dict[str, Int[np.ndarray, "rows L"]]] | None:
-        connection = self._child.connection
+    def _receive(self) -> tuple[Any, ...] | None:
+        """Returns the constructor's next message (see `serve`); None after 1 s without one.
+
+        Raises:
+          ConnectionError: the constructor is gone.
+        """
         try:
-            if not connection.poll(1.0):
-                return None
-            kind, *fields = connection.recv()
+            return self._child.connection.recv() if self._child.connection.poll(1.0) else None
         except EOFError as error:
             raise ConnectionError from error
-        match kind:
-            case "say":
-                return ConstructorReply(messages=(fields[0],)), {}
-            case "end":
-                return ConstructorReply(has_ended=True), {}
-            case "failed":
-                return ConstructorReply(failed=fields[0]), {}
-            case "batch":
-                slot, state, stats = fields
-                # A copy, as the slot goes back to the constructor below.
-                arrays = {name: array.copy() for name, array in self._slots.arrays(slot).items()}
-                # Suppressed: a constructor that died after this batch is noticed by the next call.
-                with contextlib.suppress(ConnectionError):
-                    connection.send(("free", slot))
-                return ConstructorReply(batch=(pickle.loads(state), stats)), arrays
-        return ConstructorReply(), {}  # ("alive",): no content, but it breaks the silence
 
     def pids(self) -> list[int]:
         """Returns the process ids of the forkserver and its children."""
@@ -282,9 +264,3 @@ class ProcessPlane(RestartedPlane):
     def _drop_slots(self) -> None:
         self._slab.close()
         del self._slab, self._slots  # the memory mapping of `_slots` has its own file descriptor
-
-    def _restart(self) -> None:
-        self._child.kill()
-        self._child.close()
-        self._drop_slots()
-        self._start()

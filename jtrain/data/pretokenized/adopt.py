@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64, UInt
+from jaxtyping import Int, Int64, UInt
 
 from jtrain.data.pretokenized import index_format
 from jtrain.data.pretokenized.adopted import edges_of_path
@@ -58,6 +58,7 @@ class _ScannedPart:
     offsets: Int64[np.ndarray, " documents"] | None
     hash: str
     ids: UInt[np.ndarray, " tokens"] | None
+    ignored: Int[np.ndarray, "runs 2"]
 
 
 def adopt(
@@ -148,6 +149,17 @@ class _Adoption:
             else np.dtype(f"u{min(4, stored.itemsize)}")
         )
         self._appended = (*_APPENDED, *((index_format.IDS,) if layout.copies else ()))
+        # Before an index without the masks passes for this one.
+        first_file = layout.files[0]
+        if other := next((f for f in layout.files if f.has_labels != first_file.has_labels), None):
+            paths = (first_file.path, other.path) if first_file.has_labels else (other.path, first_file.path)
+            raise UserError(
+                f"--from: {paths[0]} has a column of labels, and {paths[1]} has none. Adopt them on their "
+                "own."
+            )
+        if first_file.has_labels:
+            self._appended = (*self._appended, index_format.MASKS)
+            self._made_of["labels"] = "not learned where they are -100"
         self._state: dict[str, Any] = {}
 
     def is_indexed(self) -> bool:
@@ -257,6 +269,7 @@ class _Adoption:
             part_content.offsets,
             digest(ids),
             copied_ids,
+            part_content.ignored,
         )
 
     def _beyond_vocabulary(
@@ -312,6 +325,8 @@ class _Adoption:
         outputs[index_format.SHARDS].write(json.dumps(line).encode() + b"\n")
         if part.ids is not None:
             outputs[index_format.IDS].write(part.ids.tobytes())
+        if index_format.MASKS in outputs:
+            outputs[index_format.MASKS].write((part.ignored + state["tokens"]).astype("<i8").tobytes())
         state["records"] += len(lengths)
         state["tokens"] += part.tokens
         state["empty"] += int((lengths == 0).sum())

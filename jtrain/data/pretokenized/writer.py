@@ -106,7 +106,7 @@ class IndexWriter:
         self._starts = shard_starts(corpus, shard_bytes)
         self.records = self.records_done = len(corpus)
         names, ends = corpus.identities
-        files = json.dumps({"names": names, "file_ends": ends.tolist()})
+        files = json.dumps({"names": list(names), "file_ends": ends.tolist()})
         # Names and counts are enough here; the workers open the corpus themselves.
         corpus.close()
         self._state: dict[str, Any] = NOTHING

@@ -1,10 +1,11 @@
 """Cache folder `data.cache_dir`: copies of remote and compressed files, and record indexes of large files."""
 
 import fcntl
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from jaxtyping import Int
@@ -21,6 +22,9 @@ cache."""
 
 _BLOCK_BYTES = 1 << 23
 
+_LINE_END_BYTES = 1 << 16
+"""Bytes behind a stripe that are fetched with it, for the rest of its last line."""
+
 
 def local_copy(
     file: StoredFile,
@@ -31,9 +35,11 @@ def local_copy(
 ) -> StoredFile:
     """Returns the file, copied to this machine and decompressed; one process copies while others wait.
 
+    Of a stripe of a remote file of lines, the lines that begin in it are copied, by requests for these bytes.
+
     Args:
       file: local or remote file; a local one without compression is returned as it is.
-      compression: `gzip`, `zstd` or None.
+      compression: a value of `suffix.COMPRESSIONS`, or None.
       report_bytes: called with the bytes of the file that were read so far.
       cache_dir: folder of the copies. A copy is used as long as location, size and version of the file stay
         the same.
@@ -45,13 +51,57 @@ def local_copy(
         return file
 
     def write(out: BinaryIO) -> None:
-        _copy(file, compression, out, report_bytes)
+        if file.span is None:
+            _copy(file, compression, out, report_bytes)
+        else:
+            _copy_lines(file, file.span, out, report_bytes)
 
     # The suffix is for people who look into the folder; the key alone names location, size and version.
     suffix = file.name.rpartition("/")[2]
     path = write_once(cache_dir / "files" / f"{file.key}-{suffix}", write, label=file.label)
     status = path.stat()
-    return StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), file.label)
+    label = f"{file.label}, from byte {file.span[0]:,} on" if file.span else file.label
+    return StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), label)
+
+
+def _copy_lines(
+    file: StoredFile, span: tuple[int, int], out: BinaryIO, report_bytes: Callable[[int], None]
+) -> None:
+    """Copies the lines that begin in the span, the last one to its end."""
+    begin, stop = span
+    # From the byte before the span: if it ends a line, a line begins at `begin`.
+    position = max(begin - 1, 0)
+    # A request waits as long as it takes to send some hundred KiB: the end of the last line comes along.
+    end = min(stop + _LINE_END_BYTES, file.size_bytes)
+    in_line = begin == 0
+    with file.open() as raw:
+        raw.seek(position)
+        while position < end:
+            block = raw.read(end - position)
+            if not in_line:
+                first = block.find(b"\n") + 1
+                # The first line belongs to the stripe before; without a line end so does all of this one.
+                if not first or position + first >= stop:
+                    return
+                block, position, in_line = block[first:], position + first, True
+            # The line that byte `stop` - 1 belongs to is the last one.
+            last = block.find(b"\n", max(stop - 1 - position, 0)) + 1
+            out.write(block[:last] if last else block)
+            position += len(block)
+            report_bytes(min(position, stop) - begin)
+            if last:
+                return
+            end = min(end + _BLOCK_BYTES, file.size_bytes)
+
+
+def decompressed(raw: Any, compression: str) -> Any:
+    """Returns a stream of the contents of an open compressed file."""
+    import pyarrow as pa
+
+    # Arrow has no such codec.
+    if compression == "xz":
+        return lzma.LZMAFile(raw)
+    return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
 
 
 def _copy(
@@ -71,7 +121,7 @@ def _copy(
     # The decompressed size is not known: there the codec notices a cut. Plain bytes are counted.
     received = 0
     with raw:
-        stream = pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression) if compression else raw
+        stream = decompressed(raw, compression) if compression else raw
         while True:
             try:
                 block = stream.read(_BLOCK_BYTES)
@@ -79,7 +129,8 @@ def _copy(
                 raise
             except Exception as error:
                 # Codecs raise plain OSError or Arrow's exceptions; stores raise classes of their own.
-                if compression and (type(error) is OSError or isinstance(error, pa.ArrowException)):
+                codec_errors = (pa.ArrowException, lzma.LZMAError, EOFError)
+                if compression and (type(error) is OSError or isinstance(error, codec_errors)):
                     raise FileError(
                         f"{file.label}: not a whole {compression} file ({error}): cut short or corrupt. "
                         "Replace it."

@@ -11,8 +11,8 @@ from jaxtyping import Int
 
 from jtrain.data.sources.corpus_files import CHECKED_FILES, CorpusFiles
 from jtrain.data.sources.data_files import files_of
-from jtrain.data.sources.file_parts import evenly_spread, identities_of_parts, part_name, parts_of
-from jtrain.data.sources.formats import BadRecord, open_file
+from jtrain.data.sources.file_parts import FileParts, evenly_spread, part_names, stripe_bytes
+from jtrain.data.sources.formats import BadRecord, open_file, sniff
 from jtrain.data.sources.formats.long_lines import TextPart
 from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import SKIP
@@ -23,6 +23,7 @@ from jtrain.data.sources.opening import Opening
 from jtrain.data.sources.read_records import read_or_mark_bad
 from jtrain.data.sources.retry import NeverSkipped, retried
 from jtrain.data.sources.source import Source, field_of, identity_of
+from jtrain.data.sources.storage import STDLIB
 from jtrain.errors import UserError
 
 DECODED_CACHE_BYTES = 1 << 30
@@ -40,6 +41,9 @@ _OPENED_WHOLE = {"parquet", "arrayrecord", "grain"}
 _FIRST_RECORDS = 8
 """First records of a file of which one must be good in some file of the source."""
 
+_FIRST_BYTES = 1 << 16
+"""Bytes of these that are read of a long one."""
+
 _RUN_RECORDS = 512
 """Records that `Corpus.read` reads at a time: enough to look up a row group once, few enough to hold as
 text."""
@@ -51,10 +55,9 @@ class Corpus:
     Between reads a file takes some hundred bytes and no descriptor; a Parquet file takes 16 more bytes per
     row group.
 
-    JSON lines files above 32 MiB count as several files, one for each part of 32 MiB.
-
     A corpus above `eager_bytes` is not opened: its files are when they are read, and since their numbers of
-    records are not known, records are numbered with gaps; each file has `GAP` numbers.
+    records are not known, records are numbered with gaps; each file has `GAP` numbers. Its large files count
+    as several, one for each stripe (`FileParts`).
 
     With `num_files` only so many files are taken, the first by name: files may be added while a run reads the
     others.
@@ -93,22 +96,24 @@ class Corpus:
         if source.format == "grain":
             from jtrain.data.sources.formats.graindataset import GrainDataset
 
-            self.names, self.is_open = [source.path], True
+            self.is_open = True
             self.files = CorpusFiles.of_dataset(source.path, GrainDataset(source.path, field=field))
+            self.names = part_names(self.files.stored)
         else:
             files, self.left_out = files_of(source, field=field)
             total = sum(max(file.size_bytes, 0) for file in files)
             # Checks the compression of every name as well, before any file is opened.
-            kinds = {format_of(file.name, field=f"{field}.path")[0] for file in files}
+            if source.format == "auto" and source.path != STDLIB:
+                files = sniff.with_kinds(files, text_field=source.text_field, field=field)
+            kinds = {file.kind or format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
             # Opening a JSON lines file reads all of it for line ends, so a large source skips it.
             is_large = eager_bytes is not None and (total > eager_bytes or len(files) > _MOST_EAGER_FILES)
             self.is_open = not is_large or bool(kinds & _OPENED_WHOLE)
-            if not self.is_open:
-                files = [part for file in files for part in parts_of(file, source.format)]
+            stripes = [0 if self.is_open else stripe_bytes(file, source) for file in files]
             # Only now: `num_files` counts parts where the corpus has parts.
-            files = files[:num_files]
-            self.names = [part_name(file) for file in files]
+            parts = FileParts(files, stripes, num_parts=num_files)
+            self.names = part_names(parts)
             open_records = functools.partial(
                 open_file,
                 format=source.format,
@@ -118,10 +123,10 @@ class Corpus:
                 groups=shared_cache(decoded_cache_bytes),
             )
             self.files = CorpusFiles(
-                files, open_records, is_lazy=not self.is_open, opening=opening or Opening()
+                parts, open_records, is_lazy=not self.is_open, opening=opening or Opening()
             )
         # The files of an open corpus are open by now, so their records can be counted.
-        self.size_bytes = sum(self.files.sizes)
+        self.size_bytes = int(self.files.sizes.sum())
         counts = [len(records) for records in self.files] if self.is_open else [GAP] * len(self.files)
         self.file_ends: Int[np.ndarray, " files"] = np.cumsum(counts, dtype=np.int64)
         # With gaps the number of records is always positive; only the bytes tell an empty source.
@@ -151,7 +156,7 @@ class Corpus:
 
     def file_sizes(self) -> Int[np.ndarray, " files"]:
         """Returns the bytes of each file as stored."""
-        return np.asarray(self.files.sizes, np.int64)
+        return self.files.sizes
 
     def _check_first_records(self, field: str) -> None:
         """Refuses a source of which no file has a good record among its first: its format or text field is
@@ -171,7 +176,8 @@ class Corpus:
         for number in [checkable[n] for n in tried_files]:
             file = files[number]
             for record in range(min(len(file), _FIRST_RECORDS)):
-                [text] = read_or_mark_bad(file, [record], self.files.label(number))
+                first = self.records_before(number) + record
+                [text] = self.beginnings(np.asarray([first], np.int64), _FIRST_BYTES)
                 # Closed after each record: an ArrayRecord reader would stay open, with a descriptor.
                 file.close()
                 if not isinstance(text, BadRecord):
@@ -214,7 +220,8 @@ class Corpus:
 
     def stored_names(self, first: int, end: int) -> list[str]:
         """Returns the names of the files to which files `first` to `end` - 1, or these parts, belong."""
-        return list(dict.fromkeys(file.name for file in self.files.stored[first:end]))
+        stored = self.files.stored
+        return [stored.files[n].name for n in sorted(set(stored.file_of(np.arange(first, end)).tolist()))]
 
     def file_bounds(self) -> list[tuple[int, int]]:
         """Returns the first record of each file, and the first one of the next file."""
@@ -259,7 +266,7 @@ class Corpus:
         file.
         """
         parts = []
-        for records, size in zip(self.files, self.files.sizes, strict=True):
+        for records, size in zip(self.files, self.files.sizes.tolist(), strict=True):
             parts.append(np.where(records.group_bytes > 0, records.group_bytes, size))
         return np.concatenate(parts)
 
@@ -302,41 +309,44 @@ class Corpus:
                     texts[position] = text
             yield from texts
 
-    def mark(self, record: int, text: str) -> bool:
-        """Marks the line of a long text so that `parts` can read inside it; True if that was done."""
-        file, number = self._locate_one(record)
-        records = self.files.records[file]
-        with contextlib.suppress(OSError):  # then the next chunk of the text is read as this one was
-            return isinstance(records, JsonLines) and records.mark(number, text)
-        return False
-
-    def parts(self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]]) -> list[TextPart | None]:
-        """Returns the bytes of a span of each text, or more; None if it is not marked, or its file cannot be
-        read.
+    def parts(
+        self, records: Int[np.ndarray, " n"], spans: list[tuple[int, int]], *, min_bytes: int = 0
+    ) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more; None if the text is read as a whole, like those
+        below `min_bytes`.
         """
         parts_of_texts: list[TextPart | None] = [None] * len(records)
         files, numbers = self._locate(records)
-        for file in set(files.tolist()):
-            positions, lines = np.flatnonzero(files == file), self.files.records[file]
+        for file in sorted(set(files.tolist())):
+            positions = np.flatnonzero(files == file).tolist()
             with contextlib.suppress(OSError):  # `read` tries again, and has the message
-                if isinstance(lines, JsonLines):
-                    parts = lines.parts(
-                        numbers[positions].tolist(), [spans[position] for position in positions.tolist()]
-                    )
-                    for position, part in zip(positions.tolist(), parts, strict=True):
+                if isinstance(lines := self.files[file], JsonLines):
+                    spans_of_file = [spans[position] for position in positions]
+                    parts = lines.parts(numbers[positions].tolist(), spans_of_file, min_bytes=min_bytes)
+                    for position, part in zip(positions, parts, strict=True):
                         parts_of_texts[position] = part
         return parts_of_texts
 
+    def beginnings(self, records: Int[np.ndarray, " n"], num_bytes: int) -> Iterator[str | BadRecord]:
+        """Yields each text, or at least `num_bytes` of a long one; see `read`."""
+        for record in records.tolist():
+            numbers = np.asarray([record], np.int64)
+            [part] = self.parts(numbers, [(0, num_bytes)], min_bytes=2 * num_bytes)
+            yield next(self.read(numbers)) if part is None else part.content.decode("utf-8")
+
     @functools.cached_property
-    def identities(self) -> tuple[list[str], Int[np.ndarray, " files"]]:
+    def identities(self) -> tuple[Sequence[str], Int[np.ndarray, " files"]]:
         """Names that identify the records, with the number of records up to the end of each.
 
-        They are the files' names, but each part of 32 MiB of a JSON lines file has one of its own, so that a
-        record has the same identity whether the file was read as a whole before or not.
+        They are the files' names, but each stripe of a large file has one of its own, so that a record has
+        the same identity whether the file was read as a whole before or not.
         """
-        if not self.is_open or not self.files.stored:
+        if not self.is_open or self.source.format == "grain":
             return self.names, self.file_ends
-        return identities_of_parts(self.files.stored, list(self.files), self.source.format)
+        # Every part is a file here; `num_files` may leave out the last ones.
+        files = self.files.stored.files[: len(self.files)]
+        parts = FileParts(files, [stripe_bytes(file, self.source) for file in files])
+        return part_names(parts), parts.record_ends(self.files)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
@@ -359,9 +369,14 @@ class Corpus:
           files: the numbers of the files that count; None: all.
         """
         # Not the contents, which may be terabytes: names, sizes and counts tell nearly all changes.
-        rows = list(zip(self.names, self.files.sizes, self._counts.tolist(), strict=True))
-        counted_rows = rows if files is None else [rows[n] for n in files]
-        content = "".join(f"{name}\0{size}\0{count}\n" for name, size, count in counted_rows)
+        counts, stored = self._counts, self.files.stored
+        numbers = np.arange(len(self.files)) if files is None else np.asarray(files, np.int64)
+        # One line for all stripes of a file, which have the same count.
+        file_numbers = sorted(set(stored.file_of(numbers).tolist()))
+        content = "".join(
+            f"{file.name}\0{max(file.size_bytes, 0)}\0{counts[stored.starts[n]]}\n"
+            for n, file in ((n, stored.files[n]) for n in file_numbers)
+        )
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import concurrent.futures
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
-from jtrain.data.sources.file_parts import evenly_spread, part_bytes
+from jtrain.data.sources.file_parts import FileParts, evenly_spread
 from jtrain.data.sources.formats import Records
 from jtrain.data.sources.formats.record import LostFile
 from jtrain.data.sources.opening import Opening
@@ -29,25 +29,24 @@ class CorpusFiles:
       opening: context in which files are opened.
 
     Attributes:
-      sizes: bytes of each file as stored.
+      sizes: bytes of each file or part as stored.
       checked: numbers of the files whose content is checked against their format.
       records: records of each file that is open, else None.
     """
 
     def __init__(
         self,
-        stored: Sequence[StoredFile],
+        stored: FileParts,
         open_records: Callable[..., Records],
         *,
         is_lazy: bool,
         opening: Opening,
     ) -> None:
         self.stored = stored
-        self.sizes = [max(part_bytes(file), 0) for file in stored]
+        self.sizes = stored.sizes()
         self.records: list[Records | None] = [None] * len(stored)
         # A lazily opened corpus checks its first file alone, since checking one opens it.
         self.checked = set(evenly_spread(len(stored), 1 if is_lazy else CHECKED_FILES))
-        self._labels = [file.label for file in stored]
         self._open_records = open_records
         self._is_lazy = is_lazy
         self._opening = opening
@@ -57,8 +56,8 @@ class CorpusFiles:
     @classmethod
     def of_dataset(cls, label: str, records: Records) -> "CorpusFiles":
         """Returns the only "file" of a source without files: a Grain dataset, which is open already."""
-        files = cls([], lambda file: records, is_lazy=True, opening=Opening())
-        files.sizes, files._labels = [0], [label]
+        dataset = StoredFile(label, label, 0, "", label)
+        files = cls(FileParts([dataset], [0]), lambda file: records, is_lazy=True, opening=Opening())
         files.records = [records]
         return files
 
@@ -80,7 +79,7 @@ class CorpusFiles:
 
     def label(self, number: int) -> str:
         """Returns the name of a file in messages."""
-        return self._labels[number]
+        return self.stored[number].label
 
     def open(self, numbers: Sequence[int]) -> None:
         """Opens files by number, several at a time; files that are open already cost nothing."""
@@ -88,7 +87,7 @@ class CorpusFiles:
         if not closed:
             return
         with self._opening:
-            self._opening.expect(len(closed), sum(self.sizes[number] for number in closed))
+            self._opening.expect(len(closed), int(self.sizes[closed].sum()))
             self._open_all(closed)
 
     def forget(self, numbers: Sequence[int]) -> None:
@@ -127,5 +126,5 @@ class CorpusFiles:
             if not self._is_lazy:
                 raise
             return LostFile(error)
-        self._opening.opened(number, self.sizes[number])
+        self._opening.opened(number, int(self.sizes[number]))
         return records

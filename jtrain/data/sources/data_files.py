@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ _METADATA = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|croissant\.json|_success|_metadata|_common_metadata",
     re.IGNORECASE,
 )
+_TOKEN_SUFFIXES = (".bin", ".npy", ".idx", ".mds", ".mds.zstd")
 _MOST_NAMES = 4
 
 
@@ -39,6 +41,8 @@ def files_of(source: Source, *, field: str) -> DataFiles:
       UserError, FileError: as in `data_files` and `storage.search`.
     """
     match = search(source.path, field=f"{field}.path")
+    if source.format == "auto":
+        _refuse_token_files(match.files, path=source.path, field=field)
     if source.format in ("auto", "arrow"):
         # Before the suffixes are looked at: the folder may hold more .arrow files, caches of transforms.
         saved = saved_dataset_files(match.files, field=f"{field}.path={source.path!r}")
@@ -47,6 +51,19 @@ def files_of(source: Source, *, field: str) -> DataFiles:
     if not match.is_folder:
         return DataFiles(match.files, "")
     return data_files(match.files, path=source.path, format=source.format, field=field)
+
+
+def _refuse_token_files(files: list[StoredFile], *, path: str, field: str) -> None:
+    """Raises UserError where most of the bytes are token ids of another project; `adopt` reads them."""
+    token_files = [file for file in files if file.name.lower().endswith(_TOKEN_SUFFIXES)]
+    if not token_files or 2 * _size(token_files) < _size(files):
+        return
+    setting = "data.prepared=OUT" if field == "data" else f"data.prepared=OUT (its folder there: {field})"
+    raise UserError(
+        f"{field}.path={path!r} holds token ids and no text ({token_files[0].name}). Adopt them where they "
+        f"lie: python -m jtrain.data adopt --from {shlex.quote(path)} --out OUT --tokenizer TOKENIZER, and "
+        f"set {setting}. If they are text, set the format of the source."
+    )
 
 
 def data_files(files: list[StoredFile], *, path: str, format: str, field: str) -> DataFiles:

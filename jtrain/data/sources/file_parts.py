@@ -1,58 +1,137 @@
-"""Parts of large files: ranges of bytes whose records are found separately."""
+"""Stripes of large files: ranges of bytes whose records are found separately."""
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import overload
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Int64
 
-from jtrain.data.sources.formats import JsonLines, Records
+from jtrain.data.sources.formats import Records
+from jtrain.data.sources.formats.suffix import format_of
+from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import StoredFile
 
-PART_BYTES = 1 << 25
-"""Bytes of a JSON lines file that are searched for line ends at a time."""
+STRIPE_BYTES = 1 << 18
+"""Bytes of a stripe, whose records are those that begin in it.
+
+A window draws its stripes from all over a source, so a small stripe mixes better: records that lie side by
+side in a file are mostly alike. 256 KiB are read at the speed of a whole file from disks and stores alike.
+"""
 
 
-def parts_of(file: StoredFile, format: str) -> list[StoredFile]:
-    """Returns the parts of a large JSON lines file, or the file."""
-    is_lines = format == "jsonl" or (format == "auto" and file.name.endswith((".jsonl", ".ndjson")))
-    # A remote file is copied first, as a whole; other formats have no byte that surely begins a record.
-    if not is_lines or file.is_remote or file.size_bytes <= PART_BYTES:
-        return [file]
-    cuts = [*range(0, file.size_bytes, PART_BYTES), file.size_bytes]
-    return [dataclasses.replace(file, span=span) for span in itertools.pairwise(cuts)]
+def stripe_bytes(file: StoredFile, source: Source) -> int:
+    """Returns the bytes of the stripes of a file; 0 if it is one part, of whatever size."""
+    kind, compression = format_of(file.name, field="path")
+    kind = (file.kind or kind) if source.format == "auto" else source.format
+    if compression is not None:
+        return 0  # can only be read from its start
+    if kind == "jsonl":
+        return STRIPE_BYTES
+    if kind == "text" and not file.is_remote:
+        # Whole pieces: they begin at multiples of their size.
+        return max(STRIPE_BYTES // source.text_piece_bytes, 1) * source.text_piece_bytes
+    return 0  # no byte of it surely begins a record
 
 
-def part_name(file: StoredFile) -> str:
-    """Returns the name that identifies a file or its part; the first part has that of the file."""
-    # The first part keeps the file's name, so identities stay when a file grows past 32 MiB.
-    return file.name if file.span is None or not file.span[0] else f"{file.name}@{file.span[0]}"
+class FileParts(Sequence[StoredFile]):
+    """Files and stripes of files by number, in the order of their files; made when they are asked for.
+
+    Args:
+      files: the files.
+      stripe_bytes: bytes of the stripes of each file; 0 for a file that is one part.
+      num_parts: takes only so many parts, the first ones; None: all.
+
+    Attributes:
+      starts, ends: number of the first part of each file, and of the first one behind it.
+    """
+
+    def __init__(
+        self, files: Sequence[StoredFile], stripe_bytes: Sequence[int], *, num_parts: int | None = None
+    ) -> None:
+        self.files = files
+        self._stripe_bytes = np.asarray(stripe_bytes, np.int64)
+        self._file_sizes = np.asarray([max(file.size_bytes, 0) for file in files], np.int64)
+        counts = -(-self._file_sizes // np.maximum(self._stripe_bytes, 1))
+        counts = np.where(self._stripe_bytes > 0, np.maximum(counts, 1), 1)
+        self.ends = np.cumsum(counts)
+        self.starts = self.ends - counts
+        total = int(counts.sum())
+        self._count = total if num_parts is None else min(num_parts, total)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, number: int) -> StoredFile: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[StoredFile]: ...
+    def __getitem__(self, number: int | slice) -> StoredFile | list[StoredFile]:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        if not -len(self) <= number < len(self):
+            raise IndexError(number)
+        number %= len(self)
+        index = int(np.searchsorted(self.ends, number, side="right"))
+        file, start = self.files[index], int(self.starts[index])
+        if int(self.ends[index]) - start == 1:
+            return file
+        begin = (number - start) * int(self._stripe_bytes[index])
+        end = min(begin + int(self._stripe_bytes[index]), file.size_bytes)
+        return dataclasses.replace(file, span=(begin, end))
+
+    def file_of(self, numbers: Int[np.ndarray, " n"]) -> Int64[np.ndarray, " n"]:
+        """Returns the number of the file to which each part belongs."""
+        return np.searchsorted(self.ends, numbers, side="right")
+
+    def sizes(self) -> Int64[np.ndarray, " parts"]:
+        """Returns the bytes of each part; 0 where a server does not tell."""
+        counts = self.ends - self.starts
+        sizes = np.repeat(self._stripe_bytes, counts)
+        # The last part of each file has what the others leave.
+        sizes[self.ends - 1] = self._file_sizes - (counts - 1) * self._stripe_bytes
+        return sizes[: self._count]
+
+    def record_ends(self, opened: Iterable[Records]) -> Int64[np.ndarray, " parts"]:
+        """Returns the number of records up to the end of each part, of files that were opened as a whole."""
+        record_ends, first = np.zeros(len(self), np.int64), 0
+        bounds = zip(self.starts.tolist(), self.ends.tolist(), self._stripe_bytes.tolist(), strict=True)
+        for records, (start, end, stripe) in zip(opened, bounds, strict=True):
+            if end - start > 1:
+                offsets = np.arange(1, end - start) * stripe
+                record_ends[start : end - 1] = first + records.count_before(offsets)
+            first += len(records)
+            record_ends[end - 1] = first
+        return record_ends
 
 
-def part_bytes(file: StoredFile) -> int:
-    """Returns the bytes of a file or its part; -1 if a server does not tell."""
-    return file.size_bytes if file.span is None else file.span[1] - file.span[0]
+class PartNames(Sequence[str]):
+    """Names that identify parts; the first part of a file has the file's name, so that it keeps it as it
+    grows.
+    """
+
+    def __init__(self, parts: FileParts) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    @overload
+    def __getitem__(self, number: int) -> str: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[str]: ...
+    def __getitem__(self, number: int | slice) -> str | list[str]:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        file = self._parts[number]
+        return file.name if file.span is None or not file.span[0] else f"{file.name}@{file.span[0]}"
+
+
+def part_names(parts: FileParts) -> Sequence[str]:
+    """Returns the names that identify parts: a list of the files' names where no file has stripes."""
+    return PartNames(parts) if int(parts.ends[-1]) > len(parts.files) else [file.name for file in parts]
 
 
 def evenly_spread(count: int, max_count: int) -> list[int]:
     """Returns at most `max_count` of the numbers below `count`, evenly spread, the first one included."""
     return [n * count // min(max_count, count) for n in range(min(max_count, count))]
-
-
-def identities_of_parts(
-    files: Sequence[StoredFile], opened: Sequence[Records], format: str
-) -> tuple[list[str], Int[np.ndarray, " parts"]]:
-    """Returns the names of all parts of open files, and the number of records up to the end of each part."""
-    names, ends, first = [], [], 0
-    for file, records in zip(files, opened, strict=True):
-        parts = parts_of(file, format)
-        names += [part_name(part) for part in parts]
-        # The file was opened as a whole: counts its lines before the first byte of each later part.
-        if len(parts) > 1 and isinstance(records, JsonLines):
-            ends += [
-                first + records.lines_before(part.span[0]) for part in parts[1:] if part.span is not None
-            ]
-        first += len(records)
-        ends.append(first)
-    return names, np.asarray(ends, np.int64)

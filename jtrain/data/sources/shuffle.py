@@ -3,7 +3,7 @@
 import hashlib
 
 import numpy as np
-from jaxtyping import Int, UInt64
+from jaxtyping import Int, Int64, UInt64
 
 from jtrain.data.sources.source import splitmix64
 
@@ -64,9 +64,59 @@ def epoch_key(seed: int, epoch: int) -> np.uint64:
     return splitmix64(splitmix64(np.asarray([seed], np.uint64)) ^ np.asarray([epoch], np.uint64))[0]
 
 
-def shuffled_parts(parts: int, key: np.uint64) -> Int[np.ndarray, " parts"]:
-    """Returns the numbers of a source's parts in the order of an epoch."""
-    return np.argsort(splitmix64(np.arange(parts, dtype=np.uint64) ^ key), kind="stable")
+def spread_parts(parts: int, key: np.uint64) -> Int64[np.ndarray, " parts"]:
+    """Returns the numbers of a source's parts in a random order whose every run is spread over all of them.
+
+    Parts that lie side by side are mostly alike. In a plain shuffle, 64 parts of a corpus that is sorted by
+    64 topics are of 41 topics; here they are of all. The numbers are halved, and the halves, in such an order
+    each, take turns; which one begins, and which one has the odd number, is drawn. So of 2**k parts that
+    follow one another (from a multiple of 2**k on), each 2**k-th of the source gives one (a scrambled net:
+    Owen 1995).
+    """
+    number = np.arange(parts, dtype=np.int64)
+    low, size, place = np.zeros_like(number), np.full_like(number, parts), np.zeros_like(number)
+    level_keys = splitmix64(key + np.arange(64, dtype=np.uint64))
+    for level in range(max(parts - 1, 0).bit_length()):
+        # One draw per interval and level: of all its numbers the same one.
+        draw = splitmix64(low.astype(np.uint64) ^ level_keys[level]) & _ONE == _ONE
+        left = size // 2 + (size % 2 & draw)
+        in_left = number - low < left
+        # The larger half has the first and the last turn.
+        is_second = in_left != draw
+        place += np.where(size > 1, is_second.astype(np.int64) << level, 0)
+        low, size = np.where(in_left, low, low + left), np.where(in_left, left, size - left)
+    order = np.empty_like(number)
+    order[place] = number
+    return order
+
+
+def spread_windows(
+    parts: Int64[np.ndarray, " parts"],
+    sizes: Int64[np.ndarray, " parts"],
+    key: np.uint64,
+    *,
+    window_bytes: int,
+    most_parts: int,
+) -> list[Int64[np.ndarray, " _"]]:
+    """Returns parts, in the order of `spread_parts`, cut into windows that are shuffled as a whole.
+
+    Args:
+      parts: the parts, ascending, so that the windows depend on the set of parts alone.
+      sizes: bytes of each.
+      window_bytes: bytes of a window; its last part may reach beyond.
+      most_parts: most parts of a window.
+    """
+    if not len(parts):
+        return []
+    order = spread_parts(len(parts), key)
+    sizes = sizes[order]
+    # By the byte at which a part begins: a part belongs to one window, whatever its size.
+    cuts = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // window_bytes)) + 1
+    return [
+        np.sort(window[start : start + most_parts])
+        for window in np.split(parts[order], cuts)
+        for start in range(0, len(window), most_parts)
+    ]
 
 
 def window_keys(windows: Int[np.ndarray, " n"], key: np.uint64) -> UInt64[np.ndarray, " n"]:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -46,24 +47,34 @@ class Source:
       that it names. For format grain, `module:function` or `path/to/file.py:function` of a function that
       returns a `grain.MapDataset` of str.
     weight: weight in the mixture, relative to the other sources; may be zero.
-    format: `auto` goes by each file's suffix: .jsonl and .ndjson (JSON lines), .json (one object, an array of
-      objects, or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet, .arrayrecord, .tar
-      (WebDataset), .arrow, each also with .gz or .zst behind it; any other file is text, one document per
-      file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.
-    text_field: JSON key, column, or suffix of the tar's members (such as txt). `meta.text` is the key or
+    format: `auto` goes by each file's suffix, in any case: .jsonl and .ndjson (JSON lines), .json (one
+      object, an array of objects, or JSON lines, by its first bytes), .csv and .tsv (with a header), .parquet,
+      .arrayrecord, .tar (WebDataset), .arrow and .feather, each also with .gz, .zst, .bz2 or .xz behind it;
+      files of another suffix are JSON lines if their first lines are objects, otherwise text, one document
+      per file. A folder written by Hugging Face's `save_to_disk` is recognised by its state.json.
+    text_field: JSON key, column, or suffix of the tar's members (such as txt; `json.text` for a field of its
+      members .json). `meta.text` is the key or
       column of that name, or else the field `text` of the JSON object or struct column `meta`. For
       ArrayRecord it applies to records that are JSON objects; if it is empty, each whole record is the text.
     prompt_field: field of a text that precedes the one in `text_field`: both are one document, the prompt
-      before its completion. Not together with `mask_field`.
+      before its completion. `instruction+input` joins two fields, each with a line end, empty ones left out.
+      Prompt and completion may both be lists of messages. Not together with `mask_field`.
     mask_prompt: False to learn the prompt as well, or every message.
     mask_field: field of the spans of the text that are learned: a list of [start, end] in characters
       (Python's, not bytes), ascending and apart; in CSV as JSON. Whatever lies outside of them is read and
       not learned. The text is tokenised from border to border, as the prompt is by itself, so no token is
       half learned. The end of the document is learned if the last span reaches the end of the text.
-    messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, instead of
-      `text_field`. A message is written as `<|user|>`, a line end, its content and a line end
-      (`formats/chat.py`). The content of messages of role assistant is learned, with the line end behind it.
-      In JSON, Parquet, Arrow and ArrayRecord.
+    messages_field: field of a chat, a list of messages `{"role": "user", "content": "Hi"}`, or of ShareGPT's
+      `{"from": "human", "value": "Hi"}`, instead of `text_field`. A message is written as `<|user|>`, a line
+      end, its content and a line end (`formats/chat.py`). The content of messages of role assistant is
+      learned, with the line end behind it; `weight` (0 or 1) and `train` (true or false) of a message are
+      honoured. In JSON, Parquet, Arrow and ArrayRecord.
+    on_too_long: rule for samples (records of a source with `messages_field`, `prompt_field` or `mask_field`)
+      that are longer than a row. The other samples are in one row each, unless `data.packing` is `concat`.
+      `split_turns` cuts a sample between its turns, each a prompt with what is learned after it, into as few
+      pieces as hold them; of a turn that is longer than a row the end is left out, or all of it if no learned
+      token is within the row. `drop` leaves the sample out. Samples of which something is left out are
+      counted (`data_skipped`) and logged. `refuse` ends the run.
     tokenizer: tokenizer of this source; None for data.tokenizer.
     text_piece_bytes: text files longer than this are read as several documents, so that one big file can be
       shuffled too. Raise it for longer contexts.
@@ -77,6 +88,7 @@ class Source:
     mask_prompt: bool = True
     mask_field: str | None = None
     messages_field: str | None = None
+    on_too_long: Literal["split_turns", "drop", "refuse"] = "split_turns"
     tokenizer: str | None = None
     text_piece_bytes: int = 1 << 16
 
@@ -91,6 +103,8 @@ class Source:
             raise UserError(f"{field}.weight={self.weight} must be a number, zero or more.")
         if self.text_piece_bytes < 16:
             raise UserError(f"{field}.text_piece_bytes={self.text_piece_bytes} must be at least 16.")
+        if self.on_too_long not in (rules := ("split_turns", "drop", "refuse")):
+            raise UserError(f"{field}.on_too_long={self.on_too_long!r} must be one of {', '.join(rules)}.")
         self._check_mask(field)
 
     def _check_mask(self, field: str) -> None:
@@ -117,6 +131,11 @@ class Source:
             raise UserError(
                 f"{field}.mask_prompt=False has no prompt to learn. Set {field}.prompt_field or "
                 f"{field}.messages_field, or remove it."
+            )
+        if prompt is None and messages is None and mask is None and self.on_too_long != "split_turns":
+            raise UserError(
+                f"{field}.on_too_long={self.on_too_long!r} is for samples, and text may be cut anywhere. Set "
+                f"{field}.messages_field, prompt_field or mask_field, or remove it."
             )
         for setting, name in mask_settings.items():
             # The same field twice would be its own prompt or mask.
@@ -146,7 +165,7 @@ class Source:
         return None
 
 
-def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: int) -> str:
+def identity_of(names: Sequence[str], file_ends: Int[np.ndarray, " files"], record: int) -> str:
     """Returns `file:number` of a record, the number counted from 0 within its file.
 
     Args:
@@ -159,7 +178,7 @@ def identity_of(names: list[str], file_ends: Int[np.ndarray, " files"], record: 
 class FileKeys:
     """Hashes of files' names, each computed at its first use: a source may have hundreds of thousands."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         self._names = names
         # Two arrays and no dict: 9 bytes per file of a large source.
         self._keys = np.zeros(len(names), np.uint64)
@@ -169,7 +188,7 @@ class FileKeys:
         """Returns the keys of the files with these numbers."""
         # In Python, file by file: blake2b, since the names need a hash that stays the same between runs.
         for file in set(files[~self._is_computed[files]].tolist()):
-            digest = hashlib.blake2b(self._names[file].encode(), digest_size=8).digest()
+            digest = hashlib.blake2b(str(self._names[file]).encode(), digest_size=8).digest()
             self._keys[file], self._is_computed[file] = int.from_bytes(digest), True
         return self._keys[files]
 

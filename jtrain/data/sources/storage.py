@@ -63,6 +63,8 @@ class StoredFile:
     label: str
     span: tuple[int, int] | None = None
     """First byte and end of the part of a large file whose records these are; None for the whole file."""
+    kind: str | None = None
+    """Format that the content tells, where the name tells none; see `sniff.with_kinds`."""
 
     @property
     def is_remote(self) -> bool:
@@ -73,6 +75,8 @@ class StoredFile:
         """Name for files derived from this content."""
         # Zero bytes separate the parts, which cannot hold any.
         identity = f"{self.location}\0{self.size_bytes}\0{self.version}"
+        if self.span is not None:
+            identity += f"\0{self.span[0]}\0{self.span[1]}"
         return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
     def open(self) -> io.BufferedReader | io.RawIOBase:
@@ -215,9 +219,16 @@ def _walk(root: Path, *, field: str, skip: Callable[[str], bool]) -> Iterator[st
             f"or set {field} to what lies beside it."
         ) from error
 
-    for folder, folders, files in os.walk(root, onerror=refuse):
+    # Links to folders are followed, as globs do; a folder that lies above itself by a link is read once.
+    visited: set[tuple[int, int]] = set()
+    for folder, folders, files in os.walk(root, onerror=refuse, followlinks=True):
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in visited:
+            folders[:] = []
+            continue
+        visited.add((status.st_dev, status.st_ino))
         # In place: `os.walk` descends into what remains in the list.
-        folders[:] = [name for name in folders if not skip(name)]
+        folders[:] = [name for name in sorted(folders) if not skip(name)]
         start = os.path.join(folder, "")  # once: it takes as long as all else that is done for a file here
         yield from (start + file for file in files if not skip(file))
 

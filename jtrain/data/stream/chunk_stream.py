@@ -4,9 +4,10 @@ import copy
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int64
@@ -16,7 +17,7 @@ from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.generations import Generation
 from jtrain.data.sources.opening import Opening
-from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, shuffled_parts
+from jtrain.data.sources.shuffle import epoch_key, order_seed, permuted, spread_windows
 from jtrain.data.sources.source import FileKeys, identity_of, split_positions
 from jtrain.data.stream.chunk_order import ChunkOrder, Chunks
 from jtrain.data.stream.chunk_reader import ChunkReader, Read
@@ -28,6 +29,18 @@ from jtrain.data.tokenizer import make_tokenizer
 from jtrain.errors import UserError
 
 _RECORDS_AT_A_TIME = 1 << 16
+
+_BYTES_AT_A_TIME, _PARTS_AT_A_TIME = 1 << 28, 1024
+"""Bytes and number of the files or stripes whose records are drawn together for an evaluation."""
+
+
+class Origin(NamedTuple):
+    """Number of files, and of files or stripes of large ones, that some records are from, of so many."""
+
+    files: int
+    parts: int
+    of_parts: int
+
 
 WHOLE = (0, 1)
 """Share of a grouped source that is all of it: number 0 of 1."""
@@ -268,38 +281,66 @@ class ChunkStream:
         """Returns `file:number` of a record."""
         return identity_of(self.names, self._file_ends, record)
 
-    def held_out_records(self) -> Iterator[Int64[np.ndarray, " n"]]:
+    def held_out_records(self, *, most_bytes: int = _BYTES_AT_A_TIME) -> Iterator[Int64[np.ndarray, " n"]]:
         """Yields the held-out records in an order that is the same for every run, some at a time.
 
         They are those of the files with which the run began, so that evaluations stay comparable when files
         join it.
+
+        Args:
+          most_bytes: argument of `records_at_random`.
         """
         # Seed 0, not the run's: all runs with these files evaluate on the same documents.
         key = epoch_key(order_seed(0, f"held out/{self.setup.name}"), 0)
-        for records in self.records_at_random(
-            key, files=None if self.corpus is None else self.generations[0].files
-        ):
+        files = None if self.corpus is None else self.generations[0].files
+        for records in self.records_at_random(key, files=files, most_bytes=most_bytes):
             yield records[self.held_out(records)]
 
     def records_at_random(
-        self, key: np.uint64, *, files: int | None = None
+        self, key: np.uint64, *, files: int | None = None, most_bytes: int = _BYTES_AT_A_TIME
     ) -> Iterator[Int64[np.ndarray, " n"]]:
         """Yields all records, or those of so many `files`, in the random order of `key`; opens files as they
         come.
+
+        Args:
+          most_bytes: bytes of files or stripes from all over the source that are opened, and whose records
+            are shuffled, at a time; if files are opened as they are read.
         """
         total = self.num_documents
         if self.corpus is not None and total is not None and files is not None:
             total = self.corpus.records_before(files)
         if total is None:
             assert self.corpus is not None
-            # Number of records unknown: files are shuffled, then the records of each, and opened one by one.
-            for file in shuffled_parts(files or len(self.names), key).tolist():
-                count = self.corpus.count(file)
-                yield file * GAP + permuted(np.arange(count), np.int64(max(count, 1)), key)
+            num_files = files or len(self.names)
+            sizes = self.corpus.file_sizes()[:num_files]
+            for parts in spread_windows(
+                np.arange(num_files), sizes, key, window_bytes=most_bytes, most_parts=_PARTS_AT_A_TIME
+            ):
+                numbers = parts.tolist()
+                self.corpus.open(numbers)
+                records = np.concatenate([n * GAP + np.arange(self.corpus.count(n)) for n in numbers])
+                # Few of them are read, which are then opened once more: all would take too much memory.
+                self.corpus.forget(numbers)
+                yield records[permuted(np.arange(len(records)), np.int64(max(len(records), 1)), key)]
             return
         for start in range(0, total, _RECORDS_AT_A_TIME):
             positions = np.arange(start, min(start + _RECORDS_AT_A_TIME, total), dtype=np.int64)
             yield permuted(positions, np.int64(total), key)
+
+    def origin_of(self, records: Int[np.ndarray, " n"]) -> Origin:
+        """Returns the number of files and parts that these records are from."""
+        parts = sorted(set(np.searchsorted(self._file_ends, records, side="right").tolist()))
+        # Stripes of a file have its name and, behind an @, their first byte.
+        files = {re.sub(r"@\d+$", "", str(self.names[part])) for part in parts}
+        return Origin(len(files), len(parts), len(self.names))
+
+    def count_long_samples(self) -> int:
+        """Returns the number of samples of a prepared source that are longer than a row; 0 for text."""
+        if self.setup.row_tokens is None or self.prepared is None:
+            return 0
+        blocks = range(0, len(self.prepared), _RECORDS_AT_A_TIME)
+        ranges = (np.arange(start, min(start + _RECORDS_AT_A_TIME, len(self.prepared))) for start in blocks)
+        return sum(int((self.prepared.lengths(r) > self.setup.row_tokens).sum()) for r in ranges)
 
     @property
     def sizes_are_known(self) -> bool:
@@ -342,6 +383,8 @@ class ChunkStream:
             parts += [self.corpus.fingerprint(files), setup.source.text_field, setup.source.text_piece_bytes]
         if setup.source.mask is not None:
             parts.append(str(setup.source.mask))
+        if setup.row_tokens is not None:
+            parts.append(setup.source.on_too_long)
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
 
     def close(self) -> None:

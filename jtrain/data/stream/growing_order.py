@@ -11,12 +11,13 @@ from jaxtyping import Int, Int64
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import GAP, Corpus
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
-from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
+from jtrain.data.sources.shuffle import epoch_key, permuted, spread_windows, window_keys
 from jtrain.data.stream.chunk_order import Chunks
 from jtrain.errors import UserError
 
-_MOST_FILES = 4096
-"""Most files that `GrowingChunks` opens at a time."""
+_MOST_PARTS = 1024
+"""Most files or stripes that `GrowingChunks` opens at a time: of small files each is a draw from the whole
+source, so more of them mix no better."""
 
 ENDLESS_SLOTS = 1 << 60
 """Slots of an epoch whose number is not known."""
@@ -45,13 +46,14 @@ class GrowingChunks:
     """Order of a corpus that is opened as it is read, in windows: JSON lines, text, tar and others, of any
     size.
 
-    The files (parts of 32 MiB of large JSON lines files) are shuffled anew in each epoch and cut into
-    windows; a window is opened when its first chunk is wanted, and its chunks are shuffled together. How many
-    chunks the windows before it have is only known once they were opened, so numbers count on from an anchor:
-    from the start of the run, or from where it was resumed.
+    The files and the stripes of large ones are put in a new order in each epoch, whose every run is spread
+    over the whole corpus, and cut into windows (`spread_windows`). A window is opened when its first chunk is
+    wanted, and its chunks are shuffled together. How many chunks the windows before it have is only known
+    once they were opened, so numbers count on from an anchor: from the start of the run, or from where it was
+    resumed.
 
-    When files join, they and those that no window has held so far are shuffled and cut into windows anew,
-    which follow the window that is being read.
+    When files join, they and those that no window has held so far are cut into windows anew, which follow
+    the window that is being read.
 
     Numbers go on through the epochs: `locate` is called with epoch 0.
     """
@@ -140,34 +142,29 @@ class GrowingChunks:
     def _files_by_window(self, epoch: int) -> list[Int64[np.ndarray, " _"]]:
         """Returns the files of each window of an epoch."""
         base, joining = members(self._generations, epoch)
-        windows = self._split(shuffled_parts(self._generations[base].files, epoch_key(self._seed, epoch)))
+        windows = self._split(np.arange(self._generations[base].files), epoch_key(self._seed, epoch))
         # In the order in which they joined: each cuts anew what the one before it left unread.
         for generation in joining:
             num_started = self._generations[generation].window
             new_files = np.arange(
                 self._generations[generation - 1].files, self._generations[generation].files
             )
-            # Sorted, so that the order follows from the set of files and not from the windows they were in.
             files = np.sort(np.concatenate([*windows[num_started:], new_files]))
-            order = shuffled_parts(len(files), join_key(self._seed, generation, epoch))
-            windows = windows[:num_started] + self._split(files[order])
+            windows = windows[:num_started] + self._split(files, join_key(self._seed, generation, epoch))
         return windows
 
-    def _split(self, files: Int64[np.ndarray, " files"]) -> list[Int64[np.ndarray, " _"]]:
-        """Returns files in this order as windows."""
-        sizes = self._corpus.file_sizes()[files]
-        # By the byte at which a file begins: a file belongs to one window, whatever its size.
-        window = (np.cumsum(sizes) - sizes) // self._window_bytes
-        return [
-            window_part
-            for window_files in np.split(files, np.flatnonzero(np.diff(window)) + 1)
-            for window_part in np.split(window_files, range(_MOST_FILES, len(window_files), _MOST_FILES))
-        ]
+    def _split(self, files: Int64[np.ndarray, " files"], key: np.uint64) -> list[Int64[np.ndarray, " _"]]:
+        return spread_windows(
+            files,
+            self._corpus.file_sizes()[files],
+            key,
+            window_bytes=self._window_bytes,
+            most_parts=_MOST_PARTS,
+        )
 
     def _window(self, anchor: WindowAnchor) -> _OpenWindow:
         if anchor not in self._opened:
-            # Ascending, as the corpus numbers its records.
-            files = sorted(self._windows_of(anchor.epoch)[anchor.window].tolist())
+            files = self._windows_of(anchor.epoch)[anchor.window].tolist()
             # Two windows stay open: a run of chunks may begin in one and end in the next.
             while len(self._opened) > 1:
                 self._forget(next(iter(self._opened)), keep=files)

@@ -86,7 +86,7 @@ def estimated_chunk_bytes(corpus: Corpus, tokenizer: Tokenizer, chunk_tokens: in
         return chunk_tokens
     texts, characters = [], 0
     first = range(min(len(corpus), _SAMPLE_RECORDS)) if corpus.is_open else _first_records(corpus)
-    for text in corpus.read(np.asarray(first, np.int64)):
+    for text in corpus.beginnings(np.asarray(first, np.int64), 4 * _SAMPLE_CHARACTERS):
         if isinstance(text, str) and text:
             # One long first document must not decide alone how long opening takes.
             texts.append(text[: _SAMPLE_CHARACTERS - characters])

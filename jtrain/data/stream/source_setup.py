@@ -14,7 +14,10 @@ class SourceSetup:
     name: name of the source in `data.sources`.
     source: the source, with every default filled in.
     seed: seed of the run.
-    chunk_tokens: most tokens of a chunk, `data.seq_len`.
+    chunk_tokens: most tokens of a chunk, `data.seq_len`. With `row_tokens` half of it: pieces of a sample
+      that are cut between its turns are at least half a row on average, and each one needs a slot.
+    row_tokens: most tokens of a piece of a sample, `data.seq_len`, where the rows hold whole samples; None
+      for text that may be cut anywhere.
     chunk_bytes: most bytes of a chunk of a text that is tokenised during the run; None: found when it is
       opened.
     window_bytes: argument of `WindowedChunks` and `GrowingChunks`.
@@ -39,6 +42,7 @@ class SourceSetup:
     decoded_cache_bytes: int
     cache_dir: str
     prepared: str | None
+    row_tokens: int | None = None
     map_ids: bool = False
     """True if the ids of the prepared index are mapped, not read: `ChunkStream.read` then returns their
     places."""

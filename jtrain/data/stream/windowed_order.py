@@ -9,13 +9,14 @@ from jaxtyping import Int, Int64
 
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
+from jtrain.data.sources.file_parts import STRIPE_BYTES
 from jtrain.data.sources.generations import EpochNumbers, Generation, join_key, members
 from jtrain.data.sources.part_window import PartWindow, ReadPart
-from jtrain.data.sources.shuffle import epoch_key, permuted, shuffled_parts, window_keys
+from jtrain.data.sources.shuffle import epoch_key, permuted, spread_parts, spread_windows, window_keys
 from jtrain.data.stream.chunk_order import Chunks, permuted_within
 
-_PART_RECORDS = 1024
-"""Most records of a part of a file whose sizes are only known by reading."""
+_MOST_PARTS = 1 << 14
+"""Most parts of a window."""
 
 _MOST_EXPANSION = 3
 """Bytes of text per stored byte that slots are kept for, where files may be compressed inside."""
@@ -71,8 +72,10 @@ class WindowedChunks:
         self._window_bytes = window_bytes
         # From the metadata of the files alone: no record is read to know how many slots there are.
         self._start, self._bytes, decoded, file_parts = _list_parts(corpus)
-        # Where a part is not decoded as a whole, its stored bytes may be compressed: room for three times.
-        text_bytes = self._bytes * np.where(decoded, 1, _MOST_EXPANSION)
+        # Where a part is not decoded as a whole, its stored bytes may be compressed, and the roles of
+        # messages are one dictionary for all of them: room for three times.
+        is_exact = decoded & (corpus.source.mask is None)
+        text_bytes = self._bytes * np.where(is_exact, 1, _MOST_EXPANSION)
         # One slot per record for rounding up, and the bytes divided into chunks.
         self._slots = np.diff(self._start) + -(-text_bytes // cut.chunk_bytes)
         self._parts = [int(file_parts[generation.files]) for generation in generations]
@@ -165,7 +168,7 @@ class WindowedChunks:
     def _open_epoch(self, epoch: int) -> _Epoch:
         base, newer = members(self._generations, epoch)
         key = epoch_key(self._seed, epoch)
-        windows = self._split(shuffled_parts(self._parts[base], key))
+        windows = self._split(np.arange(self._parts[base]), key)
         join_spans = []
         for generation in newer:
             position, num_started = (
@@ -174,36 +177,32 @@ class WindowedChunks:
             )
             generation_key = join_key(self._seed, generation, epoch)
             new_parts = np.arange(self._parts[generation - 1], self._parts[generation])
-            # Sorted first, so that the shuffle depends on the set of parts and not on the windows of before.
             parts = np.sort(np.concatenate([*windows[num_started:], new_parts]))
-            parts = parts[shuffled_parts(len(parts), generation_key)]
             windows, ends = windows[:num_started], self._ends(windows[:num_started])
             # Bytes of started windows that reach beyond the position of the join: the one being read.
             open_bytes = sum(
                 int(self._bytes[w].sum()) for w, end in zip(windows, ends[1:], strict=True) if end > position
             )
-            # Parts that still fit into the window being read, in the new random order.
+            # Parts that still fit into the window being read, from all over the others.
+            order = parts[spread_parts(len(parts), generation_key)]
             num_fillers = int(
-                np.searchsorted(np.cumsum(self._bytes[parts]), self._window_bytes - open_bytes, side="right")
+                np.searchsorted(np.cumsum(self._bytes[order]), self._window_bytes - open_bytes, side="right")
             )
             if open_bytes and num_fillers:
-                windows.append(np.sort(parts[:num_fillers]))
-                parts = parts[num_fillers:]
+                windows.append(np.sort(order[:num_fillers]))
+                parts = np.sort(order[num_fillers:])
                 join_spans.append(((position, int(self._ends(windows)[-1])), generation_key))
-            windows += self._split(parts)
+            windows += self._split(parts, generation_key)
         lengths = np.asarray([len(window) for window in windows], np.int64)
         # Keys follow from a window's number, so windows before the join keep their order.
         keys = window_keys(np.arange(len(windows)), key)
         return _Epoch(windows, self._ends(windows), np.cumsum(lengths) - lengths, keys, join_spans[::-1])
 
-    def _split(self, parts: Int64[np.ndarray, " parts"]) -> list[Int64[np.ndarray, " _"]]:
-        """Returns parts in this order as windows."""
+    def _split(self, parts: Int64[np.ndarray, " parts"], key: np.uint64) -> list[Int64[np.ndarray, " _"]]:
         # Parts without slots (empty files) would make windows that no position falls into.
         parts = parts[self._slots[parts] > 0]
-        sizes = self._bytes[parts]
-        # By the byte at which a part begins: a part belongs to one window, whatever its size.
-        cut = np.split(parts, np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // self._window_bytes)) + 1)
-        return [np.sort(window) for window in cut] if len(parts) else []
+        sizes, window_bytes = self._bytes[parts], self._window_bytes
+        return spread_windows(parts, sizes, key, window_bytes=window_bytes, most_parts=_MOST_PARTS)
 
     def _ends(self, windows: list[Int64[np.ndarray, " _"]]) -> Int64[np.ndarray, " windows_and_end"]:
         """Returns the first slot of each window, and the end of the last one."""
@@ -242,7 +241,9 @@ def _list_parts(corpus: Corpus) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.
     groups = zip(corpus.stored_bytes().tolist(), (corpus.group_bytes > 0).tolist(), strict=True)
     for (start, end), (size, decoded) in zip(bounds, groups, strict=True):
         # A row group is decoded as a whole and stays one part; other files are cut into runs of records.
-        cuts = np.asarray([start], np.int64) if decoded else np.arange(start, end, _PART_RECORDS)
+        num_runs = 1 if decoded else max(-(-size // STRIPE_BYTES), 1)
+        # Of an empty file one part without records, so that each group has its parts.
+        cuts = np.arange(start, max(end, start + 1), max(-(-(end - start) // num_runs), 1))
         starts.append(cuts)
         sizes.append(-(-size * np.diff(np.append(cuts, end)) // max(end - start, 1)))
         is_decoded.append(np.full(len(cuts), decoded))

@@ -21,6 +21,13 @@ def pieces_of(keys: list[tuple[int, int]]) -> Pieces:
     return Pieces(np.arange(len(keys)), source, number, np.zeros(len(keys), np.int64), 1 + number % 5)
 
 
+def views_of(buffer: ChunkBuffer, pieces: Pieces) -> list[np.ndarray]:
+    """Returns the ids of each piece."""
+    spans, lengths = buffer.spans(pieces), pieces.end - pieces.start
+    columns = zip(spans.array, spans.start, lengths, strict=True)
+    return [spans.arrays[array][start : start + length] for array, start, length in columns]
+
+
 def keys(documents: set[tuple[int, int]]) -> np.ndarray:
     source, number = np.asarray(sorted(documents), np.int64).reshape(-1, 2).T
     return keys_of(source, number)
@@ -46,7 +53,7 @@ def test_a_buffer_is_a_dict_of_documents(seed: int) -> None:
                 held |= {(source, n) for n in numbers}
                 asked[source] += size
         wanted = sorted(held)
-        views = buffer.views(pieces_of(wanted))
+        views = views_of(buffer, pieces_of(wanted))
         assert [(view[0], len(view)) for view in views] == [(n, 1 + n % 5) for _, n in wanted]
         moved = rng.integers(cursors, asked + 1)
         passed = {(s, n) for s in range(sources) for n in range(int(cursors[s]), int(moved[s]))} | still_open
@@ -83,7 +90,7 @@ def test_documents_are_asked_for_once_and_are_missing_until_they_come() -> None:
     kept = {(0, 101), (0, 163)}
     assert buffer.drop(keys(passed - kept), keys(kept), np.asarray([170])) == []
     assert buffer.expect(0, np.asarray([101, 163])).tolist() == [101]
-    assert buffer.views(pieces_of([(0, 163)]))[0].tolist() == [163] * 4
+    assert views_of(buffer, pieces_of([(0, 163)]))[0].tolist() == [163] * 4
 
 
 def test_what_a_loader_skipped_is_said_when_it_is_dropped() -> None:
@@ -100,4 +107,4 @@ def test_a_document_shorter_than_planned_is_an_error() -> None:
     buffer.put(run_of(0, [0, 1, 2]))
     pieces = Pieces(*(np.asarray([x]) for x in (0, 0, 1, 0, 3)))
     with pytest.raises(ValueError, match="document 1 of source 0 was planned up to token 3, but ends at 2"):
-        buffer.views(pieces)
+        buffer.spans(pieces)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jtrain.data.constructor import collate
-from jtrain.data.constructor.collate import ARRAYS, Rows, fill_rows, views_of
+from jtrain.data.constructor.collate import ARRAYS, Rows, fill_by_numpy, fill_rows, spans_of
 from jtrain.data.planner.pieces import Pieces
 from jtrain.layout.constants import IGNORE
 
@@ -44,10 +44,10 @@ def collated(pieces: Pieces, rows: int, seq_len: int, ids_of: Callable[[int, int
 
 
 def assert_collated(layout: list[list[int]], seq_len: int) -> None:
-    """Fills arrays that held something else."""
+    """Fills arrays that held something else; `tests/data/native` holds the C core to the same."""
     pieces, ids = documents(layout)
     out = Rows(*(np.full((len(layout), seq_len), 77, np.int32) for _ in range(4)))
-    fill_rows(out, pieces, views_of(lambda source, document: ids[source, document]))
+    fill_by_numpy(out, pieces, spans_of(lambda source, document: ids[source, document])(pieces))
     want = collated(pieces, len(layout), seq_len, lambda source, document: ids[source, document])
     for field in ARRAYS:
         np.testing.assert_array_equal(getattr(out, field), getattr(want, field), err_msg=field)
@@ -80,10 +80,10 @@ def test_a_host_fills_only_its_own_rows(layout: list[list[int]], seed: int) -> N
     seq_len = max(2, max(sum(r) for r in layout))
     pieces, ids = documents(layout)
     whole = Rows.empty(len(layout), seq_len)
-    fill_rows(whole, pieces, views_of(lambda source, document: ids[source, document]))
+    fill_rows(whole, pieces, spans_of(lambda source, document: ids[source, document]))
     mine = np.flatnonzero(np.random.default_rng(seed).integers(0, 2, len(layout)))
     part = Rows.empty(len(mine), seq_len)
-    fill_rows(part, pieces.of_rows(mine), views_of(lambda source, document: ids[source, document]))
+    fill_rows(part, pieces.of_rows(mine), spans_of(lambda source, document: ids[source, document]))
     for field in ("token_BL", "target_BL", "position_BL", "segment_BL"):
         np.testing.assert_array_equal(getattr(part, field), getattr(whole, field)[mine])
 
@@ -94,4 +94,4 @@ def test_a_document_that_has_shrunk_is_an_error() -> None:
     with pytest.raises(
         ValueError, match="document 4 of source 0 was planned up to token 9, but ends at 7: its files"
     ):
-        fill_rows(Rows.empty(1, 8), pieces, views_of(lambda source, document: np.arange(7)))
+        fill_rows(Rows.empty(1, 8), pieces, spans_of(lambda source, document: np.arange(7)))

@@ -5,75 +5,26 @@ The trainers of all hosts live in this process here. Real JAX processes meet in
 `tests/data/loaders/test_processes.py`.
 """
 
-import contextlib
 import json
 import os
-import secrets
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jtrain.data import BatchIterator, PackedText, open_dataset
+from jtrain.data import PackedText, open_dataset
 from jtrain.data.dataset import TextDataset
 from jtrain.data.plane.data_plane import ProcessPlane
-from jtrain.layout.dims import Batch
-from jtrain.runtime import multihost
-from jtrain.runtime.link import Peers
 from tests.data.conftest import assert_same_batch
 from tests.data.four_sources import PRODUCTION, spec
+from tests.data.hosts.conftest import Start, documents_read, joined, pids_of
 
 HOSTS = 4
-
-Start = Callable[..., list[BatchIterator]]
-
-
-@pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Starts the data planes of all hosts, each with its part of the rows; closes them at the end."""
-    monkeypatch.setattr(multihost, "is_joined", lambda: True)
-    with contextlib.ExitStack() as stack:
-
-        def run(datasets: list[TextDataset], *args: Any) -> list[BatchIterator]:
-            sockets = [socket.create_server(("127.0.0.1", 0)) for _ in datasets]
-            addresses = tuple(("127.0.0.1", one.getsockname()[1]) for one in sockets)
-            token, found = secrets.token_bytes(32), []
-            for i, dataset in enumerate(datasets):
-                met = sockets[i], Peers(i, addresses, token)
-                monkeypatch.setattr("jtrain.data.dataset.meet", lambda met=met: met)
-                found.append(
-                    stack.enter_context(dataset.train_batches(*args, rows=rows_of(dataset, i, len(datasets))))
-                )
-            return found
-
-        yield run
-
-
-def rows_of(dataset: TextDataset, host: int, hosts: int) -> np.ndarray:
-    return np.array_split(np.arange(dataset.spec.global_batch), hosts)[host]
-
-
-def joined(batches: list[Batch]) -> Batch:
-    fields = ("token_BL", "target_BL", "position_BL", "segment_BL")
-    return Batch(**{name: np.concatenate([getattr(one, name) for one in batches]) for name in fields})
-
-
-def pids_of(batches: BatchIterator, role: str) -> list[int]:
-    assert isinstance(batches._plane, ProcessPlane)
-    found = [(pid, Path(f"/proc/{pid}/comm").read_text().strip()) for pid in batches._plane.pids()]
-    return [pid for pid, name in found if name.startswith(role)]
-
-
-def documents_read(batches: BatchIterator) -> int:
-    assert batches.stats is not None
-    return sum(loader.documents for loader in batches.stats.loaders)
 
 
 @pytest.mark.parametrize("packing", ["concat", pytest.param("best_fit", marks=pytest.mark.slow)])
@@ -165,7 +116,8 @@ def test_kills_change_no_batch(folder: Path, start: Start) -> None:
     dataset = open_dataset(spec(folder), seed=0)
     with dataset.train_batches(inline=True) as alone:
         want = [next(alone) for _ in range(40)]
-    hosts = start([dataset] * HOSTS)
+    # A trainer restarts its constructor when it takes a batch, and here it waits for the trainer before it.
+    hosts = start([dataset] * HOSTS, silence_s=5.0)
     victims = {
         3: (1, "jtrain-constr"),
         8: (2, "jtrain-loader"),
@@ -186,7 +138,7 @@ def test_the_part_of_a_host_that_is_gone_is_read_by_the_others(folder: Path, sta
     dataset = open_dataset(spec(folder), seed=0)
     with dataset.train_batches(inline=True) as alone:
         want = [next(alone) for _ in range(30)]
-    hosts = start([dataset] * 2)
+    hosts = start([dataset] * 2, silence_s=2.0)
     for batch in want[:4]:
         assert_same_batch(joined([next(one) for one in hosts]), batch)
     hosts[1].close()

@@ -254,7 +254,7 @@ def test_one_process_at_a_time_changes_the_folders_of_a_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with BuildProcess(tmp_path) as host, host.changing_folders("web"):
-        monkeypatch.setattr(lease, "_POLL_S", 0.0)
+        monkeypatch.setattr(lease, "POLL_S", 0.0)
         monkeypatch.setattr(
             lease.Lease, "try_take", lambda self, first=lease.Lease.try_take: first(self) or 1 / 0
         )

@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
+from etils.epath import backend
 
 BUCKET = "corpus"
 REPOSITORY = "team/corpus"
@@ -48,6 +49,7 @@ class Store:
     faults: faults of the next requests for contents: a status, `reset` (no answer), `cut` (half of it, then
       the connection ends) or `less` (half of a range, as if that was all).
     answering: while cleared, the server accepts connections and is silent.
+    generations: writes of each file so far, which a write may name as its condition.
     """
 
     url: str
@@ -57,6 +59,8 @@ class Store:
     ranges: bool = True
     faults: list[int | str] = dataclasses.field(default_factory=list)
     answering: threading.Event = dataclasses.field(default_factory=threading.Event)
+    generations: dict[str, int] = dataclasses.field(default_factory=dict)
+    writing: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.answering.set()
@@ -70,7 +74,7 @@ class Store:
         headers = {
             "ETag": f'"{etag}"',
             "Accept-Ranges": "bytes" if self.ranges else "none",
-            "x-goog-generation": "1",
+            "x-goog-generation": str(self.generations.get(name, 1)),
         }
         if request.range and self.ranges:
             first, _, last = request.range.removeprefix("bytes=").partition("-")
@@ -78,6 +82,12 @@ class Store:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
             return 206, headers, content[start:end]
         return 200, headers, content
+
+
+def forget_clients(client: Any) -> None:
+    """Has later paths of a store connect anew: fsspec keeps a client for each server, etils the first one."""
+    client.clear_instance_cache()
+    type(backend.fsspec_backend)._get_filesystem.cache_clear()
 
 
 def missing(name: str) -> Reply:
@@ -188,13 +198,13 @@ def s3_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
             "AWS_EC2_METADATA_DISABLED": "true",
         }.items():
             monkeypatch.setenv(key, value)
-        s3fs.S3FileSystem.clear_instance_cache()
+        forget_clients(s3fs.S3FileSystem)
         client = boto3.client("s3")
         client.create_bucket(Bucket=BUCKET)
         yield Store(f"s3://{BUCKET}", Bucket())
         client.close()
     finally:
-        s3fs.S3FileSystem.clear_instance_cache()
+        forget_clients(s3fs.S3FileSystem)
         server.stop()
 
 
@@ -209,9 +219,24 @@ def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         content = store.files[name]
         etag = hashlib.md5(content).hexdigest()
         names = {"kind": "storage#object", "bucket": BUCKET, "name": name}
-        return names | {"size": str(len(content)), "etag": etag, "generation": "1"}
+        return names | {
+            "size": str(len(content)),
+            "etag": etag,
+            "generation": str(store.generations.get(name, 1)),
+        }
+
+    def current_generation(store: Store, request: Request) -> int:
+        name = request.query.get("name", request.path.rpartition("/o/")[2])
+        return store.generations.get(name, 1) if name in store.files else 0
 
     def write(store: Store, request: Request) -> Reply:
+        with store.writing:  # a condition and its write are one step
+            condition = request.query.get("ifGenerationMatch")
+            if condition is not None and int(condition) != current_generation(store, request):
+                return 412, {"Content-Type": "application/json"}, b"{}"
+            return write_unconditionally(store, request)
+
+    def write_unconditionally(store: Store, request: Request) -> Reply:
         objects = f"/storage/v1/b/{BUCKET}/o"
         if request.method == "DELETE":
             name = request.path.removeprefix(objects + "/")
@@ -234,6 +259,7 @@ def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
                 name = json.loads(about.partition(b"\n\n")[2])["name"]
                 content = part.partition(b"\n\n")[2]
             store.files[name] = content
+            store.generations[name] = store.generations.get(name, 1) + 1
             return as_json(entry(store, name))
         source, _, target = request.path.removeprefix(objects + "/").partition(f"/rewriteTo/b/{BUCKET}/o/")
         if source not in store.files or not target:
@@ -271,9 +297,9 @@ def gs_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
         monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", address)
         monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", "test")
-        gcsfs.GCSFileSystem.clear_instance_cache()
+        forget_clients(gcsfs.GCSFileSystem)
         yield store
-        gcsfs.GCSFileSystem.clear_instance_cache()
+        forget_clients(gcsfs.GCSFileSystem)
 
 
 @contextlib.contextmanager

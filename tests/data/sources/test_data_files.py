@@ -52,7 +52,7 @@ def test_a_folder_of_records_takes_those_and_txt_files_and_says_what_it_leaves_o
     open_folder: OneFolder,
 ) -> None:
     corpus = open_folder(DATASET)
-    assert corpus.names == ["extra.txt", "train/a.jsonl", "train/b.jsonl.gz"]
+    assert list(corpus.names) == ["extra.txt", "train/a.jsonl", "train/b.jsonl.gz"]
     assert corpus.left_out.startswith(
         f"left out of {corpus.source.path}, as not data: LICENSE, README.md, README_zh.md"
     )
@@ -81,14 +81,14 @@ def test_a_folder_of_text_is_all_text_but_for_the_documentation_at_its_top(open_
         "README.md": "no",
     }
     corpus = open_folder(files)
-    assert corpus.names == ["a.py", "b/Makefile", "b/README.md", "b/c.md", "d.txt"]
+    assert list(corpus.names) == ["a.py", "b/Makefile", "b/README.md", "b/c.md", "d.txt"]
     assert "as not data: README.md; to take them" in corpus.left_out
     assert open_folder({}, "/b").left_out.count("README.md;") == 1
 
 
 def test_a_declared_format_takes_every_file_but_documentation_and_metadata(open_folder: OneFolder) -> None:
     corpus = open_folder({"part-0": LINE, "README.md": "#", "b/_SUCCESS": "", "c.json": LINE}, format="jsonl")
-    assert corpus.names == ["c.json", "part-0"]
+    assert list(corpus.names) == ["c.json", "part-0"]
 
 
 def test_a_folder_of_documentation_alone_is_refused_and_its_way_out_works(open_folder: OneFolder) -> None:
@@ -98,7 +98,7 @@ def test_a_folder_of_documentation_alone_is_refused_and_its_way_out_works(open_f
     )
     with pytest.raises(ValueError, match=message):
         open_folder({"README.md": "# Book", "LICENSE": "x"})
-    assert open_folder({}, "/**").names == ["LICENSE", "README.md"]
+    assert list(open_folder({}, "/**").names) == ["LICENSE", "README.md"]
 
 
 def test_a_folder_that_is_mostly_something_else_asks_which_is_the_corpus(open_folder: OneFolder) -> None:

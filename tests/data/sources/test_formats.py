@@ -249,15 +249,19 @@ def test_a_suffix_says_format_and_compression() -> None:
         "a.tar.zst": ("webdataset", "zstd"),
         "a.tgz": ("webdataset", "gzip"),
         "a.arrow": ("arrow", None),
+        "A.FEATHER": ("arrow", None),
+        "a.JSONL.xz": ("jsonl", "xz"),
+        "a.csv.bz2": ("csv", "bz2"),
         "a.txt.gz": ("text", "gzip"),
         "a.b": ("text", None),
         "a": ("text", None),
     }
     assert {name: format_of(name, field="data.sources.web.path") for name in want} == want
     with pytest.raises(
-        ValueError, match=r"web\.path: a\.jsonl\.xz is compressed as \.xz; only \.gz and \.zst"
+        ValueError,
+        match=r"web\.path: a\.jsonl\.lz4 is compressed as \.lz4; only \.gz, \.zst, \.bz2, \.xz are read",
     ):
-        format_of("a.jsonl.xz", field="data.sources.web.path")
+        format_of("a.jsonl.lz4", field="data.sources.web.path")
 
 
 @pytest.mark.parametrize(

@@ -237,13 +237,11 @@ def test_arrow_that_cannot_be_read_row_by_row_says_why(tmp_path: Path) -> None:
     with pytest.raises(BadRecord, match=r"a\.arrow, row 1: column 'body' is null"):
         arrow(path, "body")[1]
     write_arrow(path, pa.table({"text": ["x" * 1000] * 9}), options=pa.ipc.IpcWriteOptions(compression="lz4"))
-    with pytest.raises(ValueError, match=r"a\.arrow: its batches are compressed.*Save it uncompressed"):
+    with pytest.raises(ValueError, match=r"a\.arrow: its batches are compressed"):
         arrow(path)
     words = pa.array(["a", "b", "a"]).dictionary_encode()
     write_arrow(path, pa.table({"text": ["x"] * 3, "word": words}))
-    with pytest.raises(
-        ValueError, match=r"a\.arrow: holds a dictionary, but only record batches can be read"
-    ):
+    with pytest.raises(ValueError, match=r"a\.arrow: holds a dictionary"):
         arrow(path)
 
 

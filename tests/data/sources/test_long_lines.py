@@ -1,5 +1,6 @@
 """Parts of long JSON lines that are read from marks are those of the whole text."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jtrain.data.sources.formats import JsonLines, long_lines
-from jtrain.data.sources.formats.long_lines import MarkCache, marks_of, text_of_part
+from jtrain.data.sources.formats import JsonLines, long_lines, text
+from jtrain.data.sources.formats.long_lines import MarkCache, Marks, marks_of, text_of_part
+from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import find_files
 from jtrain.data.stream.chunk_order import Chunks
@@ -22,15 +24,37 @@ PIECES = st.sampled_from(
 TEXTS = st.lists(PIECES, max_size=400).map("".join)
 
 
-@given(text=TEXTS, repeats=st.integers(1, 40), ascii_only=st.booleans(), data=st.data())
+def marks_in(line: bytes) -> Marks | None:
+    return marks_of(lambda start, end: line[start:end], 0, len(line), JsonLines._text_of.__get__(Fields()))
+
+
+class Fields:
+    """What `_text_of` needs of `JsonLines`."""
+
+    _fields = TextFields("text", "data")
+
+
+@given(
+    text=TEXTS,
+    repeats=st.integers(1, 40),
+    ascii_only=st.booleans(),
+    block_bytes=st.integers(40, 99),
+    data=st.data(),
+)
 def test_any_part_of_any_text_is_found_between_its_marks(
-    text: str, repeats: int, ascii_only: bool, data: st.DataObject
+    text: str, repeats: int, ascii_only: bool, block_bytes: int, data: st.DataObject
 ) -> None:
-    """Whatever is escaped, and although other fields hold the same key and the same words."""
+    """Whatever is escaped, wherever a block ends, and although other fields hold the same key and words."""
     text *= repeats
     record = {"meta": {"text": text[:-1], "t": '"text": "'}, "text": text, "after": '\\"text": "'}
     line = json.dumps(record, ensure_ascii=ascii_only).encode()
-    marks = marks_of(line, text, "text")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(long_lines, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(long_lines, "_LONG_STRING_BYTES", 64)
+        patch.setattr(long_lines, "_MARK_BYTES", 40)
+        marks = marks_in(line)
+    if len(text) < 64:
+        return  # no long string
     assert marks is not None
     content = text.encode()
     assert marks.total == len(content)
@@ -44,15 +68,34 @@ def test_any_part_of_any_text_is_found_between_its_marks(
 
 
 def test_a_text_that_is_not_in_the_line_has_no_marks() -> None:
-    """Its key is spelt with an escape, or the value under the key is another one."""
-    assert marks_of(b'{"te\\u0078t": "some words"}', "some words", "text") is None
-    assert marks_of(b'{"text": "other words"}', "some words", "text") is None
+    """It is short, or no text, or the line is no JSON: reading it as a whole then says what it is."""
+    long = b"words " * 1000
+    assert marks_in(b'{"text": "%s"}' % long) is not None
+    for line in (
+        b'{"body": "%s", "text": "short"}',
+        b'{"body": "%s", "text": ["%s"]}',
+        b'{"text": "%s"',
+        b'{"text": "%s"} 1',
+        b'["%s"]',
+        b'{"text": "%s", "labels": [-100]}',
+        b'{"text": "%s\\q"}',
+        b'{"text": "%s\\ud83d"}',
+        b'{"text": "%s\\ude00\\ud83d"}',
+        b'{"text": "%s\\u00g0"}',
+        b'{"text": "%s\xff"}',
+        b'{"text": "%s\t"}',
+        b'{"text": "%s", "b": "\\u0001long string 0"}',
+    ):
+        assert marks_in(line.replace(b"%s", long)) is None, line
+    # The last of two fields of one name counts, as for the parser.
+    twice = b'{"text": "%s", "text": "%s."}'.replace(b"%s", long)
+    assert marks_in(twice).total == len(long) + 1  # type: ignore[union-attr]
 
 
 def test_only_so_many_marks_are_kept() -> None:
     """The line that was used the longest ago goes first."""
     text = "x" * 100_000
-    marks = marks_of(json.dumps({"text": text}).encode(), text, "text")
+    marks = marks_in(json.dumps({"text": text}).encode())
     assert marks is not None
     assert len(marks.text) == 50
     kept, file = MarkCache(most_marks=120), object()
@@ -95,18 +138,19 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChunkStream:
 def test_chunks_are_the_same_with_and_without_marks(
     stream: ChunkStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second time, long lines are not parsed as a whole any more."""
+    """Long lines are never read as a whole."""
     chunks = stream.locate(np.arange(len(stream)))
     chunks = Chunks(*(array[chunks.record >= 0] for array in chunks))
-    without = stream.read_chunks(chunks)
-    assert len(without.ids) > 500_000
     whole: list[int] = []
     read = JsonLines.read
     monkeypatch.setattr(JsonLines, "read", lambda self, records: whole.extend(records) or read(self, records))
     with_marks = stream.read_chunks(chunks)
     assert 0 < len(whole) < len(chunks.record) // 2, "short lines are read whole, long ones are not"
+    monkeypatch.setattr(JsonLines, "parts", lambda self, records, spans, min_bytes: [None] * len(records))
+    without = stream.read_chunks(chunks)
     np.testing.assert_array_equal(with_marks.lengths, without.lengths)
     np.testing.assert_array_equal(with_marks.ids, without.ids)
+    assert len(without.ids) > 500_000
 
 
 def test_a_marked_line_that_was_written_over_is_read_as_a_whole(stream: ChunkStream, tmp_path: Path) -> None:
@@ -118,3 +162,29 @@ def test_a_marked_line_that_was_written_over_is_read_as_a_whole(stream: ChunkStr
     Path(file.location).write_bytes(b"\\q" * (file.size_bytes // 2) + b"\n" * (file.size_bytes % 2))
     with pytest.raises(ValueError, match=r"0\.jsonl, line 1: no JSON"):
         stream.read_chunks(chunks)
+
+
+def test_a_long_line_is_read_a_few_times_in_blocks_however_many_chunks_it_has(
+    stream: ChunkStream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of 2 MB, 2,000 chunks: two scans and the chunks themselves, and nothing of a megabyte at once."""
+    line = json.dumps({"id": 1, "text": 'A "word"\n' * 200_000}) + "\n"
+    (tmp_path / "one.jsonl").write_text(line + '{"text": "short"}\n')
+    reads: list[int] = []
+    content = text._content
+    monkeypatch.setattr(text, "_content", lambda *span: reads.append(span[2] - span[1]) or content(*span))
+    monkeypatch.setattr(long_lines, "_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(text, "_BLOCK_BYTES", 1 << 16)
+    source = dataclasses.replace(stream.setup.source, path=str(tmp_path / "one.jsonl"))
+    long = ChunkStream(dataclasses.replace(stream.setup, source=source))
+    chunks = long.locate(np.arange(len(long)))
+    order = np.random.default_rng(0).permutation(np.flatnonzero(chunks.record == 0))
+    assert len(order) > 2000
+    tokens = sum(
+        int(long.read_chunks(Chunks(*(array[order[i : i + 99]] for array in chunks))).lengths.sum())
+        for i in range(0, len(order), 99)
+    )
+    assert tokens == len(json.loads(line)["text"]) + 2
+    assert max(reads) <= 1 << 17
+    # Line ends, strings, marks; and each chunk with what lies between it and the next mark on both sides.
+    assert sum(reads) < 5 * len(line)

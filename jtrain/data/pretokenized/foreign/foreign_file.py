@@ -25,11 +25,13 @@ class PartContent:
       before for an empty document.
     offsets: byte offset of each document in the file; None if the ids of the whole file lie one after
       another.
+    ignored: runs of tokens of the part that are not learned, by its labels.
     """
 
     ids: UInt[np.ndarray, " tokens"]
     ends: Int[np.ndarray, " documents"]
     offsets: Int[np.ndarray, " documents"] | None = None
+    ignored: Int[np.ndarray, "runs 2"] = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.int64))
 
 
 class ForeignFile(abc.ABC):
@@ -39,11 +41,13 @@ class ForeignFile(abc.ABC):
       path: the file that holds the ids.
       dtype: dtype of `PartContent.ids`.
       first_byte: byte offset of the first id, where the ids of the whole file lie one after another.
+      has_labels: True if a column of labels says which ids are learned.
     """
 
     path: Path
     dtype: np.dtype[Any]
     first_byte = 0
+    has_labels = False
 
     @abc.abstractmethod
     def num_parts(self) -> int: ...
@@ -79,6 +83,38 @@ class ForeignLayout:
     splits: bool = False
     copies: bool = False
     dtype_is_assumed: bool = False
+
+
+LABELS, NOT_LEARNED = "labels", -100
+"""Column of the targets of the ids, at the same places, and what stands for a token that is no target."""
+
+
+def ignored_runs(
+    content: PartContent,
+    labels: Int[np.ndarray, " tokens"],
+    label_ends: Int[np.ndarray, " documents"],
+    path: Path,
+) -> Int[np.ndarray, "runs 2"]:
+    """Returns the runs of tokens that are not learned by their labels.
+
+    Raises:
+      UserError: the labels are not as many as the ids, or others than these and -100.
+    """
+    way_out = (
+        "Write labels that are the ids or -100, at the same places (models shift them), or drop the column."
+    )
+    if not np.array_equal(content.ends, label_ends):
+        raise UserError(f"{path}: column {LABELS!r} has not as many labels as there are ids. {way_out}")
+    is_ignored = labels == NOT_LEARNED
+    wrong = np.flatnonzero(~is_ignored & (labels != content.ids.astype(np.int64)))
+    if len(wrong):
+        token = int(wrong[0])
+        raise UserError(
+            f"{path}: token {token:,} of this part has label {labels[token]} and id {content.ids[token]}. "
+            f"{way_out}"
+        )
+    borders = np.flatnonzero(np.diff(np.concatenate([[False], is_ignored, [False]]).astype(np.int8)))
+    return borders.reshape(-1, 2)
 
 
 def unsigned(dtype: Any, label: str) -> np.dtype[Any]:

@@ -1,5 +1,6 @@
 """Shards of MosaicML streaming (MDS): each sample is a document, its ids one column of it."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64, UInt8
 
-from jtrain.data.pretokenized.foreign.foreign_file import ForeignFile, PartContent, unsigned
+from jtrain.data.pretokenized.foreign.foreign_file import (
+    LABELS,
+    ForeignFile,
+    PartContent,
+    ignored_runs,
+    unsigned,
+)
 from jtrain.errors import FileError, UserError
 
 _KNOWN_COLUMNS = ("tokens", "input_ids")
@@ -71,6 +78,12 @@ class MdsShard(ForeignFile):
                 _ARRAY_DTYPES.get(self._first_code(), "<f4"), f"{self.path}: column {column!r}"
             )
 
+        # Labels of another encoding are of classes.
+        encodings = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
+        is_ids = encodings.get(LABELS, "").partition(":")[0] in ("bytes", "ndarray")
+        self.has_labels = is_ids and column != LABELS
+        self._labels = MdsShard(folder, entry, LABELS, dtype) if self.has_labels else None
+
     def num_parts(self) -> int:
         return 1
 
@@ -78,11 +91,17 @@ class MdsShard(ForeignFile):
         content = np.fromfile(self.path, np.uint8)
         try:
             starts, ends = self._columns(content)
-            return self._part_content(content, starts, ends)
+            part_content = self._part_content(content, starts, ends)
         except (IndexError, OverflowError) as error:
             raise FileError(
                 f"{self.path}: a sample reaches beyond its end ({error}). Copy it again."
             ) from error
+        if self._labels is None:
+            return part_content
+        labels = self._labels.scan(part)
+        signed = labels.ids.view(f"<i{labels.ids.itemsize}").astype(np.int64)
+        ignored = ignored_runs(part_content, signed, labels.ends, self.path)
+        return dataclasses.replace(part_content, ignored=ignored)
 
     def _part_content(
         self, content: UInt8[np.ndarray, " b"], starts: Int64[np.ndarray, " n"], ends: Int64[np.ndarray, " n"]

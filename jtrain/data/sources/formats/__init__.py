@@ -32,7 +32,7 @@ def open_file(
 
     Args:
       file: the file.
-      format: format of the file; `auto` goes by the suffix.
+      format: format of the file; `auto` goes by the suffix, or by `file.kind`.
       fields: fields that make up the text.
       text_piece_bytes: `piece_bytes` of `TextFile`.
       cache_dir: folder of copies and indexes.
@@ -47,7 +47,7 @@ def open_file(
     field, mask = fields.config_path, fields.mask
     # The compression goes by the suffix whatever the declared format.
     by_suffix, compression = format_of(file.name, field=f"{field}.path")
-    kind = by_suffix if format == "auto" else format
+    kind = (file.kind or by_suffix) if format == "auto" else format
     if mask is not None:
         check_format(kind, label=file.label, setting=f"{field}.{mask.setting}", name=mask.field)
     # Before the copy, so that a file with a wrong suffix is refused and not decompressed.
@@ -58,7 +58,7 @@ def open_file(
     if not reads_ranges:
         file = local_copy(file, compression=compression, cache_dir=cache_dir, report_bytes=report_bytes)
         if check_content:
-            sniff.check_content(file, kind=kind, field=field)
+            sniff.check_content(file, kind=kind, field=field, is_declared=format != "auto")
     # Formats that need a library are imported when a file of theirs is opened: pyarrow alone takes 0.1 s.
     match kind:
         case "text":
@@ -86,8 +86,8 @@ def open_file(
 
             return TarFile(file, fields, cache_dir=cache_dir)
         case "arrow":
-            from jtrain.data.sources.formats.arrow import ArrowFile
+            from jtrain.data.sources.formats.arrow import open_arrow
 
-            return ArrowFile(file, fields)
+            return open_arrow(file, fields, cache_dir=cache_dir)
         case _:
             raise AssertionError(kind)

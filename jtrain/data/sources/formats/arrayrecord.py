@@ -78,15 +78,18 @@ class ArrayRecordFile(Records):
         reader = ArrayRecordReader(self._file.location, _OPTIONS, file_reader_buffer_size=_BUFFER_BYTES)
         # The constructor reports no error; reading a record raises it with its text.
         if not reader.ok():
+            # No error at all where the file was cut between two of its blocks of 64 KiB.
+            reason, cause = "its footer is missing", None
             try:
                 reader.read([0])
             except RuntimeError as error:
                 if names_transient_error(str(error)):
                     raise TransientError(f"{self._file.label}: {error}") from error
-                raise UserError(
-                    f"{self._file.label}: not a whole ArrayRecord file ({error}). Replace it, or leave it "
-                    f"out of {self._fields.config_path}.path."
-                ) from error
+                reason, cause = str(error), error
+            raise UserError(
+                f"{self._file.label}: not a whole ArrayRecord file ({reason}). Replace it, or leave it "
+                f"out of {self._fields.config_path}.path."
+            ) from cause
         return reader
 
     def _close(self, reader: Any) -> None:

@@ -1,13 +1,16 @@
 """Arrow streams as written by `save_to_disk` of Hugging Face datasets: record batches, memory-mapped."""
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Int
 
+from jtrain.data.sources.cache import write_once
 from jtrain.data.sources.formats.arrow_columns import (
     DAMAGE,
     check_columns,
@@ -26,14 +29,73 @@ _FILE_MAGIC = b"ARROW1\0\0"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
+class _NotMappable(UserError):
+    """Arrow file whose rows cannot be read where they lie."""
+
+
+def open_arrow(file: StoredFile, fields: TextFields, *, cache_dir: Path) -> "ArrowFile":
+    """Opens an Arrow file: where it lies, or a copy of its columns without compression and dictionaries."""
+    try:
+        return ArrowFile(file, fields)
+    except _NotMappable:
+        pass
+    names = sorted({_column_name(file, name) for name in fields.read})
+    digest = hashlib.blake2b("\0".join(names).encode(), digest_size=6).hexdigest()
+    path = cache_dir / "files" / f"{file.key}-{digest}.arrow"
+    write_once(path, lambda out: _write_plain(file, names, out), label=file.label)
+    status = path.stat()
+    copy = StoredFile(str(path), file.name, status.st_size, str(status.st_mtime_ns), file.label)
+    return ArrowFile(copy, fields)
+
+
+def _column_name(file: StoredFile, field: str) -> str:
+    with pa.memory_map(file.location) as mapped:
+        return field if field in _schema(mapped).names else field.partition(".")[0]
+
+
+def _write_plain(file: StoredFile, names: list[str], out: BinaryIO) -> None:
+    """Writes these columns of an Arrow file as a stream of plain batches."""
+    try:
+        with pa.memory_map(file.location) as mapped:
+            is_file = mapped.read_at(len(_FILE_MAGIC), 0) == _FILE_MAGIC
+            opened = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+            schema = pa.schema([(name, _plain(opened.schema.field(name).type)) for name in names])
+            batches = map(opened.get_batch, range(opened.num_record_batches)) if is_file else opened
+            with pa.ipc.new_stream(out, schema) as writer:
+                for batch in batches:
+                    # All offsets: a damaged one would end the process.
+                    batch.validate(full=True)
+                    columns = [batch.column(name).cast(schema.field(name).type) for name in names]
+                    writer.write_batch(pa.record_batch(columns, schema=schema))
+    except DAMAGE as error:
+        raise FileError(
+            f"{file.label}: not a whole Arrow file ({error}): cut short or damaged. Save it again."
+        ) from error
+
+
+def _plain(kind: Any) -> Any:
+    """Returns the type of a column without dictionaries and views."""
+    if pa.types.is_dictionary(kind):
+        return _plain(kind.value_type)
+    if pa.types.is_string_view(kind):
+        return pa.large_string()
+    if pa.types.is_list(kind):
+        return pa.list_(_plain(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain(kind.value_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([(field.name, _plain(field.type)) for field in kind.fields])
+    return kind
+
+
 class ArrowFile(Records):
     """Arrow file with one document per row of the text column. Reading a row of the map touches no other row.
 
     `fields.text` may name a field of a struct column: `meta.text`.
 
     Raises:
-      UserError: the file is not an Arrow file, is cut short or compressed, or has no text column of that
-        name.
+      UserError: the file is not an Arrow file, is cut short, or has no text column of that name. A
+        `_NotMappable` if it is compressed or has dictionaries.
     """
 
     __slots__ = (
@@ -56,19 +118,13 @@ class ArrowFile(Records):
                 while mapped.read_at(8, position := mapped.tell()) != _END_OF_STREAM:
                     message = pa.ipc.read_message(mapped)
                     if message.type != "record batch":
-                        raise UserError(
-                            f"{file.label}: holds a {message.type}, but only record batches can be read. "
-                            "Save the dataset without dictionary columns."
-                        )
+                        raise _NotMappable(f"{file.label}: holds a {message.type}")
                     batch = pa.ipc.read_record_batch(message, schema)
                     # Sizes of the buffers only: offsets within them are checked when rows are read.
                     batch.validate()
                     # A compressed batch would be decompressed again for each read of its rows.
                     if batch.num_rows and not _lies_in(column_at(batch, fields.read[0]), message.body):
-                        raise UserError(
-                            f"{file.label}: its batches are compressed, so a row can only be read with its "
-                            "whole batch. Save it uncompressed, as `save_to_disk` does, or as Parquet."
-                        )
+                        raise _NotMappable(f"{file.label}: its batches are compressed")
                     batch_start.append(position)
                     first_row.append(first_row[-1] + batch.num_rows)
             except DAMAGE as error:

@@ -1,14 +1,14 @@
 """Columns of Arrow tables, decoded from Parquet or mapped: their types, sizes and texts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.chat import LAYOUT_BYTES
-from jtrain.data.sources.formats.masked_text import MaskFields, TextFields, set_messages
+from jtrain.data.sources.formats.chat import LAYOUT_BYTES, ROLE_BYTES
+from jtrain.data.sources.formats.masked_text import MaskFields, TextFields, set_messages, without_input
 from jtrain.data.sources.formats.record import SKIP, BadRecord
 from jtrain.errors import UserError
 
@@ -40,9 +40,21 @@ def check_columns(schema: Any, fields: TextFields, *, label: str) -> None:
                 f"{field}.messages_field to a column of list<struct<role: string, content: string>>."
             )
         return
-    for name, setting in [(fields.text, "text_field"), *([(mask.field, mask.setting)] if mask else [])]:
-        kind = _type_at(schema, name, label=label, field=field, setting=setting)
-        if pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+    if mask is None and {"input_ids", "labels"} <= set(schema.names):
+        raise UserError(
+            f"{label}: its columns 'input_ids' and 'labels' are token ids and their targets, which text does "
+            f"not have. Adopt the ids (python -m jtrain.data adopt), or write the file without 'labels'."
+        )
+    if reason := without_input(mask, schema.names):
+        raise UserError(f"{label}: {reason}.")
+    settings = [(fields.text, "text_field")]
+    settings += [(name, mask.setting) for name in mask.names] if mask else []
+    kinds = {n: _type_at(schema, n, label=label, field=field, setting=setting) for n, setting in settings}
+    if mask is not None and mask.is_prompt and not any(map(_chat_defect, kinds.values())):
+        return  # prompt and completion are lists of messages both
+    for name, setting in settings:
+        kind = kinds[name]
+        if _is_text(kind):
             continue
         if setting == "mask_field":
             if not _is_spans(kind):
@@ -58,6 +70,17 @@ def check_columns(schema: Any, fields: TextFields, *, label: str) -> None:
                 f"{label}: column {name!r} is {kind}, not text. Set {field}.{setting} to a text column; in "
                 "a struct, as 'column.field'."
             )
+
+
+def _is_text(kind: Any) -> bool:
+    """True for text in any of Arrow's layouts, dictionaries included."""
+    if pa.types.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+
+
+def _is_list(kind: Any) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
 def _type_at(schema: Any, name: str, *, label: str, field: str, setting: str) -> Any:
@@ -106,12 +129,26 @@ def _chat_defect(kind: Any) -> str:
     ):
         return "no list of structs"
     fields = {field.name: field.type for field in kind.value_type.fields}
-    for key in ("role", "content"):
+    for key in _message_keys(fields):
         if key not in fields:
             return f"no field {key!r}, only {', '.join(map(repr, fields))}"
-        if not (pa.types.is_string(fields[key]) or pa.types.is_large_string(fields[key])):
+        if not (_is_text(fields[key]) or (key == "content" and _is_parts(fields[key]))):
             return f"field {key!r} is {fields[key]} and not text"
     return ""
+
+
+def _is_parts(kind: Any) -> bool:
+    """True for lists of `{"type": ..., "text": ...}`; reading a part of another type than text says so."""
+    return (
+        _is_list(kind)
+        and pa.types.is_struct(kind.value_type)
+        and kind.value_type.get_field_index("text") >= 0
+    )
+
+
+def _message_keys(names: Collection[str]) -> tuple[str, str]:
+    """Returns the fields of role and content of messages with these fields."""
+    return ("from", "value") if {"from", "value"} <= set(names) else ("role", "content")
 
 
 def grouped_sizes(
@@ -122,9 +159,6 @@ def grouped_sizes(
     fields: TextFields,
 ) -> Int[np.ndarray, " n"]:
     """Returns the bytes of the texts of rows `first` to `end` - 1, summed over columns; 0 for a null."""
-    import pyarrow.compute as pc
-
-    is_chat = fields.mask is not None and fields.mask.is_chat
     # side="right" steps over empty groups, whose start equals that of the next.
     low, high = np.searchsorted(group_starts, (first, end - 1), side="right") - 1
     sizes_of_groups = []
@@ -132,31 +166,37 @@ def grouped_sizes(
         start, stop = int(group_starts[group]), int(group_starts[group + 1])
         # Only the rows of this group that lie within [first, end).
         total = np.zeros(min(end, stop) - max(first, start), np.int64)
+        # Fields of a prompt of several end with a line end each.
+        total += len(fields.in_text) if len(fields.in_text) > 2 else 0
         for name in fields.in_text:
-            texts = column_of(group, name).slice(max(first - start, 0), len(total))
-            if is_chat:
-                total += _chat_sizes(texts)
-                continue
-            sizes = pc.fill_null(pc.call_function("binary_length", [texts]), 0)
-            total += sizes.to_numpy(zero_copy_only=False).astype(np.int64)
+            total += _text_sizes(column_of(group, name).slice(max(first - start, 0), len(total)))
         sizes_of_groups.append(total)
     return np.concatenate([np.empty(0, np.int64), *sizes_of_groups])
 
 
-def _chat_sizes(chats: Any) -> Int[np.ndarray, " n"]:
-    """Returns the bytes of the texts of chats."""
+def _text_sizes(column: Any) -> Int[np.ndarray, " n"]:
+    """Returns the bytes of texts, of chats, or of contents in parts; 0 for a null."""
     import pyarrow.compute as pc
 
-    messages = chats.flatten()
-    sizes = np.full(len(messages), LAYOUT_BYTES, np.int64)
-    for key in ("role", "content"):
-        lengths = pc.fill_null(pc.call_function("binary_length", [messages.field(key)]), 0)
-        sizes += lengths.to_numpy(zero_copy_only=False).astype(np.int64)
-    # A chat that is null has no messages in `flatten`, so it counts as empty.
-    counts = pc.fill_null(pc.call_function("list_value_length", [chats]), 0).to_numpy(zero_copy_only=False)
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return _text_sizes(column.cast(pa.large_string()))
+    if pa.types.is_struct(kind):  # a message, or a part of one
+        names = [field.name for field in kind.fields]
+        if "text" in names:
+            return _text_sizes(column.flatten()[names.index("text")])
+        sizes = [_text_sizes(column.flatten()[names.index(key)]) for key in _message_keys(names)]
+        return sizes[0] + sizes[1] + LAYOUT_BYTES + (ROLE_BYTES if "from" in names else 0)
+    if not _is_list(kind):
+        lengths = column.view(pa.binary_view()) if pa.types.is_string_view(kind) else column
+        lengths = lengths.cast(pa.large_binary()) if pa.types.is_string_view(kind) else lengths
+        lengths = pc.fill_null(pc.call_function("binary_length", [lengths]), 0)
+        return lengths.to_numpy(zero_copy_only=False).astype(np.int64)
+    # A list that is null has no values in `flatten`, so it counts as empty.
+    counts = pc.fill_null(pc.call_function("list_value_length", [column]), 0).to_numpy(zero_copy_only=False)
     ends = np.cumsum(counts, dtype=np.int64)
-    # Sum over each chat's messages as a difference of cumulative sums.
-    bytes_before = np.append(0, np.cumsum(sizes))
+    # Sum over the values of each list as a difference of cumulative sums.
+    bytes_before = np.append(0, np.cumsum(_text_sizes(column.flatten())))
     return bytes_before[ends] - bytes_before[ends - counts]
 
 
@@ -200,9 +240,10 @@ def read_grouped(
         if mask is None or not mask.is_chat:
             group_texts = _values(column_of(group, fields.text), rows, fields.text)
         if mask is not None:
-            values = _values(column_of(group, mask.field), rows, mask.field)
+            columns = {name: _values(column_of(group, name), rows, name) for name in mask.names}
             group_texts = [
-                _mask_or_error(mask, text, value) for text, value in zip(group_texts, values, strict=True)
+                _mask_or_error(mask, text, {name: values[i] for name, values in columns.items()})
+                for i, text in enumerate(group_texts)
             ]
         for position, text in zip(positions, group_texts, strict=True):
             # A ValueError stands for a bad value up to here, where file and row are known.
@@ -214,6 +255,9 @@ def read_grouped(
 
 def _values(column: Any, rows: list[int], name: str) -> list[Any]:
     """Returns the values of a column's rows; a ValueError that says why for each that cannot be read."""
+    if pa.types.is_dictionary(column.type):
+        # Of the rows that are read alone: the dictionary stays one.
+        column, rows = column.take(pa.array(rows, pa.int64())).cast(pa.large_string()), list(range(len(rows)))
     texts = {
         pa.string(): pa.binary(),
         pa.large_string(): pa.large_binary(),
@@ -238,11 +282,14 @@ def _value_or_error(column: Any, content: Any, row: int, name: str) -> Any:
     return ValueError(f"column {name!r} is null") if value is None else value
 
 
-def _mask_or_error(mask: MaskFields, text: str | ValueError, value: Any) -> str | ValueError:
-    for part in (text, value):
+def _mask_or_error(mask: MaskFields, text: Any, values: dict[str, Any]) -> str | ValueError:
+    # A field of several may be null, as Alpaca's input; the first one, and a text, may not.
+    first, *others = mask.names
+    values |= {name: None for name in others if str(values[name]) == f"column {name!r} is null"}
+    for part in (text, *(values[name] for name in (first, *others))):
         if isinstance(part, ValueError):
             return part
     try:
-        return mask.join(str(text), value)
+        return mask.join(text, mask.value_of(values.__getitem__))
     except ValueError as error:
         return ValueError(f"column {mask.field!r} {error}")

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
-from jtrain.data.sources.formats.masked_text import TextFields
+from jtrain.data.sources.formats.masked_text import TextFields, without_input
 from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, names_of
 from jtrain.data.sources.formats.text import BOM
 from jtrain.data.sources.storage import StoredFile
@@ -79,7 +79,7 @@ class DelimitedFile(Records):
                 if mask is None:
                     return text
                 try:
-                    return mask.join(text, row[self._columns.index(mask.field)])
+                    return mask.join(text, mask.value_of(lambda name: row[self._columns.index(name)]))
                 except ValueError as error:
                     reason = f"field {mask.field!r} {error}"
         label = f"{self._file.label}, record {record} (at byte {start:,})"
@@ -97,8 +97,11 @@ class DelimitedFile(Records):
                     f"out of {self._fields.config_path}.path."
                 ) from error
         mask = self._fields.mask
-        names = {"text_field": self._fields.text} | ({mask.setting: mask.field} if mask else {})
-        for setting, name in names.items() if columns else ():
+        names: list[tuple[str, str]] = [("text_field", self._fields.text)]
+        names += [(mask.setting, name) for name in mask.names] if mask else []
+        if columns and (reason := without_input(mask, columns)):
+            raise UserError(f"{self._file.label}: {reason}.")
+        for setting, name in names if columns else ():
             if (count := columns.count(name)) == 1:
                 continue
             column_names = names_of(columns)

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
+from jtrain.data.sources.formats.long_lines import escape_begins
 from jtrain.data.sources.formats.masked_text import TextFields
 from jtrain.data.sources.formats.record import BadRecord, Records, text_of_json
 from jtrain.data.sources.formats.text import BOM, JsonLines
@@ -173,7 +174,7 @@ def _brackets(view: mmap.mmap) -> Iterator[tuple[Int[np.ndarray, " brackets"], I
         position = np.flatnonzero(_IS_STRUCTURE[block])
         character = block[position]
         quotes, backslashes = position[character == _QUOTE], position[character == _BACKSLASH]
-        quotes = quotes[~_are_escaped(quotes, backslashes)]
+        quotes = quotes[~np.isin(quotes, escape_begins(backslashes) + 1)]
         brackets = position[(character != _QUOTE) & (character != _BACKSLASH)]
         # A bracket behind an odd number of quotes lies within a string.
         brackets = brackets[(in_string + np.searchsorted(quotes, brackets)) % 2 == 0]
@@ -181,16 +182,3 @@ def _brackets(view: mmap.mmap) -> Iterator[tuple[Int[np.ndarray, " brackets"], I
         # Bit 1 of the characters' codes tells opening brackets (0x5B, 0x7B) from closing ones (0x5D, 0x7D).
         yield brackets + start, np.where(block[brackets] & 2, 1, -1)
         start = end
-
-
-def _are_escaped(quotes: Int[np.ndarray, " q"], backslashes: Int[np.ndarray, " b"]) -> Bool[np.ndarray, " q"]:
-    """True for quotes with an odd number of backslashes right before them."""
-    if not len(backslashes):
-        return np.zeros(len(quotes), np.bool_)
-    index = np.arange(len(backslashes))
-    # Index of the first backslash of each run, carried along it; -2 so that one at byte 0 begins a run.
-    first_of_run = np.maximum.accumulate(np.where(np.diff(backslashes, prepend=-2) != 1, index, 0))
-    # The run up to this backslash has an odd number of them, so the last one escapes.
-    is_odd = (index - first_of_run) % 2 == 0
-    last_backslash = np.searchsorted(backslashes, quotes) - 1
-    return (last_backslash >= 0) & (backslashes[last_backslash] == quotes - 1) & is_odd[last_backslash]

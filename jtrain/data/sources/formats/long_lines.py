@@ -1,18 +1,20 @@
-"""Marks within long JSON lines, so that a part of a text is read without parsing the whole line again.
+"""Marks within long JSON lines, so that a part of a text is read without the rest of its line.
 
 The chunks of a long document are read at different times, in the order of a shuffle. Without marks each of
-them parses the line that holds the whole document: a line of 64 KiB eight times for chunks of 8 KiB. The
-first time, the line is parsed as a whole, and marks are kept: at some places of the text, the byte of the
-line that stands for it.
+them parses the line that holds the whole document: a line of 64 KiB eight times for chunks of 8 KiB. A line
+is scanned once instead, in blocks, and never held in memory: first for its long strings, which are left out
+of the JSON that is parsed, then the string that is the text, for marks: at some places of the text, the byte
+of the line that stands for it.
 """
 
 import collections
+import itertools
 import json
-import re
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int, Int64, UInt8
 
 LONG_LINE_BYTES = 1 << 14
 """Shortest line that is marked."""
@@ -24,12 +26,27 @@ _MOST_MARKS = 1 << 20
 """Marks that a process keeps: of 2 GiB of text, in 16 MiB. The lines that were marked or read the longest ago
 go."""
 
-_MOST_CANDIDATES = 4
-"""Places of a line that are looked at for its text, since other strings may hold the same words."""
+_BLOCK_BYTES = 1 << 22
+"""Bytes of a line that are scanned at a time; each takes about 10 bytes of memory."""
 
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL
-)
+_LONG_STRING_BYTES = 1 << 10
+"""Shortest string that is left out of the JSON that is parsed."""
+
+_MOST_SKELETON_BYTES = 1 << 26
+"""Most bytes of a line without its long strings; a line with more is read as a whole."""
+
+_STANDS_FOR = "\x01long string "
+"""Begin of the strings that stand for the long ones."""
+
+_ESCAPE_BYTES = 12
+"""Bytes of the longest escape, a surrogate pair."""
+
+_QUOTE, _BACKSLASH, _SPACE, _U = b'"\\ u'
+_HEX = np.full(256, -1, np.int32)
+_HEX[list(b"0123456789abcdefABCDEF")] = [*range(16), *range(10, 16)]
+
+ReadBytes = Callable[[int, int], bytes]
+"""read(start, end) returns these bytes of a file."""
 
 
 class TextPart(NamedTuple):
@@ -63,6 +80,10 @@ class Marks(NamedTuple):
         return int(self.text[-1])
 
 
+NO_MARKS = Marks(np.zeros(0, np.int64), np.zeros(0, np.int64))
+"""Stands for the marks of a line that has none, so that it is not scanned again."""
+
+
 class MarkCache:
     """Marks of the lines read last, over all files of a process; a line's key is its file and number."""
 
@@ -92,79 +113,157 @@ class MarkCache:
             self._count -= len(oldest.text)
 
 
-def marks_of(line: bytes, text: str, text_field: str) -> Marks | None:
-    """Returns the marks of a JSON line whose `text_field` holds `text`; None if it does not."""
-    content = text.encode("utf-8")
-    # For `meta.text` the key `text`, which other objects of the line may have too.
-    key = json.dumps(text_field.rpartition(".")[2], ensure_ascii=False).encode()
-    for number, match in enumerate(re.finditer(re.escape(key) + rb'\s*:\s*"', line)):
-        if number == _MOST_CANDIDATES:
-            break
-        if (marks := _marks_from(line, match.end(), content)) is not None:
-            return marks
-    return None
-
-
-def _marks_from(line: bytes, begin: int, content: bytes) -> Marks | None:
-    """Returns the marks if the string that begins at byte `begin` of the line spells `content`."""
-    mark_at = np.arange(0, len(content), _MARK_BYTES)
-    letters = np.frombuffer(content + b"\0", np.uint8)
-    for _ in range(3):  # no mark inside of a character, which has at most 4 bytes
-        split_marks = np.flatnonzero((letters[mark_at] & 0xC0) == 0x80)
-        mark_at[split_marks] += 1
-    escape_at, longer_by = _escapes(line, begin, len(content))
-    end = begin + len(content) + int(longer_by[-1])
-    # Decodes once what the marks will be used for: a wrong guess of the string would give wrong text.
-    if not _spells(line[begin - 1 : end + 1], content):
-        return None
-    # The end is a mark too, so that `around` has one behind every span.
-    mark_at = np.append(mark_at, len(content))
-    return Marks(mark_at, mark_at + begin + longer_by[np.searchsorted(escape_at, mark_at)])
-
-
-def _escapes(
-    line: bytes, begin: int, size: int
-) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n_and_1"]]:
-    r"""Returns the bytes of text before each escape, and how much longer the line is before each, and in all.
-
-    In `a\nb` the escape stands behind 1 byte of text, and from there on the line is 1 byte longer.
+def marks_of(read: ReadBytes, start: int, end: int, text_of: Callable[[dict[str, Any]], Any]) -> Marks | None:
+    """Returns the marks of a JSON line, from its byte `start` to `end` of a file; None if its text is not one
+    long string, or the line is no JSON: reading it as a whole then says why.
 
     Args:
-      begin: byte of the line at which the string begins.
-      size: bytes of its text.
+      text_of: returns the text of the object in the line; may raise KeyError.
     """
-    if line.find(b"\\u", begin) < 0 and line.find(b"\\\\", begin) < 0:
-        # The frequent case, in numpy: each backslash stands before one letter, and both spell one byte.
-        offset = np.flatnonzero(np.frombuffer(line, np.uint8)[begin:] == ord("\\"))
-        offset -= np.arange(len(offset))
-        offset = offset[: np.searchsorted(offset, size)]
-        return offset, np.arange(len(offset) + 1)
-    escape_at, longer_by, extra = [], [0], 0
-    for escape in _ESCAPE.finditer(line, begin):
-        offset = escape.start() - begin - extra
-        if offset >= size:
-            break
-        code = escape.group()
-        if code[1:2] != b"u":
-            num_bytes = 1
-        # A surrogate pair, `\ud83d\ude00`: one character of 4 bytes in UTF-8.
-        elif len(code) == 12:
-            num_bytes = 4
-        else:
-            value = int(code[2:], 16)
-            # Bytes of the character in UTF-8.
-            num_bytes = 1 if value < 0x80 else 2 if value < 0x800 else 3
-        extra += len(code) - num_bytes
-        escape_at.append(offset)
-        longer_by.append(extra)
-    return np.asarray(escape_at, np.int64), np.asarray(longer_by, np.int64)
-
-
-def _spells(quoted: bytes, content: bytes) -> bool:
+    quotes = [np.zeros(0, np.int64)]
+    for first, block, escapes in _blocks(read, start, end):
+        is_quote = np.append(block == _QUOTE, False)
+        is_quote[escapes + 1] = False
+        quotes.append(np.flatnonzero(is_quote) + first)
+        # Each takes 8 bytes: a line of nothing but short strings has no text to be marked.
+        if sum(map(len, quotes)) > _MOST_SKELETON_BYTES // 8:
+            return None
+    borders = np.concatenate(quotes)
+    if len(borders) % 2:
+        return None
+    strings = borders.reshape(-1, 2) + np.asarray([1, 0])
+    strings = strings[strings[:, 1] - strings[:, 0] >= _LONG_STRING_BYTES]
+    gaps = np.concatenate([[start], strings.reshape(-1), [end]]).reshape(-1, 2)
+    if not len(strings) or np.diff(gaps).sum() > _MOST_SKELETON_BYTES:
+        return None
+    texts = [read(first, last) for first, last in gaps.tolist()]
+    names = [json.dumps(f"{_STANDS_FOR}{number}")[1:-1].encode() for number in range(len(strings))]
     try:
-        return text_of_part(quoted[1:-1]) == content and quoted.endswith(b'"')
-    except ValueError:
-        return False
+        record = json.loads(
+            b"".join(itertools.chain(*zip(texts, [*names, b""], strict=True))).decode("utf-8")
+        )
+        text = text_of(record)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
+    # A short string may spell the same: then it is not known which one the text is.
+    if not (isinstance(text, str) and text.startswith(_STANDS_FOR)) or any(b"u0001long" in t for t in texts):
+        return None
+    return _marks_of_string(read, *strings[int(text.removeprefix(_STANDS_FOR))].tolist())
+
+
+def _blocks(
+    read: ReadBytes, start: int, end: int
+) -> Iterator[tuple[int, UInt8[np.ndarray, " bytes"], Int64[np.ndarray, " escapes"]]]:
+    """Yields the first byte of each block, its bytes, and where escapes begin in it.
+
+    No block ends within a character, an escape or a surrogate pair; the last one ends where the line does.
+    """
+    while start < end:
+        block = np.frombuffer(read(start, min(start + _BLOCK_BYTES, end)), np.uint8)
+        if not len(block):
+            return  # the file was cut short
+        # No block begins within an escape.
+        escapes = escape_begins(np.flatnonzero(block == _BACKSLASH))
+        cut = len(block)
+        if start + len(block) < end:
+            cut -= _ESCAPE_BYTES
+            # An escape at or before the cut that may reach behind it, and the one before it, if that is the
+            # first half of a pair with it.
+            index = int(np.searchsorted(escapes, cut, side="right")) - 1
+            if index >= 0 and escapes[index] + _ESCAPE_BYTES > cut:
+                cut = int(escapes[index])
+                if index and _is_half(block, escapes[index - 1 : index])[0] and escapes[index - 1] == cut - 6:
+                    cut -= 6
+            while cut and block[cut] & 0xC0 == 0x80:
+                cut -= 1
+            if not cut:
+                return
+        yield start, block[:cut], escapes[: np.searchsorted(escapes, cut)]
+        start += cut
+
+
+def _marks_of_string(read: ReadBytes, begin: int, end: int) -> Marks | None:
+    """Returns the marks of the JSON string from byte `begin` to `end`; None if it is not valid."""
+    texts, lines, text_bytes = [], [], 0
+    for first, block, escapes in _blocks(read, begin, end):
+        saved = _saved_bytes(block, escapes)
+        try:
+            block.tobytes().decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+        if saved is None or (block < _SPACE).any():
+            return None
+        places = np.arange(0, len(block), _MARK_BYTES)
+        # Back to the begin of an escape, of a pair, or of a character, which has at most 4 bytes.
+        if len(escapes):
+            index = np.searchsorted(escapes, places, side="right") - 1
+            size = np.where(block[escapes + 1] == _U, 6, 2)
+            in_pair = saved == 6
+            index -= (index > 0) & in_pair[index]
+            is_within = (index >= 0) & (
+                places < escapes[index] + size[index] + 6 * np.append(in_pair[1:], False)[index]
+            )
+            places = np.where(is_within, escapes[index], places)
+        for _ in range(3):
+            places -= (block[places] & 0xC0) == 0x80
+        saved_before = np.append(0, np.cumsum(saved))
+        lines.append(places + first)
+        texts.append(places - saved_before[np.searchsorted(escapes, places)] + text_bytes)
+        text_bytes += len(block) - int(saved_before[-1])
+    # The end is a mark too, so that `around` has one behind every span.
+    return Marks(np.concatenate([*texts, [text_bytes]]), np.concatenate([*lines, [end]]))
+
+
+def _saved_bytes(
+    block: UInt8[np.ndarray, " bytes"], escapes: Int[np.ndarray, " n"]
+) -> Int64[np.ndarray, " n"] | None:
+    r"""Returns the bytes by which the text of each escape is shorter than the escape; None if one is invalid.
+
+    Of a pair, `\ud83d\ude00`, the first half stands for all 4 bytes of the text, and the second for none.
+    """
+    if not len(escapes):
+        return np.zeros(0, np.int64)
+    if escapes[-1] + 1 >= len(block):
+        return None
+    codes = block[escapes + 1]
+    if not np.isin(codes, list(b'"\\/bfnrtu')).all():
+        return None
+    saved = np.ones(len(escapes), np.int64)
+    unicode = np.flatnonzero(codes == _U)
+    if not len(unicode):
+        return saved
+    if escapes[unicode[-1]] + 6 > len(block):
+        return None
+    digits = _HEX[block[escapes[unicode][:, None] + np.arange(2, 6)]]
+    if (digits < 0).any():
+        return None
+    values: Int[np.ndarray, " u"] = digits @ np.asarray([4096, 256, 16, 1])
+    saved[unicode] = 6 - np.where(values < 0x80, 1, np.where(values < 0x800, 2, 3))
+    is_high, is_low = values >> 10 == 0x36, values >> 10 == 0x37
+    # Each half must have its other one right behind or before it.
+    begin = escapes[unicode]
+    has_low = np.append((begin[1:] == begin[:-1] + 6) & is_low[1:], False)
+    if not np.array_equal(is_high & has_low, is_high) or not np.array_equal(
+        np.append(False, is_high[:-1]), is_low
+    ):
+        return None
+    saved[unicode[is_high]], saved[unicode[is_low]] = 2, 6
+    return saved
+
+
+def _is_half(block: UInt8[np.ndarray, " bytes"], escapes: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+    """True for escapes of the first half of a surrogate pair."""
+    begin = escapes[:, None] + np.arange(1, 4)
+    codes = block[np.minimum(begin, len(block) - 1)]
+    return (codes[:, 0] == _U) & (_HEX[codes[:, 1]] == 0xD) & (_HEX[codes[:, 2]] // 4 == 2)
+
+
+def escape_begins(backslashes: Int[np.ndarray, " b"]) -> Int64[np.ndarray, " escapes"]:
+    """Returns the backslashes that begin an escape: every second one of a run."""
+    index = np.arange(len(backslashes))
+    # Index of the first backslash of each run, carried along it; -2 so that one at byte 0 begins a run.
+    first_of_run = np.maximum.accumulate(np.where(np.diff(backslashes, prepend=-2) != 1, index, 0))
+    return backslashes[(index - first_of_run) % 2 == 0]
 
 
 def text_of_part(part: bytes) -> bytes:

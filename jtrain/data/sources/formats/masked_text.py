@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import reprlib
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 from jtrain.data.sources.formats import chat
@@ -35,7 +36,7 @@ class MaskedText(str):
 class MaskFields:
     """Field of a record that says what is learned, beside the one in `text_field` or alone; see `Source`.
 
-    field: name of the field of the prompt, the mask or the messages.
+    field: name of the field of the prompt, the mask or the messages; of a prompt of several, joined by +.
     setting: name of the setting that names it.
     mask_prompt: False if the prompt, or what assistants did not say, is learned as well.
     """
@@ -53,12 +54,28 @@ class MaskFields:
         """True if the field holds the whole text, as messages, and `text_field` is not read."""
         return self.setting == "messages_field"
 
+    @property
+    def names(self) -> list[str]:
+        """Fields that are read of a record."""
+        return [name for name in self.field.split("+") if name] if self.is_prompt else [self.field]
+
+    def value_of(self, read: Callable[[str], Any]) -> Any:
+        """Returns the value to give to `join`; `read` returns the value of a field of the record."""
+        values = [read(name) for name in self.names]
+        if len(values) == 1:
+            return values[0]
+        # Alpaca's `input` is empty or missing where the instruction is all of the prompt.
+        texts = [value for value in values if value is not None and value != ""]
+        if wrong := [value for value in texts if not isinstance(value, str)]:
+            return wrong[0]
+        return "".join(f"{text}\n" for text in texts)
+
     def __str__(self) -> str:
         """Text that changes whenever other tokens could be learned."""
         suffix = "" if self.setting == "mask_field" else f", mask_prompt={self.mask_prompt}"
         return f"{self.setting}={self.field!r}{suffix}"
 
-    def join(self, text: str, value: Any) -> MaskedText:
+    def join(self, text: Any, value: Any) -> MaskedText:
         """Returns the text to train on, of a record's text and the value in `field`.
 
         Raises:
@@ -69,13 +86,14 @@ class MaskFields:
             return MaskedText(*chat.render(value, mask_prompt=self.mask_prompt))
         if not self.is_prompt:
             return MaskedText(text, _spans(value, len(text)))
-        if not isinstance(value, str):
-            kind = (
-                "a list of messages, and a prompt is text"
-                if is_chat(value)
-                else f"{type(value).__name__}, not text"
+        if chat.is_chat(text) and chat.is_chat(value):
+            rendered = chat.render([*value, *text], mask_prompt=self.mask_prompt, num_prompt=len(value))
+            return MaskedText(*rendered)
+        if not isinstance(value, str) or not isinstance(text, str):
+            kinds = ["a list of messages" if chat.is_chat(v) else type(v).__name__ for v in (value, text)]
+            raise ValueError(
+                f"is {kinds[0]}, and the text {kinds[1]}: both are text, or both are lists of messages"
             )
-            raise ValueError(f"is {kind}")
         value.encode("utf-8")  # an escape in JSON may spell half a surrogate pair
         # A learned prompt has a span of its own, so that the text is cut into the same tokens either way.
         border, end = len(value), len(value) + len(text)
@@ -103,7 +121,7 @@ class TextFields:
         if self.mask is None:
             return [self.text]
         # The first is the column that stands for the text where one must be checked.
-        return [self.mask.field] if self.mask.is_chat else [self.text, self.mask.field]
+        return self.mask.names if self.mask.is_chat else [self.text, *self.mask.names]
 
     @property
     def in_text(self) -> list[str]:
@@ -131,6 +149,20 @@ def check_format(format: str, *, label: str, setting: str, name: str) -> None:
         )
 
 
+def without_input(mask: MaskFields | None, names: Collection[str]) -> str:
+    """Returns why a prompt is not whole, for a record with the fields of Alpaca; empty if it is.
+
+    Args:
+      names: fields of a record that are not empty, or columns.
+    """
+    if mask is None or not mask.is_prompt or mask.field != "instruction" or "input" not in names:
+        return ""
+    return (
+        "it has an 'input' beside the 'instruction', which belongs to the prompt. Set prompt_field to "
+        "'instruction+input', or to 'instruction+' to leave it out"
+    )
+
+
 def set_messages(field: str, name: str) -> str:
     """Returns how to train on the chat in a field of a source, for messages.
 
@@ -142,11 +174,6 @@ def set_messages(field: str, name: str) -> str:
     if field == "data":
         return f"To train on the chat there, name the source in data.sources, with messages_field={name!r}"
     return f"To train on the chat there, set {field}.messages_field={name!r}"
-
-
-def is_chat(value: Any) -> bool:
-    """True for a list of messages: `{"role": ..., "content": ...}`."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
 def _spans(value: Any, num_characters: int) -> tuple[tuple[int, int], ...]:

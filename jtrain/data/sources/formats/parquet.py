@@ -68,9 +68,8 @@ class ParquetFile(Records):
         # both.
         names = fields.read
         # The column of spans or messages is a list, whose leaves are named `NAME.list.element...`.
-        columns = [
-            i for i, path in enumerate(paths) if path in names or path.startswith(f"{names[-1]}.list.")
-        ]
+        lists = [f"{name}.list." for name in names]
+        columns = [i for i, path in enumerate(paths) if path in names or path.startswith(tuple(lists))]
         rows = [group.num_rows for group in row_groups]
         # A damaged footer may claim any number of rows, and readers allocate arrays of that size.
         if rows and not 0 <= min(rows) <= max(rows) <= _MOST_ROWS:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from jtrain.data.sources.formats.masked_text import TextFields, is_chat, set_messages
+from jtrain.data.sources.formats.chat import is_chat
+from jtrain.data.sources.formats.masked_text import TextFields, set_messages, without_input
 from jtrain.data.sources.retry import FileLost
 from jtrain.errors import UserError
 
@@ -62,6 +63,12 @@ class Records(abc.ABC):
         sizes = [0 if isinstance(text, BadRecord) else len(text.encode("utf-8")) for text in texts]
         return np.asarray(sizes, np.int64)
 
+    def count_before(self, offsets: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """Returns the number of records that begin before each of these bytes of the file, ascending; for
+        files that `FileParts` cuts into stripes.
+        """
+        raise NotImplementedError(type(self).__name__)
+
     @property
     def group_starts(self) -> Int[np.ndarray, " groups_and_end"]:
         """First record of each group that is decoded as a whole, then the number of records."""
@@ -93,6 +100,7 @@ def plain_text_of_json(line: bytes, text_field: str) -> str | None:
         return None
     # `type(...) is` suffices: JSON gives no subclasses of str and dict.
     is_plain = content[end:] in _LINE_ENDS and type(text) is str and type(record) is dict
+    is_plain = is_plain and "labels" not in record
     # An escape may spell half a surrogate pair, so lines with any are left to `text_of_json`.
     return text if is_plain and b"\\u" not in line else None
 
@@ -150,22 +158,33 @@ def text_of_json(
             chats = [set_messages(fields.config_path, key) for key, value in record.items() if is_chat(value)]
             advice = ". ".join([*chats, f"Set {fields.config_path}.text_field"][:1])
             return bad(f"no field {text_field!r}; {error.args[0]}. {advice}")
-        if is_chat(text):
+        is_answer = mask is not None and mask.is_prompt and is_chat(text)
+        if is_chat(text) and not is_answer:
             return bad(
                 f"field {text_field!r} is a list of messages. {set_messages(fields.config_path, text_field)}"
             )
-        if not isinstance(text, str):
+        if not isinstance(text, str) and not is_answer:
             return bad(f"field {text_field!r} is {type(text).__name__}, not text")
     # An escape may spell half a surrogate pair, which cannot be encoded.
-    if b"\\u" in line and b"\\ud" in line.lower():
+    if isinstance(text, str) and b"\\u" in line and b"\\ud" in line.lower():
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             return bad(f"field {text_field!r} holds half a surrogate pair ({error.reason})")
+    labels = record.get("labels")
+    # The targets of token ids, as trainers write them: -100 is what is not learned. Other labels are of
+    # classes.
+    if isinstance(labels, list) and -100 in labels:
+        return bad(
+            "field 'labels' holds -100, so it masks token ids, and text has none. Adopt the ids (python -m "
+            "jtrain.data adopt), name what is learned of the text in a mask_field, or remove 'labels'"
+        )
     if mask is None:
         return text
+    if reason := without_input(mask, {key for key, value in record.items() if value}):
+        return bad(reason)
     try:
-        return mask.join(text, field_at(record, mask.field))
+        return mask.join(text, mask.value_of(lambda name: field_at(record, name)))
     except KeyError as error:
         return bad(f"no field {mask.field!r}; {error.args[0]}. Set {fields.config_path}.{mask.setting}")
     except ValueError as error:

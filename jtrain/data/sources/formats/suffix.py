@@ -2,8 +2,8 @@
 
 from jtrain.errors import UserError
 
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_OTHER_COMPRESSIONS = {".bz2", ".xz", ".zip", ".7z", ".lz4", ".br"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+_OTHER_COMPRESSIONS = {".zip", ".7z", ".lz4", ".br"}
 RECORD_FORMATS = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -15,15 +15,17 @@ RECORD_FORMATS = {
     ".array_record": "arrayrecord",
     ".tar": "webdataset",
     ".arrow": "arrow",
+    ".feather": "arrow",
 }
 
 
 def split_suffix(name: str, *, field: str) -> tuple[str, str | None]:
-    """Returns a file's suffix without that of its compression, and the compression (gzip, zstd or None).
+    """Returns a file's suffix, in lower case, without that of its compression, and the compression or None.
 
     Raises:
       UserError: the compression is not supported.
     """
+    name = name.lower()
     # The only suffix that stands for both format and compression.
     if name.endswith(".tgz"):
         name = name.removesuffix(".tgz") + ".tar.gz"
@@ -31,7 +33,7 @@ def split_suffix(name: str, *, field: str) -> tuple[str, str | None]:
     # Refused here, or the compressed bytes would be read as text.
     if suffix in _OTHER_COMPRESSIONS:
         raise UserError(
-            f"{field}: {name} is compressed as {suffix}; only {' and '.join(COMPRESSIONS)} are read. "
+            f"{field}: {name} is compressed as {suffix}; only {', '.join(COMPRESSIONS)} are read. "
             "Decompress it first."
         )
     compression = COMPRESSIONS.get(suffix)
@@ -48,7 +50,7 @@ def _splitext(name: str) -> tuple[str, str]:
 
 
 def format_of(name: str, *, field: str) -> tuple[str, str | None]:
-    """Returns format and compression (gzip, zstd or None) by a file's suffix; unknown suffixes are text.
+    """Returns format and compression (or None) by a file's suffix; unknown suffixes are text.
 
     Raises:
       UserError: the compression is not supported.

@@ -1,6 +1,5 @@
 """Text files, cut into pieces, and JSON lines."""
 
-import mmap
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,13 +11,22 @@ from jaxtyping import Int
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.long_lines import (
     LONG_LINE_BYTES,
+    NO_MARKS,
     MarkCache,
+    Marks,
     TextPart,
     marks_of,
     text_of_part,
 )
 from jtrain.data.sources.formats.masked_text import TextFields
-from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, plain_text_of_json, text_of_json
+from jtrain.data.sources.formats.record import (
+    SKIP,
+    BadRecord,
+    Records,
+    field_at,
+    plain_text_of_json,
+    text_of_json,
+)
 from jtrain.data.sources.storage import StoredFile
 
 BOM = b"\xef\xbb\xbf"
@@ -27,6 +35,15 @@ _LINE_SEARCH_BYTES = 4096
 
 _MOST_READ_IN_VAIN = 8
 """Bytes read per byte of the lines wanted where all lines are read at once: a read of its own takes 1 us."""
+
+_BLOCK_BYTES = 1 << 24
+"""Bytes that are searched for line ends at a time."""
+
+_SHORT_LINES = 4096
+"""Lines of one or two bytes that are read at a time, to tell blank ones."""
+
+_ROWS_AT_ONCE = 1 << 20
+"""Rows of an index that are looked through at a time."""
 
 _LINES_COUNTED_BYTES = 1 << 24
 """Largest offset at which a bad line is named by its number: counting takes 5 ms, and there may be
@@ -40,27 +57,33 @@ class TextFile(Records):
     one file could be neither shuffled nor partly held out, and would be held in memory as a whole.
     """
 
-    __slots__ = ("_file", "_piece_bytes")
+    __slots__ = ("_file", "_first", "_piece_bytes")
 
     def __init__(self, file: StoredFile, *, piece_bytes: int) -> None:
         self._file = file
         self._piece_bytes = piece_bytes
+        # Piece of the file at which a stripe begins: a multiple of the size of a piece.
+        self._first = file.span[0] // piece_bytes if file.span else 0
 
     def __len__(self) -> int:
         # By size alone, so that opening a folder of text files reads none of them.
-        return -(-self._file.size_bytes // self._piece_bytes)
+        begin, end = self._file.span or (0, self._file.size_bytes)
+        return -(-(end - begin) // self._piece_bytes)
+
+    def count_before(self, offsets: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        return -(-offsets // self._piece_bytes)
 
     sizes_need_reading = False
 
     def sizes(self, first: int, end: int) -> Int[np.ndarray, " n"]:
         """Returns the most bytes that each piece can have: it ends within 4 KiB after its nominal end."""
-        nominal = np.arange(first, end + 1, dtype=np.int64) * self._piece_bytes
+        nominal = np.arange(self._first + first, self._first + end + 1, dtype=np.int64) * self._piece_bytes
         stop = np.minimum(nominal[1:] + min(_LINE_SEARCH_BYTES, self._piece_bytes), self._file.size_bytes)
         return stop - nominal[:-1]
 
     def read(self, records: list[int]) -> list[str | BadRecord]:
         with self._file.open() as file:
-            return [self._piece(file, record) for record in records]
+            return [self._piece(file, self._first + record) for record in records]
 
     def _piece(self, file: Any, index: int) -> str | BadRecord:
         # A piece ends where the next one starts, so both ends follow from the same rule and none overlaps.
@@ -107,7 +130,7 @@ class JsonLines(Records):
     in memory.
     """
 
-    __slots__ = ("_fields", "_file", "_key", "_lines")
+    __slots__ = ("_fields", "_file", "_key", "_lines", "_longest_bytes")
 
     def __init__(
         self,
@@ -119,7 +142,9 @@ class JsonLines(Records):
     ) -> None:
         self._file = file
         self._fields = fields
-        self._key = object()  # of the marks: it does not hold the lines, as this object does
+        self._longest_bytes: int | None = None
+        # Of the marks: the same for each time that this content is opened.
+        self._key = file.location, file.size_bytes, file.version, file.span, fields.text
         # Parts are opened and forgotten as a run goes on, so their indexes stay in memory.
         self._lines = NumberTable(
             file, "lines", lambda: _lines(file, report_bytes), cache_dir, in_memory=file.span is not None
@@ -128,15 +153,15 @@ class JsonLines(Records):
     def __len__(self) -> int:
         return len(self._lines)
 
-    def lines_before(self, offset: int) -> int:
-        """Returns the number of records that start before byte `offset`."""
-        low, high = 0, len(self._lines)
-        # Binary search: the table may lie in a file of millions of rows, of which this reads 20.
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (
-                (middle + 1, high) if self._lines.span(middle, middle + 1)[0, 0] < offset else (low, middle)
-            )
+    def count_before(self, offsets: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        # Bisects all offsets together: the table may lie in a file of millions of rows, and none is kept.
+        low, high = np.zeros_like(offsets), np.full_like(offsets, len(self._lines))
+        while (open_offsets := np.flatnonzero(low < high)).size:
+            middle = (low + high)[open_offsets] // 2
+            starts = np.asarray(self._lines.rows(middle.tolist()), np.int64)[:, 0]
+            is_before = starts < offsets[open_offsets]
+            low[open_offsets[is_before]] = middle[is_before] + 1
+            high[open_offsets[~is_before]] = middle[~is_before]
         return low
 
     sizes_need_reading = False
@@ -169,41 +194,53 @@ class JsonLines(Records):
                 texts.append(text)
         return texts
 
-    def mark(self, record: int, text: str) -> bool:
-        """Keeps marks of the record with this text if its line is long; `parts` then reads inside it."""
-        [[start, end]] = self._lines.rows([record])
-        if (
-            end - start < LONG_LINE_BYTES
-            or self._fields.mask is not None
-            or _MARK_CACHE.get(self._key, record) is not None
-        ):
-            return False
-        with self._file.open() as file:
-            marks = marks_of(_content(file.fileno(), start, end), text, self._fields.text)
-        if marks is not None:
-            _MARK_CACHE.add(self._key, record, marks)
-        return marks is not None
-
-    def parts(self, records: list[int], spans: list[tuple[int, int]]) -> list[TextPart | None]:
-        """Returns the bytes of a span of each text, or more around them; None for a record without marks."""
-        marks_of_records = [_MARK_CACHE.get(self._key, record) for record in records]
-        parts: list[TextPart | None] = [None] * len(marks_of_records)
-        if not any(marks_of_records):
+    def parts(
+        self, records: list[int], spans: list[tuple[int, int]], *, min_bytes: int = 0
+    ) -> list[TextPart | None]:
+        """Returns the bytes of a span of each text, or more around them; None for lines below `min_bytes`,
+        with a mask, or whose text is no long string. The first time, a line is scanned for its marks.
+        """
+        parts: list[TextPart | None] = [None] * len(records)
+        min_bytes = max(min_bytes, LONG_LINE_BYTES)
+        if self._fields.mask is not None or self._longest() < min_bytes:
             return parts
+        rows = self._lines.rows(records)
         with self._file.open() as file:
-            descriptor = file.fileno()
-            for i, (marks, (begin, _)) in enumerate(
-                zip(marks_of_records, self._lines.rows(records), strict=True)
-            ):
-                if marks is None:
+            for i, (start, end) in enumerate(rows):
+                if (
+                    end - start < min_bytes
+                    or (marks := self._marks(file.fileno(), records[i], start, end)) is None
+                ):
                     continue
                 first, low, high = marks.around(*spans[i])
                 try:
-                    content = text_of_part(_content(descriptor, begin + low, begin + high))
+                    content = text_of_part(_content(file.fileno(), low, high))
                 except ValueError:
                     continue  # the file has changed: reading the text as a whole says what is wrong
                 parts[i] = TextPart(content, first, marks.total)
         return parts
+
+    def _longest(self) -> int:
+        """Returns the bytes of the longest line; looked up once."""
+        if self._longest_bytes is None:
+            blocks = range(0, len(self), _ROWS_AT_ONCE)
+            sizes = (
+                self._lines.sizes(first, min(first + _ROWS_AT_ONCE, len(self))).max() for first in blocks
+            )
+            self._longest_bytes = max(map(int, sizes), default=0)
+        return self._longest_bytes
+
+    def _marks(self, file: int, record: int, start: int, end: int) -> Marks | None:
+        if (marks := _MARK_CACHE.get(self._key, record)) is None:
+            start += len(BOM) if _content(file, start, start + len(BOM)) == BOM else 0
+            marks = marks_of(lambda first, last: _content(file, first, last), start, end, self._text_of)
+            marks = NO_MARKS if marks is None else marks
+            _MARK_CACHE.add(self._key, record, marks)
+        return None if marks is NO_MARKS else marks
+
+    def _text_of(self, record: dict[str, Any]) -> Any:
+        # With labels it may be refused.
+        return None if "labels" in record else field_at(record, self._fields.text)
 
     def _describe_line(self, start: int) -> str:
         if start > _LINES_COUNTED_BYTES:
@@ -238,29 +275,47 @@ def _content(file: int, start: int, end: int) -> bytes:
 
 
 def _lines(file: StoredFile, report_bytes: Callable[[int], None]) -> Int[np.ndarray, "records 2"]:
-    """Returns the start of each non-blank line that begins in the file or part, and that of the next line."""
+    """Returns the start of each non-blank line that begins in the file or stripe, and that of the next
+    line.
+    """
     size = file.size_bytes
-    if size == 0:
-        return np.zeros((0, 2), np.int64)
     begin, stop = file.span or (0, size)
-    block = 1 << 26
     # Line starts are line ends plus 1; the -1 stands for the end before the first line.
-    ends: list[np.ndarray] = [np.full(1, -1, np.int64)] if begin == 0 else []
-    with file.open() as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as view:
-        content = np.frombuffer(view, np.uint8)
-        # From the byte before the part: if it ends a line, a line of this part starts at `begin`.
-        for start in range(max(begin - 1, 0), stop, block):
-            ends.append(np.flatnonzero(content[start : min(start + block, stop)] == ord("\n")) + start)
-            report_bytes(min(start + block, stop) - begin)
-        starts = np.concatenate(ends) + 1
-        last_end = view.find(b"\n", stop - 1) + 1 or size  # the last line may go on behind the part
-        starts = starts[starts < stop]
-        line_ends = np.append(starts[1:], last_end)[: len(starts)]
-        first_bytes = content[starts]
-        is_blank = first_bytes == ord("\n")
-        # Lines of "\r\n" are blank as well; a "\r" may be the file's last byte.
-        carriage = np.flatnonzero(first_bytes == ord("\r"))
-        carriage = carriage[starts[carriage] + 1 < size]
-        is_blank[carriage] = content[starts[carriage] + 1] == ord("\n")
-        del content, first_bytes  # the map cannot close while numpy arrays refer to it
-    return np.stack([starts, line_ends], axis=1)[~is_blank]
+    line_ends: list[np.ndarray] = [np.full(1, -1, np.int64)] if begin == 0 else []
+    with file.open() as handle:
+        descriptor = handle.fileno()
+        # From the byte before the stripe: if it ends a line, a line of the stripe starts at `begin`.
+        for start in range(max(begin - 1, 0), stop, _BLOCK_BYTES):
+            content = np.frombuffer(_content(descriptor, start, min(start + _BLOCK_BYTES, stop)), np.uint8)
+            line_ends.append(np.flatnonzero(content == ord("\n")) + start)
+            report_bytes(min(start + _BLOCK_BYTES, stop) - begin)
+        starts = np.concatenate(line_ends) + 1 if line_ends else np.empty(0, np.int64)
+        # A line that ends with the stripe's last byte is followed by one that begins in the next stripe.
+        last_end = stop if len(starts) and starts[-1] == stop else _line_end(descriptor, stop, size)
+    starts = starts[starts < stop]
+    rows = np.stack([starts, np.append(starts[1:], last_end)[: len(starts)]], axis=1)
+    # Most blank lines are told by their size; the others, "\r\n", by their first byte.
+    lengths = rows[:, 1] - rows[:, 0]
+    is_blank = lengths == 1
+    is_blank[-1:] &= rows[-1:, 1] < size  # the last byte of a file may be anything
+    short = np.flatnonzero((lengths <= 2) & ~is_blank)
+    with file.open() as handle:
+        for start in range(0, len(short), _SHORT_LINES):
+            some = short[start : start + _SHORT_LINES]
+            lines = _contents(handle.fileno(), rows[some].tolist())
+            is_blank[some] = [line in (b"\n", b"\r\n") for line in lines]
+    return rows[~is_blank]
+
+
+def _line_end(file: int, start: int, size: int) -> int:
+    """Returns the byte behind the line that byte `start` of an open file belongs to."""
+    step = _LINE_SEARCH_BYTES
+    while start < size:
+        content = _content(file, start, min(start + step, size))
+        if end := content.find(b"\n") + 1:
+            return start + end
+        if not content:
+            break
+        start += len(content)
+        step = min(2 * step, _BLOCK_BYTES)
+    return size

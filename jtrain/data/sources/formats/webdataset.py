@@ -1,5 +1,6 @@
 """WebDataset tar files: consecutive members with one name and different suffixes form a sample."""
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from jaxtyping import Int
 
 from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.masked_text import TextFields
-from jtrain.data.sources.formats.record import SKIP, BadRecord, Records
+from jtrain.data.sources.formats.record import SKIP, BadRecord, Records, text_of_json
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
@@ -34,12 +35,16 @@ class TarFile(Records):
       UserError: the file is not a tar file, is cut short, or has no member with that suffix.
     """
 
-    __slots__ = ("_fields", "_file", "_spans")
+    __slots__ = ("_fields", "_file", "_key", "_spans", "_suffix")
 
     def __init__(self, file: StoredFile, fields: TextFields, *, cache_dir: Path) -> None:
         self._file = file
         self._fields = fields
-        kind = f"{fields.text.replace('/', '_')}.samples"
+        # `json.text` is the field `text` of the member .json; other dots belong to the suffix.
+        self._suffix, self._key = (
+            ("json", fields.text[5:]) if fields.text.startswith("json.") else (fields.text, "")
+        )
+        kind = f"{self._suffix.replace('/', '_')}.samples"
         self._spans = NumberTable(file, kind, self._index, cache_dir)
 
     def __len__(self) -> int:
@@ -60,13 +65,15 @@ class TarFile(Records):
                 name = _printable(_name(file.read(_BLOCK)))
                 if start < 0:
                     texts.append(
-                        self._bad_record(
-                            record, f"{name} and what follows hold no member .{self._fields.text}"
-                        )
+                        self._bad_record(record, f"{name} and what follows hold no member .{self._suffix}")
                     )
                     continue
+                content = file.read(size)
+                if self._suffix == "json":
+                    texts.append(self._text_in_json(record, name, content))
+                    continue
                 try:
-                    texts.append(file.read(size).decode("utf-8"))
+                    texts.append(content.decode("utf-8"))
                 except UnicodeDecodeError as error:
                     texts.append(
                         self._bad_record(
@@ -74,6 +81,17 @@ class TarFile(Records):
                         )
                     )
         return texts
+
+    def _text_in_json(self, record: int, name: str, content: bytes) -> str | BadRecord:
+        if not self._key:
+            return self._bad_record(
+                record,
+                f"{name} is JSON, whose source is no text. Set {self._fields.config_path}.text_field to "
+                "'json.' and the field of its text, such as 'json.text'",
+            )
+        fields = dataclasses.replace(self._fields, text=self._key)
+        label = f"{self._file.label}, sample {record}, {name}"
+        return text_of_json(content, fields, label=label, way_out="Mend it")
 
     def _bad_record(self, record: int, reason: str) -> BadRecord:
         return BadRecord(f"{self._file.label}, sample {record}: {reason}. Mend it, {SKIP}")
@@ -90,13 +108,13 @@ class TarFile(Records):
                 spans.append((-start, 0))
                 last_name = name
             # In place of the entry of the first member, so that the sample keeps its number.
-            if suffix == self._fields.text:
+            if suffix.lower() == self._suffix.lower():
                 spans[-1] = (start, size)
-        if spans and self._fields.text not in suffixes:
+        if spans and self._suffix.lower() not in {suffix.lower() for suffix in suffixes}:
             suffix_names = [f".{_printable(suffix)}" for suffix in sorted(suffixes)[:_MOST_NAMED]]
             omitted = [f"and {len(suffixes) - _MOST_NAMED:,} more"] if len(suffixes) > _MOST_NAMED else []
             raise UserError(
-                f"{self._file.label}: no member ends in .{self._fields.text}; suffixes: "
+                f"{self._file.label}: no member ends in .{self._suffix}; suffixes: "
                 f"{', '.join(suffix_names + omitted)}. Set {self._fields.config_path}.text_field to one of "
                 "them, without its dot."
             )

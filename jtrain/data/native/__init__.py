@@ -1,0 +1,1 @@
+"""The inner loops of reading, in C."""

@@ -1,0 +1,94 @@
+/* The inner loops of the data plane. Built by hatch_build.py, called through ctypes by library.py.
+ *
+ * Every function does what a NumPy version beside its caller does, bit for bit: machines without a C compiler run
+ * that one. Plain C11 without Python's headers, so one build serves every version of Python. Nothing allocates.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* Hash of this file when it was built: library.py refuses a library of another source. */
+EXPORT const char jtrain_core_source[] = CORE_SOURCE;
+
+/* The widening loops are worth wider registers where the CPU has them; a wheel must run on every CPU. */
+#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__)
+#define WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define WIDE
+#endif
+
+#define WIDEN(type)                                                                     \
+    for (int64_t i = 0; i < count; i++) out[i] = (int32_t)((const type *)ids)[i];       \
+    break;
+
+/* Copies ids of `itemsize` bytes as int32. */
+WIDE static void widen(int32_t *restrict out, const void *restrict ids, int64_t count, int64_t itemsize) {
+    switch (itemsize) {
+        case 1: WIDEN(uint8_t)
+        case 2: WIDEN(uint16_t)
+        case 4: WIDEN(int32_t)
+        default: WIDEN(int64_t)
+    }
+}
+
+WIDE static void count_up(int32_t *restrict position, int32_t *restrict segment, int64_t count, int32_t number) {
+    for (int32_t i = 0; i < (int32_t)count; i++) position[i] = i;
+    for (int64_t i = 0; i < count; i++) segment[i] = number;
+}
+
+/* Fills rows of tokens, targets, positions and segments from pieces of documents; see collate.fill_rows.
+ *
+ * array[i], start[i], length[i]: the piece is `length` ids from index `start` of an array on.
+ * memory[2 * a], memory[2 * a + 1]: address and bytes per id of array a.
+ * Returns the number of pieces placed: fewer than `pieces` if they are not in order, or a row holds too many. */
+EXPORT int64_t fill_rows(int32_t *token, int32_t *target, int32_t *position, int32_t *segment, int64_t rows,
+                         int64_t seq_len, int64_t pieces, const int64_t *row, const int64_t *array,
+                         const int64_t *start, const int64_t *length, const int64_t *memory, int32_t ignore) {
+    int64_t piece = 0;
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t filled = 0;
+        for (int32_t number = 1; piece < pieces && row[piece] == r; piece++, number++) {
+            const int64_t count = length[piece];
+            if (count < 0 || count > seq_len - filled) return piece;
+            if (piece + 1 < pieces) { /* ids lie all over the files: the next piece's come while this one is copied */
+                const int64_t *next = memory + 2 * array[piece + 1];
+                const char *ids = (const char *)next[0] + start[piece + 1] * next[1];
+                __builtin_prefetch(ids);
+                __builtin_prefetch(ids + 64);
+            }
+            const int64_t *from = memory + 2 * array[piece];
+            if (count) {
+                widen(token + filled, (const char *)from[0] + start[piece] * from[1], count, from[1]);
+                memcpy(target + filled, token + filled + 1, (size_t)(count - 1) * sizeof(int32_t));
+                target[filled + count - 1] = ignore;
+                count_up(position + filled, segment + filled, count, number);
+            }
+            filled += count;
+        }
+        const size_t padding = (size_t)(seq_len - filled) * sizeof(int32_t);
+        memset(token + filled, 0, padding);
+        memset(position + filled, 0, padding);
+        memset(segment + filled, 0, padding);
+        for (int64_t i = filled; i < seq_len; i++) target[i] = ignore;
+        token += seq_len, target += seq_len, position += seq_len, segment += seq_len;
+    }
+    return piece;
+}
+
+/* Looks documents up in the rings of ChunkBuffer: the run of each, -1 if it is not there, its start and its end.
+ * Returns how many are not there. */
+EXPORT int64_t find_documents(int64_t documents, const int64_t *source, const int64_t *number, const int64_t *base,
+                              const int64_t *size, const int64_t *table, int64_t *run, int64_t *first, int64_t *stop) {
+    int64_t missing = 0;
+    for (int64_t i = 0; i < documents; i++) {
+        if (i + 8 < documents)
+            __builtin_prefetch(table + 4 * (base[source[i + 8]] + (number[i + 8] & (size[source[i + 8]] - 1))));
+        const int64_t *entry = table + 4 * (base[source[i]] + (number[i] & (size[source[i]] - 1)));
+        run[i] = entry[0] == number[i] ? entry[1] : -1;
+        first[i] = entry[2];
+        stop[i] = entry[3];
+        missing += run[i] < 0;
+    }
+    return missing;
+}

@@ -1,1 +1,0 @@
-"""Data plane on Ray actors, with loaders on any host of the cluster."""

@@ -1,0 +1,241 @@
+"""Rows hold whole samples: no token is learned without the prompt that comes before it in its sample."""
+
+import io
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from jtrain.data import PackedText, Source, open_dataset
+from jtrain.data.loss_mask import pieces_of_sample
+from jtrain.data.pretokenized.build import prepare
+from jtrain.data.pretokenized.shard import Recipe
+from jtrain.errors import UserError
+from jtrain.layout.constants import IGNORE
+from jtrain.layout.dims import Batch
+from tests.data.masked_sources import write_records
+
+Turn = tuple[str, str]
+"""A prompt and its answer, which both begin with the number of the turn."""
+
+SEQ_LEN = 128
+
+
+def turns_of(numbers: range, rng: np.random.Generator, most: int) -> list[Turn]:
+    """Turns whose number tells them apart from all others."""
+    pads = rng.integers(0, most, (len(numbers), 2)).tolist()
+    return [(f"q{n}{'q' * a};", f"A{n}{'A' * b}.") for n, (a, b) in zip(numbers, pads, strict=True)]
+
+
+def samples(count: int, most_turns: int, most: int = 40) -> list[list[Turn]]:
+    rng, end, made = np.random.default_rng(0), 0, []
+    for num in rng.integers(1, most_turns + 1, count).tolist():
+        made.append(turns_of(range(end, end := end + num), rng, most))
+    return made
+
+
+def record_of(form: str, turns: list[Turn]) -> dict[str, Any]:
+    match form:
+        case "messages":
+            return {"messages": [{"role": r, "content": text} for turn in turns for r, text in
+                                 zip(("user", "assistant"), turn, strict=True)]}  # fmt: skip
+        case "prompt":
+            return {"prompt": turns[0][0], "completion": turns[0][1]}
+        case _:
+            ends = np.cumsum([len(text) for turn in turns for text in turn]).tolist()
+            spans = [list(span) for span in zip(ends[::2], ends[1::2], strict=True)]
+            return {"text": "".join(text for turn in turns for text in turn), "mask": spans}
+
+
+FIELDS: dict[str, dict[str, Any]] = {
+    "messages": {"messages_field": "messages"},
+    "prompt": {"prompt_field": "prompt", "text_field": "completion"},
+    "mask": {"mask_field": "mask"},
+}
+
+
+def source_of(folder: Path, form: str, made: list[list[Turn]], kind: str = "jsonl", **fields: Any) -> Source:
+    return Source(
+        path=write_records(folder, kind, [record_of(form, s) for s in made]), **FIELDS[form], **fields
+    )
+
+
+def spec(source: Source, **fields: Any) -> PackedText:
+    """Default settings, packing included."""
+    small = {"seq_len": SEQ_LEN, "global_batch": 8, "engine": "inline", "epochs": 1, "eval_fraction": 0.0}
+    return PackedText(sources={"sft": source}, **{**small, **fields})
+
+
+def learned_runs(batch: Batch) -> list[tuple[str, str]]:
+    """What comes before each learned run of tokens in its piece, and the run."""
+    runs = []
+    for token, target, segment in zip(batch.token_BL, batch.target_BL, batch.segment_BL, strict=True):
+        for number in range(1, int(segment.max()) + 1):
+            here = segment == number
+            text = bytes(token[here].tolist()).decode("latin-1")
+            learned = np.concatenate([[False], (target[here] != IGNORE)[:-1], [False]])
+            borders = np.flatnonzero(np.diff(learned.astype(np.int8))) + 1
+            runs += [(text[:a], text[a:b]) for a, b in borders.reshape(-1, 2).tolist()]
+    return runs
+
+
+def count_without_prompt(batches: Any, made: list[list[Turn]], form: str) -> tuple[int, set[str]]:
+    """Number of learned tokens whose prompt is not in their piece, and the answers that are there whole."""
+    prompt_of = {re.match(r"A\d+", answer).group(): (prompt, answer) for s in made for prompt, answer in s}  # type: ignore[union-attr]
+    middle = "\n<|assistant|>\n" if form == "messages" else ""
+    lacking, whole = 0, set()
+    for batch in batches:
+        for before, run in learned_runs(batch):
+            prompt, answer = prompt_of.get((re.match(r"A\d+", run) or [""])[0], ("?", "?"))
+            if not before.endswith(prompt + middle):
+                lacking += len(run)
+            elif run.rstrip("\0\n") == answer:
+                whole.add(answer)
+    return lacking, whole
+
+
+@pytest.mark.parametrize("packing", [None, "first_fit"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "prepared"])
+@pytest.mark.parametrize("form", FIELDS)
+def test_no_token_is_learned_without_its_prompt_and_no_turn_is_lost(
+    form: str, kind: str, packing: Any, tmp_path: Path
+) -> None:
+    """Samples of up to five rows, turns of less than one: in one epoch each answer comes, behind its prompt."""
+    made = samples(60, 1 if form == "prompt" else 12)
+    source = source_of(tmp_path, form, made, "jsonl" if kind == "prepared" else kind)
+    more: dict[str, Any] = {}
+    if kind == "prepared":
+        recipe = Recipe(name="sft", source=source, tokenizer="bytes", cache_dir=tmp_path / "cache")
+        prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
+        more["prepared"] = str(tmp_path / "out")
+    batches = open_dataset(spec(source, packing=packing, **more), seed=0).train_batches()
+    lacking, whole = count_without_prompt(batches, made, form)
+    assert lacking == 0
+    assert whole == {answer for sample in made for _, answer in sample}
+    assert batches.state()["skipped"] == {}
+
+
+@pytest.mark.parametrize("form", FIELDS)
+def test_concat_by_its_name_cuts_samples(form: str, tmp_path: Path) -> None:
+    """And shows that the count of tokens without their prompt can be other than 0."""
+    made = samples(60, 1 if form == "prompt" else 12)
+    dataset = open_dataset(spec(source_of(tmp_path, form, made), packing="concat"), seed=0)
+    assert count_without_prompt(dataset.train_batches(), made, form)[0] > 100
+
+
+def test_rows_of_held_out_samples_are_whole_too(tmp_path: Path) -> None:
+    made = samples(80, 12)
+    dataset = open_dataset(spec(source_of(tmp_path, "messages", made), eval_fraction=0.5), seed=0)
+    lacking, whole = count_without_prompt(
+        (held.batch for held in dataset.held_out().batches()), made, "messages"
+    )
+    assert lacking == 0
+    assert len(whole) > 50
+
+
+def test_of_a_turn_longer_than_a_row_the_beginning_is_learned_and_the_rest_counted(tmp_path: Path) -> None:
+    made = [[("q0;", "A0" + "A" * 300 + ".")], [("q1" + "q" * 300 + ";", "A1.")], [("q2;", "A2.")]]
+    for form in ("messages", "prompt"):
+        batches = open_dataset(spec(source_of(tmp_path, form, made), global_batch=2), seed=0).train_batches()
+        runs = sorted(run for batch in batches for _, run in learned_runs(batch))
+        assert [len(runs), runs[0][:4], runs[1][:3]] == [2, "A0AA", "A2."]
+        assert len(runs[0]) > 64
+        assert batches.state()["skipped"] == {"sft": 2}
+        messages = "\n".join(batches.take_messages())
+        assert re.search(r"document a\.jsonl:0: its 3\d\d tokens are more than a row of data\.seq_len=128; "
+                         r"[12]\d\d that are learned are left out \(data\.sources\.sft\.on_too_long='split_turns'\)",
+                         messages), messages  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "prepared"])
+def test_drop_leaves_long_samples_out_and_counts_them(kind: str, tmp_path: Path) -> None:
+    made = [[(f"q{n};", f"A{n}{'A' * (300 if n % 3 == 0 else 9)}.")] for n in range(30)]
+    source = source_of(tmp_path, "prompt", made, on_too_long="drop")
+    more: dict[str, Any] = {}
+    if kind == "prepared":
+        recipe = Recipe(name="sft", source=source, tokenizer="bytes", cache_dir=tmp_path / "cache")
+        prepare([recipe], tmp_path / "out", workers=1, stream=io.StringIO())
+        more["prepared"] = str(tmp_path / "out")
+    dataset = open_dataset(spec(source, global_batch=2, **more), seed=0)
+    batches = dataset.train_batches()
+    _, whole = count_without_prompt(batches, made, "prompt")
+    assert whole == {f"A{n}{'A' * 9}." for n in range(30) if n % 3}
+    if kind == "jsonl":
+        assert batches.state()["skipped"] == {"sft": 10}
+    else:
+        assert "10 of them longer than a row (on_too_long='drop')" in dataset.describe()
+
+
+def test_refuse_ends_the_run_and_names_the_sample(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "prompt", [[("q0;", "A" * 300)], [("q1;", "A1.")]] * 9, on_too_long="refuse")
+    why = (
+        r"data\.sources\.sft: document a\.jsonl:\d+: its 305 tokens are more than a row of data\.seq_len=128\. "
+        r"Raise data\.seq_len, shorten it, or set data\.sources\.sft\.on_too_long to 'split_turns' or 'drop'"
+    )
+    with pytest.raises(UserError, match=why):
+        list(open_dataset(spec(source, on_bad_record="skip"), seed=0).train_batches())
+
+
+@pytest.mark.parametrize(
+    ("fields", "more", "why"),
+    [
+        (
+            {"on_too_long": "drop", "mask_field": None},
+            {},
+            r"on_too_long='drop' is for samples, and text may be",
+        ),
+        (
+            {"on_too_long": "drop"},
+            {"packing": "concat"},
+            r"keeps samples whole, but data\.packing='concat' cuts",
+        ),
+    ],
+)
+def test_rules_that_do_not_fit_are_refused(fields: Any, more: Any, why: str) -> None:
+    with pytest.raises(UserError, match=why):
+        spec(Source(path="a", **{"mask_field": "mask", **fields}), **more)
+
+
+def test_text_alone_is_packed_as_before() -> None:
+    text, chats = Source(path="a"), Source(path="b", messages_field="m")
+    alone, mixed = spec(text), PackedText(sources={"a": text, "b": chats}, seq_len=8, global_batch=1)
+    assert alone.packing_of([text]) == "concat"
+    assert mixed.packing_of(mixed.sources.values()) == "best_fit"
+    assert [setup.row_tokens for setup in mixed.setups(seed=0)] == [None, 8]
+    assert [setup.chunk_tokens for setup in mixed.setups(seed=0)] == [8, 4]
+
+
+def test_the_example_of_the_docstring() -> None:
+    runs = np.asarray([[0, 3], [5, 8], [20, 22]])
+    assert pieces_of_sample(26, runs, 10) == [(0, 5), (5, 15), (20, 26)]
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12),
+    row_tokens=st.integers(2, 20),
+)
+def test_pieces_hold_prompts_whole_and_fit_the_slots(lengths: list[tuple[int, int]], row_tokens: int) -> None:
+    """Against the tokens one by one; the pieces are never more than the slots of a sample."""
+    is_prompt = list(itertools.chain(*([True] * a + [False] * b for a, b in lengths)))
+    padded = np.diff(np.asarray([False, *is_prompt, False], np.int8))
+    runs = np.stack([np.flatnonzero(padded == 1), np.flatnonzero(padded == -1)], axis=1)
+    pieces = pieces_of_sample(len(is_prompt), runs, row_tokens)
+    assert len(pieces) <= -(-len(is_prompt) // -(-row_tokens // 2))
+    assert all(0 < end - start <= row_tokens for start, end in pieces)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(pieces))
+    covered = {i for start, end in pieces for i in range(start, end)}
+    for i in [i for i, prompt in enumerate(is_prompt) if not prompt]:
+        before = next((j for j in range(i, -1, -1) if is_prompt[j]), None)
+        if before is None:
+            assert i in covered
+            continue
+        first = next((j + 1 for j in range(before, -1, -1) if not is_prompt[j]), 0)
+        assert (i in covered) == (i - first < row_tokens and (before + 1 - first) < row_tokens)
+        if i in covered:
+            [piece] = [piece for piece in pieces if piece[0] <= i < piece[1]]
+            assert piece[0] <= first
