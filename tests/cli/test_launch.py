@@ -303,20 +303,23 @@ PEERS_APART = ("--set", "mesh.context=4", "--set", "mesh.tensor=2")
 
 
 @pytest.mark.parametrize(
-    "layout", [("--with", "zero3"), pytest.param(PEERS_APART, marks=pytest.mark.slow)], ids=str
+    ("layout", "devices"),
+    [(("--with", "zero3"), 2), pytest.param(PEERS_APART, 4, marks=pytest.mark.slow)],
+    ids=str,
 )
-def test_processes_train_as_one(layout: tuple[str, ...], tmp_path: Path) -> None:
-    """Two processes of 4 devices give the losses, batches and checkpoint of one process with 8."""
+def test_processes_train_as_one(layout: tuple[str, ...], devices: int, tmp_path: Path) -> None:
+    """Two processes of some devices give the losses, batches and checkpoint of one process with all of them."""
     arguments = ["--config=tiny", "--with", "debug", *layout, "--set", "precision.compute_dtype=float32"]
+    few, all_devices = ("--emulate-devices", str(devices)), ("--emulate-devices", str(2 * devices))
     window = ["--set", "profile.steps=(2,4)", "--set", "profile.clocks=none"]
-    done = local_sh(2, *arguments, *window, "--emulate-devices", "4", "--workdir", str(tmp_path / "two"))
+    done = local_sh(2, *arguments, *window, *few, "--workdir", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("results in") == 1, "process 0 speaks for all"
-    assert "[0] cpu: 8 x cpu, 2 processes on 1 host (" in done.stdout
-    assert_each_traced_its_own(tmp_path / "two", processes=2, devices=4)
-    done = local_sh(1, *arguments, "--emulate-devices", "8", "--workdir", str(tmp_path / "one"))
+    assert f"[0] cpu: {2 * devices} x cpu, 2 processes on 1 host (" in done.stdout
+    assert_each_traced_its_own(tmp_path / "two", processes=2, devices=devices)
+    done = local_sh(1, *arguments, *all_devices, "--workdir", str(tmp_path / "one"))
     assert done.returncode == 0, done.stderr
-    assert_starts_in_ten_lines(done.stdout, tmp_path / "one")
+    assert_starts_in_ten_lines(done.stdout, tmp_path / "one", devices=2 * devices)
     two, one = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("two", "one")
@@ -328,11 +331,11 @@ def test_processes_train_as_one(layout: tuple[str, ...], tmp_path: Path) -> None
     assert (tmp_path / "two" / "checkpoints" / "5").is_dir()
 
 
-def assert_starts_in_ten_lines(output: str, workdir: Path) -> None:
+def assert_starts_in_ten_lines(output: str, workdir: Path, *, devices: int) -> None:
     """What is here comes first, then how it is used, and where the whole plan is."""
     start, _, _ = output.partition("\nstep 1/5 ")
     first, second, *more = start.splitlines()
-    assert first.startswith("cpu: 8 x cpu, 1 process on 1 host (")
+    assert first.startswith(f"cpu: {devices} x cpu, 1 process on 1 host (")
     assert second.startswith("mesh.data=auto: ")
     assert f"the whole plan: {workdir}/plan.txt" in more
     assert 5 <= len(more) <= 8
@@ -352,7 +355,10 @@ def assert_each_traced_its_own(workdir: Path, *, processes: int, devices: int) -
         assert (found.num_devices, found.all_devices) == (devices, processes * devices)
         assert [step.step for step in found.steps] == [3, 4]
         assert all(len(step.devices) == devices for step in found.steps)
-        assert f"8 × cpu (cpu), the 4 of process {process}" in (folder / "report.html").read_text()
+        assert (
+            f"{processes * devices} × cpu (cpu), the {devices} of process {process}"
+            in (folder / "report.html").read_text()
+        )
     assert '<a href="process-1/report.html">process 1</a>' in (window / "report.html").read_text()
     assert '<a href="../report.html">process 0</a>' in (window / "process-1" / "report.html").read_text()
     said = python("-m", "jtrain.profile", str(workdir)).stdout.partition("processes, mean over the steps")[2]

@@ -104,7 +104,9 @@ def assert_same(got: Trained, want: Trained) -> None:
         got.gradient,
         want.gradient,
     )
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got.last, want.last)
+    # Adam divides by the gradient's size. Where a gradient is nearly zero, the order of sums decides how far a weight
+    # moves: 1.3e-4 of one weight on some processors. The bound is a tenth of what one step moves (`peak_lr`).
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=3e-4), got.last, want.last)
     assert got.hashes == want.hashes
     assert got.num_traces == 1
 
