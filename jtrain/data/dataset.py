@@ -139,8 +139,8 @@ class TextDataset:
         return [
             f"data.shuffle_window_bytes={self.spec.shuffle_window_bytes} is too small for {len(largest)} of "
             f"{len(self.names)} sources ({largest_name}: row groups of up to {largest_bytes:,} bytes of "
-            f"text, and {self.setups[0].window_bytes:,} bytes for each source): their rows are shuffled "
-            "within one row group at a time, and such groups are kept in memory whole. Set "
+            f"text, and a window of {self.setups[self.names.index(largest_name)].window_bytes:,} bytes): their "
+            "rows are shuffled within one row group at a time, and such groups are kept in memory whole. Set "
             f"data.shuffle_window_bytes={2 * largest_bytes * len(self.names)}, or write smaller row groups."
         ]
 

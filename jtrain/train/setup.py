@@ -50,7 +50,7 @@ class Setup:
         reads = without_secrets("\n".join([self.dataset.describe(), *self.evaluation.describe()]))
         # Rows that this process reads: other processes read the rest.
         rows = place_tree(self.mesh, self.run.data.global_batch).rows(jax.process_index())
-        return [*plan, reads, budget(self.dataset, rows=len(rows)).line(), core_line()]
+        return [*plan, reads, f"{budget(self.dataset, rows=len(rows)).line()}; {core_line()}"]
 
     def open_batches(self, data_state: dict[str, Any] | None, first_step: int) -> Prefetch:
         """Opens this process's batches from `first_step` on; `data_state` is None at the start of the

@@ -274,9 +274,9 @@ def test_compiled_programs_are_kept_in_the_users_cache(tmp_path: Path) -> None:
 
 def test_every_kit_is_short_and_ends_in_the_one_command() -> None:
     """DESIGN section 3, and each script is valid shell. Three only prepare what another one starts."""
-    prepare = {"start.sh", "queued_resource.sh", "settings.yaml"}
+    prepare = {"kuberay.yaml", "queued_resource.sh", "settings.yaml"}
     kits = [path for path in (ROOT / "launch").rglob("*") if path.suffix in (".sh", ".sbatch", ".yaml")]
-    assert len(kits) == 13
+    assert len(kits) == 11
     for kit in kits:
         assert len(kit.read_text().splitlines()) <= 60
         assert ("jtrain.launch --supervise" in kit.read_text()) == (kit.name not in prepare), kit

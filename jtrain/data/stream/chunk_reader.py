@@ -97,7 +97,7 @@ class ChunkReader:
             if i in marked_parts:
                 text_chunks.append(self.cut.chunk(marked_parts[i], first, num)[0])
                 continue
-            if watch is not None:
+            if watch is not None and i:
                 watch(i)
             text = next(texts)
             if isinstance(text, BadRecord):
