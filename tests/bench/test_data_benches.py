@@ -34,6 +34,7 @@ from bench.data_parts.programs import Program, Usage
 from jtrain.bench import Options, checkpoint, meets_bar
 from jtrain.data import open_dataset
 from jtrain.data.inspect.order_report import OrderReport, measure_order
+from jtrain.data.inspect.topics import compare_topics
 from jtrain.data.mixture.schedule import Constant
 from jtrain.errors import UserError
 
@@ -269,7 +270,7 @@ def test_drift_beyond_a_chunk_has_a_bar() -> None:
     report = OrderReport(
         steps=2, rows=1, seq_len=8, documents_per_step=1.0, overlap={}, autocorrelation={}, row_correlation=0.0,
         effective_rows=1.0, drift=drift, drift_beyond_a_chunk=drift / 2, sources=(), fill=1.0, pieces_per_row=1.0,
-        cut_chunks_per_step=0.0,
+        cut_chunks_per_step=0.0, topics=compare_topics(np.ones((2, 256), np.int64), np.ones((2, 256), np.int64)),
     )  # fmt: skip
     rows = order.drift_rows("mixture", report, (1, 2))
     assert [row["value"] for row in rows] == pytest.approx([15, 30, 1, 2])
