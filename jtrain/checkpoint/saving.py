@@ -88,6 +88,8 @@ class Saves:
                     probe = self.folder / "writable.deleted"
                     probe.mkdir(exist_ok=True)
                     probe.rmdir()
+                if self.lock is not None:
+                    self.lock.check(confirm=True)
                 # After the probe, in process 0 alone: no save is in
                 # flight yet that could own a partial folder.
                 removal.sweep(self.folder)

@@ -1,6 +1,7 @@
 """Dataset of a run: opens the sources, splits off held-out documents, gives train and evaluation batches."""
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
@@ -105,7 +106,7 @@ class TextDataset:
             head = stream.setup.source.path if self.spec.path is not None else f"{name} ({share:.1%})"
             documents = "documents" if stream.num_documents is None else f"{stream.num_documents:,} documents"
             lines.append(
-                f"{head}: {documents} in {len(stream.names):,} files, "
+                f"{head}: {documents} in {stream.num_files:,} files, "
                 f"{stream.size_bytes / 2**20:,.1f} MiB, about {self.spec.eval_fraction:.2%} held out; "
                 f"vocabulary {stream.tokenizer.vocab_size:,}"
             )
@@ -136,12 +137,16 @@ class TextDataset:
             return []
         largest_name = max(largest, key=lambda name: largest[name])
         largest_bytes = largest[largest_name]
+        weights = self._schedule().weights(0, self.names)
+        shares = dict(zip(self.names, (weights / weights.sum()).tolist(), strict=True))
+        # Windows go by weight: the total that gives each of these sources a window of two row groups.
+        enough = max(math.ceil(2 * size / max(shares[name], 1e-6)) for name, size in largest.items())
         return [
             f"data.shuffle_window_bytes={self.spec.shuffle_window_bytes} is too small for {len(largest)} of "
             f"{len(self.names)} sources ({largest_name}: row groups of up to {largest_bytes:,} bytes of "
             f"text, and a window of {self.setups[self.names.index(largest_name)].window_bytes:,} bytes): their "
             "rows are shuffled within one row group at a time, and such groups are kept in memory whole. Set "
-            f"data.shuffle_window_bytes={2 * largest_bytes * len(self.names)}, or write smaller row groups."
+            f"data.shuffle_window_bytes={enough}, or write smaller row groups."
         ]
 
     def train_batches(
@@ -239,7 +244,7 @@ class TextDataset:
             "version": _STATE_VERSION,
             "seed": self.seed,
             "sources": {
-                setup.name: source_to_json(setup, stream.names[-1])
+                setup.name: source_to_json(setup, (stream.corpus or stream).names[-1])
                 for setup, stream in zip(setups, self.streams, strict=True)
             },
         }

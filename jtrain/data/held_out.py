@@ -115,7 +115,7 @@ class HeldOutSet:
         """Returns the size of the sources, for the plan of a run."""
         counts = [stream.num_documents for stream in self.streams if stream.num_documents is not None]
         documents = f"{sum(counts):,} documents" if len(counts) == len(self.streams) else "documents"
-        files, size = (sum(len(s.names) for s in self.streams), sum(s.size_bytes for s in self.streams))
+        files, size = (sum(s.num_files for s in self.streams), sum(s.size_bytes for s in self.streams))
         return f"{documents} in {files:,} files, {size / 2**20:,.1f} MiB, all held out"
 
     def describe_sample(self) -> str:
@@ -218,7 +218,9 @@ class HeldOutSet:
                     chunks = np.maximum(np.ceil(lengths), 1).astype(np.int64)
                     columns.append(np.stack([np.full_like(sample, source), sample, chunks], axis=1))
                     samples.append(sample)
-                    documents, rows = documents - len(sample), rows - float(lengths.sum())
+                    # Chunks of whole samples are shorter than rows.
+                    in_rows = float(lengths.sum()) * stream.setup.chunk_tokens / self.spec.seq_len
+                    documents, rows = documents - len(sample), rows - in_rows
                 # Both: enough documents for the standard error, and enough text for the rows.
                 if documents <= 0 and rows <= 0:
                     break
@@ -229,7 +231,9 @@ class HeldOutSet:
 
     def _check_origin(self, stream: ChunkStream, origin: Origin) -> None:
         """Refuses documents that are all of one part of a source that has many."""
-        if origin.parts == 1 and origin.of_parts >= _MANY_PARTS:
+        # A set of its own is all held out: its documents are of one part only where the others are empty.
+        is_drawn = stream.setup.eval_fraction < 1
+        if is_drawn and origin.parts == 1 and origin.of_parts >= _MANY_PARTS:
             raise UserError(
                 f"{field_of(stream.setup.name)}: the documents held out for evaluation are of 1 of its "
                 f"{origin.of_parts:,} files and parts of 256 KiB, so that evaluations would not stand for "

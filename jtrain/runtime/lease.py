@@ -151,7 +151,7 @@ class Lease:
         self._entry: Entry | None = None
         self.is_lost = False
         self.taken_by = "another process"
-        self._beaten_s = 0.0
+        self._beaten_s = self._tried_s = 0.0
         self._beating = threading.Lock()
         self._soon = threading.Event()
         self._is_closed = False
@@ -211,7 +211,7 @@ class Lease:
             return False
         # Before the thread starts, which ends as soon as one of them is true.
         self.is_lost = self._is_closed = False
-        self._beaten_s = time.monotonic()
+        self._beaten_s = self._tried_s = time.monotonic()
         if self._beat_s != 0.0:
             self._thread = threading.Thread(target=self._keep_beating, name="lease", daemon=True)
             self._thread.start()
@@ -226,17 +226,19 @@ class Lease:
             content = self._record()
             try:
                 entry = self._store.swap(self._entry, content)
-            except OSError:  # the store is away, or full: what has happened meanwhile is seen when it is back
+            except (OSError, UserError):  # the store is away, or full, or something else wrote the record
                 # No loss: `check` asks again before the next write, and STALE_S leaves many beats.
+                self._tried_s = time.monotonic()
                 return
             if entry is None:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, UserError):
                     self.taken_by = str(self._store.read().holder or NOBODY)
                 # Set before `on_lost`, which may look at it.
                 self.is_lost = True
                 self._on_lost()
                 return
-            self._entry, self._beaten_s = entry, time.monotonic()
+            self._entry = entry
+            self._beaten_s = self._tried_s = time.monotonic()
 
     def beat_soon(self) -> None:
         """Has the thread beat at once."""
@@ -260,9 +262,11 @@ class Lease:
           LeaseLost: another process has it.
           TimeoutError: with `confirm`, the store has not answered for so long that another may have it.
         """
-        # A rival takes over after STALE_S without a write:
-        # within a quarter of it, the store need not be asked.
-        if self.is_held and (confirm or self._unconfirmed_s > STALE_S / 4):
+        if confirm and self._is_closed:
+            raise OSError("the lease has been given back")
+        # A rival takes over after STALE_S without a write: within a quarter of it, the store need not be asked.
+        # Counted from the last try: where the thread that beats asks in vain, a step must not wait as well.
+        if self.is_held and (confirm or time.monotonic() - self._tried_s > STALE_S / 4):
             self.beat()
         if self.is_lost:
             raise LeaseLost(f"taken over by {self.taken_by}")
@@ -284,11 +288,17 @@ class Lease:
         self._soon.set()
         if self._thread is not None:
             self._thread.join(wait_s)
-        # A lost lease belongs to somebody else: there is nothing to give back.
-        if self._entry is not None and not self.is_lost:
-            with contextlib.suppress(OSError):  # then the next process finds that this one is gone
-                self._store.delete(self._entry)
-        self._entry = None
+        # Not beside a beat of `check` in another thread, which would write the record again.
+        has_ended = self._beating.acquire(timeout=-1 if wait_s is None else wait_s)
+        try:
+            # A lost lease belongs to somebody else: there is nothing to give back.
+            if has_ended and self._entry is not None and not self.is_lost:
+                with contextlib.suppress(OSError, UserError):  # then the next one finds that this one is gone
+                    self._store.delete(self._entry)
+            self._entry = None
+        finally:
+            if has_ended:
+                self._beating.release()
 
     def _record(self) -> bytes:
         return (

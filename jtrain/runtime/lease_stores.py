@@ -248,21 +248,29 @@ class ObjectStore:
             ) from None
 
     def create(self, old: Entry, content: bytes) -> Entry | None:
-        return self._replace(old, Entry(old.number + 1, content))
-
-    def swap(self, own: Entry, content: bytes) -> Entry | None:
-        new = dataclasses.replace(own, content=content)
-        entry = self._replace(own, new)
-        if entry is None and (newest := self.read()).number <= own.number:
-            # A write of ours whose answer was lost, or somebody removed the object: no newer holder.
-            entry = self._replace(newest, new)
+        new = Entry(old.number + 1, content)
+        entry = self._replace(old, new)
+        # Written, but the answer was lost, and the repeated request met the record itself: it has our token.
+        if entry is None and (newest := self.read()).number == new.number and newest.content == content:
+            return newest
         return entry
 
+    def swap(self, own: Entry, content: bytes) -> Entry | None:
+        return self._rewrite(own, dataclasses.replace(own, content=content))
+
     def delete(self, own: Entry) -> None:
-        self._replace(own, dataclasses.replace(own, is_released=True))
+        self._rewrite(own, dataclasses.replace(own, is_released=True))
 
     def age_s(self, entry: Entry) -> float:
         return time.monotonic() - self._seen[1] if entry.version == self._seen[0] else 0.0
+
+    def _rewrite(self, own: Entry, new: Entry) -> Entry | None:
+        entry = self._replace(own, new)
+        # A write of ours whose answer was lost, or somebody removed the object. By the holder, not the number:
+        # numbers begin anew in an object that was removed.
+        if entry is None and ((newest := self.read()).content is None or newest.holder == own.holder):
+            entry = self._replace(newest, new)
+        return entry
 
     def _replace(self, old: Entry, new: Entry) -> Entry | None:
         """Writes `new` in the place of `old`; returns it with its version, None if `old` is not the newest."""
@@ -286,7 +294,7 @@ def _store_errors() -> Iterator[None]:
     """Converts the errors of TensorStore into OSError, as of a disk that is away."""
     try:
         yield
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # RuntimeError: a service without conditional writes (501)
         raise OSError(" ".join(str(error).split())) from error
 
 

@@ -33,6 +33,7 @@ from jtrain.train.integrity import IntegrityCheck
 from jtrain.train.loop import Attempt, Loop
 from jtrain.train.restart_point import RestartPoint
 from jtrain.train.setup import Setup, print_line, set_up
+from jtrain.train.store_mirror import StoreMirror
 
 
 def train(
@@ -104,6 +105,9 @@ def train(
     ):
         # From here on commits and deletions ask the lock, in the threads of saves too.
         checkpoints.lock = lock
+        for watcher in watchers:
+            if isinstance(watcher, StoreMirror):
+                watcher.lock = lock
         # Again, under the lock: the folder may have been empty before, and another run may have begun in it.
         check_same_run(workdir, config_text, allow=allow_change)
         if jax.process_index() == 0:

@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from jtrain.checkpoint import Checkpoints, files, removal
 from jtrain.errors import HardwareFault, UserError, first_few
 from jtrain.runtime.multihost import from_process_zero, gather
+from jtrain.runtime.stores import error_line
 from jtrain.step.guard import LEFT_OUT, NAMES, WINDOW, GuardSpec, StepNumbers
 from jtrain.telemetry.append_file import AppendFile
 from jtrain.telemetry.metrics import encode
@@ -330,12 +331,14 @@ class BadSteps:
         if jax.process_index() != 0:
             return f"{saved.format(', '.join(map(str, doubtful)))} is set aside by process 0"
         try:
+            if self._checkpoints.lock is not None:
+                self._checkpoints.lock.check(confirm=True)
             while remaining_steps:
                 # Removed from the list one by one: what is left after an error is what could not be renamed.
                 removal.set_aside(folder, remaining_steps[0])
                 del remaining_steps[0]
         except OSError as error:
-            trouble = str(error.strerror)
+            trouble = error.strerror or error_line(error)
         with contextlib.suppress(OSError):  # a full disk; a stale note only makes the next start warn
             files.note_commit(folder, max(files.steps(folder), default=None))
         if remaining_steps:

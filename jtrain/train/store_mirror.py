@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from jtrain.checkpoint import folders
+from jtrain.runtime.lease import LeaseLost
 from jtrain.runtime.multihost import process_index
 from jtrain.runtime.stores import error_line, in_store, store_errors
-from jtrain.runtime.workdir_lock import FOLDER, WorkdirLock
+from jtrain.runtime.workdir_lock import WorkdirLock
 from jtrain.train.callbacks import Callback, LoopPhase
 
 _THREADS = 8
-_NOT_COPIED = ("checkpoints", "last_checkpoint.json", "local_memory.id", FOLDER)
+_NOT_COPIED = ("checkpoints", "last_checkpoint.json", "local_memory.id")
 """What is written to the store directly."""
 
 
@@ -71,6 +72,7 @@ class StoreMirror(Callback):
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "mirror")
         self._lock = threading.Lock()
         self._warned = False
+        self.lock: WorkdirLock | None = None  # set once the run holds the workdir
 
     def fetch(self) -> None:
         """Replaces the local folder by the files at the top of the workdir in the store.
@@ -96,6 +98,8 @@ class StoreMirror(Callback):
         try:
             # One copy at a time: two would write the same names.
             with self._lock, concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
+                if self.lock is not None:
+                    self.lock.check(confirm=True)
                 local_files = self._stat_files()
                 # Size and time of change: a file of the same length that was written again is noticed.
                 changed = [name for name, state in local_files.items() if self._copied.get(name) != state]
@@ -108,6 +112,8 @@ class StoreMirror(Callback):
                     (self.url / name).unlink(missing_ok=True)
                 # Only after all copies: a failure leaves them for the next attempt.
                 self._copied = local_files
+        except LeaseLost:  # the files there are the other run's; the lock itself says so
+            return
         except Exception as error:  # clients of stores raise many types
             if not self._warned:
                 print(

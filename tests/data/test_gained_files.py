@@ -312,6 +312,18 @@ def refused(folder: Path, state: Any, **fields: Any) -> str:
     return str(found.value)
 
 
+def test_stripes_are_named_by_their_files(tmp_path: Path) -> None:
+    """A file of more than 256 KiB has stripes, which nobody can rename."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "b.jsonl").write_text("".join(json.dumps({"text": "x" * 1000}) + "\n" for _ in range(600)))
+    dataset = open_dataset(spec(folder), seed=0)
+    assert " in 1 files, " in dataset.describe()
+    _, state = hosts_batches(dataset, None, 1, 3)
+    (folder / "a.jsonl").write_bytes((folder / "b.jsonl").read_bytes())
+    assert "(a.jsonl sorts before b.jsonl, which the run has read" in refused(folder, state)
+
+
 def test_refusals_say_which_file_and_a_way_that_works(tmp_path: Path) -> None:
     folder = tmp_path / "files"
     for file in range(1, 9):

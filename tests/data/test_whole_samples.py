@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 
 from jtrain.data import PackedText, Source, open_dataset
+from jtrain.data.inspect.order_report import measure_order
 from jtrain.data.loss_mask import pieces_of_sample
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
@@ -239,3 +240,18 @@ def test_pieces_hold_prompts_whole_and_fit_the_slots(lengths: list[tuple[int, in
         if i in covered:
             [piece] = [piece for piece in pieces if piece[0] <= i < piece[1]]
             assert piece[0] <= first
+
+
+def test_an_evaluation_of_whole_samples_has_all_its_rows(tmp_path: Path) -> None:
+    """Chunks of samples are half as long as rows, and count as such."""
+    made = samples(3000, 2, 12)
+    source = source_of(tmp_path, "messages", made, "parquet")
+    data = spec(source, seq_len=512, global_batch=4, eval_batches=8, eval_fraction=0.5)
+    assert len(list(open_dataset(data, seed=0).held_out().batches())) == 8
+
+
+def test_samples_that_fill_no_row_are_named_by_inspect_order(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "messages", samples(20, 2, 12))
+    dataset = open_dataset(spec(source, seq_len=1 << 10, global_batch=1, epochs=None), seed=0)
+    with pytest.raises(UserError, match=r"--order: the documents fill \d rows of data.seq_len=1,024"):
+        measure_order(dataset, 20)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from jtrain.runtime.lease import Lease, LeaseHeld, LeaseLost
 from jtrain.runtime.lease_stores import ObjectStore
 from jtrain.runtime.stores import workdir_path
 from jtrain.runtime.workdir_lock import WorkdirLock
+from jtrain.train.store_mirror import StoreMirror
 from tests.data.sources.object_store import Store, gs_store, s3_store
 from tests.runtime.test_lease import elsewhere, quiet
 
@@ -190,3 +192,80 @@ def test_a_save_after_the_loss_touches_nothing_of_the_other_run(
         found = [files.read_manifest(workdir / "checkpoints" / str(step)) for step in (1, 2)]
         assert [manifest.lease for manifest in found] == [1, 2]
         checkpoints.lock = None
+
+
+def test_an_object_that_was_removed_and_taken_by_another_is_the_others(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers begin anew in a new object: the holder counts, not its number."""
+    one, other = one_and_another(workdir, monkeypatch)
+    assert one.try_take()
+    (workdir / "lease.json").unlink()
+    assert other.try_take()
+    assert (one.number, other.number) == (1, 1)
+    with pytest.raises(LeaseLost, match=re.escape(f"taken over by {other._holder}")):
+        one.check(confirm=True)
+    other.check(confirm=True)
+
+
+def test_a_release_after_an_answer_was_lost_frees_it(workdir: Path) -> None:
+    place = workdir / "lease.json"
+    holder = Lease(ObjectStore(place), beat_s=0.0)
+    assert holder.try_take()
+    data, version = stores.read_version(place)
+    assert data is not None
+    assert stores.replace_version(place, data.replace(b'"writes": 1', b'"writes": 7'), version)
+    holder.release()
+    assert ObjectStore(place).read().is_free
+    with pytest.raises(OSError, match="given back"):
+        holder.check(confirm=True)
+
+
+def test_a_first_write_whose_answer_was_lost_is_the_holders(
+    workdir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client repeats the request, which meets the record that the first one wrote."""
+    replace = stores.replace_version
+
+    def repeated(*arguments: Any, **named: Any) -> bytes | None:
+        replace(*arguments, **named)
+        return replace(*arguments, **named)
+
+    holder = Lease(ObjectStore(workdir / "lease.json"), beat_s=0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "replace_version", repeated)
+        assert holder.try_take()
+    holder.check(confirm=True)
+    assert holder.number == 1
+
+
+def test_steps_do_not_wait_for_a_store_that_the_beats_ask_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    with gs_store(monkeypatch) as store:
+        holder = Lease(ObjectStore(workdir_path(f"{store.url}/run") / "lease.json"), beat_s=0.0)
+        assert holder.try_take()
+        store.refuse = 403
+        now_s = time.monotonic() + lease.STALE_S
+        monkeypatch.setattr(lease.time, "monotonic", lambda: now_s)
+        holder.beat()  # as the thread does
+        asked = len(store.requests)
+        holder.check()
+        assert len(store.requests) == asked
+        now_s += lease.STALE_S
+        holder.check()
+        assert len(store.requests) > asked
+
+
+def test_a_run_that_lost_its_workdir_copies_no_file_there(
+    workdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "BEAT_S", 3600.0)
+    with WorkdirLock(workdir, say=quiet) as lost, StoreMirror(workdir, tmp_path / "local") as mirror:
+        mirror.fetch()
+        mirror.lock = lost
+        (mirror.local / "metrics.jsonl").write_text("mine\n")
+        mirror.copy()
+        (mirror.local / "metrics.jsonl").write_text("mine, later\n")
+        with elsewhere(monkeypatch):
+            assert Lease(ObjectStore(workdir / "lock" / "lease.json"), beat_s=0.0).seize()
+        (workdir / "metrics.jsonl").write_text("the other run's\n")
+    assert (workdir / "metrics.jsonl").read_text() == "the other run's\n"

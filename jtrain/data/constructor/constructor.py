@@ -297,6 +297,8 @@ class Constructor:
         # Empty but for the first steps after a resume.
         if self._awaited:
             self._awaited.difference_update(zip(itertools.repeat(run.source), run.numbers.tolist()))
+        # Labels that were adopted are known by their runs alone: no setting of the source names them.
+        self._masked = self._masked or bool(len(run.ignored))
         self._buffer.put(run)
         anchors = self._anchors[run.source]
         if run.anchor is not None and run.anchor not in anchors:

@@ -322,7 +322,7 @@ def _documents(
         if stream.num_documents is None:
             # Slots of files that are not open are not known: by the bytes, and the tokens of a chunk.
             tokens_per_chunk = max(float((end - start)[of_source].sum()) / num_drawn, 1.0)
-            num_chunks = stream.size_bytes * dataset.spec.seq_len / stream.chunk_bytes / tokens_per_chunk
+            num_chunks = stream.size_bytes * stream.setup.chunk_tokens / stream.chunk_bytes / tokens_per_chunk
         else:
             # Slots minus the empty ones: scaled by the share of slots read so far that held a chunk.
             num_chunks = len(stream) * num_drawn / int(cursors[source_index])

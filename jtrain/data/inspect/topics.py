@@ -12,6 +12,7 @@ from jaxtyping import Float64, Int64
 
 from jtrain.data.sources.shuffle import epoch_key
 from jtrain.data.stream.chunk_order import Chunks
+from jtrain.errors import UserError
 
 if TYPE_CHECKING:
     from jtrain.data.dataset import TextDataset
@@ -74,8 +75,9 @@ def corpus_rows(dataset: "TextDataset", shares: Float64[np.ndarray, " sources"])
     histograms = [np.empty((0, BINS), np.int64)]
     for stream, share in zip(dataset.streams, shares.tolist(), strict=True):
         tokens = round(num_rows * share) * seq_len
+        rest = np.empty(0, np.int32)  # tokens that did not fill a row
         for records in stream.records_at_random(epoch_key(1, 0)):
-            if tokens <= 0:
+            if tokens < seq_len:
                 break
             records = records[~stream.held_out(records)][: 2 * num_rows]
             chunks = stream.chunks_of(records)
@@ -89,13 +91,19 @@ def corpus_rows(dataset: "TextDataset", shares: Float64[np.ndarray, " sources"])
                 order = np.random.default_rng(start).permutation(len(pieces))
                 # Full chunks first: each is a row, as in most batches. The others share rows.
                 order = order[np.argsort(-read.lengths[order], kind="stable")]
-                ids = np.concatenate([pieces[i] for i in order])
+                ids = np.concatenate([*(pieces[i] for i in order), rest])
                 num = min(len(ids), tokens) // seq_len
+                rest = ids[num * seq_len :]
                 histograms.append(_histograms(ids[: num * seq_len].astype(np.int64).reshape(num, seq_len)))
-                tokens -= max(num * seq_len, 1)
+                tokens -= num * seq_len
                 if tokens < seq_len:
                     break
     rows = np.concatenate(histograms)
+    if len(rows) < 2:
+        raise UserError(
+            f"--order: the documents fill {len(rows)} rows of data.seq_len={seq_len:,}, too few to compare. Lower "
+            "data.seq_len."
+        )
     return rows[np.random.default_rng(1).permutation(len(rows))]
 
 

@@ -104,7 +104,8 @@ class Corpus:
             total = sum(max(file.size_bytes, 0) for file in files)
             # Checks the compression of every name as well, before any file is opened.
             if source.format == "auto" and source.path != STDLIB:
-                files = sniff.with_kinds(files, text_field=source.text_field, field=field)
+                first_field = TextFields(source.text_field, field, source.mask).read[0].partition(".")[0]
+                files = sniff.with_kinds(files, text_field=first_field, field=field)
             kinds = {file.kind or format_of(file.name, field=f"{field}.path")[0] for file in files}
             kinds = kinds if source.format == "auto" else {source.format}
             # Opening a JSON lines file reads all of it for line ends, so a large source skips it.

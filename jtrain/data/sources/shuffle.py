@@ -1,6 +1,8 @@
 """Permutations that are computed, not stored: of a source's chunks, and of the parts of a source."""
 
 import hashlib
+import itertools
+from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Int, Int64, UInt64
@@ -97,8 +99,10 @@ def spread_windows(
     *,
     window_bytes: int,
     most_parts: int,
-) -> list[Int64[np.ndarray, " _"]]:
-    """Returns parts, in the order of `spread_parts`, cut into windows that are shuffled as a whole.
+) -> Iterator[Int64[np.ndarray, " _"]]:
+    """Yields parts, in the order of `spread_parts`, cut into windows that are shuffled as a whole.
+
+    One at a time: a start reads one window, and a corpus may have millions.
 
     Args:
       parts: the parts, ascending, so that the windows depend on the set of parts alone.
@@ -107,16 +111,15 @@ def spread_windows(
       most_parts: most parts of a window.
     """
     if not len(parts):
-        return []
+        return
     order = spread_parts(len(parts), key)
     sizes = sizes[order]
     # By the byte at which a part begins: a part belongs to one window, whatever its size.
     cuts = np.flatnonzero(np.diff((np.cumsum(sizes) - sizes) // window_bytes)) + 1
-    return [
-        np.sort(window[start : start + most_parts])
-        for window in np.split(parts[order], cuts)
-        for start in range(0, len(window), most_parts)
-    ]
+    ordered = parts[order]
+    for first, end in itertools.pairwise([0, *cuts.tolist(), len(parts)]):
+        for start in range(first, end, most_parts):
+            yield np.sort(ordered[start : min(start + most_parts, end)])
 
 
 def window_keys(windows: Int[np.ndarray, " n"], key: np.uint64) -> UInt64[np.ndarray, " n"]:

@@ -120,6 +120,11 @@ class Source:
                         f"{field}: messages_field={messages!r} and {setting}={name!r} are both set. Remove "
                         "one: the text of a chat, and what is learned of it, are in its messages alone."
                     )
+        if prompt is not None and not all(prompt.split("+")):
+            raise UserError(
+                f"{field}.prompt_field={prompt!r} names no field on one side of a +. Write the name of the prompt's "
+                "field, or two of them as 'instruction+input'."
+            )
         if prompt is not None and mask is not None:
             raise UserError(
                 f"{field}: prompt_field={prompt!r} and mask_field={mask!r} are both set. Remove one: a "

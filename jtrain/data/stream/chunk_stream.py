@@ -327,6 +327,14 @@ class ChunkStream:
             positions = np.arange(start, min(start + _RECORDS_AT_A_TIME, total), dtype=np.int64)
             yield permuted(positions, np.int64(total), key)
 
+    @property
+    def num_files(self) -> int:
+        """Number of files; `names` has the stripes of large ones one by one."""
+        if self.corpus is None:
+            return sum(re.search(r"@\d+$", str(name)) is None for name in self.names)
+        stored = self.corpus.files.stored
+        return int(stored.file_of(np.asarray([len(stored) - 1]))[0]) + 1
+
     def origin_of(self, records: Int[np.ndarray, " n"]) -> Origin:
         """Returns the number of files and parts that these records are from."""
         parts = sorted(set(np.searchsorted(self._file_ends, records, side="right").tolist()))

@@ -154,12 +154,14 @@ class GrowingChunks:
         return windows
 
     def _split(self, files: Int64[np.ndarray, " files"], key: np.uint64) -> list[Int64[np.ndarray, " _"]]:
-        return spread_windows(
-            files,
-            self._corpus.file_sizes()[files],
-            key,
-            window_bytes=self._window_bytes,
-            most_parts=_MOST_PARTS,
+        return list(
+            spread_windows(
+                files,
+                self._corpus.file_sizes()[files],
+                key,
+                window_bytes=self._window_bytes,
+                most_parts=_MOST_PARTS,
+            )
         )
 
     def _window(self, anchor: WindowAnchor) -> _OpenWindow:

@@ -1,6 +1,7 @@
 """Sources of a saved run: what a checkpoint keeps of each, and how a source that has gained files goes on."""
 
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 from jtrain.data.sources.generations import Generation
@@ -155,9 +156,10 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
     """
     corpus, num_saved, last_file = stream.corpus, saved["generations"][-1][-1], saved["last_file"]
     assert corpus is not None
+    last_name = re.sub(r"@\d+$", "", last_file)  # of a stripe, the name of its file
     names = corpus.names
     if last_file not in names:
-        return f"its last file of then, {last_file}, is gone", way_out
+        return f"its last file of then, {last_name}, is gone", way_out
     # Names ascend: the position of the old last file tells how many files now sort before it.
     position = names.index(last_file)
     if position < num_saved:
@@ -181,7 +183,7 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
     )
     if first_new is None:
         return (
-            f"{num_new:,} more files than then sort before its last one of then, {last_file}, "
+            f"{num_new:,} more files than then sort before its last one of then, {last_name}, "
             "or others changed",
             way_out,
         )
@@ -189,11 +191,11 @@ def _changed_files(stream: ChunkStream, saved: dict[str, Any], way_out: str) -> 
         f"{names[first_new]} sorts" if num_new == 1 else f"{num_new:,} files from {names[first_new]} on sort"
     )
     return (
-        f"{subject} before {last_file}, which the run has read: new files can only join if their names sort "
+        f"{subject} before {last_name}, which the run has read: new files can only join if their names sort "
         "after all others",
-        f"Rename it so that it sorts after {last_file}"
+        f"Rename it so that it sorts after {last_name}"
         if num_new == 1
-        else f"Rename them so that they sort after {last_file}",
+        else f"Rename them so that they sort after {last_name}",
     )
 
 

@@ -39,7 +39,7 @@ class _Epoch(NamedTuple):
 class WindowedChunks:
     """Order of a source whose records' sizes are only known by reading them: Parquet, ArrayRecord.
 
-    The parts of the source (row groups; runs of 1,024 records of other files) are shuffled and cut into
+    The parts of the source (row groups; runs of records of other files, of 256 KiB) are shuffled and cut into
     windows, and chunks are shuffled within each window, since reading a row decodes its whole row group. A
     source that is smaller than a window is shuffled as a whole. A part has slots for the chunks that its
     stored bytes may hold; if its text has more (it was compressed more than threefold), its slots hold
@@ -202,7 +202,7 @@ class WindowedChunks:
         # Parts without slots (empty files) would make windows that no position falls into.
         parts = parts[self._slots[parts] > 0]
         sizes, window_bytes = self._bytes[parts], self._window_bytes
-        return spread_windows(parts, sizes, key, window_bytes=window_bytes, most_parts=_MOST_PARTS)
+        return list(spread_windows(parts, sizes, key, window_bytes=window_bytes, most_parts=_MOST_PARTS))
 
     def _ends(self, windows: list[Int64[np.ndarray, " _"]]) -> Int64[np.ndarray, " windows_and_end"]:
         """Returns the first slot of each window, and the end of the last one."""

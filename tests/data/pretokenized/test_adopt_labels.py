@@ -8,7 +8,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from jtrain.data import PackedText, open_dataset
 from jtrain.errors import UserError
+from jtrain.layout.constants import IGNORE
 from tests.data.pretokenized.adopting import END, run
 
 IDS = [[5, 6, 7, 8, END], [9, END], [], [10, 11, 12, END]]
@@ -87,3 +89,25 @@ def test_labels_of_classes_are_none_and_files_without_labels_are_told_apart(
     write_parquet(tmp_path / "in", LABELS)
     with pytest.raises(UserError, match=r"a\.parquet has a column of labels, and .*b\.parquet has none"):
         run(tmp_path / "in", tmp_path / "more", tokenizer_json)
+
+
+def test_labels_are_not_learned_in_training(tmp_path: Path, tokenizer_json: Path) -> None:
+    """Three quarters of each document are masked; rows hold as few targets as an evaluation's."""
+    ids = [[20 + (i + j) % 200 for j in range(40)] for i in range(40)]
+    labels = [[-100] * 30 + document[30:] for document in ids]
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"input_ids": ids, "labels": labels}), tmp_path / "in" / "a.parquet")
+    run(tmp_path / "in", tmp_path / "out", tokenizer_json)
+    spec = PackedText(
+        path=str(tmp_path / "in" / "*.parquet"),
+        tokenizer=str(tokenizer_json),
+        prepared=str(tmp_path / "out"),
+        engine="inline",
+        seq_len=64,
+        global_batch=4,
+        eval_fraction=0.0,
+    )
+    with open_dataset(spec, seed=0).train_batches() as batches:
+        batch = next(iter(batches))
+    is_learned = batch.target_BL != IGNORE
+    assert 0.15 < is_learned.mean() < 0.3

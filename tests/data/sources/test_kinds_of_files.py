@@ -122,3 +122,23 @@ def test_members_of_a_tar_in_json_give_a_field_and_never_their_source(tmp_path: 
         UserError, match=r"0\.json is JSON, whose source is no text\. Set .*such as 'json\.text'"
     ):
         corpus(tmp_path / "a.tar", text_field="json")
+
+
+def test_a_file_that_joins_does_not_change_what_the_others_are(tmp_path: Path) -> None:
+    (tmp_path / "part-0").write_bytes(LINES)
+    (tmp_path / "zz-notes").write_text("Not data.\n")
+    opened = Corpus(Source(path=str(tmp_path)), name="web", cache_dir=tmp_path / "cache", num_files=1)
+    assert list(opened.read(np.arange(2))) == ["one", "two"]
+
+
+def test_long_chats_without_a_suffix_are_json_lines(tmp_path: Path) -> None:
+    """Their first line is longer than what is looked at, and holds the field that is read."""
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a" * 100_000}]
+    (tmp_path / "part-0").write_text(json.dumps({"messages": messages}) + "\n")
+    assert len(corpus(tmp_path / "part-0", messages_field="messages")) == 1
+
+
+@pytest.mark.parametrize("prompt", ["", "+", "instruction+"])
+def test_a_prompt_without_a_name_is_refused(prompt: str) -> None:
+    with pytest.raises(UserError, match=r"data\.prompt_field='.*' names no field on one side of a \+"):
+        Source(path="a.jsonl", prompt_field=prompt).check("data")

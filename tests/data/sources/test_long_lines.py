@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import JsonLines, long_lines, text
 from jtrain.data.sources.formats.long_lines import MarkCache, Marks, marks_of, text_of_part
 from jtrain.data.sources.formats.masked_text import TextFields
@@ -188,3 +189,23 @@ def test_a_long_line_is_read_a_few_times_in_blocks_however_many_chunks_it_has(
     assert max(reads) <= 1 << 17
     # Line ends, strings, marks; and each chunk with what lies between it and the next mark on both sides.
     assert sum(reads) < 5 * len(line)
+
+
+def test_a_stripe_within_a_long_line_does_not_look_for_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of the line is searched once, however many stripes lie in it."""
+    line = json.dumps({"text": "x" * (8 << 20)}) + "\n"
+    (tmp_path / "one.jsonl").write_text(line)
+    read_bytes: list[int] = []
+    content = text._content
+    monkeypatch.setattr(
+        text, "_content", lambda *span: read_bytes.append(span[2] - span[1]) or content(*span)
+    )
+    opened = Corpus(
+        Source(path=str(tmp_path / "one.jsonl")), name="web", cache_dir=tmp_path / "cache", eager_bytes=0
+    )
+    assert len(opened.names) == 33
+    assert sum(len(records) for records in opened.files) == 1
+    # Once for the line's end from its own stripe, once for all stripes.
+    assert sum(read_bytes) < 3 * len(line)

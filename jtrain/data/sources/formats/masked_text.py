@@ -64,7 +64,7 @@ class MaskFields:
         values = [read(name) for name in self.names]
         if len(values) == 1:
             return values[0]
-        # Alpaca's `input` is empty or missing where the instruction is all of the prompt.
+        # Alpaca's `input` is empty where the instruction is all of the prompt.
         texts = [value for value in values if value is not None and value != ""]
         if wrong := [value for value in texts if not isinstance(value, str)]:
             return wrong[0]

@@ -14,8 +14,8 @@ _HEAD_BYTES = 512
 _LINES_HEAD_BYTES = 1 << 16
 """Bytes that are searched for JSON lines."""
 
-_MOST_LINES, _LOOKED_AT, _MOST_SUFFIXES = 4, 8, 32
-"""Lines of a file, files of a suffix, and suffixes of a source that are looked at for JSON lines."""
+_MOST_LINES, _MOST_SUFFIXES = 4, 32
+"""Lines of a file, and suffixes of a source, that are looked at for JSON lines."""
 
 _SIGNATURES = {
     "gzip": (b"\x1f\x8b",),
@@ -56,11 +56,11 @@ _BINARY = {"parquet", "arrow", "webdataset", "arrayrecord"}
 def with_kinds(files: list[StoredFile], *, text_field: str, field: str) -> list[StoredFile]:
     """Returns local files with their kind set where the suffix tells no format and the content is JSON lines.
 
-    All files of a suffix are JSON lines if those of a few of them are, spread over all: a folder may have
-    100,000. One that is otherwise is refused when it is opened.
+    All files of a suffix are JSON lines if the first one that is not empty is: a folder may have 100,000. One
+    that is otherwise is refused when it is opened.
 
     Args:
-      text_field: field of the text, which a line has that is longer than what is looked at.
+      text_field: first field that is read, which a line has that is longer than what is looked at.
       field: config path of the source.
     """
     by_suffix: dict[tuple[str, str | None], list[int]] = {}
@@ -71,9 +71,8 @@ def with_kinds(files: list[StoredFile], *, text_field: str, field: str) -> list[
     # Every part of a text may have a suffix of its own, such as a date.
     for (_, compression), numbers in list(by_suffix.items())[:_MOST_SUFFIXES]:
         full = [number for number in numbers if files[number].size_bytes]
-        looked_at = {full[n * len(full) // _LOOKED_AT] for n in range(_LOOKED_AT)} if full else set()
-        heads = [_lines_head(files[number], compression) for number in looked_at]
-        if heads and all(_are_json_lines(head, text_field) for head in heads):
+        # The first alone: files that join a run sort behind it, and must not change what the others are.
+        if full and _are_json_lines(_lines_head(files[full[0]], compression), text_field):
             for number in numbers:
                 kinds[number] = "jsonl"
     return [
@@ -95,7 +94,7 @@ def _are_json_lines(head: bytes, text_field: str) -> bool:
     """True if the first lines, two at least, are objects, or a longer one begins as one with that field."""
     lines = head.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     if len(lines) == 1 and len(head) >= _LINES_HEAD_BYTES:
-        return head.startswith(b"{") and json.dumps(text_field).encode() in head
+        return lines[0].startswith(b"{") and json.dumps(text_field).encode() in head
     # The last line may be cut; one after the end of the file is empty.
     if len(head) >= _LINES_HEAD_BYTES:
         lines.pop()

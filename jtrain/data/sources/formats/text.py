@@ -291,7 +291,9 @@ def _lines(file: StoredFile, report_bytes: Callable[[int], None]) -> Int[np.ndar
             report_bytes(min(start + _BLOCK_BYTES, stop) - begin)
         starts = np.concatenate(line_ends) + 1 if line_ends else np.empty(0, np.int64)
         # A line that ends with the stripe's last byte is followed by one that begins in the next stripe.
-        last_end = stop if len(starts) and starts[-1] == stop else _line_end(descriptor, stop, size)
+        # Where no line begins, as within a long one, there is none whose end is wanted.
+        ends_here = not len(starts) or starts[-1] == stop
+        last_end = stop if ends_here else _line_end(descriptor, stop, size)
     starts = starts[starts < stop]
     rows = np.stack([starts, np.append(starts[1:], last_end)[: len(starts)]], axis=1)
     # Most blank lines are told by their size; the others, "\r\n", by their first byte.
