@@ -194,7 +194,9 @@ def test_a_long_line_is_read_a_few_times_in_blocks_however_many_chunks_it_has(
 def test_a_stripe_within_a_long_line_does_not_look_for_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each byte of the line is searched once, however many stripes lie in it."""
+    """Each byte is read four times (stripes, the line's end, the first record), not once for each of 33
+    stripes.
+    """
     line = json.dumps({"text": "x" * (8 << 20)}) + "\n"
     (tmp_path / "one.jsonl").write_text(line)
     read_bytes: list[int] = []
@@ -207,5 +209,4 @@ def test_a_stripe_within_a_long_line_does_not_look_for_its_end(
     )
     assert len(opened.names) == 33
     assert sum(len(records) for records in opened.files) == 1
-    # Once for the line's end from its own stripe, once for all stripes.
-    assert sum(read_bytes) < 3 * len(line)
+    assert sum(read_bytes) < 5 * len(line)
