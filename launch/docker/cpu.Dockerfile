@@ -8,7 +8,7 @@
 FROM python:3.12.12-slim-bookworm
 
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY pyproject.toml hatch_build.py constraints.txt README.md LICENSE ./
 COPY configs configs
 COPY kernels kernels
 COPY jtrain jtrain
