@@ -32,17 +32,12 @@ _GOOD_LINK_S = 600.0
 
 @dataclasses.dataclass(eq=False)
 class _Connection:
-    """Link to one process.
-
-    answered_s: time of the latest beat that it has answered.
-    is_trusted: it has answered on this link.
-    """
+    """Link to one process. answered_s: time of the latest beat that it has answered."""
 
     writer: asyncio.StreamWriter
     session: Session
     answered_s: float
     is_silent: bool = False
-    is_trusted: bool = False
 
 
 class PeerLinks:
@@ -193,8 +188,9 @@ class PeerLinks:
         if peer in self._links:
             self._links[peer].writer.transport.abort()
         connection = self._links[peer] = _Connection(writer, session, time.monotonic())
-        # Until it is answered, what was said of the link before stands: a stuck process connects anew at once.
-        self._write(peer, messages.encode_message(("beat", int(time.monotonic() * 1000))))
+        self._down.pop(peer, None)
+        # Before any message of the new link, so that what was lost is repeated first.
+        self._add_to_inbox(peer, CONNECTED)
         try:
             while True:
                 kind, fields = await _converse(reader, writer, session.message(messages.SCHEMA))
@@ -204,11 +200,6 @@ class PeerLinks:
                     raise LinkError(f"a message {kind} arrived that no process sends ({error})") from error
                 if kind == "echo":
                     connection.answered_s = max(connection.answered_s, fields["sent_ms"] / 1000)
-                    if not connection.is_trusted:
-                        connection.is_trusted = True
-                        self._down.pop(peer, None)
-                        # What was lost with the link before is repeated now.
-                        self._add_to_inbox(peer, CONNECTED)
                 else:
                     self._add_to_inbox(peer, message)
         except OSError as error:
@@ -219,7 +210,7 @@ class PeerLinks:
         # An old link that breaks late must not take down the new one.
         if self._links.get(peer) is connection:
             del self._links[peer]
-            self._down[peer] = self._down.get(peer, (connection.answered_s, ""))[0], reason
+            self._down[peer] = connection.answered_s, reason
         # Not `close`, which would wait until what is queued has been sent.
         connection.writer.transport.abort()
 
