@@ -104,9 +104,12 @@ def assert_same(got: Trained, want: Trained) -> None:
         got.gradient,
         want.gradient,
     )
-    # Adam divides by the gradient's size. Where a gradient is nearly zero, the order of sums decides how far a weight
-    # moves: 1.3e-4 of one weight on some processors. The bound is a tenth of what one step moves (`peak_lr`).
-    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=3e-4), got.last, want.last)
+    pairs = zip(jax.tree.leaves(got.last), jax.tree.leaves(want.last), strict=True)
+    apart = np.concatenate([np.ravel(np.abs(g - w) - 1e-4 * np.abs(w)) for g, w in pairs])
+    # Adam divides by the gradient's size: where that is nearly zero, the order of sums decides how far a weight moves.
+    # One weight in 1,024 of one array was 1.24e-4 apart on some processors, none on others.
+    assert np.mean(apart > 1e-4) < 1e-4
+    assert apart.max() < 3e-4
     assert got.hashes == want.hashes
     assert got.num_traces == 1
 

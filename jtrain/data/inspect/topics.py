@@ -75,7 +75,7 @@ def corpus_rows(dataset: "TextDataset", shares: Float64[np.ndarray, " sources"])
     histograms = [np.empty((0, BINS), np.int64)]
     for stream, share in zip(dataset.streams, shares.tolist(), strict=True):
         tokens = round(num_rows * share) * seq_len
-        rest = np.empty(0, np.int32)  # tokens that did not fill a row
+        rest = np.empty(0, np.int32)  # tokens of chunks that fill no row together
         for records in stream.records_at_random(epoch_key(1, 0)):
             if tokens < seq_len:
                 break
@@ -93,7 +93,8 @@ def corpus_rows(dataset: "TextDataset", shares: Float64[np.ndarray, " sources"])
                 order = order[np.argsort(-read.lengths[order], kind="stable")]
                 ids = np.concatenate([*(pieces[i] for i in order), rest])
                 num = min(len(ids), tokens) // seq_len
-                rest = ids[num * seq_len :]
+                # What is left behind whole rows are the shortest pieces, which no batch puts together like this.
+                rest = ids if num == 0 else ids[:0]
                 histograms.append(_histograms(ids[: num * seq_len].astype(np.int64).reshape(num, seq_len)))
                 tokens -= num * seq_len
                 if tokens < seq_len:
