@@ -9,6 +9,9 @@ import random
 import time
 from collections.abc import Callable, Iterator
 
+# Own state: a wait in the background must not move the numbers that a user's program draws from `random`.
+_JITTER = random.Random()
+
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
@@ -67,7 +70,7 @@ def retried[T](
                 raise
             tell(error, wait_s, number)
             # Shortened only, never lengthened: `longest_s` stays the longest.
-            if wait(wait_s * (1.0 - backoff.jitter * random.random())) is True:
+            if wait(wait_s * (1.0 - backoff.jitter * _JITTER.random())) is True:
                 raise
     # The last try lies outside the loop: its error is the caller's.
     return action()
