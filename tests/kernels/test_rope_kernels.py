@@ -77,7 +77,9 @@ def test_where_it_cannot_run_it_says_why(
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("device", ("v5e", "v5p", "v6e", "tpu7x"))
+@pytest.mark.parametrize(
+    "device", ("v5e", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p", "v6e", "tpu7x")))
+)
 def test_tpus_make_one_pass_of_it(device: str) -> None:
     """At 8192 tokens of 32 heads the kernel moves x, y and the angles; XLA moves at least 2.5 times as
     much.

@@ -209,8 +209,15 @@ def test_experts_are_a_batch_of_matrices() -> None:
     )
 
 
-@pytest.mark.parametrize("params_split", [False, True], ids=["params replicated", "params split"])
-@pytest.mark.parametrize("dim", ["D", "Y"])
+@pytest.mark.parametrize(
+    ("dim", "params_split"),
+    [
+        ("D", False),
+        ("Y", True),
+        pytest.param("D", True, marks=pytest.mark.slow),
+        pytest.param("Y", False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_update_is_bitwise_the_same_on_any_layout(
     emulated_devices: list[jax.Device], params_split: bool, dim: str
 ) -> None:
@@ -275,8 +282,15 @@ def test_muon_on_split_matrices_agrees_with_one_device(emulated_devices: list[ja
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("moment_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", [AdamW, Muon])
+@pytest.mark.parametrize(
+    ("kind", "moment_dtype"),
+    [
+        (AdamW, "float32"),
+        (Muon, "bfloat16"),
+        pytest.param(AdamW, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(Muon, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_the_state_is_as_large_as_the_planner_says(kind: type[AdamW], moment_dtype: Any) -> None:
     """Dtypes stay the same over an update with bf16 gradients and parameters, and bytes equal
     `state_bytes`.
