@@ -27,7 +27,7 @@ from jtrain_kernels.rms_norm.api import (
     rms_norm,
     rms_norm_branch,
 )
-from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.kernels.gradients import agree_with, dtypes, in_float32, normal
 
 OPS = (RMS_NORM, RMS_NORM_BRANCH)
 SHAPE = (2, 64, 256)
@@ -53,8 +53,7 @@ def test_a_branch_is_the_stream_and_its_norm(dtype: str) -> None:
     )
 
 
-@dtypes
-@pytest.mark.parametrize("mode", ("eager", "on_wait"))
+@in_float32("mode", ("eager",), ("on_wait",))
 def test_the_tpu_kernel_has_the_formulas_gradients(
     dtype: str, mode: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

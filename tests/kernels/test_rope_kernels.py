@@ -15,13 +15,12 @@ from jtrain_kernels.compile_only import aot
 from jtrain_kernels.device import from_name
 from jtrain_kernels.rope import pallas_tpu
 from jtrain_kernels.rope.api import ROPE, rope, rope_by
-from tests.kernels.gradients import agree_with, dtypes, normal
+from tests.kernels.gradients import agree_with, in_float32, normal
 
 ANGLE = normal(1, 2, 16, 64)
 
 
-@dtypes
-@pytest.mark.parametrize("heads", (3, 16))
+@in_float32("heads", (3,), (16,))
 def test_the_tpu_kernel_turns_pairs_half_a_head_apart(
     dtype: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
