@@ -99,7 +99,7 @@ def multiply(
     """Loads, multiplies and writes this block's tiles, one after another; called by all its warpgroups.
 
     Args:
-      do: callbacks that load and store.
+      callbacks: what to load, where to store.
       num_tiles: number of tiles of this block.
       steps: stages of a tile: the contracted size over tile_k.
       config: the tiling.
