@@ -170,11 +170,12 @@ class PreparedIndex:
 
     def check_mask(self, mask: MaskFields | None) -> None:
         """Raises UserError if the index was made with another loss mask than `mask`, None included."""
-        if mask is not None and self._adopted is not None:
+        if mask is not None and "adopted" in self.made_of:
+            has_labels = "labels" in self.made_of
             raise UserError(
-                f"{field_of(self.name)}: the adopted index {self.location} holds ids without a loss mask, "
-                f"but {mask} is set. Prepare the text that {field_of(self.name)}.path names, or remove "
-                f"{mask.setting}."
+                f"{field_of(self.name)}: the adopted index {self.location} holds ids "
+                f"{'whose loss mask is in their labels' if has_labels else 'without a loss mask'}, but {mask} "
+                f"is set. Prepare the text that {field_of(self.name)}.path names, or remove {mask.setting}."
             )
         index_mask, run_mask = (
             self.made_of.get("mask", "no loss mask"),
@@ -236,6 +237,12 @@ class PreparedIndex:
             raise IndexError(f"{self.location}: {span} asked for, which has {length[i]}")
         return first + starts
 
+    @property
+    def has_mask(self) -> bool:
+        """True if some token is not learned."""
+        # An index without a loss mask has no such file; an empty one holds no runs.
+        return bool(self._sizes.get(MASKS))
+
     @functools.cached_property
     def mapped_ids(self) -> UInt[np.ndarray, " tokens"] | None:
         """Ids of all records in a memory map; None for an index that is remote or adopted, or has a loss
@@ -245,7 +252,7 @@ class PreparedIndex:
           FileError: the index was removed or replaced since it was opened.
         """
         # With a loss mask the rows need the runs too, which a plain map of ids does not give.
-        if not isinstance(self._files, LocalFiles) or self._adopted is not None or self._sizes.get(MASKS):
+        if not isinstance(self._files, LocalFiles) or self._adopted is not None or self.has_mask:
             return None
         size = self._sizes[IDS]
         return self._files.table(IDS, self.dtype, (size // self.dtype.itemsize,), offset=0, size_bytes=size)
@@ -254,8 +261,7 @@ class PreparedIndex:
         self, records: Int[np.ndarray, " n"], starts: Int[np.ndarray, " n"], ends: Int[np.ndarray, " n"]
     ) -> Int32[np.ndarray, "runs 2"]:
         """Returns the runs of the ids of `read_spans` that are not learned; none without a loss mask."""
-        # An index without a loss mask has no such file; an empty one holds no runs.
-        if not self._sizes.get(MASKS):
+        if not self.has_mask:
             return NO_RUNS
         first, _ = self._locate(records)
         return runs_of_spans(self._masks, first + starts, first + ends)

@@ -154,6 +154,11 @@ class ChunkStream:
         )
 
     @property
+    def has_samples(self) -> bool:
+        """True if records are samples, of which some tokens are not learned."""
+        return self.setup.source.mask is not None or (self.prepared is not None and self.prepared.has_mask)
+
+    @property
     def _growing(self) -> GrowingChunks | None:
         return self.order if isinstance(self.order, GrowingChunks) else None
 
