@@ -4,17 +4,17 @@ import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jtrain.data.constructor.fetched_rows import FetchedIds, claim_unrequested
 from jtrain.data.hosts.peer_links import CONNECTED, PeerLinks
 from jtrain.data.hosts.run_keeper import RunKeeper
 from jtrain.data.loaders.messages import ChunkRun, DataError, LoaderState, RequestPart, starts_of
 from jtrain.data.loaders.pool import Pool
+from jtrain.data.loss_mask import runs_within
 from jtrain.data.sources.source import field_of
 from jtrain.data.stream.source_setup import SourceSetup
 
@@ -30,13 +30,35 @@ class _OpenRequest:
     missing: Bool[np.ndarray, " n"]
 
 
-@dataclasses.dataclass(eq=False, kw_only=True)
-class _RunPayload(FetchedIds):
-    """Payload of a run: kept by `host` under `number`, or read here for this host alone (`local`)."""
+@dataclasses.dataclass(eq=False)
+class RunPayload:
+    """Payload of a run, which `host` keeps under `number`: ids of its documents, by index in the run.
 
-    host: int = -1
-    number: int = -1
-    local: ChunkRun | None = None
+    requested: indexes whose ids were requested.
+    ids: those that have arrived.
+    ignored: runs of ids that are not learned, of documents that have such.
+    """
+
+    host: int
+    number: int
+    requested: set[int] = dataclasses.field(default_factory=set)
+    ids: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    ignored: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def put(
+        self,
+        indexes: Sequence[int],
+        lengths: Int[np.ndarray, " n"],
+        ids: np.ndarray,
+        ignored: Int[np.ndarray, "runs 2"],
+    ) -> None:
+        """Stores the ids of the documents at `indexes` of the run, and their runs that are not learned."""
+        ends = np.cumsum(lengths)
+        for index, start, end in zip(indexes, (ends - lengths).tolist(), ends.tolist(), strict=True):
+            self.ids[index] = ids[start:end]
+            if len(ignored) and len(runs := runs_within(ignored, start, end)):
+                # Most documents have no ignored runs: nothing is stored for them.
+                self.ignored[index] = runs
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,7 +77,7 @@ class SharedPool:
     for the lengths, which is all that planning needs, and then for the ids of the documents in its own rows.
     A request never relies on what another one has done before: any host may be asked for anything again,
     after a restart for instance. What a host that cannot be reached should read is read here, until it is
-    back. Prepared sources need no lengths, and each host reads what is in its rows.
+    back. Prepared sources are not shared: each host reads what is in its rows.
 
     `messages` has what hosts send each other.
 
@@ -87,23 +109,24 @@ class SharedPool:
         self._outbox: dict[int, list[tuple[Any, ...]]] = collections.defaultdict(list)
 
     def request(self, parts: list[RequestPart], *, first: bool = False) -> None:
-        prepared = [part for part in parts if self._setups[part.source].prepared is not None]
-        if prepared:
-            self._local.request(prepared, first=first)
         for part in parts:
-            if self._setups[part.source].prepared is None:
-                request, hosts = next(self._request), self._readers(part)
-                # Registered before it is sent: this host's own part is answered within `_send`.
-                self._open_requests[request] = _OpenRequest(part, hosts, np.ones(len(part.numbers), np.bool_))
-                # All questions before the first is sent: an answer may close the request.
-                questions = [self._question(request, host, first=first) for host in hosts]
-                for host, question in zip(hosts, questions, strict=True):
-                    self._send(host, question)
+            request, hosts = next(self._request), self._readers(part)
+            # Registered before it is sent: this host's own part is answered within `_send`.
+            self._open_requests[request] = _OpenRequest(part, hosts, np.ones(len(part.numbers), np.bool_))
+            # All questions before the first is sent: an answer may close the request.
+            questions = [self._question(request, host, first=first) for host in hosts]
+            for host, question in zip(hosts, questions, strict=True):
+                self._send(host, question)
         self._flush()
 
     def fetch(self, documents: list[tuple[ChunkRun, int]]) -> None:
         """Requests the ids of document `run.numbers[index]` for each (run, index), unless done before."""
-        for run, indexes in claim_unrequested(documents).items():
+        indexes_by_run: dict[ChunkRun, list[int]] = {}
+        for run, index in documents:
+            if index not in run.payload.requested:
+                run.payload.requested.add(index)
+                indexes_by_run.setdefault(run, []).append(index)
+        for run, indexes in indexes_by_run.items():
             request, payload = next(self._request), run.payload
             message = ("fetch", request, payload.number, run.source, run.numbers[indexes], run.anchor)
             self._fetches[request] = _Fetch(run, indexes, message)
@@ -115,11 +138,7 @@ class SharedPool:
 
     def collect(self) -> list[ChunkRun]:
         for run in self._local.collect():
-            if not self._keeper.take(run):  # a run of a prepared source, which no other host shares
-                payload = _RunPayload(local=run)
-                # Its ids have come with it: nothing is left to fetch.
-                payload.put(range(len(run.numbers)), np.diff(run.starts), run.ids, run.ignored)
-                self._ready_runs.append(dataclasses.replace(run, payload=payload))
+            self._keeper.take(run)
         for host, message in self._links.received():
             if message == CONNECTED:
                 self._met.add(host)
@@ -133,11 +152,7 @@ class SharedPool:
         return runs
 
     def release(self, run: ChunkRun) -> None:
-        payload: _RunPayload = run.payload
-        if payload.local is not None:
-            self._local.release(payload.local)
-        else:
-            self._send(payload.host, ("done", payload.number))
+        self._send(run.payload.host, ("done", run.payload.number))
 
     @property
     def retries(self) -> int:
@@ -197,7 +212,7 @@ class SharedPool:
             case ("run", request, number, numbers, lengths, skipped, anchor, seconds):
                 run = ChunkRun(-1, numbers, starts_of(lengths), _NO_IDS, skipped, seconds, f"host-{host}")
                 # source is unknown here: the answer does not carry it, the open request does.
-                run.payload, run.anchor = _RunPayload(host=host, number=number), anchor
+                run.payload, run.anchor = RunPayload(host, number), anchor
                 self._add_run(request, run)
             case ("ids", request, lengths, ids, ignored):
                 self._add_ids(request, lengths, ids, ignored)
