@@ -143,10 +143,17 @@ class SharedPool:
             if message == CONNECTED:
                 self._met.add(host)
                 self._late.discard(host)
-                self._resend(host)
+                # Until it has answered, this host goes on to stand in for it.
+                if host not in self._replaced:
+                    self._resend(host)
             else:
                 self._handle(host, message)
-        self._replace_unreachable()
+        unreachable = self._links.unreachable()
+        for host in self._replaced - unreachable.keys():
+            self._replaced.discard(host)
+            self._say(f"data: process {host} is back, and reads its part of the data again")
+            self._resend(host)
+        self._replace_unreachable(unreachable)
         self._flush()
         runs, self._ready_runs = self._ready_runs, []
         return runs
@@ -262,9 +269,6 @@ class SharedPool:
 
     def _resend(self, host: int) -> None:
         """Sends again the requests that may have been lost with the connection before."""
-        if host in self._replaced:
-            self._replaced.discard(host)
-            self._say(f"data: process {host} is back, and reads its part of the data again")
         # Replaces what is queued: the open requests and fetches cover it.
         self._outbox[host] = [
             *(
@@ -275,7 +279,7 @@ class SharedPool:
             *(fetch.message for fetch in self._fetches.values() if fetch.run.payload.host == host),
         ]
 
-    def _replace_unreachable(self) -> None:
+    def _replace_unreachable(self, unreachable: dict[int, tuple[float, str]]) -> None:
         """Takes over the reading of hosts that have given no sign of life for `Peers.silence_s`.
 
         At the start hosts come one after another: those that have not been met yet are named after as long,
@@ -286,7 +290,7 @@ class SharedPool:
         if now_s - self._looked_s > peers.silence_s / 2:
             self._awake_s = now_s
         self._looked_s = now_s
-        for host, (since_s, reason) in self._links.unreachable().items():
+        for host, (since_s, reason) in unreachable.items():
             silent_s = now_s - max(since_s, self._awake_s)
             # A constructor restarts in a second: taking over sooner would read its part twice.
             if host in self._replaced or silent_s < peers.silence_s:
@@ -303,7 +307,6 @@ class SharedPool:
                 f"data: {peers.named(host)} has given no sign of life for {silent_s:.1f} s ({reason}): this "
                 "process reads its part of the data too, until it is back. TCP must be open between the hosts"
             )
-            # Before `_replaced` has the host: `_resend` would otherwise report it as back.
             self._resend(host)
             self._replaced.add(host)
             for message in self._outbox.pop(host):
