@@ -3,6 +3,7 @@
 import functools
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from jtrain.data.pretokenized.index_format import (
     digest,
 )
 from jtrain.data.pretokenized.verification import Verification
+from jtrain.data.sources.file_parts import FileParts, part_names
 from jtrain.data.sources.formats.masked_text import MaskFields
 from jtrain.data.sources.source import field_of, identity_of
 from jtrain.errors import FileError, UserError
@@ -294,13 +296,18 @@ class PreparedIndex:
         return {entry["record"]: entry["why"] for entry in map(json.loads, lines)}
 
     @functools.cached_property
-    def names(self) -> list[str]:
-        """Names of the source's files, relative to its folder, sorted."""
-        return self._file_table["names"]
+    def names(self) -> Sequence[str]:
+        """Names of the source's files relative to its folder, sorted; of large ones, of their parts."""
+        return self._names_of(self._file_table)
+
+    @property
+    def num_files(self) -> int:
+        """Number of the source's files."""
+        return len(self._file_table["names"])
 
     @functools.cached_property
-    def file_ends(self) -> Int64[np.ndarray, " files"]:
-        """Number of records up to the end of each file."""
+    def file_ends(self) -> Int64[np.ndarray, " names"]:
+        """Number of records up to the end of each of `names`."""
         return np.asarray(self._file_table["file_ends"], np.int64)
 
     def identity_of(self, record: int) -> str:
@@ -357,11 +364,15 @@ class PreparedIndex:
         with refuse_misfit(self._damage_error, FILES):
             table: dict[str, Any] = json.loads(content)
             if (
-                len(table["names"]) != len(table["file_ends"])
+                len(self._names_of(table)) != len(table["file_ends"])
                 or max(table["file_ends"], default=0) < self.num_records
             ):
                 raise ValueError("too few files for its records")
         return table
+
+    def _names_of(self, table: dict[str, Any]) -> Sequence[str]:
+        # Parts take a microsecond per file to make, which a source without stripes need not pay.
+        return part_names(FileParts.from_json(table)) if "stripe_bytes" in table else table["names"]
 
     def _damage_error(self, damage: str) -> UserError:
         if isinstance(self._files, LocalFiles):

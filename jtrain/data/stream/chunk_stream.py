@@ -335,10 +335,10 @@ class ChunkStream:
     @property
     def num_files(self) -> int:
         """Number of files; `names` has the stripes of large ones one by one."""
-        if self.corpus is None:
-            return sum(re.search(r"@\d+$", str(name)) is None for name in self.names)
-        stored = self.corpus.files.stored
-        return int(stored.file_of(np.asarray([len(stored) - 1]))[0]) + 1
+        if self.prepared is not None:
+            return self.prepared.num_files
+        assert self.corpus is not None
+        return self.corpus.num_files
 
     def origin_of(self, records: Int[np.ndarray, " n"]) -> Origin:
         """Returns the number of files and parts that these records are from."""
