@@ -17,6 +17,7 @@ from jtrain.data.inspect.order_report import measure_order
 from jtrain.data.loss_mask import pieces_of_sample
 from jtrain.data.pretokenized.build import prepare
 from jtrain.data.pretokenized.shard import Recipe
+from jtrain.data.sources.formats import chat
 from jtrain.errors import UserError
 from tests.data.whole_samples import (
     FORMS,
@@ -28,6 +29,7 @@ from tests.data.whole_samples import (
     samples_of,
     source_of,
     spec,
+    turns_of,
 )
 
 
@@ -50,6 +52,24 @@ def test_no_token_is_learned_without_its_prompt_and_no_turn_is_lost(
     assert lacking == 0
     assert whole == {answer for turns in made for answer in learned_answers(form, turns)}
     assert batches.state()["skipped"] == {}
+
+
+def test_a_huge_sample_is_parsed_and_tokenised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots are read at different times, among those of others; before it took as often as it has slots."""
+    made = [*samples(60, 12), turns_of(range(1000, 3000), np.random.default_rng(0), 40)]
+    render, sizes = chat.render, list[int]()
+
+    def counting(value: Any, **fields: Any) -> Any:
+        sizes.append(len(value))
+        return render(value, **fields)
+
+    monkeypatch.setattr(chat, "render", counting)
+    batches = open_dataset(spec(source_of(tmp_path, "messages", made), epochs=2), seed=0).train_batches()
+    lacking, whole = count_without_prompt(batches, made, "messages")
+    assert lacking == 0
+    assert whole == {answer for turns in made for _, answer in turns}
+    assert len(sizes) > 60
+    assert sizes.count(4000) <= 2, "once, and perhaps to check the size of the source"
 
 
 @pytest.mark.parametrize("form", FORMS)
