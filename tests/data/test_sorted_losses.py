@@ -16,7 +16,7 @@ from jtrain.layout.constants import IGNORE
 
 TOPICS, DOCUMENTS, SIZE = 16, 3200, 300
 WINDOW = DOCUMENTS * SIZE // 10
-VOCAB = 256
+VOCAB = 128
 STEPS, RATE = 800, 40.0
 SEEDS = (0, 1)
 
