@@ -140,13 +140,18 @@ class RunKeeper:
         self._local.request([RequestPart(source, numbers, anchor, tag=tag)], first=True)
 
     def finish_run(self, host: int, number: int) -> None:
-        """Notes that a host needs a run no more; frees it after the last host."""
+        """Notes that a host needs a run no more; frees it after the last host.
+
+        Args:
+          number: number of the run, as the host was told it.
+        """
         if (stored := self._stored_runs.get(number)) is None:
             return
         stored.finished_hosts.add(host)
         if len(stored.finished_hosts) == self._num_hosts:
             self._free(stored)
         elif host == self._this_host:
+            # From now on only other hosts may fetch its ids: they count against KEPT_BYTES.
             self._store_for_others(stored)
 
     def _tell(self, host: int, request: int, stored: _StoredRun) -> None:

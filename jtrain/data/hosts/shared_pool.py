@@ -95,7 +95,7 @@ class SharedPool:
         self._say = say
         self._this_host, self._num_hosts = links.peers.index, len(links.peers.addresses)
         self._keeper = RunKeeper(
-            local, this_host=self._this_host, num_hosts=self._num_hosts, answer=self._send
+            local, this_host=self._this_host, num_hosts=self._num_hosts, answer=self._answer
         )
         # From the clock on: answers to a constructor before this one must not match new requests.
         self._request = itertools.count(time.time_ns())
@@ -145,14 +145,14 @@ class SharedPool:
                 self._late.discard(host)
                 # Until it has answered, this host goes on to stand in for it.
                 if host not in self._replaced:
-                    self._resend(host)
+                    self._outbox[host] += self._questions(host)
             else:
                 self._handle(host, message)
         unreachable = self._links.unreachable()
         for host in self._replaced - unreachable.keys():
             self._replaced.discard(host)
             self._say(f"data: process {host} is back, and reads its part of the data again")
-            self._resend(host)
+            self._outbox[host] += self._questions(host)
         self._replace_unreachable(unreachable)
         self._flush()
         runs, self._ready_runs = self._ready_runs, []
@@ -195,9 +195,16 @@ class SharedPool:
         return "ask", request, part, first
 
     def _send(self, host: int, message: tuple[Any, ...]) -> None:
-        """Sends a message with the next `_flush`; handles it here if this host stands in for the receiver."""
+        """Sends a question with the next `_flush`; handles it here if this host stands in for the receiver."""
         if host == self._this_host or host in self._replaced:
             self._handle(self._this_host, message)
+        else:
+            self._outbox[host].append(message)
+
+    def _answer(self, host: int, message: tuple[Any, ...]) -> None:
+        """Sends an answer with the next `_flush`, also to a host whose part is read here: it may be back."""
+        if host == self._this_host:
+            self._handle(host, message)
         else:
             self._outbox[host].append(message)
 
@@ -267,10 +274,9 @@ class SharedPool:
             )
         run.payload.put(fetch.indexes, lengths, ids, ignored)
 
-    def _resend(self, host: int) -> None:
-        """Sends again the requests that may have been lost with the connection before."""
-        # Replaces what is queued: the open requests and fetches cover it.
-        self._outbox[host] = [
+    def _questions(self, host: int) -> list[tuple[Any, ...]]:
+        """Returns the questions to a host that are open, and may have been lost with a connection."""
+        return [
             *(
                 self._question(n, host, first=True)
                 for n, open_request in self._open_requests.items()
@@ -307,7 +313,6 @@ class SharedPool:
                 f"data: {peers.named(host)} has given no sign of life for {silent_s:.1f} s ({reason}): this "
                 "process reads its part of the data too, until it is back. TCP must be open between the hosts"
             )
-            self._resend(host)
             self._replaced.add(host)
-            for message in self._outbox.pop(host):
+            for message in self._questions(host):
                 self._handle(self._this_host, message)
