@@ -262,6 +262,7 @@ class _Step:
             # largest of them waiting.
             sizes = [self._elements([p], _gathered) // self.layers for p in self.stacked]
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
+        in_attention = attention_workspace(self.job)
         return Temporaries(
             "layer",
             # The sums of this layer, of the layer before it on their way, and of the one after it on their
@@ -271,8 +272,7 @@ class _Step:
             activations=self.activations + self.fetched_activations(),
             loss=self.unembedding_gradient(),
             workspace=max(
-                moment.bytes + moment.in_attention * attention_workspace(self.job)
-                for moment in self.job.step.moments
+                moment.bytes + moment.in_attention * in_attention for moment in self.job.step.moments
             ),
         )
 
