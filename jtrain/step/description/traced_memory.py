@@ -9,7 +9,7 @@ what those read exists until the end of a layer.
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jtrain.model import ops
@@ -81,12 +81,15 @@ def trace_memory(sizes: LabelledSizes, work: TracedWork) -> MemoryTrace:
     # The loop over layers of the backward pass, where there is one.
     loops = [loop for loop in work.loops if any(_is_backward(step) for step in values.steps_of(loop))]
     largest = max(loops, key=lambda loop: loop.end - loop.first, default=None)
-    moments = [] if largest is None else _moments(sizes, values, largest)
+    used = {n for step in values.steps for n in (*step.reads, *step.results)}
+    used |= {n for loop in loops for n in loop.carried}
+    array_bytes = {n: _bytes_of(sizes, values.arrays[n]) for n in used}
+    moments = [] if largest is None else _moments(array_bytes, values, largest)
     return MemoryTrace(
         tuple(_passes(sizes, values)),
         tuple(_widest(moments)),
         tuple(_attention(sizes, values)),
-        tuple(_weight_inputs(sizes, values)),
+        _weight_inputs(array_bytes, values),
     )
 
 
@@ -150,11 +153,11 @@ def _rows_sent(rows: Monomial) -> Monomial:
     return rows[0], tuple((chosen.get(letter, letter), n) for letter, n in rows[1] if letter != "e")
 
 
-def _moments(sizes: LabelledSizes, values: StoredValues, loop: Loop) -> Iterator[LabelledMoment]:
+def _moments(
+    array_bytes: Mapping[int, Monomial], values: StoredValues, loop: Loop
+) -> Iterator[LabelledMoment]:
     """Arrays of tokens at each step of a turn of the backward loop that makes one."""
     steps = values.steps_of(loop)
-    array_bytes = {n: _bytes_of(sizes, values.arrays[n]) for s in steps for n in (*s.reads, *s.results)}
-    array_bytes |= {n: _bytes_of(sizes, values.arrays[n]) for n in loop.carried}
     # A gradient of a weight has no tokens.
     is_late = [step.name in PRODUCTS and not _is_of_tokens(array_bytes[step.results[0]]) for step in steps]
     ordered = [step for step, late in zip(steps, is_late, strict=True) if not late]
@@ -244,9 +247,8 @@ def _attention(sizes: LabelledSizes, values: StoredValues) -> Iterator[LabelledA
         yield dataclasses.replace(call, count=(call.count[0] * times, call.count[1]))
 
 
-def _weight_inputs(sizes: LabelledSizes, values: StoredValues) -> tuple[Monomial, ...]:
+def _weight_inputs(array_bytes: Mapping[int, Monomial], values: StoredValues) -> tuple[Monomial, ...]:
     """Arrays of tokens that the gradients of weights read."""
-    array_bytes = {n: _bytes_of(sizes, array) for n, array in values.arrays.items()}
     products = [step for step in values.steps if step.name in PRODUCTS and _is_backward(step)]
     inputs = {n for step in products if not _is_of_tokens(array_bytes[step.results[0]]) for n in step.reads}
     return _sums([array_bytes[n] for n in inputs if _is_of_tokens(array_bytes[n])])
