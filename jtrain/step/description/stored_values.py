@@ -13,6 +13,7 @@ from typing import Any
 
 from jtrain.step.description.jaxpr_places import Place, When
 from jtrain.step.description.kept_values import KEPT
+from jtrain.step.description.part_jaxprs import WEIGHT_GRADIENTS
 from jtrain.step.description.traced_work import (
     COLLECTIVES,
     PRODUCTS,
@@ -69,7 +70,7 @@ class StoredValues:
 
     def __init__(self, work: TracedWork) -> None:
         self.arrays, self._views = work.arrays, dict[int, int]()
-        self._made_by = dict[int, Step]()
+        self._made_by, self._written = dict[int, Step](), set[int]()
         self.steps = [step for step in map(self._without_views, _joined(work)) if step is not None]
         self._constants = set[int]()
         for step in self.steps:
@@ -81,7 +82,7 @@ class StoredValues:
             level = max((self._levels[n] for n in step.reads), default=0) + step.is_alone
             self._levels |= dict.fromkeys(step.results, level)
         returned = (work.returned, *(loop.returned for loop in work.loops))
-        self._stored = {self._resolved(n) for numbers in returned for n in numbers}
+        self._stored = {self._resolved(n) for numbers in returned for n in numbers} | self._written
         for step in self.steps:
             # A turn of a loop reads a part where it lies.
             in_place = _SLICES if step.name in _LOOPS else ()
@@ -100,7 +101,9 @@ class StoredValues:
         for step in self.steps:
             if not step.results:
                 continue
-            key = step.place.trips, step.place.when, self._levels[step.results[0]]
+            # Gradients of weights that a pipeline computes later are no transposed operations.
+            when = "backward" if WEIGHT_GRADIENTS in step.place.scope else step.place.when
+            key = step.place.trips, when, self._levels[step.results[0]]
             reads, writes, others = groups.setdefault(key, (set(), set(), []))
             results = [n for n in step.results if n in self._stored]
             if step.name in _KERNELS:
@@ -175,6 +178,10 @@ class StoredValues:
         reads, results = tuple(map(self._resolved, step.reads)), step.results
         if step.name == "optimization_barrier" and len(reads) == len(results):
             self._views |= zip(results, reads, strict=True)
+            return None
+        if step.name == "dynamic_update_slice":  # in place
+            self._views[results[0]] = reads[0]
+            self._written.add(reads[1])
             return None
         if step.name in ("mul", "convert_element_type") and reads and self._is_in_8_bits(reads[0]):
             self._views[results[0]] = reads[0]  # products read 8 bits and multiply their results

@@ -17,6 +17,7 @@ from jtrain.step.description.jaxpr_places import When
 from jtrain.step.description.labelled_sizes import TOKENS, LabelledSizes, Monomial, labelled
 from jtrain.step.description.stored_values import Step, StoredValues
 from jtrain.step.description.traced_work import PRODUCTS, Loop, TracedWork
+from jtrain.step.gradient_sums import sums_gradients
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,9 @@ def _passes(sizes: LabelledSizes, values: StoredValues) -> Iterator[LabelledPass
     """Passes of all fusions, those that are alike together.
 
     Rows that other devices send are on average as many as this device sends: their buffer has room for all
-    that any could.
+    that any could. Additions of gradients to their sums are not listed: few layouts are traced with them.
     """
+    sums_here = sums_gradients(sizes.layout) or sizes.layout.pipeline is not None
     totals: collections.Counter[tuple[When, Any]] = collections.Counter()
     choices = sizes.labels.get("c", 0)
     for (place_trips, when), numbers in values.passes():
@@ -134,7 +136,8 @@ def _passes(sizes: LabelledSizes, values: StoredValues) -> Iterator[LabelledPass
             factor, powers = _times(size, trips, repeats)
             totals[when, powers] += factor
     for (when, powers), factor in totals.items():
-        if factor:
+        is_sum = sums_here and when == "backward" and not _is_of_tokens((factor, powers))
+        if factor and not is_sum:
             of_experts = _is_of_tokens((factor, powers)) and "c" in dict(powers)
             yield LabelledPass(when, of_experts, (factor, powers))
 
