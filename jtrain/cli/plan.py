@@ -225,7 +225,7 @@ def execute(args: Args) -> int:
     from jtrain.config.run import build_run
     from jtrain.plan.auto_layout import choose_loss_chunk
     from jtrain.plan.calibration import calibrate, measured_computation
-    from jtrain.plan.estimate.attention_time import explain_attention
+    from jtrain.plan.estimate.attention_kernel import explain_attention
     from jtrain.plan.estimate.step_time import Assumptions
     from jtrain.plan.from_run import search_task
     from jtrain.plan.plan_check import check_plan

@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jtrain_kernels.platforms import by_platform
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +248,7 @@ def _ragged(x: Array, num_rows: int, slices: tuple[Array, Array, Array, Array], 
     def padded(x: Array) -> Array:
         return _padded(x, num_rows, first, count, first_there, arriving, devices)
 
-    return jax.lax.platform_dependent(x, cpu=padded, default=ragged)
+    return by_platform(x, cpu=padded, default=ragged)
 
 
 def _padded(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
-from jtrain_kernels.attention.api import attention
+from jtrain_kernels.attention.api import ATTENTION_BACKWARD, ATTENTION_FORWARD, UNMASKED, attention
 from jtrain_kernels.attention.context import WHOLE_ROWS, RowSplit, context_attention
 from jtrain_kernels.embedding_lookup.api import embedding_lookup
 from jtrain_kernels.fp8.api import AMAX, Fp8Kernel, linear_fp8, of_one_x, rounded_weight
@@ -38,7 +38,10 @@ from jtrain_kernels.swiglu.api import grouped_swiglu, swiglu
 
 __all__ = [
     "AMAX",
+    "ATTENTION_BACKWARD",
+    "ATTENTION_FORWARD",
     "NO_COLUMN",
+    "UNMASKED",
     "WHOLE_ROWS",
     "Fp8Kernel",
     "Kernel",

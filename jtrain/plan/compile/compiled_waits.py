@@ -10,7 +10,7 @@ import math
 from jtrain.errors import UserError
 from jtrain.plan.compile.stream_clock import Timeline
 from jtrain.plan.compile.two_streams import Rates, two_streams
-from jtrain.plan.estimate.attention_time import attention_s
+from jtrain.plan.estimate.attention_kernel import attention_s
 from jtrain.plan.estimate.collectives import Collective, Kind
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
 from jtrain.plan.estimate.network import seconds
@@ -72,11 +72,10 @@ def schedule_waits_s(hlo: str, job: Job) -> float | None:
 def _kernel_s(job: Job, assume: Assumptions) -> dict[tuple[str, str], float]:
     """Seconds of the kernels of a step's attention and experts in each phase."""
     forward_s, backward_s = attention_s(job)
-    recomputed_s = forward_s if "attention" in job.step.recomputed_names else 0.0
     experts = matmuls(job, memory=assume.memory, fraction=assume.matmul).experts
     return {
         ("forward", "layers/attention"): forward_s,
-        ("backward", "layers/attention"): backward_s + recomputed_s,
+        ("backward", "layers/attention"): backward_s,
         ("forward", "layers/mlp"): experts["forward"],
         ("backward", "layers/mlp"): experts["by_input"] + experts["by_weight"] + experts["again"],
     }

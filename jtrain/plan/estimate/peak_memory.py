@@ -1,8 +1,9 @@
 """Temporaries alive on a device at each moment of a step that can be its peak.
 
 Arguments are not counted, because they live for the whole step. Arrays of the step are what its description
-says that layers save, and the layout's blocks of parameters and gradients. Copies and workspaces of a compiler
-are in closed form, read off XLA's buffer assignment at its peak for H200 and v5p; comments give its reason.
+says that layers save and hold at their widest moment, and the layout's blocks of parameters and gradients.
+Copies and workspaces of a compiler are in closed form, read off XLA's buffer assignment at its peak for H200
+and v5p; comments give its reason.
 """
 
 import functools
@@ -13,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from jtrain.layout.layout import ParamLayout
 from jtrain.layout.precision import itemsize
 from jtrain.model.layer_scan import LAYER_INPUT
-from jtrain.model.saved_activations import copies_weights, kept_names, rows_per_token
+from jtrain.model.saved_activations import copies_weights, kept_names
 from jtrain.model.unembedding import num_parts
 from jtrain.optim.state import arrays
-from jtrain.plan.estimate.attention_time import implementation
+from jtrain.plan.estimate.attention_kernel import attention_workspace
 from jtrain.plan.estimate.pipeline import device_layers, kept_layers, ticks
 from jtrain.plan.estimate.temporaries import Temporaries
 from jtrain.plan.estimate.tpu_padding import local_elements
@@ -24,12 +25,9 @@ from jtrain.plan.job import Job
 from jtrain.step.gradient_sums import sums_gradients
 from jtrain.step.host_offload import SLICE_ELEMENTS
 from jtrain.step.zero import gathers_once
-from jtrain_kernels.cost import ATTENTION, padded_head
 from jtrain_kernels.device import Platform
 
 _F32 = 4
-_VECTOR_MEMORY_BYTES = 48 * 2**20
-"""Temporaries that XLA:TPU was seen to place in vector memory on a v5p."""
 
 
 def _gathered(p: ParamLayout) -> P:
@@ -58,34 +56,21 @@ class _Step:
     """Sizes of one device's arrays while it computes one microbatch, in bytes.
 
     x: residual stream, split by sequence over `tensor`; h: the same, gathered, as matmuls read it.
-    q: queries, or attention's output; k: keys, or values; lse: attention's log-partition.
-    f: one of the MLP's wide arrays; pairs, rows_x: rows of tokens before and after they are sent to their
-      experts, 0 for a dense model.
     """
 
     def __init__(self, job: Job) -> None:
         model, layout, precision = job.model, job.layout, job.layout.precision
-        mesh, named, tensor = layout.mesh, job.step.named_bytes, layout.mesh.tensor
-        self.model, self.layout, self.rows, self.optimizer = model, layout, job.rows(), job.optimizer
+        mesh = layout.mesh
+        self.job, self.model, self.layout, self.optimizer = job, model, layout, job.optimizer
         self.platform: Platform = job.platform
-        self.attention = implementation(job)
-        self.seq_len = job.seq_len // mesh.context  # of this device
-        self.tokens = self.rows * self.seq_len
+        self.tokens = job.rows() * job.seq_len // mesh.context  # of this device
         self.param, self.compute = itemsize(precision.param_dtype), itemsize(precision.compute_dtype)
         self.reduce, self.accumulated = itemsize(precision.reduce_dtype), itemsize(precision.grad_accum_dtype)
         self.casts = precision.param_dtype != precision.compute_dtype
         self.layers, self.ticks = device_layers(layout, model.num_layers), ticks(layout)
-        self.shards = tensor * mesh.stage  # of the vocabulary
-        self.heads, self.chunk = model.num_heads // tensor, min(model.attention_chunk, self.seq_len)
-        self.names, self.saved = kept_names(layout), job.step.saved
-        self.x, self.q, self.k, self.f = (
-            named[name] for name in (LAYER_INPUT, "attention_q", "attention_k", "mlp_gate")
-        )
-        self.h, self.lse = self.x * tensor, named["attention"] - self.q
-        self.pairs, self.rows_x = (
-            self.h * (model.moe.top_k if model.moe else 0),
-            self.h * rows_per_token(layout),
-        )
+        self.shards = mesh.tensor * mesh.stage  # of the vocabulary
+        self.saved, self.x = job.step.saved, job.step.named_bytes[LAYER_INPUT]
+        self.h = self.x * mesh.tensor
         # A pipeline that gathers once per step holds all weights and gradients of its stage whole.
         self.gathers_all = gathers_once(layout) and mesh.zero_shards > 1
         self.gathers = layout.gathers_weights and not self.gathers_all
@@ -177,7 +162,8 @@ class _Step:
             return self.layers * self.layer_activations()
         per_chunk = self.layers // self.ticks.chunks
         passing = (self.ticks.num_inputs + self.ticks.num_cotangents + 2) * self.x
-        stashed = self.ticks.num_stashes * per_chunk * (4 * self.h + 2 * self.q + 2 * self.k + 3 * self.f)
+        stashes = self.ticks.num_stashes * per_chunk
+        stashed = stashes * self.job.step.weight_input_bytes if stashes else 0
         return kept_layers(self.layout, self.layers) * self.layer_activations() + passing + stashed
 
     def layer_activations(self) -> int:
@@ -199,8 +185,8 @@ class _Step:
         """Attention's output once more, in the order in which the next matmul reads it: XLA saves both without
         remat, unless an exchange of heads has made that order.
         """
-        reads_output = self.names is None and any(array.name == "attention_q" for array in self.saved)
-        return reads_output * self.q
+        keeps_all = kept_names(self.layout) is None
+        return sum(array.bytes for array in self.saved if keeps_all and array.name == "attention_q")
 
     def _hoisted(self) -> int:
         """Copies of parameters that XLA hoists out of the loops over layers and microbatches.
@@ -232,90 +218,6 @@ class _Step:
             size = self.param + sum(x.dtype.itemsize for x in arrays(self.optimizer, p.info).values())
             copies += size * local_elements(self.layout, p.optimizer, p.info.shape, "tpu")
         return self.compute * elements + copies
-
-    def _mlp(self) -> int:
-        """Gate, up and their gradients; if gate and up are kept activations, their product in place of both.
-
-        A mixture adds rows of tokens with their gradients, and one more copy of arriving rows if they are
-        exchanged.
-        """
-        keeps_gate_and_up = self.names is None or {"mlp_gate", "mlp_up"} <= set(self.names)
-        copies = 2 if self.layout.mesh.expert == 1 else 3
-        return (3 if keeps_gate_and_up else 4) * self.f + 2 * self.pairs + copies * self.rows_x
-
-    def _workspace(self) -> int:
-        """Workspace in attention's backward pass on a GPU or CPU, while the MLP's wide arrays are still
-        alive.
-
-        The MLP's arrays stay because XLA computes its weight gradients after attention. Besides them there
-        are the layer's input and its gradient, the outputs of the norms, attention's output and its gradient,
-        and kept activations sliced out of the stack of all layers, or recomputed.
-        """
-        sliced = 2 * self.h + self.x + self.q if self.names is None else 0
-        return self._mlp() + sliced + 2 * self.h + 2 * self.x + 2 * self.q + self._scores()
-
-    def _scores(self) -> int:
-        """Workspace of attention's own backward pass on a GPU or CPU.
-
-        In plain XLA probabilities and their gradient, in float32 and in the compute dtype, for a chunk of
-        queries with all keys, and for every chunk its float32 mask and its part of the keys. A fused kernel
-        holds no scores, but gradients of queries, keys and values, and all arrays once more where it pads
-        heads; cuDNN has a mask in the compute dtype.
-        """
-        if self.attention in ATTENTION:
-            mask = self.rows * self.seq_len * self.seq_len * self.compute if self.attention == "cudnn" else 0
-            size = self.model.head_dim
-            width = padded_head(self.attention, size)
-            padded = 4 * (self.q + self.k) // size * width if width > size else 0
-            return self.q + 2 * self.k + self.lse + mask + padded
-        rows = 1 if self.platform == "cpu" else self.rows
-        num_chunks = -(-self.seq_len // self.chunk)
-        masks = rows * self.seq_len * (self.seq_len + self.chunk) // 2 * _F32
-        keys = 2 * self.k * _F32 // self.compute + self.k * (num_chunks - 1) // 2
-        return rows * self.heads * self.chunk * self.seq_len * self._score + masks + keys
-
-    def _tpu_workspace(self) -> int:
-        """Workspace of a layer's backward pass on a TPU, in the MLP or in attention, less what vector memory
-        holds.
-
-        It holds no experts' rows: grouped matmuls and exchanges take and return arrays in device memory. The
-        arrays that both need are those of `_workspace`, with queries, keys and values in chunks as well.
-        Attention holds one chunk of queries and one of keys at a time, the gradient of its output in chunks,
-        and that of the queries in float32, while the gradients of gate and up are still alive.
-        """
-        shared_bytes = 2 * self.h + 2 * self.x + 3 * self.q + 4 * self.k
-        keys = self.chunk if self.seq_len % self.chunk == 0 else self.seq_len
-        attention = self.rows * self.heads * self.chunk * keys * self._score
-        if self.seq_len > self.chunk:
-            attention += self.q + self.q * _F32 // self.compute
-        workspace_bytes = shared_bytes + max(self._mlp(), 2 * self.f + attention)
-        return (
-            workspace_bytes
-            if self.model.moe
-            else workspace_bytes - min(_VECTOR_MEMORY_BYTES, workspace_bytes // 3)
-        )
-
-    def _over_context(self) -> int:
-        """Workspace of attention over `context`.
-
-        A ring holds keys and values of two devices, their float32 gradients, that of the queries, and copies
-        of the arrays that a hop pairs. An exchange of heads (ulysses) holds the exchanged arrays.
-        """
-        if self.layout.mesh.context == 1:
-            return 0
-        if self.layout.spec.context_attention == "ulysses":
-            return 3 * self.q + 4 * self.k
-        wide = _F32 // self.compute
-        return 6 * self.k + 4 * self.k * wide + 3 * self.q + self.q * wide
-
-    @property
-    def _score(self) -> int:
-        """Bytes per pair of query and key: probabilities and their gradient, in float32 and in the compute
-        dtype.
-
-        XLA:TPU holds one float32 array at a time.
-        """
-        return (_F32 if self.platform == "tpu" else 2 * _F32) + 2 * self.compute
 
     # Moments
     # -----------------------------------------------------------------------------------------------------
@@ -360,6 +262,7 @@ class _Step:
             # largest of them waiting.
             sizes = [self._elements([p], _gathered) // self.layers for p in self.stacked]
             weights += self.reduce * (max(sizes) if self.platform == "tpu" else sum(sizes))
+        in_attention = attention_workspace(self.job)
         return Temporaries(
             "layer",
             # The sums of this layer, of the layer before it on their way, and of the one after it on their
@@ -368,8 +271,9 @@ class _Step:
             weights=weights,
             activations=self.activations + self.fetched_activations(),
             loss=self.unembedding_gradient(),
-            workspace=(self._tpu_workspace() if self.platform == "tpu" else self._workspace())
-            + self._over_context(),
+            workspace=max(
+                moment.bytes + moment.in_attention * in_attention for moment in self.job.step.moments
+            ),
         )
 
     def embedding(self) -> Temporaries:

@@ -11,7 +11,7 @@ from jtrain.errors import UserError
 from jtrain.layout.layout import Layout
 from jtrain.layout.precision import itemsize
 from jtrain.pipeline.clocks import Costs
-from jtrain.plan.estimate.attention_time import attention_s
+from jtrain.plan.estimate.attention_kernel import attention_s
 from jtrain.plan.estimate.collectives import BETWEEN_STAGES
 from jtrain.plan.estimate.exposed_network import Hiding, NetworkTime, by_axes, exposed_network
 from jtrain.plan.estimate.flops import flops_per_token, mfu
@@ -19,7 +19,6 @@ from jtrain.plan.estimate.machine import Machine
 from jtrain.plan.estimate.matmul_time import bf16_peak, matmuls, rate_of
 from jtrain.plan.estimate.memory import MemoryPlan
 from jtrain.plan.estimate.memory_passes import memory_passes
-from jtrain.plan.estimate.pipeline import device_layers
 from jtrain.plan.estimate.pipeline_time import StageSeconds, bubble_s, operation_costs
 from jtrain.plan.job import Job
 from jtrain_kernels.cost import MEMORY
@@ -182,13 +181,7 @@ def step_time(job: Job, plan: MemoryPlan, *, assume: Assumptions = Assumptions()
     hbm = device.hbm_bytes_per_s * assume.memory
     multiply = matmuls(job, memory=assume.memory, fraction=assume.matmul).scaled(assume.computation)
     passes = memory_passes(job, hbm / assume.computation)
-    # `attention_s` is of all layers; a device of a pipeline has those of its stage.
-    device_share = device_layers(layout, job.model.num_layers) / job.model.num_layers
-    attention_forward_s, attention_backward_s = (
-        assume.computation * device_share * pass_s for pass_s in attention_s(job)
-    )
-    if "attention" in job.step.recomputed_names:
-        attention_backward_s += attention_forward_s
+    attention_forward_s, attention_backward_s = (assume.computation * pass_s for pass_s in attention_s(job))
     forward_s = multiply.layers["forward"] + attention_forward_s + passes.forward_s
     by_input_s = (
         multiply.layers["by_input"] + multiply.layers["again"] + attention_backward_s + passes.backward_s

@@ -10,7 +10,7 @@ from rich.console import Console
 from jtrain.plan.compile.compiled_step import CompiledStep
 from jtrain.plan.compile.compiled_waits import schedule_waits_s
 from jtrain.plan.economics.failures import Uptime, assumed_link
-from jtrain.plan.estimate.attention_time import implementation
+from jtrain.plan.estimate.attention_kernel import implementation
 from jtrain.plan.estimate.collectives import collectives
 from jtrain.plan.estimate.flops import MFU_DEFINITION, flops_per_token
 from jtrain.plan.estimate.machine import Machine

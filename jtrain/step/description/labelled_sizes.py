@@ -51,7 +51,7 @@ class LayoutClass:
     spec, precision: options of the layout, as they are unless this part of a step does not depend on them.
     staged: True with pipeline stages, whose schedule is `pipeline`.
     tensor, kv_heads: devices along `tensor`, and a device's key heads; 0 where only their products matter.
-    shared: devices that compute the same key head.
+    shared: devices that compute the same key head; 2 for any number that is a label.
     moe: mixture of experts; their number and that of a token's choices are labels, here 2 and 1.
     pieces: pieces of an exchange of tokens over `expert`; 0 without one.
     few: True if a device has fewer experts than a token chooses.
@@ -76,6 +76,11 @@ class LayoutClass:
     tied: bool
     in_parts: bool
     rings: int
+
+    @property
+    def labels_shared(self) -> bool:
+        """True if the devices of a key head have a label."""
+        return self.part == "layers" and self.shared > 1 and not self.tensor
 
 
 def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, seq_len: int) -> LayoutClass:
@@ -113,7 +118,7 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
     moe = model.moe if of_layers or at_end else None
     exchanged_moe = moe if of_layers and mesh.expert > 1 else None
     shards = mesh.tensor * mesh.stage
-    return LayoutClass(
+    layout_class = LayoutClass(
         part,
         dataclasses.replace(spec, **spec_changes),
         precision,
@@ -132,6 +137,10 @@ def class_of(part: PartName, model: Transformer, layout: Layout, *, rows: int, s
         part == "loss" and stage == 3 and num_parts(model.vocab_size, shards) > 1,
         len(layout.rings),
     )
+    if layout_class.pieces == 1 and layout_class.shared > 1:
+        # Sizes of a trace that tell shared heads apart are too many tokens for one piece.
+        layout_class = dataclasses.replace(layout_class, pieces=2)
+    return dataclasses.replace(layout_class, shared=2) if layout_class.labels_shared else layout_class
 
 
 def input_keeping_class(layout_class: LayoutClass) -> LayoutClass:
@@ -152,10 +161,10 @@ class LabelledSizes:
     """Model, layout and batch of a trace.
 
     labels: letter -> the prime that stands for it. w, p, z, e, t are devices along replica, stage, data,
-      expert and tensor, z, r, s those of ZeRO's torus dimensions; b rows; l positions; d, k, g, h, f, x, v
-      parts of the sizes D, K, N, H, F, X, V that no axis splits; c experts of a token; y layers; u, q, m
-      positions of a device in the loss, those of a chunk, and chunks; o columns of a part of the vocabulary,
-      n parts.
+      expert and tensor (t of a key head, where devices share one), z, r, s those of ZeRO's torus
+      dimensions; b rows; l positions; d, k, g, h, f, x, v parts of the sizes D, K, N, H, F, X, V that no axis
+      splits; c experts of a token; y layers; u, q, m positions of a device in the loss, those of a chunk, and
+      chunks; o columns of a part of the vocabulary, n parts.
     """
 
     model: Transformer
@@ -193,7 +202,7 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     # mistake them for it.
     fixed_factors = (
         layout_class.context
-        * layout_class.shared
+        * (1 if layout_class.labels_shared else layout_class.shared)
         * (layout_class.tensor or 1)
         * (layout_class.kv_heads or 1)
         * max(1, layout_class.pieces)
@@ -204,16 +213,21 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
         # Small primes: sums over the experts of a token are unrolled. Histories of 8-bit matmuls have 3
         # numbers.
         smallest = 3 if layout_class.precision.matmul_dtype == "compute" else 5
-        small_primes = (n for n in range(smallest, 30) if _is_prime(n) and fixed_factors % n)
+        smallest_primes = (n for n in range(smallest, 30) if _is_prime(n) and fixed_factors % n)
         # x before c: with `few` a device has fewer experts, x, than a token chooses, c. Otherwise x is one of
         # the larger primes below.
-        labels = {letter: next(small_primes) for letter in ("xc" if layout_class.few else "c")}
+        labels = {letter: next(smallest_primes) for letter in ("xc" if layout_class.few else "c")}
         fixed_factors *= math.prod(labels.values())
-    # An exchange in one piece takes few tokens, one in several takes many; the code itself has none of these
-    # factors.
-    first_prime = {0: 11, 1: 5}.get(layout_class.pieces, 61)
-    primes = (n for n in range(first_prime, 10_000) if _is_prime(n) and fixed_factors % n)
-    labels = {letter: next(primes) for letter in "btlwezrsdkghfxvyp"} | labels
+    # An exchange in one piece takes few tokens, one in several takes many. JAX counts the devices of a mesh in
+    # 32 bits, so their labels are small.
+    first_prime = 5 if layout_class.pieces == 1 else 11
+    small_primes, large_primes = (
+        (n for n in range(first, 10_000) if _is_prime(n) and fixed_factors % n)
+        for first in (first_prime, 101)
+    )
+    many = "bl" if layout_class.pieces > 1 else ""
+    letters = "btlwezrsdkghfxvyp"
+    labels = {name: next(large_primes if name in many else small_primes) for name in letters} | labels
     # Fixed by the class, so no label.
     if layout_class.tensor:
         del labels["t"]
@@ -221,19 +235,14 @@ def label_sizes(layout_class: LayoutClass) -> LabelledSizes:
     data = math.prod(labels[name] for name in rings) if rings else labels["z"]
     context = layout_class.context
     # With shared key heads there are k of them, and `shared` devices for each.
-    tensor = layout_class.tensor or (
-        layout_class.shared * labels["k"] if layout_class.shared > 1 else labels["t"]
-    )
+    shared = labels["t"] if layout_class.labels_shared else layout_class.shared
+    tensor = layout_class.tensor or (shared * labels["k"] if shared > 1 else labels["t"])
     # D is split over ZeRO's shards; that of shared key heads' kernels over `tensor` as well.
     width = labels["d"] * data * context * (tensor if layout_class.shared > 1 else 1)
     # Both numbers that decide how many key heads there are belong to the class.
     if layout_class.tensor and layout_class.shared > 1:
         del labels["k"]
-    kv_heads = (
-        tensor // layout_class.shared
-        if layout_class.shared > 1
-        else (layout_class.kv_heads or labels["k"]) * tensor
-    )
+    kv_heads = tensor // shared if shared > 1 else (layout_class.kv_heads or labels["k"]) * tensor
     heads = max(kv_heads, tensor) * labels["g"] * (context if layout_class.kv_heads else 1)
     # Passes of a pipeline are of single layers, the same in each stage: two stages of one layer are enough.
     stages = (2 if layout_class.part == "layers" else labels["p"]) if layout_class.staged else 1
@@ -318,7 +327,7 @@ def label_values(
         "p": mesh.stage,
         "z": mesh.shape["data"],
         "e": mesh.expert,
-        "t": tensor,
+        "t": tensor // model.num_kv_heads if layout_class.labels_shared else tensor,
         "d": Fraction(model.d_model, zero_shards * (tensor if layout_class.shared > 1 else 1)),
         "k": model.num_kv_heads if layout_class.shared > 1 else Fraction(model.num_kv_heads, tensor),
         "g": Fraction(model.num_heads, in_use * (context if layout_class.kv_heads else 1)),

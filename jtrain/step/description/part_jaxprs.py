@@ -44,6 +44,7 @@ from jtrain.step.zero import (
 )
 from jtrain_kernels import registry
 from jtrain_kernels.device import DEVICES
+from jtrain_kernels.platforms import for_a_reader
 
 _OVERLAPPED = tuple(
     f"{name}{bits}" for name in ("all_gather_matmul", "matmul_reduce_scatter") for bits in ("", "_fp8")
@@ -59,7 +60,7 @@ def _jaxpr(mesh: AbstractMesh, fn: Any, *args: Any) -> Any:
     """The jaxpr of what every device computes."""
     # Overlapped ops show their permutes; all others trace as plain XLA, whatever a device would choose.
     forced = {name: "permute" if name in _OVERLAPPED else registry.REFERENCE for name in registry.ops()}
-    with registry.on(DEVICES["h200"], forced=forced):
+    with registry.on(DEVICES["h200"], forced=forced), for_a_reader():
         local = jax.shard_map(fn, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
         return jax.make_jaxpr(local)(*args)
 

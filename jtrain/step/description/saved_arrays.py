@@ -16,6 +16,7 @@ from jax.interpreters import partial_eval
 from jtrain.model.expert_dispatch import MAX_PIECES
 from jtrain.model.forward_placement import SAVEABLE
 from jtrain.model.layer_scan import LAYER_INPUT
+from jtrain.step.description.jaxpr_places import equations
 from jtrain.step.description.kept_values import KEPT, keep_values
 from jtrain.step.description.labelled_sizes import (
     TOKENS,
@@ -28,7 +29,6 @@ from jtrain.step.description.labelled_sizes import (
 )
 from jtrain.step.description.part_jaxprs import jaxpr_of, residual_stream, unread_losses
 from jtrain.step.description.trace_cache import cached_trace
-from jtrain.step.description.traced_work import equations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +61,12 @@ class SavedTrace:
 
 
 def saving_class(layout_class: LayoutClass) -> LayoutClass:
-    """The class whose trace says what layers of a class can save: any number of pieces of an exchange saves
-    the same bytes.
+    """The class whose trace says what layers of a class can save: several pieces of an exchange save the same
+    bytes, whatever their number.
 
-    That number is the largest, which large batches have anyway. One piece is traced faster, but the devices of
-    a shared key head alone have more tokens than that.
+    That number is the largest, which large batches have anyway. One piece is traced faster.
     """
-    pieces = layout_class.pieces
-    if pieces > 1 or (pieces and layout_class.shared > 1):
-        pieces = MAX_PIECES
+    pieces = MAX_PIECES if layout_class.pieces > 1 else layout_class.pieces
     return dataclasses.replace(input_keeping_class(layout_class), pieces=pieces)
 
 

@@ -1,4 +1,4 @@
-"""Products, collectives and saved arrays of a train step, read off abstract traces of its own functions.
+"""Products, collectives, memory and passes over it of a train step, read off abstract traces of its own functions.
 
 Each part of a step is traced for a class of layouts (`traced_parts.py`), and the trace scales to every layout
 of the
@@ -21,10 +21,11 @@ from jtrain.model.layer_scan import LAYER_INPUT
 from jtrain.model.saved_activations import kept_names, offloaded_names
 from jtrain.model.transformer import Transformer
 from jtrain.pipeline.schedule import StageHop
+from jtrain.step.description.jaxpr_places import When
 from jtrain.step.description.labelled_sizes import PartName, class_of, evaluate, label_values
 from jtrain.step.description.saved_arrays import LabelledArray, saving_class, trace_saved
 from jtrain.step.description.traced_parts import Gradient, PartTrace, trace_part
-from jtrain.step.description.traced_work import Kind, When
+from jtrain.step.description.traced_work import Kind
 from jtrain.step.pipeline_ticks import chunk_passes, counts_of
 
 _PARTS: tuple[PartName, ...] = ("layers", "embedding", "loss", "end")
@@ -76,6 +77,47 @@ class StepProduct:
     depth: int
     columns: int
     groups: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPass:
+    """Passes over memory of a step on one device that are alike: bytes that they read and write.
+
+    of_experts: True for rows of tokens sorted by expert.
+    """
+
+    when: When
+    of_experts: bool
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCalls:
+    """Calls of attention's kernel of a step on one device that are alike.
+
+    backward: True for its backward pass; causal: False where every query sees every key.
+    """
+
+    when: When
+    backward: bool
+    causal: bool
+    count: int
+    rows: int
+    length: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """Bytes of tokens' arrays at one moment of a layer's backward pass, besides those that layers save.
+
+    in_attention: True during attention's backward pass, whose kernel has a workspace of its own.
+    """
+
+    bytes: int
+    in_attention: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,19 +207,67 @@ class StepDescription:
         """Names of the layers' activations that the backward pass computes a second time."""
         return frozenset(self._parts["layers"][0].recomputed_names)
 
+    def _repeats(self, part: PartName) -> int:
+        """How often a device computes a part in a step; a pipeline's identity layers count too."""
+        layout = self.layout
+        if part == "layers" and layout.pipeline is not None:
+            return layout.spec.microbatches * layout.pipeline.places // layout.pipeline.stages
+        return layout.spec.microbatches
+
     @functools.cached_property
     def products(self) -> list[StepProduct]:
-        """The products with weights on one device; those of a pipeline's identity layers with them."""
+        """The products with weights on one device."""
         products: list[StepProduct] = []
         for part in ("layers", "loss"):
             trace, values = self._parts[part]
-            repeats = self.layout.spec.microbatches
-            if part == "layers" and self.layout.pipeline is not None:
-                repeats *= self.layout.pipeline.places // self.layout.pipeline.stages
             for product in trace.products:
                 count, *sizes = evaluate((product.count, *product.sizes), values)
-                products.append(StepProduct(part, product.when, product.in_8_bits, repeats * count, *sizes))
+                count *= self._repeats(part)
+                products.append(StepProduct(part, product.when, product.in_8_bits, count, *sizes))
         return products
+
+    @functools.cached_property
+    def passes(self) -> list[StepPass]:
+        """The layers' passes over memory on one device."""
+        (trace, values), repeats = self._parts["layers"], self._repeats("layers")
+        sizes = evaluate([one.bytes for one in trace.memory.passes], values)
+        return [
+            StepPass(one.when, one.of_experts, repeats * size)
+            for one, size in zip(trace.memory.passes, sizes, strict=True)
+        ]
+
+    @functools.cached_property
+    def attention(self) -> list[AttentionCalls]:
+        """The calls of attention's kernel on one device."""
+        (trace, values), repeats = self._parts["layers"], self._repeats("layers")
+        calls: list[AttentionCalls] = []
+        for call in trace.memory.attention:
+            count, *sizes = evaluate((call.count, *call.sizes), values)
+            calls.append(AttentionCalls(call.when, call.backward, call.causal, repeats * count, *sizes))
+        return calls
+
+    @functools.cached_property
+    def moments(self) -> list[Moment]:
+        """Moments of a layer's backward pass, of which one takes the most memory."""
+        trace, values = self._parts["layers"]
+        has_shards = self.layout.mesh.tensor > 1
+        # Few powers of sizes make up many moments.
+        sizes: dict[Any, float] = {}
+        moments: list[Moment] = []
+        for moment in trace.memory.moments:
+            arrays = moment.bytes + (moment.shards if has_shards else ())
+            for _, powers in arrays:
+                if powers not in sizes:
+                    sizes[powers] = math.prod((values[name][0] / values[name][1]) ** n for name, n in powers)
+            moment_bytes = round(sum(factor * sizes[powers] for factor, powers in arrays))
+            moments.append(Moment(moment_bytes, moment.in_attention))
+        return moments
+
+    @property
+    def weight_input_bytes(self) -> int:
+        """Bytes of what the gradients of one layer's weights need besides the weights."""
+        trace, values = self._parts["layers"]
+        return sum(evaluate(trace.memory.weight_inputs, values))
 
     @functools.cached_property
     def collectives(self) -> list[StepCollective]:

@@ -11,6 +11,7 @@ import functools
 import math
 from typing import Any, Literal
 
+from jtrain.step.description.jaxpr_places import When
 from jtrain.step.description.kept_values import keep_values
 from jtrain.step.description.labelled_sizes import (
     TOKENS,
@@ -24,7 +25,8 @@ from jtrain.step.description.labelled_sizes import (
 from jtrain.step.description.part_jaxprs import jaxpr_of, unread_losses
 from jtrain.step.description.saved_arrays import trace_saved
 from jtrain.step.description.trace_cache import cached_trace
-from jtrain.step.description.traced_work import Kind, TracedProduct, TracedWork, When, traced_work
+from jtrain.step.description.traced_memory import MemoryTrace, memory_from_json, trace_memory
+from jtrain.step.description.traced_work import Kind, TracedProduct, TracedWork, traced_work
 
 type Gradient = Literal["forward", "again", "by_input", "by_weight"]
 """Pass of a product with a weight; the backward pass has one for the gradient of the input and one for the
@@ -62,14 +64,16 @@ class LabelledProduct:
 
 @dataclasses.dataclass(frozen=True)
 class PartTrace:
-    """Collectives and products of one part of a step, for a class of layouts.
+    """Collectives, products and memory of one part of a step, for a class of layouts.
 
     recomputed_names: names of the activations that the backward pass computes a second time.
+    memory: of layers; empty for other parts.
     """
 
     collectives: tuple[LabelledCollective, ...]
     products: tuple[LabelledProduct, ...]
     recomputed_names: tuple[str, ...]
+    memory: MemoryTrace
 
 
 @functools.cache
@@ -79,7 +83,10 @@ def trace_part(layout_class: LayoutClass) -> PartTrace:
 
 
 def _part_from_json(
-    collectives: list[dict[str, Any]], products: list[dict[str, Any]], recomputed_names: list[str]
+    collectives: list[dict[str, Any]],
+    products: list[dict[str, Any]],
+    recomputed_names: list[str],
+    memory: dict[str, Any],
 ) -> PartTrace:
     """A trace from its fields as JSON has them."""
     labelled_products = (_product_from_json(**fields) for fields in products)
@@ -87,6 +94,7 @@ def _part_from_json(
         tuple(_collective_from_json(**fields) for fields in collectives),
         tuple(labelled_products),
         tuple(recomputed_names),
+        memory_from_json(**memory),
     )
 
 
@@ -140,7 +148,9 @@ def describe_jaxpr(layout_class: LayoutClass, jaxpr: Any, *, unread: int = 0) ->
         )
         for collective in work.collectives
     )
-    return PartTrace(tuple(collectives), _products(sizes, work), tuple(sorted(work.recomputed_names)))
+    names = tuple(sorted(work.recomputed_names))
+    memory = trace_memory(sizes, work) if layout_class.part == "layers" else MemoryTrace((), (), (), ())
+    return PartTrace(tuple(collectives), _products(sizes, work), names, memory)
 
 
 def _products(sizes: LabelledSizes, work: TracedWork) -> tuple[LabelledProduct, ...]:

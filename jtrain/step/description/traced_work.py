@@ -9,21 +9,27 @@ value depends on is known.
 import dataclasses
 import itertools
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from jax.extend import core
 from jax.interpreters import partial_eval
 
+from jtrain.model import ops
+from jtrain.step.description.jaxpr_places import (
+    Place,
+    When,
+    called_jaxpr,
+    counted_branch,
+    equations,
+    inner_place,
+)
+
 type Kind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute"
 ]
 
-type When = Literal["forward", "again", "backward"]
-"""Pass of a collective or a product: `again` repeats one of the forward pass for the backward pass."""
-
-_KINDS: dict[str, Kind] = {
+COLLECTIVES: dict[str, Kind] = {
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "psum": "all-reduce",
@@ -35,8 +41,7 @@ _KINDS: dict[str, Kind] = {
     "ppermute": "collective-permute",
 }
 
-_TRANSFORMATION = re.compile(r"\w+\(|\)")
-"""What transformations add to a scope: `transpose(jvp(attention))`."""
+PRODUCTS = "dot_general", "ragged_dot_general"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +92,47 @@ class TracedProduct:
 
 
 @dataclasses.dataclass(frozen=True)
+class Operation:
+    """An equation of a jaxpr that calls no other, or a loop, or an attention kernel.
+
+    operands, results: numbers of its values; literals are left out.
+    """
+
+    name: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop whose turns are the operations `first` to `end`, without `end`.
+
+    carried: values that the first turn gets from before the loop, and later ones from the turn before.
+    returned: values that a turn returns.
+    """
+
+    first: int
+    end: int
+    carried: tuple[int, ...]
+    returned: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class TracedWork:
-    """Collectives and products of a jaxpr, in its order.
+    """Collectives and products of a jaxpr, in its order, and all its operations.
 
     recomputed_names: names (`checkpoint_name`) of the values that it computes a second time.
+    arrays: number of a value -> its shape and dtype; returned: values that the jaxpr returns.
     """
 
     collectives: list[TracedCollective]
     products: list[TracedProduct]
     recomputed_names: frozenset[str]
+    operations: list[Operation]
+    loops: list[Loop]
+    arrays: dict[int, Any]
+    returned: tuple[int, ...]
 
 
 _KEEPS_BITS = (
@@ -126,15 +163,6 @@ type _SharedResults = dict[Any, list[_Value]]
 """Operand and settings of a collective of a computation -> its results."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Position of a jaxpr in the trace: scope, trips and when as in `TracedCollective`."""
-
-    scope: tuple[str, ...]
-    trips: tuple[int, ...]
-    when: When
-
-
 def traced_work(jaxpr: Any, *, unread: int = 0) -> TracedWork:
     """Work of a closed jaxpr, as far as its results are read.
 
@@ -145,8 +173,17 @@ def traced_work(jaxpr: Any, *, unread: int = 0) -> TracedWork:
     # Compilers drop dead code, so it must not count; this also drops what only unread results need.
     lean, _ = partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * num_read + [False] * unread)
     reader = _Reader()
-    reader.follow(lean, [reader.new(0) for _ in lean.invars], _Place((), (), "forward"), {})
-    return TracedWork(reader.result(), reader.products, frozenset(reader.recomputed_names))
+    arguments = [reader.new(0, var.aval) for var in lean.invars]
+    returned = reader.follow(lean, arguments, Place((), (), "forward"), {})
+    return TracedWork(
+        reader.result(),
+        reader.products,
+        frozenset(reader.recomputed_names),
+        reader.operations,
+        reader.loops,
+        reader.arrays,
+        tuple(value.number for value in returned),
+    )
 
 
 class _Reader:
@@ -159,10 +196,24 @@ class _Reader:
         self.products: list[TracedProduct] = []
         self.recomputed_marks = 0
         self.recomputed_names = set[str]()
+        self.operations: list[Operation] = []
+        self.loops: list[Loop] = []
+        self.arrays: dict[int, Any] = {}
 
-    def new(self, marks: int) -> _Value:
-        """A value that was not seen before; `marks` as in `_Value`."""
-        return _Value(next(self.numbers), marks)
+    def new(self, marks: int, array: Any = None, *, in_8_bits: bool = False) -> _Value:
+        """A value that was not seen before; `marks` as in `_Value`. Literals have no array."""
+        value = _Value(next(self.numbers), marks, in_8_bits)
+        if array is not None:
+            self.arrays[value.number] = array
+        return value
+
+    def record(
+        self, name: str, operands: Sequence[_Value], results: list[_Value], place: Place
+    ) -> list[_Value]:
+        """Adds an operation; returns its results."""
+        numbers = (value.number for value in operands if value.number in self.arrays)
+        self.operations.append(Operation(name, tuple(numbers), tuple(v.number for v in results), place))
+        return results
 
     def result(self) -> list[TracedCollective]:
         return [
@@ -173,7 +224,7 @@ class _Reader:
         ]
 
     def follow(
-        self, jaxpr: Any, operands: Sequence[_Value], place: _Place, shared_results: _SharedResults
+        self, jaxpr: Any, operands: Sequence[_Value], place: Place, shared_results: _SharedResults
     ) -> list[_Value]:
         """Collects the work of a jaxpr's equations, in their order; returns the values of its results.
 
@@ -182,7 +233,7 @@ class _Reader:
           shared_results: results of the collectives before it that it need not repeat; its own are added.
         """
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, operands, strict=True))
-        values |= {var: self.new(0) for var in jaxpr.constvars}
+        values |= {var: self.new(0, var.aval) for var in jaxpr.constvars}
 
         def read(atom: Any) -> _Value:
             return self.new(0) if isinstance(atom, core.Literal) else values[atom]
@@ -193,16 +244,19 @@ class _Reader:
         return [read(atom) for atom in jaxpr.outvars]
 
     def _results(
-        self, eqn: Any, operands: list[_Value], place: _Place, shared_results: _SharedResults
+        self, eqn: Any, operands: list[_Value], place: Place, shared_results: _SharedResults
     ) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
-        inner_place = _inner_place(eqn, place)
+        inner = inner_place(eqn, place)
         marks = 0
         for value in operands:
             marks |= value.marks
-        if name in _KINDS:
-            return self._collective(eqn, operands, inner_place, shared_results)
-        if name == "name" and inner_place.when == "again":
+        if attention_scope(inner):
+            results = [self.new(marks, var.aval) for var in eqn.outvars]
+            return self.record(name, operands, results, inner)
+        if name in COLLECTIVES:
+            return self._collective(eqn, operands, inner, shared_results)
+        if name == "name" and inner.when == "again":
             self.recomputed_names.add(params["name"])
         if name in ("name", "reduce_precision"):  # `jax.checkpoint` names and rounds what it keeps
             return operands
@@ -210,40 +264,44 @@ class _Reader:
             num_consts = len(params["ft_in"].unpack()[0])
             body, length = params["jaxpr"].jaxpr, params["length"]
             if length == 0:  # a ring of two devices has no hop between the first and the last
-                return [self.new(marks) for _ in eqn.outvars]
-            looped = dataclasses.replace(inner_place, trips=(*inner_place.trips, length))
+                return [self.new(marks, var.aval) for var in eqn.outvars]
+            looped, first = dataclasses.replace(inner, trips=(*inner.trips, length)), len(self.operations)
             # A carried value may depend on all operands after the first turn.
-            carried = [self.new(marks) for _ in operands[num_consts:]]
-            results = self.follow(body, [*operands[:num_consts], *carried], looped, {})
-            return [self.new(result.marks | marks) for result in results]
+            carried = [self.new(marks, var.aval) for var in body.invars[num_consts:]]
+            returned = self.follow(body, [*operands[:num_consts], *carried], looped, {})
+            num_carried = len(params["ft_out"].unpack()[0])
+            numbers = (tuple(v.number for v in values) for values in (carried[:num_carried], returned))
+            self.loops.append(Loop(first, len(self.operations), *numbers))
+            pairs = zip(returned, eqn.outvars, strict=True)
+            results = [self.new(value.marks | marks, var.aval) for value, var in pairs]
+            return self.record(name, operands, results, inner)
         if name == "cond":
-            branch = _counted_branch(params).jaxpr
-            return [
-                self.new(v.marks | marks)
-                for v in self.follow(branch, operands[1:], inner_place, shared_results)
-            ]
-        if (called := _called_jaxpr(params)) is not None:
+            branch = counted_branch(params).jaxpr
+            results = self.follow(branch, operands[1:], inner, shared_results)
+            return [dataclasses.replace(value, marks=value.marks | marks) for value in results]
+        if (called := called_jaxpr(params)) is not None:
             # What a checkpoint computes again shares no collective with the computation around it.
             inner_results: _SharedResults = shared_results if name != "remat2" else {}
             if name == "remat2" and params.get("differentiated"):
-                inner_place = dataclasses.replace(inner_place, when="backward")
+                inner = dataclasses.replace(inner, when="backward")
             jaxpr, skipped = called, len(operands) - len(called.invars)
-            return self.follow(jaxpr, operands[skipped:], inner_place, inner_results)
+            return self.follow(jaxpr, operands[skipped:], inner, inner_results)
         if name == "while":
             bodies = [params["body_jaxpr"].jaxpr, params["cond_jaxpr"].jaxpr]
-            assert not any(e.primitive.name in _KINDS for body in bodies for e in equations(body)), (
+            assert not any(e.primitive.name in COLLECTIVES for body in bodies for e in equations(body)), (
                 "unknown trips"
             )
-        if name in ("dot_general", "ragged_dot_general"):
-            if inner_place.when == "again":
+        if name in PRODUCTS:
+            if inner.when == "again":
                 self.recomputed_marks |= marks
             in_8_bits = all(value.in_8_bits for value in operands[:2])
-            self.products += _product(eqn, inner_place, in_8_bits=in_8_bits)
+            self.products += _product(eqn, inner, in_8_bits=in_8_bits)
         rounded = name in _KEEPS_BITS and (operands[0].in_8_bits or "float8" in str(eqn.invars[0].aval.dtype))
-        return [_Value(next(self.numbers), marks, rounded) for _ in eqn.outvars]
+        results = [self.new(marks, var.aval, in_8_bits=rounded) for var in eqn.outvars]
+        return self.record(name, operands, results, inner)
 
     def _collective(
-        self, eqn: Any, operands: list[_Value], place: _Place, shared_results: _SharedResults
+        self, eqn: Any, operands: list[_Value], place: Place, shared_results: _SharedResults
     ) -> list[_Value]:
         name, params = eqn.primitive.name, eqn.params
         axes = params.get("axes", params.get("axis_name"))
@@ -262,7 +320,7 @@ class _Reader:
                     # One bit for each repeated collective, so that a value carries a set of them in one integer.
                     mark = 1 << next(self.marks)
                 collective = TracedCollective(
-                    _KINDS[name],
+                    COLLECTIVES[name],
                     axes,
                     str(eqn.invars[index].aval.dtype),
                     _whole_shape(name, eqn.invars[index].aval.shape, out.aval.shape),
@@ -277,12 +335,19 @@ class _Reader:
                 marks = mark
                 for value in result_operands:
                     marks |= value.marks
-                shared_results[key] = [self.new(marks)]
+                shared_results[key] = self.record(name, result_operands, [self.new(marks, out.aval)], place)
             results += shared_results[key]
         return results
 
 
-def _product(eqn: Any, place: _Place, *, in_8_bits: bool) -> list[TracedProduct]:
+def attention_scope(place: Place) -> str:
+    """Scope of the attention kernel that an equation belongs to; empty for all others."""
+    return next(
+        (name for name in place.scope if name.startswith((ops.ATTENTION_FORWARD, ops.ATTENTION_BACKWARD))), ""
+    )
+
+
+def _product(eqn: Any, place: Place, *, in_8_bits: bool) -> list[TracedProduct]:
     """The product of an equation; none if it has batch dimensions."""
     numbers = eqn.params.get("dimension_numbers") or eqn.params["ragged_dot_dimension_numbers"]
     ((first, second), batch) = getattr(numbers, "dot_dimension_numbers", numbers)
@@ -304,55 +369,3 @@ def _whole_shape(name: str, operand: tuple[int, ...], result: tuple[int, ...]) -
     if name == "all_gather":
         return result
     return min(operand, result, key=math.prod) if name == "ragged_all_to_all" else operand
-
-
-def _inner_place(eqn: Any, place: _Place) -> _Place:
-    """Place of an equation, and of the jaxprs that it calls."""
-    stack, when = str(eqn.source_info.name_stack), place.when
-    names = list(place.scope)
-    if "transpose(" in stack and when == "forward":
-        when = "backward"
-    for name in filter(None, _TRANSFORMATION.sub("", stack).split("/")):
-        if name == "rematted_computation":
-            when = "again"
-        else:
-            names.append(name)
-    return _Place(tuple(names), place.trips, when)
-
-
-def _counted_branch(params: dict[str, Any]) -> Any:
-    """The branch of a conditional that counts.
-
-    Where it chooses by platform, the branch with one product for all groups, else the one for GPUs: the other
-    way to multiply groups is a loop of unknown length. Elsewhere the branch that does most.
-    """
-    branches, platforms = params["branches"], params.get("branches_platforms")
-    if platforms is None:
-        return max(branches, key=lambda branch: sum(1 for _ in equations(branch.jaxpr)))
-    for branch in branches:
-        if any(eqn.primitive.name == "ragged_dot_general" for eqn in branch.jaxpr.eqns):
-            return branch
-    return next(
-        branch
-        for branch, platform in zip(branches, platforms, strict=True)
-        if platform is None or "cuda" in platform
-    )
-
-
-def _called_jaxpr(params: dict[str, Any]) -> Any:
-    """The jaxpr that an equation calls once, or None."""
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        inner = params.get(name)
-        if inner is not None and hasattr(inner, "eqns"):
-            return getattr(inner, "jaxpr", inner)
-    return None
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """Equations of a jaxpr and of all inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(inner, "eqns"):
-                    yield from equations(getattr(inner, "jaxpr", inner))

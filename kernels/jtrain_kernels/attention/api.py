@@ -1,7 +1,9 @@
 """Causal, segment-aware attention, by the implementation that the registry selects for the device."""
 
 import functools
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,9 @@ from jtrain_kernels.errors import UserError
 
 PASSES = {"cudnn": cudnn.PASSES, "tokamax": tokamax.PASSES, "splash": splash.PASSES, "xla": xla.PASSES}
 """Forward and backward pass of each implementation."""
+
+ATTENTION_FORWARD, ATTENTION_BACKWARD, UNMASKED = "attention_forward", "attention_backward", "_unmasked"
+"""Scopes of the passes, and what they add without a causal mask."""
 
 type _Config = tuple[tuple[str, int], ...]
 
@@ -100,7 +105,16 @@ def configured(name: str, config: _Config) -> Passes:
     object.
     """
     passes = PASSES[name]
-    return Passes(partial(passes.forward, **dict(config)), partial(passes.backward, **dict(config)))
+    return Passes(
+        partial(_in_scope, ATTENTION_FORWARD, partial(passes.forward, **dict(config))),
+        partial(_in_scope, ATTENTION_BACKWARD, partial(passes.backward, **dict(config))),
+    )
+
+
+def _in_scope(scope: str, run_pass: Callable[..., Any], *arrays: Array, mask: Mask, chunk: int) -> Any:
+    """A pass in a named scope, by which readers of a trace find it whatever computes it."""
+    with jax.named_scope(f"{scope}{'' if mask.causal else UNMASKED}"):
+        return run_pass(*arrays, mask=mask, chunk=chunk)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jtrain_kernels.platforms import by_platform
+
 
 def forward(
     chunk: int, window: int | None, *arrays: Array
@@ -135,7 +137,7 @@ def _on_each_platform(
 
         return jax.lax.map(sequence_pass, arrays)
 
-    return jax.lax.platform_dependent(*arrays, cpu=by_sequence, default=partial(by_queries, chunk, window))
+    return by_platform(*arrays, cpu=by_sequence, default=partial(by_queries, chunk, window))
 
 
 def _forward(

@@ -15,6 +15,7 @@ from jtrain_kernels.errors import UserError
 from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, restored, scale_of
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract
+from jtrain_kernels.platforms import by_platform
 
 AMAX = "fp8_amax"
 """Name of the largest numbers that the forward pass finds, scalars. A rematerialised layer should save them:
@@ -148,7 +149,7 @@ def _backward(saved: Any, dy_TO: Array) -> tuple[Array, Array, Array | None, Arr
     kernel8_IO, kernel_amax = rounded_weight(kernel_IO, kernel_scale) if rounded is None else rounded
     kernel = restored(kernel8_IO, kernel_scale, dtype)
     kernel_dtype = dtype if rounded is not None else kernel_IO.dtype
-    dx_TI, dkernel_IO = jax.lax.platform_dependent(
+    dx_TI, dkernel_IO = by_platform(
         dy,
         x,
         kernel,
@@ -173,9 +174,7 @@ def _cast_once(dy8_TO: Array) -> Array:
     It would make dy and its transpose for cuBLAS from the unrounded gradient, in a fusion that cannot find an
     amax too.
     """
-    return jax.lax.platform_dependent(
-        dy8_TO, cuda=jax.lax.optimization_barrier, default=lambda dy8_TO: dy8_TO
-    )
+    return by_platform(dy8_TO, cuda=jax.lax.optimization_barrier, default=lambda dy8_TO: dy8_TO)
 
 
 def _products(

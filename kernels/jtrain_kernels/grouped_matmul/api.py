@@ -10,6 +10,7 @@ from jtrain_kernels import cost, registry
 from jtrain_kernels.device import DeviceSpec
 from jtrain_kernels.errors import UserError
 from jtrain_kernels.grouped_matmul import blocked, tokamax
+from jtrain_kernels.platforms import by_platform
 
 # Contraction over the rows, which are the ragged dimension: one matrix per group.
 _KERNEL_GRADIENT = jax.lax.RaggedDotDimensionNumbers(
@@ -78,7 +79,7 @@ def _product(x: Array, kernel: Array, group_size: Array, *, transposed: bool, bl
 
     # One platform is kept when the program is lowered, so only one of the two forms is compiled. XLA:TPU
     # alone has a kernel for `ragged_dot`.
-    return jax.lax.platform_dependent(x, kernel.astype(x.dtype), tpu=ragged, default=in_blocks)
+    return by_platform(x, kernel.astype(x.dtype), read="tpu", tpu=ragged, default=in_blocks)
 
 
 def _kernel_gradient(x_TI: Array, dy_TO: Array, group_size_X: Array, *, block_rows: int) -> Array:
@@ -92,7 +93,7 @@ def _kernel_gradient(x_TI: Array, dy_TO: Array, group_size_X: Array, *, block_ro
     def in_blocks(x: Array, dy: Array) -> Array:
         return blocked.kernel_gradient(x, dy, group_size_X, block_rows=block_rows)
 
-    return jax.lax.platform_dependent(x_TI, dy_TO, tpu=ragged, default=in_blocks)
+    return by_platform(x_TI, dy_TO, read="tpu", tpu=ragged, default=in_blocks)
 
 
 def _plain_configs(device: DeviceSpec, avals: registry.Avals) -> list[dict[str, int]]:

@@ -14,6 +14,7 @@ from jtrain_kernels.errors import UserError
 from jtrain_kernels.linear.cpu import kernel_gradient_cpu
 from jtrain_kernels.linear.reference import contract, linear_reference
 from jtrain_kernels.linear.unmerged import dkernel_tpu, dx_tpu
+from jtrain_kernels.platforms import by_platform
 
 
 def linear(x: Float[Array, "..."], kernel: Float[Array, "..."], num_in: int = 1) -> Float[Array, "..."]:
@@ -41,7 +42,7 @@ def _xla(x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
 
     # XLA:TPU would copy to merge dimensions (see `unmerged`); all others multiply matrices.
     tpu = partial(linear_reference, num_in=num_in)
-    return jax.lax.platform_dependent(x, kernel.astype(x.dtype), tpu=tpu, default=merged)
+    return by_platform(x, kernel.astype(x.dtype), tpu=tpu, default=merged)
 
 
 def _forward(x: Array, kernel: Array, num_in: int) -> tuple[Array, tuple[Array, Array]]:
@@ -63,7 +64,7 @@ def _dx(dy: Array, x: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
         return contract(dy.reshape(len(x_TI), -1), kernel_IO, 1, 1, x.dtype).reshape(x.shape)
 
     tpu = partial(dx_tpu, num_in=num_in, dtype=x.dtype)
-    return jax.lax.platform_dependent(dy, kernel.astype(x.dtype), tpu=tpu, default=merged)
+    return by_platform(dy, kernel.astype(x.dtype), tpu=tpu, default=merged)
 
 
 def _dkernel(x: Array, dy: Array, kernel: Array, num_in: int) -> Float[Array, "..."]:
@@ -72,7 +73,7 @@ def _dkernel(x: Array, dy: Array, kernel: Array, num_in: int) -> Float[Array, ".
         # In the kernel's dtype: a float32 weight's gradient is never rounded to bfloat16.
         return product(x_TI, dy.reshape(len(x_TI), -1), kernel.dtype).reshape(kernel.shape)
 
-    return jax.lax.platform_dependent(
+    return by_platform(
         x,
         dy,
         cpu=partial(merged, product=kernel_gradient_cpu),

@@ -13,6 +13,7 @@ from jtrain_kernels.linear.cpu import transposed
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.linear_cross_entropy.chunking import CANDIDATES, best_chunk, predict
 from jtrain_kernels.linear_cross_entropy.vocab import IGNORE, Axis, Vocab
+from jtrain_kernels.platforms import by_platform
 
 
 def linear_cross_entropy(
@@ -244,7 +245,7 @@ def _forward(
         dlogits_CW = (softmax_CW - is_target_CW).astype(x_CD.dtype)
         dx_cD = vocab.scatter(contract(dlogits_CW, kernel_DW, 1, 1, x_CD.dtype))
         # XLA:CPU contracts over the first dimension slowly; a transposed copy of x pays off there.
-        dkernel_DW += jax.lax.platform_dependent(
+        dkernel_DW += by_platform(
             x_CD,
             dlogits_CW,
             cpu=lambda x, dlogits: contract(transposed(x), dlogits, 1, 0, jnp.float32),

@@ -20,6 +20,7 @@ from jtrain_kernels.fp8.formats import FORWARD, GRADIENT, largest, quantised, re
 from jtrain_kernels.linear.reference import contract
 from jtrain_kernels.overlap.xla.lower_schedule import gather, put, rows_of
 from jtrain_kernels.overlap.xla.op import KernelTuple, OverlapPlan, reduce_scattered
+from jtrain_kernels.platforms import by_platform
 
 type PerKernel = Float[Array, "G 3"] | None
 """`Fp8Kernel.scale_3`, or `seen_3`, for each of G kernels; None for current scaling. Columns are
@@ -242,6 +243,6 @@ def _exact(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
     Precision HIGHEST asks XLA:GPU for that; on other platforms it would mean float32 operands.
     """
     product = functools.partial(contract, a_dim=a_dim, b_dim=b_dim, dtype=jnp.float32)
-    return jax.lax.platform_dependent(
+    return by_platform(
         a, b, cuda=functools.partial(product, precision=jax.lax.Precision.HIGHEST), default=product
     )

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from jtrain_kernels import cost, registry
 from jtrain_kernels.device import DeviceSpec
+from jtrain_kernels.platforms import by_platform
 from jtrain_kernels.rms_norm import pallas_tpu, triton
 
 type Backward = Callable[[Array, Array, Array, Array, float, Array | None], tuple[Array, Array]]
@@ -105,7 +106,7 @@ def _gradients(
     del eps  # part of `inverse`
     # A pass of its own: as the end of the matmul that gives dy, it makes XLA:TPU's matmul a fifth longer. On
     # a GPU it would only be one more reading of dy.
-    dy = jax.lax.platform_dependent(dy, tpu=jax.lax.optimization_barrier, default=lambda dy: dy)
+    dy = by_platform(dy, tpu=jax.lax.optimization_barrier, default=lambda dy: dy)
     x32, dy32 = x.astype(jnp.float32), dy.astype(jnp.float32)
     unit = x32 * inverse
     dscale_C = jnp.sum(dy32 * unit, axis=tuple(range(x.ndim - 1)))

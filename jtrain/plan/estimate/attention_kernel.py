@@ -1,22 +1,23 @@
-"""Attention of a step: the implementation that the kernels' registry chooses on a job's machine, and its
-seconds.
+"""Attention of a step: the implementation that the kernels' registry chooses on a job's machine, its seconds
+and its workspace.
 
-Seconds and choice are those of `jtrain_kernels.cost` and `jtrain_kernels.registry`, for the shapes that one
-device computes. An implementation that the planning machine has not installed is not chosen;
-`explain_attention` says so.
+Seconds and choice are those of `jtrain_kernels.cost` and `jtrain_kernels.registry`, for the calls of the
+step's trace. An implementation that the planning machine has not installed is not chosen; `explain_attention`
+says so.
 """
 
 import functools
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from jtrain.layout.dims import kv_heads_in_use
+from jtrain.layout.precision import itemsize
 from jtrain.plan.job import Job
-from jtrain.step.pipeline_ticks import attention_is_a_ring
+from jtrain.step.description.step_description import AttentionCalls
 from jtrain_kernels import cost, registry
 from jtrain_kernels.device import DeviceSpec
+
+_F32 = 4
 
 type _Shape = tuple[int, int, int, int, int]
 """Sequences, positions, query heads, key heads and head size of one call."""
@@ -38,48 +39,66 @@ def explain_attention(job: Job) -> str:
 
 
 def attention_s(job: Job) -> tuple[float, float]:
-    """Seconds of all forward passes of a step's attention on one device, each counted once, and of all
-    backward ones.
-
-    A ring computes a causal block of its own positions, and for each further device two blocks of half of
-    them.
+    """Seconds of attention in a step's forward passes on one device, and in its backward passes, with what
+    those compute again.
     """
     assert job.machine is not None, "seconds are those of a machine"
-    # All layers, also those of other stages: `step_time` takes a device's part of them.
-    calls = job.model.num_layers * job.layout.spec.microbatches
-    counted = [
-        (num_calls * calls, _passes_s(job.machine.device, *arguments)) for num_calls, arguments in _calls(job)
-    ]
-    return sum(num_calls * passes_s[0] for num_calls, passes_s in counted), sum(
-        num_calls * passes_s[1] for num_calls, passes_s in counted
-    )
+    forward_s = backward_s = 0.0
+    for call in job.step.attention:
+        passes_s = _passes_s(job.machine.device, *_arguments(job, call))
+        if call.when == "forward":
+            forward_s += call.count * passes_s[0]
+        else:
+            backward_s += call.count * passes_s[call.backward]
+    return forward_s, backward_s
+
+
+def attention_workspace(job: Job) -> int:
+    """Bytes that the kernel of attention's backward pass has on one device, besides its arrays and their
+    gradients.
+
+    In plain XLA probabilities and their gradient, in float32 and in the compute dtype, for a chunk of
+    queries with all keys, and for every chunk its float32 mask and its part of the keys. A fused kernel
+    holds no scores, but the log-partition of each query, and all arrays once more where it pads heads; cuDNN
+    has a mask in the compute dtype.
+    """
+    return max((_workspace(job, call) for call in job.step.attention if call.backward), default=0)
+
+
+def _workspace(job: Job, call: AttentionCalls) -> int:
+    name, compute = implementation(job), itemsize(job.layout.precision.compute_dtype)
+    rows, length, heads, size = call.rows, call.length, call.heads, call.head_dim
+    if name in cost.ATTENTION:
+        mask = rows * length * length * compute if name == "cudnn" else 0
+        width = cost.padded_head(name, size)
+        padded = 4 * rows * length * (heads + call.kv_heads) * width * compute if width > size else 0
+        return rows * heads * length * _F32 + mask + padded
+    chunk = min(job.model.attention_chunk, length)
+    queries, keys = (rows * length * n * size for n in (heads, call.kv_heads))
+    if job.platform == "tpu":
+        # One chunk of queries and one of keys at a time, and one float32 array of scores. The gradient of
+        # the output is in chunks, that of the queries in float32.
+        seen = chunk if length % chunk == 0 else length
+        in_chunks = queries * (compute + _F32) if length > chunk else 0
+        return rows * heads * chunk * seen * (_F32 + 2 * compute) + in_chunks
+    num_chunks = -(-length // chunk)
+    rows = 1 if job.platform == "cpu" else rows
+    masks = rows * length * (length + chunk) // 2 * _F32
+    gradients = 2 * keys * _F32 + keys * compute * (num_chunks - 1) // 2
+    return rows * heads * chunk * length * 2 * (_F32 + compute) + masks + gradients
 
 
 def _job_choice(job: Job) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     assert job.machine is not None, "the choice is that of a machine"
-    return _choose_implementation(job.machine.device, *next(_calls(job))[1])
+    call = next(call for call in job.step.attention if call.causal)
+    return _choose_implementation(job.machine.device, *_arguments(job, call))
 
 
-def _calls(job: Job) -> Iterator[tuple[int, tuple[_Shape, str, int, bool, str | None]]]:
-    """Yields how often a layer calls attention, and the arguments of `_choose_implementation`."""
-    model, mesh = job.model, job.layout.mesh
-    heads, kv_heads = (
-        n // mesh.tensor for n in (model.num_heads, kv_heads_in_use(model.num_kv_heads, mesh.tensor))
-    )
+def _arguments(job: Job, call: AttentionCalls) -> tuple[_Shape, str, int, bool, str | None]:
+    """Arguments of `_choose_implementation`."""
+    shape = call.rows, call.length, call.heads, call.kv_heads, call.head_dim
     forced_name = dict(job.layout.kernels).get("attention")
-    rows, length = job.rows(), job.seq_len
-    dtype_and_chunk = job.layout.precision.compute_dtype, model.attention_chunk
-    # Ulysses: the exchange gives a device all positions of its part of the heads.
-    if mesh.context > 1 and not attention_is_a_ring(job.layout):
-        heads, kv_heads = heads // mesh.context, max(1, kv_heads // mesh.context)
-    elif mesh.context > 1:
-        length //= mesh.context
-        # A half block of two sequences stands for two half blocks: each hop attends to half of the pairs.
-        half_shape = (2 * rows, length // 2, heads, kv_heads, model.head_dim)
-        yield 1, ((rows, length, heads, kv_heads, model.head_dim), *dtype_and_chunk, True, forced_name)
-        yield mesh.context - 1, (half_shape, *dtype_and_chunk, False, forced_name)
-        return
-    yield 1, ((rows, length, heads, kv_heads, model.head_dim), *dtype_and_chunk, True, forced_name)
+    return shape, job.layout.precision.compute_dtype, job.model.attention_chunk, call.causal, forced_name
 
 
 @functools.cache
