@@ -76,6 +76,55 @@ EXPORT int64_t fill_rows(int32_t *token, int32_t *target, int32_t *position, int
     return piece;
 }
 
+/* Takes documents out of the rings of ChunkBuffer: the run of each, -1 if it is not there or has not arrived.
+ * Returns how many have a run. */
+EXPORT int64_t drop_documents(int64_t documents, const int64_t *source, const int64_t *number, const int64_t *base,
+                              const int64_t *size, int64_t *table, int64_t *run) {
+    int64_t dropped = 0;
+    for (int64_t i = 0; i < documents; i++) {
+        if (i + 8 < documents)
+            __builtin_prefetch(table + 4 * (base[source[i + 8]] + (number[i + 8] & (size[source[i + 8]] - 1))), 1);
+        int64_t *entry = table + 4 * (base[source[i]] + (number[i] & (size[source[i]] - 1)));
+        run[i] = -1;
+        if (entry[0] != number[i]) continue; /* the row belongs to a newer document by now */
+        run[i] = entry[1];
+        entry[0] = -1;
+        dropped += run[i] >= 0;
+    }
+    return dropped;
+}
+
+static uint64_t splitmix64(uint64_t x) {
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+/* Images of numbers below `size` under the permutation that `key` selects; see shuffle.permuted. */
+EXPORT int64_t permute(int64_t count, const int64_t *index, int64_t size, int64_t key, int64_t *image) {
+    const uint64_t last = size > 2 ? (uint64_t)size - 1 : 1;
+    const int bits = 64 - __builtin_clzll(last), shift = bits / 2;
+    const uint64_t low_mask = ((uint64_t)1 << shift) - 1, high_mask = ((uint64_t)1 << (bits - shift)) - 1;
+    uint64_t round_key[6];
+    for (int round = 0; round < 6; round++) round_key[round] = splitmix64((uint64_t)key + (uint64_t)round);
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t x = (uint64_t)index[i];
+        do { /* an image past `size` is permuted again until it falls below it */
+            uint64_t high = x >> shift, low = x & low_mask;
+            for (int round = 0; round < 6; round++) {
+                /* An odd number of bits makes unequal halves, so their masks take turns. */
+                const uint64_t mask = round % 2 ? low_mask : high_mask;
+                const uint64_t mixed = (((low + round_key[round]) * 0x9E3779B97F4A7C15u >> 32) & mask) ^ high;
+                high = low, low = mixed;
+            }
+            x = high << shift | low;
+        } while (x >= (uint64_t)size);
+        image[i] = (int64_t)x;
+    }
+    return count;
+}
+
 /* Looks documents up in the rings of ChunkBuffer: the run of each, -1 if it is not there, its start and its end.
  * Returns how many are not there. */
 EXPORT int64_t find_documents(int64_t documents, const int64_t *source, const int64_t *number, const int64_t *base,
