@@ -94,6 +94,35 @@ EXPORT int64_t drop_documents(int64_t documents, const int64_t *source, const in
     return dropped;
 }
 
+/* Places documents in rows; see packing.place_concatenated. Each piece is `first` to `stop` of a document. Rows are
+ * numbered in the order of their first documents. Returns the number of pieces. */
+EXPORT int64_t place_concatenated(int64_t documents, const int64_t *start, const int64_t *end, int64_t seq_len,
+                                  int64_t *row, int64_t *document, int64_t *first, int64_t *stop) {
+#define REST(d) ((d) < documents ? start[d] + (end[d] - start[d]) / seq_len * seq_len : 0)
+    int64_t pieces = 0, rows = 0;
+    int64_t tail = 0, tail_at = REST(0); /* document whose rest is next in the concatenation, and its next token */
+    for (int64_t d = 0; d < documents; d++) {
+        for (int64_t at = start[d]; end[d] - at >= seq_len; at += seq_len, pieces++, rows++)
+            row[pieces] = rows, document[pieces] = d, first[pieces] = at, stop[pieces] = at + seq_len;
+        if (tail > d) continue; /* its rest lies in the row of an earlier document */
+        if (tail_at == end[d]) {
+            tail++, tail_at = REST(tail);
+            continue;
+        }
+        for (int64_t room = seq_len; room && tail < documents;) {
+            const int64_t count = end[tail] - tail_at < room ? end[tail] - tail_at : room;
+            if (count) {
+                row[pieces] = rows, document[pieces] = tail, first[pieces] = tail_at, stop[pieces] = tail_at + count;
+                pieces++, room -= count, tail_at += count;
+            }
+            if (tail_at == end[tail]) tail++, tail_at = REST(tail);
+        }
+        rows++;
+    }
+    return pieces;
+#undef REST
+}
+
 static uint64_t splitmix64(uint64_t x) {
     x += 0x9E3779B97F4A7C15u;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;

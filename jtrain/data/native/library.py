@@ -16,6 +16,7 @@ FUNCTIONS = {
     "find_documents": "NAAAAAAAA",
     "drop_documents": "NAAAAAA",
     "permute": "NANNA",
+    "place_concatenated": "NAANAAAA",
 }
 """Arguments of each function: A an array's address, N an int64, n an int32. All return an int64."""
 

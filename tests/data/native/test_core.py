@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jtrain.data.constructor import chunk_buffer
 from jtrain.data.constructor.collate import ARRAYS, Rows, Spans, fill_by_core, fill_by_numpy, memory_of
 from jtrain.data.native.library import LIBRARY, core, load
+from jtrain.data.planner import packing
 from jtrain.data.planner.pieces import Pieces
 from jtrain.data.sources import shuffle
 
@@ -123,6 +124,21 @@ def test_both_cores_drop_the_same_documents(library: ctypes.CDLL, seed: int) -> 
         np.testing.assert_array_equal(run, buffer._remove(source, number))
     np.testing.assert_array_equal(ours, buffer._table)
     assert (ours[:, chunk_buffer.NUMBER] == -1).sum() >= is_there.sum()
+
+
+@given(lengths=st.lists(st.integers(1, 40), max_size=30), first=st.integers(0, 9), seq_len=st.integers(1, 16))
+def test_both_cores_place_documents_alike(
+    library: ctypes.CDLL, lengths: list[int], first: int, seq_len: int
+) -> None:
+    """Documents shorter than a row, of exactly one or several rows, and longer; the first one was begun."""
+    start = np.zeros(len(lengths), np.int64)
+    start[:1] = first
+    end = start + np.asarray(lengths, np.int64)
+    pieces = packing.place_concatenated(start, end, seq_len)
+    assert (pieces[3] - pieces[2]).sum() == sum(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "core", lambda: None)
+        np.testing.assert_array_equal(pieces, packing.place_concatenated(start, end, seq_len))
 
 
 @given(size=st.integers(1, 1 << 50) | st.integers(1, 70), key=st.integers(0, (1 << 64) - 1))
