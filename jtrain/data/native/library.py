@@ -17,6 +17,7 @@ FUNCTIONS = {
     "drop_documents": "NAAAAAA",
     "permute": "NANNA",
     "place_concatenated": "NAANAAAA",
+    "json_chunks": "NAAAAANANAA",
 }
 """Arguments of each function: A an array's address, N an int64, n an int32. All return an int64."""
 

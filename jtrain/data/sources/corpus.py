@@ -307,7 +307,7 @@ class Corpus:
                 yield from read_or_mark_bad(self.files[0], run.tolist(), self.files.label(0))
                 continue
             # Reads file by file, and puts each text back at its position in the run.
-            files, numbers = self._locate(run)
+            files, numbers = self.locate(run)
             texts: list[str | BadRecord] = [""] * len(run)
             for file in sorted(set(files.tolist())):
                 positions = np.flatnonzero(files == file)
@@ -323,7 +323,7 @@ class Corpus:
         below `min_bytes`.
         """
         parts_of_texts: list[TextPart | None] = [None] * len(records)
-        files, numbers = self._locate(records)
+        files, numbers = self.locate(records)
         for file in sorted(set(files.tolist())):
             positions = np.flatnonzero(files == file).tolist()
             with contextlib.suppress(OSError):  # `read` tries again, and has the message
@@ -365,7 +365,8 @@ class Corpus:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""
         return identity_of(*self.identities, record)
 
-    def _locate(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    def locate(self, records: Int[np.ndarray, " n"]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+        """Returns the file of each record, and its number there."""
         # side="right" steps over empty files, whose end equals that of the file before.
         files = np.searchsorted(self.file_ends, records, side="right")
         return files, records - np.where(files > 0, self.file_ends[files - 1], 0)

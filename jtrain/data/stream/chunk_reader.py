@@ -1,5 +1,6 @@
 """Reader of chunks: token ids of a prepared source, or text that is read, cut and tokenised."""
 
+import ctypes
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -7,11 +8,13 @@ import numpy as np
 from jaxtyping import Int, Int32, Int64, Integer
 
 from jtrain.data.loss_mask import NO_RUNS, ChunkPart, encode_parts, split_chunk
+from jtrain.data.native.library import address, core
 from jtrain.data.pretokenized.reader import PreparedIndex
 from jtrain.data.sources.chunk_cut import ChunkCut
 from jtrain.data.sources.corpus import Corpus
 from jtrain.data.sources.formats import BadRecord
-from jtrain.data.sources.formats.long_lines import TextPart
+from jtrain.data.sources.formats.long_lines import LONG_LINE_BYTES, TextPart
+from jtrain.data.sources.read_records import read_lines
 from jtrain.data.sources.source import identity_of
 from jtrain.data.stream.chunk_order import Chunks
 from jtrain.data.stream.growing_order import WindowAnchor
@@ -85,6 +88,13 @@ class ChunkReader:
             return Read((end - start).astype(np.int32), ids, ignored=ignored)
         if self._samples is not None:
             return Read(*self._samples.read(chunks, watch))
+        # Only rows of bytes are cut at any byte of a text.
+        if self.cut.exact and self.setup.source.mask is None and (library := core()) is not None:
+            return self._read_by_core(library, chunks, watch)
+        return self._read_texts(chunks, watch)
+
+    def _read_texts(self, chunks: Chunks, watch: Callable[[int], None] | None) -> Read:
+        """Reads texts, cuts them and tokenises the chunks."""
         assert self.corpus is not None
         has_mask = self.setup.source.mask is not None
         text_chunks: list[TextChunk] = []
@@ -126,6 +136,54 @@ class ChunkReader:
         (lengths, ids), ignored = encode_parts(self.tokenizer, masked_parts)
         return Read(lengths, ids, tuple(reasons), ignored)
 
+    def _read_by_core(
+        self, library: ctypes.CDLL, chunks: Chunks, watch: Callable[[int], None] | None
+    ) -> Read:
+        """Reads chunks of bytes: those of JSON lines without an object of Python per document.
+
+        Lines about which only Python can tell, and records of other formats, are read as `_read_texts` does.
+        """
+        assert self.corpus is not None
+        located = self.corpus.locate(chunks.record)
+        lines = read_lines(self.corpus.files, *located, below_bytes=self._long_line_bytes)
+        if not lines.content:
+            return self._read_texts(chunks, watch)
+        # Room for a begin and an end id of each text, and for the eight bytes that the core writes at a time.
+        room = int((lines.end - lines.start).sum()) + 10 * len(chunks.record)
+        ids, lengths = np.empty(room, np.uint8), np.empty(len(chunks.record), np.int32)
+        field = self.setup.source.text_field.encode()
+        num_ids = library.json_chunks(
+            len(chunks.record),
+            lines.content,
+            *(address(column, np.int64) for column in (lines.start, lines.end, chunks.first, chunks.num)),
+            self.cut.chunk_bytes,
+            field,
+            len(field),
+            address(ids, np.uint8),
+            address(lengths, np.int32),
+        )
+        ids = ids[:num_ids]
+        others = np.flatnonzero(lengths < 0)
+        if not len(others):
+            return Read(lengths, ids)
+        if watch is not None and others[0]:
+            watch(int(others[0]))
+        read = self._read_texts(
+            Chunks(*(column[others] for column in chunks)),
+            None if watch is None else lambda i: watch(int(others[i])),
+        )
+        lengths[others] = 0
+        # Each text goes before the ids of the chunks that follow it.
+        before = np.cumsum(lengths, dtype=np.int64)[others]
+        lengths[others] = read.lengths
+        skipped = tuple((int(others[i]), reason) for i, reason in read.skipped)
+        return Read(lengths, np.insert(ids, np.repeat(before, read.lengths), read.ids), skipped)
+
+    @property
+    def _long_line_bytes(self) -> int:
+        """Bytes of a line from which on marks are looked for, so that a part of it is read alone."""
+        return max(LONG_LINE_BYTES, 2 * self.cut.chunk_bytes)
+
     def spans(self, chunks: Chunks) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
         """Returns first token and end of each chunk of a prepared source within its document."""
         assert self.prepared is not None
@@ -142,5 +200,5 @@ class ChunkReader:
         assert self.corpus is not None
         # A document of one chunk is read as a whole, in one go.
         spans = self.cut.spans(chunks.first, chunks.num)
-        parts = self.corpus.parts(chunks.record, spans, min_bytes=2 * self.cut.chunk_bytes)
+        parts = self.corpus.parts(chunks.record, spans, min_bytes=self._long_line_bytes)
         return {i: part for i, part in enumerate(parts) if part is not None}
