@@ -19,12 +19,12 @@ LIBRARY = FOLDER / "_core.so"
 
 def build(library: Path = LIBRARY) -> str | None:
     """Builds the core; returns why it could not be built, None if it was."""
-    source = FOLDER / "core.c"
-    built_from = hashlib.blake2b(source.read_bytes(), digest_size=8).hexdigest()
+    sources = sorted(FOLDER.glob("*.c"))
+    built_from = hashlib.blake2b(b"".join(s.read_bytes() for s in sources), digest_size=8).hexdigest()
     flags = ["-std=c11", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", f'-DCORE_SOURCE="{built_from}"']
     # Renamed when it is whole: runs that have the old library mapped go on with it.
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="_core-") as folder:
-        command = [os.environ.get("CC", "cc"), *flags, "-o", f"{folder}/core.so", str(source)]
+        command = [os.environ.get("CC", "cc"), *flags, "-o", f"{folder}/core.so", *map(str, sources)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True)
         except OSError as error:

@@ -21,7 +21,8 @@ NUMBER, RUN, FIRST, STOP = range(4)
 _SMALLEST = 64
 _NOTHING = -1
 _NO_IDS = np.empty(0, np.int32)
-_ABOVE = 1 << 40
+_NUMBER_BITS = 40
+_ABOVE = 1 << _NUMBER_BITS
 """Upper bound of document numbers, so that source * _ABOVE + number is a unique key."""
 
 
@@ -32,7 +33,7 @@ def keys_of(source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]) ->
 
 def split_keys(keys: Int64[np.ndarray, " n"]) -> tuple[Int64[np.ndarray, " n"], Int64[np.ndarray, " n"]]:
     """Returns the source and the number of each key."""
-    return keys // _ABOVE, keys % _ABOVE
+    return keys >> _NUMBER_BITS, keys & (_ABOVE - 1)
 
 
 class ChunkBuffer:
@@ -64,6 +65,8 @@ class ChunkBuffer:
         self._memory = np.zeros((0, 2), np.int64)
         """Where the ids of each run lie, see `memory_of`."""
         self._unused: list[int] = []
+        self._with_skipped: set[int] = set()
+        """Runs that have skipped documents."""
         self._live = np.zeros(0, np.int64)
         self._cursors = cursors
 
@@ -81,6 +84,8 @@ class ChunkBuffer:
                 self._memory = np.concatenate([self._memory, np.zeros((num_more, 2), np.int64)])
         self._runs[run_index], self._ids[run_index], self._live[run_index] = run, run.ids, len(run.numbers)
         self._memory[run_index] = memory_of(run.ids)
+        if run.skipped:
+            self._with_skipped.add(run_index)
         source, numbers = run.source, run.numbers
         starts, ends = run.bounds
         oldest = int(self._cursors[source])
@@ -178,7 +183,6 @@ class ChunkBuffer:
           (run, number) of each dropped document that its run lists as skipped.
         """
         source, number = split_keys(passed_keys)
-        run, _, _ = self._find(source, number)
         open_source, open_number = split_keys(open_keys)
         open_rows = self._table_rows(open_source, open_number)
         # Before the cursors move: open documents leave the ring, whose rows the next documents will take.
@@ -187,38 +191,56 @@ class ChunkBuffer:
             open_keys[on_ring].tolist(), self._table[open_rows[on_ring]].tolist(), strict=True
         ):
             self._open.setdefault(key, (run_index, first, stop))
-        if self._open:
+        run = self._remove(source, number)
+        if self._open and len(passed_keys):
+            # A document that was open may be on the ring as well.
+            for index in np.flatnonzero(run < 0).tolist():
+                run[index] = self._open.get(int(passed_keys[index]), (_NOTHING, 0, 0))[0]
             ascending = np.sort(passed_keys)
             ring_less = np.fromiter(self._open, np.int64, len(self._open))
-            index = np.minimum(np.searchsorted(ascending, ring_less), len(passed_keys) - 1)
             # np.isin would do, but it imports numpy.ma: 3 MB in each process.
-            for key in ring_less[ascending[index] == ring_less].tolist() if len(passed_keys) else ():
+            index = np.minimum(np.searchsorted(ascending, ring_less), len(passed_keys) - 1)
+            for key in ring_less[ascending[index] == ring_less].tolist():
                 del self._open[key]
-        table_rows = self._table_rows(source, number)
-        # A row may belong to a newer document by now: only rows that still have this number are cleared.
-        self._table[table_rows[self._table[table_rows, NUMBER] == number], NUMBER] = _NOTHING
         self._cursors = cursors
-        has_arrived = run >= 0
         # One count per run instead of one decrement per document.
-        num_dropped = np.bincount(run[has_arrived], minlength=len(self._live))
+        num_dropped = np.bincount(run[run >= 0], minlength=len(self._live))
         self._live -= num_dropped
         skipped: list[tuple[ChunkRun, int]] = []
-        touched_runs = np.flatnonzero(num_dropped).tolist()
-        # Two loops: the first needs the runs that the second releases.
-        for run_index in touched_runs:
-            if (touched_run := self._runs[run_index]) is not None and touched_run.skipped:
-                skipped += [
-                    (touched_run, n) for n in number[run == run_index].tolist() if n in touched_run.skipped
-                ]
-        for run_index in touched_runs:
-            if not self._live[run_index]:
-                finished_run = self._runs[run_index]
-                assert finished_run is not None
-                self._runs[run_index], self._ids[run_index] = None, _NO_IDS
-                # Its ids are let go (`_ids` above) first: the pool uses their memory again.
-                self._unused.append(run_index)
-                self._release(finished_run)
+        # Most runs have no skipped documents, and a step takes documents of hundreds of runs.
+        for run_index in sorted(self._with_skipped.intersection(run.tolist())) if self._with_skipped else ():
+            touched_run = self._runs[run_index]
+            assert touched_run is not None
+            skipped += [
+                (touched_run, n) for n in number[run == run_index].tolist() if n in touched_run.skipped
+            ]
+        for run_index in np.flatnonzero((num_dropped > 0) & (self._live == 0)).tolist():
+            finished_run = self._runs[run_index]
+            assert finished_run is not None
+            self._runs[run_index], self._ids[run_index] = None, _NO_IDS
+            self._with_skipped.discard(run_index)
+            # Its ids are let go (`_ids` above) first: the pool uses their memory again.
+            self._unused.append(run_index)
+            self._release(finished_run)
         return skipped
+
+    def _remove(
+        self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]
+    ) -> Int64[np.ndarray, " n"]:
+        """Takes documents out of their rings; returns the run of each, -1 if it is not there or has not
+        arrived.
+        """
+        if (library := core()) is not None:
+            run = np.empty(len(number), np.int64)
+            columns = (source, number, self._base, self._size, self._table, run)
+            library.drop_documents(len(number), *(address(column, np.int64) for column in columns))
+            return run
+        table_rows = self._table_rows(source, number)
+        # A row may belong to a newer document by now: only rows that still have this number are cleared.
+        on_ring = self._table[table_rows, NUMBER] == number
+        run = np.where(on_ring, self._table[table_rows, RUN], _NOTHING)
+        self._table[table_rows[on_ring], NUMBER] = _NOTHING
+        return run
 
     def _table_rows(
         self, source: Int64[np.ndarray, " n"], number: Int64[np.ndarray, " n"]

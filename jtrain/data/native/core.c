@@ -8,7 +8,7 @@
 
 #define EXPORT __attribute__((visibility("default")))
 
-/* Hash of this file when it was built: library.py refuses a library of another source. */
+/* Hash of the C files when they were built: library.py refuses a library of another source. */
 EXPORT const char jtrain_core_source[] = CORE_SOURCE;
 
 /* The widening loops are worth wider registers where the CPU has them; a wheel must run on every CPU. */
@@ -17,12 +17,6 @@ EXPORT const char jtrain_core_source[] = CORE_SOURCE;
 #else
 #define WIDE
 #endif
-
-/* Index of the first byte in memory of a word with its highest bit set. */
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-#error "the loops over words of eight bytes read the first byte in memory as the lowest"
-#endif
-#define FIRST_BYTE(word) (__builtin_ctzll(word) >> 3)
 
 #define WIDEN(type)                                                                     \
     for (int64_t i = 0; i < count; i++) out[i] = (int32_t)((const type *)ids)[i];       \
@@ -82,6 +76,84 @@ EXPORT int64_t fill_rows(int32_t *token, int32_t *target, int32_t *position, int
     return piece;
 }
 
+/* Takes documents out of the rings of ChunkBuffer: the run of each, -1 if it is not there or has not arrived.
+ * Returns how many have a run. */
+EXPORT int64_t drop_documents(int64_t documents, const int64_t *source, const int64_t *number, const int64_t *base,
+                              const int64_t *size, int64_t *table, int64_t *run) {
+    int64_t dropped = 0;
+    for (int64_t i = 0; i < documents; i++) {
+        if (i + 8 < documents)
+            __builtin_prefetch(table + 4 * (base[source[i + 8]] + (number[i + 8] & (size[source[i + 8]] - 1))), 1);
+        int64_t *entry = table + 4 * (base[source[i]] + (number[i] & (size[source[i]] - 1)));
+        run[i] = -1;
+        if (entry[0] != number[i]) continue; /* the row belongs to a newer document by now */
+        run[i] = entry[1];
+        entry[0] = -1;
+        dropped += run[i] >= 0;
+    }
+    return dropped;
+}
+
+/* Places documents in rows; see packing.place_concatenated. Each piece is `first` to `stop` of a document. Rows are
+ * numbered in the order of their first documents. Returns the number of pieces. */
+EXPORT int64_t place_concatenated(int64_t documents, const int64_t *start, const int64_t *end, int64_t seq_len,
+                                  int64_t *row, int64_t *document, int64_t *first, int64_t *stop) {
+#define REST(d) ((d) < documents ? start[d] + (end[d] - start[d]) / seq_len * seq_len : 0)
+    int64_t pieces = 0, rows = 0;
+    int64_t tail = 0, tail_at = REST(0); /* document whose rest is next in the concatenation, and its next token */
+    for (int64_t d = 0; d < documents; d++) {
+        for (int64_t at = start[d]; end[d] - at >= seq_len; at += seq_len, pieces++, rows++)
+            row[pieces] = rows, document[pieces] = d, first[pieces] = at, stop[pieces] = at + seq_len;
+        if (tail > d) continue; /* its rest lies in the row of an earlier document */
+        if (tail_at == end[d]) {
+            tail++, tail_at = REST(tail);
+            continue;
+        }
+        for (int64_t room = seq_len; room && tail < documents;) {
+            const int64_t count = end[tail] - tail_at < room ? end[tail] - tail_at : room;
+            if (count) {
+                row[pieces] = rows, document[pieces] = tail, first[pieces] = tail_at, stop[pieces] = tail_at + count;
+                pieces++, room -= count, tail_at += count;
+            }
+            if (tail_at == end[tail]) tail++, tail_at = REST(tail);
+        }
+        rows++;
+    }
+    return pieces;
+#undef REST
+}
+
+static uint64_t splitmix64(uint64_t x) {
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+/* Images of numbers below `size` under the permutation that `key` selects; see shuffle.permuted. */
+EXPORT int64_t permute(int64_t count, const int64_t *index, int64_t size, int64_t key, int64_t *image) {
+    const uint64_t last = size > 2 ? (uint64_t)size - 1 : 1;
+    const int bits = 64 - __builtin_clzll(last), shift = bits / 2;
+    const uint64_t low_mask = ((uint64_t)1 << shift) - 1, high_mask = ((uint64_t)1 << (bits - shift)) - 1;
+    uint64_t round_key[6];
+    for (int round = 0; round < 6; round++) round_key[round] = splitmix64((uint64_t)key + (uint64_t)round);
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t x = (uint64_t)index[i];
+        do { /* an image past `size` is permuted again until it falls below it */
+            uint64_t high = x >> shift, low = x & low_mask;
+            for (int round = 0; round < 6; round++) {
+                /* An odd number of bits makes unequal halves, so their masks take turns. */
+                const uint64_t mask = round % 2 ? low_mask : high_mask;
+                const uint64_t mixed = (((low + round_key[round]) * 0x9E3779B97F4A7C15u >> 32) & mask) ^ high;
+                high = low, low = mixed;
+            }
+            x = high << shift | low;
+        } while (x >= (uint64_t)size);
+        image[i] = (int64_t)x;
+    }
+    return count;
+}
+
 /* Looks documents up in the rings of ChunkBuffer: the run of each, -1 if it is not there, its start and its end.
  * Returns how many are not there. */
 EXPORT int64_t find_documents(int64_t documents, const int64_t *source, const int64_t *number, const int64_t *base,
@@ -97,250 +169,4 @@ EXPORT int64_t find_documents(int64_t documents, const int64_t *source, const in
         missing += run[i] < 0;
     }
     return missing;
-}
-
-/* JSON. Everything below refuses (NULL, or -1) what Python's parser and jtrain's messages have to see: malformed
- * lines, bytes that are not UTF-8, half a surrogate pair, escapes in keys, deep nesting, thousands of digits. */
-
-#define BYTES(byte) (0x0101010101010101u * (uint64_t)(byte))
-#define MOST_DEPTH 64
-#define MOST_DIGITS 4000
-
-static const uint8_t *skip_blanks(const uint8_t *p, const uint8_t *end) {
-    while (p < end && (*p == ' ' || *p == '\n' || *p == '\r' || *p == '\t')) p++;
-    return p;
-}
-
-static int hex_digit(uint8_t byte) {
-    if (byte >= '0' && byte <= '9') return byte - '0';
-    byte |= 0x20;
-    return byte >= 'a' && byte <= 'f' ? byte - 'a' + 10 : -1;
-}
-
-/* The number that four hexadecimal digits spell; -1 if they are none. */
-static int32_t hex_number(const uint8_t *p, const uint8_t *end) {
-    if (end - p < 4) return -1;
-    int32_t number = 0;
-    for (int i = 0; i < 4; i++) {
-        const int digit = hex_digit(p[i]);
-        if (digit < 0) return -1;
-        number = number << 4 | digit;
-    }
-    return number;
-}
-
-/* Bytes of the UTF-8 character of two to four bytes at p; 0 if it is none. */
-static int64_t character_bytes(const uint8_t *p, const uint8_t *end) {
-    const uint8_t lead = p[0];
-    const int64_t size = lead < 0xC2 ? 0 : lead < 0xE0 ? 2 : lead < 0xF0 ? 3 : lead < 0xF5 ? 4 : 0;
-    if (!size || end - p < size) return 0;
-    for (int64_t i = 1; i < size; i++)
-        if ((p[i] & 0xC0) != 0x80) return 0;
-    /* Longer than needed, a surrogate, or beyond the last character. */
-    if ((lead == 0xE0 && p[1] < 0xA0) || (lead == 0xED && p[1] > 0x9F)) return 0;
-    if ((lead == 0xF0 && p[1] < 0x90) || (lead == 0xF4 && p[1] > 0x8F)) return 0;
-    return size;
-}
-
-static uint8_t *write_character(uint8_t *out, uint32_t code) {
-    if (code < 0x80) {
-        *out++ = (uint8_t)code;
-    } else if (code < 0x800) {
-        *out++ = (uint8_t)(0xC0 | code >> 6);
-        *out++ = (uint8_t)(0x80 | (code & 0x3F));
-    } else {
-        if (code < 0x10000) {
-            *out++ = (uint8_t)(0xE0 | code >> 12);
-        } else {
-            *out++ = (uint8_t)(0xF0 | code >> 18);
-            *out++ = (uint8_t)(0x80 | (code >> 12 & 0x3F));
-        }
-        *out++ = (uint8_t)(0x80 | (code >> 6 & 0x3F));
-        *out++ = (uint8_t)(0x80 | (code & 0x3F));
-    }
-    return out;
-}
-
-/* Decodes the string that begins at p, behind its quote, to *out, and moves *out behind it.
- *
- * Returns the byte behind the closing quote. *out has room for eight bytes more than are left of the line. */
-static const uint8_t *read_string(const uint8_t *p, const uint8_t *end, uint8_t **out) {
-    uint8_t *to = *out;
-    for (;;) {
-        while (end - p >= 8) {
-            uint64_t word, special;
-            memcpy(&word, p, 8);
-            memcpy(to, &word, 8);
-            /* Lowest bit set: the first quote, backslash, control character or byte of a longer character. */
-            special = (word - BYTES(0x20)) & ~word;
-            special |= ((word ^ BYTES('"')) - BYTES(1)) & ~(word ^ BYTES('"'));
-            special |= ((word ^ BYTES('\\')) - BYTES(1)) & ~(word ^ BYTES('\\'));
-            special = (special | word) & BYTES(0x80);
-            if (special) {
-                const int plain = FIRST_BYTE(special);
-                p += plain, to += plain;
-                break;
-            }
-            p += 8, to += 8;
-        }
-        if (p >= end || *p < 0x20) return 0;
-        if (*p == '"') break;
-        if (*p >= 0x80) {
-            const int64_t size = character_bytes(p, end);
-            if (!size) return 0;
-            for (int64_t i = 0; i < size; i++) *to++ = *p++;
-        } else if (*p != '\\') { /* within eight bytes of the line's end */
-            *to++ = *p++;
-        } else {
-            if (end - p < 2) return 0;
-            const uint8_t escape = p[1];
-            p += 2;
-            switch (escape) {
-                case '"': case '\\': case '/': *to++ = escape; break;
-                case 'b': *to++ = '\b'; break;
-                case 'f': *to++ = '\f'; break;
-                case 'n': *to++ = '\n'; break;
-                case 'r': *to++ = '\r'; break;
-                case 't': *to++ = '\t'; break;
-                case 'u': {
-                    int32_t code = hex_number(p, end);
-                    if (code < 0) return 0;
-                    p += 4;
-                    if (code >= 0xD800 && code < 0xE000) {
-                        if (code >= 0xDC00 || end - p < 6 || p[0] != '\\' || p[1] != 'u') return 0;
-                        const int32_t low = hex_number(p + 2, end);
-                        if (low < 0xDC00 || low > 0xDFFF) return 0;
-                        p += 6;
-                        code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
-                    }
-                    to = write_character(to, (uint32_t)code);
-                    break;
-                }
-                default: return 0;
-            }
-        }
-    }
-    *out = to;
-    return p + 1;
-}
-
-static const uint8_t *skip_digits(const uint8_t *p, const uint8_t *end) {
-    const uint8_t *first = p;
-    while (p < end && *p >= '0' && *p <= '9') p++;
-    return p > first && p - first <= MOST_DIGITS ? p : 0;
-}
-
-static const uint8_t *skip_number(const uint8_t *p, const uint8_t *end) {
-    if (p < end && *p == '-') p++;
-    if (p < end && *p == '0') p++;
-    else if (!(p = skip_digits(p, end))) return 0;
-    if (p < end && *p == '.' && !(p = skip_digits(p + 1, end))) return 0;
-    if (p < end && (*p | 0x20) == 'e') {
-        p++;
-        if (p < end && (*p == '+' || *p == '-')) p++;
-        p = skip_digits(p, end);
-    }
-    return p;
-}
-
-/* Skips a value with all that is in it, whose strings are decoded to `room` and forgotten. */
-static const uint8_t *skip_value(const uint8_t *p, const uint8_t *end, uint8_t *room) {
-    uint8_t is_object[MOST_DEPTH];
-    int depth = 0;
-    for (;;) { /* once per value; p is at its first byte */
-        uint8_t *unused = room;
-        if (p >= end) return 0;
-        if (*p == '{' || *p == '[') {
-            if (depth == MOST_DEPTH) return 0;
-            is_object[depth++] = *p == '{';
-            p = skip_blanks(p + 1, end);
-            if (p < end && *p == (is_object[depth - 1] ? '}' : ']')) {
-                p++, depth--;
-            } else {
-                if (!is_object[depth - 1]) continue;
-                goto key;
-            }
-        } else if (*p == '"') {
-            if (!(p = read_string(p + 1, end, &unused))) return 0;
-        } else if (end - p >= 4 && (!memcmp(p, "true", 4) || !memcmp(p, "null", 4))) {
-            p += 4;
-        } else if (end - p >= 5 && !memcmp(p, "false", 5)) {
-            p += 5;
-        } else if (!(p = skip_number(p, end))) {
-            return 0;
-        }
-        for (;;) { /* behind a value: the ends of what it is the last of, and a comma */
-            if (!depth) return p;
-            p = skip_blanks(p, end);
-            if (p >= end) return 0;
-            if (*p == ',') break;
-            if (*p != (is_object[depth - 1] ? '}' : ']')) return 0;
-            p++, depth--;
-        }
-        p = skip_blanks(p + 1, end);
-        if (!is_object[depth - 1]) continue;
-    key:
-        unused = room;
-        if (p >= end || *p != '"' || !(p = read_string(p + 1, end, &unused))) return 0;
-        p = skip_blanks(p, end);
-        if (p >= end || *p != ':') return 0;
-        p = skip_blanks(p + 1, end);
-    }
-}
-
-/* Decodes the text of one line to `out`: the string of the last field named `key` of its object.
- *
- * Returns its bytes, or -1 if there is none or only Python can tell: with a field `labels` a record may be refused. */
-static int64_t text_of_line(const uint8_t *p, const uint8_t *end, const uint8_t *key, int64_t key_bytes,
-                            uint8_t *out) {
-    int64_t text_bytes = -1;
-    p = skip_blanks(p, end);
-    if (p >= end || *p != '{') return -1;
-    p = skip_blanks(p + 1, end);
-    for (;;) { /* once per field */
-        if (p >= end || *p != '"') return -1;
-        const uint8_t *name = ++p;
-        while (p < end && *p != '"' && *p != '\\' && *p >= 0x20 && *p < 0x80) p++;
-        if (p >= end || *p != '"') return -1;
-        const int64_t name_bytes = p - name;
-        if (name_bytes == 6 && !memcmp(name, "labels", 6)) return -1;
-        p = skip_blanks(p + 1, end);
-        if (p >= end || *p != ':') return -1;
-        p = skip_blanks(p + 1, end);
-        if (name_bytes == key_bytes && !memcmp(name, key, (size_t)key_bytes)) {
-            uint8_t *to = out;
-            if (p >= end || *p != '"' || !(p = read_string(p + 1, end, &to))) return -1;
-            text_bytes = to - out;
-        } else if (!(p = skip_value(p, end, out + (text_bytes < 0 ? 0 : text_bytes)))) {
-            return -1;
-        }
-        p = skip_blanks(p, end);
-        if (p >= end || (*p != ',' && *p != '}')) return -1;
-        if (*p++ == '}') return skip_blanks(p, end) == end ? text_bytes : -1;
-        p = skip_blanks(p, end);
-    }
-}
-
-/* Ids of chunks of JSON lines for the tokenizer of bytes, one after another; see ChunkReader.
- *
- * start[i], end[i]: the line of chunk i in `content`. first[i], num[i]: its chunks of the text with its two border ids.
- * out: room for all lines and ten bytes more for each. length[i]: ids of chunk i, or -1 if its line is left to Python.
- * Returns the number of ids. */
-EXPORT int64_t json_chunks(int64_t chunks, const uint8_t *content, const int64_t *start, const int64_t *end,
-                           const int64_t *first, const int64_t *num, int64_t chunk_bytes, const uint8_t *key,
-                           int64_t key_bytes, uint8_t *out, int32_t *length) {
-    uint8_t *to = out;
-    for (int64_t i = 0; i < chunks; i++) {
-        const int64_t text = text_of_line(content + start[i], content + end[i], key, key_bytes, to + 1);
-        length[i] = -1;
-        if (text < 0) continue;
-        const int64_t total = text ? text + 2 : 0; /* the text stands at to[1]; an empty one has no border ids */
-        const int64_t low = first[i] * chunk_bytes;
-        const int64_t high = low + num[i] * chunk_bytes < total ? low + num[i] * chunk_bytes : total;
-        to[0] = to[text + 1] = 0;
-        length[i] = low < high ? (int32_t)(high - low) : 0;
-        if (low && length[i]) memmove(to, to + low, (size_t)length[i]);
-        to += length[i];
-    }
-    return to - out;
 }

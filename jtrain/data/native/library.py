@@ -7,11 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-SOURCE = Path(__file__).with_name("core.c")
+SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 LIBRARY = Path(__file__).with_name("_core.so")
 """Built by hatch_build.py: with a wheel, with `pip install -e .`, or by itself."""
 
-FUNCTIONS = {"fill_rows": "AAAANNNAAAAAn", "find_documents": "NAAAAAAAA", "json_chunks": "NAAAAANANAA"}
+FUNCTIONS = {
+    "fill_rows": "AAAANNNAAAAAn",
+    "find_documents": "NAAAAAAAA",
+    "drop_documents": "NAAAAAA",
+    "permute": "NANNA",
+    "place_concatenated": "NAANAAAA",
+    "json_chunks": "NAAAAANANAA",
+}
 """Arguments of each function: A an array's address, N an int64, n an int32. All return an int64."""
 
 _KINDS = {"A": ctypes.c_void_p, "N": ctypes.c_int64, "n": ctypes.c_int32}
@@ -20,8 +27,8 @@ BUILD = "python hatch_build.py, in a checkout with a C compiler"
 
 
 def source_hash() -> str:
-    """Returns the hash of core.c that a library built from it carries."""
-    return hashlib.blake2b(SOURCE.read_bytes(), digest_size=8).hexdigest()
+    """Returns the hash of the C files that a library built from them carries."""
+    return hashlib.blake2b(b"".join(s.read_bytes() for s in SOURCES), digest_size=8).hexdigest()
 
 
 @functools.cache

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from jaxtyping import Int64
 
+from jtrain.data.native.library import address, core
+
 Packing = Literal["concat", "first_fit", "best_fit"]
 
 MAX_DOCUMENT_FRACTION = 32
@@ -65,9 +67,29 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
         end[-1] -= excess
         remainders = np.asarray([[num_used - 1], [end[-1]]], np.int64)
 
+    pieces = place_concatenated(start, end, seq_len)
+    # More than one step's worth may be carried if the run used another packing before.
+    if num_used < len(carried):
+        untouched = np.arange(num_used, len(carried))
+        remainders = np.concatenate([remainders, np.stack([untouched, spans[untouched, 0]])], axis=1)
+    return Packed(pieces, remainders, max(num_used, len(carried)))
+
+
+def place_concatenated(
+    start: Int64[np.ndarray, " documents"], end: Int64[np.ndarray, " documents"], seq_len: int
+) -> Int64[np.ndarray, "4 pieces"]:
+    """Returns the `pieces` of `Packed` for documents of these tokens, as `concat` places them."""
+    if (library := core()) is not None:
+        start, end = np.ascontiguousarray(start), np.ascontiguousarray(end)
+        # Of each document its parts of a row, and a rest, which the end of a row may cut in two.
+        room = int(((end - start) // seq_len).sum()) + 2 * len(start)
+        pieces = np.empty((4, room), np.int64)
+        columns = (address(start, np.int64), address(end, np.int64))
+        out = (address(column, np.int64) for column in pieces)
+        return pieces[:, : library.place_concatenated(len(start), *columns, seq_len, *out)]
     # Full rows first: parts of a row's length, each in a row of its own.
     full_rows = (end - start) // seq_len
-    document = np.repeat(np.arange(num_used), full_rows)
+    document = np.repeat(np.arange(len(start)), full_rows)
     # 0, 1, ... within each document: a running number minus the parts of the documents before.
     part = np.arange(len(document)) - np.repeat(np.cumsum(full_rows) - full_rows, full_rows)
     full_start = start[document] + part * seq_len
@@ -96,18 +118,14 @@ def concat(carried: Spans, more: More, *, rows: int, seq_len: int) -> Packed:
     # Fewer than `rows` only when the documents have ended.
     num_rows = int(row.max()) + 1 if len(row) else 0
     # Smallest document number of each row: the order in which its documents were drawn.
-    first_document = np.full(num_rows, num_used, np.int64)
+    first_document = np.full(num_rows, len(start), np.int64)
     np.minimum.at(first_document, row, pieces[1])
     position = np.empty(num_rows, np.int64)
     # The inverse permutation: position[r] is where row r goes.
     position[np.argsort(first_document, kind="stable")] = np.arange(num_rows)
     pieces[0] = position[row]
-    # More than one step's worth may be carried if the run used another packing before.
-    if num_used < len(carried):
-        untouched = np.arange(num_used, len(carried))
-        remainders = np.concatenate([remainders, np.stack([untouched, spans[untouched, 0]])], axis=1)
     # Stable: within a row the pieces keep the order of placement.
-    return Packed(pieces[:, np.argsort(pieces[0], kind="stable")], remainders, max(num_used, len(carried)))
+    return pieces[:, np.argsort(pieces[0], kind="stable")]
 
 
 def fit(carried: Spans, more: More, *, rows: int, seq_len: int, slack_tokens: int, best: bool) -> Packed:

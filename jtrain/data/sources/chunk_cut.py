@@ -56,10 +56,8 @@ class ChunkCut(NamedTuple):
         start, stop = first * self.chunk_bytes, min((first + num) * self.chunk_bytes, total)
         if start >= stop:
             return TextChunk(b"", begins=False, ends=False), 0
-        low, high = (
-            _cut_at(part.content, max(offset - begin, 0) - part.first, exact=self.exact)
-            for offset in (start, stop)
-        )
+        low = _cut_at(part.content, max(start - begin, 0) - part.first, exact=self.exact)
+        high = _cut_at(part.content, max(stop - begin, 0) - part.first, exact=self.exact)
         return TextChunk(part.content[low:high], first == 0 and bool(begin), stop == total), part.first + low
 
 

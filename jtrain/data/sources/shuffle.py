@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Int, Int64, UInt64
 
+from jtrain.data.native.library import address, core
 from jtrain.data.sources.source import splitmix64
 
 _ROUNDS = 6  # even, so that the two halves end at their own places
@@ -24,12 +25,17 @@ def permuted(index: Int[np.ndarray, " n"], size: int | np.int64, key: np.uint64)
 
     A Feistel network over the next power of two, applied again until the result is below `size` (cycle
     walking, Black and Rogaway 2002). Grain's `index_shuffle` does the same with one Python call per number,
-    2.5 us each; this takes 1 us each for 64 numbers and 0.2 us for a thousand.
+    2.5 us each; NumPy takes 1 us each for 64 numbers and 0.2 us for a thousand, the C core 0.1 us each for 64.
 
     Args:
       index: numbers in [0, size).
       size: size of the permutation, at most 2**50.
     """
+    if (library := core()) is not None:
+        index = np.ascontiguousarray(index, np.int64)
+        images = np.empty_like(index)
+        library.permute(len(index), address(index, np.int64), int(size), int(key), address(images, np.int64))
+        return images
     bits = np.uint64((max(int(size), 2) - 1).bit_length())
     shift = bits >> _ONE
     low_mask, high_mask = (_ONE << shift) - _ONE, (_ONE << (bits - shift)) - _ONE

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from jtrain.data.constructor import chunk_buffer
 from jtrain.data.constructor.collate import ARRAYS, Rows, Spans, fill_by_core, fill_by_numpy, memory_of
 from jtrain.data.native.library import LIBRARY, load
+from jtrain.data.planner import packing
 from jtrain.data.planner.pieces import Pieces
+from jtrain.data.sources import shuffle
 
 ROOT = Path(__file__).parents[3]
 
@@ -87,6 +89,56 @@ def test_both_cores_find_the_same_documents(library: ctypes.CDLL, seed: int) -> 
         patch.setattr(chunk_buffer, "core", lambda: None)
         for ours, theirs in zip(found, buffer._find(source, number), strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+@given(seed=st.integers(0, 99))
+def test_both_cores_drop_the_same_documents(library: ctypes.CDLL, seed: int) -> None:
+    """The same runs, and the same rows are free: of documents that are there, and of no others."""
+    rng = np.random.default_rng(seed)
+    buffer = chunk_buffer.ChunkBuffer(np.zeros(3, np.int64), lambda run: None)
+    # Some are expected, without a run; and some rows hold another document.
+    buffer._table[:, :] = rng.integers(-1, 5, buffer._table.shape)
+    source = np.repeat(np.arange(3), 40)
+    number = np.concatenate([rng.permutation(64)[:40] for _ in range(3)])
+    rows = buffer._table_rows(source, number)
+    is_there = rng.random(120) < 0.5
+    buffer._table[rows, chunk_buffer.NUMBER] = np.where(is_there, number, number + 64)
+    table = buffer._table.copy()
+    run = buffer._remove(source, number)
+    assert (run[~is_there] == -1).all()
+    np.testing.assert_array_equal(run[is_there], table[rows[is_there], chunk_buffer.RUN])
+    assert 0 < (run >= 0).sum() < is_there.sum()
+    ours, buffer._table = buffer._table, table
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_buffer, "core", lambda: None)
+        np.testing.assert_array_equal(run, buffer._remove(source, number))
+    np.testing.assert_array_equal(ours, buffer._table)
+    assert (ours[:, chunk_buffer.NUMBER] == -1).sum() >= is_there.sum()
+
+
+@given(lengths=st.lists(st.integers(1, 40), max_size=30), first=st.integers(0, 9), seq_len=st.integers(1, 16))
+def test_both_cores_place_documents_alike(
+    library: ctypes.CDLL, lengths: list[int], first: int, seq_len: int
+) -> None:
+    """Documents shorter than a row, of exactly one or several rows, and longer; the first one was begun."""
+    start = np.zeros(len(lengths), np.int64)
+    start[:1] = first
+    end = start + np.asarray(lengths, np.int64)
+    pieces = packing.place_concatenated(start, end, seq_len)
+    assert (pieces[3] - pieces[2]).sum() == sum(lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "core", lambda: None)
+        np.testing.assert_array_equal(pieces, packing.place_concatenated(start, end, seq_len))
+
+
+@given(size=st.integers(1, 1 << 50) | st.integers(1, 70), key=st.integers(0, (1 << 64) - 1))
+def test_both_cores_permute_alike(library: ctypes.CDLL, size: int, key: int) -> None:
+    """Sizes of odd and even numbers of bits, powers of two among them, and keys of all 64 bits."""
+    index = np.random.default_rng(key).integers(0, size, 20)
+    images = shuffle.permuted(index, size, np.uint64(key))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shuffle, "core", lambda: None)
+        np.testing.assert_array_equal(images, shuffle.permuted(index, size, np.uint64(key)))
 
 
 def test_a_library_that_is_not_of_this_source_is_not_used(library: ctypes.CDLL, tmp_path: Path) -> None:

@@ -65,8 +65,9 @@ class Marks(NamedTuple):
         """Returns, for a span of the text, the text's bytes before the mark at or before `start`, that mark's
         byte in the line, and the line's byte of the first mark at or behind `stop`.
         """
-        low = int(np.searchsorted(self.text, start, side="right")) - 1
-        high = min(int(np.searchsorted(self.text, stop)), len(self.text) - 1)
+        # Methods: `np.searchsorted` takes three times as long for one number.
+        low = int(self.text.searchsorted(start, side="right")) - 1
+        high = min(int(self.text.searchsorted(stop)), len(self.text) - 1)
         return int(self.text[low]), int(self.line[low]), int(self.line[max(high, low)])
 
     @property
