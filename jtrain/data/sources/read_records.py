@@ -1,6 +1,5 @@
 """Reads records of one file: one that cannot be read becomes a bad record, whatever else is read with it."""
 
-import contextlib
 import functools
 
 import numpy as np
@@ -57,6 +56,9 @@ def read_lines(
 
     Args:
       file, number: the file of each record, and its number there; see `Corpus.locate`.
+
+    Raises:
+      NeverSkipped: as in `Corpus.read`.
     """
     start, end = np.zeros(len(file), np.int64), np.zeros(len(file), np.int64)
     blocks: list[bytes] = []
@@ -64,9 +66,14 @@ def read_lines(
     for index in sorted(set(file.tolist())):
         if isinstance(records := files[index], JsonLines):
             positions = np.flatnonzero(file == index)
-            with contextlib.suppress(OSError):
-                lines = records.lines(number[positions], below_bytes=below_bytes)
-                start[positions], end[positions] = lines.start + offset, lines.end + offset
-                offset += len(lines.content)
-                blocks.append(lines.content)
+            read = functools.partial(records.lines, number[positions], below_bytes=below_bytes)
+            try:
+                lines = retried(files.label(index), read)
+            except NeverSkipped:
+                raise
+            except OSError:
+                continue
+            start[positions], end[positions] = lines.start + offset, lines.end + offset
+            offset += len(lines.content)
+            blocks.append(lines.content)
     return Lines(b"".join(blocks), start, end)
