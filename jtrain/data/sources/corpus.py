@@ -349,7 +349,7 @@ class Corpus:
         the same identity whether the file was read as a whole before or not.
         """
         parts, ends = self.identity_parts
-        return part_names(parts), ends
+        return (self.names if parts is self.files.stored else part_names(parts)), ends
 
     @functools.cached_property
     def identity_parts(self) -> tuple[FileParts, Int[np.ndarray, " parts"]]:

@@ -145,7 +145,10 @@ class PartNames(Sequence[str]):
 
 def part_names(parts: FileParts) -> Sequence[str]:
     """Returns the names that identify parts: a list of the files' names where no file has stripes."""
-    return PartNames(parts) if int(parts.ends[-1]) > len(parts.files) else [file.name for file in parts]
+    if int(parts.ends[-1]) > len(parts.files):
+        return PartNames(parts)
+    # Not over `parts`, which looks up each one: 0.3 s for 100,000 files.
+    return [file.name for file in parts.files[: len(parts)]]
 
 
 def evenly_spread(count: int, max_count: int) -> list[int]:

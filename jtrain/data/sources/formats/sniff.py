@@ -5,7 +5,7 @@ import json
 import re
 
 from jtrain.data.sources.cache import decompressed
-from jtrain.data.sources.formats.suffix import COMPRESSIONS, format_of, split_suffix
+from jtrain.data.sources.formats.suffix import COMPRESSIONS, RECORD_FORMATS, split_suffix
 from jtrain.data.sources.storage import StoredFile
 from jtrain.errors import UserError
 
@@ -65,8 +65,9 @@ def with_kinds(files: list[StoredFile], *, text_field: str, field: str) -> list[
     """
     by_suffix: dict[tuple[str, str | None], list[int]] = {}
     for number, file in enumerate(files):
-        if not file.is_remote and format_of(file.name, field=f"{field}.path")[0] == "text":
-            by_suffix.setdefault(split_suffix(file.name, field=f"{field}.path"), []).append(number)
+        suffix = split_suffix(file.name, field=f"{field}.path")
+        if suffix[0] not in RECORD_FORMATS and not file.is_remote:
+            by_suffix.setdefault(suffix, []).append(number)
     kinds = [file.kind for file in files]
     # Every part of a text may have a suffix of its own, such as a date.
     for (_, compression), numbers in list(by_suffix.items())[:_MOST_SUFFIXES]:
