@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +28,7 @@ from jtrain.data.plane.data_plane import ProcessPlane
 from tests.data.conftest import assert_same_batch
 from tests.data.descriptors import descriptors
 from tests.data.four_sources import NAMES, PRODUCTION, assert_collated, digest, documents, spec
+from tests.processes import program
 
 
 def plane_of(batches: BatchIterator) -> ProcessPlane:
@@ -123,18 +123,11 @@ def test_whatever_is_killed_at_whatever_step_the_stream_is_the_same(folder: Path
 
 def test_a_killed_trainer_takes_every_process_with_it(folder: Path) -> None:
     """This includes a loader that is stuck inside a read."""
-    code = (
-        "import json, sys\n"
-        "from jtrain.data import *\n"
-        "sources = {n: Source(path=f'{sys.argv[1]}/{n}.jsonl') for n in ('web', 'code')}\n"
-        "spec = PackedText(sources=sources, seq_len=64, global_batch=16, max_loaders=2, shadows=2)\n"
-        "batches = open_dataset(spec, seed=0).train_batches()\n"
-        "next(batches)\n"
-        "print(json.dumps(batches._plane.pids()), flush=True)\n"
-        "sys.stdin.read()\n"
-    )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        program(__file__, "train_until_killed", folder),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     pids = json.loads(process.stdout.readline())

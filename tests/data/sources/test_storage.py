@@ -5,8 +5,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 import tarfile
 import tempfile
 import threading
@@ -26,6 +24,7 @@ from jtrain.data.sources.source import Source
 from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError
 from tests.data.sources.object_store import Store, gs_store, hf_store, s3_store, web_store
+from tests.processes import program, run_together
 
 FIELD = "data.sources.web.path"
 
@@ -144,14 +143,8 @@ def test_an_unknown_scheme_is_refused() -> None:
     [("s3://a/b", "s3fs", "s3"), ("gs://a/b", "gcsfs", "gs"), ("https://localhost/b", "aiohttp", "http")],
 )
 def test_a_missing_package_says_which_extra_brings_it(url: str, package: str, extra: str) -> None:
-    code = f"""
-import sys
-sys.modules[{package!r}] = None
-from jtrain.data.sources.storage import find_files
-find_files({url!r}, field={FIELD!r})
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    said = done.stderr.splitlines()[-1]
+    [ended] = run_together([program(__file__, "find_without", package, url, FIELD)], [{}])
+    said = ended.errors.splitlines()[-1]
     scheme = url.partition(":")[0]
     assert said.startswith(
         f"jtrain_kernels.errors.UserError: {FIELD}='{url}': the reader of {scheme}:// is not installed ("
@@ -216,17 +209,8 @@ def test_one_writer_makes_a_copy_while_the_others_wait_and_a_dead_one_leaves_no_
         thread.join()
     assert (len(writes), path.read_bytes()) == (1, b"whole")
 
-    code = f"""
-import os, signal
-from pathlib import Path
-from jtrain.data.sources.cache import write_once
-def write(out):
-    out.write(b"ha")
-    out.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-write_once(Path({str(path)!r} + "2"), write, label="a")
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    [ended] = run_together([program(__file__, "die_writing", f"{path}2")], [{}])
+    assert ended.code == -9
     assert Path(f"{path}2.tmp").read_bytes() == b"ha"
     assert write_once(Path(f"{path}2"), write, label="a").read_bytes() == b"whole"
     assert not Path(f"{path}2.tmp").exists()
