@@ -20,6 +20,7 @@ from jtrain.profile.clocks.reading import Notes, Reading
 from jtrain.profile.clocks.sampler import Sampler
 from jtrain.profile.clocks.scripted import Scripted
 from jtrain_kernels import device
+from tests.processes import program
 
 HERE = Path(__file__).parent
 
@@ -140,14 +141,10 @@ def test_the_sampler_samples_nvml(library: Path, tmp_path: Path, monkeypatch: py
 
 def test_without_nvidias_driver_nvml_is_refused() -> None:
     """Runs in a separate process in which the stand-in is not loaded."""
-    code = (
-        "from jtrain.profile.clocks.select import choose\nprint(choose('auto', 'cuda'))\nchoose('nvml', "
-        "'gpu')"
-    )
     environment = {key: value for key, value in os.environ.items() if key != "LD_LIBRARY_PATH"}
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        program(__file__, "choose_sources"),
         env=environment | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
