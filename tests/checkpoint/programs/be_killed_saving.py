@@ -74,7 +74,7 @@ if index in victims:
     elif instant == "after-the-rename":
         before(atomic_io, "sync_directory", lambda path: 3 in checkpoints.steps())
     elif instant == "reading-back":
-        before(array_writer, "differing", lambda path, *args: path.name == "3")
+        before(array_writer, "find_differences", lambda path, *args: path.name == "3")
     elif instant == "within-a-deletion":
         before(folders.shutil, "rmtree", lambda path, **named: 3 in checkpoints.steps())
 
