@@ -165,49 +165,27 @@ def test_no_process_of_the_data_plane_can_import_jax(folder: Path) -> None:
             assert "jaxlib" not in Path(f"/proc/{pid}/maps").read_text(), role(pid)
 
 
-TRAP = """
-import os, signal, time
-import grain
-
-class Records:
-    def __len__(self):
-        return 200
-    def __getitem__(self, n):
-        if n == {at} and os.path.exists({armed!r}):
-            {act}
-        return f"document {{n}} " + "y" * 40
-    def __repr__(self):
-        return "records"
-
-def records():
-    return grain.MapDataset.source(Records())
-"""
-
-
 @pytest.fixture
 def trap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedText]:
     """Adds a fifth source in which reading one record hangs or kills its loader."""
 
     def make(act: str, **fields: Any) -> PackedText:
-        module = f"trap_{abs(hash((act, str(folder))))}"
         armed = folder / "armed"
-        (folder / f"{module}.py").write_text(TRAP.format(at=77, armed=str(armed), act=act))
-        monkeypatch.syspath_prepend(str(folder))
+        monkeypatch.setenv("TRAP", str(armed))
         plain = spec(folder, **fields)
-        sources = {**plain.sources, "trap": Source(path=f"{module}:records", format="grain", weight=5.0)}
+        sources = {
+            **plain.sources,
+            "trap": Source(path=f"tests.data.grain_sources:{act}", format="grain", weight=5.0),
+        }
         armed.touch()
         return spec(folder, sources=sources, eval_fraction=0.0, **fields)
 
     return make
 
 
-HANG = "time.sleep(3600)"
-DIE = "os.kill(os.getpid(), signal.SIGKILL)"
-
-
 @pytest.mark.parametrize(
     ("act", "timeout_s", "what"),
-    [(HANG, 2.0, "has not moved for 2 s"), (DIE, 60.0, "died")],
+    [("hanging", 2.0, "has not moved for 2 s"), ("killing", 60.0, "died")],
     ids=["hang", "die"],
 )
 def test_a_document_that_takes_its_loader_along_is_named(
@@ -226,7 +204,7 @@ def test_a_document_that_takes_its_loader_along_is_named(
 
 @pytest.mark.parametrize(
     ("act", "timeout_s"),
-    [pytest.param(HANG, 2.0, marks=pytest.mark.slow), (DIE, 60.0)],
+    [pytest.param("hanging", 2.0, marks=pytest.mark.slow), ("killing", 60.0)],
     ids=["hang", "die"],
 )
 def test_a_document_that_takes_its_loader_along_is_skipped_where_that_is_the_policy(
