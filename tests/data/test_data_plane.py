@@ -32,8 +32,8 @@ from tests.processes import program
 
 
 def plane_of(batches: BatchIterator) -> ProcessPlane:
-    assert isinstance(batches._plane, ProcessPlane)
-    return batches._plane
+    assert isinstance(batches.plane, ProcessPlane)
+    return batches.plane
 
 
 def role(pid: int) -> str:
@@ -300,10 +300,10 @@ def test_a_loader_that_is_let_go_and_dies_at_the_same_time_leaves_nothing(folder
     )
     pool.request([RequestPart(2, np.arange(64))])
     pool.place({"loader-0": (0, 1, 2, 3)})
-    os.kill(pool._loaders["loader-1"].child.pid, signal.SIGKILL)
+    os.kill(pool.loaders["loader-1"].child.pid, signal.SIGKILL)
     found: list[ChunkRun] = []
     deadline = time.monotonic() + 120
-    while sum(len(run.numbers) for run in found) < 64 or "loader-1" in pool._loaders:
+    while sum(len(run.numbers) for run in found) < 64 or "loader-1" in pool.loaders:
         found += pool.collect()
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -37,9 +37,9 @@ from jtrain.step.description import saved_arrays, trace_cache
 from jtrain.step.description.labelled_sizes import class_of, input_keeping_class, label_sizes, label_values
 from jtrain.step.description.part_jaxprs import METRICS, UPDATE, jaxpr_of
 from jtrain.step.description.saved_arrays import saving_class, trace_saved
-from jtrain.step.description.traced_parts import _trace_class, describe_jaxpr, forget_traces, trace_part
+from jtrain.step.description.traced_parts import describe_jaxpr, forget_traces, trace_class, trace_part
 from jtrain.step.description.traced_work import equations, traced_work
-from jtrain.step.train_step import BATCH_SPEC, _local_gradients
+from jtrain.step.train_step import BATCH_SPEC, local_gradients
 from jtrain.step.zero import param_tree
 from tests.layouts import layout_from
 
@@ -71,7 +71,7 @@ def gradients_of(job: Job) -> collections.Counter[tuple[Any, ...]]:
     shapes = param_tree(layout, lambda p: jax.ShapeDtypeStruct(p.info.shape, layout.precision.param_dtype))
     ids = jax.ShapeDtypeStruct((job.global_batch, job.seq_len), jnp.int32)
     step = jax.shard_map(
-        lambda params, batch, step: _local_gradients(model, layout, params, {}, batch, step),
+        lambda params, batch, step: local_gradients(model, layout, params, {}, batch, step),
         mesh=mesh,
         in_specs=(param_tree(layout, lambda p: p.param), BATCH_SPEC, P()),
         out_specs=(param_tree(layout, lambda p: p.optimizer), P(), P(), P(AXES)),
@@ -220,9 +220,9 @@ def test_kept_values_are_those_of_a_trace_of_their_own(kept: tuple[str, ...] | N
     layout = layout_from(spec, mesh, model.param_infos())
     of = class_of("layers", model, layout, rows=ROWS, seq_len=LENGTH)
     assert of.few == (experts == 4)
-    found = _trace_class(of)
+    found = trace_class(of)
     assert found == describe_jaxpr(of, jaxpr_of(of), unread=0 if kept is None else 2 * bool(experts))
-    assert found != _trace_class(input_keeping_class(of))
+    assert found != trace_class(input_keeping_class(of))
 
 
 def _stacked(jaxpr: Any) -> list[Any]:
@@ -388,7 +388,7 @@ def test_traces_are_read_from_the_disk(tmp_path: Path, monkeypatch: pytest.Monke
     [file] = tmp_path.iterdir()
     each = (dataclasses.replace(one, count=(2 * one.count[0], one.count[1])) for one in found.collectives)
     doubled = dataclasses.replace(found, collectives=tuple(each))
-    trace_cache._write(file, trace_cache._text(doubled))
+    trace_cache.write_trace(file, trace_cache.text_of(doubled))
     forget_traces()
     assert trace_part(of) == doubled
     monkeypatch.setattr(trace_cache, "folder", lambda: None)

@@ -25,6 +25,7 @@ from jtrain.optim import Optimizer
 from jtrain.telemetry import metrics
 from jtrain.train import attempt, bad_steps
 from jtrain.train.bad_steps import BadNumbers, BadSteps
+from tests.compilations import count_programs
 from tests.small_disk import small_disk
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +70,7 @@ class Faults:
 def faults() -> Iterator[Faults]:
     """Plants faults in the update. One compiled step serves every run of this file."""
     planted = Faults()
-    begin, go_back, make = Optimizer.begin, BadSteps._go_back, attempt.make_train_step
+    begin, go_back, make = Optimizer.begin, BadSteps.go_back, attempt.make_train_step
     steps: dict[float | None, Any] = {}
 
     def begin_with_faults(self: Optimizer, grads: Any, step: Any, **named: Any) -> Any:
@@ -90,10 +91,10 @@ def faults() -> Iterator[Faults]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Optimizer, "begin", begin_with_faults)
-        patch.setattr(BadSteps, "_go_back", go_back_noted)
+        patch.setattr(BadSteps, "go_back", go_back_noted)
         patch.setattr(attempt, "make_train_step", made_once)
         yield planted
-    assert [step._cache_size() for step in steps.values()] == [1] * len(steps), (
+    assert [count_programs(step) for step in steps.values()] == [1] * len(steps), (
         "one trace, whatever the guard does"
     )
 

@@ -121,13 +121,13 @@ def test_a_file_that_is_no_array_record_or_cut_short_is_refused(content: bytes, 
 def test_large_array_records_stay_open_a_bounded_number_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arrayrecord_format, "_MANY_RECORDS", 2)
-    monkeypatch.setattr(arrayrecord_format, "_OPEN_READERS", 3)
+    monkeypatch.setattr(arrayrecord_format, "MANY_RECORDS", 2)
+    monkeypatch.setattr(arrayrecord_format, "OPEN_READERS", 3)
     files = []
     for i in range(10):
         records = [f"{i} {j}".encode() for j in range(2 + i % 2)]
         files.append(array_record(write_array_record(tmp_path / f"{i}.array_record", records)))
-    open_readers = arrayrecord_format._open_readers
+    open_readers = arrayrecord_format.open_readers
     assert not open_readers or len(open_readers) == 3
     for _ in range(2):
         assert [file[1] for file in files] == [f"{i} 1" for i in range(10)]

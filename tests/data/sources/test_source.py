@@ -272,10 +272,10 @@ def test_all_sources_of_a_process_share_one_bound_of_decoded_text(
         every(corpus)
     cache, *others = [cast(ParquetFile, corpus.files.records[0])._groups for corpus in corpora]
     assert all(other is cache for other in others)
-    assert 20_000 < cache._bytes <= 50_001
+    assert 20_000 < cache.kept_bytes <= 50_001
     for corpus in corpora:
         corpus.close()
-    assert cache._bytes == 0
+    assert cache.kept_bytes == 0
 
 
 def test_corpora_are_read_without_jax(tmp_path: Path) -> None:
