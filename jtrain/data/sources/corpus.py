@@ -147,6 +147,12 @@ class Corpus:
         """Drops what is known of files, which are opened again when they are read."""
         self.files.forget(numbers)
 
+    @property
+    def num_files(self) -> int:
+        """Number of files; `names` has the parts of large ones one by one."""
+        stored = self.files.stored
+        return int(stored.file_of(np.asarray([len(stored) - 1]))[0]) + 1
+
     def count(self, number: int) -> int:
         """Returns the number of records in a file."""
         return len(self.files[number])
@@ -342,12 +348,18 @@ class Corpus:
         They are the files' names, but each stripe of a large file has one of its own, so that a record has
         the same identity whether the file was read as a whole before or not.
         """
+        parts, ends = self.identity_parts
+        return part_names(parts), ends
+
+    @functools.cached_property
+    def identity_parts(self) -> tuple[FileParts, Int[np.ndarray, " parts"]]:
+        """Parts of files that the names of `identities` are of, with the records up to the end of each."""
         if not self.is_open or self.source.format == "grain":
-            return self.names, self.file_ends
+            return self.files.stored, self.file_ends
         # Every part is a file here; `num_files` may leave out the last ones.
         files = self.files.stored.files[: len(self.files)]
         parts = FileParts(files, [stripe_bytes(file, self.source) for file in files])
-        return part_names(parts), parts.record_ends(self.files)
+        return parts, parts.record_ends(self.files)
 
     def identity_of(self, record: int) -> str:
         """Returns `file:number` of a record, the number counted from 0 within the file or its part."""

@@ -12,7 +12,6 @@ from jtrain.data.sources.cache import NumberTable
 from jtrain.data.sources.formats.long_lines import (
     LONG_LINE_BYTES,
     NO_MARKS,
-    MarkCache,
     Marks,
     TextPart,
     marks_of,
@@ -27,6 +26,7 @@ from jtrain.data.sources.formats.record import (
     plain_text_of_json,
     text_of_json,
 )
+from jtrain.data.sources.latest_values import LatestValues
 from jtrain.data.sources.storage import StoredFile
 
 BOM = b"\xef\xbb\xbf"
@@ -119,7 +119,8 @@ class TextFile(Records):
         )
 
 
-_MARK_CACHE = MarkCache()
+_KEPT_MARKS = LatestValues[Marks](1 << 24)
+"""Marks of the lines of this process, by file and number: of 2 GiB of text."""
 
 
 class JsonLines(Records):
@@ -231,11 +232,11 @@ class JsonLines(Records):
         return self._longest_bytes
 
     def _marks(self, file: int, record: int, start: int, end: int) -> Marks | None:
-        if (marks := _MARK_CACHE.get(self._key, record)) is None:
+        if (marks := _KEPT_MARKS.get((self._key, record))) is None:
             start += len(BOM) if read_span(file, start, start + len(BOM)) == BOM else 0
             marks = marks_of(lambda first, last: read_span(file, first, last), start, end, self.text_of)
             marks = NO_MARKS if marks is None else marks
-            _MARK_CACHE.add(self._key, record, marks)
+            _KEPT_MARKS.add((self._key, record), marks, marks.size_bytes)
         return None if marks is NO_MARKS else marks
 
     def text_of(self, record: dict[str, Any]) -> Any:
