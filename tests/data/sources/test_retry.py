@@ -26,7 +26,7 @@ from jtrain.data.sources.storage import StoredFile, find_files
 from jtrain.errors import FileError
 from tests.data.pretokenized.test_reader import NUM_DOCUMENTS, make
 from tests.data.sources.object_store import Store, web_store
-from tests.data.sources.test_storage import parquet_bytes
+from tests.data.sources.test_object_stores import parquet_bytes
 from tests.data.writers import WRITERS, Write, write_array_record, write_jsonl, write_text
 
 FAULTS: tuple[int | str, ...] = (503, "cut", 429, "less", 500, "reset")
