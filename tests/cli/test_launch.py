@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 def python(
     *arguments: str, cwd: Path = ROOT, env: Mapping[str, str | None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """One process as a user starts it: without what conftest.py sets for this one, or what `env` has as None."""
+    """One process as a user starts it: without what conftest.py sets here, or what `env` has as None."""
     dropped = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
     clean = {name: value for name, value in os.environ.items() if name not in dropped}
     clean["PYTHONPATH"] = os.pathsep.join(

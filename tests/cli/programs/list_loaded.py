@@ -1,4 +1,4 @@
-"""Runs commands one after another in this process; prints their exit codes and which packages are loaded then.
+"""Runs commands in this process; prints their exit codes, and which packages are loaded then.
 
     python list_loaded.py PACKAGES COMMAND...
 
